@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pagestream_engine import LLM, SamplingParams
+from pagestream_engine import LLM, EngineConfig, SamplingParams
+from pagestream_engine.errors import ConfigError, UnsupportedModel, WeightsError
 from pagestream_engine.layers.native.library import native_linears
 from pagestream_engine.layers.quantised.weight import quantise_int8
+from pagestream_engine.models.quantised.scheme import Scheme
+from pagestream_engine.sizing import size_model
 from safetensors.torch import load_file, save_file
 from support.engines.architectures import VOCAB_SIZE, small_config, write_model
+from support.engines.quantised_checkpoints import FORMS, write
 from support.engines.tiny_models import make_model, random_prompts
 
 OPTIONS = {"dtype": "float32", "device": "cpu", "num_gpu_blocks_override": 64, "max_logprobs": 5}
@@ -112,3 +119,84 @@ def test_drafts_beams_batches_and_shared_files(tmp_path: Path, monkeypatch: pyte
     assert len(list((tmp_path / "weights").glob("*.weights"))) == 1
     monkeypatch.setattr("pagestream_engine.layers.quantised.select.quantised_linears", lambda dtype: None)
     check_equal(generate(folder, quantization="int8"), expected)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose matrices have whole groups and words; projections of queries, keys and values have biases."""
+    shape = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 192}
+    return make_model(tmp_path_factory.mktemp("floats") / "model", "qwen2", **shape)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_quantised_checkpoint(form: str, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    quantised, plain = write(folder, tmp_path, form)
+    with caplog.at_level(logging.WARNING):
+        got = generate(quantised, quantization=None)
+    check_equal(got, generate(plain))
+    has_activations = form in {"compressed-tensors int8, W8A8", "fp8"}
+    assert ("activations, which are not quantised here" in caplog.text) == has_activations
+    sized = size_model(quantised, EngineConfig.from_options({"dtype": "float32"}))
+    engine = LLM(str(quantised), **OPTIONS).engine
+    assert engine.memory_bytes()["model"] == pytest.approx(sized.weight_bytes, rel=0.35)
+    engine.close()
+
+
+def test_shared_files_and_drafts_of_a_checkpoint(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if native_linears(torch.float32) is None:
+        pytest.skip("no C++ kernels")
+    quantised, _ = write(folder, tmp_path, "gptq, desc_act")
+    expected = generate(quantised)
+    monkeypatch.setattr("pagestream_engine.models.loader.weights_folder", lambda: tmp_path / "weights")
+    for _ in range(2):
+        assert generate(quantised, deterministic=True, shared_weights_gb=1, speculative_method="ngram") == expected
+    assert len(list((tmp_path / "weights").glob("*.weights"))) == 1
+
+
+REFUSED = {
+    "quant_method: given bitsandbytes, expected one of awq, comp": {"quant_method": "bitsandbytes"},
+    "version: given gemv, expected gemm": {"quant_method": "awq", "bits": 4, "version": "gemv"},
+    "bits: given 3, expected 4": {"quant_method": "gptq", "bits": 3},
+    "weight_block_size: given [128, 128], expected None": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "config_groups.group_0.format: given nvfp4-pack-quantized, expected one of pack": {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": {"weights": {"num_bits": 4}, "format": "nvfp4-pack-quantized"}},
+    },
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_has_no_reader_is_refused_by_name(message: str, folder: Path, tmp_path: Path) -> None:
+    quantised, _ = write(folder, tmp_path, "awq")
+    _set_config(quantised, REFUSED[message])
+    with pytest.raises(UnsupportedModel, match=re.escape(f"quantization_config.{message}")):
+        LLM(str(quantised), **OPTIONS)
+
+
+def test_tensors_that_contradict_the_configuration(folder: Path, tmp_path: Path) -> None:
+    quantised, plain = write(folder, tmp_path, "awq")
+    with pytest.raises(ConfigError, match=r"quantization: given 'int8', expected None for a checkpoint .* by awq"):
+        LLM(str(quantised), **OPTIONS, quantization="int8")
+    with pytest.raises(ConfigError, match="cpu_offload_gb: given 'more', expected 0 for a checkpoint"):
+        Scheme("awq", 4).check_options(None, offloads=True)
+    with pytest.raises(ConfigError, match="tensor_parallel_size: given 2, expected 1 for a checkpoint"):
+        Scheme("awq", 4).check_options(None, offloads=False, num_ranks=2)
+    configuration = FORMS["awq"][1]
+    _set_config(plain, configuration)
+    with pytest.raises(WeightsError, match="given floats alone, expected some that are quantised by awq"):
+        LLM(str(plain), **OPTIONS)
+    _set_config(quantised, {**configuration, "group_size": 64})
+    with pytest.raises(WeightsError, match=r"q_proj\.qzeros: given shape \(4, 16\), expected \(2, 16\)"):
+        LLM(str(quantised), **OPTIONS)
+    _set_config(quantised, None)
+    with pytest.raises(WeightsError, match=r"q_proj\.weight: missing"):
+        LLM(str(quantised), **OPTIONS)
+    write_model(tmp_path / "general", small_config("phi"))
+    _set_config(tmp_path / "general", configuration)
+    with pytest.raises(UnsupportedModel, match="given awq for PhiForCausalLM, expected a model with a family"):
+        LLM(str(tmp_path / "general"), **OPTIONS)
+
+
+def _set_config(folder: Path, quantization: dict[str, Any] | None) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))

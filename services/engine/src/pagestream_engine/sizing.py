@@ -20,6 +20,7 @@ from pagestream_engine.models.config import DTYPES, ConfigFile
 from pagestream_engine.models.decoder_config import DecoderConfig
 from pagestream_engine.models.folder import resolve_model
 from pagestream_engine.models.offload.plan import plan_offload
+from pagestream_engine.models.quantised.scheme import Scheme
 from pagestream_engine.models.registry import find_family, fused_architectures
 from pagestream_engine.models.stored_size import num_elements, stored_bytes
 from pagestream_engine.models.weights import WeightMap
@@ -110,7 +111,10 @@ def size_config(file: ConfigFile, config: EngineConfig) -> ModelSize:
     layout = kv_layout(family.attention_specs(decoder, longest), block_size, longest)
     of_block = block_bytes(cache_shapes(layout, dtype, config.cache.kv_cache_dtype))
     weights = family.weights(decoder)
-    weight_bytes, host_weight_bytes = stored_bytes(weights, dtype, config.model.quantization), 0
+    scheme = Scheme.read(file)
+    if scheme is not None:
+        scheme.check_options(config.model.quantization, offloads=config.model.cpu_offload_gb > 0)
+    weight_bytes, host_weight_bytes = stored_bytes(weights, dtype, config.model.quantization, scheme), 0
     if config.model.cpu_offload_gb:
         plan = plan_offload(weights, dtype, int(config.model.cpu_offload_gb * 2**30), pinned=True)
         weight_bytes, host_weight_bytes = weight_bytes - plan.freed_bytes, plan.weight_bytes

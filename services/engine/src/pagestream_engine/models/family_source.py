@@ -14,6 +14,7 @@ from pagestream_engine.models.decoder_config import DecoderConfig
 from pagestream_engine.models.loader import load_parameters
 from pagestream_engine.models.model import Model
 from pagestream_engine.models.offload.plan import plan_offload
+from pagestream_engine.models.quantised.scheme import Scheme
 from pagestream_engine.models.registry import BuildContext, Family, plugin_digest
 from pagestream_engine.models.source import ModelSource, Target
 from pagestream_engine.models.stored_size import stored_bytes
@@ -30,6 +31,7 @@ class FamilySource(ModelSource):
         self._family = family
         self.plugin_digest = plugin_digest(family)
         self._config = family.read(file)
+        self._scheme = Scheme.read(file)
         self.routes_tokens = isinstance(self._config, DecoderConfig) and self._config.experts is not None
         self.weights: WeightMap = family.weights(self._config)
         super().__init__(folder, self._config.info)
@@ -49,7 +51,7 @@ class FamilySource(ModelSource):
 
     def load(self, target: Target, backend: Backend) -> Model:
         ranks, weights = target.ranks, self._weights(target)
-        parameters = load_parameters(self.folder, weights, target)
+        parameters = load_parameters(self.folder, weights, target, self._scheme)
         sharding.join_linears(parameters, weights, ranks, self.info.vocab_size)
         context = BuildContext(backend, target.max_model_len, ranks)
         model = self._family.build(self._config_of_rank(target), parameters, self.attention_specs(target), context)

@@ -16,11 +16,13 @@ from pagestream_engine.errors import DOWNLOAD_AGAIN, InvariantViolation, NativeB
 from pagestream_engine.layers.linear import Linear
 from pagestream_engine.layers.linear_methods import LinearMethod
 from pagestream_engine.layers.quantised.select import choose_quantised_method, from_parts, parts_of
-from pagestream_engine.layers.quantised.weight import quantise_int8
+from pagestream_engine.layers.quantised.weight import QuantisedWeight, quantise_int8
 from pagestream_engine.layers.select import choose_method, kernel_build, lays_out_anew, panels_of
 from pagestream_engine.models.folder import model_revision
 from pagestream_engine.models.offload.layers import OffloadedWeights
 from pagestream_engine.models.offload.plan import plan_offload
+from pagestream_engine.models.quantised.linears import read_quantised
+from pagestream_engine.models.quantised.scheme import Scheme
 from pagestream_engine.models.safetensors_file import Entry, FileCache, open_files, read_folder
 from pagestream_engine.models.shared_weights import SharedWeights, map_or_write, weights_folder
 from pagestream_engine.models.source import Target
@@ -34,31 +36,41 @@ _BIAS = ".bias"
 _log = logging.getLogger(__name__)
 
 
-def load_parameters(folder: Path, weights: WeightMap, target: Target) -> Parameters:
+def load_parameters(folder: Path, weights: WeightMap, target: Target, scheme: Scheme | None = None) -> Parameters:
     """Read the weights of `folder` in the dtype and onto the device of `target`.
 
     At its peak it needs the model's size, and the largest matrix once more where matrices are laid out anew. With
     `Target.shared_bytes` the model's size is that of a file whose pages all engines of the machine share.
 
+    Args:
+        folder: of the model.
+        weights: what is read.
+        target: what for.
+        scheme: how linears are quantised there; None: they are not.
+
     Raises:
+        ConfigError: an option does not go with weights that are quantised already, or what is offloaded would free no
+            memory.
         ModelFileError: a file is missing or malformed.
         WeightsError: a tensor is missing, unexpected, or mis-shaped.
-        ConfigError: what is offloaded would free no memory.
+        UnsupportedModel: quantised weights are in a form that has no reader.
     """
+    if scheme is not None:
+        scheme.check_options(target.quantization, offloads=target.offload is not None, num_ranks=target.ranks.size)
     if target.offload is not None:
         pinned = target.device.type == "cuda"
         plan = plan_offload(weights, target.dtype, target.offload.max_bytes, pinned=pinned)
         offloaded = OffloadedWeights(plan, target.dtype, target.device, target.offload.copier)
         _log.info("%d layers' weights are in %d MiB of host memory", len(plan.pages), offloaded.num_host_bytes >> 20)
         parameters = Parameters(offloaded.layers, offloaded.num_device_bytes)
-        for _ in _load_each(folder, weights, target, parameters, offloaded):
+        for _ in _load_each(folder, weights, target, parameters, scheme=scheme, offloaded=offloaded):
             pass
         return parameters
     if target.shared_bytes and can_be_shared(target):
         key = _key(folder, weights, target)
         try:
             shared = map_or_write(
-                key, lambda: _laid_out(folder, weights, target), target.shared_bytes, weights_folder()
+                key, lambda: _laid_out(folder, weights, target, scheme), target.shared_bytes, weights_folder()
             )
         except (OSError, NativeBuildError) as error:
             _log.warning("the weights are in this engine's own memory, no other shares them: %s", error)
@@ -66,7 +78,7 @@ def load_parameters(folder: Path, weights: WeightMap, target: Target) -> Paramet
             _log.info("mapped %d MiB of weights, which this machine's engines share", shared.num_bytes >> 20)
             return _from_file(shared, weights, target)
     parameters = Parameters()
-    for _ in _load_each(folder, weights, target, parameters):
+    for _ in _load_each(folder, weights, target, parameters, scheme=scheme):
         pass
     return parameters
 
@@ -83,13 +95,15 @@ def _load_each(
     weights: WeightMap,
     target: Target,
     parameters: Parameters,
+    *,
+    scheme: Scheme | None,
     offloaded: OffloadedWeights | None = None,
 ) -> Iterator[str]:
     """Read a folder's weights into `parameters`, and those of some layers into host memory; yield the name of each that
     is there."""
     entries = read_folder(folder)
     with open_files() as files:
-        reader = WeightReader(entries, files, target)
+        reader = WeightReader(entries, files, target, scheme)
         if lays_out_anew(target.device.type, target.dtype, exact=target.exact_linears, by_triton=target.by_triton):
             reader.reserve(weights.values())
         for name, weight in weights.items():
@@ -100,12 +114,16 @@ def _load_each(
             yield name
         is_tied = any(isinstance(weight, TiedWeight) for weight in weights.values())
         reader.check_all_used(tied=is_tied)
+        if scheme is not None and not reader.num_quantised:
+            raise WeightsError(
+                f"weights: given floats alone, expected some that are quantised by {scheme.method}, as config.json says"
+            )
 
 
-def _laid_out(folder: Path, weights: WeightMap, target: Target) -> Iterator[tuple[str, Tensor]]:
+def _laid_out(folder: Path, weights: WeightMap, target: Target, scheme: Scheme | None) -> Iterator[tuple[str, Tensor]]:
     """Read a folder's weights; yield each by its name, with what `_from_file` makes a linear of."""
     parameters = Parameters()
-    for name in _load_each(folder, weights, target, parameters):
+    for name in _load_each(folder, weights, target, parameters, scheme=scheme):
         if isinstance(weights[name], TensorWeight):
             yield name, parameters.tensor(name)
             continue
@@ -175,10 +193,15 @@ class Columns(NamedTuple):
 class WeightReader:
     """Hands out tensors by name, and remembers which were asked for."""
 
-    def __init__(self, entries: dict[str, Entry], files: FileCache, target: Target) -> None:
+    def __init__(
+        self, entries: dict[str, Entry], files: FileCache, target: Target, scheme: Scheme | None = None
+    ) -> None:
         self._entries = entries
         self._files = files
         self.target = target
+        self.scheme = scheme
+        self.num_quantised = 0
+        """Linears that were read quantised."""
         self._used: set[str] = set()
         self._scratch: Tensor | None = None
 
@@ -218,6 +241,37 @@ class WeightReader:
         self.fill(target, parts, suffix)
         return target
 
+    def quantised(self, weight: LinearWeight) -> QuantisedWeight | None:
+        """Read a linear from a quantised checkpoint; None where it is stored in floats."""
+        if self.scheme is None:
+            return None
+        found = read_quantised(self, self.scheme, weight, self.target.device)
+        self.num_quantised += found is not None
+        return found
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a tensor."""
+        return name in self._entries
+
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        """Return a tensor's dtype as stored; None where there is no such tensor."""
+        entry = self._entries.get(name)
+        return None if entry is None else entry.dtype
+
+    def raw(self, name: str) -> Tensor:
+        """Read a tensor as it is stored, on the CPU.
+
+        Raises:
+            WeightsError: there is none.
+        """
+        entry = self._entries.get(name)
+        if entry is None:
+            raise WeightsError(f"{name}: missing, expected among the quantised weights; {DOWNLOAD_AGAIN}")
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        self._files.read(entry, tensor)
+        self._used.add(name)
+        return tensor
+
     def check_all_used(self, *, tied: bool) -> None:
         """Raise WeightsError if the files hold a tensor that no part of the model took."""
         allowed = {"lm_head.weight"} if tied else set()
@@ -245,6 +299,11 @@ class WeightReader:
             raise WeightsError(f"{name}: missing, expected among the weights with shape {expected}; {DOWNLOAD_AGAIN}")
         if entry.shape != expected:
             raise WeightsError(f"{name}: given shape {entry.shape}, expected {expected} by config.json")
+        if not entry.is_plain:
+            raise WeightsError(
+                f"{name}: given {entry.dtype}, expected floats of 16 bits or more: config.json has no "
+                "quantization_config for it"
+            )
         rows = entry.rows(part.first_row, part.rows)
         if columns is None:
             self._files.read(rows, target)
@@ -285,8 +344,11 @@ def _load_one(parameters: Parameters, name: str, weight: Weight, reader: WeightR
 
 def _method_of(weight: LinearWeight, reader: WeightReader) -> LinearMethod:
     target = reader.target
-    matrix = reader.matrix(weight)
-    if target.quantization == "int8" and not weight.is_sensitive:
-        quantised = quantise_int8(matrix)
+    quantised = reader.quantised(weight)
+    if quantised is None:
+        matrix = reader.matrix(weight)
+        if target.quantization == "int8" and not weight.is_sensitive:
+            quantised = quantise_int8(matrix)
+    if quantised is not None:
         return choose_quantised_method(quantised, target.dtype, exact=target.exact_linears, by_triton=target.by_triton)
     return choose_method(matrix, exact=target.exact_linears, by_triton=target.by_triton)

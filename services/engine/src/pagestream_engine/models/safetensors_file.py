@@ -19,7 +19,15 @@ import torch
 
 from pagestream_engine.errors import DOWNLOAD_AGAIN, ModelFileError, WeightsError
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {
+    **_FLOATS,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 _MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 _BUFFER_BYTES = 8 << 20
 
@@ -34,6 +42,11 @@ class Entry:
     begin: int
     """Of its bytes, from the file's start."""
     num_bytes: int
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it holds numbers as they are, not the values of quantised ones."""
+        return self.dtype in _FLOATS.values()
 
     def rows(self, first: int, count: int) -> Entry:
         """Return where `count` of its rows lie, one after the other."""

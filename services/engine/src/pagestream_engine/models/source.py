@@ -66,7 +66,8 @@ class ModelSource(ABC):
         Raises:
             ModelFileError: a file is missing or malformed.
         """
-        return sum(prod(entry.shape) for entry in read_folder(self.folder).values()) * target.dtype.itemsize
+        entries = read_folder(self.folder).values()
+        return sum(prod(each.shape) * target.dtype.itemsize if each.is_plain else each.num_bytes for each in entries)
 
     @abstractmethod
     def attention_specs(self, target: Target) -> Sequence[AttentionSpec]:

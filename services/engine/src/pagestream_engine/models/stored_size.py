@@ -6,20 +6,30 @@ from math import prod
 
 import torch
 
+from pagestream_engine.models.quantised.scheme import Scheme
 from pagestream_engine.models.weights import LinearWeight, TensorWeight, Weight, WeightMap
 
 _SCALE_BYTES = 4
-"""Of an output, where weights have 8 bits."""
+"""Of an output, or a group of its inputs."""
+_WITH_ZEROS = 4
+"""Bits of values whose groups have a zero, a byte, too."""
 
 
-def stored_bytes(weights: WeightMap, dtype: torch.dtype, quantization: str | None) -> int:
+def stored_bytes(weights: WeightMap, dtype: torch.dtype, quantization: str | None, scheme: Scheme | None = None) -> int:
     """Return the bytes of all parameters; a tied one counts once.
+
+    Of a quantised checkpoint all linears but head and routers are counted as quantised, as its tools leave them.
 
     Args:
         weights: a family's declaration.
         dtype: of the model.
         quantization: `ModelConfig.quantization`.
+        scheme: of the checkpoint.
     """
+    if scheme is not None:
+        return sum(
+            _checkpoint_bytes(weight, dtype, scheme if name != "head" else None) for name, weight in weights.items()
+        )
     return sum(_bytes_of(weight, dtype, quantization) for weight in weights.values())
 
 
@@ -30,6 +40,14 @@ def num_elements(weight: Weight) -> int:
     if isinstance(weight, TensorWeight):
         return sum(part.rows for part in weight.parts) * prod(weight.trailing)
     return 0
+
+
+def _checkpoint_bytes(weight: Weight, dtype: torch.dtype, scheme: Scheme | None) -> int:
+    if scheme is None or not isinstance(weight, LinearWeight) or weight.is_sensitive:
+        return num_elements(weight) * dtype.itemsize
+    groups = weight.in_features // (scheme.group_size or weight.in_features)
+    of_group = _SCALE_BYTES + (scheme.bits == _WITH_ZEROS)
+    return weight.num_rows * (weight.in_features * scheme.bits // 8 + groups * of_group + weight.bias * dtype.itemsize)
 
 
 def _bytes_of(weight: Weight, dtype: torch.dtype, quantization: str | None) -> int:

@@ -45,6 +45,13 @@ class QuantisedWeight:
         """(out features, in features)."""
         return self.values.shape[0], self.values.shape[1]
 
+    def to(self, device: torch.device) -> QuantisedWeight:
+        """Return the same on a device."""
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        order = None if self.order is None else self.order.to(device)
+        scales = self.scales.to(device)
+        return QuantisedWeight(self.storage, self.values.to(device), scales, self.group_size, zeros, order)
+
     def rows(self, begin: int, end: int, dtype: torch.dtype) -> Tensor:
         """Dequantise rows, computed in float32: (end - begin, in features), inputs as `values` has them."""
         values = self.values[begin:end].float()

@@ -52,6 +52,13 @@ class GeneralSource(ModelSource):
             ModelFileError: it is malformed.
             UnsupportedModel: `transformers` has no such architecture, or none that runs on a paged cache.
         """
+        quantised = file.get("quantization_config")
+        if quantised is not None:
+            method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+            raise UnsupportedModel(
+                f"config.json: quantization_config: given {method} for {', '.join(file.architectures)}, expected a "
+                "model with a family of its own, or floats (quantization int8 rounds those)"
+            )
         self._config = _read_config(folder, file)
         self._class = _find_class(file)
         _check_class(self._class, self._config)

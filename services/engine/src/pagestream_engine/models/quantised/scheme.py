@@ -1,0 +1,160 @@
+"""What `quantization_config` of config.json says, and the refusal of what has no reader."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pagestream_engine.errors import ConfigError, ModelFileError, UnsupportedModel
+from pagestream_engine.models.config import ConfigFile
+
+METHODS = ("awq", "compressed-tensors", "fp8", "gptq")
+_FORMATS = {"pack-quantized": (4, 8), "int-quantized": (8,), "float-quantized": (8,), "naive-quantized": (8,)}
+"""Of compressed-tensors -> bits of a weight."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How a checkpoint's quantised linears are stored. Tensors say the rest: which linears are plain, sizes."""
+
+    method: str
+    """One of METHODS."""
+    bits: int
+    group_size: int | None = None
+    """Inputs that share a scale; None: all of an output, or of the matrix."""
+    zeros_less_one: bool = False
+    """Whether zeros are stored less 1 (GPTQ's first format)."""
+
+    @classmethod
+    def read(cls, file: ConfigFile) -> Scheme | None:
+        """Read a configuration; None where the checkpoint is not quantised.
+
+        Raises:
+            ModelFileError: the field is malformed.
+            UnsupportedModel: it asks for a form of weights that has no reader.
+        """
+        given = file.get("quantization_config")
+        if given is None:
+            return None
+        if not isinstance(given, Mapping):
+            raise ModelFileError(f"config.json: quantization_config: given {given!r:.80}, expected an object")
+        method = str(given.get("quant_method"))
+        match method:
+            case "compressed-tensors":
+                return _compressed_tensors(given)
+            case "fp8":
+                return _fp8(given)
+            case "awq":
+                return _awq(given)
+            case "gptq":
+                return _gptq(given)
+        raise _refusal("quant_method", method, f"one of {', '.join(METHODS)}")
+
+    def check_options(self, quantization: str | None, *, offloads: bool, num_ranks: int = 1) -> None:
+        """Raise ConfigError for options that do not go with a quantised checkpoint.
+
+        Args:
+            quantization: `ModelConfig.quantization`.
+            offloads: whether `cpu_offload_gb` is above 0.
+            num_ranks: among which linears are divided.
+        """
+        expected = f"for a checkpoint that is quantised by {self.method}"
+        if quantization is not None:
+            raise ConfigError("quantization", quantization, f"None {expected}")
+        if offloads:
+            hint = "host memory holds weights in the model's dtype"
+            raise ConfigError("cpu_offload_gb", "more", f"0 {expected}", hint)
+        if num_ranks > 1:
+            hint = "packed words and groups are not divided; quantization int8 of floats is"
+            raise ConfigError("tensor_parallel_size", num_ranks, f"1 {expected}", hint)
+
+
+def _compressed_tensors(given: Mapping[str, Any]) -> Scheme:
+    _expect(given, "kv_cache_scheme", (None,))
+    sparsity = given.get("sparsity_config") or {}
+    if sparsity.get("format", "dense") != "dense":
+        raise _refusal("sparsity_config.format", sparsity["format"], "dense")
+    groups = given.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise ModelFileError(
+            f"config.json: quantization_config.config_groups: given {groups!r:.80}, expected an object"
+        )
+    found = {_weights_of(name, group, given.get("format")) for name, group in groups.items()}
+    if len(found) > 1:
+        raise _refusal("config_groups", f"{len(found)} forms of weights", "one for all linears")
+    return found.pop()
+
+
+def _weights_of(name: str, group: Any, default_format: Any) -> Scheme:
+    place = f"config_groups.{name}"
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping):
+        raise ModelFileError(f"config.json: quantization_config.{place}.weights: given {weights!r:.80}, expected some")
+    form = group.get("format") or default_format
+    if form not in _FORMATS:
+        raise _refusal(f"{place}.format", form, f"one of {', '.join(_FORMATS)}")
+    _expect(weights, "num_bits", _FORMATS[form], place)
+    kind = "float" if form == "float-quantized" else "int"
+    _expect(weights, "type", (kind, *(("float",) if form == "naive-quantized" else ())), place)
+    _expect(weights, "strategy", ("tensor", "channel", "group"), place)
+    if weights["num_bits"] == 8:
+        _expect(weights, "symmetric", (True, None), place)
+    activations = group.get("input_activations")
+    if activations is not None:
+        _warn_of_activations(f"{activations.get('num_bits')}-bit {activations.get('type')}")
+    if group.get("output_activations") is not None:
+        raise _refusal(f"{place}.output_activations", "some", "null")
+    size = weights.get("group_size")
+    return Scheme("compressed-tensors", int(weights["num_bits"]), size if weights["strategy"] == "group" else None)
+
+
+def _fp8(given: Mapping[str, Any]) -> Scheme:
+    _expect(given, "weight_block_size", (None,))
+    _expect(given, "fmt", (None, "e4m3"))
+    _warn_of_activations("float8")
+    return Scheme("fp8", 8)
+
+
+def _awq(given: Mapping[str, Any]) -> Scheme:
+    _expect({"bits": given.get("bits", given.get("w_bit"))}, "bits", (4,))
+    _expect({"version": str(given.get("version", "gemm")).lower()}, "version", ("gemm",))
+    _expect(given, "zero_point", (True, None))
+    return Scheme("awq", 4, _group_size(given.get("group_size", given.get("q_group_size", 128))))
+
+
+def _gptq(given: Mapping[str, Any]) -> Scheme:
+    _expect(given, "bits", (4,))
+    _expect(given, "checkpoint_format", (None, "gptq", "gptq_v2"))
+    _expect(given, "dynamic", (None, {}))
+    is_first = given.get("checkpoint_format") != "gptq_v2"
+    return Scheme("gptq", 4, _group_size(given.get("group_size", 128)), zeros_less_one=is_first)
+
+
+def _group_size(given: Any) -> int | None:
+    if given == -1:
+        return None
+    if isinstance(given, bool) or not isinstance(given, int) or given < 2 or given % 2:
+        raise _refusal("group_size", given, "an even whole number of inputs, or -1")
+    return given
+
+
+def _warn_of_activations(given: str) -> None:
+    _log.warning(
+        "quantization_config: given %s activations, which are not quantised here: the weights alone have 8 bits, and "
+        "results are those of activations in the model's dtype",
+        given,
+    )
+
+
+def _expect(given: Mapping[str, Any], field: str, allowed: tuple[Any, ...], place: str = "") -> None:
+    if given.get(field) not in allowed:
+        name = f"{place}.weights.{field}" if place else field
+        raise _refusal(name, given.get(field), " or ".join(map(str, allowed)))
+
+
+def _refusal(field: str, given: object, expected: str) -> UnsupportedModel:
+    return UnsupportedModel(f"config.json: quantization_config.{field}: given {given}, expected {expected}")

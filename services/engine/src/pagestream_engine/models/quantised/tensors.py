@@ -1,0 +1,192 @@
+"""From a checkpoint's tensors of one projection to a `QuantisedWeight`.
+
+Packing orders are those that the formats' own tools write: `compressed_tensors` (`pack_to_int32`), AutoAWQ
+(`WQLinear_GEMM`: the nibbles of a word are columns 0, 2, 4, 6, 1, 3, 5, 7), AutoGPTQ (`QuantLinear`: the nibbles of a
+word are 8 inputs; zeros less 1), AutoFP8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pagestream_engine.errors import UnsupportedModel, WeightsError
+from pagestream_engine.layers.quantised.weight import QuantisedWeight, Storage
+from pagestream_engine.models.quantised.scheme import Scheme
+
+_NIBBLES = 8
+"""Of a word."""
+_AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+"""Of columns 0 to 7 among a word's nibbles."""
+_MIDDLE = 8
+"""What compressed-tensors adds to 4 bits with a sign."""
+_FLOAT8_NAN = 0x7F
+
+
+class TensorSource(Protocol):
+    """A checkpoint's tensors by name."""
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a tensor."""
+        ...
+
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        """Return a tensor's dtype as stored; None where there is no such tensor."""
+        ...
+
+    def raw(self, name: str) -> Tensor:
+        """Read a tensor as it is stored, on the CPU; WeightsError where there is none."""
+        ...
+
+
+def is_quantised(source: TensorSource, name: str) -> bool:
+    """Return whether a projection has quantised weights."""
+    if source.has(f"{name}.qweight") or source.has(f"{name}.weight_packed"):
+        return True
+    return source.dtype_of(f"{name}.weight") in (torch.int8, torch.float8_e4m3fn)
+
+
+def read_projection(source: TensorSource, scheme: Scheme, name: str, shape: tuple[int, int]) -> QuantisedWeight:
+    """Read a projection.
+
+    Args:
+        source: of tensors.
+        scheme: of the checkpoint.
+        name: of the projection, without a suffix.
+        shape: (out features, in features).
+
+    Raises:
+        WeightsError: a tensor is missing, or has another shape than `shape` and the scheme ask for.
+        UnsupportedModel: it is in a form that has no reader.
+    """
+    readers: dict[str, Callable[[_Projection], QuantisedWeight]] = {
+        "awq": _awq,
+        "gptq": _gptq,
+        "compressed-tensors": _packed if source.has(f"{name}.weight_packed") else _whole,
+        "fp8": _whole,
+    }
+    projection = _Projection(source, scheme, name, shape)
+    weight = readers[scheme.method](projection)
+    for ignored in ("input_scale", "weight_shape"):
+        if source.has(f"{name}.{ignored}"):
+            source.raw(f"{name}.{ignored}")
+    return weight
+
+
+class _Projection:
+    """The tensors of one projection, whose shapes are checked."""
+
+    def __init__(self, source: TensorSource, scheme: Scheme, name: str, shape: tuple[int, int]) -> None:
+        self._source = source
+        self._name = name
+        self.scheme = scheme
+        self.outputs, self.inputs = shape
+        self.group_size = scheme.group_size or self.inputs
+        if self.inputs % self.group_size or (self.group_size % 2 and self.group_size < self.inputs):
+            raise UnsupportedModel(
+                f"{name}: given groups of {self.group_size}, expected an even divisor of {self.inputs}"
+            )
+        self.groups = self.inputs // self.group_size
+
+    def has(self, suffix: str) -> bool:
+        return self._source.has(f"{self._name}.{suffix}")
+
+    def read(self, suffix: str, *shape: int) -> Tensor:
+        tensor = self._source.raw(f"{self._name}.{suffix}")
+        if tuple(tensor.shape) != shape:
+            raise WeightsError(
+                f"{self._name}.{suffix}: given shape {tuple(tensor.shape)}, expected {shape} by config.json"
+            )
+        return tensor
+
+    def refuse(self, suffix: str, given: object, expected: str) -> UnsupportedModel:
+        return UnsupportedModel(f"{self._name}.{suffix}: given {given}, expected {expected}")
+
+    def scales(self, suffix: str = "weight_scale") -> Tensor:
+        """(groups, outputs), of a scale for the matrix, or (outputs, groups)."""
+        tensor = self._source.raw(f"{self._name}.{suffix}").float()
+        if tensor.numel() == 1 and self.scheme.group_size is None:
+            return tensor.reshape(1, 1).expand(1, self.outputs).contiguous()
+        if tuple(tensor.shape) not in {(self.outputs, self.groups), (self.outputs,) * (self.groups == 1)}:
+            raise WeightsError(
+                f"{self._name}.{suffix}: given shape {tuple(tensor.shape)}, expected {(self.outputs, self.groups)}"
+            )
+        return tensor.reshape(self.outputs, self.groups).T.contiguous()
+
+
+def _awq(projection: _Projection) -> QuantisedWeight:
+    outputs, inputs, groups = projection.outputs, projection.inputs, projection.groups
+    values = nibbles(projection.read("qweight", inputs, outputs // _NIBBLES))[..., _AWQ_PLACES].flatten(1)
+    zeros = nibbles(projection.read("qzeros", groups, outputs // _NIBBLES))[..., _AWQ_PLACES].flatten(1)
+    scales = projection.read("scales", groups, outputs).float()
+    return QuantisedWeight(Storage.INT4, values.T.contiguous(), scales, projection.group_size, zeros)
+
+
+def _gptq(projection: _Projection) -> QuantisedWeight:
+    outputs, inputs, groups = projection.outputs, projection.inputs, projection.groups
+    words = projection.read("qweight", inputs // _NIBBLES, outputs)
+    values = nibbles(words).permute(1, 0, 2).reshape(outputs, inputs)
+    zeros = nibbles(projection.read("qzeros", groups, outputs // _NIBBLES)).flatten(1)
+    if projection.scheme.zeros_less_one:
+        zeros = zeros + 1
+    scales = projection.read("scales", groups, outputs).float()
+    order = None
+    if projection.has("g_idx"):
+        order = _order(projection, projection.read("g_idx", inputs).long(), "g_idx")
+    if order is not None:
+        values = values[:, order]
+    return QuantisedWeight(Storage.INT4, values.contiguous(), scales, projection.group_size, zeros, order)
+
+
+def _packed(projection: _Projection) -> QuantisedWeight:
+    """compressed-tensors' pack-quantized."""
+    outputs, inputs, bits = projection.outputs, projection.inputs, projection.scheme.bits
+    words = projection.read("weight_packed", outputs, -(-inputs * bits // 32))
+    order = None
+    if projection.has("weight_g_idx"):
+        order = _order(projection, projection.read("weight_g_idx", inputs).long(), "weight_g_idx")
+    if bits == 4:
+        values = nibbles(words).flatten(1)[:, :inputs]
+        if projection.has("weight_zero_point"):
+            packed = projection.read("weight_zero_point", -(-outputs // _NIBBLES), projection.groups)
+            zeros = nibbles(packed.T.contiguous()).flatten(1)[:, :outputs].contiguous()
+        else:
+            zeros = torch.full((projection.groups, outputs), _MIDDLE, dtype=torch.uint8)
+    else:
+        values, zeros = (words.view(torch.uint8)[:, :inputs] ^ 0x80).view(torch.int8), None
+    if order is not None:
+        values = values[:, order]
+    storage = Storage.INT4 if bits == 4 else Storage.INT8
+    return QuantisedWeight(storage, values.contiguous(), projection.scales(), projection.group_size, zeros, order)
+
+
+def _whole(projection: _Projection) -> QuantisedWeight:
+    """A byte a weight: int-quantized and float-quantized of compressed-tensors, and fp8."""
+    values = projection.read("weight", projection.outputs, projection.inputs)
+    for suffix in ("weight_scale_inv", "weight_zero_point"):
+        if projection.has(suffix):
+            raise projection.refuse(suffix, "scales of blocks, or zeros", "weight_scale of tensors, outputs or groups")
+    storage = Storage.INT8 if values.dtype == torch.int8 else Storage.FLOAT8
+    if storage == Storage.FLOAT8 and bool(((values.view(torch.uint8) & _FLOAT8_NAN) == _FLOAT8_NAN).any()):
+        raise projection.refuse("weight", "NaN", "numbers")
+    return QuantisedWeight(storage, values, projection.scales(), projection.group_size)
+
+
+def _order(projection: _Projection, groups: Tensor, suffix: str) -> Tensor | None:
+    """Return the order that makes groups of inputs contiguous; None where they are."""
+    expected = torch.arange(projection.inputs) // projection.group_size
+    if torch.equal(groups, expected):
+        return None
+    order = torch.argsort(groups, stable=True)
+    if not torch.equal(groups[order], expected):
+        raise projection.refuse(suffix, "groups of unequal sizes", f"{projection.group_size} inputs in each")
+    return order
+
+
+def nibbles(words: Tensor) -> Tensor:
+    """(rows, columns) int32 -> (rows, columns, 8) uint8, the lowest bits first."""
+    octets = words.contiguous().view(torch.uint8)
+    return torch.stack((octets & 15, octets >> 4), dim=-1).view(*words.shape, _NIBBLES)

@@ -1,0 +1,201 @@
+"""Quantised checkpoints in the formats of their tools, made of a model folder, and the floats that they stand for.
+
+The packing is written here from the formats' descriptions, word by word, apart from the engine's own unpacking:
+
+- compressed-tensors, pack-quantized: `compressed_tensors/compressors/pack_quantized` (values plus 2^(bits - 1), the
+  first in the lowest bits of a word; zeros are packed along the outputs);
+- int-quantized and float-quantized: `compressed_tensors/compressors/naive_quantized`;
+- AWQ, version gemm: AutoAWQ, `awq/modules/linear/gemm.py` (nibbles of a word hold columns 0, 2, 4, 6, 1, 3, 5, 7);
+- GPTQ: AutoGPTQ, `auto_gptq/nn_modules/qlinear` (nibbles of a word hold 8 inputs; zeros are stored less 1);
+- fp8 with a scale for a matrix: AutoFP8.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+GROUP = 32
+Tensors = dict[str, Tensor]
+Packer = Callable[[Tensor, torch.Generator], tuple[Tensors, Tensor]]
+"""(out features, in features) -> the checkpoint's tensors by suffix, and the weight that they stand for in float32."""
+
+
+def write(folder: Path, target: Path, form: str) -> tuple[Path, Path]:
+    """Write the model of `folder` in a form, and a folder with the floats that it stands for; return both.
+
+    Args:
+        folder: with a `model.safetensors` in floats.
+        target: below which the two are made.
+        form: key of `FORMS`.
+    """
+    packer, configuration = FORMS[form]
+    quantised: Tensors = {}
+    plain: Tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        stem = name.removesuffix(".weight")
+        if not stem.endswith("_proj"):
+            quantised[name] = plain[name] = tensor
+            continue
+        # Projections of one input have one order of inputs.
+        generator = torch.Generator().manual_seed(tensor.shape[1])
+        tensors, plain[name] = packer(tensor.float(), generator)
+        quantised.update({f"{stem}.{suffix}": value.contiguous() for suffix, value in tensors.items()})
+    config = json.loads((folder / "config.json").read_text())
+    for place, tensors, changes in (
+        (target / "quantised", quantised, {"quantization_config": configuration}),
+        (target / "plain", plain, {}),
+    ):
+        place.mkdir(parents=True)
+        save_file({name: value.contiguous() for name, value in tensors.items()}, place / "model.safetensors")
+        (place / "config.json").write_text(json.dumps({**config, **changes}))
+        (place / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    return target / "quantised", target / "plain"
+
+
+def words_of(columns: list[Tensor], bits: int) -> Tensor:
+    """Put values of a few bits, the first lowest, into int32."""
+    word = torch.zeros_like(columns[0], dtype=torch.int64)
+    for place, column in enumerate(columns):
+        word |= column.long() << (place * bits)
+    return torch.where(word >= 2**31, word - 2**32, word).int()
+
+
+def _along(values: Tensor, bits: int, places: tuple[int, ...] | None = None) -> Tensor:
+    """Pack (rows, columns) along the columns; `places`: which column of each word's stands where in it."""
+    per_word = 32 // bits
+    order = places or tuple(range(per_word))
+    padded = torch.nn.functional.pad(values, (0, -values.shape[1] % per_word))
+    return words_of([padded[:, place::per_word] for place in order], bits)
+
+
+def _grouped(weight: Tensor, bits: int, *, symmetric: bool, group: int | None = GROUP) -> tuple[Tensor, Tensor, Tensor]:
+    """Round by groups of inputs: values 0 to 2^bits - 1, (out, in), and scales and zeros, (out, groups)."""
+    size = weight.shape[1] if group is None else group
+    parts = weight.view(weight.shape[0], -1, size)
+    most = 2**bits - 1
+    if symmetric:
+        scales = (parts.abs().amax(dim=2) * 2 / most).half().float()
+        zeros = torch.full_like(scales, 2 ** (bits - 1))
+    else:
+        low, high = parts.amin(dim=2).clamp(max=0), parts.amax(dim=2).clamp(min=0)
+        scales = ((high - low) / most).half().float()
+        zeros = (-low / scales).round().clamp(1, most)
+    values = (parts / scales[..., None] + zeros[..., None]).round().clamp(0, most)
+    return values.view_as(weight), scales, zeros
+
+
+def _restored(values: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    """scale * (value - zero), (out, in)."""
+    size = values.shape[1] // scales.shape[1]
+    return (values - zeros.repeat_interleave(size, 1)) * scales.repeat_interleave(size, 1)
+
+
+def _packed(bits: int, *, symmetric: bool, group: int | None) -> Packer:
+    def pack(weight: Tensor, _: torch.Generator) -> tuple[Tensors, Tensor]:
+        values, scales, zeros = _grouped(weight, bits, symmetric=symmetric, group=group)
+        tensors = {
+            "weight_packed": _along(values, bits),
+            "weight_scale": scales.half(),
+            "weight_shape": torch.tensor(weight.shape),
+        }
+        if not symmetric:
+            tensors["weight_zero_point"] = _along(zeros.T, bits).T
+        return tensors, _restored(values, scales, zeros)
+
+    return pack
+
+
+def _whole_int8(weight: Tensor, _: torch.Generator) -> tuple[Tensors, Tensor]:
+    scales = (weight.abs().amax(dim=1, keepdim=True) / 127).bfloat16().float()
+    values = (weight / scales).round().clamp(-128, 127)
+    return {"weight": values.to(torch.int8), "weight_scale": scales.bfloat16()}, values * scales
+
+
+def _float8(*, of_matrix: bool) -> Packer:
+    def pack(weight: Tensor, _: torch.Generator) -> tuple[Tensors, Tensor]:
+        scales = weight.abs().amax() / 448 if of_matrix else weight.abs().amax(dim=1, keepdim=True) / 448
+        values = (weight / scales).to(torch.float8_e4m3fn)
+        tensors = {"weight": values, "weight_scale": scales}
+        if of_matrix:
+            tensors["input_scale"] = torch.tensor(0.02)
+        return tensors, values.float() * scales
+
+    return pack
+
+
+def _awq(weight: Tensor, _: torch.Generator) -> tuple[Tensors, Tensor]:
+    values, scales, zeros = _grouped(weight, 4, symmetric=False)
+    places = (0, 2, 4, 6, 1, 3, 5, 7)
+    tensors = {
+        "qweight": _along(values.T, 4, places),
+        "qzeros": _along(zeros.T, 4, places),
+        "scales": scales.T.half(),
+    }
+    return tensors, _restored(values, scales, zeros)
+
+
+def _gptq(*, symmetric: bool, in_order: bool, less_one: int = 1) -> Packer:
+    def pack(weight: Tensor, generator: torch.Generator) -> tuple[Tensors, Tensor]:
+        inputs = weight.shape[1]
+        order = torch.arange(inputs) if in_order else torch.randperm(inputs, generator=generator)
+        values, scales, zeros = _grouped(weight[:, order], 4, symmetric=symmetric)
+        restored, stored = torch.empty_like(weight), torch.empty_like(weight)
+        groups = torch.empty(inputs, dtype=torch.int32)
+        restored[:, order], stored[:, order] = _restored(values, scales, zeros), values
+        groups[order] = (torch.arange(inputs) // GROUP).int()
+        tensors = {
+            "qweight": _along(stored, 4).T,
+            "qzeros": _along(zeros.T - less_one, 4),
+            "scales": scales.T.half(),
+            "g_idx": groups,
+        }
+        return tensors, restored
+
+    return pack
+
+
+def _compressed(form: str, activations: Mapping[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
+    group = {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, **weights},
+        "input_activations": activations,
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "quantization_status": "compressed",
+    }
+
+
+_DYNAMIC = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+_GROUPS_OF_4 = {"num_bits": 4, "strategy": "group", "group_size": GROUP}
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
+
+FORMS: dict[str, tuple[Packer, dict[str, Any]]] = {
+    "compressed-tensors int8, packed": (_packed(8, symmetric=True, group=None), _compressed("pack-quantized")),
+    "compressed-tensors int8, W8A8": (_whole_int8, _compressed("int-quantized", _DYNAMIC)),
+    "compressed-tensors int4": (
+        _packed(4, symmetric=False, group=GROUP),
+        _compressed("pack-quantized", **_GROUPS_OF_4 | {"symmetric": False}),
+    ),
+    "compressed-tensors fp8": (_float8(of_matrix=False), _compressed("float-quantized", type="float")),
+    "fp8": (_float8(of_matrix=True), {"quant_method": "fp8", "activation_scheme": "static"}),
+    "awq": (_awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}),
+    "gptq, symmetric": (_gptq(symmetric=True, in_order=True), {**_GPTQ, "desc_act": False, "sym": True}),
+    "gptq, desc_act": (_gptq(symmetric=False, in_order=False), {**_GPTQ, "desc_act": True, "sym": False}),
+    "gptq_v2": (
+        _gptq(symmetric=False, in_order=True, less_one=0),
+        {**_GPTQ, "desc_act": False, "sym": False, "checkpoint_format": "gptq_v2"},
+    ),
+}
+"""Form -> what packs a weight, and `quantization_config`."""
