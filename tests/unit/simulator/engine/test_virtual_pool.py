@@ -11,6 +11,7 @@ from pagestream_simulator.engine.roofline import H100_SXM, LLAMA_3_1_8B, Rooflin
 from pagestream_simulator.engine.step_contents import StepContents
 from pagestream_simulator.engine.virtual_engine import VirtualEngine, VirtualRequest
 from pagestream_simulator.engine.virtual_pool import Handover, VirtualPool
+from pagestream_simulator.errors import SettingInvalidError
 
 STEP_S = 0.01
 BLOCK_SIZE = 16
@@ -81,6 +82,14 @@ def test_a_split_pool_serves_all_where_its_decode_engine_has_too_few_blocks_for_
     assert np.isfinite(pool.end_s).all()
     assert len(pool.gaps_s) == sum(request.output_tokens - 1 for request in drawn(100))
     assert decoding.virtual.scheduler.num_preemptions > 0
+
+
+def test_decode_engines_without_a_way_to_get_blocks_are_refused() -> None:
+    handover = Handover(token_bytes=1, bytes_per_s=1.0)
+    with pytest.raises(SettingInvalidError, match="no handover"):
+        VirtualPool([Engine().virtual], claim_tokens=1, decoding=[Engine(receives=True).virtual])
+    with pytest.raises(SettingInvalidError, match="no tier of ReceivedBlocks"):
+        VirtualPool([Engine().virtual], claim_tokens=1, decoding=[Engine().virtual], handover=handover)
 
 
 def test_a_roofline_reads_weights_for_decodes_and_multiplies_for_prompts() -> None:

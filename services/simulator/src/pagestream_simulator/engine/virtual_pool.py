@@ -17,6 +17,7 @@ from pagestream_engine.request.sequence import TokenSequence
 
 from pagestream_simulator.engine.received_blocks import ReceivedBlocks
 from pagestream_simulator.engine.virtual_engine import Floats, VirtualEngine, VirtualRequest
+from pagestream_simulator.errors import SettingInvalidError
 
 
 class Handover(NamedTuple):
@@ -53,8 +54,11 @@ class VirtualPool:
     Args:
         claiming: without steps ahead; with prefix caching, where there are decode engines.
         decoding: each with a tier of `ReceivedBlocks`.
-        handover: needed with decode engines.
+        handover: needed with decode engines, and only there.
         claim_tokens: uncomputed tokens with which an engine claims no more.
+
+    Raises:
+        SettingInvalidError: decode engines without a handover or a tier to receive blocks.
     """
 
     def __init__(
@@ -65,9 +69,13 @@ class VirtualPool:
         decoding: Sequence[VirtualEngine] = (),
         handover: Handover | None = None,
     ) -> None:
+        if decoding and handover is None:
+            raise SettingInvalidError("decode engines are given, and no handover: how fast do blocks get there?")
+        if not all(isinstance(engine.cache.tier, ReceivedBlocks) for engine in decoding):
+            raise SettingInvalidError("a decode engine has no tier of ReceivedBlocks")
         self._claiming = [PooledEngine(engine) for engine in claiming]
         self._decoding = [PooledEngine(engine) for engine in decoding]
-        self._handover = handover
+        self._handover = handover or Handover(0, 1.0)  # Of a mixed pool, which hands nothing over.
         self._claim_tokens = claim_tokens
         self._queue: deque[int] = deque()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -150,8 +158,6 @@ class VirtualPool:
         self._last_s[number] = self.now_s
 
     def _hand_over(self, sender: PooledEngine, seq: TokenSequence) -> None:
-        if self._handover is None:
-            raise ValueError("decode engines are given without a handover")
         receiver = min(self._decoding, key=lambda place: place.held_tokens)
         self._owner[seq.arrival] = receiver
         receiver.held_tokens += seq.num_prompt_tokens
