@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -25,6 +26,8 @@ TOKENIZER_CHATS = 6000
 DRAWN_PROBES = 100
 CERTAIN_GAP = 1.0
 """A right answer is certain if the margin between its two best logits was at least this at every token."""
+DRAFT_RECIPE = Recipe(hidden_size=64, layers=2, intermediate_size=128)
+"""Of a model that drafts for the demo model: a fifteenth of its weights."""
 QUICK_RECIPE = Recipe(steps=6, batch_tokens=512, row_length=128, hidden_size=64, layers=2, intermediate_size=128)
 
 
@@ -35,6 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="seed of the text and of the first weights")
     parser.add_argument("--steps", type=int, default=Recipe.steps, help="optimizer steps")
     parser.add_argument("--threads", type=int, default=1, help="torch threads; another count rounds differently")
+    parser.add_argument("--draft", action="store_true", help="the draft model: the same text, and fewer weights")
     parser.add_argument("--quick", action="store_true", help="a tiny untaught model in seconds, to test the pipeline")
     return parser.parse_args()
 
@@ -115,13 +119,15 @@ def main() -> None:
     arguments = parse_arguments()
     start = time.monotonic()
     make_deterministic(arguments.seed, arguments.threads)
-    recipe = QUICK_RECIPE if arguments.quick else Recipe(steps=arguments.steps)
+    recipe = QUICK_RECIPE
+    if not arguments.quick:
+        recipe = replace(DRAFT_RECIPE if arguments.draft else Recipe(), steps=arguments.steps)
     tokenizer = make_tokenizer(arguments.seed)
     model, loss = make_model(tokenizer, recipe, arguments.seed)
     arguments.out.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(arguments.out)
     save_tokenizer(tokenizer, arguments.out)
-    if not arguments.quick:
+    if not arguments.quick and not arguments.draft:
         content = examine(model, tokenizer, arguments.seed)
         text = json.dumps(content, ensure_ascii=False, indent=1)
         (arguments.out / "questions.json").write_text(text + "\n", encoding="utf-8")

@@ -54,7 +54,7 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.layers.native.product": 3,
     "pagestream_engine.layers.native.quantised": 1,
     "pagestream_engine.layers.native.tiles": 2,
-    "pagestream_engine.layers.native.vectors": 1,
+    "pagestream_engine.layers.native.vectors": 2,
     "pagestream_engine.layers.norm": 2,
     "pagestream_engine.layers.quantised.methods": 1,
     "pagestream_engine.layers.quantised.native": 1,

@@ -14,7 +14,7 @@ constexpr int VECTORS = 2;                           // of a register tile's wid
 constexpr int MAX_ROWS = LANES == 16 ? 14 : 6;       // of a register tile: of 32 or 16 registers, 28 or 12 accumulate
 constexpr int64_t PANEL = VECTORS * LANES;           // outputs
 constexpr int64_t GROUP_BYTES = 384 << 10;           // of rows that meet a panel before the next one: they stay in L2
-constexpr int FEW_ROWS = 3;                          // up to so many, memory alone sets the pace
+constexpr int FEW_ROWS = 5;                          // up to so many, memory alone sets the pace
 
 inline Floats multiply_add(Floats sum, Floats x, Floats y) {
 #if defined(__AVX512F__)

@@ -13,6 +13,9 @@ _FORGETTING = 0.98
 _PROBE_AFTER = 32
 """Steps after which a row without drafts gets one again, to see whether its text has changed."""
 _FIRST_ACCEPTANCE = 0.6
+_MARGIN = 1.5
+"""What a draft has to be worth, of its cost. Both are estimates, and a token that comes early is worth less than one
+where a sequence that gets no drafts decides when a batch ends: with 8 of them drafts worth 1.1 of their cost lost."""
 _UNKNOWN_COST = 0.2
 """Of a draft, in tokens of the same time, until steps of different sizes were measured."""
 
@@ -89,7 +92,7 @@ class DraftLengths:
         The j-th is accepted with probability p ** j, where p is the share of checked drafts that held. It is worth its
         time while that is more than the tokens that the step gives anyway in that time.
         """
-        cost, acceptance = self.cost.of_a_draft, self._acceptance[row]
+        cost, acceptance = min(1.0, _MARGIN * self.cost.of_a_draft), self._acceptance[row]
         if acceptance <= cost:
             self._num_idle[row] += 1
             return int(self._num_idle[row] % _PROBE_AFTER == 0)

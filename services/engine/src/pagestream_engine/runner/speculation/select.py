@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import perf_counter, thread_time
 
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.runner.persistent_batch import PersistentBatch
@@ -36,4 +37,6 @@ def make_speculation(
         proposer = NgramProposer(max_num_seqs, settings.prompt_lookup_min, settings.prompt_lookup_max)
     else:
         proposer = DraftModel(draft, batch, max_num_seqs, guess)
-    return Speculation(proposer, max_num_seqs, settings.most_drafts, agree)
+    # A CPU computes on this thread, among others: its own time is not that of other programs.
+    clock = thread_time if batch.device.type == "cpu" else perf_counter
+    return Speculation(proposer, max_num_seqs, settings.most_drafts, agree, clock=clock)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from time import perf_counter
 
 import numpy as np
 
@@ -26,12 +25,20 @@ class Speculation:
         max_num_seqs: rows of the batch.
         num_speculative_tokens: most drafts of a row in a step.
         agree: returns one number for all ranks, which measure different times and must have the same drafts.
+        clock: in seconds, by which drafts have to pay.
     """
 
     def __init__(
-        self, proposer: Proposer, max_num_seqs: int, num_speculative_tokens: int, agree: Callable[[float], float]
+        self,
+        proposer: Proposer,
+        max_num_seqs: int,
+        num_speculative_tokens: int,
+        agree: Callable[[float], float],
+        *,
+        clock: Callable[[], float],
     ) -> None:
         self._agree = agree
+        self._clock = clock
         self._most = num_speculative_tokens
         self._most_rows = max(max_num_seqs, 1 + self._most)
         """Of logits in a step."""
@@ -46,13 +53,13 @@ class Speculation:
             execute: computes and samples a plan with its drafts, if there are any.
             settle: takes the tokens of a plan with drafts.
         """
-        started = perf_counter()
+        started = self._clock()
         plan, drafts = self.propose(plan)
-        proposed = perf_counter()
+        proposed = self._clock()
         result = execute(plan, drafts)()
         if drafts is not None:
             settle(plan, result.tokens())
-        self.note(plan, drafts, result, proposed - started, perf_counter() - proposed)
+        self.note(plan, drafts, result, proposed - started, self._clock() - proposed)
         return lambda: result
 
     def propose(self, plan: StepPlan) -> tuple[StepPlan, Drafts | None]:
