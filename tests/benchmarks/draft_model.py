@@ -55,10 +55,17 @@ def first_layers(model: Path, folder: Path, count: int) -> Path:
 
 
 @contextmanager
-def always(count: Callable[[], int]) -> Iterator[None]:
-    """Give each row so many drafts, whatever became of the ones before."""
-    with patch.object(DraftLengths, "wanted", lambda _self, _row: count()):
-        yield
+def always(count: Callable[[], int]) -> Iterator[list[tuple[int, int]]]:
+    """Give each row so many drafts, whatever became of the ones before. Yield the numbers of those that were checked
+    and of those that held, of each row and step that had some."""
+    checked: list[tuple[int, int]] = []
+
+    def note(_self: DraftLengths, _row: int, num_drafts: int, num_accepted: int) -> None:
+        if num_drafts:
+            checked.append((num_drafts, num_accepted))
+
+    with patch.object(DraftLengths, "wanted", lambda _self, _row: count()), patch.object(DraftLengths, "note", note):
+        yield checked
 
 
 @contextmanager
@@ -79,28 +86,18 @@ def print_acceptance(draft: Path, num_questions: int) -> None:
     ]
     llm = LLM(str(DEMO), device="cpu", speculative_model=str(draft), num_speculative_tokens=5, max_num_seqs=64)
     print("| temperature | drafts | first ones that hold | of all | tokens a step |\n|---|---|---|---|---|")
-    for temperature in (0.0, 0.7, 1.0):
+    for temperature in (0.0, 0.7, 1.0, 1.5):
         params = [SamplingParams(temperature=temperature, seed=seed, max_tokens=64) for seed in range(len(chats))]
         for name in ("by the target's noise", "the likeliest"):
             if name == "the likeliest" and not temperature:
                 continue
-            before = llm.engine.stats()
-            with always(lambda: 5), likeliest() if name == "the likeliest" else nullcontext():
+            with always(lambda: 5) as checked, likeliest() if name == "the likeliest" else nullcontext():
                 llm.generate(prompts, params)
-            after = llm.engine.stats()
-            drafted = after.num_draft_tokens - before.num_draft_tokens
-            held = [
-                now - then
-                for now, then in zip(
-                    after.accepted_by_position,
-                    before.accepted_by_position or [0] * len(after.accepted_by_position),
-                    strict=True,
-                )
-            ]
-            num_rows = drafted / 5
+            full = [held for drafted, held in checked if drafted == 5]  # those that no end has cut off
+            first = sum(held > 0 for held in full) / len(full)
             print(
-                f"| {temperature} | {name} | {held[0] / num_rows:.0%} | {sum(held) / drafted:.0%} | "
-                f"{1 + sum(held) / num_rows:.2f} |",
+                f"| {temperature} | {name} | {first:.0%} | {sum(full) / 5 / len(full):.0%} | "
+                f"{1 + sum(full) / len(full):.2f} |",
                 flush=True,
             )
 
