@@ -342,9 +342,6 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         self._check_ranks()
-        if self.adapters.enable_lora and self.model.cpu_offload_gb:
-            hint = "layers whose weights come and go take no adapters"
-            raise ConfigError("enable_lora", True, "False with cpu_offload_gb", hint)
         if self.model.deterministic and self.cache.kv_cache_dtype in SCALED_CACHE_DTYPES:
             hint = "a token's key is rounded to a scale that later tokens of its block may raise"
             raise ConfigError("kv_cache_dtype", self.cache.kv_cache_dtype, "auto or bfloat16 with deterministic", hint)

@@ -19,10 +19,12 @@ from pagestream_engine.models.decoder import DecoderModel
 from pagestream_engine.models.offload.plan import NUM_BUFFERS, OffloadPlan, plan_offload
 from pagestream_engine.models.registry import find_family
 from pagestream_engine.models.weights import LinearWeight, TensorWeight, WeightMap
+from pagestream_engine.request.adapter import Adapter
 from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_engine.runner import ModelRunner
 from pagestream_engine.sizing import size_model
 from support.engines.late_copier import LateCopier
+from support.engines.lora_adapters import make_adapter
 from support.engines.tiny_models import make_model, random_prompts
 
 NUM_LAYERS = 7
@@ -52,11 +54,11 @@ def engine_of(folder: Path, copier: LateCopier | None, num_bytes: int, **options
     return Engine(folder, EngineConfig.from_options(settings), make_runner=make_runner), runners[0]
 
 
-def serve(engine: Engine) -> dict[str, list[int]]:
+def serve(engine: Engine, adapter: Adapter | None = None) -> dict[str, list[int]]:
     tokens: dict[str, list[int]] = {}
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     for number, prompt in enumerate(random_prompts([30, 3, 11])):
-        engine.add_request(str(number), prompt, params)
+        engine.add_request(str(number), prompt, params, adapter=adapter if number else None)
     while engine.has_unfinished_requests():
         for output in engine.step():
             assert output.error is None, output.error
@@ -84,6 +86,16 @@ def test_tokens_are_equal_with_half_and_with_all_layers_offloaded(
         assert serve(engine) == expected
         assert runner.memory_bytes()["model"] == on_device - plan.freed_bytes
         assert plan.freed_bytes == plan.weight_bytes - NUM_BUFFERS * plan.page_bytes > 0
+
+
+def test_adapters_add_to_weights_that_come_and_go(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "llama", "llama", num_hidden_layers=NUM_LAYERS)
+    path, found = make_adapter(folder, tmp_path / "adapter"), []
+    for copier, num_bytes in ((None, 0), (LateCopier(), 1 << 30)):
+        engine, _ = engine_of(folder, copier, num_bytes, enable_lora=True)
+        adapter = engine.adapters.load("adapter", path)
+        found.append(serve(engine, adapter))
+    assert found[0] == found[1] != serve(engine_of(folder, None, 0)[0])
 
 
 def test_each_copy_has_begun_while_another_layer_computes(tmp_path: Path) -> None:
