@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pagestream_engine import LLM, SamplingParams
+from pagestream_engine import LLM, SamplingParams, StructuredOutputsParams
 from pagestream_engine.request.outputs import RequestOutput
 from support.engines.tiny_models import make_model, random_prompts
 
@@ -19,6 +19,7 @@ REQUESTS: list[dict[str, Any]] = [
     {"temperature": 0.0, "frequency_penalty": 0.3, "repetition_penalty": 1.1},
     {"temperature": 0.9, "seed": 2, "top_p": 0.9, "logprobs": 0},
     {"temperature": 0.0, "logprobs": 0, "prompt_logprobs": 1},
+    {"temperature": 0.9, "seed": 3, "logprobs": 0, "structured_outputs": StructuredOutputsParams(regex="[a-f]{40}")},
 ]
 """Each for a prompt of its own: all run in one batch."""
 OPTIONS: dict[str, Any] = {
@@ -37,7 +38,7 @@ HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
 
 
 def generate(llm: LLM, indices: range = range(len(REQUESTS))) -> list[RequestOutput]:
-    prompts = random_prompts([3, 9, 14, 5, 11])
+    prompts = random_prompts([3, 9, 14, 5, 11, 7])
     params = [SamplingParams(**{"max_tokens": 30, "ignore_eos": True, **REQUESTS[index]}) for index in indices]
     return llm.generate([{"prompt_token_ids": prompts[index] * 2} for index in indices], params, use_tqdm=False)
 

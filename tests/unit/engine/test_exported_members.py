@@ -16,6 +16,7 @@ EXPORTED = [
     "SchedulingPolicy",
     "Sibling",
     "StepOutput",
+    "StructuredOutputsParams",
     "TokenLogprob",
     "TokenSequence",
     "register_policy",

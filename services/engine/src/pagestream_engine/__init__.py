@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from pagestream_engine.request.sampling_params import SamplingParams
     from pagestream_engine.request.sequence import Sibling, TokenSequence
+    from pagestream_engine.request.structured_outputs import StructuredOutputsParams
     from pagestream_engine.scheduler.policy import SchedulingPolicy
     from pagestream_engine.scheduler.policy_registry import register_policy
 
@@ -35,6 +36,7 @@ __all__ = [
     "SchedulingPolicy",
     "Sibling",
     "StepOutput",
+    "StructuredOutputsParams",
     "TokenLogprob",
     "TokenSequence",
     "register_policy",
@@ -47,6 +49,7 @@ _MODULES = {
     "SamplingParams": "request.sampling_params",
     "SchedulingPolicy": "scheduler.policy",
     "Sibling": "request.sequence",
+    "StructuredOutputsParams": "request.structured_outputs",
     "TokenSequence": "request.sequence",
     "register_policy": "scheduler.policy_registry",
     **dict.fromkeys(

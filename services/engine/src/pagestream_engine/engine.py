@@ -18,6 +18,7 @@ from pagestream_engine.capacity import fit_model_len
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import AdapterUnavailable, InvalidRequest, InvariantViolation, OutOfMemory
 from pagestream_engine.executor.base import RunnerFactory, make_model_runner, make_tier
+from pagestream_engine.executor.grammar_gate import GrammarGate
 from pagestream_engine.executor.pipeline import StepPipeline
 from pagestream_engine.executor.select import make_executor
 from pagestream_engine.models.folder import load_tokenizer, resolve_model
@@ -101,6 +102,7 @@ class Engine:
         plans = PlanBuilder(config.scheduler.max_num_seqs, self._cache.layout)
         num_ahead = int(executor.overlaps if is_async is None else is_async)
         self._steps = StepPipeline(self._scheduler, plans, executor, num_ahead)
+        self._gate = GrammarGate(self._steps, self._scheduler)
         self._pieces = Pieces(self.tokenizer) if self.tokenizer is not None else None
         self._generations: dict[str, Generation] = {}
         self._searches = Searches(self._scheduler, self._cache, self._pieces)
@@ -124,6 +126,7 @@ class Engine:
             max_logprobs=config.model.max_logprobs,
             num_kv_groups=len(self._cache.layout.groups),
             draw_seed=self.draw_seed,
+            has_grammars=facts.has_grammars,
         )
         self.on_schedule: Callable[[ScheduledStep], None] | None = None
         """Gets each step before it runs, and must not keep it; on the thread that steps."""
@@ -273,8 +276,8 @@ class Engine:
                 ended = StepOutput(seq.seq_id, None, end.text, end.finish_reason, end.stop_reason)
                 self._already_ended.append(ended)
         if open_ones:
-            self._scheduler.add(*(generation.seq for generation in open_ones.values()))
             self._generations |= open_ones
+            self._gate.add([generation.seq for generation in open_ones.values()])
 
     def abort_request(self, seq_id: str) -> None:
         """Drop one sequence, by its seq_id, and free its blocks; there will be no output. An unknown one is ignored."""
@@ -283,7 +286,8 @@ class Engine:
         self._already_ended = [output for output in self._already_ended if output.seq_id != seq_id]
         generation = self._generations.pop(seq_id, None)
         if generation is not None:
-            self._scheduler.abort(generation.seq)
+            if not self._gate.abort(generation.seq):
+                self._scheduler.abort(generation.seq)
         elif seq_id in self._searches:
             self._searches.abort(seq_id)
 
@@ -325,6 +329,9 @@ class Engine:
         """
         steps, counts = self._steps, self._counts
         counts.begin_step()
+        for refused in self._gate.release():
+            del self._generations[refused.seq_id]
+            self._already_ended.append(refused)
         with counts.scheduling:
             launched = steps.launch_next(self.on_schedule)
         outputs = self._already_ended
@@ -343,7 +350,7 @@ class Engine:
             if self._scheduler.restore_cost is not None:
                 self._scheduler.restore_cost.note(step, counts.last_step_s)
             outputs = outputs + taken
-        elif not launched and not outputs and (self._generations or self._searches):
+        elif not launched and not outputs and not self._gate and (self._generations or self._searches):
             num_waiting = len(self._generations) + len(self._searches)
             raise InvariantViolation(f"{num_waiting} requests wait and nothing can run")
         self._already_ended = []  # Not before `collect`: an error that it raises loses none of them.
@@ -371,6 +378,7 @@ class Engine:
             self._cache.tier.reset()
         cache = replace(self.config.cache, num_gpu_blocks_override=first.facts.num_blocks)
         self._steps.executor = make_executor(self._make_runner, self.folder, replace(self.config, cache=cache))
+        self._gate.prepare_again()
         if self._steps.executor.facts.fingerprint != first.facts.fingerprint:
             raise InvariantViolation("the model has changed since the first executor has loaded it")
 
@@ -387,7 +395,7 @@ class Engine:
         num_preempted_blocks = self._scheduler.admission.num_preempted_blocks
         return EngineStats(
             num_running=self._scheduler.num_running,
-            num_waiting=self._scheduler.num_waiting,
+            num_waiting=self._scheduler.num_waiting + len(self._gate),
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,
             num_cached_blocks=pool.num_cached,
@@ -439,9 +447,11 @@ class Engine:
         cache = self._cache
         check_cache(self._pool, cache.layout, sequences, cache.copy_on_write, num_drafts=drafts, tier=cache.tier)
         check_groups(sequences)
+        held = len(self._gate)
+        sequences += self._gate.sequences()
         if {seq.seq_id for seq in sequences} != self._generations.keys() | set(self._searches.beam_ids()):
             raise InvariantViolation("the scheduler's sequences are not the engine's requests")
-        if len(sequences) != self._scheduler.num_running + self._scheduler.num_waiting:
+        if len(sequences) != self._scheduler.num_running + self._scheduler.num_waiting + held:
             raise InvariantViolation("the scheduler's counts do not match its sequences")
 
     # -- inside --

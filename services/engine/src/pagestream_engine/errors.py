@@ -159,6 +159,12 @@ class UnsupportedSamplingParams(InvalidSamplingParams):
     """A sampling parameter is known, but this version supports only its default."""
 
 
+class RequestFault(str):
+    """The error text of a sequence whose own request is at fault, as a grammar that needs too much is."""
+
+    __slots__ = ()
+
+
 class PromptTooLong(InvalidRequest):
     """A prompt leaves no room for a single new token."""
 

@@ -15,7 +15,18 @@ import write_source_digests as digests  # noqa: E402
 DECIDING_FOLDERS = (
     *(
         f"pagestream_engine.{name}"
-        for name in ("adapters", "attention", "layers", "models", "parallel", "request", "runner", "sampler", "text")
+        for name in (
+            "adapters",
+            "attention",
+            "grammar",
+            "layers",
+            "models",
+            "parallel",
+            "request",
+            "runner",
+            "sampler",
+            "text",
+        )
     ),
     "pagestream_kernels",
 )

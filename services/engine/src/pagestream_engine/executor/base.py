@@ -14,6 +14,8 @@ from pagestream_engine.cache.kv_groups import KVLayout
 from pagestream_engine.config import EngineConfig, SchedulerConfig
 from pagestream_engine.errors import ConfigError, UnsupportedOption
 from pagestream_engine.executor.load_times import LoadTimes
+from pagestream_engine.grammar.compiler import GrammarCompiler
+from pagestream_engine.request.grammars import Grammar, PreparedGrammar
 from pagestream_engine.step.pending import PendingResult
 from pagestream_engine.step.records import StepPlan, StepResult
 
@@ -109,6 +111,16 @@ class TieredRunner(Protocol):
         ...
 
 
+@runtime_checkable
+class GrammarRunner(Protocol):
+    """A runner whose rows may have a grammar."""
+
+    @property
+    def grammars(self) -> GrammarCompiler:
+        """Compiles them."""
+        ...
+
+
 RunnerFactory = Callable[[Path, EngineConfig], Runner]
 
 
@@ -134,6 +146,8 @@ class ExecutorFacts:
     """For blocks that are evicted; None without `swap_space`."""
     load_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds by part of the load: import (of torch and the runner), weights, cache, warm_up."""
+    has_grammars: bool = False
+    """Whether sequences may have a grammar."""
 
 
 class Executor(Protocol):
@@ -166,6 +180,22 @@ class Executor(Protocol):
         Raises:
             ExecutorDied: its process has ended.
             Exception: what the step raised. Plans in flight are dropped, and so are all up to one that resets.
+        """
+        ...
+
+    def prepare_grammar(self, grammar: Grammar) -> None:
+        """Begin to compile a grammar, beside the steps.
+
+        Raises:
+            ExecutorDied: its process has ended.
+        """
+        ...
+
+    def prepared_grammars(self, timeout_s: float) -> list[PreparedGrammar]:
+        """Return those that are done, each once for each `prepare_grammar`; wait at most `timeout_s` for the first.
+
+        Raises:
+            ExecutorDied: its process has ended.
         """
         ...
 
@@ -239,6 +269,7 @@ def facts_of(runner: Runner, num_blocks: int) -> ExecutorFacts:
         memory_bytes=runner.memory_bytes() if isinstance(runner, MeasuredRunner) else {},
         num_speculative_tokens=runner.num_speculative_tokens if isinstance(runner, SpeculatingRunner) else 0,
         is_deterministic=runner.is_deterministic if isinstance(runner, DeterministicRunner) else False,
+        has_grammars=isinstance(runner, GrammarRunner),
     )
 
 

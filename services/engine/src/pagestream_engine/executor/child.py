@@ -16,8 +16,9 @@ from typing import Protocol
 
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ExecutorError
-from pagestream_engine.executor.base import Runner, RunnerFactory, load_runner
+from pagestream_engine.executor.base import GrammarRunner, Runner, RunnerFactory, load_runner
 from pagestream_engine.plugins import import_plugins
+from pagestream_engine.request.grammars import Grammar, PreparedGrammar
 from pagestream_engine.step.pending import PendingResult, raising
 from pagestream_engine.step.records import StepPlan
 
@@ -91,6 +92,7 @@ class _Steps:
         self._connection = connection
         self._runner = runner
         self._launched: SimpleQueue[tuple[int, int, PendingResult] | None] = SimpleQueue()
+        self._sending = threading.Lock()
         self._failed_launch = -1
         """Last run with a step that could not be launched: what follows must not be computed on what that one left."""
         self._failed_run = -1
@@ -103,13 +105,30 @@ class _Steps:
         run = 0
         while True:
             try:
-                plan: StepPlan = pickle.loads(self._connection.recv_bytes())  # noqa: S301 - from the process that began us
+                plan = self._next_plan()
             except (EOFError, OSError):
                 break
             run += plan.reset
             if run not in (self._failed_launch, self._failed_run):
                 self._launched.put((run, plan.step_id, self._launch(run, plan)))
         self._launched.put(None)
+
+    def _next_plan(self) -> StepPlan:
+        """Wait for a plan; grammars that come before it are compiled beside the steps."""
+        while True:
+            message = pickle.loads(self._connection.recv_bytes())  # noqa: S301 - from the process that began us
+            if not isinstance(message, Grammar):
+                plan: StepPlan = message
+                return plan
+            if isinstance(self._runner, GrammarRunner):
+                self._runner.grammars.prepare(message, self._send_prepared)
+
+    def _send_prepared(self, prepared: PreparedGrammar) -> None:
+        self._send(prepared)
+
+    def _send(self, message: object) -> bool:
+        with self._sending:
+            return _send(self._connection, message)
 
     def _launch(self, run: int, plan: StepPlan) -> PendingResult:
         try:
@@ -128,7 +147,7 @@ class _Steps:
             except BaseException as error:  # noqa: BLE001 - raised on the other side
                 self._failed_run = run
                 answer = _failure(error, step_id)
-            if not _send(self._connection, answer):
+            if not self._send(answer):
                 return
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 from pagestream_engine.config import EngineConfig
-from pagestream_engine.executor.base import LaunchingRunner, RunnerFactory, load_runner
+from pagestream_engine.errors import InvariantViolation
+from pagestream_engine.executor.base import GrammarRunner, LaunchingRunner, RunnerFactory, load_runner
+from pagestream_engine.request.grammars import Grammar, PreparedGrammar
 from pagestream_engine.step.pending import PendingResult, raising
 from pagestream_engine.step.records import StepPlan, StepResult
 
@@ -24,6 +27,7 @@ class InlineExecutor:
         self._runner, self.facts = load_runner(make_runner, folder, config)
         self._launched: deque[PendingResult] = deque()
         self._failed = False
+        self._prepared: SimpleQueue[PreparedGrammar] = SimpleQueue()
 
     @property
     def overlaps(self) -> bool:
@@ -46,6 +50,19 @@ class InlineExecutor:
             self._failed = True
             self._launched.clear()
             raise
+
+    def prepare_grammar(self, grammar: Grammar) -> None:
+        if not isinstance(self._runner, GrammarRunner):
+            raise InvariantViolation("a sequence has a grammar, and the runner has none")
+        self._runner.grammars.prepare(grammar, self._prepared.put)
+
+    def prepared_grammars(self, timeout_s: float) -> list[PreparedGrammar]:
+        prepared: list[PreparedGrammar] = []
+        try:
+            while True:
+                prepared.append(self._prepared.get(block=timeout_s > 0 and not prepared, timeout=timeout_s))
+        except Empty:
+            return prepared
 
     def check_alive(self) -> None:
         """Do nothing: it lives as long as its caller."""

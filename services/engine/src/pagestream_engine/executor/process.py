@@ -14,6 +14,7 @@ from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ExecutorDied, InvariantViolation
 from pagestream_engine.executor.base import ExecutorFacts, RunnerFactory
 from pagestream_engine.executor.child import Failure, run_child
+from pagestream_engine.request.grammars import Grammar, PreparedGrammar
 from pagestream_engine.step.records import StepPlan, StepResult
 
 _CLOSE_LIMIT_S = 5.0
@@ -43,6 +44,9 @@ class ProcessExecutor:
         self._process.start()
         far.close()
         self._in_flight: deque[int] = deque()
+        self._early: deque[StepResult | Failure] = deque()
+        """Answers that came while a grammar was waited for."""
+        self._prepared: list[PreparedGrammar] = []
         try:
             facts = self._receive()
             if isinstance(facts, Failure):
@@ -84,6 +88,28 @@ class ProcessExecutor:
         self._in_flight.popleft()
         return answer
 
+    def prepare_grammar(self, grammar: Grammar) -> None:
+        try:
+            self._connection.send_bytes(pickle.dumps(grammar, protocol=5))
+        except OSError as error:
+            raise self._died() from error
+
+    def prepared_grammars(self, timeout_s: float) -> list[PreparedGrammar]:
+        while self._poll(0.0 if self._prepared else timeout_s):
+            message = self._receive()
+            if isinstance(message, PreparedGrammar):
+                self._prepared.append(message)
+            else:
+                self._early.append(message)
+        prepared, self._prepared = self._prepared, []
+        return prepared
+
+    def _poll(self, timeout_s: float) -> bool:
+        try:
+            return self._connection.poll(timeout_s)
+        except OSError as error:
+            raise self._died() from error
+
     def check_alive(self) -> None:
         if not self._process.is_alive():
             raise self._died()
@@ -102,7 +128,10 @@ class ProcessExecutor:
     def _receive_answer(self, step_id: int) -> StepResult | Failure:
         """Wait for a step's answer; those of steps that an interrupted caller has dropped come before it."""
         while True:
-            answer: StepResult | Failure = self._receive()
+            answer: StepResult | Failure | PreparedGrammar = self._early.popleft() if self._early else self._receive()
+            if isinstance(answer, PreparedGrammar):
+                self._prepared.append(answer)
+                continue
             if answer.step_id == step_id:
                 return answer
             if answer.step_id > step_id:

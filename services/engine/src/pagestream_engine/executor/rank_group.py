@@ -6,7 +6,7 @@ import multiprocessing
 import pickle
 import shutil
 import tempfile
-from collections import deque
+from collections import Counter, deque
 from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -22,6 +22,7 @@ from pagestream_engine.executor.child import Failure
 from pagestream_engine.executor.rank_process import Answer, RankProcess
 from pagestream_engine.executor.stragglers import Stragglers
 from pagestream_engine.parallel.place import Progress, RankPlace
+from pagestream_engine.request.grammars import Grammar, PreparedGrammar
 from pagestream_engine.step.records import StepPlan, StepResult
 
 _FAILURE_LIMIT_S = 1.0
@@ -55,6 +56,7 @@ class RankGroup:
         self._stragglers = Stragglers(Progress(self._folder, size, create=True))
         self._ranks: list[RankProcess] = []
         self._in_flight: deque[int] = deque()
+        self._num_prepared: Counter[PreparedGrammar] = Counter()
         self._lost: RankLost | None = None
         try:
             for rank in range(size):
@@ -75,18 +77,21 @@ class RankGroup:
         return [rank.process.pid for rank in self._ranks if rank.process.pid is not None]
 
     def submit(self, plan: StepPlan) -> None:
+        self._send(plan, "plan")
+        self._in_flight.append(plan.step_id)
+
+    def _send(self, content: object, name: str) -> None:
         self._raise_lost()
-        message = pickle.dumps(plan, protocol=5)
+        message = pickle.dumps(content, protocol=5)
         for rank in self._ranks:
             try:
                 rank.connection.send_bytes(message)
             except OSError as error:
-                self._lose(rank, "takes no plans", error)
+                self._lose(rank, f"takes no {name}s", error)
             except BaseException:
-                # Interrupted: some ranks may have the plan, or a part of it.
-                self._lose_all("has not all of a plan")
+                # Interrupted: some ranks may have it, or a part of it.
+                self._lose_all(f"has not all of a {name}")
                 raise
-        self._in_flight.append(plan.step_id)
 
     def collect(self) -> StepResult:
         self._raise_lost()
@@ -105,6 +110,22 @@ class RankGroup:
         finally:
             if self._in_flight:
                 self._in_flight.popleft()
+
+    def prepare_grammar(self, grammar: Grammar) -> None:
+        self._send(grammar, "grammar")
+
+    def prepared_grammars(self, timeout_s: float) -> list[PreparedGrammar]:
+        """As for any executor: a grammar is done when all ranks have compiled it, each for itself."""
+        self._raise_lost()
+        self._receive(timeout_s)
+        for rank in self._ranks:
+            self._num_prepared.update(rank.prepared)
+            rank.prepared.clear()
+        done = [each for each, count in self._num_prepared.items() if count >= len(self._ranks)]
+        for each in done:
+            self._num_prepared[each] -= len(self._ranks)
+        self._num_prepared += Counter()  # Drops what is 0.
+        return done
 
     def check_alive(self) -> None:
         self._raise_lost()

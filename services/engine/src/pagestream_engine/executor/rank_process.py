@@ -15,6 +15,7 @@ from pagestream_engine.config import EngineConfig
 from pagestream_engine.executor.base import ExecutorFacts, RunnerFactory
 from pagestream_engine.executor.child import Failure
 from pagestream_engine.executor.rank_child import run_rank
+from pagestream_engine.request.grammars import PreparedGrammar
 from pagestream_engine.step.records import StepResult
 
 Answer = ExecutorFacts | StepResult | Failure
@@ -44,6 +45,8 @@ class RankProcess:
         self.rank = config.place.rank
         self.answers: deque[Answer] = deque()
         """Received, and not taken."""
+        self.prepared: list[PreparedGrammar] = []
+        """Likewise."""
         self.connection, far = context.Pipe()
         self.has_ended = False
         """Whether its pipe has."""
@@ -55,13 +58,17 @@ class RankProcess:
         far.close()
 
     def receive(self) -> None:
-        """Receive an answer that has come.
+        """Receive an answer, or a grammar, that has come.
 
         Raises:
             EOFError: the process has closed its end.
             OSError: likewise, or it has stopped within the answer.
         """
-        self.answers.append(pickle.loads(self.connection.recv_bytes()))  # noqa: S301 - from a process of our own
+        message = pickle.loads(self.connection.recv_bytes())  # noqa: S301 - from a process of our own
+        if isinstance(message, PreparedGrammar):
+            self.prepared.append(message)
+        else:
+            self.answers.append(message)
 
     def end(self, limit_s: float | None = None) -> None:
         """End the process: by the end of its pipe, and by SIGKILL if that has not ended it within the limit; None: by

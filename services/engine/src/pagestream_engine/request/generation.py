@@ -30,7 +30,15 @@ class Generation:
     So a resumed sequence goes on exactly: its former tokens are replayed through `take`.
     """
 
-    __slots__ = ("_detokenizer", "_matcher", "_most_output_tokens", "_stop_token_ids", "prompt_rows", "seq")
+    __slots__ = (
+        "_detokenizer",
+        "_first_end",
+        "_matcher",
+        "_most_output_tokens",
+        "_stop_token_ids",
+        "prompt_rows",
+        "seq",
+    )
 
     def __init__(
         self,
@@ -49,6 +57,8 @@ class Generation:
         )
         include = params.include_stop_str_in_output
         stops = params.stop_strings
+        self._first_end = 0 if params.structured_outputs is not None else params.min_tokens
+        """Output tokens from which an end token ends it. A grammar lets no end come earlier, unless it must."""
         self._matcher = StopStringMatcher(stops, include_stop_string=include) if stops else None
 
     def replay(self, output_token_ids: Sequence[int]) -> Generator[None, None, Taken | None]:
@@ -99,7 +109,7 @@ class Generation:
     def take(self, token_id: int, num_output_tokens: int) -> Taken:
         """Take the next token, the `num_output_tokens`-th of the output."""
         seq = self.seq
-        is_end = token_id in seq.end_token_ids and num_output_tokens >= seq.params.min_tokens
+        is_end = token_id in seq.end_token_ids and num_output_tokens >= self._first_end
         text = ""
         if self._detokenizer is not None and not (is_end and not seq.params.include_stop_str_in_output):
             text = self._detokenizer.push(token_id)

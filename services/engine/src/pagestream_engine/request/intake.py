@@ -30,6 +30,7 @@ class Intake:
         max_logprobs: most log probabilities that a request may ask for; ALL_LOGPROBS: any number.
         num_kv_groups: block tables of a sequence.
         draw_seed: gives the seed of a choice that has none.
+        has_grammars: whether the executor compiles grammars.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Intake:
         max_logprobs: int,
         num_kv_groups: int,
         draw_seed: Callable[[], int],
+        has_grammars: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._pieces = pieces
@@ -52,6 +54,7 @@ class Intake:
         self._max_logprobs = max_logprobs
         self._num_kv_groups = num_kv_groups
         self._draw_seed = draw_seed
+        self._has_grammars = has_grammars and tokenizer is not None
         self._num_arrivals = 0
 
     def take_arrivals(self, count: int) -> int:
@@ -95,7 +98,7 @@ class Intake:
         if params.max_tokens is not None:
             max_total_tokens = min(max_total_tokens, len(prompt_token_ids) + params.max_tokens)
         end_token_ids = frozenset(params.stop_token_ids or ())
-        if not params.ignore_eos:
+        if not params.ignore_eos or params.structured_outputs is not None:
             end_token_ids |= self._eos_token_ids
         seq = TokenSequence(
             sibling.seq_id,
@@ -166,6 +169,11 @@ class Intake:
                     f"{name}: given {given}, expected at most {most}; a higher max_logprobs (-1 for no limit) "
                     "allows more"
                 )
+        if params.structured_outputs is not None and not (self._has_grammars and self._eos_token_ids):
+            raise InvalidRequest(
+                "structured_outputs: given a constraint, expected none: the model has no tokenizer.json, or no "
+                "end-of-sequence token, or its executor has no grammars"
+            )
         self._check_tokens("logit_bias", tuple(params.logit_bias or ()))
         self._check_tokens("allowed_token_ids", params.allowed_token_ids or ())
         for word in params.bad_words_token_ids:

@@ -6,8 +6,9 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from pagestream_engine.errors import InvalidSamplingParams, UnsupportedSamplingParams
+from pagestream_engine.errors import InvalidSamplingParams
 from pagestream_engine.request import checks
+from pagestream_engine.request.structured_outputs import StructuredOutputsParams
 
 _INT64 = 1 << 63
 GREEDY_BELOW = 1e-5
@@ -34,10 +35,9 @@ _ALLOWED_IN_SEARCH: dict[str, tuple[object, ...]] = {
     "bad_words_token_ids": ((),),
     "prompt_logprobs": (None,),
     "stop": ((),),
+    "structured_outputs": (None,),
 }
 """Values that do not change what a search finds. Both temperatures are defaults: of the library and of greedy calls."""
-_NOT_YET: dict[str, object] = {"structured_outputs": None}
-"""Known fields that only their default is supported for."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,6 @@ class SamplingParams:
 
     Raises:
         InvalidSamplingParams: a value is out of range or of a wrong type (a `ValueError`; `.field` names it).
-        UnsupportedSamplingParams: a known field has another value than its default, and is not supported yet.
     """
 
     n: int = 1
@@ -104,7 +103,9 @@ class SamplingParams:
     early_stopping: bool | str = False
     """Of a search: True ends it with as many complete beams as its width; False when the best open beam, at its
     present length, can't beat the worst complete one; "never" when it can't at any length (as `transformers`)."""
-    structured_outputs: object | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    """What the output must match: it ends by itself only where it does. `ignore_eos` and `min_tokens` put that end off
+    as long as anything else is allowed; stop strings and `max_tokens` cut the output off."""
     skip_special_tokens: bool = True
     """Whether special tokens are left out of the text."""
     has_penalties: bool = field(init=False, repr=False, compare=False)
@@ -124,7 +125,8 @@ class SamplingParams:
                 )
         if self.prompt_logprobs is not None:
             checks.whole("prompt_logprobs", self.prompt_logprobs, low=ALL_LOGPROBS)
-        self._check_support()
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise InvalidSamplingParams("structured_outputs", self.structured_outputs, "StructuredOutputsParams")
         checks.whole("n", self.n, low=1)
         if self.best_of is not None:
             checks.whole("best_of", self.best_of, low=1)
@@ -178,13 +180,6 @@ class SamplingParams:
                 expected = f"{' or '.join(map(repr, allowed))} with use_beam_search"
                 hint = "a search takes the likeliest tokens by the model's own probabilities"
                 raise InvalidSamplingParams(name, getattr(self, name), expected, hint)
-
-    def _check_support(self) -> None:
-        for name, default in _NOT_YET.items():
-            given = getattr(self, name)
-            if given is default or (isinstance(given, (int, float)) and given == default):
-                continue
-            raise UnsupportedSamplingParams(name, given, f"its default {default!r}", "not supported yet: leave it out")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -43,6 +44,9 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.attention.triton.deterministic_attention": 3,
     "pagestream_engine.attention.triton.kv_store": 5,
     "pagestream_engine.attention.triton.operators": 3,
+    "pagestream_engine.grammar.compiler": 1,
+    "pagestream_engine.grammar.row_matcher": 1,
+    "pagestream_engine.grammar.sampling": 1,
     "pagestream_engine.layers.attention": 5,
     "pagestream_engine.layers.exact_methods": 5,
     "pagestream_engine.layers.linear": 5,
@@ -99,17 +103,19 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.request.adapter": 1,
     "pagestream_engine.request.beam_search": 2,
     "pagestream_engine.request.checks": 1,
-    "pagestream_engine.request.generation": 5,
-    "pagestream_engine.request.intake": 6,
-    "pagestream_engine.request.sampling_params": 7,
+    "pagestream_engine.request.generation": 6,
+    "pagestream_engine.request.grammars": 1,
+    "pagestream_engine.request.intake": 7,
+    "pagestream_engine.request.sampling_params": 8,
     "pagestream_engine.request.sequence": 17,
+    "pagestream_engine.request.structured_outputs": 1,
     "pagestream_engine.runner.backends": 5,
     "pagestream_engine.runner.decode_graphs": 1,
     "pagestream_engine.runner.persistent_batch": 11,
     "pagestream_engine.runner.prompt_rows": 2,
     "pagestream_engine.runner.recorder": 1,
-    "pagestream_engine.runner.runner": 33,
-    "pagestream_engine.runner.speculation.verification": 1,
+    "pagestream_engine.runner.runner": 34,
+    "pagestream_engine.runner.speculation.verification": 2,
     "pagestream_engine.sampler.batch": 6,
     "pagestream_engine.sampler.columns": 2,
     "pagestream_engine.sampler.draw": 3,
@@ -124,7 +130,7 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.sampler.stages.allowed_tokens": 2,
     "pagestream_engine.sampler.stages.bad_words": 3,
     "pagestream_engine.sampler.stages.logit_bias": 2,
-    "pagestream_engine.sampler.stages.min_tokens": 2,
+    "pagestream_engine.sampler.stages.min_tokens": 3,
     "pagestream_engine.sampler.stages.penalties": 3,
     "pagestream_engine.sampler.stages.slots": 1,
     "pagestream_engine.sampler.stages.stage": 3,
@@ -192,7 +198,7 @@ def fingerprint(
     """
     parts = [
         model_revision(model_dir),
-        *(f"{source}={version}" for source, version in sorted(FINGERPRINTED_SOURCES.items())),
+        *(f"{source}={number}" for source, number in sorted(FINGERPRINTED_SOURCES.items())),
         *map(str, backend.store.shapes),
         str(max_model_len),
         backend.name,
@@ -200,6 +206,7 @@ def fingerprint(
         "deterministic" if numerics.deterministic else "default",
         numerics.linears,
         torch.__version__,
+        version("llguidance"),
         _device(backend.store.device),
         plugin_digest,
         quantization or "",

@@ -16,6 +16,8 @@ from pagestream_engine.attention import prefers_triton
 from pagestream_engine.cache.host_tier import HostMemory
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ConfigError, OutOfMemory
+from pagestream_engine.grammar.compiler import GrammarCompiler
+from pagestream_engine.grammar.sampling import ConstrainedSampling
 from pagestream_engine.models.config import DTYPES, ModelInfo
 from pagestream_engine.models.folder import resolve_model
 from pagestream_engine.models.offload.copier import Copier
@@ -127,8 +129,9 @@ class ModelRunner:
             draft = None if draft_dir is None else load_draft(draft_dir, config, target, info, blocks)
         self._draft_bytes = 0 if draft is None else draft.model.weight_bytes()
         self._adapters = attach_adapters(source, self._model, config.adapters, target)
-        self._model_dir, self._plugin_digest = model_dir, source.plugin_digest
-        self._num_blocks = 0
+        self.grammars = GrammarCompiler(model_dir, info.vocab_size, info.eos_token_ids)
+        """Compiles what requests ask their outputs to match."""
+        self._model_dir, self._plugin_digest, self._num_blocks = model_dir, source.plugin_digest, 0
         self._host_pages: HostPages | None = None
         # Graphs with exchanges between ranks have not been tried.
         if recorder is None and device.type == "cuda" and not config.model.enforce_eager and self._ranks.size == 1:
@@ -366,10 +369,11 @@ class ModelRunner:
         if self._adapters is not None:
             self._adapters.forget_rows()
         self._prompt_rows = PromptRows(info.vocab_size, self.device)
-        self._sampling = SamplingBatch(max_num_seqs, info.vocab_size, self.device)
+        batch = SamplingBatch(max_num_seqs, info.vocab_size, self.device)
+        self._sampling = ConstrainedSampling(batch, self.grammars, info.vocab_size, self.device)
 
 
-def _edit_sampling(sampling: SamplingBatch, plan: StepPlan) -> None:
+def _edit_sampling(sampling: ConstrainedSampling, plan: StepPlan) -> None:
     for row in plan.removed.tolist():
         sampling.remove(row)
     for new in plan.added:

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pagestream_engine.grammar.sampling import ConstrainedSampling
 from pagestream_engine.runner.results import pending_result
 from pagestream_engine.runner.speculation.drafts import Drafts
-from pagestream_engine.sampler import SamplingBatch
 from pagestream_engine.step.records import Int32Array, Int64Array, StepLogprobs, StepPlan, StepResult
 
 NumberT = TypeVar("NumberT", np.int32, np.float32)
@@ -21,7 +21,7 @@ Sample = Callable[[Tensor, Int32Array], StepResult]
 """Samples one token for each of some rows of the batch, from their logits."""
 
 
-def verify(plan: StepPlan, drafts: Drafts, logits: Tensor, firsts: Tensor, sampling: SamplingBatch) -> StepResult:
+def verify(plan: StepPlan, drafts: Drafts, logits: Tensor, firsts: Tensor, sampling: ConstrainedSampling) -> StepResult:
     """Sample a step with drafts, and wait for its tokens.
 
     Args:

@@ -23,6 +23,8 @@ class MinTokens(LogitsStage):
         """By slot: tokens that the row lacks."""
 
     def _is_used_by(self, new: NewRow) -> bool:
+        if new.params.structured_outputs is not None:
+            return False  # Its grammar's mask does it, as far as the grammar allows another token.
         return len(new.output_token_ids) < new.params.min_tokens and bool(self._bannable(new))
 
     def _fill(self, slot: int, new: NewRow) -> None:

@@ -1,0 +1,1 @@
+"""Structured output: which tokens a request's grammar allows next."""

@@ -1,0 +1,203 @@
+"""Compiles grammars on threads of its own, and keeps the latest ones."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pagestream_engine.errors import InvariantViolation, RequestFault
+from pagestream_engine.models.folder import load_tokenizer
+from pagestream_engine.request.grammars import Grammar, PreparedGrammar
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+_log = logging.getLogger(__name__)
+
+_NUM_THREADS = 2
+"""One grammar that takes long holds up others only where there are two."""
+CACHE_BYTES = 256 << 20
+_BYTES_OF_EACH, _BYTES_OF_A_BYTE = 1 << 20, 32
+"""Memory of a compiled grammar with the states of its lexer, and of each byte of its text: rounded up from
+docs/benchmarks/structured-output.md."""
+_WHITESPACE = r"[ \n\r\t]{0,16}"
+"""Between the parts of JSON. Without a bound, a model that repeats itself writes spaces for ever."""
+Reply = Callable[[PreparedGrammar], None]
+
+
+class GrammarCompiler:
+    """From the text of a grammar to matchers for sequences.
+
+    Nothing is loaded before the first grammar: the tokenizer's tokens are laid out then, on the thread that compiles.
+
+    Args:
+        folder: of the model, with its tokenizer.json.
+        vocab_size: of the logits.
+        eos_token_ids: tokens that end an output where its grammar is complete.
+        cache_bytes: most memory of the compiled grammars that are kept, by an estimate.
+    """
+
+    def __init__(
+        self, folder: Path, vocab_size: int, eos_token_ids: Collection[int], cache_bytes: int = CACHE_BYTES
+    ) -> None:
+        self._folder = folder
+        self._vocab_size = vocab_size
+        self._eos_token_ids = sorted(eos_token_ids)
+        self._cache_bytes = cache_bytes
+        self._cache: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+        self._loading = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+        self._wanted: queue.SimpleQueue[tuple[Grammar, Reply]] = queue.SimpleQueue()
+        self._has_threads = False
+
+    def prepare(self, grammar: Grammar, reply: Reply) -> None:
+        """Compile a grammar, unless it is there.
+
+        Args:
+            grammar: what its request has asked for.
+            reply: called with what came of it, on another thread.
+        """
+        if not self._has_threads:
+            self._has_threads = True
+            for _ in range(_NUM_THREADS):
+                threading.Thread(target=self._run, name="grammars", daemon=True).start()
+        self._wanted.put((grammar, reply))
+
+    def matcher(self, grammar: Grammar) -> LLMatcher:
+        """Return a matcher for a new sequence, at the beginning of its output. One that was evicted since `prepare` is
+        compiled again, here.
+
+        Raises:
+            InvariantViolation: it can't be compiled, although it could before.
+        """
+        with self._lock:
+            compiled = self._cache.get(grammar)
+            if compiled is not None:
+                self._cache.move_to_end(grammar)
+        return (compiled or self._compiled_before(grammar)).deep_copy()
+
+    def unshared_matcher(self, grammar: Grammar) -> LLMatcher:
+        """Return one that shares no states with others, at the beginning of an output; the shared states are dropped,
+        for the sequences that come.
+
+        Raises:
+            InvariantViolation: it can't be compiled, although it could before.
+        """
+        with self._lock:
+            if self._cache.pop(grammar, None) is not None:
+                self._num_bytes -= _estimated_bytes(grammar)
+        return self._compiled_before(grammar)
+
+    def _compiled_before(self, grammar: Grammar) -> LLMatcher:
+        found = self._compile(grammar)
+        if isinstance(found, RequestFault):
+            raise InvariantViolation(found)
+        return found
+
+    def _run(self) -> None:
+        while True:
+            grammar, reply = self._wanted.get()
+            with self._lock:
+                is_known = grammar in self._cache
+            error: RequestFault | None = None
+            if not is_known:
+                try:
+                    found = self._compile(grammar)
+                    if not isinstance(found, RequestFault):
+                        self._keep(grammar, found)
+                except BaseException as failure:  # noqa: BLE001 - a library's panic is this request's end alone
+                    _log.exception("a grammar could not be compiled")
+                    error = RequestFault(f"structured_outputs: {type(failure).__name__}: {failure}")
+                else:
+                    error = found if isinstance(found, RequestFault) else None
+            reply(PreparedGrammar(grammar, error))
+
+    def _compile(self, grammar: Grammar) -> LLMatcher | RequestFault:
+        """Compile a grammar, or return what is wrong with it."""
+        from llguidance import LLMatcher
+
+        tokenizer = self._tokens()
+        if isinstance(tokenizer, RequestFault):
+            return tokenizer
+        try:
+            source = _source(grammar)
+        except ValueError as error:
+            return _refused(grammar, str(error))
+        compiled = LLMatcher(tokenizer, source, log_level=0, limits=_limits())
+        if not compiled.is_error():
+            first = compiled.compute_bitmask()  # Sequences begin with what it has found out.
+            if not compiled.is_error() and not any(first):
+                return _refused(grammar, "nothing matches it")
+        if compiled.is_error():
+            return _refused(grammar, compiled.get_error())
+        return compiled
+
+    def _keep(self, grammar: Grammar, compiled: LLMatcher) -> None:
+        with self._lock:
+            if grammar not in self._cache:
+                self._num_bytes += _estimated_bytes(grammar)
+            self._cache[grammar] = compiled
+            while self._num_bytes > self._cache_bytes and len(self._cache) > 1:
+                evicted, _ = self._cache.popitem(last=False)
+                self._num_bytes -= _estimated_bytes(evicted)
+
+    def _tokens(self) -> LLTokenizer | RequestFault:
+        with self._loading:
+            if self._tokenizer is None:
+                from llguidance import LLTokenizer
+
+                tokenizer = load_tokenizer(self._folder)
+                if tokenizer is None:
+                    return RequestFault("structured_outputs: the model has no tokenizer.json")
+                try:
+                    self._tokenizer = LLTokenizer(
+                        tokenizer.to_str(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids
+                    )
+                except ValueError as error:
+                    return RequestFault(f"structured_outputs: the model's tokenizer has no grammars: {error}")
+            return self._tokenizer
+
+
+def _limits() -> LLParserLimits:
+    """Return bounds on the work of compiling, of each mask, and on a matcher's memory.
+
+    They count work and not time, so that what exceeds them does so on any machine.
+    """
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        max_grammar_size=200_000,
+        step_lexer_fuel=200_000,
+        step_max_items=50_000,
+        max_items_in_row=2000,
+        max_lexer_states=20_000,
+        verbose_errors=False,
+    )
+
+
+def _source(grammar: Grammar) -> str:
+    """Return what llguidance compiles. Raises ValueError where GBNF is malformed."""
+    from llguidance import LLMatcher, grammar_from
+
+    if grammar.format == "json":
+        return LLMatcher.grammar_from_json_schema(grammar.text, defaults={"whitespace_pattern": _WHITESPACE})
+    if grammar.format == "compact_json":
+        return LLMatcher.grammar_from_json_schema(grammar.text, overrides={"whitespace_flexible": False})
+    return grammar_from(grammar.format, grammar.text)  # type: ignore[arg-type]
+
+
+def _refused(grammar: Grammar, reason: str) -> RequestFault:
+    """Return the first lines of a reason; the rest quotes what was given."""
+    return RequestFault(f"structured_outputs: the {grammar.format} can't be compiled: {reason.strip()[:400]}")
+
+
+def _estimated_bytes(grammar: Grammar) -> int:
+    return _BYTES_OF_EACH + _BYTES_OF_A_BYTE * len(grammar.text)

@@ -1,0 +1,117 @@
+"""Sampling of rows of which some have a grammar: the mask of each is made just before its token is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from pagestream_engine.grammar.compiler import GrammarCompiler
+from pagestream_engine.grammar.row_matcher import WORD_BITS, RowMatcher, bits_of
+from pagestream_engine.request.sampling_params import SamplingParams
+from pagestream_engine.sampler import Sampled, SamplingBatch, TokenMasks
+from pagestream_engine.sampler.stages.stage import TokenIds
+from pagestream_engine.transfers import download, to_device
+
+
+class ConstrainedSampling:
+    """A sampling batch, and the matchers of its rows.
+
+    A row's mask depends on its last token. On a CPU that is there when the next step is sampled. A GPU may compute that
+    next step already when the host asks for the token: then the masks are made while the model runs, and only sampling
+    waits for them. Steps without grammars wait for nothing, and have no operation more.
+
+    Args:
+        batch: samples.
+        compiler: makes matchers.
+        vocab_size: of the logits.
+        device: of the logits.
+    """
+
+    def __init__(self, batch: SamplingBatch, compiler: GrammarCompiler, vocab_size: int, device: torch.device) -> None:
+        self._batch = batch
+        self._compiler = compiler
+        self._vocab_size = vocab_size
+        self._num_words = -(-vocab_size // WORD_BITS)
+        self._device = device
+        self._matchers: dict[int, RowMatcher] = {}
+        self._unseen: tuple[list[tuple[int, RowMatcher]], Callable[[], list[Tensor]]] | None = None
+        """Matchers by the places of their tokens in the last step that had any, and what waits for these."""
+
+    def add(
+        self,
+        row: int,
+        params: SamplingParams,
+        *,
+        seed: int,
+        end_token_ids: Collection[int],
+        prompt_token_ids: TokenIds,
+        output_token_ids: TokenIds,
+    ) -> None:
+        """As `SamplingBatch.add`; the output's tokens are replayed through the row's matcher."""
+        self._batch.add(
+            row,
+            params,
+            seed=seed,
+            end_token_ids=end_token_ids,
+            prompt_token_ids=prompt_token_ids,
+            output_token_ids=output_token_ids,
+        )
+        if params.structured_outputs is not None:
+            self._matchers[row] = RowMatcher(
+                self._compiler,
+                params.structured_outputs.compiled_from,
+                bits_of(end_token_ids, self._vocab_size),
+                np.asarray(output_token_ids).tolist(),
+                min_tokens=params.min_tokens,
+                ends_late=params.ignore_eos,
+            )
+
+    def remove(self, row: int) -> None:
+        """As `SamplingBatch.remove`."""
+        self._batch.remove(row)
+        self._matchers.pop(row, None)
+
+    def matcher(self, row: int) -> RowMatcher | None:
+        """Return the matcher of a row, which has taken all of its tokens; None without a grammar."""
+        self._settle()
+        return self._matchers.get(row)
+
+    def sample(self, logits: Tensor, rows: ArrayLike) -> Sampled:
+        """As `SamplingBatch.sample`, with the masks of the rows' grammars."""
+        if not self._matchers:
+            return self._batch.sample(logits, rows)
+        self._settle()
+        masked = [
+            (place, self._matchers[row]) for place, row in enumerate(np.asarray(rows).tolist()) if row in self._matchers
+        ]
+        if not masked:
+            return self._batch.sample(logits, rows)
+        sampled = self._batch.sample(logits, rows, self._masks(masked))
+        errors = {place: error for place, matcher in masked if (error := matcher.error) is not None}
+        self._unseen = masked, download([sampled.token_ids])
+        return replace(sampled, errors={**sampled.errors, **errors}) if errors else sampled
+
+    def guess(self, logits: Tensor, rows: ArrayLike, num_ahead: int) -> Tensor:
+        """As `SamplingBatch.guess`, without masks: what a grammar does not allow is no token that holds."""
+        return self._batch.guess(logits, rows, num_ahead)
+
+    def _masks(self, masked: list[tuple[int, RowMatcher]]) -> TokenMasks:
+        bits = np.empty((len(masked), self._num_words), np.int32)
+        for index, (_, matcher) in enumerate(masked):
+            matcher.fill(bits[index])
+        places = np.array([place for place, _ in masked], np.int64)
+        return TokenMasks(places, to_device(torch.from_numpy(bits), self._device))
+
+    def _settle(self) -> None:
+        """Take the tokens of the last step that had masks."""
+        if self._unseen is None:
+            return
+        (masked, wait), self._unseen = self._unseen, None
+        token_ids = wait()[0].tolist()
+        for place, matcher in masked:
+            matcher.take(token_ids[place])

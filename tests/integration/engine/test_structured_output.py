@@ -1,0 +1,225 @@
+"""Outputs with a grammar match it where they end by themselves, with the same tokens in any batch and after any stop.
+
+The model's weights are random, so that nothing but the grammar keeps its outputs in form; the tokenizer is the demo
+model's, whose tokens are parts of words.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from pagestream_engine import LLM, SamplingParams, StructuredOutputsParams
+from pagestream_engine.errors import RequestFault
+from pagestream_engine.request.outputs import CompletionOutput
+from pagestream_engine.runner.speculation.draft_lengths import DraftLengths
+from support.engines.json_schemas import schemas
+from support.engines.tiny_models import make_model
+
+DEMO_TOKENIZER = Path(__file__).parents[3] / "deploy" / "demo-model" / "model" / "tokenizer.json"
+VOCAB_SIZE = 1536
+MAX_TOKENS = 120
+SCHEMAS = schemas()
+EXPLODING = "((((a{1,100}){1,100}){1,100}){1,100}){1,100}"
+"""Is compiled in milliseconds, and needs more states than allowed after some tokens."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = make_model(tmp_path_factory.mktemp("model"), "llama", vocab_size=VOCAB_SIZE, bos_token_id=0, eos_token_id=1)
+    shutil.copy(DEMO_TOKENIZER, made)
+    return made
+
+
+def make_llm(folder: Path, **options: Any) -> LLM:
+    settings = {"device": "cpu", "block_size": 4, "num_gpu_blocks_override": 4000, "max_num_seqs": 64, **options}
+    return LLM(folder, deterministic=True, **settings)
+
+
+def schema_params(schema: Any, **fields: Any) -> SamplingParams:
+    given = {"temperature": 1.0, "max_tokens": MAX_TOKENS, "seed": 7, **fields}
+    constraint = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+    return SamplingParams(**given, structured_outputs=constraint)
+
+
+def prompts(count: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"Down on the beach, for the {place}. time. " * (1 + place % 3)} for place in range(count)]
+
+
+def generate(llm: LLM, params: Sequence[SamplingParams]) -> list[CompletionOutput]:
+    answers = llm.generate(prompts(len(params)), list(params))
+    llm.engine.check_invariants()
+    return [output for answer in answers for output in answer.outputs]
+
+
+def text_params(min_tokens: int = 0, **constraint: Any) -> SamplingParams:
+    return SamplingParams(
+        temperature=1.0,
+        max_tokens=MAX_TOKENS,
+        min_tokens=min_tokens,
+        seed=3,
+        structured_outputs=StructuredOutputsParams(**constraint),
+    )
+
+
+@pytest.fixture(scope="module")
+def answers(folder: Path) -> list[CompletionOutput]:
+    """To all schemas, in one batch after the other."""
+    return generate(make_llm(folder), [schema_params(schema) for schema in SCHEMAS.values()])
+
+
+def test_what_ends_by_itself_validates(answers: list[CompletionOutput]) -> None:
+    assert len(SCHEMAS) >= 200
+    num_ended = 0
+    for (name, schema), answer in zip(SCHEMAS.items(), answers, strict=True):
+        assert answer.error is None, name
+        if answer.finish_reason == "stop":
+            num_ended += 1
+            jsonschema.validate(json.loads(answer.text), schema, jsonschema.Draft202012Validator)
+    assert num_ended > 0.8 * len(SCHEMAS)
+
+
+SOME = slice(0, None, 5)
+PREEMPTING = {"num_gpu_blocks_override": 130, "max_num_seqs": 16}
+CHUNKS_AND_TWO_STEPS_IN_FLIGHT = {"max_num_batched_tokens": 17, "max_num_seqs": 5, "async_scheduling": True}
+IN_A_PROCESS = {"executor": "process", "async_scheduling": True}
+DRAFTS = {"speculative_method": "ngram", "prompt_lookup_min": 1}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(PREEMPTING, id="preempting"),
+        pytest.param(CHUNKS_AND_TWO_STEPS_IN_FLIGHT, id="chunks, two steps in flight"),
+        pytest.param(IN_A_PROCESS, id="two steps in flight of a process"),
+        pytest.param(DRAFTS, id="drafts"),
+    ],
+)
+def test_tokens_depend_on_the_request_alone(
+    folder: Path, answers: list[CompletionOutput], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DraftLengths, "wanted", lambda self, _: self._most)
+    llm = make_llm(folder, **options)
+    all_prompts = prompts(len(SCHEMAS))[SOME]
+    found = llm.generate(all_prompts, [schema_params(schema) for schema in list(SCHEMAS.values())[SOME]])
+    llm.engine.check_invariants()
+    stats = llm.engine.stats()
+    llm.engine.close()
+    assert [answer.outputs[0].token_ids for answer in found] == [answer.token_ids for answer in answers[SOME]]
+    assert (stats.num_preemptions > 0) == (options is PREEMPTING)
+    assert (stats.num_accepted_tokens > 0) == (options is DRAFTS)
+
+
+def test_a_resumed_output_goes_on_in_its_grammar(folder: Path, answers: list[CompletionOutput]) -> None:
+    engine = make_llm(folder).engine
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None
+    expected = {}
+    some = list(zip(prompts(len(SCHEMAS)), SCHEMAS.values(), answers, strict=True))[SOME]
+    for place, (prompt, schema, answer) in enumerate(some):
+        cut = place % len(answer.token_ids)
+        engine.add_request(
+            str(place),
+            tokenizer.encode(prompt["prompt"]).ids,
+            schema_params(schema),
+            output_token_ids=answer.token_ids[:cut],
+        )
+        expected[str(place)] = answer.token_ids[cut:]
+    found: dict[str, list[int]] = {seq_id: [] for seq_id in expected}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            assert output.token_id is not None, output.error
+            found[output.seq_id].append(output.token_id)
+    assert found == expected
+
+
+def test_choices_have_matchers_of_their_own(folder: Path) -> None:
+    schema = SCHEMAS["tree of integer"]
+    [answer] = make_llm(folder).generate(prompts(1), schema_params(schema, n=4, logprobs=2))
+    texts = [output.text for output in answer.outputs]
+    assert len(set(texts)) > 1
+    for output in answer.outputs:
+        if output.finish_reason == "stop":
+            jsonschema.validate(json.loads(output.text), schema)
+        assert output.logprobs is not None
+        chosen = [of[token].logprob for of, token in zip(output.logprobs, output.token_ids, strict=True)]
+        assert all(map(math.isfinite, chosen))
+
+
+@pytest.mark.parametrize(
+    ("constraint", "matches"),
+    [
+        ({"regex": r"[a-f]{3}-\d{2}"}, r"[a-f]{3}-\d{2}"),
+        ({"choice": ["yes", "no", "größer 日"]}, "yes|no|größer 日"),
+        ({"grammar": 'start: A ("," A)~0..3\nA: /[xy]/'}, "[xy](,[xy]){0,3}"),
+        ({"grammar": 'root ::= "(" root ")" | "ab"'}, r"\(*ab\)*"),
+        ({"json": True, "disable_any_whitespace": True}, r"[\s\S]*"),
+        ({"json_object": True}, r"\{[\s\S]*\}"),
+    ],
+)
+def test_each_form_of_a_constraint(folder: Path, constraint: dict[str, Any], matches: str) -> None:
+    for answer in generate(make_llm(folder), [text_params(**constraint)] * 3):
+        assert answer.error is None
+        assert answer.finish_reason == "length" or re.fullmatch(matches, answer.text)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "fields", "text"),
+    [
+        ({"choice": ["a", "ab", "abc"]}, {"ignore_eos": True}, "abc"),
+        ({"regex": "b{1,9}"}, {"min_tokens": 50}, "b" * 9),
+        ({"choice": ["a"]}, {"min_tokens": 50, "ignore_eos": True}, "a"),
+        ({"choice": ["one,two"]}, {"stop": [","]}, "one"),
+    ],
+)
+def test_ends_that_are_put_off_come_where_nothing_else_is_allowed(
+    folder: Path, constraint: dict[str, Any], fields: dict[str, Any], text: str
+) -> None:
+    params = SamplingParams(
+        temperature=1.0, seed=2, max_tokens=60, structured_outputs=StructuredOutputsParams(**constraint), **fields
+    )
+    [answer] = generate(make_llm(folder), [params])
+    assert (answer.text, answer.finish_reason, answer.error) == (text, "stop", None)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "error"),
+    [
+        ({"regex": "a(b"}, "unclosed group"),
+        ({"json": {"type": "nothing"}}, "Invalid type"),
+        ({"json": {"not": {"type": "string"}}}, "Unimplemented"),
+        ({"grammar": 'start: "a" missing'}, "unknown name"),
+        ({"grammar": "start: a0\n" + "\n".join(f"a{n}: A{n} A{n}\nA{n}: A{n + 1} A{n + 1}" for n in range(60))}, "A60"),
+        ({"regex": EXPLODING, "min_tokens": MAX_TOKENS}, "can't go on after"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_bad_grammar_fails_alone(folder: Path, constraint: dict[str, Any], error: str) -> None:
+    neighbours = [SamplingParams(temperature=1.0, seed=1, max_tokens=20), text_params(regex="[ab]{30}")]
+    llm = make_llm(folder)
+    alone = generate(llm, neighbours)
+    *others, failed = generate(llm, [*neighbours, text_params(**constraint)])
+    assert isinstance(failed.error, RequestFault)
+    assert error in failed.error
+    assert [other.token_ids for other in others] == [other.token_ids for other in alone]
+
+
+def test_a_grammar_that_exploded_in_one_output_is_whole_for_the_next(folder: Path) -> None:
+    llm = make_llm(folder)
+    first, second = (generate(llm, [text_params(MAX_TOKENS, regex=EXPLODING)])[0] for _ in range(2))
+    assert first.error == second.error
+    assert first.token_ids == second.token_ids != []
+
+
+def test_a_model_without_a_tokenizer_has_no_grammars(folder: Path, tmp_path: Path) -> None:
+    tokenless = shutil.copytree(folder, tmp_path / "tokenless")
+    (tokenless / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"^structured_outputs: given a constraint, expected none"):
+        make_llm(tokenless).engine.add_request("a", [5], text_params(regex="a"))
