@@ -58,7 +58,30 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"use_beam_search": True, "top_p": 0.5}, "top_p"),
     ({"length_penalty": 2.0}, "length_penalty"),
     ({"early_stopping": "soon"}, "early_stopping"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "grammar"}}, "response_format"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}, "more": 1}},
+        "response_format.json_schema.more",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no"}}}},
+        "response_format",
+    ),
+    (
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+        "response_format",
+    ),
+    ({"response_format": {"type": "json_object"}, "use_beam_search": True}, "response_format"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "(", "choice": ["a"]}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs"),
+    ({"structured_outputs": {"grammar": "start: missing"}}, "structured_outputs"),
+    ({"structured_outputs": {"json": {"multipleOf": 99991}}}, "structured_outputs"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs"),
+    ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag"),
+    ({"guided_json": {}}, "guided_json"),
 ]
 
 
@@ -265,6 +288,8 @@ MESSAGES: list[tuple[api.GenerateRequest, str]] = [
     (sampling(logprobs=21), "sampling.logprobs"),
     (sampling(logit_bias={100_000: 1.0}), "sampling.logit_bias"),
     (sampling(repetition_penalty=-1), "sampling.repetition_penalty"),
+    (sampling(structured_outputs=api.StructuredOutputs(regex="(")), "sampling.structured_outputs"),
+    (sampling(structured_outputs=api.StructuredOutputs()), "sampling.structured_outputs"),
     (api.GenerateRequest(model=MODEL), "input"),
     (api.GenerateRequest(model=MODEL, prompt=""), "prompt"),
     (api.GenerateRequest(model=MODEL, prompt="x" * 500), "prompt"),

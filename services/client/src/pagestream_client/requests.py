@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 from pagestream_client.errors import InvalidRequest
 
@@ -17,6 +17,20 @@ class OnDisconnect(enum.StrEnum):
     """It is cancelled after the gateways' grace period; until then it can be resumed."""
     CONTINUE = "continue"
     """It continues; the result stays readable for the retention time."""
+
+
+class StructuredOutputs(TypedDict, total=False):
+    """What the output must match: exactly one of the first five is given."""
+
+    json: str | Mapping[str, Any]
+    """A JSON schema."""
+    regex: str
+    choice: Sequence[str]
+    grammar: str
+    """Rules in EBNF: Lark's syntax, or GBNF."""
+    json_object: bool
+    """True: any JSON object."""
+    disable_any_whitespace: bool
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -47,6 +61,7 @@ class SamplingOptions(TypedDict, total=False):
     beam_width: int | None
     length_penalty: float | None
     early_stopping: bool | Literal["never"] | None
+    structured_outputs: StructuredOutputs | None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@
     |- AnswerTooLarge         an answer that is not streamed takes more memory than all may
     |- GatewayStopping        this process is stopping; any other gateway serves the same ids
     |- GenerationFailed       the log of an accepted request ended with an error
-    |  `- NoEngine            no engine has taken it
+    |  |- NoEngine            no engine has taken it
+    |  `- RequestFailed       its own parameters are at fault, as an engine found out
     |- SettingsError          a flag, variable or file that the process was started with is wrong
     `- StartupError           a port or Redis, which the process needs to start, is not there
 
@@ -159,6 +160,10 @@ class GenerationFailed(GatewayError):
 
 class NoEngine(GenerationFailed):
     """No engine has taken an accepted request, and none has served its model for long."""
+
+
+class RequestFailed(GenerationFailed):
+    """An engine could not go on with an accepted request, and the request is at fault."""
 
 
 class SettingsError(GatewayError):

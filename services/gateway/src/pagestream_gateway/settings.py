@@ -112,6 +112,8 @@ class LimitSettings:
     """Likeliest tokens shown at each position, as in OpenAI's API. Each takes room in the log."""
     max_logit_bias: int = 1024
     """Tokens with a bias."""
+    max_grammar_bytes: int = 64 * 1024
+    """Bytes of a JSON schema, a regular expression, a grammar, or of all choices. Engines have the same limit."""
     max_id_chars: int = 512
     """Characters of a caller's own request id, and of an idempotency key."""
     no_engine_deadline_s: float = 600.0

@@ -1,12 +1,14 @@
 """The engine's sampling parameters of a wire message."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
-from pagestream.v1.inference_pb2 import EARLY_STOPPING_NEVER, SamplingParams
+from pagestream.v1.inference_pb2 import EARLY_STOPPING_NEVER, Choices, SamplingParams, StructuredOutputs
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_engine.errors import InvalidRequest
+from pagestream_engine.request.grammars import Grammar
 from pagestream_engine.request.sampling_params import child_seed
 from pagestream_worker.requests.sampling import child_of, sampling_from_message
 
@@ -93,6 +95,8 @@ def test_no_field_of_the_message_is_ignored(name: str) -> None:
     field = SamplingParams.DESCRIPTOR.fields_by_name[name]
     if name == "logit_bias":
         message.logit_bias[3] = 2.0
+    elif name == "structured_outputs":
+        message.structured_outputs.regex = "a"
     elif isinstance(getattr(message, name), Sequence) and not isinstance(getattr(message, name), str):
         getattr(message, name).append(OTHER_VALUES[field.cpp_type])
     else:
@@ -103,3 +107,20 @@ def test_no_field_of_the_message_is_ignored(name: str) -> None:
         assert name in str(error)  # noqa: PT017 - a field that the engine lacks is refused by its name
     else:
         assert changed != usual
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"json": '{"type": "null"}'}, Grammar("json", '{"type": "null"}')),
+        ({"regex": "a+"}, Grammar("regex", "a+")),
+        ({"choice": Choices(texts=["a", "é"])}, Grammar("choice", '["a", "é"]')),
+        ({"grammar": "start: x"}, Grammar("grammar", "start: x")),
+        ({"json_object": True, "disable_any_whitespace": True}, Grammar("compact_json", '{"type":"object"}')),
+    ],
+)
+def test_each_constraint_has_its_grammar(given: dict[str, Any], expected: Grammar) -> None:
+    message = SamplingParams(structured_outputs=StructuredOutputs(**given))
+    constraint = sampling_from_message(message, sibling=0).structured_outputs
+    assert constraint is not None
+    assert constraint.compiled_from == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from pagestream.v1 import inference_pb2 as api
 
 from pagestream_client.errors import InvalidRequest
-from pagestream_client.requests import Input, OnDisconnect, SamplingOptions, disconnect_policy
+from pagestream_client.requests import Input, OnDisconnect, SamplingOptions, StructuredOutputs, disconnect_policy
 
 _DISCONNECT = {OnDisconnect.CANCEL: api.ON_DISCONNECT_CANCEL, OnDisconnect.CONTINUE: api.ON_DISCONNECT_CONTINUE}
 _MESSAGE_FIELDS = ("role", "content", "name")
@@ -88,10 +89,27 @@ def _set_option(sampling: api.SamplingParams, name: str, value: Any) -> None:
         if value not in _EARLY_STOPPING:
             raise InvalidRequest(name, f"expected True, False or 'never', got {value!r:.80}")
         sampling.early_stopping = _EARLY_STOPPING[value]
+    elif name == "structured_outputs":
+        _set_constraint(sampling.structured_outputs, value)
     elif name in SamplingOptions.__annotations__:
         _set(sampling, name, value)
     else:
         raise TypeError(f"{name!r} is no sampling option; there are {', '.join(SamplingOptions.__annotations__)}")
+
+
+def _set_constraint(message: api.StructuredOutputs, given: Mapping[str, Any]) -> None:
+    message.SetInParent()
+    for name, value in given.items():
+        path = f"structured_outputs.{name}"
+        if name not in StructuredOutputs.__annotations__:
+            raise InvalidRequest(path, f"is unknown; there are {', '.join(StructuredOutputs.__annotations__)}")
+        if name == "choice":
+            message.choice.SetInParent()
+            _extend(message.choice.texts, path, value)
+        elif name == "json" and not isinstance(value, str):
+            _set(message, name, json.dumps(value, ensure_ascii=False), path=path)
+        else:
+            _set(message, name, value, path=path)
 
 
 def _set(message: Any, name: str, value: object, *, path: str = "") -> None:

@@ -58,6 +58,7 @@ ERROR_CODES: dict[type[Exception], ErrorCode] = {
     errors.Overloaded: ErrorCode(429, _Status.RESOURCE_EXHAUSTED, _RATE, "overloaded"),
     errors.GatewayStopping: ErrorCode(503, _Status.UNAVAILABLE, _SERVER, "gateway_stopping"),
     errors.NoEngine: ErrorCode(503, _Status.UNAVAILABLE, _SERVER, "no_engine"),
+    errors.RequestFailed: ErrorCode(400, _Status.INVALID_ARGUMENT, _INVALID, "invalid_request"),
     errors.GenerationFailed: ErrorCode(500, _Status.INTERNAL, _SERVER, "engine_error"),
     streams.Unavailable: ErrorCode(503, _Status.UNAVAILABLE, _SERVER, "unavailable"),
     streams.StorageFull: ErrorCode(429, _Status.RESOURCE_EXHAUSTED, _RATE, "storage_full"),

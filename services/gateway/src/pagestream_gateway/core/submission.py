@@ -136,4 +136,6 @@ def _is_quick(draft: Draft) -> bool:
     """Return whether preparing a draft is less work than handing it to a thread."""
     if draft.echo or not all(isinstance(prompt, TokenPrompt) for prompt in draft.prompts):
         return False
+    if draft.sampling.HasField("structured_outputs"):
+        return False
     return sum(len(prompt.token_ids) for prompt in draft.prompts if isinstance(prompt, TokenPrompt)) <= _FEW_TOKENS

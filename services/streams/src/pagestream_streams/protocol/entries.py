@@ -22,6 +22,9 @@ engine makes one for each token: a plain tuple, since a message costs three time
 TOKEN, FINISH, END = "t", "f", "e"
 """Kinds of entries."""
 
+INVALID_REQUEST = "invalid_request"
+"""Code of an error for which the request itself is at fault: the same request fails again on any engine."""
+
 _ERROR_SEPARATOR = "\0"
 
 

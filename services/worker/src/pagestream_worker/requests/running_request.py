@@ -14,11 +14,12 @@ from pagestream.v1.inference_pb2 import (
     TokenLogprobs,
     Usage,
 )
+from pagestream_engine.errors import RequestFault
 from pagestream_engine.request.outputs import StepOutput, TokenLogprob
 from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_streams import Append, Claim
 from pagestream_streams.protocol.claimed_log import ClaimedLog
-from pagestream_streams.protocol.entries import END, FINISH, TOKEN, error_text, usage_text
+from pagestream_streams.protocol.entries import END, FINISH, INVALID_REQUEST, TOKEN, error_text, usage_text
 from pagestream_streams.protocol.finish_reasons import finish_reason_name, parse_finish_reason
 from pagestream_telemetry.context import TraceContext, caller_context
 
@@ -211,7 +212,7 @@ class RunningRequest:
         stop_reason = "" if output.stop_reason is None else str(output.stop_reason)
         self._write_finish(choice, reason, stop_reason, output.text)
         if output.error is not None:
-            self.fail("engine_error", output.error)
+            self.fail(INVALID_REQUEST if isinstance(output.error, RequestFault) else "engine_error", output.error)
         self.end_if_complete()
 
     def _write_finish(self, choice: int, reason: FinishReason, stop_reason: str, text: str) -> None:

@@ -1,10 +1,16 @@
 """The engine's sampling parameters of a request from its wire message."""
 
-from pagestream.v1.inference_pb2 import EARLY_STOPPING_NEVER, EARLY_STOPPING_TRUE, EARLY_STOPPING_UNSPECIFIED
+from pagestream.v1.inference_pb2 import (
+    EARLY_STOPPING_NEVER,
+    EARLY_STOPPING_TRUE,
+    EARLY_STOPPING_UNSPECIFIED,
+    StructuredOutputs,
+)
 from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_engine.errors import UnsupportedSamplingParams
 from pagestream_engine.request.sampling_params import SamplingParams, child_seed
+from pagestream_engine.request.structured_outputs import StructuredOutputsParams
 
 FIELDS_WITH_PRESENCE = (
     "temperature",
@@ -58,8 +64,21 @@ def sampling_from_message(message: SamplingMessage, *, sibling: int) -> Sampling
         include_stop_str_in_output=message.include_stop_str_in_output,
         skip_special_tokens=message.skip_special_tokens if message.HasField("skip_special_tokens") else True,
         logit_bias=dict(message.logit_bias) or None,
+        structured_outputs=_constraint(message.structured_outputs) if message.HasField("structured_outputs") else None,
         **given,
     )
     if params.is_contest:  # All choices of a prompt have its seed, from which those that take part get theirs.
         sibling -= sibling % n
     return params.for_child(child_seed(message.seed, sibling), 0)
+
+
+def _constraint(message: StructuredOutputs) -> StructuredOutputsParams:
+    given = message.WhichOneof("constraint")
+    return StructuredOutputsParams(
+        json=message.json if given == "json" else None,
+        regex=message.regex if given == "regex" else None,
+        choice=tuple(message.choice.texts) if given == "choice" else None,
+        grammar=message.grammar if given == "grammar" else None,
+        json_object=message.json_object if given == "json_object" else None,
+        disable_any_whitespace=message.disable_any_whitespace,
+    )

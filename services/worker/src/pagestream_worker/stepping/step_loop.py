@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from math import inf
 
 from pagestream_engine.engine import Engine
-from pagestream_engine.errors import InvalidRequest
+from pagestream_engine.errors import InvalidRequest, RequestFault
 from pagestream_engine.request.generation import REPLAY_TOKENS
 from pagestream_engine.request.outputs import StepOutput
 from pagestream_engine.request.sequence import Sibling
@@ -258,4 +258,4 @@ def _seq_ids(command: AddGroup) -> set[str]:
 
 
 def _refused(sibling: Sibling, error: InvalidRequest) -> StepOutput:
-    return StepOutput(sibling.seq_id, token_id=None, text="", finish_reason="error", error=str(error))
+    return StepOutput(sibling.seq_id, token_id=None, text="", finish_reason="error", error=RequestFault(error))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pagestream.v1.records_pb2 import LogEnd, LogEntry, RequestSpec
 from pagestream_streams.admin.unserved import ERROR_CODE
 from pagestream_streams.errors import StreamsError
+from pagestream_streams.protocol.entries import INVALID_REQUEST
 from pagestream_streams.tasks import cancel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -19,7 +20,7 @@ from pagestream_gateway.core.calls import DISCONNECTED, Call
 from pagestream_gateway.core.gateway import Gateway
 from pagestream_gateway.core.requests import QueuePlace
 from pagestream_gateway.core.text.token_bytes import TokenBytes
-from pagestream_gateway.errors import GatewayError, GenerationFailed, NoEngine
+from pagestream_gateway.errors import GatewayError, GenerationFailed, NoEngine, RequestFailed
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +171,11 @@ def queue_headers(place: QueuePlace | None) -> dict[str, str]:
     return headers
 
 
+_FAILURES = {ERROR_CODE: NoEngine, INVALID_REQUEST: RequestFailed}
+"""By the code that the log carries."""
+
+
 def failure(end: LogEnd) -> GenerationFailed:
     """Return the error of a log that ended with one."""
-    kind = NoEngine if end.error.code == ERROR_CODE else GenerationFailed
+    kind = _FAILURES.get(end.error.code, GenerationFailed)
     return kind(end.error.code, end.error.message)

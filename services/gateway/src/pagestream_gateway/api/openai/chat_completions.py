@@ -16,6 +16,7 @@ from pagestream_gateway.api.openai.generation import (
     GenerationBody,
     ParsedRequest,
     named_as,
+    names_in,
     shared_draft,
     without_unsupported,
 )
@@ -135,7 +136,7 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest
     _check_messages(document.get("messages"))
     body = parse_body(ChatBody, without_unsupported(document, UNSUPPORTED))
     own_parameters = {"logprobs": _num_logprobs(body)}
-    field_names = {"logprobs": "top_logprobs"}
+    field_names = {"logprobs": "top_logprobs", **names_in(body)}
     if body.max_completion_tokens is not None:
         own_parameters["max_tokens"] = body.max_completion_tokens
         field_names["max_tokens"] = "max_completion_tokens"

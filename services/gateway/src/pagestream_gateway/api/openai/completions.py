@@ -12,7 +12,14 @@ from starlette.responses import Response
 
 from pagestream_gateway.api.documents import stream_body_of
 from pagestream_gateway.api.openai import generation
-from pagestream_gateway.api.openai.generation import GenerationBody, ParsedRequest, shared_draft, without_unsupported
+from pagestream_gateway.api.openai.generation import (
+    GenerationBody,
+    ParsedRequest,
+    named_as,
+    names_in,
+    shared_draft,
+    without_unsupported,
+)
 from pagestream_gateway.api.openai.logprobs import CompletionLogprobs
 from pagestream_gateway.api.openai.strict_body import parse_body, with_sampling_parameters
 from pagestream_gateway.api.openai.writer import AnswerWriter
@@ -79,15 +86,18 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest
     is_prompt_alone = bool(body.echo) and getattr(body, "max_tokens", None) == 0
     if is_prompt_alone:
         own_parameters["max_tokens"] = 1  # the least that a record can ask for; no engine runs it
+    field_names = names_in(body)
+    with named_as(field_names):
+        shared = shared_draft(body, headers, document, API_FORM_COMPLETIONS, **own_parameters)
     draft = Draft(
         prompts=_prompts(body.prompt, body.add_special_tokens is not False),
         prompt_field="prompt",
         default_max_tokens=_DEFAULT_MAX_TOKENS,
         echo=bool(body.echo),
         is_prompt_alone=is_prompt_alone,
-        **shared_draft(body, headers, document, API_FORM_COMPLETIONS, **own_parameters),
+        **shared,
     )
-    return ParsedRequest(draft, stream=bool(body.stream))
+    return ParsedRequest(draft, stream=bool(body.stream), field_names=field_names)
 
 
 def router(gateway: Gateway) -> APIRouter:

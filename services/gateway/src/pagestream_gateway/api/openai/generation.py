@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pagestream.v1.inference_pb2 import ON_DISCONNECT_CANCEL, ON_DISCONNECT_CONTINUE
+from pagestream.v1.inference_pb2 import ON_DISCONNECT_CANCEL, ON_DISCONNECT_CONTINUE, SamplingParams
 from pagestream.v1.records_pb2 import AnswerForm, ApiForm
 from pydantic import Field
 from starlette.datastructures import Headers
@@ -28,6 +28,7 @@ from pagestream_gateway.core.gateway import Gateway
 from pagestream_gateway.core.models import check_unicode
 from pagestream_gateway.core.sampling import parameters
 from pagestream_gateway.core.sampling.resolution import sampling_from_json
+from pagestream_gateway.core.sampling.response_format import ResponseFormat, constraint_of
 from pagestream_gateway.core.tokenization import SMALL_BYTES
 from pagestream_gateway.errors import InvalidRequest, UnsupportedField
 
@@ -37,7 +38,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     **parameters.UNSUPPORTED,
     "truncate_prompt_tokens": (),
     "truncation_side": (),
-    "response_format": ({"type": "text"},),
     "return_tokens_as_token_ids": (False,),
     "return_token_ids": (False,),
     "return_token_offsets": (False,),
@@ -81,6 +81,7 @@ class GenerationBody(Body):
     cache_salt: str | None = Field(
         None, min_length=1, description="Only requests with the same salt share computed prefixes."
     )
+    response_format: ResponseFormat | None = Field(None, description="text, json_object or json_schema.")
     # Known fields that can't change the output.
     user: Any = None
     metadata: Any = None
@@ -133,6 +134,7 @@ def shared_draft(
     check_unicode(body.request_id or "", "request_id")
     check_unicode(body.cache_salt or "", "cache_salt")
     sampling = sampling_from_json(shared | own)
+    _set_response_format(sampling, body.response_format)
     if body.stream_options and body.stream_options.continuous_usage_stats:
         raise UnsupportedField("stream_options.continuous_usage_stats", "include_usage shows the usage at the end")
     return {
@@ -152,6 +154,20 @@ def shared_draft(
         "cache_salt": body.cache_salt or "",
         "body_digest": _digest(api, document) if key else "",
     }
+
+
+def _set_response_format(sampling: SamplingParams, form: ResponseFormat | None) -> None:
+    constraint = constraint_of(form)
+    if constraint is None:
+        return
+    if sampling.HasField("structured_outputs"):
+        raise InvalidRequest("response_format", "excludes structured_outputs")
+    sampling.structured_outputs.CopyFrom(constraint)
+
+
+def names_in(body: GenerationBody) -> dict[str, str]:
+    """Return what a body calls sampling parameters that have another name in it."""
+    return {"structured_outputs": "response_format"} if body.response_format is not None else {}
 
 
 async def generate(

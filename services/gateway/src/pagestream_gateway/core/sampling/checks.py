@@ -97,6 +97,8 @@ def beam_search_fault(sampling: SamplingParams, context: CheckContext) -> tuple[
             if is_given and getattr(sampling, name) != default:
                 return name, "needs use_beam_search"
         return None
+    if sampling.HasField("structured_outputs"):
+        return "structured_outputs", "is not supported with use_beam_search"
     for name, check in _IN_SEARCH.items():
         value = getattr(sampling, name)
         fault = check(dict(value) if name == "logit_bias" else list(value) if name == "stop" else value, context)

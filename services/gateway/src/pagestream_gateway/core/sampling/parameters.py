@@ -27,6 +27,7 @@ from pagestream_gateway.core.sampling.checks import (
     stop_strings,
     stop_tokens,
 )
+from pagestream_gateway.core.sampling.constraints import StructuredOutputsBody, constraint, constraint_message
 from pagestream_gateway.core.sampling.json_types import Biases, EarlyStops, Items, Strings, Token
 from pagestream_gateway.errors import InvalidRequest
 
@@ -179,6 +180,13 @@ PARAMETERS = (
         'true, false or "never": when the search ends, as in transformers. Default false.',
         from_json=_early_stopping,
     ),
+    Parameter(
+        "structured_outputs",
+        StructuredOutputsBody,
+        "What the output must match: one of json, regex, choice, grammar and json_object.",
+        check=constraint,
+        from_json=constraint_message,
+    ),
     Parameter("logprobs", check=in_range(0, "max_logprobs")),
     Parameter("prompt_logprobs", is_supported=False),
 )
@@ -190,7 +198,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "allowed_token_ids": ([],),
     "bad_words": ([],),
-    "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),

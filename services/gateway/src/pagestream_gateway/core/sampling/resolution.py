@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from google.protobuf.message import Message
 from pagestream.v1.inference_pb2 import SamplingParams
 
 from pagestream_gateway.core.sampling.checks import CheckContext, beam_search_fault, min_tokens_fault
@@ -28,6 +29,8 @@ def sampling_from_json(values: Mapping[str, Any]) -> SamplingParams:
         try:
             if isinstance(value, list | tuple):
                 getattr(sampling, name).extend(value)
+            elif isinstance(value, Message):
+                getattr(sampling, name).CopyFrom(value)
             elif isinstance(value, Mapping):
                 getattr(sampling, name).update(value)
             else:
