@@ -34,6 +34,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"template": {"env": [{"name": "PAGESTREAM_ENGINE__SEED", "value": "1"}]}}, "are written in `spec.engine`"),
     ({"template": {"gpu": {"count": 2}}}, "template.gpu.count is parallel.tensor, a GPU for each rank"),
     ({"parallel": {"tensor": 2}, "template": {"gpu": {"count": 1}}}, "template.gpu.count is parallel.tensor"),
+    ({"parallel": {"tensor": 2}, "engine": {"enableLora": True}}, "which ranks don't have yet"),
+    ({"parallel": {"tensor": 2}, "engine": {"kvCacheDtype": "fp8"}}, "which ranks don't have yet"),
     ({"parallel": {"tensor": 0}}, "should be greater than or equal to 1"),
     ({"template": {"labels": {"pagestream.dev/pool": "x"}}}, "choose another prefix"),
     (

@@ -29,6 +29,16 @@ def test_bytes_of_a_token(name: str, kib: int) -> None:
     assert size_config(ConfigFile(model["config"]), EngineConfig()).kv_bytes_per_token == kib * 1024
 
 
+def test_each_of_two_ranks_takes_half_but_for_what_both_have() -> None:
+    """The embedding and the 65 norms of 4,096."""
+    [model] = [each for each in MODELS if each["name"] == "Llama 3.1 8B"]
+    options = ({}, {"tensor_parallel_size": 2})
+    one, two = (size_config(ConfigFile(model["config"]), EngineConfig.from_options(each)) for each in options)
+    assert two.kv_bytes_per_token == one.kv_bytes_per_token / 2
+    assert 2 * two.weight_bytes - one.weight_bytes == 2 * (128_256 + 65) * 4096
+    assert two.num_parameters == one.num_parameters
+
+
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 def test_a_checkpoint_and_its_engine_have_what_was_counted(kv_cache_dtype: str) -> None:
     options = {"dtype": "float32", "device": "cpu", "block_size": 16, "num_gpu_blocks_override": 64}

@@ -81,4 +81,13 @@ class EnginePoolSpec(ApiModel):
             "template.gpu.count is parallel.tensor, a GPU for each rank, or 0 for ranks on a CPU: set both alike",
             ".template.gpu.count",
         ),
+        Rule(
+            "self.parallel.tensor == 1 || !(has(self.engine.quantization) || has(self.engine.speculativeModel) || "
+            "has(self.engine.enableLora) && self.engine.enableLora || "
+            "has(self.engine.cpuOffloadGb) && self.engine.cpuOffloadGb > 0.0 || "
+            "has(self.engine.kvCacheDtype) && self.engine.kvCacheDtype in ['fp8', 'fp8_e4m3'])",
+            "parallel.tensor is 1 with engine.quantization, speculativeModel, enableLora, cpuOffloadGb and a "
+            "kvCacheDtype of fp8, which ranks don't have yet: leave those out, or parallel",
+            ".parallel.tensor",
+        ),
     )

@@ -22,6 +22,7 @@ from pagestream_engine.models.folder import resolve_model
 from pagestream_engine.models.offload.plan import plan_offload
 from pagestream_engine.models.quantised.scheme import Scheme
 from pagestream_engine.models.registry import find_family, fused_architectures
+from pagestream_engine.models.sharding import shard_config, shard_weights
 from pagestream_engine.models.stored_size import num_elements, stored_bytes
 from pagestream_engine.models.weights import WeightMap
 from pagestream_engine.runner.backends import cache_shapes, kv_layout
@@ -49,11 +50,12 @@ _LIVE_HIDDEN = 4
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What a model takes."""
+    """What a model takes of a device: with `tensor_parallel_size`, of each rank's."""
 
     architecture: str
     dtype: str
     num_parameters: int
+    """Of the whole model."""
     weight_bytes: int
     """On the device."""
     host_weight_bytes: int
@@ -91,7 +93,7 @@ def size_model(model: str | Path, config: EngineConfig) -> ModelSize:
         ModelNotFound: there is no such model.
         ModelFileError: its configuration is malformed.
         UnsupportedModel: it is of no fused family: others show their layers only once they are loaded.
-        ConfigError: `cpu_offload_gb` would free no memory.
+        ConfigError: `cpu_offload_gb` would free no memory, or `tensor_parallel_size` does not divide the model.
     """
     return size_config(ConfigFile.read(resolve_model(model)), config)
 
@@ -108,12 +110,16 @@ def size_config(file: ConfigFile, config: EngineConfig) -> ModelSize:
     dtype = decoder.info.dtype if config.model.dtype == "auto" else DTYPES[config.model.dtype]
     longest = config.model.max_model_len or decoder.info.max_position_embeddings
     block_size = config.cache.block_size or TRITON_BLOCK_SIZE
+    num_ranks, weights = config.parallel.tensor_parallel_size, family.weights(decoder)
+    num_parameters = count_parameters(weights)
+    if num_ranks > 1:
+        weights, decoder = shard_weights(weights, decoder, 0, num_ranks), shard_config(decoder, num_ranks)
     layout = kv_layout(family.attention_specs(decoder, longest), block_size, longest)
     of_block = block_bytes(cache_shapes(layout, dtype, config.cache.kv_cache_dtype))
-    weights = family.weights(decoder)
     scheme = Scheme.read(file)
     if scheme is not None:
-        scheme.check_options(config.model.quantization, offloads=config.model.cpu_offload_gb > 0)
+        offloads = config.model.cpu_offload_gb > 0
+        scheme.check_options(config.model.quantization, offloads=offloads, num_ranks=num_ranks)
     weight_bytes, host_weight_bytes = stored_bytes(weights, dtype, config.model.quantization, scheme), 0
     if config.model.cpu_offload_gb:
         plan = plan_offload(weights, dtype, int(config.model.cpu_offload_gb * 2**30), pinned=True)
@@ -121,7 +127,7 @@ def size_config(file: ConfigFile, config: EngineConfig) -> ModelSize:
     return ModelSize(
         architecture=decoder.info.architecture,
         dtype=str(dtype).removeprefix("torch."),
-        num_parameters=count_parameters(weights),
+        num_parameters=num_parameters,
         weight_bytes=weight_bytes,
         host_weight_bytes=host_weight_bytes,
         kv_bytes_per_token=_kv_bytes_per_token(layout, of_block),

@@ -28,6 +28,7 @@ from pagestream_engine.step.records import StepPlan, StepResult
 _FAILURE_LIMIT_S = 1.0
 """For the others to fail, too, when a rank has failed: they wait for it if it has failed alone."""
 _POLL_S = 0.1
+_EXIT_LIMIT_S = 0.5
 _CLOSE_LIMIT_S = 5.0
 
 
@@ -225,15 +226,16 @@ class RankGroup:
 
         Args:
             rank: the one.
-            how: what it does, for one that is alive.
+            how: what it does, for one that is alive; empty for one that has died.
             cause: if an error has shown it.
         """
+        if not how or isinstance(cause, (EOFError, OSError)):
+            # Its exit code comes just after its end, which all its threads must have reached.
+            rank.process.join(_EXIT_LIMIT_S)
         code = rank.process.exitcode
-        if code is None and isinstance(cause, (EOFError, OSError)):
-            rank.process.join(_POLL_S)  # whose end comes just after that of its pipe
-            code = rank.process.exitcode
         if code is not None:
             how = f"was killed by signal {-code}" if code < 0 else f"exited: {code}"
+        how = how or "has died"
         self._lost = RankLost(rank.rank, len(self._ranks), how, code)
         self._end()
         raise self._lost from cause

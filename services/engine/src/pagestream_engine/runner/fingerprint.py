@@ -90,7 +90,7 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.models.loader": 12,
     "pagestream_engine.models.model": 8,
     "pagestream_engine.models.quantised.linears": 1,
-    "pagestream_engine.models.quantised.scheme": 1,
+    "pagestream_engine.models.quantised.scheme": 2,
     "pagestream_engine.models.quantised.tensors": 1,
     "pagestream_engine.models.registry": 4,
     "pagestream_engine.models.safetensors_file": 4,

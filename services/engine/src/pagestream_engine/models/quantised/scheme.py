@@ -69,7 +69,7 @@ class Scheme:
             hint = "host memory holds weights in the model's dtype"
             raise ConfigError("cpu_offload_gb", "more", f"0 {expected}", hint)
         if num_ranks > 1:
-            hint = "packed words and groups are not divided; quantization int8 of floats is"
+            hint = "packed words and groups are not divided"
             raise ConfigError("tensor_parallel_size", num_ranks, f"1 {expected}", hint)
 
 
