@@ -28,7 +28,6 @@ from pagestream_engine.step.records import StepPlan, StepResult
 _FAILURE_LIMIT_S = 1.0
 """For the others to fail, too, when a rank has failed: they wait for it if it has failed alone."""
 _POLL_S = 0.1
-_EXIT_LIMIT_S = 0.5
 _CLOSE_LIMIT_S = 5.0
 
 
@@ -229,9 +228,8 @@ class RankGroup:
             how: what it does, for one that is alive; empty for one that has died.
             cause: if an error has shown it.
         """
-        if not how or isinstance(cause, (EOFError, OSError)):
-            # Its exit code comes just after its end, which all its threads must have reached.
-            rank.process.join(_EXIT_LIMIT_S)
+        if not how or isinstance(cause, (EOFError, ConnectionError)):  # not BlockingIOError, of a pipe that is full
+            rank.process.join(_CLOSE_LIMIT_S)  # its exit code comes just after the end of its pipes
         code = rank.process.exitcode
         if code is not None:
             how = f"was killed by signal {-code}" if code < 0 else f"exited: {code}"
@@ -251,9 +249,9 @@ class RankGroup:
     def _end(self, limit_s: float | None = None) -> None:
         """End all processes; None: by SIGKILL, all at once."""
         for rank in self._ranks:
-            rank.connection.close()
             if limit_s is None:
                 rank.process.kill()
+            rank.connection.close()
         until = monotonic() + (limit_s or 0.0)
         for rank in self._ranks:
             rank.end(max(0.0, until - monotonic()))
