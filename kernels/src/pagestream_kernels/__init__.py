@@ -5,6 +5,7 @@ from pagestream_kernels.decode_plan import DecodePlan, plan_decode, plan_decode_
 from pagestream_kernels.errors import KernelArgumentError, KernelError, KernelUnavailableError
 from pagestream_kernels.filter_and_draw import filter_and_draw, filter_and_draw_reference
 from pagestream_kernels.linear.fixed_order_matmul import fixed_order_matmul, fixed_order_matmul_reference
+from pagestream_kernels.linear.int8_matmul import int8_matmul, int8_matmul_reference, takes_groups
 from pagestream_kernels.paged_decode import paged_decode_attention, paged_decode_attention_reference
 from pagestream_kernels.paged_prefill import paged_prefill_attention, paged_prefill_attention_reference
 from pagestream_kernels.paging import BLOCK_SIZES, MAX_HEAD_DIM
@@ -33,6 +34,8 @@ __all__ = [
     "filter_and_draw_reference",
     "fixed_order_matmul",
     "fixed_order_matmul_reference",
+    "int8_matmul",
+    "int8_matmul_reference",
     "paged_decode_attention",
     "paged_decode_attention_reference",
     "paged_prefill_attention",
@@ -49,4 +52,5 @@ __all__ = [
     "rope_and_quantise_reference",
     "silu_and_mul",
     "silu_and_mul_reference",
+    "takes_groups",
 ]

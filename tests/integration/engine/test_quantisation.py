@@ -16,9 +16,11 @@ from pagestream_engine.errors import ConfigError, UnsupportedModel, WeightsError
 from pagestream_engine.layers.native.library import native_linears
 from pagestream_engine.layers.quantised.weight import quantise_int8
 from pagestream_engine.models.quantised.scheme import Scheme
+from pagestream_engine.request.adapter import LoRARequest
 from pagestream_engine.sizing import size_model
 from safetensors.torch import load_file, save_file
 from support.engines.architectures import VOCAB_SIZE, small_config, write_model
+from support.engines.lora_adapters import make_adapter
 from support.engines.quantised_checkpoints import FORMS, write
 from support.engines.tiny_models import make_model, random_prompts
 
@@ -38,10 +40,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def generate(folder: Path, params: SamplingParams = GREEDY, **options: Any) -> list[tuple[list[int], list[float]]]:
+def generate(
+    folder: Path, params: SamplingParams = GREEDY, adapter: LoRARequest | None = None, **options: Any
+) -> list[tuple[list[int], list[float]]]:
     """Return each output's tokens, and their log probabilities."""
     llm = LLM(str(folder), **{**OPTIONS, **options})
-    answers = [answer.outputs[0] for answer in llm.generate(PROMPTS, params)]
+    answers = [answer.outputs[0] for answer in llm.generate(PROMPTS, params, lora_request=adapter)]
     llm.engine.close()
     return [
         (
@@ -140,6 +144,16 @@ def test_a_quantised_checkpoint(form: str, folder: Path, tmp_path: Path, caplog:
     engine = LLM(str(quantised), **OPTIONS).engine
     assert engine.memory_bytes()["model"] == pytest.approx(sized.weight_bytes, rel=0.35)
     engine.close()
+
+
+def test_adapters_add_to_quantised_linears(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "llama", intermediate_size=128)
+    reference = dequantised_copy(folder, tmp_path / "dequantised")
+    adapter = LoRARequest("one", 1, str(make_adapter(folder, tmp_path / "adapter", seed=1)))
+    check_equal(
+        generate(folder, adapter=adapter, enable_lora=True, quantization="int8"),
+        generate(reference, adapter=adapter, enable_lora=True),
+    )
 
 
 def test_shared_files_and_drafts_of_a_checkpoint(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

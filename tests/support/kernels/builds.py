@@ -17,6 +17,7 @@ from pagestream_kernels.decode.shares import TILE_TOKENS
 from pagestream_kernels.decode_plan import FIXED_SPLIT_TOKENS, MAX_QUERY_LEN, MIN_SHARE
 from pagestream_kernels.filter_and_draw import filter_and_draw_variant
 from pagestream_kernels.linear.fixed_order_matmul import fixed_order_matmul_variant
+from pagestream_kernels.linear.int8_matmul import int8_matmul_variant
 from pagestream_kernels.paging import MAX_ALIGNMENT, Geometry, Options
 from pagestream_kernels.prefill.attend import prefill_variant
 from pagestream_kernels.rms_norm import rms_norm_variant
@@ -95,6 +96,13 @@ FACTORS: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "target": TARGET_NAMES,
         "outputs": (1000, 4096, 28672),
         "inputs": (1004, 4096, 14336),
+        "dtype": tuple(DTYPES),
+        "bias": (False, True),
+    },
+    "int8_matmul": {
+        "target": TARGET_NAMES,
+        "inputs": (1004, 4096),
+        "group": (None, 128),
         "dtype": tuple(DTYPES),
         "bias": (False, True),
     },
@@ -217,6 +225,12 @@ def _variant_of_rows(kernel: str, case: Case, dtype: torch.dtype, backend: Backe
         sizes = {"num_outputs": case["outputs"], "num_inputs": case["inputs"], "has_bias": case.get("bias", False)}
         name = "matmul" if case["inputs"] % MAX_ALIGNMENT == 0 else "matmul of unaligned rows"
         return {name: fixed_order_matmul_variant(dtype=dtype, backend=backend, **sizes)}
+    if kernel == "int8_matmul":
+        group_size = case["group"] or case["inputs"]
+        sizes = {"num_inputs": case["inputs"], "group_size": group_size, "has_bias": case["bias"]}
+        # Rows of bytes that do not begin at multiples of 16 are loaded in pieces.
+        name = "matmul" if case["inputs"] % MAX_ALIGNMENT == 0 else "matmul of unaligned rows"
+        return {name: int8_matmul_variant(dtype=dtype, backend=backend, **sizes)}
     return {"silu": silu_and_mul_variant(width=case["width"], dtype=dtype)}
 
 

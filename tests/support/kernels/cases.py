@@ -27,7 +27,12 @@ from pagestream_kernels.launcher import recorded_launches
 from pagestream_kernels.silu_and_mul import silu_and_mul_variant
 from pagestream_kernels.tables.rows import Row, RowKey
 from pagestream_kernels.tuning.timing import Sizes, fastest
-from support.kernels.matmul import check_fixed_order_matmul, check_fixed_order_matmul_invariance
+from support.kernels.matmul import (
+    check_fixed_order_matmul,
+    check_fixed_order_matmul_invariance,
+    check_int8_matmul,
+    check_quantised_method,
+)
 from support.kernels.plans import LENGTHS, check_plan_decode
 from support.pairwise import Case, product
 from torch import Tensor
@@ -140,6 +145,12 @@ FACTORS: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "bias": (False, True),
         "strided": (False, True),
     },
+    "int8_matmul": {
+        "shape": ((0, 8, 64), (1, 64, 64), (5, 123, 100), (70, 40, 160)),
+        "group": (None, 32, 64),
+        "dtype": tuple(DTYPES),
+        "bias": (False, True),
+    },
 }
 
 
@@ -156,6 +167,7 @@ PRODUCT_FACTORS: Mapping[str, Sequence[str]] = {
     "silu_and_mul": ("shape", "dtype", "strided"),
     "filter_and_draw": ("shape", "top_k", "top_p", "min_p", "values"),
     "fixed_order_matmul": ("shape", "dtype", "bias", "strided"),
+    "int8_matmul": ("shape", "group", "dtype", "bias"),
 }
 
 
@@ -784,6 +796,8 @@ CHECKS: Mapping[str, Callable[[Case, torch.device], None]] = {
     "filter_and_draw_nothing": check_filter_and_draw_nothing,
     "fixed_order_matmul": check_fixed_order_matmul,
     "fixed_order_matmul_invariance": check_fixed_order_matmul_invariance,
+    "int8_matmul": check_int8_matmul,
+    "quantised_method": check_quantised_method,
     "filter_and_draw_tokens": check_filter_and_draw_tokens,
     "decode_invariance": check_decode_invariance,
     "decode_shares": check_decode_shares,

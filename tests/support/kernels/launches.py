@@ -213,6 +213,12 @@ def _matmul(num_inputs: int, dtype: torch.dtype) -> None:
         kernels.fixed_order_matmul(x[first : first + count], weight)
 
 
+def _int8(num_inputs: int, dtype: torch.dtype) -> None:
+    x, values = torch.zeros(NUM_ROWS, num_inputs, dtype=dtype), torch.zeros(200, num_inputs, dtype=torch.int8)
+    for first, count in PARTS:
+        kernels.int8_matmul(x[first : first + count], values, torch.ones(1, 200), num_inputs)
+
+
 LAUNCHES: Mapping[str, Callable[[int, torch.dtype], None]] = {
     "paged_decode": _decode,
     "plan_decode": _plan,
@@ -223,6 +229,7 @@ LAUNCHES: Mapping[str, Callable[[int, torch.dtype], None]] = {
     "silu_and_mul": _silu,
     "filter_and_draw": _draw,
     "fixed_order_matmul": _matmul,
+    "int8_matmul": _int8,
 }
 
 

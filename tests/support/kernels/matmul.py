@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pagestream_kernels as kernels
 import torch
+from pagestream_engine.layers.quantised.methods import TritonQuantisedMethod
+from pagestream_engine.layers.quantised.select import choose_quantised_method
+from pagestream_engine.layers.quantised.weight import QuantisedWeight, Storage
 from support.pairwise import Case
 from torch import Tensor
 
@@ -36,6 +39,41 @@ def check_fixed_order_matmul_invariance(case: Case, device: torch.device) -> Non
         first = (_ROWS - count) // 2
         part = kernels.fixed_order_matmul(x[first : first + count], weight)
         assert torch.equal(part, whole[first : first + count]), f"{count} rows from {first}"
+
+
+def check_int8_matmul(case: Case, device: torch.device) -> None:
+    """The result of the reference, and of each row alone the same bits."""
+    rows, outputs, inputs = case["shape"]
+    dtype, group_size = DTYPES[case["dtype"]], case["group"] or inputs
+    x = torch.randn(rows, inputs).to(dtype).to(device)
+    values = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8).to(device)
+    scales = (torch.rand(-(-inputs // group_size), outputs) / inputs**0.5 / 64).to(device)
+    bias = torch.randn(outputs).to(dtype).to(device) if case["bias"] else None
+    got = kernels.int8_matmul(x, values, scales, group_size, bias)
+    tolerance = TOLERANCES[case["dtype"]]
+    expected = kernels.int8_matmul_reference(x, values, scales, group_size, bias)
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+    for row in range(0, rows, 23):
+        assert torch.equal(kernels.int8_matmul(x[row][None], values, scales, group_size, bias)[0], got[row])
+
+
+def check_quantised_method(case: Case, device: torch.device) -> None:
+    """The engine's method of int4 with zeros and an order of inputs by this kernel."""
+    weight = QuantisedWeight(
+        Storage.INT4,
+        torch.randint(0, 16, (24, 96), dtype=torch.uint8, device=device),
+        torch.rand(3, 24, device=device) / 50,
+        group_size=32,
+        zeros=torch.randint(0, 17, (3, 24), dtype=torch.uint8, device=device),
+        order=torch.randperm(96, device=device),
+    )
+    dtype = DTYPES[case["dtype"]]
+    method = choose_quantised_method(weight, dtype, exact=False, by_triton=True)
+    assert isinstance(method, TritonQuantisedMethod)
+    x, bias = torch.randn(5, 96).to(dtype).to(device), torch.randn(24).to(dtype).to(device)
+    expected = (x.float() @ weight.dequantised(torch.float32).T + bias.float()).to(dtype)
+    tolerance = TOLERANCES[case["dtype"]]
+    torch.testing.assert_close(method.product(x, bias), expected, rtol=tolerance, atol=tolerance)
 
 
 def cancelling(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:

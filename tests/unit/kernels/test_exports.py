@@ -21,6 +21,8 @@ NAMES = {
     "filter_and_draw_reference",
     "fixed_order_matmul",
     "fixed_order_matmul_reference",
+    "int8_matmul",
+    "int8_matmul_reference",
     "paged_decode_attention",
     "paged_decode_attention_reference",
     "paged_prefill_attention",
@@ -37,6 +39,7 @@ NAMES = {
     "rope_and_quantise_reference",
     "silu_and_mul",
     "silu_and_mul_reference",
+    "takes_groups",
 }
 
 WITHOUT_TRITON = """

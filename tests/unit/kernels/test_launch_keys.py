@@ -18,6 +18,7 @@ SIZES = {
     "silu_and_mul": (256, 123),
     "filter_and_draw": (256, 123),
     "fixed_order_matmul": (256, 123),
+    "int8_matmul": (256,),
 }
 
 

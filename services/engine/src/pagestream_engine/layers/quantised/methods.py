@@ -9,7 +9,7 @@ from torch import Tensor
 from pagestream_engine.errors import InvariantViolation
 from pagestream_engine.layers.linear_methods import Activation, LinearMethod
 from pagestream_engine.layers.quantised.native import Layout, QuantisedLinears
-from pagestream_engine.layers.quantised.weight import QuantisedWeight
+from pagestream_engine.layers.quantised.weight import QuantisedWeight, Storage
 
 _CHUNK_ELEMENTS = 1 << 24
 """Of a weight that are dequantised at once."""
@@ -98,3 +98,26 @@ class TorchQuantisedMethod(QuantisedMethod):
             else:
                 out[:, begin:end] = F.linear(x, rows, of_rows)
         return out
+
+
+class TritonQuantisedMethod(QuantisedMethod):
+    """By the Triton kernel with one tile for any number of rows; values less zeros as int8."""
+
+    def __init__(self, weight: QuantisedWeight, dtype: torch.dtype) -> None:
+        from pagestream_kernels import int8_matmul  # imports Triton
+
+        values = weight.whole_numbers().contiguous()
+        layout = Layout(weight.shape, Storage.INT8, weight.group_size)
+        super().__init__(layout, dtype, values.nbytes + weight.scales.nbytes, weight.order)
+        self._values, self._scales = values, weight.scales.contiguous()
+        self._multiply = int8_matmul
+
+    @staticmethod
+    def takes(weight: QuantisedWeight) -> bool:
+        """Whether the kernel has this form."""
+        from pagestream_kernels import takes_groups
+
+        return weight.storage != Storage.FLOAT8 and takes_groups(weight.group_size, weight.shape[1])
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self._multiply(self._inputs(x), self._values, self._scales, self.layout.group_size, bias)

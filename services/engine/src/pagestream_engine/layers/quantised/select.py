@@ -8,7 +8,11 @@ import torch
 from torch import Tensor
 
 from pagestream_engine.layers.linear_methods import LinearMethod
-from pagestream_engine.layers.quantised.methods import NativeQuantisedMethod, TorchQuantisedMethod
+from pagestream_engine.layers.quantised.methods import (
+    NativeQuantisedMethod,
+    TorchQuantisedMethod,
+    TritonQuantisedMethod,
+)
 from pagestream_engine.layers.quantised.native import Layout, quantised_linears
 from pagestream_engine.layers.quantised.weight import QuantisedWeight, Storage
 
@@ -26,6 +30,8 @@ def choose_quantised_method(
         exact: whether a row has to have the same bits in any batch. The kernels' rows have, asked for or not.
         by_triton: whether the model runs on the Triton kernels.
     """
+    if by_triton and TritonQuantisedMethod.takes(weight):
+        return TritonQuantisedMethod(weight, dtype)
     kernels = None if by_triton or weight.values.device.type != "cpu" else quantised_linears(dtype)
     if kernels is not None:
         return NativeQuantisedMethod.of(weight, dtype, kernels)

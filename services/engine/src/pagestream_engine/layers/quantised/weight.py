@@ -59,6 +59,12 @@ class QuantisedWeight:
             values -= self._of_inputs(self.zeros[:, begin:end].float())
         return values.mul_(self._of_inputs(self.scales[:, begin:end])).to(dtype)
 
+    def whole_numbers(self) -> Tensor:
+        """Return values less zeros as int8, (out features, in features); not of FLOAT8."""
+        if self.zeros is None:
+            return self.values
+        return self.values.to(torch.int8).sub_(self._of_inputs(self.zeros.to(torch.int8)))
+
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """Return the weight that this stands for, (out features, in features), inputs in their own order."""
         weight = self.rows(0, self.shape[0], dtype)
