@@ -151,6 +151,20 @@ def test_kinds_of_requests(params: SamplingParams, model: Path, adapters: list[L
         assert chosen != [choice.token_ids for choice in base.outputs]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"kv_cache_dtype": "fp8"}, {"quantization": "int8"}, {"swap_space": 0.1, "num_gpu_blocks_override": 24}],
+    ids=["float8 cache", "int8 weights", "host memory"],
+)
+def test_other_ways_to_store(options: dict[str, Any], model: Path, adapters: list[LoRARequest]) -> None:
+    prompts = random_prompts([30, 25, 33])
+    llm = start(model, max_model_len=64, **options)
+    together = token_ids(llm.generate(prompts, GREEDY, lora_request=adapters))
+    alone = [llm.generate([p], GREEDY, lora_request=each)[0] for p, each in zip(prompts, adapters, strict=True)]
+    assert together == token_ids(alone)
+    assert all(a != b for a, b in zip(together, token_ids(llm.generate(prompts, GREEDY)), strict=True))
+
+
 def test_speculation_changes_no_token(
     model: Path, adapters: list[LoRARequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:

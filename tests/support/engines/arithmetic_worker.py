@@ -105,7 +105,7 @@ async def started_core(folder: Path, config: EngineConfig, runner: type[Arithmet
 async def running_worker(
     broker: Broker,
     folder: Path,
-    runner: type[ArithmeticRunner] = ArithmeticRunner,
+    runner: type[ArithmeticRunner] | None = ArithmeticRunner,
     telemetry: WorkerTelemetry | None = None,
     *,
     fingerprint: str = "",
@@ -115,9 +115,14 @@ async def running_worker(
     host: HostShare = lambda: 0.0,
     **options: Any,
 ) -> AsyncIterator[Running]:
-    make_folder(folder, byte_level_tokenizer())
+    """Run a worker of an arithmetic model, or, without a runner, of the model in the folder."""
     config = EngineConfig.from_options(options)
-    core = await started_core(folder, config, runner, engine_core)
+    if runner is None:
+        core: EngineCore = EngineThread(partial(Engine, folder, config))
+        core.start()
+    else:
+        make_folder(folder, byte_level_tokenizer())
+        core = await started_core(folder, config, runner, engine_core)
     engine = await asyncio.wrap_future(core.loaded)
     await broker.publish_model(build_card(folder, MODEL, engine))
     settings = WorkerSettings(str(folder), "", MODEL, "worker", finish_timeout_s=finish_timeout_s)

@@ -3,6 +3,7 @@
 import pagestream_streams
 
 EXPECTED = [
+    "AdapterRefused",
     "Append",
     "AppendKind",
     "AppendOutcome",

@@ -34,7 +34,7 @@ class AnswerForm(_message.Message):
     def __init__(self, api: _Optional[_Union[ApiForm, str]] = ..., created: _Optional[int] = ..., include_usage: _Optional[bool] = ..., echo_texts: _Optional[_Iterable[str]] = ..., top_logprobs: _Optional[int] = ...) -> None: ...
 
 class RequestSpec(_message.Message):
-    __slots__ = ("request_id", "model", "tenant", "prompts", "sampling", "priority", "deadline_ms", "on_disconnect", "disconnect_grace_ms", "answer", "client_request_id", "traceparent", "tracestate", "idempotency_key", "seed_for_each_prompt", "cache_salt", "ends_when_accepted")
+    __slots__ = ("request_id", "model", "tenant", "prompts", "sampling", "priority", "deadline_ms", "on_disconnect", "disconnect_grace_ms", "answer", "client_request_id", "traceparent", "tracestate", "idempotency_key", "seed_for_each_prompt", "cache_salt", "ends_when_accepted", "adapter")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,7 @@ class RequestSpec(_message.Message):
     SEED_FOR_EACH_PROMPT_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     ENDS_WHEN_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     tenant: str
@@ -69,7 +70,22 @@ class RequestSpec(_message.Message):
     seed_for_each_prompt: bool
     cache_salt: bytes
     ends_when_accepted: bool
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., tenant: _Optional[str] = ..., prompts: _Optional[_Iterable[_Union[_inference_pb2.TokenIds, _Mapping]]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., on_disconnect: _Optional[_Union[_inference_pb2.OnDisconnect, str]] = ..., disconnect_grace_ms: _Optional[int] = ..., answer: _Optional[_Union[AnswerForm, _Mapping]] = ..., client_request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., idempotency_key: _Optional[str] = ..., seed_for_each_prompt: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., ends_when_accepted: _Optional[bool] = ...) -> None: ...
+    adapter: Adapter
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., tenant: _Optional[str] = ..., prompts: _Optional[_Iterable[_Union[_inference_pb2.TokenIds, _Mapping]]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., on_disconnect: _Optional[_Union[_inference_pb2.OnDisconnect, str]] = ..., disconnect_grace_ms: _Optional[int] = ..., answer: _Optional[_Union[AnswerForm, _Mapping]] = ..., client_request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., idempotency_key: _Optional[str] = ..., seed_for_each_prompt: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., ends_when_accepted: _Optional[bool] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
+
+class Adapter(_message.Message):
+    __slots__ = ("name", "model", "path", "revision", "created")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    CREATED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    model: str
+    path: str
+    revision: str
+    created: int
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., path: _Optional[str] = ..., revision: _Optional[str] = ..., created: _Optional[int] = ...) -> None: ...
 
 class ModelCard(_message.Message):
     __slots__ = ("name", "tokenizer_json_zlib", "chat_template", "special_tokens", "max_model_len", "vocab_size", "eos_token_ids", "architecture", "revision", "default_sampling", "default_model_len", "deterministic")

@@ -58,6 +58,9 @@ class GatewaySettings:
     address is loopback: those under which a proxy on this machine is reached. "*" is every name, also a web page's that
     resolves to this machine.
     """
+    allow_runtime_lora: bool = False
+    """Whether callers may load and unload LoRA adapters: each who may call this gateway may then let engines read any
+    folder that holds one."""
     api_keys: Path | None = None
     """File of `sha256 of the key -> tenant`. None: no key is asked for, and every caller is the tenant "default"."""
     tls_certificate: Path | None = None

@@ -43,6 +43,7 @@ COMMANDS = (
         "simulate",
     ),
     Command("models", "list the models, and remove one that no engine serves", "models", "models"),
+    Command("adapters", "list, load and unload LoRA adapters", "adapters", "adapters"),
     Command("keys", "make, list and revoke API keys", "keys", "keys"),
     Command("dead", "show quarantined requests, and requeue them", "quarantine", "quarantine"),
     Command(

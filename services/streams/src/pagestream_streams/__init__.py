@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pagestream_streams.connection.embedded import EmbeddedRedis, ServerBinary, find_server, server_command
     from pagestream_streams.engine.session import EngineSession
     from pagestream_streams.errors import (
+        AdapterRefused,
         ClassRefused,
         DigestMismatch,
         IdempotencyConflict,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from pagestream_streams.settings import StreamsSettings, settings_from_environment
 
 __all__ = [
+    "AdapterRefused",
     "Append",
     "AppendKind",
     "AppendOutcome",
@@ -95,6 +97,7 @@ _MODULES = {
     "EngineSession": "engine.session",
     **dict.fromkeys(
         (
+            "AdapterRefused",
             "ClassRefused",
             "DigestMismatch",
             "IdempotencyConflict",

@@ -132,6 +132,10 @@ class ModelNameRefused(StreamsError, ValueError):
     """A model's name can't be part of a Redis key, or its tag is taken by another name."""
 
 
+class AdapterRefused(StreamsError, ValueError):
+    """A LoRA adapter can't be loaded: its files can't be read, or its name stands for others."""
+
+
 class OffsetOutOfRange(StreamsError):
     """The offset is past the end of a finished log."""
 

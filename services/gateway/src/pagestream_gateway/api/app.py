@@ -1,8 +1,9 @@
 """The ASGI applications: all HTTP APIs together, and the one of the metrics port."""
 
 from fastapi import FastAPI
+from pydantic import BaseModel
 
-from pagestream_gateway.api import documents, health
+from pagestream_gateway.api import adapters, documents, health
 from pagestream_gateway.api.cors import allow_origins
 from pagestream_gateway.api.hosts import limit_hosts
 from pagestream_gateway.api.leniency import Lenient
@@ -22,9 +23,13 @@ def build_app(gateway: Gateway) -> FastAPI:
     app = _bare_app(gateway)
     for resource in (completions, chat_completions, models, requests, health):
         app.include_router(resource.router(gateway))
+    bodies: list[type[BaseModel]] = [completions.CompletionBody, chat_completions.ChatBody]
+    if gateway.settings.gateway.allow_runtime_lora:
+        app.include_router(adapters.router(gateway))
+        bodies += [adapters.LoadBody, adapters.UnloadBody]
     allow_origins(app, gateway.settings.gateway.origins)
     app.add_middleware(Paced, turns=gateway.turns)
-    documents.install(app, [completions.CompletionBody, chat_completions.ChatBody])
+    documents.install(app, bodies)
     return app
 
 

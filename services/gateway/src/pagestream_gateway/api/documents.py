@@ -98,6 +98,8 @@ _ANSWERS: Mapping[tuple[str, str], _Answers] = {
         errors=(401, 404, 409, 416),
         headers={200: (*_OWN, *_QUEUED, "X-Stream-Verified")},
     ),
+    ("post", "/v1/load_lora_adapter"): _Answers(texts=(200,), errors=(400, 401, 404)),
+    ("post", "/v1/unload_lora_adapter"): _Answers(texts=(200,), errors=(400, 401, 404)),
     ("get", "/healthz"): _TEXT,
     ("get", "/health"): _EMPTY,
     ("get", "/ping"): _EMPTY,

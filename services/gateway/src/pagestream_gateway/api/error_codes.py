@@ -67,6 +67,7 @@ ERROR_CODES: dict[type[Exception], ErrorCode] = {
     streams.LogsFull: ErrorCode(429, _Status.RESOURCE_EXHAUSTED, _RATE, "logs_full"),
     streams.RequestNotFound: ErrorCode(404, _Status.NOT_FOUND, _INVALID, "request_not_found", "request_id"),
     streams.ModelNotFound: ErrorCode(404, _Status.NOT_FOUND, _INVALID, "model_not_found", "model"),
+    streams.AdapterRefused: ErrorCode(400, _Status.INVALID_ARGUMENT, _INVALID, "adapter_refused", "lora_path"),
     streams.ModelNameRefused: ErrorCode(404, _Status.NOT_FOUND, _INVALID, "model_not_found", "model"),
     streams.OffsetOutOfRange: ErrorCode(416, _Status.OUT_OF_RANGE, _INVALID, "offset_out_of_range", "next_index"),
     streams.DigestMismatch: ErrorCode(409, _Status.DATA_LOSS, _INVALID, "digest_mismatch", "digest"),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import jinja2
 from pagestream.v1.inference_pb2 import SamplingParams
-from pagestream.v1.records_pb2 import ModelCard
+from pagestream.v1.records_pb2 import Adapter, ModelCard
 from pagestream_streams import Broker, ModelInfo
 from pagestream_streams.errors import ModelNotFound
 from tokenizers import Tokenizer
@@ -46,6 +46,8 @@ class LoadedModel:
     tokenizer: Tokenizer
     encoder: TextEncoder
     chat_template: ChatTemplate | None
+    adapter: Adapter | None = None
+    """The LoRA adapter that a request has named in place of the model."""
 
     @property
     def name(self) -> str:
@@ -174,7 +176,7 @@ class Models:
         self._broken: dict[str, ModelCard] = {}
 
     async def resolve(self, name: str) -> LoadedModel:
-        """Return the model of that name, or the only one where the name is empty.
+        """Return the model of that name, or of the adapter of that name; the only one where the name is empty.
 
         Raises ModelNotFound, InvalidRequest where a name is needed, Overloaded, Unavailable.
         """
@@ -185,8 +187,20 @@ class Models:
             if len(infos) > 1:
                 raise InvalidRequest("model", f"is needed, since {len(infos)} models are served")
             name = infos[0].name
-        card = await self._limit.wait(self._broker.model_card(name))
-        return await self._cache.load(card, self._pool.run)
+        adapter = None
+        try:
+            card = await self._limit.wait(self._broker.model_card(name))
+        except ModelNotFound:
+            adapter = (await self._limit.wait(self._broker.adapters.all())).get(name)
+            if adapter is None:
+                raise
+            card = await self._limit.wait(self._broker.model_card(adapter.model))
+        model = await self._cache.load(card, self._pool.run)
+        return model if adapter is None else replace(model, adapter=adapter)
+
+    async def list_adapters(self) -> list[Adapter]:
+        """Return all LoRA adapters by name. Raises Unavailable."""
+        return list((await self._limit.wait(self._broker.adapters.all())).values())
 
     async def list_models(self) -> list[tuple[ModelInfo, ModelCard]]:
         """Return all models by name. Raises Unavailable."""

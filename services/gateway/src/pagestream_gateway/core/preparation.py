@@ -5,7 +5,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from pagestream.v1.inference_pb2 import ON_DISCONNECT_CANCEL, ON_DISCONNECT_UNSPECIFIED, SamplingParams, TokenIds
-from pagestream.v1.records_pb2 import RequestSpec
+from pagestream.v1.records_pb2 import Adapter, RequestSpec
 from pagestream_telemetry.context import NO_TRACE, TraceContext
 
 from pagestream_gateway.core.drafts import ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt
@@ -76,6 +76,7 @@ def build_spec(
     *,
     request_id: str,
     model: str,
+    adapter: Adapter | None = None,
     tenant: str,
     grace_ms: int,
     priority: int = 0,
@@ -84,11 +85,13 @@ def build_spec(
 ) -> RequestSpec:
     """Return the record that the queue carries.
 
-    `priority`: the class that it gets, whatever the draft asks for; `trace`: that of the call that it belongs to.
+    `adapter`: that its tokens are computed with; `priority`: the class that it gets, whatever the draft asks for;
+    `trace`: that of the call that it belongs to.
     """
     spec = RequestSpec(
         request_id=request_id,
         model=model,
+        adapter=adapter,
         tenant=tenant,
         prompts=[TokenIds(ids=ids) for ids in prepared.prompts],
         sampling=prepared.sampling,

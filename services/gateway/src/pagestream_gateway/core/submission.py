@@ -9,7 +9,7 @@ from pagestream_streams.errors import RequestNotFound
 from pagestream_streams.protocol import ids
 from pagestream_telemetry.context import TraceContext
 
-from pagestream_gateway.core.cache_salts import cache_salt
+from pagestream_gateway.core.cache_salts import adapted_salt, cache_salt
 from pagestream_gateway.core.calls import Call
 from pagestream_gateway.core.drafts import Draft, TokenPrompt, check_draft
 from pagestream_gateway.core.models import LoadedModel, Models
@@ -43,7 +43,7 @@ class Submission:
         followed counts as one without a reader.
         """
         model, prepared = await self._prepare(draft, tenant)
-        salt = cache_salt(tenant, draft.cache_salt, self.settings.cache)
+        salt = adapted_salt(cache_salt(tenant, draft.cache_salt, self.settings.cache), model.adapter)
         request_id = await self.limit.wait(self.session.place(model.name, prepared.prompts[0], tenant, cache_salt=salt))
         spec = self._spec(draft, prepared, request_id, tenant=tenant, model=model, trace=call.context)
         if not draft.idempotency_key:
@@ -119,17 +119,18 @@ class Submission:
             prepared,
             request_id=request_id,
             model=model.name,
+            adapter=model.adapter,
             tenant=tenant,
             grace_ms=round(self.settings.stream.disconnect_grace_s * 1000),
             priority=self.settings.classes.allowed(tenant, draft.priority),
-            cache_salt=cache_salt(tenant, draft.cache_salt, self.settings.cache),
+            cache_salt=adapted_salt(cache_salt(tenant, draft.cache_salt, self.settings.cache), model.adapter),
             trace=trace,
         )
 
 
 def _asked(spec: RequestSpec) -> tuple[object, ...]:
     """Return what determines the tokens of a request."""
-    return spec.prompts, spec.sampling, spec.ends_when_accepted
+    return spec.prompts, spec.sampling, spec.ends_when_accepted, spec.adapter.name, spec.adapter.revision
 
 
 def _is_quick(draft: Draft) -> bool:

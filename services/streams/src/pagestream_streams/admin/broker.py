@@ -17,6 +17,7 @@ from pagestream.v1.inference_pb2 import (
 from pagestream.v1.records_pb2 import LogSlice, ModelCard, RequestSpec
 
 from pagestream_streams.admin import quarantine
+from pagestream_streams.admin.adapters import AdapterDirectory
 from pagestream_streams.admin.model_directory import ModelDirectory
 from pagestream_streams.admin.queue_positions import EntryId, Place, QueuePositions
 from pagestream_streams.connection import wakeups
@@ -45,6 +46,8 @@ class Broker:
         self.connection = connection
         self.settings = settings
         self.directory = ModelDirectory(connection, settings)
+        self.adapters = AdapterDirectory(connection, settings)
+        """LoRA adapters, which requests name in place of their model."""
         self.positions = QueuePositions(connection, settings, self.directory)
         self.end_listeners: list[Callable[[str, str], None]] = []
         """Called with tenant and id of each request that `end` has ended, or found to have ended before."""

@@ -79,6 +79,11 @@ class Keyspace:
         """The hash of all models: tag -> name."""
         return f"{self.prefix}:models"
 
+    @property
+    def adapters(self) -> str:
+        """The hash of all LoRA adapters: name -> record."""
+        return f"{self.prefix}:adapters"
+
     def partition(self, model_name: str, number: int) -> Partition:
         """Return one of a model's partitions."""
         return Partition(model_name, number, self.prefix)

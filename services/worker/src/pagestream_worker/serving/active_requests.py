@@ -20,7 +20,7 @@ from pagestream_worker.logs.token_columns import NO_TOKENS, TokenColumns
 from pagestream_worker.requests.claim_budget import ClaimBudget
 from pagestream_worker.requests.running_request import Choice, RunningRequest
 from pagestream_worker.serving.pending_appends import PendingAppends
-from pagestream_worker.stepping.commands import AbortSequences, AddGroup, Command
+from pagestream_worker.stepping.commands import AbortSequences, AdapterName, AddGroup, Command
 from pagestream_worker.telemetry import WorkerTelemetry
 
 logger = logging.getLogger(__name__)
@@ -135,6 +135,7 @@ class ActiveRequests:
                 tenant=spec.tenant,
                 weight=claim.tenant_weight,
                 waits_for_mark=was_claimed,
+                adapter=_adapter_of(spec),
                 log=log,
             )
         )
@@ -298,6 +299,11 @@ def _log_fields(request: RunningRequest) -> dict[str, Any]:
     trace = request.trace
     traced = {"trace_id": trace.trace_id, "span_id": trace.span_id} if trace else {}
     return {"request_id": request.request_id, **traced}
+
+
+def _adapter_of(spec: RequestSpec) -> AdapterName | None:
+    given = spec.adapter
+    return AdapterName(given.name, given.path, given.revision) if given.name else None
 
 
 def _shape(spec: RequestSpec) -> RequestShape:

@@ -7,6 +7,15 @@ from pagestream_engine.request.sequence import Sibling
 
 
 @dataclass(frozen=True)
+class AdapterName:
+    """A LoRA adapter as a request names it."""
+
+    name: str
+    path: str
+    revision: str
+
+
+@dataclass(frozen=True)
 class AddGroup:
     """Run the choices of one prompt, or go on with those that have output tokens already."""
 
@@ -21,6 +30,8 @@ class AddGroup:
     """The tenant's."""
     waits_for_mark: bool = False
     """Whether a step that they enter waits for `StepMarked`: they were claimed before, and may have killed engines."""
+    adapter: AdapterName | None = None
+    """The LoRA adapter that computes them."""
     log: int = 0
     """Handle of the log for plain tokens (see PlainSequences); 0: all outputs are reported whole. Of a group of one
     sequence without logprobs only."""

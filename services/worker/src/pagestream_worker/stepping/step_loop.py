@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from math import inf
 
 from pagestream_engine.engine import Engine
-from pagestream_engine.errors import InvalidRequest, RequestFault
+from pagestream_engine.errors import AdapterError, InvalidRequest, RequestFault
 from pagestream_engine.request.generation import REPLAY_TOKENS
 from pagestream_engine.request.outputs import StepOutput
 from pagestream_engine.request.sequence import Sibling
@@ -220,7 +220,18 @@ class StepLoop:
             self._waits_for_mark |= _seq_ids(command)
         if command.log:
             self._plain.add(command.siblings[0].seq_id, command.log)
-        adding = self._engine.adding_group(
+        adding = self._adding_group(command)
+        if sum(len(sibling.output_token_ids) for sibling in command.siblings) > REPLAY_TOKENS:
+            self._adding.append((command, adding))
+        else:
+            self._add(command, adding, inf)
+
+    def _adding_group(self, command: AddGroup) -> Iterator[None]:
+        """Add a group in parts. An adapter that this engine has not seen is read here for its digest."""
+        adapter, given = None, command.adapter
+        if given is not None:
+            adapter = self._engine.adapters.load(given.name, given.path, given.revision)
+        yield from self._engine.adding_group(
             command.prompt_token_ids,
             command.siblings,
             priority=command.priority,
@@ -228,11 +239,8 @@ class StepLoop:
             tenant=command.tenant,
             weight=command.weight,
             cache_salt=command.cache_salt,
+            adapter=adapter,
         )
-        if sum(len(sibling.output_token_ids) for sibling in command.siblings) > REPLAY_TOKENS:
-            self._adding.append((command, adding))
-        else:
-            self._add(command, adding, inf)
 
     def _add_on(self) -> None:
         """Go on with the groups that are being added, for at most ADD_LIMIT_S before the next step."""
@@ -246,7 +254,7 @@ class StepLoop:
             for _ in adding:
                 if time.monotonic() >= until:
                     return False
-        except InvalidRequest as error:
+        except (InvalidRequest, AdapterError) as error:
             for seq_id in _seq_ids(command):
                 self._forget(seq_id)
             self._report(Refused([_refused(sibling, error) for sibling in command.siblings]))
@@ -257,5 +265,6 @@ def _seq_ids(command: AddGroup) -> set[str]:
     return {sibling.seq_id for sibling in command.siblings}
 
 
-def _refused(sibling: Sibling, error: InvalidRequest) -> StepOutput:
-    return StepOutput(sibling.seq_id, token_id=None, text="", finish_reason="error", error=RequestFault(error))
+def _refused(sibling: Sibling, error: InvalidRequest | AdapterError) -> StepOutput:
+    reason = RequestFault(error) if isinstance(error, InvalidRequest) else str(error)
+    return StepOutput(sibling.seq_id, token_id=None, text="", finish_reason="error", error=reason)

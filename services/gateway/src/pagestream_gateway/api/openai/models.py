@@ -31,6 +31,18 @@ def router(gateway: Gateway) -> APIRouter:
 
 
 async def _models(gateway: Gateway) -> list[dict[str, Any]]:
+    """Return the models, then the LoRA adapters of those that are known."""
+    models = await _base_models(gateway)
+    by_name = {model["id"]: model for model in models}
+    adapters = [each for each in await gateway.models.list_adapters() if each.model in by_name]
+    return models + [
+        by_name[each.model]
+        | {"id": each.name, "created": each.created, "root": each.path, "parent": each.model, "revision": each.revision}
+        for each in adapters
+    ]
+
+
+async def _base_models(gateway: Gateway) -> list[dict[str, Any]]:
     return [
         {
             "id": info.name,

@@ -130,7 +130,7 @@ class AnswerWriter(ABC):
         """Return the members that chunks and whole answers have alike."""
         return {
             "created": self.spec.answer.created,
-            "model": self.spec.model,
+            "model": self.spec.adapter.name or self.spec.model,
             "system_fingerprint": self._fingerprint,
             "service_tier": "default",
         }

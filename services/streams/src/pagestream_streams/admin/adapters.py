@@ -1,0 +1,90 @@
+"""The LoRA adapters that a deployment knows: their records, cached for a second, and the digest of their files."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from pagestream.v1.records_pb2 import Adapter
+
+from pagestream_streams.connection.connection import Connection
+from pagestream_streams.errors import AdapterRefused, ModelNotFound
+from pagestream_streams.settings import StreamsSettings
+
+_FILES = ("adapter_config.json", "adapter_model.safetensors")
+_READ_BYTES = 1 << 20
+
+
+class AdapterDirectory:
+    """A process' view of the adapters, read at most every settings.directory_ttl_s.
+
+    Every method raises Unavailable where Redis can't serve.
+    """
+
+    def __init__(self, connection: Connection, settings: StreamsSettings) -> None:
+        """Create it empty; the first use reads the adapters."""
+        self._connection = connection
+        self._key = connection.keyspace.adapters
+        self._ttl = settings.directory_ttl_s
+        self._adapters: dict[str, Adapter] = {}
+        self._read_at = float("-inf")
+
+    async def all(self) -> Mapping[str, Adapter]:
+        """Return the adapters by name; don't change them."""
+        if time.monotonic() - self._read_at >= self._ttl:
+            found = await self._connection.execute("HGETALL", self._key)
+            self._adapters = {name.decode(): Adapter.FromString(stored) for name, stored in sorted(found.items())}
+            self._read_at = time.monotonic()
+        return self._adapters
+
+    async def publish(self, adapter: Adapter) -> None:
+        """Let requests name an adapter from now on. Loading the same files once more is no error.
+
+        Raises:
+            AdapterRefused: the name stands for other files, or the record is not complete.
+        """
+        if not adapter.name or not adapter.path or not adapter.model or not adapter.revision:
+            raise AdapterRefused("an adapter needs a name, a path, a base model and a revision")
+        record = Adapter()
+        record.CopyFrom(adapter)
+        [seconds, _] = await self._connection.execute("TIME")
+        record.created = int(seconds)
+        stored = record.SerializeToString(deterministic=True)
+        if not await self._connection.execute("HSETNX", self._key, adapter.name, stored):
+            held = Adapter.FromString(await self._connection.execute("HGET", self._key, adapter.name) or b"")
+            if (held.model, held.path, held.revision) != (adapter.model, adapter.path, adapter.revision):
+                raise AdapterRefused(
+                    f"the adapter {adapter.name!r} is loaded with other files ({held.path}, revision {held.revision}); "
+                    "unload it first"
+                )
+        self._read_at = float("-inf")
+
+    async def withdraw(self, name: str) -> None:
+        """Let requests name an adapter no longer; accepted ones go on with it. ModelNotFound."""
+        if not await self._connection.execute("HDEL", self._key, name):
+            raise ModelNotFound(name)
+        self._read_at = float("-inf")
+
+
+def adapter_revision(folder: Path) -> str:
+    """Return the digest of an adapter's files by which an engine knows them again: 32 hexadecimal digits.
+
+    Raises:
+        AdapterRefused: a file can't be read here.
+    """
+    digest = hashlib.sha256()
+    for name in _FILES:
+        path = folder / name
+        try:
+            digest.update(f"{name}:{path.stat().st_size}:".encode())
+            with path.open("rb") as file:
+                while part := file.read(_READ_BYTES):
+                    digest.update(part)
+        except OSError as error:
+            raise AdapterRefused(
+                f"{path}: {error.strerror or error}; expected an adapter in PEFT's format that can be read here, or "
+                "its revision beside its path"
+            ) from error
+    return digest.hexdigest()[:32]
