@@ -1,0 +1,121 @@
+"""Step times of one and of two ranks with a thread each, and how soon a lost rank ends its group.
+
+    PYTHONPATH=tests python tests/benchmarks/tensor_parallel.py [--dtype bfloat16] [--rounds 3] [--ends 5]
+
+The reference model of `engine_throughput.py`, deterministic, in processes of one thread. Both engines are alive and
+take turns: decodes of some sequences, and prompts of 512 tokens. The times are medians of the rounds' means. Then a
+rank of the group is killed, or stopped, while it decodes; the time is that until the engine raises.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import tempfile
+from pathlib import Path
+from statistics import mean, median
+from time import perf_counter
+
+from engine_throughput import make_model
+from pagestream_engine import LLM, SamplingParams
+from pagestream_engine.errors import RankLost
+from pagestream_engine.executor.rank_group import RankGroup
+
+BATCHES = (1, 16, 64)
+PROMPT_TOKENS, NUM_DECODES, CHUNK = 16, 24, 512
+
+
+def load(folder: Path, dtype: str, num_ranks: int) -> LLM:
+    """Load an engine whose steps run in processes of their own."""
+    return LLM(
+        folder,
+        device="cpu",
+        dtype=dtype,
+        deterministic=True,
+        executor="process",
+        tensor_parallel_size=num_ranks,
+        num_gpu_blocks_override=512,
+        max_num_batched_tokens=CHUNK,
+        max_num_seqs=max(BATCHES),
+        enable_prefix_caching=False,
+        async_scheduling=False,
+    )
+
+
+def decode_ms(llm: LLM, num_sequences: int) -> float:
+    """Return the mean duration of a step that decodes so many sequences."""
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_DECODES, ignore_eos=True)
+    for number in range(num_sequences):
+        llm.engine.add_request(f"{number}", [number + 3] * PROMPT_TOKENS, params)
+    times = []
+    while llm.engine.has_unfinished_requests():
+        started = perf_counter()
+        outputs = llm.engine.step()
+        took = perf_counter() - started
+        stats = llm.engine.stats()
+        if len(outputs) == num_sequences and not stats.last_step_prompt_tokens:
+            times.append(took)
+    return mean(times) * 1000
+
+
+def prefill_ms(llm: LLM) -> float:
+    """Return the duration of a step with a prompt of CHUNK tokens."""
+    llm.engine.add_request("prompt", [5] * CHUNK, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
+    started = perf_counter()
+    llm.engine.step()
+    return (perf_counter() - started) * 1000
+
+
+def end_s(llm: LLM, number: signal.Signals) -> float:
+    """Send a signal to the last rank in the middle of decodes, and return the seconds until the engine raises."""
+    group = llm.engine._steps.executor
+    if not isinstance(group, RankGroup):
+        raise TypeError(f"executor: given {type(group).__name__}, expected a RankGroup")
+    llm.engine.add_request("last", [5] * PROMPT_TOKENS, SamplingParams(max_tokens=2000, ignore_eos=True))
+    for _ in range(10):
+        llm.engine.step()
+    os.kill(group.pids[-1], number)
+    started = perf_counter()
+    try:
+        while True:
+            llm.engine.step()
+    except RankLost as error:
+        took = perf_counter() - started
+        print(f"  {number.name}: {took:.2f} s ({error})")
+    llm.engine.abort_request("last")
+    llm.engine.restart_executor()
+    return took
+
+
+def main() -> None:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ends", type=int, default=3)
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that are started
+    with tempfile.TemporaryDirectory() as name:
+        folder = make_model(Path(name), options.dtype)
+        engines = {num_ranks: load(folder, options.dtype, num_ranks) for num_ranks in (1, 2)}
+        kinds = {f"decode {count}": (lambda llm, count=count: decode_ms(llm, count)) for count in BATCHES}
+        kinds[f"prefill {CHUNK}"] = prefill_ms
+        times: dict[str, dict[int, list[float]]] = {kind: {1: [], 2: []} for kind in kinds}
+        for turn in range(options.rounds):
+            for kind, measure in kinds.items():
+                for num_ranks, llm in engines.items() if turn % 2 else reversed(engines.items()):
+                    times[kind][num_ranks].append(measure(llm))
+        print("| step | 1 rank, ms | 2 ranks, ms | ratio |\n|---|---|---|---|")
+        for kind, of_kind in times.items():
+            one, two = median(of_kind[1]), median(of_kind[2])
+            print(f"| {kind} | {one:.1f} | {two:.1f} | {one / two:.2f} |")
+        for number in (signal.SIGKILL, signal.SIGSTOP):
+            ends = [end_s(engines[2], number) for _ in range(options.ends)]
+            print(f"{number.name}: noticed within {max(ends):.2f} s, median {median(ends):.2f} s")
+        for llm in engines.values():
+            llm.engine.close()
+
+
+if __name__ == "__main__":
+    main()
