@@ -59,13 +59,15 @@ class SearchLimits:
             )
 
     def _most_blocks(self, width: int, num_prompt_tokens: int, num_tokens: int) -> int:
-        """Blocks that the beams hold where they share full blocks of their prompt alone, and each is being parted."""
+        """Blocks that the beams hold where they share full blocks of their prompt alone, and each is being parted; one
+        beam has none to part from."""
         layout, chunk = self.layout, self.max_num_batched_tokens
         own = 0
         for group in layout.groups:
             held = group.max_blocks_held(num_tokens, chunk)
             own += held if group.spec.window is not None else held - num_prompt_tokens // group.block_size
-        return layout.num_blocks_for(num_tokens, chunk) + (width - 1) * own + width * len(layout.groups)
+        parting = width * len(layout.groups) if width > 1 else 0
+        return layout.num_blocks_for(num_tokens, chunk) + (width - 1) * own + parting
 
 
 def make_search(
