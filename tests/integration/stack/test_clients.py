@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import openai
 import pytest
 from google.protobuf import json_format
@@ -50,6 +51,31 @@ def test_the_openai_client_gets_the_right_answer(client: openai.OpenAI, question
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == whole.choices[0].message.content
     assert chunks[-1].usage == whole.usage
+
+
+def test_answers_match_the_schema_that_was_asked_for(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 12}, "kind": {"enum": ["boat", "größe 日"]}},
+        "required": ["name", "kind"],
+        "additionalProperties": False,
+    }
+    asked: Any = {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema, "strict": True}}
+    messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is in the harbour?"}]
+    whole = client.chat.completions.create(
+        model="demo", messages=messages, response_format=asked, seed=4, max_tokens=300, n=2
+    )
+    for choice in whole.choices:
+        assert choice.finish_reason == "stop"
+        jsonschema.validate(json.loads(choice.message.content or ""), schema)
+    with pytest.raises(openai.BadRequestError, match="can't be compiled"):
+        client.completions.create(model="demo", prompt="a", extra_body={"structured_outputs": {"regex": "("}})
+    exploding = {"regex": "((((a{1,100}){1,100}){1,100}){1,100}){1,100}"}
+    with pytest.raises(openai.BadRequestError, match="can't go on after") as caught:
+        client.completions.create(
+            model="demo", prompt="a", max_tokens=200, extra_body={"structured_outputs": exploding, "min_tokens": 200}
+        )
+    assert caught.value.code == "invalid_request"
 
 
 def test_a_long_answer_comes_in_pieces(client: openai.OpenAI) -> None:

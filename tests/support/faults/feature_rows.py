@@ -46,6 +46,9 @@ class FeatureRow:
 # The bytes of two letters and of an emoji, and a letter that is one token: characters of one to four tokens.
 BYTES_BIAS = dict.fromkeys((332, 133, 126, 178, 259, 242, 237), 100.0)
 
+_LONG_LIST = """{"type": "array", "minItems": 40, "items": {"type": "object", "additionalProperties": false,
+"properties": {"name": {"type": "string"}, "masts": {"type": "integer"}}, "required": ["name", "masts"]}}"""
+
 FEATURE_ROWS = (
     FeatureRow("greedy", "The keeper of the lighthouse", {"temperature": 0.0}),
     FeatureRow("seeded", "Tell me a story about the harbour.", {"temperature": 0.9, "top_p": 0.95, "seed": 7}),
@@ -133,6 +136,11 @@ FEATURE_ROWS = (
             "min_tokens": 20,
             "stop": ["never said"],
         },
+    ),
+    FeatureRow(
+        "grammar",
+        "All the boats of the harbour:",
+        {"temperature": 0.9, "seed": 67, "n": 2, "structured_outputs": {"json": _LONG_LIST}},
     ),
     FeatureRow("interrupted", "The mayor of the village", {"temperature": 0.9, "seed": 59}, priority=2),
     # Its blocks are evicted while it waits, and come back from host memory.
