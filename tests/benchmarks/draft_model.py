@@ -55,17 +55,23 @@ def first_layers(model: Path, folder: Path, count: int) -> Path:
 
 
 @contextmanager
-def always(count: Callable[[], int]) -> Iterator[list[tuple[int, int]]]:
-    """Give each row so many drafts, whatever became of the ones before. Yield the numbers of those that were checked
-    and of those that held, of each row and step that had some."""
-    checked: list[tuple[int, int]] = []
+def always(count: Callable[[], int]) -> Iterator[list[list[int]]]:
+    """Give each row so many drafts, whatever became of the ones before. Yield of each sequence, step by step, how many
+    held where it had so many."""
+    held: dict[int, list[int]] = {}
+    sequences: list[list[int]] = []
 
-    def note(_self: DraftLengths, _row: int, num_drafts: int, num_accepted: int) -> None:
-        if num_drafts:
-            checked.append((num_drafts, num_accepted))
+    def start(_self: DraftLengths, row: int) -> None:
+        held[row] = []
+        sequences.append(held[row])
 
-    with patch.object(DraftLengths, "wanted", lambda _self, _row: count()), patch.object(DraftLengths, "note", note):
-        yield checked
+    def note(_self: DraftLengths, row: int, num_drafts: int, num_accepted: int) -> None:
+        if num_drafts == count():
+            held[row].append(num_accepted)
+
+    changes = {"wanted": lambda _self, _row: count(), "start": start, "note": note}
+    with patch.multiple(DraftLengths, **changes):
+        yield sequences
 
 
 @contextmanager
@@ -91,9 +97,9 @@ def print_acceptance(draft: Path, num_questions: int) -> None:
         for name in ("by the target's noise", "the likeliest"):
             if name == "the likeliest" and not temperature:
                 continue
-            with always(lambda: 5) as checked, likeliest() if name == "the likeliest" else nullcontext():
+            with always(lambda: 5) as sequences, likeliest() if name == "the likeliest" else nullcontext():
                 llm.generate(prompts, params)
-            full = [held for drafted, held in checked if drafted == 5]  # those that no end has cut off
+            full = [held for steps in sequences for held in steps[:-1]]  # The last step goes on behind an end.
             first = sum(held > 0 for held in full) / len(full)
             print(
                 f"| {temperature} | {name} | {first:.0%} | {sum(full) / 5 / len(full):.0%} | "
@@ -170,7 +176,7 @@ def main() -> None:
     parser.add_argument("--draft", type=Path, help="trained for the demo model; without it costs alone are printed")
     parser.add_argument("--questions", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--layers", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--layers", type=int, nargs="*", default=[1, 2, 4])
     args = parser.parse_args()
     if args.draft is not None:
         print_acceptance(args.draft, args.questions)

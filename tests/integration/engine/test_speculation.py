@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 from pagestream_engine import LLM, SamplingParams
+from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ConfigError
 from pagestream_engine.request.outputs import RequestOutput
 from pagestream_engine.runner.speculation.draft_lengths import DraftLengths
+from pagestream_engine.sizing import size_model
 from safetensors.torch import load_file, save_file
 from support.engines.tiny_models import make_model, random_prompts
 
@@ -174,6 +176,15 @@ def test_a_draft_model_of_another_shape_takes_its_part_of_the_memory(
     weights = sum(weight.numel() for weight in load_file(draft / "model.safetensors").values())
     assert drafting.engine.memory_bytes()["model"] - target.engine.memory_bytes()["model"] == 4 * weights
     assert drafting.engine.fingerprint == target.engine.fingerprint
+    sized = [
+        size_model(
+            folder_of("llama"), EngineConfig.from_options({**settings, "block_size": 16, "speculative_model": each})
+        )
+        for each in (None, str(draft))
+    ]
+    assert sized[1].block_bytes / sized[0].block_bytes == pytest.approx(ratio)
+    assert sized[1].kv_bytes_per_token / sized[0].kv_bytes_per_token == pytest.approx(ratio)
+    assert sized[1].weight_bytes - sized[0].weight_bytes == 4 * weights
     prompts = [{"prompt_token_ids": prompt} for prompt in random_prompts([9, 5])]
     params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     expected, outputs = (llm.generate(prompts, params) for llm in (target, drafting))

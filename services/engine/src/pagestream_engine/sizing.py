@@ -7,7 +7,7 @@ them; activations are estimated, where an engine measures them at its start.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -95,7 +95,28 @@ def size_model(model: str | Path, config: EngineConfig) -> ModelSize:
         UnsupportedModel: it is of no fused family: others show their layers only once they are loaded.
         ConfigError: `cpu_offload_gb` would free no memory, or `tensor_parallel_size` does not divide the model.
     """
-    return size_config(ConfigFile.read(resolve_model(model)), config)
+    size = size_config(ConfigFile.read(resolve_model(model)), config)
+    draft_model = config.speculation.speculative_model
+    if draft_model is None:
+        return size
+    own = replace(config, model=replace(config.model, dtype=size.dtype, cpu_offload_gb=0.0, max_model_len=None))
+    return _with_draft(size, size_config(ConfigFile.read(resolve_model(draft_model)), own))
+
+
+def _with_draft(size: ModelSize, draft: ModelSize) -> ModelSize:
+    """Add a draft model's weights, and its page of each block, which has the tokens of the first full group."""
+    of_token = (
+        2
+        * DTYPES[size.dtype].itemsize
+        * sum(len(group.layers) * group.spec.elements_per_token for group in draft.layout.groups)
+    )
+    num_tokens = next((group.block_size for group in size.layout.groups if group.spec.window is None), 0)
+    return replace(
+        size,
+        weight_bytes=size.weight_bytes + draft.weight_bytes,
+        kv_bytes_per_token=size.kv_bytes_per_token + of_token,
+        block_bytes=size.block_bytes + of_token * num_tokens,
+    )
 
 
 def size_config(file: ConfigFile, config: EngineConfig) -> ModelSize:

@@ -10,8 +10,11 @@ _PRIOR_CHECKS = 2
 """Checked drafts that the acceptance counts for which a row begins with."""
 _FORGETTING = 0.98
 """Weight that the earlier steps keep with each new one."""
+_FORGETTING_DRAFTS = 0.9
+"""Likewise, of steps with drafts, of which there may be few."""
 _PROBE_AFTER = 32
-"""Steps after which a row without drafts gets one again, to see whether its text has changed."""
+"""Steps after which a row without drafts gets one in two steps again, to see whether its text has changed. In the first
+of them a draft model also computes what it lacks."""
 _FIRST_ACCEPTANCE = 0.6
 _MARGIN = 1.5
 """What a draft has to be worth, of its cost. Both are estimates, and a token that comes early is worth less than one
@@ -25,7 +28,7 @@ class StepCost:
 
     def __init__(self) -> None:
         self._weight = self._tokens = self._seconds = self._squares = self._products = self._sampled = 0.0
-        self._drafts = self._draft_seconds = 0.0
+        self._drafts = self._draft_seconds = self._all_seconds = 0.0
 
     def note(
         self, num_tokens: int, num_sampled: int, seconds: float, num_drafts: int = 0, draft_seconds: float = 0.0
@@ -36,16 +39,17 @@ class StepCost:
             num_tokens: that it has computed.
             num_sampled: that it gave.
             seconds: of computing and sampling.
-            num_drafts: that were made for it.
+            num_drafts: that were made for it; 0 where their time tells nothing.
             draft_seconds: of making them.
         """
         if num_drafts:
-            self._drafts = self._drafts * _FORGETTING + num_drafts
-            self._draft_seconds = self._draft_seconds * _FORGETTING + draft_seconds
+            self._drafts = self._drafts * _FORGETTING_DRAFTS + num_drafts
+            self._draft_seconds = self._draft_seconds * _FORGETTING_DRAFTS + draft_seconds
         self._weight = self._weight * _FORGETTING + 1
         self._tokens = self._tokens * _FORGETTING + num_tokens
         self._sampled = self._sampled * _FORGETTING + num_sampled
         self._seconds = self._seconds * _FORGETTING + seconds
+        self._all_seconds = self._all_seconds * _FORGETTING + seconds + draft_seconds
         self._squares = self._squares * _FORGETTING + num_tokens * num_tokens
         self._products = self._products * _FORGETTING + num_tokens * seconds
 
@@ -53,9 +57,9 @@ class StepCost:
     def of_a_draft(self) -> float:
         """Tokens that are given, on the average, in the time that one more draft takes: to make it, and to compute one
         more token in the step; in [0, 1]."""
-        if not self._seconds:
+        if not self._all_seconds:
             return _UNKNOWN_COST
-        tokens_per_s = self._sampled / self._seconds
+        tokens_per_s = self._sampled / self._all_seconds
         making = self._draft_seconds / self._drafts * tokens_per_s if self._drafts else 0.0
         spread = self._squares * self._weight - self._tokens * self._tokens
         if spread <= 1e-3 * self._tokens * self._tokens:
@@ -95,7 +99,7 @@ class DraftLengths:
         cost, acceptance = min(1.0, _MARGIN * self.cost.of_a_draft), self._acceptance[row]
         if acceptance <= cost:
             self._num_idle[row] += 1
-            return int(self._num_idle[row] % _PROBE_AFTER == 0)
+            return int(self._num_idle[row] >= _PROBE_AFTER and self._num_idle[row] % _PROBE_AFTER < 2)
         if acceptance >= 1.0 or cost <= 0.0:
             return self._most
         return min(self._most, int(math.log(cost) / math.log(acceptance)))

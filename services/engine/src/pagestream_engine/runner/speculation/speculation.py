@@ -44,6 +44,8 @@ class Speculation:
         """Of logits in a step."""
         self._lengths = DraftLengths(max_num_seqs, self._most)
         self._proposer = proposer
+        self._had_drafts = False
+        """Whether the step before had any."""
 
     def run(self, plan: StepPlan, execute: Execute, settle: Settle) -> PendingResult:
         """Run a step with drafts to its end: the next ones depend on its tokens.
@@ -120,12 +122,15 @@ class Speculation:
         for row, token_ids in zip(plan.sampled_rows.tolist(), tokens, strict=True):
             self._proposer.extend(row, token_ids)
         num_decodes = len(plan.rows) - plan.num_prefills
-        num_drafts = 0
+        num_drafts, had_drafts = 0, self._had_drafts
+        self._had_drafts = drafts is not None
         if drafts is not None:
             rows, counts = plan.rows[plan.num_prefills :].tolist(), drafts.counts.tolist()
             num_drafts = sum(counts)
             for row, count, token_ids in zip(rows, counts, tokens[-num_decodes:], strict=True):
                 self._lengths.note(row, count, max(0, len(token_ids) - 1))
+        if not had_drafts:
+            num_drafts = 0  # A draft model has computed more for them than it has to for the next ones.
         if not plan.num_prefills and num_decodes:
             num_tokens, seconds, draft_seconds = sum(map(len, tokens)), self._agree(seconds), self._agree(draft_seconds)
             self._lengths.cost.note(plan.num_tokens, num_tokens, seconds, num_drafts, draft_seconds)
