@@ -53,7 +53,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"presence_penalty": 2.5}, "presence_penalty"),
     ({"frequency_penalty": "x"}, "frequency_penalty"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
-    ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ({"n": 2, "best_of": 1}, "best_of"),
     ({"use_beam_search": True, "top_p": 0.5}, "top_p"),
     ({"length_penalty": 2.0}, "length_penalty"),

@@ -17,7 +17,6 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{
 @pytest.mark.parametrize(
     ("path", "body", "field", "text"),
     [
-        ("completions", {**COMPLETION, "echo": True, "logprobs": 1}, "echo", "not supported"),
         ("completions", {**COMPLETION, "max_tokens": 0}, "max_tokens", "1 or more"),
         ("chat/completions", {**CHAT, "logprobs": True, "top_logprobs": -1}, "top_logprobs", "0 or more"),
         ("chat/completions", {**CHAT, "max_completion_tokens": -1}, "max_completion_tokens", "-1"),

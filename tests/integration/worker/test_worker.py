@@ -78,9 +78,9 @@ async def test_a_request_that_the_engine_refuses_fails_alone(redis_url: str, tmp
     async with await Broker.connect(redis_url) as broker, GatewaySession(broker) as gateway:
         async with running_worker(broker, tmp_path) as running:
             bad = await accepted(gateway, [FACTS.vocab_size + 1])
-            unsupported = await accepted(gateway, [1], prompt_logprobs=3)
+            unsupported = await accepted(gateway, [1], temperature=-1.0)
             good = await accepted(gateway, [1, 2])
-            for spec, word in ((bad, "vocabulary"), (unsupported, "prompt_logprobs")):
+            for spec, word in ((bad, "vocabulary"), (unsupported, "temperature")):
                 end = (await read(gateway, spec))[-1].end
                 assert end.reason == FinishReason.FINISH_REASON_ERROR
                 assert word in end.error.message

@@ -251,16 +251,6 @@ def test_cards_that_are_not_here_get_a_line_each(capsys: pytest.CaptureFixture[s
     assert [str(small) in line for line in sizing.as_text(found).splitlines()[-2:]] == [True, False]
 
 
-def test_weights_in_host_memory_are_sized_apart(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PAGESTREAM_ENGINE__CPU_OFFLOAD_GB", "1")
-    assert main(["doctor", "--model", str(find_demo_model()), "--gpu", "L4", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["host_weight_bytes"] > found["weight_bytes"] / 4
-    assert f" and {found['host_weight_bytes'] / 1e9:,.2f} GB in host memory" in sizing.as_text(found)
-
-
 @pytest.mark.parametrize(("model", "gpu", "said"), [("/nonexistent", "L4", "/nonexistent"), (None, "ZX81", "H100")])
 def test_what_cannot_be_sized_is_said(
     capsys: pytest.CaptureFixture[str], model: str | None, gpu: str, said: str

@@ -69,7 +69,7 @@ def test_an_enum_starts_with_its_unspecified_value() -> None:
 
 def test_an_older_reader_keeps_fields_it_does_not_know() -> None:
     newer = records_pb2.LogEntry(choice=1, digest="d", token_id=5)
-    unknown_field = bytes([(8 << 3) | 0, 42])  # number 8 is reserved for later
+    unknown_field = bytes([(15 << 3) | 0, 42])  # number 15 is reserved for later
     entry = records_pb2.LogEntry.FromString(newer.SerializeToString() + unknown_field)
     assert entry.token_id == newer.token_id
     assert entry.SerializeToString().endswith(unknown_field)

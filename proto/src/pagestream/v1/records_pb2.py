@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pagestream.v1 import inference_pb2 as pagestream_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpagestream/v1/records.proto\x12\rpagestream.v1\x1a\x1dpagestream/v1/inference.proto\"\x89\x01\n\nAnswerForm\x12#\n\x03\x61pi\x18\x01 \x01(\x0e\x32\x16.pagestream.v1.ApiForm\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x03\x12\x15\n\rinclude_usage\x18\x03 \x01(\x08\x12\x12\n\necho_texts\x18\x04 \x03(\t\x12\x14\n\x0ctop_logprobs\x18\x05 \x01(\rJ\x04\x08\x06\x10\x10\"\x98\x04\n\x0bRequestSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12(\n\x07prompts\x18\x04 \x03(\x0b\x32\x17.pagestream.v1.TokenIds\x12/\n\x08sampling\x18\x05 \x01(\x0b\x32\x1d.pagestream.v1.SamplingParams\x12\x10\n\x08priority\x18\x06 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x07 \x01(\x04\x12\x32\n\ron_disconnect\x18\x08 \x01(\x0e\x32\x1b.pagestream.v1.OnDisconnect\x12\x1b\n\x13\x64isconnect_grace_ms\x18\t \x01(\x04\x12)\n\x06\x61nswer\x18\n \x01(\x0b\x32\x19.pagestream.v1.AnswerForm\x12\x19\n\x11\x63lient_request_id\x18\x0b \x01(\t\x12\x13\n\x0btraceparent\x18\x0c \x01(\t\x12\x12\n\ntracestate\x18\r \x01(\t\x12\x17\n\x0fidempotency_key\x18\x0e \x01(\t\x12\x1c\n\x14seed_for_each_prompt\x18\x0f \x01(\x08\x12\x12\n\ncache_salt\x18\x10 \x01(\x0c\x12\x1a\n\x12\x65nds_when_accepted\x18\x11 \x01(\x08\x12\'\n\x07\x61\x64\x61pter\x18\x12 \x01(\x0b\x32\x16.pagestream.v1.AdapterJ\x04\x08\x13\x10 \"]\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\x10\n\x08revision\x18\x04 \x01(\t\x12\x0f\n\x07\x63reated\x18\x05 \x01(\x03J\x04\x08\x06\x10\x10\"\xa3\x03\n\tModelCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1b\n\x13tokenizer_json_zlib\x18\x02 \x01(\x0c\x12\x15\n\rchat_template\x18\x03 \x01(\t\x12\x43\n\x0especial_tokens\x18\x04 \x03(\x0b\x32+.pagestream.v1.ModelCard.SpecialTokensEntry\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\x14\n\x0c\x61rchitecture\x18\x08 \x01(\t\x12\x10\n\x08revision\x18\t \x01(\t\x12\x37\n\x10\x64\x65\x66\x61ult_sampling\x18\n \x01(\x0b\x32\x1d.pagestream.v1.SamplingParams\x12\x19\n\x11\x64\x65\x66\x61ult_model_len\x18\x0b \x01(\r\x12\x15\n\rdeterministic\x18\x0c \x01(\x08\x1a\x34\n\x12SpecialTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01J\x04\x08\r\x10 \"v\n\x08LogSlice\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\x04\x12(\n\x07\x65ntries\x18\x03 \x03(\x0b\x32\x17.pagestream.v1.LogEntry\x12\x17\n\x0fprevious_digest\x18\x04 \x01(\t\"\xdf\x01\n\x08LogEntry\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x12\n\x08token_id\x18\x04 \x01(\rH\x00\x12-\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x1b.pagestream.v1.ChoiceFinishH\x00\x12$\n\x03\x65nd\x18\x06 \x01(\x0b\x32\x15.pagestream.v1.LogEndH\x00\x12.\n\x08logprobs\x18\x07 \x01(\x0b\x32\x1c.pagestream.v1.TokenLogprobsB\x06\n\x04\x62odyJ\x04\x08\x08\x10\x10\"P\n\x0c\x43hoiceFinish\x12+\n\x06reason\x18\x01 \x01(\x0e\x32\x1b.pagestream.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x02 \x01(\t\"\x86\x01\n\x06LogEnd\x12+\n\x06reason\x18\x01 \x01(\x0e\x32\x1b.pagestream.v1.FinishReason\x12#\n\x05usage\x18\x02 \x01(\x0b\x32\x14.pagestream.v1.Usage\x12*\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1b.pagestream.v1.RequestError\"1\n\x06WakeUp\x12\'\n\x06slices\x18\x01 \x03(\x0b\x32\x17.pagestream.v1.LogSlice\"\x1e\n\x0cPackedWakeUp\x12\x0e\n\x06slices\x18\x01 \x03(\x0c*o\n\x07\x41piForm\x12\x18\n\x14\x41PI_FORM_UNSPECIFIED\x10\x00\x12\x11\n\rAPI_FORM_GRPC\x10\x01\x12\x18\n\x14\x41PI_FORM_COMPLETIONS\x10\x02\x12\x1d\n\x19\x41PI_FORM_CHAT_COMPLETIONS\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpagestream/v1/records.proto\x12\rpagestream.v1\x1a\x1dpagestream/v1/inference.proto\"\x94\x02\n\nAnswerForm\x12#\n\x03\x61pi\x18\x01 \x01(\x0e\x32\x16.pagestream.v1.ApiForm\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x03\x12\x15\n\rinclude_usage\x18\x03 \x01(\x08\x12\x12\n\necho_texts\x18\x04 \x03(\t\x12\x14\n\x0ctop_logprobs\x18\x05 \x01(\r\x12\x15\n\recho_logprobs\x18\x06 \x01(\x08\x12*\n\x07vectors\x18\x07 \x01(\x0b\x32\x19.pagestream.v1.VectorForm\x12\x1c\n\x0fprompt_logprobs\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x0c\x66irst_tokens\x18\t \x03(\tB\x12\n\x10_prompt_logprobsJ\x04\x08\n\x10\x10\"S\n\nVectorForm\x12\x0e\n\x06\x62\x61se64\x18\x01 \x01(\x08\x12\x13\n\x0bnum_queries\x18\x02 \x01(\r\x12\r\n\x05top_n\x18\x03 \x01(\r\x12\x11\n\tdocuments\x18\x04 \x03(\t\"\xc7\x04\n\x0bRequestSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12(\n\x07prompts\x18\x04 \x03(\x0b\x32\x17.pagestream.v1.TokenIds\x12/\n\x08sampling\x18\x05 \x01(\x0b\x32\x1d.pagestream.v1.SamplingParams\x12\x10\n\x08priority\x18\x06 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x07 \x01(\x04\x12\x32\n\ron_disconnect\x18\x08 \x01(\x0e\x32\x1b.pagestream.v1.OnDisconnect\x12\x1b\n\x13\x64isconnect_grace_ms\x18\t \x01(\x04\x12)\n\x06\x61nswer\x18\n \x01(\x0b\x32\x19.pagestream.v1.AnswerForm\x12\x19\n\x11\x63lient_request_id\x18\x0b \x01(\t\x12\x13\n\x0btraceparent\x18\x0c \x01(\t\x12\x12\n\ntracestate\x18\r \x01(\t\x12\x17\n\x0fidempotency_key\x18\x0e \x01(\t\x12\x1c\n\x14seed_for_each_prompt\x18\x0f \x01(\x08\x12\x12\n\ncache_salt\x18\x10 \x01(\x0c\x12\x1a\n\x12\x65nds_when_accepted\x18\x11 \x01(\x08\x12\'\n\x07\x61\x64\x61pter\x18\x12 \x01(\x0b\x32\x16.pagestream.v1.Adapter\x12\'\n\x07pooling\x18\x18 \x01(\x0b\x32\x16.pagestream.v1.PoolingJ\x04\x08\x13\x10\x18J\x04\x08\x19\x10 \"]\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\x10\n\x08revision\x18\x04 \x01(\t\x12\x0f\n\x07\x63reated\x18\x05 \x01(\x03J\x04\x08\x06\x10\x10\"Z\n\x07Pooling\x12(\n\x04kind\x18\x01 \x01(\x0e\x32\x1a.pagestream.v1.PoolingKind\x12\x12\n\ndimensions\x18\x02 \x01(\r\x12\x11\n\tnormalize\x18\x03 \x01(\x08\"\x86\x01\n\rEmbeddingCard\x12\x0c\n\x04size\x18\x01 \x01(\r\x12\'\n\x07pooling\x18\x02 \x01(\x0b\x32\x16.pagestream.v1.Pooling\x12\x15\n\ris_matryoshka\x18\x03 \x01(\x08\x12\x12\n\ndimensions\x18\x04 \x03(\r\x12\x13\n\x0bunsupported\x18\x05 \x01(\t\"\xda\x03\n\tModelCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1b\n\x13tokenizer_json_zlib\x18\x02 \x01(\x0c\x12\x15\n\rchat_template\x18\x03 \x01(\t\x12\x43\n\x0especial_tokens\x18\x04 \x03(\x0b\x32+.pagestream.v1.ModelCard.SpecialTokensEntry\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\x14\n\x0c\x61rchitecture\x18\x08 \x01(\t\x12\x10\n\x08revision\x18\t \x01(\t\x12\x37\n\x10\x64\x65\x66\x61ult_sampling\x18\n \x01(\x0b\x32\x1d.pagestream.v1.SamplingParams\x12\x19\n\x11\x64\x65\x66\x61ult_model_len\x18\x0b \x01(\r\x12\x15\n\rdeterministic\x18\x0c \x01(\x08\x12/\n\tembedding\x18\x18 \x01(\x0b\x32\x1c.pagestream.v1.EmbeddingCard\x1a\x34\n\x12SpecialTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01J\x04\x08\r\x10\x18J\x04\x08\x19\x10 \"v\n\x08LogSlice\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\x04\x12(\n\x07\x65ntries\x18\x03 \x03(\x0b\x32\x17.pagestream.v1.LogEntry\x12\x17\n\x0fprevious_digest\x18\x04 \x01(\t\"\x91\x02\n\x08LogEntry\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x12\n\x08token_id\x18\x04 \x01(\rH\x00\x12-\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x1b.pagestream.v1.ChoiceFinishH\x00\x12$\n\x03\x65nd\x18\x06 \x01(\x0b\x32\x15.pagestream.v1.LogEndH\x00\x12\x30\n\x0bprompt_part\x18\x08 \x01(\x0b\x32\x19.pagestream.v1.PromptPartH\x00\x12.\n\x08logprobs\x18\x07 \x01(\x0b\x32\x1c.pagestream.v1.TokenLogprobsB\x06\n\x04\x62odyJ\x04\x08\t\x10\x10\"\\\n\nPromptPart\x12\x0b\n\x03\x65nd\x18\x01 \x01(\r\x12.\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1c.pagestream.v1.TokenLogprobs\x12\x11\n\tembedding\x18\x03 \x01(\x0c\"P\n\x0c\x43hoiceFinish\x12+\n\x06reason\x18\x01 \x01(\x0e\x32\x1b.pagestream.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x02 \x01(\t\"\x86\x01\n\x06LogEnd\x12+\n\x06reason\x18\x01 \x01(\x0e\x32\x1b.pagestream.v1.FinishReason\x12#\n\x05usage\x18\x02 \x01(\x0b\x32\x14.pagestream.v1.Usage\x12*\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1b.pagestream.v1.RequestError\"1\n\x06WakeUp\x12\'\n\x06slices\x18\x01 \x03(\x0b\x32\x17.pagestream.v1.LogSlice\"\x1e\n\x0cPackedWakeUp\x12\x0e\n\x06slices\x18\x01 \x03(\x0c*\xb1\x01\n\x07\x41piForm\x12\x18\n\x14\x41PI_FORM_UNSPECIFIED\x10\x00\x12\x11\n\rAPI_FORM_GRPC\x10\x01\x12\x18\n\x14\x41PI_FORM_COMPLETIONS\x10\x02\x12\x1d\n\x19\x41PI_FORM_CHAT_COMPLETIONS\x10\x03\x12\x17\n\x13\x41PI_FORM_EMBEDDINGS\x10\x04\x12\x12\n\x0e\x41PI_FORM_SCORE\x10\x05\x12\x13\n\x0f\x41PI_FORM_RERANK\x10\x06*o\n\x0bPoolingKind\x12\x1c\n\x18POOLING_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11POOLING_KIND_LAST\x10\x01\x12\x15\n\x11POOLING_KIND_MEAN\x10\x02\x12\x14\n\x10POOLING_KIND_CLS\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,28 +34,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_MODELCARD_SPECIALTOKENSENTRY']._loaded_options = None
   _globals['_MODELCARD_SPECIALTOKENSENTRY']._serialized_options = b'8\001'
-  _globals['_APIFORM']._serialized_start=1921
-  _globals['_APIFORM']._serialized_end=2032
+  _globals['_APIFORM']._serialized_start=2621
+  _globals['_APIFORM']._serialized_end=2798
+  _globals['_POOLINGKIND']._serialized_start=2800
+  _globals['_POOLINGKIND']._serialized_end=2911
   _globals['_ANSWERFORM']._serialized_start=78
-  _globals['_ANSWERFORM']._serialized_end=215
-  _globals['_REQUESTSPEC']._serialized_start=218
-  _globals['_REQUESTSPEC']._serialized_end=754
-  _globals['_ADAPTER']._serialized_start=756
-  _globals['_ADAPTER']._serialized_end=849
-  _globals['_MODELCARD']._serialized_start=852
-  _globals['_MODELCARD']._serialized_end=1271
-  _globals['_MODELCARD_SPECIALTOKENSENTRY']._serialized_start=1213
-  _globals['_MODELCARD_SPECIALTOKENSENTRY']._serialized_end=1265
-  _globals['_LOGSLICE']._serialized_start=1273
-  _globals['_LOGSLICE']._serialized_end=1391
-  _globals['_LOGENTRY']._serialized_start=1394
-  _globals['_LOGENTRY']._serialized_end=1617
-  _globals['_CHOICEFINISH']._serialized_start=1619
-  _globals['_CHOICEFINISH']._serialized_end=1699
-  _globals['_LOGEND']._serialized_start=1702
-  _globals['_LOGEND']._serialized_end=1836
-  _globals['_WAKEUP']._serialized_start=1838
-  _globals['_WAKEUP']._serialized_end=1887
-  _globals['_PACKEDWAKEUP']._serialized_start=1889
-  _globals['_PACKEDWAKEUP']._serialized_end=1919
+  _globals['_ANSWERFORM']._serialized_end=354
+  _globals['_VECTORFORM']._serialized_start=356
+  _globals['_VECTORFORM']._serialized_end=439
+  _globals['_REQUESTSPEC']._serialized_start=442
+  _globals['_REQUESTSPEC']._serialized_end=1025
+  _globals['_ADAPTER']._serialized_start=1027
+  _globals['_ADAPTER']._serialized_end=1120
+  _globals['_POOLING']._serialized_start=1122
+  _globals['_POOLING']._serialized_end=1212
+  _globals['_EMBEDDINGCARD']._serialized_start=1215
+  _globals['_EMBEDDINGCARD']._serialized_end=1349
+  _globals['_MODELCARD']._serialized_start=1352
+  _globals['_MODELCARD']._serialized_end=1826
+  _globals['_MODELCARD_SPECIALTOKENSENTRY']._serialized_start=1762
+  _globals['_MODELCARD_SPECIALTOKENSENTRY']._serialized_end=1814
+  _globals['_LOGSLICE']._serialized_start=1828
+  _globals['_LOGSLICE']._serialized_end=1946
+  _globals['_LOGENTRY']._serialized_start=1949
+  _globals['_LOGENTRY']._serialized_end=2222
+  _globals['_PROMPTPART']._serialized_start=2224
+  _globals['_PROMPTPART']._serialized_end=2316
+  _globals['_CHOICEFINISH']._serialized_start=2318
+  _globals['_CHOICEFINISH']._serialized_end=2398
+  _globals['_LOGEND']._serialized_start=2401
+  _globals['_LOGEND']._serialized_end=2535
+  _globals['_WAKEUP']._serialized_start=2537
+  _globals['_WAKEUP']._serialized_end=2586
+  _globals['_PACKEDWAKEUP']._serialized_start=2588
+  _globals['_PACKEDWAKEUP']._serialized_end=2618
 # @@protoc_insertion_point(module_scope)

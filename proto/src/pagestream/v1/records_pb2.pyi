@@ -14,27 +14,64 @@ class ApiForm(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     API_FORM_GRPC: _ClassVar[ApiForm]
     API_FORM_COMPLETIONS: _ClassVar[ApiForm]
     API_FORM_CHAT_COMPLETIONS: _ClassVar[ApiForm]
+    API_FORM_EMBEDDINGS: _ClassVar[ApiForm]
+    API_FORM_SCORE: _ClassVar[ApiForm]
+    API_FORM_RERANK: _ClassVar[ApiForm]
+
+class PoolingKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    POOLING_KIND_UNSPECIFIED: _ClassVar[PoolingKind]
+    POOLING_KIND_LAST: _ClassVar[PoolingKind]
+    POOLING_KIND_MEAN: _ClassVar[PoolingKind]
+    POOLING_KIND_CLS: _ClassVar[PoolingKind]
 API_FORM_UNSPECIFIED: ApiForm
 API_FORM_GRPC: ApiForm
 API_FORM_COMPLETIONS: ApiForm
 API_FORM_CHAT_COMPLETIONS: ApiForm
+API_FORM_EMBEDDINGS: ApiForm
+API_FORM_SCORE: ApiForm
+API_FORM_RERANK: ApiForm
+POOLING_KIND_UNSPECIFIED: PoolingKind
+POOLING_KIND_LAST: PoolingKind
+POOLING_KIND_MEAN: PoolingKind
+POOLING_KIND_CLS: PoolingKind
 
 class AnswerForm(_message.Message):
-    __slots__ = ("api", "created", "include_usage", "echo_texts", "top_logprobs")
+    __slots__ = ("api", "created", "include_usage", "echo_texts", "top_logprobs", "echo_logprobs", "vectors", "prompt_logprobs", "first_tokens")
     API_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
     INCLUDE_USAGE_FIELD_NUMBER: _ClassVar[int]
     ECHO_TEXTS_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    ECHO_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    VECTORS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     api: ApiForm
     created: int
     include_usage: bool
     echo_texts: _containers.RepeatedScalarFieldContainer[str]
     top_logprobs: int
-    def __init__(self, api: _Optional[_Union[ApiForm, str]] = ..., created: _Optional[int] = ..., include_usage: _Optional[bool] = ..., echo_texts: _Optional[_Iterable[str]] = ..., top_logprobs: _Optional[int] = ...) -> None: ...
+    echo_logprobs: bool
+    vectors: VectorForm
+    prompt_logprobs: int
+    first_tokens: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, api: _Optional[_Union[ApiForm, str]] = ..., created: _Optional[int] = ..., include_usage: _Optional[bool] = ..., echo_texts: _Optional[_Iterable[str]] = ..., top_logprobs: _Optional[int] = ..., echo_logprobs: _Optional[bool] = ..., vectors: _Optional[_Union[VectorForm, _Mapping]] = ..., prompt_logprobs: _Optional[int] = ..., first_tokens: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class VectorForm(_message.Message):
+    __slots__ = ("base64", "num_queries", "top_n", "documents")
+    BASE64_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUERIES_FIELD_NUMBER: _ClassVar[int]
+    TOP_N_FIELD_NUMBER: _ClassVar[int]
+    DOCUMENTS_FIELD_NUMBER: _ClassVar[int]
+    base64: bool
+    num_queries: int
+    top_n: int
+    documents: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, base64: _Optional[bool] = ..., num_queries: _Optional[int] = ..., top_n: _Optional[int] = ..., documents: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RequestSpec(_message.Message):
-    __slots__ = ("request_id", "model", "tenant", "prompts", "sampling", "priority", "deadline_ms", "on_disconnect", "disconnect_grace_ms", "answer", "client_request_id", "traceparent", "tracestate", "idempotency_key", "seed_for_each_prompt", "cache_salt", "ends_when_accepted", "adapter")
+    __slots__ = ("request_id", "model", "tenant", "prompts", "sampling", "priority", "deadline_ms", "on_disconnect", "disconnect_grace_ms", "answer", "client_request_id", "traceparent", "tracestate", "idempotency_key", "seed_for_each_prompt", "cache_salt", "ends_when_accepted", "adapter", "pooling")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +90,7 @@ class RequestSpec(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     ENDS_WHEN_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     tenant: str
@@ -71,7 +109,8 @@ class RequestSpec(_message.Message):
     cache_salt: bytes
     ends_when_accepted: bool
     adapter: Adapter
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., tenant: _Optional[str] = ..., prompts: _Optional[_Iterable[_Union[_inference_pb2.TokenIds, _Mapping]]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., on_disconnect: _Optional[_Union[_inference_pb2.OnDisconnect, str]] = ..., disconnect_grace_ms: _Optional[int] = ..., answer: _Optional[_Union[AnswerForm, _Mapping]] = ..., client_request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., idempotency_key: _Optional[str] = ..., seed_for_each_prompt: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., ends_when_accepted: _Optional[bool] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
+    pooling: Pooling
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., tenant: _Optional[str] = ..., prompts: _Optional[_Iterable[_Union[_inference_pb2.TokenIds, _Mapping]]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., on_disconnect: _Optional[_Union[_inference_pb2.OnDisconnect, str]] = ..., disconnect_grace_ms: _Optional[int] = ..., answer: _Optional[_Union[AnswerForm, _Mapping]] = ..., client_request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., idempotency_key: _Optional[str] = ..., seed_for_each_prompt: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., ends_when_accepted: _Optional[bool] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., pooling: _Optional[_Union[Pooling, _Mapping]] = ...) -> None: ...
 
 class Adapter(_message.Message):
     __slots__ = ("name", "model", "path", "revision", "created")
@@ -87,8 +126,32 @@ class Adapter(_message.Message):
     created: int
     def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., path: _Optional[str] = ..., revision: _Optional[str] = ..., created: _Optional[int] = ...) -> None: ...
 
+class Pooling(_message.Message):
+    __slots__ = ("kind", "dimensions", "normalize")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
+    NORMALIZE_FIELD_NUMBER: _ClassVar[int]
+    kind: PoolingKind
+    dimensions: int
+    normalize: bool
+    def __init__(self, kind: _Optional[_Union[PoolingKind, str]] = ..., dimensions: _Optional[int] = ..., normalize: _Optional[bool] = ...) -> None: ...
+
+class EmbeddingCard(_message.Message):
+    __slots__ = ("size", "pooling", "is_matryoshka", "dimensions", "unsupported")
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
+    IS_MATRYOSHKA_FIELD_NUMBER: _ClassVar[int]
+    DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
+    UNSUPPORTED_FIELD_NUMBER: _ClassVar[int]
+    size: int
+    pooling: Pooling
+    is_matryoshka: bool
+    dimensions: _containers.RepeatedScalarFieldContainer[int]
+    unsupported: str
+    def __init__(self, size: _Optional[int] = ..., pooling: _Optional[_Union[Pooling, _Mapping]] = ..., is_matryoshka: _Optional[bool] = ..., dimensions: _Optional[_Iterable[int]] = ..., unsupported: _Optional[str] = ...) -> None: ...
+
 class ModelCard(_message.Message):
-    __slots__ = ("name", "tokenizer_json_zlib", "chat_template", "special_tokens", "max_model_len", "vocab_size", "eos_token_ids", "architecture", "revision", "default_sampling", "default_model_len", "deterministic")
+    __slots__ = ("name", "tokenizer_json_zlib", "chat_template", "special_tokens", "max_model_len", "vocab_size", "eos_token_ids", "architecture", "revision", "default_sampling", "default_model_len", "deterministic", "embedding")
     class SpecialTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +171,7 @@ class ModelCard(_message.Message):
     DEFAULT_SAMPLING_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     name: str
     tokenizer_json_zlib: bytes
     chat_template: str
@@ -120,7 +184,8 @@ class ModelCard(_message.Message):
     default_sampling: _inference_pb2.SamplingParams
     default_model_len: int
     deterministic: bool
-    def __init__(self, name: _Optional[str] = ..., tokenizer_json_zlib: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., architecture: _Optional[str] = ..., revision: _Optional[str] = ..., default_sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., default_model_len: _Optional[int] = ..., deterministic: _Optional[bool] = ...) -> None: ...
+    embedding: EmbeddingCard
+    def __init__(self, name: _Optional[str] = ..., tokenizer_json_zlib: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., architecture: _Optional[str] = ..., revision: _Optional[str] = ..., default_sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., default_model_len: _Optional[int] = ..., deterministic: _Optional[bool] = ..., embedding: _Optional[_Union[EmbeddingCard, _Mapping]] = ...) -> None: ...
 
 class LogSlice(_message.Message):
     __slots__ = ("request_id", "first_index", "entries", "previous_digest")
@@ -135,13 +200,14 @@ class LogSlice(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., first_index: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[LogEntry, _Mapping]]] = ..., previous_digest: _Optional[str] = ...) -> None: ...
 
 class LogEntry(_message.Message):
-    __slots__ = ("choice", "digest", "text", "token_id", "finish", "end", "logprobs")
+    __slots__ = ("choice", "digest", "text", "token_id", "finish", "end", "prompt_part", "logprobs")
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_PART_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     choice: int
     digest: str
@@ -149,8 +215,19 @@ class LogEntry(_message.Message):
     token_id: int
     finish: ChoiceFinish
     end: LogEnd
+    prompt_part: PromptPart
     logprobs: _inference_pb2.TokenLogprobs
-    def __init__(self, choice: _Optional[int] = ..., digest: _Optional[str] = ..., text: _Optional[str] = ..., token_id: _Optional[int] = ..., finish: _Optional[_Union[ChoiceFinish, _Mapping]] = ..., end: _Optional[_Union[LogEnd, _Mapping]] = ..., logprobs: _Optional[_Union[_inference_pb2.TokenLogprobs, _Mapping]] = ...) -> None: ...
+    def __init__(self, choice: _Optional[int] = ..., digest: _Optional[str] = ..., text: _Optional[str] = ..., token_id: _Optional[int] = ..., finish: _Optional[_Union[ChoiceFinish, _Mapping]] = ..., end: _Optional[_Union[LogEnd, _Mapping]] = ..., prompt_part: _Optional[_Union[PromptPart, _Mapping]] = ..., logprobs: _Optional[_Union[_inference_pb2.TokenLogprobs, _Mapping]] = ...) -> None: ...
+
+class PromptPart(_message.Message):
+    __slots__ = ("end", "logprobs", "embedding")
+    END_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDING_FIELD_NUMBER: _ClassVar[int]
+    end: int
+    logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprobs]
+    embedding: bytes
+    def __init__(self, end: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., embedding: _Optional[bytes] = ...) -> None: ...
 
 class ChoiceFinish(_message.Message):
     __slots__ = ("reason", "stop_reason")

@@ -81,7 +81,7 @@ class Engine:
         self.max_model_len = fit_model_len(config, facts)
         self.model_context = facts.max_position_embeddings
         self.eos_token_ids = facts.eos_token_ids
-        self.vocab_size = facts.vocab_size
+        self.vocab_size, self.pooled_size = facts.vocab_size, facts.pooled_size  # see ExecutorFacts
         self.fingerprint = facts.fingerprint
         """16 hexadecimal digits of a digest over weights, dtype, mode, kernels, instruction set and torch's version:
         deterministic engines that have it in common give the same tokens the same logits, bit for bit."""
@@ -127,6 +127,7 @@ class Engine:
             num_kv_groups=len(self._cache.layout.groups),
             draw_seed=self.draw_seed,
             has_grammars=facts.has_grammars,
+            can_pool=bool(facts.pooled_size),
         )
         self.on_schedule: Callable[[ScheduledStep], None] | None = None
         """Gets each step before it runs, and must not keep it; on the thread that steps."""

@@ -13,9 +13,18 @@ from pagestream_engine.config import EngineConfig, EngineOptions
 from pagestream_engine.engine import Engine
 from pagestream_engine.errors import InvalidRequest
 from pagestream_engine.executor.base import RunnerFactory, make_model_runner
+from pagestream_engine.pooling.config import read_pooling
+from pagestream_engine.pooling.vectors import vector_of
 from pagestream_engine.progress_line import ProgressLine
 from pagestream_engine.request.adapter import Adapter, LoRARequest
-from pagestream_engine.request.outputs import CompletionOutput, Logprob, RequestOutput, StepOutput, TokenLogprob
+from pagestream_engine.request.outputs import (
+    CompletionOutput,
+    EmbeddingOutput,
+    Logprob,
+    RequestOutput,
+    StepOutput,
+    TokenLogprob,
+)
 from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_engine.request.sequence import Sibling
 
@@ -110,6 +119,33 @@ class LLM:
             self._num_requests += 1
         return requests
 
+    def embed(self, prompts: Prompt | Sequence[Prompt], *, dimensions: int = 0) -> list[EmbeddingOutput]:
+        """Return the vectors of prompts, pooled as the model's files say.
+
+        Args:
+            prompts: as for `generate`.
+            dimensions: leading numbers that are kept, of models whose files say that they may be; 0: all.
+
+        Raises:
+            InvalidRequest: names what is wrong.
+        """
+        pooling = read_pooling(self.engine.folder)
+        if pooling.unsupported:
+            raise InvalidRequest(f"pooling: {pooling.unsupported}, which is not supported")
+        if dimensions and not pooling.allows(dimensions, self.engine.pooled_size):
+            raise InvalidRequest(f"dimensions: given {dimensions}, expected 0 or a number that the model's files allow")
+        params = SamplingParams(max_tokens=0, temperature=0.0, pooling=pooling.kind)
+        outputs = self.generate(prompts, params, use_tqdm=False)
+        embeddings = []
+        for output in outputs:
+            if output.pooled is None:
+                raise InvalidRequest(f"prompt: {output.outputs[0].error}")
+            vector = vector_of(output.pooled, dimensions=dimensions, normalize=pooling.normalize)
+            embeddings.append(
+                EmbeddingOutput(output.request_id, output.prompt_token_ids, vector.tolist(), output.num_cached_tokens)
+            )
+        return embeddings
+
     def _encode(self, texts: list[str]) -> list[list[int]]:
         if not texts:
             return []
@@ -175,6 +211,8 @@ class _Request:
         choice = self.choices[step.seq_id]
         if step.prompt_logprobs is not None:
             self.output.prompt_logprobs = [None, *map(_by_token_id, step.prompt_logprobs)]
+        if step.pooled is not None:
+            self.output.pooled = step.pooled
         if step.token_id is not None:
             choice.token_ids.append(step.token_id)
         if step.logprobs is not None:

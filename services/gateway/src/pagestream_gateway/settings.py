@@ -101,6 +101,12 @@ class LimitSettings:
     """Messages of a conversation. Some chat templates look back from each message over all before it."""
     max_prompts: int = 128
     """Prompts of one completions request."""
+    max_inputs: int = 2048
+    """Inputs of one request for vectors, as in OpenAI's API; of a score or rerank with its queries."""
+    max_input_tokens: int = 300_000
+    """Tokens of all these inputs together, likewise."""
+    max_vector_bytes: int = 64 * 1024 * 1024
+    """Bytes of the vectors in an answer: as JSON about 12 for each number, as base64 about 6."""
     max_n: int = 128
     """Choices for each prompt, as in OpenAI's API."""
     max_choices: int = 256
@@ -113,6 +119,10 @@ class LimitSettings:
     """Stop token ids."""
     max_logprobs: int = 20
     """Likeliest tokens shown at each position, as in OpenAI's API. Each takes room in the log."""
+    max_prompt_logprobs: int = 2**18
+    """Log probabilities of a request's prompts: tokens times one more than `prompt_logprobs`. Each takes about 24 bytes
+    of the log.
+    """
     max_logit_bias: int = 1024
     """Tokens with a bias."""
     max_grammar_bytes: int = 64 * 1024

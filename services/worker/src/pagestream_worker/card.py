@@ -7,11 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
-from pagestream.v1.records_pb2 import ModelCard
+from pagestream.v1.records_pb2 import (
+    POOLING_KIND_CLS,
+    POOLING_KIND_LAST,
+    POOLING_KIND_MEAN,
+    EmbeddingCard,
+    ModelCard,
+    Pooling,
+)
+from pagestream_engine.pooling.config import read_pooling
 
 from pagestream_worker.stepping.reports import EngineFacts
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+POOLING_KINDS = {"last": POOLING_KIND_LAST, "mean": POOLING_KIND_MEAN, "cls": POOLING_KIND_CLS}
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "repetition_penalty")
 
 
@@ -61,6 +70,21 @@ def _default_sampling(generation_config: Mapping[str, Any]) -> SamplingMessage:
     return SamplingMessage(**given)
 
 
+def _embedding(folder: Path, engine: EngineFacts) -> EmbeddingCard:
+    """Return what vectors of the model are, by its files."""
+    if not engine.pooled_size:
+        reason = "the model runs by the modelling code of transformers, which gives logits and no hidden states"
+        return EmbeddingCard(unsupported=reason)
+    found = read_pooling(folder)
+    return EmbeddingCard(
+        size=engine.pooled_size,
+        pooling=Pooling(kind=POOLING_KINDS[found.kind], normalize=found.normalize),
+        is_matryoshka=found.is_matryoshka,
+        dimensions=found.dimensions,
+        unsupported=found.unsupported,
+    )
+
+
 def build_card(folder: Path, name: str, engine: EngineFacts) -> ModelCard:
     """Build the card of a model that an engine has loaded.
 
@@ -85,5 +109,6 @@ def build_card(folder: Path, name: str, engine: EngineFacts) -> ModelCard:
         architecture=str(architectures[0]),
         revision=engine.revision,
         deterministic=engine.is_deterministic,
+        embedding=_embedding(folder, engine),
         default_sampling=_default_sampling(_read_json(folder / "generation_config.json")),
     )

@@ -15,7 +15,6 @@ from pagestream_engine.config import EngineConfig
 from pagestream_engine.engine import Engine
 from pagestream_engine.errors import ConfigError, UnsupportedOption
 from pagestream_engine.models.config import ConfigFile
-from pagestream_engine.models.decoder import DecoderModel
 from pagestream_engine.models.offload.plan import NUM_BUFFERS, OffloadPlan, plan_offload
 from pagestream_engine.models.registry import find_family
 from pagestream_engine.models.weights import LinearWeight, TensorWeight, WeightMap
@@ -163,9 +162,6 @@ def test_who_can_not_offload_refuses_by_name(tmp_path: Path, monkeypatch: pytest
         engine_of(folder, None, 1 << 30)
     with pytest.raises(ConfigError, match=r"cpu_offload_gb: given .*, expected at most the .* GiB of host memory"):
         engine_of(folder, LateCopier(), 1 << 60)
-    monkeypatch.setattr(DecoderModel, "computes_offloaded", False)
-    with pytest.raises(UnsupportedOption, match="the family of LlamaForCausalLM builds a model of its own"):
-        engine_of(folder, LateCopier(), 1 << 30)
     monkeypatch.setattr("pagestream_engine.models.select.find_family", lambda _: None)
     with pytest.raises(UnsupportedOption, match=r"LlamaForCausalLM runs by the code of transformers"):
         engine_of(folder, LateCopier(), 1 << 30)

@@ -47,6 +47,7 @@ NOT_DECIDING = {
     "pagestream_engine.request.length_predictor": "expects lengths, for the order of requests",
     "pagestream_engine.request.logprob_row": "holds what was decided",
     "pagestream_engine.request.outputs": "holds what was decided",
+    "pagestream_engine.request.pooling_kinds": "names what is pooled of prompts, which have no tokens then",
     "pagestream_engine.runner.fingerprint": "names the bits",
     "pagestream_engine.runner.allocations": "measures memory",
     "pagestream_engine.runner.memory": "sizes the cache, which changes no token",

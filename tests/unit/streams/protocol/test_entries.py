@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pagestream.v1.inference_pb2 import FinishReason, LogprobEntry, RequestError, TokenLogprobs, Usage
-from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry
+from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, PromptPart
 from pagestream_streams.protocol.entries import from_stream_fields, to_entry_values, to_log_entry
 from pagestream_streams.protocol.finish_reasons import FINISH_REASONS
 
@@ -17,8 +17,15 @@ FINISHES = st.builds(ChoiceFinish, reason=REASONS, stop_reason=TEXTS)
 ERRORS = st.none() | st.builds(RequestError, code=st.sampled_from(["engine_error", "deadline"]), message=TEXTS)
 USAGES = st.builds(Usage, prompt_tokens=NUMBERS, completion_tokens=NUMBERS, cached_tokens=NUMBERS)
 ENDS = st.builds(LogEnd, reason=REASONS, usage=USAGES, error=ERRORS)
+PARTS = st.builds(
+    PromptPart,
+    end=NUMBERS,
+    embedding=st.binary(max_size=8),
+    logprobs=st.lists(LOGPROBS.filter(lambda each: each is not None), max_size=2),
+)
 ENTRIES = (
     TOKENS
+    | st.builds(LogEntry, choice=NUMBERS, digest=TEXTS, prompt_part=PARTS)
     | st.builds(LogEntry, choice=NUMBERS, digest=TEXTS, text=TEXTS, finish=FINISHES)
     | st.builds(LogEntry, digest=TEXTS, end=ENDS)
 )

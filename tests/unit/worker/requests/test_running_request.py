@@ -1,5 +1,6 @@
 """A running request writes the same log whether it ran in one go or was taken over in the middle."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from pagestream_streams.protocol import digests
 from pagestream_streams.protocol.claimed_log import ClaimedLog
 from pagestream_streams.protocol.entries import to_log_entry
 from pagestream_worker.logs.python_logs import PythonLogs
+from pagestream_worker.requests.prompt_parts import PART_BYTES
 from pagestream_worker.requests.running_request import RunningRequest
 
 PROMPTS = ([1, 2, 3], [4, 5])
@@ -227,7 +229,7 @@ def test_prompts_of_a_list_have_seeds_of_their_own_where_the_client_gave_none() 
 
 def test_a_refused_request_has_no_sequence_to_abort() -> None:
     taken = claim(n=2)
-    taken.spec.sampling.prompt_logprobs = 3
+    taken.spec.sampling.temperature = -1.0
     request = running(taken)
     with pytest.raises(InvalidRequest):
         list(request.open_choices())
@@ -266,3 +268,48 @@ def test_what_comes_at_the_end_is_not_written_as_plain_tokens() -> None:
     contest = claim()
     contest.spec.sampling.best_of = 3
     assert not running(contest).is_plain
+
+
+def prompt_rows(count: int) -> tuple[tuple[TokenLogprob, ...], ...]:
+    return tuple((TokenLogprob(number, -1.0, 1, "x" * 100),) for number in range(count))
+
+
+def test_prompt_parts_are_bounded_and_go_on_where_a_killed_engine_left_them() -> None:
+    """Whatever engine writes them, the log has each token of the prompt once, and the same digests."""
+    rows = prompt_rows(200)
+    taken = claim(n=2)
+    taken.spec.prompts[0].ids[:] = range(201)
+    taken.spec.sampling.prompt_logprobs = 0
+    script = [(1, StepOutput("", None, "", prompt_logprobs=rows)), *SCRIPT]
+    whole = play(running(taken), script)
+    parts = [entry.prompt_part for entry in whole if entry.HasField("prompt_part")]
+    assert [row.entries[0].token_id for part in parts for row in part.logprobs] == list(range(200))
+    assert parts[-1].end == 200
+    assert len(parts) > 2
+    assert max(part.ByteSize() for part in parts) < PART_BYTES + 400
+    for cut in range(1, len(parts) + 1):
+        second = claim(whole[:cut], n=2, nonce="b")
+        second.spec.CopyFrom(taken.spec)
+        request = running(second)
+        wanted = {choice.params.prompt_logprobs for choice in request.open_choices()}
+        assert wanted == ({0} if cut < len(parts) else {None})
+        assert whole[:cut] + play(request, script if cut < len(parts) else SCRIPT) == whole
+
+
+def test_a_vector_that_the_log_has_is_not_computed_again() -> None:
+    taken = claim(num_prompts=2)
+    taken.spec.pooling.normalize = True
+    taken.spec.sampling.max_tokens = 0
+    vector = np.array([3.0, 4.0], "<f4").tobytes()
+    script = [(choice, StepOutput("", None, "", "stop", num_cached_tokens=1, pooled=vector)) for choice in (0, 1)]
+    request = running(taken)
+    assert {choice.params.pooling for choice in request.open_choices()} == {"last"}
+    whole = play(request, script)
+    assert [entry.WhichOneof("body") for entry in whole] == ["prompt_part", "finish", "prompt_part", "finish", "end"]
+    assert np.frombuffer(whole[0].prompt_part.embedding, "<f4").tolist() == pytest.approx([0.6, 0.8])
+    assert (whole[-1].end.usage.completion_tokens, whole[-1].end.usage.cached_tokens) == (0, 2)
+    second = claim(whole[:1], num_prompts=2, nonce="b")
+    second.spec.CopyFrom(taken.spec)
+    request = running(second)
+    assert [choice.index for choice in request.open_choices()] == [1]
+    assert [entry.digest for entry in whole[:1] + play(request, script[1:])] == [entry.digest for entry in whole]

@@ -10,7 +10,7 @@ from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_engine.errors import InvalidRequest
 from pagestream_engine.request.grammars import Grammar
 from pagestream_engine.request.sampling_params import child_seed
-from pagestream_worker.requests.sampling import child_of, sampling_from_message
+from pagestream_worker.requests.sampling import child_of, sampling_from_message, sampling_of
 
 
 def test_a_message_becomes_parameters() -> None:
@@ -29,8 +29,9 @@ def test_an_unset_field_has_the_engine_default() -> None:
 
 
 def test_what_the_engine_lacks_is_refused_by_name() -> None:
-    with pytest.raises(InvalidRequest, match="prompt_logprobs"):
-        sampling_from_message(SamplingParams(seed=1, prompt_logprobs=3), sibling=0)
+    spec = RequestSpec(pooling={"kind": 9})  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="pooling: given kind 9"):
+        sampling_of(spec, child=0)
 
 
 def test_the_features_of_a_request_reach_the_engine() -> None:

@@ -134,7 +134,7 @@ class CacheManager:
             may_load: whether blocks in host memory count.
         """
         most_tokens = 0
-        if self.enable_prefix_caching and not seq.wants_prompt_logprobs:
+        if self.enable_prefix_caching and not seq.needs_whole_prompt:
             most_tokens = len(seq.token_ids) - 1 if most is None else min(len(seq.token_ids) - 1, most)
         num_tokens = self._common_hit(seq, most_tokens, may_load=may_load)
         return CachedPrefix(num_tokens, [cache.cached_table(seq, num_tokens) for cache in self.groups], most_tokens)

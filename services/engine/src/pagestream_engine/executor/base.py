@@ -103,6 +103,16 @@ class DeterministicRunner(Protocol):
 
 
 @runtime_checkable
+class PoolingRunner(Protocol):
+    """A runner that may give hidden states pooled from prompts."""
+
+    @property
+    def pooled_size(self) -> int:
+        """Numbers of such a vector; 0: the model has none to give."""
+        ...
+
+
+@runtime_checkable
 class TieredRunner(Protocol):
     """A runner that can keep blocks in host memory."""
 
@@ -142,6 +152,8 @@ class ExecutorFacts:
     """Most drafts that a sequence has in a step; 0 for a runner without any."""
     is_deterministic: bool = False
     """Whether a token's logits depend on its sequence alone, bit for bit."""
+    pooled_size: int = 0
+    """Numbers of a vector that is pooled from a prompt; 0: it gives none."""
     host_memory: HostMemory | None = None
     """For blocks that are evicted; None without `swap_space`."""
     load_s: Mapping[str, float] = field(default_factory=dict)
@@ -270,6 +282,7 @@ def facts_of(runner: Runner, num_blocks: int) -> ExecutorFacts:
         num_speculative_tokens=runner.num_speculative_tokens if isinstance(runner, SpeculatingRunner) else 0,
         is_deterministic=runner.is_deterministic if isinstance(runner, DeterministicRunner) else False,
         has_grammars=isinstance(runner, GrammarRunner),
+        pooled_size=runner.pooled_size if isinstance(runner, PoolingRunner) else 0,
     )
 
 

@@ -169,6 +169,7 @@ class DecoderModel(Model):
         self.can_be_deterministic = config.logit_soft_cap is None  # torch's tanh depends on an element's place
         # Which experts run depends on the tokens; and a layer that comes out of turn is copied once, not each time.
         self.can_be_recorded = config.experts is None and not parameters.offloaded
+        self.pooled_size = config.hidden_size
         self.layers: Sequence[DecoderLayer] = [
             OffloadedLayer(layer, parameters.offloaded[index]) if index in parameters.offloaded else layer
             for index, layer in enumerate(layers)
@@ -202,6 +203,9 @@ class DecoderModel(Model):
             logits = logits * self.config.logit_scale
         cap = self.config.logit_soft_cap
         return logits if cap is None else (logits / cap).tanh_().mul_(cap)
+
+    def states(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden)
 
     def linears(self) -> Sequence[Linear]:
         return self._parameters.linears()

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from pagestream_engine.attention import StepContext
+from pagestream_engine.errors import InvariantViolation
 from pagestream_engine.layers.linear import Linear
 from pagestream_engine.models.config import ModelInfo
 
@@ -28,6 +29,9 @@ class Model(ABC):
     forward_gives_logits: bool = False
     """Whether `forward` returns logits already, which `logits` takes and returns: as wide as the vocabulary."""
 
+    pooled_size: int = 0
+    """Numbers that `states` has for each token; 0: there is no such seam."""
+
     def __init__(self, info: ModelInfo) -> None:
         self.info = info
 
@@ -47,6 +51,15 @@ class Model(ABC):
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
         """What `forward` returned -> (wanted, vocab_size)."""
+
+    def states(self, hidden: Tensor) -> Tensor:
+        """What `forward` returned -> (wanted, pooled_size): the hidden states after the last norm, as `transformers`
+        gives them.
+
+        Raises:
+            InvariantViolation: `pooled_size` is 0.
+        """
+        raise InvariantViolation("pooling: given a model without hidden states, expected that it was refused")
 
     @abstractmethod
     def linears(self) -> Sequence[Linear]:

@@ -29,6 +29,7 @@ class Intake:
         max_model_len: most tokens of a sequence.
         max_logprobs: most log probabilities that a request may ask for; ALL_LOGPROBS: any number.
         num_kv_groups: block tables of a sequence.
+        can_pool: whether the runner can give hidden states.
         draw_seed: gives the seed of a choice that has none.
         has_grammars: whether the executor compiles grammars.
     """
@@ -45,6 +46,7 @@ class Intake:
         num_kv_groups: int,
         draw_seed: Callable[[], int],
         has_grammars: bool = False,
+        can_pool: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._pieces = pieces
@@ -55,6 +57,7 @@ class Intake:
         self._num_kv_groups = num_kv_groups
         self._draw_seed = draw_seed
         self._has_grammars = has_grammars and tokenizer is not None
+        self._can_pool = can_pool
         self._num_arrivals = 0
 
     def take_arrivals(self, count: int) -> int:
@@ -96,7 +99,7 @@ class Intake:
         self._check(prompt_token_ids, sibling.output_token_ids, params)
         max_total_tokens = self._max_model_len
         if params.max_tokens is not None:
-            max_total_tokens = min(max_total_tokens, len(prompt_token_ids) + params.max_tokens)
+            max_total_tokens = min(max_total_tokens, len(prompt_token_ids) + max(1, params.max_tokens))
         end_token_ids = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos or params.structured_outputs is not None:
             end_token_ids |= self._eos_token_ids
@@ -173,6 +176,11 @@ class Intake:
             raise InvalidRequest(
                 "structured_outputs: given a constraint, expected none: the model has no tokenizer.json, or no "
                 "end-of-sequence token, or its executor has no grammars"
+            )
+        if params.pooling is not None and not self._can_pool:
+            raise InvalidRequest(
+                f"pooling: given {params.pooling!r}, expected none: the model runs by the modelling code of "
+                "transformers, which gives logits and no hidden states"
             )
         self._check_tokens("logit_bias", tuple(params.logit_bias or ()))
         self._check_tokens("allowed_token_ids", params.allowed_token_ids or ())

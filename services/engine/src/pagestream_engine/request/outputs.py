@@ -51,6 +51,9 @@ class StepOutput:
     prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
     """Of an output without a token, before those of the first tokens: for each token of the prompt from the second on,
     as `logprobs`. A group has one such output, of the choice that computed the prompt."""
+    pooled: bytes | None = None
+    """Of the output with which a request with `pooling` ends: the hidden states pooled from its prompt, after the
+    model's last norm, as float32 numbers in little-endian order. See `pooling.vectors.vector_of`."""
     cumulative_logprob: float | None = None
     """Of a finishing output of a beam search: the sum over its tokens."""
 
@@ -86,6 +89,19 @@ class RequestOutput:
     """For each token of the prompt: None for the first, then as `CompletionOutput.logprobs`; None where they were not
     asked for."""
     num_cached_tokens: int = 0
+    """Prompt tokens that the prefix cache had."""
+    pooled: bytes | None = None
+    """As `StepOutput.pooled`."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """The vector of one prompt."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    embedding: list[float]
+    num_cached_tokens: int
     """Prompt tokens that the prefix cache had."""
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from pagestream_engine.errors import InvalidSamplingParams
 from pagestream_engine.request import checks
+from pagestream_engine.request.pooling_kinds import KINDS
 from pagestream_engine.request.structured_outputs import StructuredOutputsParams
 
 _INT64 = 1 << 63
@@ -34,6 +35,7 @@ _ALLOWED_IN_SEARCH: dict[str, tuple[object, ...]] = {
     "bad_words": ((),),
     "bad_words_token_ids": ((),),
     "prompt_logprobs": (None,),
+    "pooling": (None,),
     "stop": ((),),
     "structured_outputs": (None,),
 }
@@ -77,13 +79,16 @@ class SamplingParams:
     min_tokens: int = 0
     """No end-of-sequence token, stop token or stop string before this many tokens."""
     max_tokens: int | None = 16
-    """Most output tokens; None is what the context leaves."""
+    """Most output tokens; None is what the context leaves. With 0 the prompt is computed, for `prompt_logprobs` or
+    `pooling`, and the request ends without a token."""
     logprobs: int | None = None
     """Log probabilities of the chosen token and of this many likeliest ones, by the model's own logits: before bias,
     penalties and temperature. 0 is the chosen token's alone, -1 the whole vocabulary's."""
     prompt_logprobs: int | None = None
     """As `logprobs`, for each token of the prompt but the first. The prompt is then computed, not read from the prefix
     cache."""
+    pooling: str | None = None
+    """Which hidden states of the prompt are wanted as a vector: "last", "mean" or "cls" (see `pooling/kinds.py`)."""
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     """Added to the logits of these tokens; what lies outside [-100, 100] is brought to its border, as in vLLM."""
     allowed_token_ids: Sequence[int] | None = None
@@ -145,12 +150,14 @@ class SamplingParams:
             checks.whole("seed", self.seed, low=-_INT64, high=_INT64 - 1)
         checks.whole("min_tokens", self.min_tokens, low=0, high=_INT64 - 1)
         if self.max_tokens is not None:
-            checks.whole("max_tokens", self.max_tokens, low=1)
+            wants_prompt = self.prompt_logprobs is not None or self.pooling is not None
+            checks.whole("max_tokens", self.max_tokens, low=0 if wants_prompt else 1)
             if self.min_tokens > self.max_tokens:
                 raise InvalidSamplingParams("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidSamplingParams(name, getattr(self, name), "True or False")
+        self._check_pooling()
         self._check_beam_search()
         has_penalties = bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
         object.__setattr__(self, "has_penalties", has_penalties)
@@ -158,6 +165,17 @@ class SamplingParams:
     def _set_real(self, name: str, *, low: float, high: float = checks.MAX_FLOAT32, above: bool = False) -> None:
         checks.real(name, getattr(self, name), low=low, high=high, above=above)
         object.__setattr__(self, name, float(getattr(self, name)))
+
+    def _check_pooling(self) -> None:
+        if self.pooling is None:
+            if self.max_tokens == 0 and (self.use_beam_search or self.is_contest):
+                raise InvalidSamplingParams("max_tokens", 0, "at least 1 with use_beam_search or best_of")
+            return
+        if self.pooling not in KINDS:
+            raise InvalidSamplingParams("pooling", self.pooling, f"one of {', '.join(KINDS)}")
+        for name, wanted in (("max_tokens", 0), ("n", 1), ("best_of", None), ("prompt_logprobs", None)):
+            if getattr(self, name) != wanted:
+                raise InvalidSamplingParams(name, getattr(self, name), f"{wanted} with pooling")
 
     def _check_beam_search(self) -> None:
         self._set_real("length_penalty", low=-_MAX_LENGTH_PENALTY, high=_MAX_LENGTH_PENALTY)

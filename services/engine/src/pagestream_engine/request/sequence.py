@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from pagestream_engine.request.adapter import Adapter
+from pagestream_engine.request.pooling_kinds import OF_WHOLE_PROMPTS
 from pagestream_engine.request.sampling_params import SamplingParams
 
 
@@ -72,6 +73,7 @@ class TokenSequence:
         "block_tables",
         "cache_salt",
         "end_token_ids",
+        "ends_with_prompt",
         "group",
         "max_total_tokens",
         "most_total_tokens",
@@ -139,6 +141,8 @@ class TokenSequence:
         """That it is computed with; its revision is part of `cache_salt`."""
         self.end_token_ids = end_token_ids
         """Tokens that end it: stop tokens, and the model's own unless ignored. Not to be chosen before min_tokens."""
+        self.ends_with_prompt = params.max_tokens == 0
+        """Whether it ends when its prompt is computed: what is sampled after it is dropped."""
         self.state = SequenceState.WAITING
         self.row = NO_ROW
         """Its place in the runner's persistent batch; NO_ROW before it is first scheduled, and when it stops."""
@@ -189,6 +193,11 @@ class TokenSequence:
     def num_unsent_tokens(self) -> int:
         """Tokens that are neither computed nor in flight; the last of them may be a placeholder."""
         return len(self) - self.num_sent_tokens
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether its prompt has to be computed from the first token on: no cached prefix will do."""
+        return self.wants_prompt_logprobs or self.params.pooling in OF_WHOLE_PROMPTS
 
     def forget_unsettled(self) -> None:
         """Drop what was sampled for a beam and not chosen yet: its search allows it one token at a time."""

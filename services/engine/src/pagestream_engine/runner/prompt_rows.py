@@ -1,4 +1,4 @@
-"""Which rows report log probabilities of their prompt, and what of it a step has."""
+"""Which rows want something of their prompt, log probabilities or a vector, and what of it a step has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pagestream_engine.models.model import Model
+from pagestream_engine.pooling.rows import PooledPart, PooledRows
 from pagestream_engine.runner.persistent_batch import sample_places
+from pagestream_engine.runner.results import Reported, ReportedPrompts
 from pagestream_engine.sampler.logprobs import RankedTokens
 from pagestream_engine.sampler.prompt_logprobs import prompt_logprobs
 from pagestream_engine.step.records import Int32Array, Int64Array, NewSequence, StepPlan
@@ -23,22 +26,27 @@ MAX_PIECE_BYTES = 128 << 20
 class PromptPart:
     """The prompt tokens of a step whose following token's log probability is wanted."""
 
-    wanted: Tensor
-    """(wanted,) int64: packed tokens whose result is wanted, ascending: those that sample too."""
-    sampling: Tensor
-    """(samples' logits rows,) int64: which of `wanted` sample."""
-    reporting: Tensor
-    """(tokens,) int64: which of `wanted` report."""
+    places: Int64Array
+    """(tokens,): packed tokens that report, ascending."""
     next_token_ids: Tensor
     """(tokens,) int64: the prompt's token after each."""
     chunks: Int32Array
     """(chunks, 4): of each chunk its index in the step, the place of its first reported token in the prompt, how many
     it reports, and how many of the likeliest it asked for."""
 
-    def ranked(self, hidden: Tensor, logits_of: Callable[[Tensor], Tensor], vocab_size: int) -> RankedTokens:
-        """Return the log probabilities, made in pieces from the wanted tokens' results."""
+    def ranked(
+        self, hidden: Tensor, reporting: Tensor, logits_of: Callable[[Tensor], Tensor], vocab_size: int
+    ) -> RankedTokens:
+        """Return the log probabilities, made in pieces.
+
+        Args:
+            hidden: (wanted, hidden_size): what the model gave for the tokens that the step wants.
+            reporting: (tokens,) int64: which rows of it are those of `places`.
+            logits_of: makes logits of such rows.
+            vocab_size: of the model.
+        """
         return prompt_logprobs(
-            self.reporting,
+            reporting,
             self.next_token_ids,
             int(self.chunks[:, 3].max()),
             lambda rows: logits_of(hidden[rows]),
@@ -86,14 +94,9 @@ class PromptRows:
             first += count
         if not chunks:
             return None
-        reporting = np.concatenate(places)
-        sampling, _ = sample_places(plan, plan.num_new_tokens.cumsum())
-        wanted = np.union1d(reporting, sampling)
         return PromptPart(
-            wanted=self._to_device(wanted),
-            sampling=self._to_device(np.searchsorted(wanted, sampling)),
-            reporting=self._to_device(np.searchsorted(wanted, reporting)),
-            next_token_ids=self._to_device(np.concatenate(targets)),
+            places=np.concatenate(places),
+            next_token_ids=_to_device(np.concatenate(targets), self._device),
             chunks=np.array(chunks, np.int32),
         )
 
@@ -101,5 +104,80 @@ class PromptRows:
         given = new.num_prompt_logprobs or 0
         return self._vocab_size if given < 0 else min(given, self._vocab_size)
 
-    def _to_device(self, numbers: Int32Array | Int64Array) -> Tensor:
-        return to_device(torch.from_numpy(numbers).to(torch.int64), self._device)
+
+class PromptWork:
+    """Rows of the batch of whose prompts something is wanted beside the samples: log probabilities, or a vector.
+
+    Args:
+        model: of the batch.
+        device: of the model.
+    """
+
+    def __init__(self, model: Model, device: torch.device) -> None:
+        self._model = model
+        self._device = device
+        self._reporting = PromptRows(model.info.vocab_size, device)
+        self._pooled = PooledRows()
+
+    def apply(self, plan: StepPlan) -> None:
+        """Edit the rows that a plan removes and adds."""
+        self._reporting.apply(plan)
+        self._pooled.apply(plan)
+
+    def take(self, plan: StepPlan) -> WantedTokens | None:
+        """Return the tokens that a plan wants, where it wants more than its samples; count its tokens as computed."""
+        prompts, pooled = self._reporting.take(plan), self._pooled.take(plan)
+        if prompts is None and pooled is None:
+            return None
+        return WantedTokens(plan, self._device, prompts, pooled)
+
+    def report(self, tokens: WantedTokens, hidden: Tensor) -> Reported:
+        """Return what a step has of prompts.
+
+        Args:
+            tokens: of the step.
+            hidden: (wanted, hidden_size): what the model gave for them.
+        """
+        logprobs = states = None
+        if tokens.prompts is not None:
+            ranked = tokens.prompts.ranked(
+                hidden, tokens.rows_of(tokens.prompts.places), self._model.logits, self._model.info.vocab_size
+            )
+            logprobs = ReportedPrompts(tokens.prompts.chunks, ranked)
+        if tokens.pooled is not None:
+            rows = tokens.rows_of(tokens.pooled.places)
+            states = self._pooled.pool(tokens.pooled, self._model.states(hidden[rows]))
+        return Reported(logprobs, states)
+
+
+class WantedTokens:
+    """The packed tokens of a step whose result is wanted: for its samples, and for what it has of prompts.
+
+    Args:
+        plan: of the step.
+        device: of the model.
+        prompts: whose log probabilities are wanted, if any.
+        pooled: whose hidden states are, if any.
+    """
+
+    def __init__(
+        self, plan: StepPlan, device: torch.device, prompts: PromptPart | None, pooled: PooledPart | None
+    ) -> None:
+        self.prompts = prompts
+        self.pooled = pooled
+        of_prompts = [part.places for part in (prompts, pooled) if part is not None]
+        sampling, _ = sample_places(plan, plan.num_new_tokens.cumsum())
+        self._wanted = np.unique(np.concatenate((sampling, *of_prompts)))
+        self._device = device
+        self.places = _to_device(self._wanted, device)
+        """(wanted,) int64, ascending."""
+        self.sampling = self.rows_of(sampling)
+        """(samples' logits rows,) int64: which of them sample."""
+
+    def rows_of(self, places: Int64Array) -> Tensor:
+        """Return which of the wanted tokens are these: (tokens,) int64."""
+        return _to_device(np.searchsorted(self._wanted, places), self._device)
+
+
+def _to_device(numbers: Int32Array | Int64Array, device: torch.device) -> Tensor:
+    return to_device(torch.from_numpy(numbers).to(torch.int64), device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -10,10 +10,11 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from pagestream_engine.pooling.rows import PooledStates
 from pagestream_engine.sampler import LogprobTensors, Sampled
 from pagestream_engine.sampler.logprobs import RankedTokens
 from pagestream_engine.step.pending import PendingResult
-from pagestream_engine.step.records import Int32Array, StepLogprobs, StepPromptLogprobs, StepResult
+from pagestream_engine.step.records import Int32Array, StepLogprobs, StepPooled, StepPromptLogprobs, StepResult
 from pagestream_engine.transfers import download
 
 
@@ -26,30 +27,56 @@ class ReportedPrompts(NamedTuple):
     """Of all chunks' tokens."""
 
 
-def pending_result(step_id: int, sampled: Sampled | None, prompts: ReportedPrompts | None = None) -> PendingResult:
+class Reported(NamedTuple):
+    """What a step has of prompts."""
+
+    logprobs: ReportedPrompts | None = None
+    pooled: PooledStates | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """Return what is on the device."""
+        ranked = [] if self.logprobs is None else [*self.logprobs.ranked]
+        return ranked if self.pooled is None else [*ranked, self.pooled.states]
+
+    def on_host(self, tensors: Iterator[Tensor]) -> Reported:
+        """Return the same with copies of its tensors, taken from an iterator."""
+        logprobs, pooled = self
+        if logprobs is not None:
+            logprobs = ReportedPrompts(logprobs.chunks, RankedTokens(next(tensors), next(tensors), next(tensors)))
+        if pooled is not None:
+            pooled = PooledStates(pooled.samples, next(tensors))
+        return Reported(logprobs, pooled)
+
+
+NOTHING_REPORTED = Reported()
+
+
+def pending_result(step_id: int, sampled: Sampled | None, prompts: Reported = NOTHING_REPORTED) -> PendingResult:
     """Start the copies to the host; the result waits for them, and for no step after this one.
 
     Args:
         step_id: the plan's.
         sampled: None where the step samples nothing.
-        prompts: None where the step reports nothing of a prompt.
+        prompts: what the step has of prompts.
     """
-    reported: list[Tensor] = [] if prompts is None else [*prompts.ranked]
     given = None if sampled is None else sampled.logprobs
     logprobs = [] if given is None else [given.token_ids, given.logprobs, given.ranks]
     chosen = [] if sampled is None else [sampled.token_ids, sampled.values]
-    return partial(_result, step_id, sampled, prompts, download([*chosen, *logprobs, *reported]))
+    return partial(_result, step_id, sampled, prompts, download([*chosen, *logprobs, *prompts.tensors()]))
 
 
-def with_prompts(result: StepResult, prompts: ReportedPrompts | None) -> PendingResult:
+def with_prompts(result: StepResult, prompts: Reported) -> PendingResult:
     """Wait for what a step reports of prompts, whose tokens are known."""
     pending = pending_result(result.step_id, None, prompts)
-    return lambda: replace(result, prompt_logprobs=pending().prompt_logprobs)
+
+    def wait() -> StepResult:
+        found = pending()
+        return replace(result, prompt_logprobs=found.prompt_logprobs, pooled=found.pooled)
+
+    return wait
 
 
-def _result(
-    step_id: int, sampled: Sampled | None, prompts: ReportedPrompts | None, wait: Callable[[], list[Tensor]]
-) -> StepResult:
+def _result(step_id: int, sampled: Sampled | None, prompts: Reported, wait: Callable[[], list[Tensor]]) -> StepResult:
     tensors = iter(wait())
     if sampled is not None:
         token_ids, values = next(tensors), next(tensors)
@@ -58,16 +85,14 @@ def _result(
             host = (next(tensors), next(tensors), next(tensors))
             logprobs = LogprobTensors(logprobs.places, logprobs.counts, *host)
         sampled = Sampled(token_ids, values, logprobs, sampled.errors)
-    if prompts is not None:
-        prompts = ReportedPrompts(prompts.chunks, RankedTokens(next(tensors), next(tensors), next(tensors)))
-    return _host_result(step_id, sampled, prompts)
+    return _host_result(step_id, sampled, prompts.on_host(tensors))
 
 
-def _host_result(step_id: int, sampled: Sampled | None, prompts: ReportedPrompts | None) -> StepResult:
-    reported = _step_prompt_logprobs(prompts)
+def _host_result(step_id: int, sampled: Sampled | None, prompts: Reported) -> StepResult:
+    reported, pooled = _step_prompt_logprobs(prompts.logprobs), _step_pooled(prompts.pooled)
     if sampled is None:
         none = np.empty(0, np.int32)
-        return StepResult(step_id, none.reshape(0, 1), none, prompt_logprobs=reported)
+        return StepResult(step_id, none.reshape(0, 1), none, prompt_logprobs=reported, pooled=pooled)
     errors = {place: fault.message for place, fault in sampled.draw_faults().items()}
     errors.update(sampled.errors)
     token_ids = sampled.token_ids.numpy().astype(np.int32)[:, None]
@@ -75,7 +100,7 @@ def _host_result(step_id: int, sampled: Sampled | None, prompts: ReportedPrompts
     counts.fill(1)
     if errors:
         counts[list(errors)] = 0
-    return StepResult(step_id, token_ids, counts, _step_logprobs(sampled.logprobs), errors, reported)
+    return StepResult(step_id, token_ids, counts, _step_logprobs(sampled.logprobs), errors, reported, pooled)
 
 
 def _step_logprobs(given: LogprobTensors | None) -> StepLogprobs | None:
@@ -88,6 +113,10 @@ def _step_logprobs(given: LogprobTensors | None) -> StepLogprobs | None:
         logprobs=given.logprobs.numpy(),
         ranks=given.ranks.numpy().astype(np.int32),
     )
+
+
+def _step_pooled(given: PooledStates | None) -> StepPooled | None:
+    return None if given is None else StepPooled(given.samples, given.states.numpy())
 
 
 def _step_prompt_logprobs(given: ReportedPrompts | None) -> StepPromptLogprobs | None:

@@ -39,9 +39,9 @@ from pagestream_engine.runner.memory import (
 from pagestream_engine.runner.numerics import check_model_allows, settle_numerics, wants_exact_linears
 from pagestream_engine.runner.persistent_batch import PersistentBatch
 from pagestream_engine.runner.profile import estimated_cpu_step_bytes, largest_gpu_use
-from pagestream_engine.runner.prompt_rows import PromptRows
+from pagestream_engine.runner.prompt_rows import PromptWork
 from pagestream_engine.runner.recorder import CudaGraphRecorder, Recorder
-from pagestream_engine.runner.results import ReportedPrompts, pending_result, with_prompts
+from pagestream_engine.runner.results import NOTHING_REPORTED, Reported, pending_result, with_prompts
 from pagestream_engine.runner.speculation import Drafts, verify
 from pagestream_engine.runner.speculation.draft_source import TargetBlocks, load_draft
 from pagestream_engine.runner.speculation.select import make_speculation
@@ -131,7 +131,12 @@ class ModelRunner:
         self._adapters = attach_adapters(source, self._model, config.adapters, target)
         self.grammars = GrammarCompiler(model_dir, info.vocab_size, info.eos_token_ids)
         """Compiles what requests ask their outputs to match."""
-        self._model_dir, self._plugin_digest, self._num_blocks = model_dir, source.plugin_digest, 0
+        self._model_dir, self._plugin_digest, self._num_blocks, self.pooled_size = (
+            model_dir,
+            source.plugin_digest,
+            0,
+            self._model.pooled_size,
+        )
         self._host_pages: HostPages | None = None
         # Graphs with exchanges between ranks have not been tried.
         if recorder is None and device.type == "cuda" and not config.model.enforce_eager and self._ranks.size == 1:
@@ -315,7 +320,7 @@ class ModelRunner:
 
     def _edit(self, plan: StepPlan) -> None:
         self._batch.apply(plan)
-        self._prompt_rows.apply(plan)
+        self._prompt_work.apply(plan)
         _edit_sampling(self._sampling, plan)
         if self._adapters is not None:
             self._adapters.apply(plan)
@@ -329,24 +334,23 @@ class ModelRunner:
 
     def _execute(self, plan: StepPlan, drafts: Drafts | None = None) -> PendingResult:
         if not len(plan.rows):
-            return pending_result(plan.step_id, None, None)
+            return pending_result(plan.step_id, None)
         adapted = None if self._adapters is None else self._adapters.begin_step(plan)
         if self._graphs is not None and adapted is None and self._graphs.takes(plan):
             rows, hidden = self._graphs.run(plan.rows, self._batch.count_computed(plan))
-            return self._sample(plan, self._model.logits(hidden), rows, None)
+            return self._sample(plan, self._model.logits(hidden), rows, NOTHING_REPORTED)
         inputs = self._batch.inputs(plan, drafts)
         context = self._backend.prepare_step(inputs.attention)
-        prompts = self._prompt_rows.take(plan)
-        wanted = inputs.sample_places if prompts is None else prompts.wanted
+        tokens = self._prompt_work.take(plan)
+        wanted = inputs.sample_places if tokens is None else tokens.places
         if adapted is not None:
             hidden = adapted.forward(self._model, inputs.token_ids, wanted, context)
         else:
             hidden = self._model.forward(inputs.token_ids, wanted, context)
-        reported = None
-        if prompts is not None:
-            ranked = prompts.ranked(hidden, self._model.logits, self.model_info.vocab_size)
-            reported = ReportedPrompts(prompts.chunks, ranked)
-            hidden = hidden[prompts.sampling]
+        reported = NOTHING_REPORTED
+        if tokens is not None:
+            reported = self._prompt_work.report(tokens, hidden)
+            hidden = hidden[tokens.sampling]
         if not len(plan.sampled_rows):
             return pending_result(plan.step_id, None, reported)
         logits = self._model.logits(hidden)
@@ -357,7 +361,7 @@ class ModelRunner:
             logits = logits[inputs.sample_logits]
         return self._sample(plan, logits, inputs.sampled_rows, reported)
 
-    def _sample(self, plan: StepPlan, logits: Tensor, rows: Tensor, reported: ReportedPrompts | None) -> PendingResult:
+    def _sample(self, plan: StepPlan, logits: Tensor, rows: Tensor, reported: Reported) -> PendingResult:
         """Sample for `rows` (samples,) int64 of the batch from (samples, vocab_size) logits."""
         sampled = self._sampling.sample(logits, plan.sampled_rows)
         self._batch.next_tokens.index_copy_(0, rows, sampled.token_ids)
@@ -368,7 +372,7 @@ class ModelRunner:
         self._batch.forget_rows()
         if self._adapters is not None:
             self._adapters.forget_rows()
-        self._prompt_rows = PromptRows(info.vocab_size, self.device)
+        self._prompt_work = PromptWork(self._model, self.device)
         batch = SamplingBatch(max_num_seqs, info.vocab_size, self.device)
         self._sampling = ConstrainedSampling(batch, self.grammars, info.vocab_size, self.device)
 

@@ -13,7 +13,7 @@ from pagestream_engine.scheduler.scheduler import Scheduler
 from pagestream_engine.step.logprobs import logprob_rows, prompt_logprob_rows
 from pagestream_engine.step.records import StepPromptLogprobs, StepResult
 from pagestream_engine.step.searches import RunningSearch, Searches
-from pagestream_engine.step.texts import failed_output, output_of, with_logprobs, with_prompt_logprobs
+from pagestream_engine.step.texts import ended_prompt, failed_output, output_of, with_logprobs, with_prompt_logprobs
 from pagestream_engine.text.detokenizer import Pieces
 
 
@@ -48,7 +48,7 @@ class OutputProcessor:
         outputs: list[StepOutput] = []
         if result.prompt_logprobs is not None:
             outputs += self._take_prompt_logprobs(step, result.prompt_logprobs)
-        if result.has_one_each and result.logprobs is None:
+        if result.has_one_each and result.logprobs is None and not step.ends_prompts:
             outputs += self._take_one_each(step.sampled(), tokens)
         else:
             outputs += self._take_tokens(step.sampled(), tokens, result)
@@ -59,6 +59,7 @@ class OutputProcessor:
     ) -> list[StepOutput]:
         """Return an output for each new token, up to the end of its sequence."""
         errors, logprobs = result.errors, logprob_rows(result.logprobs)
+        pooled = {} if result.pooled is None else result.pooled.by_sample()
         outputs: list[StepOutput] = []
         ended: list[TokenSequence] = []
         searches: dict[int, RunningSearch] = {}
@@ -74,6 +75,8 @@ class OutputProcessor:
                 continue
             if place in errors:
                 taken = [failed_output(seq, errors[place])]
+            elif seq.ends_with_prompt:
+                taken = [ended_prompt(seq, pooled.get(place))]
             else:
                 taken = self._take_some(seq, token_ids, logprobs.get(place))
             outputs += taken

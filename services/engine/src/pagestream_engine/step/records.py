@@ -152,6 +152,20 @@ class StepPromptLogprobs:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class StepPooled:
+    """Hidden states pooled from the prompts that a step has ended."""
+
+    samples: Int32Array
+    """(prompts,): index into the step's samples."""
+    states: Float32Array
+    """(prompts, hidden_size): after the model's last norm."""
+
+    def by_sample(self) -> dict[int, Float32Array]:
+        """The (hidden_size,) states of each prompt, by its sample."""
+        return dict(zip(self.samples.tolist(), self.states, strict=True))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
     """What a step gave: 0 to k tokens for each of its samples.
 
@@ -172,6 +186,8 @@ class StepResult:
     """Why a sample failed, by index into the samples: its sequence ends, the others go on."""
     prompt_logprobs: StepPromptLogprobs | None = None
     """None where no row that computed tokens of its prompt asked for any."""
+    pooled: StepPooled | None = None
+    """None where no prompt that is pooled has ended."""
     num_drafts: Int32Array | None = None
     """(samples,): drafts that each has computed; None in a step without any."""
     has_one_each: bool = field(init=False)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 
+import numpy as np
+
 from pagestream_engine.request.generation import Generation
 from pagestream_engine.request.logprob_row import LogprobRow
 from pagestream_engine.request.outputs import StepOutput
+from pagestream_engine.request.pooling_kinds import STATES_DTYPE
 from pagestream_engine.request.sequence import TokenSequence
+from pagestream_engine.step.records import Float32Array
 from pagestream_engine.text.detokenizer import Pieces
 from pagestream_engine.text.faults import is_fault_of_request
 
@@ -43,6 +47,16 @@ def with_prompt_logprobs(seq: TokenSequence, rows: list[LogprobRow], pieces: Pie
     except BaseException as error:  # noqa: BLE001 - as for the text
         return _failed_by(error, seq, None)
     return StepOutput(seq.seq_id, None, "", prompt_logprobs=prompt_logprobs)
+
+
+def ended_prompt(seq: TokenSequence, states: Float32Array | None) -> StepOutput:
+    """Return the end of a sequence that ends with its prompt, with the (hidden_size,) states pooled from it."""
+    if states is None:
+        return StepOutput(seq.seq_id, None, "", "length", None, seq.num_cached_tokens)
+    if not np.isfinite(states).all():
+        return failed_output(seq, "the hidden states of the prompt are not finite")
+    pooled = states.astype(STATES_DTYPE).tobytes()
+    return StepOutput(seq.seq_id, None, "", "stop", None, seq.num_cached_tokens, pooled=pooled)
 
 
 def failed_output(seq: TokenSequence, error: str, token_id: int | None = None) -> StepOutput:

@@ -9,6 +9,7 @@ from pagestream_gateway.api.hosts import limit_hosts
 from pagestream_gateway.api.leniency import Lenient
 from pagestream_gateway.api.openai import chat_completions, completions, models, requests
 from pagestream_gateway.api.openai.errors import install_error_handlers
+from pagestream_gateway.api.openai.vectors import embeddings, scoring
 from pagestream_gateway.api.pacing import Paced
 from pagestream_gateway.core.gateway import Gateway
 
@@ -21,7 +22,7 @@ _ABOUT = (
 def build_app(gateway: Gateway) -> FastAPI:
     """Return the application of the HTTP port."""
     app = _bare_app(gateway)
-    for resource in (completions, chat_completions, models, requests, health):
+    for resource in (completions, chat_completions, embeddings, scoring, models, requests, health):
         app.include_router(resource.router(gateway))
     bodies: list[type[BaseModel]] = [completions.CompletionBody, chat_completions.ChatBody]
     if gateway.settings.gateway.allow_runtime_lora:
@@ -29,7 +30,8 @@ def build_app(gateway: Gateway) -> FastAPI:
         bodies += [adapters.LoadBody, adapters.UnloadBody]
     allow_origins(app, gateway.settings.gateway.origins)
     app.add_middleware(Paced, turns=gateway.turns)
-    documents.install(app, bodies)
+    vectors = (embeddings.EmbeddingBody, scoring.ScoreBody, scoring.RerankBody)
+    documents.install(app, [*bodies, *vectors])
     return app
 
 

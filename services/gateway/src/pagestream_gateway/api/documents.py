@@ -80,6 +80,7 @@ _EVENT_ERROR = schemas.ErrorEvent
 _EMPTY = _Answers()
 _TEXT = _Answers(texts=(200,))
 _REQUEST_READ = _Answers(schemas.RequestAnswer, errors=(401, 404), headers=_OWNED)
+_VECTORS = _Answers(errors=_GENERATION_ERRORS, headers={200: _OWN, **_FAILED})
 _ANSWERS: Mapping[tuple[str, str], _Answers] = {
     ("post", "/v1/completions"): _Answers(
         schemas.CompletionAnswer, (schemas.CompletionChunk, _EVENT_ERROR), errors=_GENERATION_ERRORS, headers=_GENERATED
@@ -87,6 +88,9 @@ _ANSWERS: Mapping[tuple[str, str], _Answers] = {
     ("post", "/v1/chat/completions"): _Answers(
         schemas.ChatAnswer, (schemas.ChatChunk, _EVENT_ERROR), errors=_GENERATION_ERRORS, headers=_GENERATED
     ),
+    ("post", "/v1/embeddings"): _VECTORS._replace(whole=schemas.EmbeddingAnswer),
+    ("post", "/v1/score"): _VECTORS._replace(whole=schemas.ScoreAnswer),
+    ("post", "/v1/rerank"): _VECTORS._replace(whole=schemas.RerankAnswer),
     ("get", "/v1/models"): _Answers(schemas.ModelList, errors=(401,)),
     ("get", "/v1/models/{name}"): _Answers(schemas.ModelAnswer, errors=(401, 404)),
     ("get", "/v1/requests"): _Answers(schemas.RequestList, errors=(401,)),
@@ -94,7 +98,15 @@ _ANSWERS: Mapping[tuple[str, str], _Answers] = {
     ("put", _REQUEST): _REQUEST_READ._replace(errors=_GENERATION_ERRORS),
     ("delete", _REQUEST): _REQUEST_READ,
     ("get", f"{_REQUEST}/events"): _Answers(
-        events=(schemas.ChatChunk, schemas.CompletionChunk, _EVENT_ERROR),
+        events=(
+            schemas.ChatChunk,
+            schemas.CompletionChunk,
+            schemas.EmbeddingEvent,
+            schemas.EmbeddingAnswer,
+            schemas.ScoreAnswer,
+            schemas.RerankAnswer,
+            _EVENT_ERROR,
+        ),
         errors=(401, 404, 409, 416),
         headers={200: (*_OWN, *_QUEUED, "X-Stream-Verified")},
     ),

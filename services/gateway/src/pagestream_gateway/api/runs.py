@@ -9,7 +9,7 @@ from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry
 
 @dataclass(slots=True)
 class Run:
-    """One or more consecutive entries of one choice, or the log's end alone."""
+    """One or more consecutive entries of one choice, or the log's end alone; prompt parts stand apart from tokens."""
 
     choice: int
     next_index: int
@@ -19,6 +19,12 @@ class Run:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of tokens of the prompt, which is that of the choices from `choice` on. Such a run has no tokens."""
+    prompt_end: int = 0
+    """How many of the prompt's log probabilities there are up to and including these."""
+    embedding: bytes = b""
+    """The vector of the choice's prompt: float32 numbers in little-endian order. Such a run has no tokens."""
     finish: ChoiceFinish | None = None
     end: LogEnd | None = None
 
@@ -33,7 +39,7 @@ def split_runs(first_index: int, entries: Sequence[LogEntry]) -> list[Run]:
             runs.append(Run(0, index, entry.digest, end=entry.end))
             run = None
             continue
-        if run is None or run.choice != entry.choice or run.finish is not None:
+        if run is None or run.choice != entry.choice or run.finish is not None or _parts(run, kind):
             run = Run(entry.choice, index, entry.digest)
             runs.append(run)
         else:
@@ -46,4 +52,13 @@ def split_runs(first_index: int, entries: Sequence[LogEntry]) -> list[Run]:
                 run.logprobs.append(entry.logprobs)
         elif kind == "finish":
             run.finish = entry.finish
+        elif kind == "prompt_part":
+            run.prompt_logprobs.extend(entry.prompt_part.logprobs)
+            run.prompt_end = entry.prompt_part.end
+            run.embedding = entry.prompt_part.embedding
     return runs
+
+
+def _parts(run: Run, kind: str | None) -> bool:
+    """Whether an entry is a prompt part and the run's entries are not, or the other way round."""
+    return (kind == "prompt_part") != bool(run.prompt_end)

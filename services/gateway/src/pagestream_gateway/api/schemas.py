@@ -120,6 +120,75 @@ class ChatChunk(_Chunk):
     choices: list[ChatChunkChoice]
 
 
+class VectorUsage(BaseModel):
+    """Tokens of a request for vectors."""
+
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, int]
+
+
+class Embedding(BaseModel):
+    """The vector of an input."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str = Field(description="Numbers, or in base64 float32 in little-endian order.")
+
+
+class EmbeddingEvent(Embedding):
+    """The data of an event of an embedding request that is read on: one vector."""
+
+    stream_position: str
+
+
+class EmbeddingAnswer(BaseModel):
+    """The vectors of a request; as the last event of a stream without them."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: VectorUsage
+
+
+class Score(BaseModel):
+    """How alike a text is to its query: a cosine."""
+
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoreAnswer(BaseModel):
+    """The scores of a request."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: VectorUsage
+
+
+class RerankResult(BaseModel):
+    """A document with its score."""
+
+    index: int
+    document: dict[str, str] | None = None
+    relevance_score: float
+
+
+class RerankAnswer(BaseModel):
+    """The documents of a request, best first."""
+
+    id: str
+    model: str
+    usage: VectorUsage
+    results: list[RerankResult]
+
+
 class ModelAnswer(BaseModel):
     """A model."""
 

@@ -10,7 +10,7 @@ from pagestream_telemetry.spans import NoSpan, Span, SpanKind, Tracer
 from pagestream_gateway.metrics import Metrics
 
 OK, DISCONNECTED = "ok", "disconnected"
-CHAT, TEXT_COMPLETION, RESUME = "chat", "text_completion", "resume"
+CHAT, TEXT_COMPLETION, EMBEDDINGS, RESUME = "chat", "text_completion", "embeddings", "resume"
 """Operations: names of the GenAI semantic conventions, and one for a stream that is read on."""
 
 

@@ -45,6 +45,16 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 
 @dataclass(frozen=True)
+class AskedPooling:
+    """What a caller asks of vectors; None is as the model's files say."""
+
+    dimensions: int | None = None
+    """Leading numbers that are kept; None is all."""
+    normalize: bool | None = None
+    """Whether they are divided by their length."""
+
+
+@dataclass(frozen=True)
 class Draft:
     """A request as its caller spelled it."""
 
@@ -62,6 +72,8 @@ class Draft:
     echo: bool = False
     is_prompt_alone: bool = False
     """Whether the echo is all that is asked for: the request ends as soon as it is accepted."""
+    pooling: AskedPooling | None = None
+    """Set where vectors of the prompts are asked for, and no output."""
     on_disconnect: OnDisconnect = ON_DISCONNECT_CANCEL
     priority: int = 0
     deadline_ms: int = 0
@@ -78,8 +90,10 @@ def check_draft(draft: Draft, limits: LimitSettings) -> None:
     """Check what needs no model. Raises InvalidRequest."""
     if not draft.prompts:
         raise InvalidRequest(draft.prompt_field, "must not be empty")
-    if len(draft.prompts) > limits.max_prompts:
-        raise InvalidRequest(draft.prompt_field, f"at most {limits.max_prompts} prompts, got {len(draft.prompts)}")
+    most = limits.max_prompts if draft.pooling is None else limits.max_inputs
+    if len(draft.prompts) > most:
+        name = "prompts" if draft.pooling is None else "inputs"
+        raise InvalidRequest(draft.prompt_field, f"at most {most} {name}, got {len(draft.prompts)}")
     for prompt in draft.prompts:
         if isinstance(prompt, ChatPrompt) and len(prompt.messages) > limits.max_messages:
             raise InvalidRequest(

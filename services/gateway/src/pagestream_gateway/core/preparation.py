@@ -5,11 +5,12 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from pagestream.v1.inference_pb2 import ON_DISCONNECT_CANCEL, ON_DISCONNECT_UNSPECIFIED, SamplingParams, TokenIds
-from pagestream.v1.records_pb2 import Adapter, RequestSpec
+from pagestream.v1.records_pb2 import Adapter, Pooling, RequestSpec
 from pagestream_telemetry.context import NO_TRACE, TraceContext
 
 from pagestream_gateway.core.drafts import ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt
 from pagestream_gateway.core.models import LoadedModel
+from pagestream_gateway.core.sampling.pooling import check_inputs, resolve_pooling, sampling_of_vectors
 from pagestream_gateway.core.sampling.resolution import fit_context, resolve_sampling
 from pagestream_gateway.core.text.encoder import Encoded, EncodingJob
 from pagestream_gateway.core.text.encoding_cache import EncodingCache
@@ -24,6 +25,10 @@ class PreparedRequest:
     prompts: Sequence[Sequence[int]]
     sampling: SamplingParams
     echo_texts: list[str]
+    first_tokens: Sequence[str] = ()
+    """Text of each prompt's first token, where log probabilities are echoed."""
+    pooling: Pooling | None = None
+    """How vectors are made of the prompts; None: they have outputs."""
 
 
 Preparation = Generator[list[EncodingJob], list[Encoded], PreparedRequest]
@@ -46,18 +51,19 @@ def preparing(draft: Draft, model: LoadedModel, limits: LimitSettings, scope: by
 
     `scope`: the request's cache salt, see EncodingJob. This is CPU work: the pool does it. Raises InvalidRequest.
     """
+    if draft.pooling is not None:
+        pooling = resolve_pooling(draft.pooling, model.card)
+        prompts = yield from _encoding(draft, model, scope)
+        check_inputs(prompts, draft.prompt_field, pooling, draft.answer, limits)
+        return PreparedRequest(prompts, sampling_of_vectors(), [], pooling=pooling)
     sampling = resolve_sampling(draft.sampling, model.default_sampling, limits=limits, vocab_size=model.card.vocab_size)
     if draft.chosen_seed is not None:
         sampling.seed = draft.chosen_seed
     num_choices = len(draft.prompts) * sampling.n
     if num_choices > limits.max_choices:
         raise InvalidRequest("n", f"prompts times n is {num_choices}, at most {limits.max_choices} are served at once")
-    begun = [_begin(prompt, draft.prompt_field, model, scope) for prompt in draft.prompts]
-    jobs = [each for each in begun if isinstance(each, EncodingJob)]
-    found = iter((yield jobs))
-    prompts = [model.ids_of(each, next(found)) if isinstance(each, EncodingJob) else each for each in begun]
-    if not all(prompts):
-        raise InvalidRequest(draft.prompt_field, "has no token")
+    prompts = yield from _encoding(draft, model, scope)
+    _check_prompt_logprobs(sampling, sum(map(len, prompts)), limits)
     fit_context(
         sampling,
         is_given=draft.sampling.HasField("max_tokens"),
@@ -67,7 +73,21 @@ def preparing(draft: Draft, model: LoadedModel, limits: LimitSettings, scope: by
         default=draft.default_max_tokens,
     )
     echo_texts = [_echo(prompt, model) for prompt in draft.prompts] if draft.echo else []
-    return PreparedRequest(prompts, sampling, echo_texts)
+    first_tokens = [model.decode([ids[0]]) for ids in prompts] if draft.answer.echo_logprobs else []
+    return PreparedRequest(prompts, sampling, echo_texts, first_tokens)
+
+
+def _encoding(
+    draft: Draft, model: LoadedModel, scope: bytes
+) -> Generator[list[EncodingJob], list[Encoded], list[Sequence[int]]]:
+    """Yield the texts to encode, get what came of them, and return the prompts' token ids."""
+    begun = [_begin(prompt, draft.prompt_field, model, scope) for prompt in draft.prompts]
+    jobs = [each for each in begun if isinstance(each, EncodingJob)]
+    found = iter((yield jobs))
+    prompts = [model.ids_of(each, next(found)) if isinstance(each, EncodingJob) else each for each in begun]
+    if not all(prompts):
+        raise InvalidRequest(draft.prompt_field, "has no token")
+    return prompts
 
 
 def build_spec(
@@ -95,6 +115,7 @@ def build_spec(
         tenant=tenant,
         prompts=[TokenIds(ids=ids) for ids in prepared.prompts],
         sampling=prepared.sampling,
+        pooling=prepared.pooling,
         priority=priority,
         deadline_ms=draft.deadline_ms,
         on_disconnect=ON_DISCONNECT_CANCEL if draft.on_disconnect == ON_DISCONNECT_UNSPECIFIED else draft.on_disconnect,
@@ -109,6 +130,7 @@ def build_spec(
         seed_for_each_prompt=len(prepared.prompts) > 1 and not draft.sampling.HasField("seed"),
     )
     spec.answer.echo_texts.extend(prepared.echo_texts)
+    spec.answer.first_tokens.extend(prepared.first_tokens)
     if draft.idempotency_key and not draft.sampling.HasField("seed"):
         spec.sampling.seed = _seed_of_key(draft, tenant)
     return spec
@@ -121,6 +143,19 @@ def _seed_of_key(draft: Draft, tenant: str) -> int:
     """
     text = f"{len(tenant)}:{tenant}{len(draft.idempotency_key)}:{draft.idempotency_key}{draft.body_digest}"
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big") >> 1
+
+
+def _check_prompt_logprobs(sampling: SamplingParams, num_tokens: int, limits: LimitSettings) -> None:
+    """Refuse more log probabilities of prompts than a log may have. Raises InvalidRequest."""
+    if not sampling.HasField("prompt_logprobs"):
+        return
+    wanted = num_tokens * (1 + sampling.prompt_logprobs)
+    if wanted > limits.max_prompt_logprobs:
+        raise InvalidRequest(
+            "prompt_logprobs",
+            f"{num_tokens} tokens of prompts and {sampling.prompt_logprobs} likeliest ones at each are {wanted} log "
+            f"probabilities, at most {limits.max_prompt_logprobs} are given at once",
+        )
 
 
 def _begin(prompt: Prompt, prompt_field: str, model: LoadedModel, scope: bytes) -> EncodingJob | Sequence[int]:

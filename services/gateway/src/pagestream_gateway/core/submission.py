@@ -129,8 +129,9 @@ class Submission:
 
 
 def _asked(spec: RequestSpec) -> tuple[object, ...]:
-    """Return what determines the tokens of a request."""
-    return spec.prompts, spec.sampling, spec.ends_when_accepted, spec.adapter.name, spec.adapter.revision
+    """Return what determines the tokens, or the vectors, of a request."""
+    what = spec.prompts, spec.sampling, spec.ends_when_accepted, spec.pooling
+    return *what, spec.adapter.name, spec.adapter.revision
 
 
 def _is_quick(draft: Draft) -> bool:

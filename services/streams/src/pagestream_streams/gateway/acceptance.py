@@ -19,6 +19,7 @@ from pagestream_streams.gateway.reservations import Reservation, record_ms, rese
 from pagestream_streams.protocol import ids
 from pagestream_streams.protocol.expected_lengths import ExpectedLengths
 from pagestream_streams.protocol.keys import Partition
+from pagestream_streams.protocol.records import is_prompt_alone
 from pagestream_streams.settings import StreamsSettings
 
 _SHORTEST_SPAN_S = 1.0  # shorter spans give no meaningful rate
@@ -118,7 +119,8 @@ class Acceptor:
         placed = self._placed.pop(spec.request_id, None)
         left = left_ms(settings, placed.held_tokens) if placed else 0
         choices = len(spec.prompts) * max(1, spec.sampling.n)
-        expected = self.lengths.expected(spec.model, tokens, spec.tenant, choices * max(1, spec.sampling.max_tokens))
+        most = 0 if is_prompt_alone(spec) else choices * max(1, spec.sampling.max_tokens)
+        expected = self.lengths.expected(spec.model, tokens, spec.tenant, most)
         order = (expected, known.virtual, settings.ageing_ms, left, known.learnt_ms)
         reply = await connection.run_acknowledged(ACCEPT, where.prefix, *arguments, "", *order)
         if reply[0] == _REMOVED:  # this process' view of the models is old, or the model was published anew

@@ -39,6 +39,7 @@ _RECORD_BYTES = 8192  # a record (1.3 to 2.4 KB), and the blocks that a log is m
 _PROMPT_TOKEN_BYTES = 3
 _ENTRY_BYTES = 64  # measured: 45 with texts of four letters, see tests/integration/streams/test_memory.py
 _LOGPROB_BYTES = 24  # for each likeliest token, and for the chosen one
+_FLOAT_BYTES = 4
 
 
 def most_bytes(spec: RequestSpec) -> int:
@@ -47,7 +48,12 @@ def most_bytes(spec: RequestSpec) -> int:
     prompt_tokens = sum(len(prompt.ids) for prompt in spec.prompts)
     logprobs = _LOGPROB_BYTES * (1 + sampling.logprobs) if sampling.HasField("logprobs") else 0
     num_tokens = len(spec.prompts) * max(1, sampling.n) * sampling.max_tokens
-    return _RECORD_BYTES + _PROMPT_TOKEN_BYTES * prompt_tokens + num_tokens * (_ENTRY_BYTES + logprobs)
+    of_prompts = _PROMPT_TOKEN_BYTES * prompt_tokens
+    if sampling.HasField("prompt_logprobs"):
+        of_prompts += _LOGPROB_BYTES * (1 + sampling.prompt_logprobs) * prompt_tokens
+    if spec.HasField("pooling"):
+        of_prompts += len(spec.prompts) * (2 * _ENTRY_BYTES + _FLOAT_BYTES * spec.pooling.dimensions)
+    return _RECORD_BYTES + of_prompts + num_tokens * (_ENTRY_BYTES + logprobs)
 
 
 class LogQuota:

@@ -11,7 +11,8 @@
 --             kind 't': value is the token id, text its text, extra its logprobs
 --             kind 'f': value is the reason, text the text held back, extra the stop reason
 --             kind 'e': value is the reason, text the usage, extra the error
---           Logprobs and wake-ups are bytes, which JSON can't hold: '' for none, else their index in ARGV.
+--             kind 'p': value is how far the parts of the prompt go, extra the part
+--           Logprobs, parts and wake-ups are bytes, which JSON can't hold: '' for none, else their index in ARGV.
 --       [3] prefix of the gateways' channels; given wake-ups are published here, one message for each gateway
 --       [4...] the bytes
 -- Returns: for each request {outcome, next index, readers}. Outcomes are AppendKind in records.py. The readers, with
@@ -47,6 +48,8 @@ local function write(id, req, position, at)
   if kind == 'f' then
     call('XADD', log, position, 'c', choice, 'f', value, 's', extra, 'x', text, 'd', digest)
     call('HSET', req, 'f' .. choice, value)
+  elseif kind == 'p' then
+    call('XADD', log, position, 'c', choice, 'p', value, 'l', ARGV[extra], 'd', digest)
   else
     call('XADD', log, position, 'end', value, 'u', text, 'm', extra, 'd', digest)
   end

@@ -14,12 +14,17 @@ from pagestream_streams.protocol.finish_reasons import parse_finish_reason
 
 @dataclass
 class ClaimedLog:
-    """The tokens and finishes of each choice. Texts and logprobs are left out: a token takes four bytes."""
+    """The tokens and finishes of each choice, and how far the parts of prompts go.
+
+    Texts, logprobs and the parts are left out: a token takes four bytes.
+    """
 
     tokens: dict[int, array[int]] = field(default_factory=dict)
     """Token ids by choice."""
     finishes: dict[int, FinishReason] = field(default_factory=dict)
     """By choice, of those that have finished."""
+    prompt_ends: dict[int, int] = field(default_factory=dict)
+    """By first choice of a prompt, how far its parts go (see PromptPart.end)."""
 
     @classmethod
     def of(cls, entries: Iterable[LogEntry]) -> ClaimedLog:
@@ -30,6 +35,8 @@ class ClaimedLog:
                 log._add_token(entry.choice, entry.token_id)
             elif entry.HasField("finish"):
                 log.finishes[entry.choice] = entry.finish.reason
+            elif entry.HasField("prompt_part"):
+                log.prompt_ends[entry.choice] = entry.prompt_part.end
         return log
 
     @property
@@ -42,6 +49,8 @@ class ClaimedLog:
         token = fields.get(b"t")
         if token is not None:
             self._add_token(int(fields[b"c"]), int(token))
+        elif b"p" in fields:
+            self.prompt_ends[int(fields[b"c"])] = int(fields[b"p"])
         elif b"end" not in fields:
             self.finishes[int(fields[b"c"])] = parse_finish_reason(fields[b"f"].decode())
 

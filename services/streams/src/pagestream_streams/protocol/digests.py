@@ -1,5 +1,8 @@
 """The rolling digest of a log: equal digests mean equal tokens, choices and finish reasons up to that entry.
 
+Of what was computed of a prompt it has how far that goes, not its numbers: as log probabilities of tokens, they differ
+in their last bits between engines that are not deterministic.
+
 SHA-1 because Redis' Lua has it and the scripts that end a request extend the chain themselves. It guards against
 mix-ups, not against forgers.
 """
@@ -11,7 +14,7 @@ from hashlib import sha1
 
 from pagestream.v1.records_pb2 import LogEntry
 
-from pagestream_streams.protocol.entries import END, FINISH, TOKEN
+from pagestream_streams.protocol.entries import END, FINISH, PART, TOKEN
 from pagestream_streams.protocol.finish_reasons import finish_reason_name
 
 DIGEST_CHARS = 16
@@ -25,10 +28,14 @@ def chain(previous: str, entry: LogEntry) -> str:
             return chain_values(previous, TOKEN, choice, str(entry.token_id))
         case "finish":
             return chain_values(previous, FINISH, choice, finish_reason_name(entry.finish.reason))
+        case "prompt_part":
+            return chain_values(previous, PART, choice, str(entry.prompt_part.end))
         case "end":
             return chain_values(previous, END, "", finish_reason_name(entry.end.reason))
         case _:
-            raise ValueError("expected a log entry with a token, a finish or the end; this one has no body")
+            raise ValueError(
+                "expected a log entry with a token, a finish, a prompt part or the end; this one has no body"
+            )
 
 
 def chain_values(previous: str, kind: str, choice: str, value: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pagestream.v1.inference_pb2 import RequestError, TokenLogprobs, Usage
-from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry
+from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, PromptPart
 
 from pagestream_streams.protocol.finish_reasons import finish_reason_name, parse_finish_reason
 
@@ -15,11 +15,12 @@ EntryValues = tuple[str, str, str, str, str, str | bytes]
 """append.lua's six values for an entry: kind, choice, value, text, digest, extra.
 
 TOKEN: the value is the token id, extra its logprobs (a TokenLogprobs, serialised; "" for none). FINISH: the value is
-the reason, extra the stop reason. END: no choice; the value is the reason, the text the usage, extra the error. An
-engine makes one for each token: a plain tuple, since a message costs three times as much.
+the reason, extra the stop reason. END: no choice; the value is the reason, the text the usage, extra the error. PART:
+the value is the part's `end`, extra the part without it (a PromptPart, serialised). An engine makes one for each token:
+a plain tuple, since a message costs three times as much.
 """
 
-TOKEN, FINISH, END = "t", "f", "e"
+TOKEN, FINISH, END, PART = "t", "f", "e", "p"
 """Kinds of entries."""
 
 INVALID_REQUEST = "invalid_request"
@@ -40,7 +41,10 @@ def to_entry_values(entry: LogEntry) -> EntryValues:
         reason, usage = finish_reason_name(entry.end.reason), usage_text(entry.end.usage)
         error = error_text(entry.end.error) if entry.end.HasField("error") else ""
         return END, "", reason, usage, entry.digest, error
-    raise ValueError("expected a log entry with a token, a finish or the end; this one has no body")
+    if entry.HasField("prompt_part"):
+        part = PromptPart(logprobs=entry.prompt_part.logprobs, embedding=entry.prompt_part.embedding)
+        return PART, str(entry.choice), str(entry.prompt_part.end), "", entry.digest, part.SerializeToString()
+    raise ValueError("expected a log entry with a token, a finish, a prompt part or the end; this one has no body")
 
 
 def to_log_entry(values: EntryValues) -> LogEntry:
@@ -51,6 +55,8 @@ def to_log_entry(values: EntryValues) -> LogEntry:
         if isinstance(extra, bytes):
             entry.logprobs.MergeFromString(extra)
         return entry
+    if kind == PART:
+        return LogEntry(choice=int(choice), digest=digest, prompt_part=_part(value, extra))
     said = extra if isinstance(extra, str) else extra.decode()
     if kind == FINISH:
         finish = ChoiceFinish(reason=parse_finish_reason(value), stop_reason=said)
@@ -74,6 +80,9 @@ def from_stream_fields(fields: Mapping[bytes, bytes]) -> LogEntry:
             reason=parse_finish_reason(fields[b"f"].decode()), stop_reason=fields.get(b"s", b"").decode()
         )
         return LogEntry(choice=int(fields[b"c"]), digest=digest, text=text, finish=finish)
+    if b"p" in fields:
+        part = _part(fields[b"p"].decode(), fields[b"l"])
+        return LogEntry(choice=int(fields[b"c"]), digest=digest, prompt_part=part)
     error = fields.get(b"m", b"").decode()
     return LogEntry(digest=digest, end=_end(fields[b"end"].decode(), fields[b"u"].decode(), error))
 
@@ -86,6 +95,12 @@ def usage_text(usage: Usage) -> str:
 def error_text(error: RequestError) -> str:
     """Return the stored form of an end's error."""
     return f"{error.code}{_ERROR_SEPARATOR}{error.message}"
+
+
+def _part(end: str, stored: str | bytes) -> PromptPart:
+    part = PromptPart.FromString(stored if isinstance(stored, bytes) else stored.encode())
+    part.end = int(end)
+    return part
 
 
 def _end(reason: str, usage: str, error: str) -> LogEnd:

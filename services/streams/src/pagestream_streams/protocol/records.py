@@ -17,6 +17,11 @@ FINGERPRINT_FIELD, CONTEXT_FIELD, LENGTHS_FIELD = "fingerprint", "context", "len
 long its answers were (see expected_lengths.py)."""
 
 
+def is_prompt_alone(spec: RequestSpec) -> bool:
+    """Whether a request's prompts are computed and no token is generated."""
+    return spec.sampling.HasField("max_tokens") and not spec.sampling.max_tokens
+
+
 @dataclass(frozen=True)
 class ModelInfo:
     """A published model."""

@@ -9,6 +9,7 @@ from typing import Protocol
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams import Claim
 from pagestream_streams.protocol.entries import EntryValues
+from pagestream_streams.protocol.records import is_prompt_alone
 from pagestream_streams.protocol.token_appends import TokenAppends
 
 from pagestream_worker.logs.token_columns import TokenColumns
@@ -22,8 +23,9 @@ def has_plain_tokens(spec: RequestSpec) -> bool:
     `TokenLogs.take` writes.
     """
     sampling = spec.sampling
-    comes_at_end = sampling.use_beam_search or sampling.HasField("best_of")
-    return len(spec.prompts) == 1 and sampling.n <= 1 and not sampling.HasField("logprobs") and not comes_at_end
+    comes_at_end = sampling.use_beam_search or sampling.HasField("best_of") or is_prompt_alone(spec)
+    has_logprobs = sampling.HasField("logprobs") or sampling.HasField("prompt_logprobs")
+    return len(spec.prompts) == 1 and sampling.n <= 1 and not has_logprobs and not comes_at_end
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from itertools import count
 
 from pagestream_streams import Claim
 from pagestream_streams.protocol import digests
-from pagestream_streams.protocol.entries import FINISH, TOKEN, EntryValues
+from pagestream_streams.protocol.entries import END, FINISH, TOKEN, EntryValues
 
 from pagestream_worker.logs.base import PACKED_ENTRIES, PendingLogs
 from pagestream_worker.logs.token_columns import TokenColumns
@@ -140,7 +140,7 @@ class PythonLog:
         """See TokenLog."""
         digest = self._digest = digests.chain_values(self._digest, kind, choice, value)
         self._entries.append((kind, choice, value, text, digest, extra))
-        if kind != TOKEN:
+        if kind in (FINISH, END):
             self.has_finish = True
         if len(self._entries) >= 2 * PACKED_ENTRIES:
             self._pack()

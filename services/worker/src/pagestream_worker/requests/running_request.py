@@ -7,32 +7,26 @@ from itertools import groupby
 
 from pagestream.v1.inference_pb2 import (
     FINISH_REASON_ERROR,
+    FINISH_REASON_LENGTH,
+    FINISH_REASON_STOP,
     FinishReason,
-    LogprobEntry,
     RequestError,
     TokenIds,
-    TokenLogprobs,
     Usage,
 )
 from pagestream_engine.errors import RequestFault
-from pagestream_engine.request.outputs import StepOutput, TokenLogprob
+from pagestream_engine.request.outputs import StepOutput
 from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_streams import Append, Claim
 from pagestream_streams.protocol.claimed_log import ClaimedLog
-from pagestream_streams.protocol.entries import END, FINISH, INVALID_REQUEST, TOKEN, error_text, usage_text
+from pagestream_streams.protocol.entries import END, FINISH, INVALID_REQUEST, PART, TOKEN, error_text, usage_text
 from pagestream_streams.protocol.finish_reasons import finish_reason_name, parse_finish_reason
+from pagestream_streams.protocol.records import is_prompt_alone
 from pagestream_telemetry.context import TraceContext, caller_context
 
 from pagestream_worker.logs.base import TokenLogs, has_plain_tokens
-from pagestream_worker.requests.sampling import child_of, sampling_from_message
-
-
-def _logprobs_message(tokens: Sequence[TokenLogprob]) -> TokenLogprobs:
-    entries = [
-        LogprobEntry(token_id=token.token_id, logprob=token.logprob, rank=token.rank, text=token.text)
-        for token in tokens
-    ]
-    return TokenLogprobs(entries=entries)
+from pagestream_worker.requests.prompt_parts import PromptParts, logprobs_message
+from pagestream_worker.requests.sampling import child_of, sampling_of
 
 
 @dataclass(frozen=True)
@@ -56,6 +50,7 @@ class RunningRequest:
         "_held",
         "_num_choices",
         "_num_tokens",
+        "_prompt_parts",
         "_resumed",
         "_running",
         "_siblings",
@@ -73,6 +68,7 @@ class RunningRequest:
         self._num_tokens = {choice: len(tokens) for choice, tokens in self._resumed.items()}  # beside log.num_taken
         self._held: defaultdict[int, deque[StepOutput]] = defaultdict(deque)  # generated before their turn
         self._finishes = dict(claim.log.finishes)
+        self._prompt_parts = PromptParts(claim.spec, claim.log.prompt_ends)
         self._running: set[int] = set()
         self._cached_tokens = claim.cached_tokens
         self.log = logs.open(claim)
@@ -90,13 +86,15 @@ class RunningRequest:
         for index, tokens in self._resumed.items():
             if index in self._finishes:
                 continue
-            choice = Choice(
-                seq_id=self._seq_id(index),
-                index=index,
-                prompt=self.claim.spec.prompts[index // self._siblings],
-                params=sampling_from_message(self.claim.spec.sampling, sibling=child_of(self.claim.spec, index)),
-                output_token_ids=tokens,
-            )
+            params = sampling_of(self.claim.spec, child=child_of(self.claim.spec, index))
+            prompt = self.claim.spec.prompts[index // self._siblings]
+            if self._prompt_parts.are_complete(index - index % self._siblings):
+                if is_prompt_alone(self.claim.spec):
+                    reason = FINISH_REASON_STOP if self.claim.spec.HasField("pooling") else FINISH_REASON_LENGTH
+                    self._write_finish(index, reason, "", "")
+                    continue
+                params = replace(params, prompt_logprobs=None)
+            choice = Choice(self._seq_id(index), index, prompt, params, tokens)
             self._running.add(index)
             yield choice
 
@@ -127,6 +125,11 @@ class RunningRequest:
         """Add one step's output of a choice to the log; the last choice's finish also ends the log."""
         if choice in self._finishes:
             return
+        if output.prompt_logprobs is not None or output.pooled is not None:
+            first = choice - choice % self._siblings
+            for end, part in self._prompt_parts.take(first, output):
+                self.log.write(PART, str(first), str(end), "", part)
+            self._cached_tokens += output.num_cached_tokens if output.pooled is not None else 0
         if self._siblings == 1 or output.error is not None:
             self._add(choice, output)
             return
@@ -149,7 +152,7 @@ class RunningRequest:
         if output.token_id is not None:
             # The finish carries the last token's text, so that a stop string never spans two entries.
             text = output.text if output.finish_reason is None else ""
-            logprobs = "" if output.logprobs is None else _logprobs_message(output.logprobs).SerializeToString()
+            logprobs = "" if output.logprobs is None else logprobs_message(output.logprobs).SerializeToString()
             self.log.write(TOKEN, str(choice), str(output.token_id), text, logprobs)
             if self._num_tokens[choice] == 0:
                 self._cached_tokens += output.num_cached_tokens

@@ -7,8 +7,14 @@ from pagestream.v1.inference_pb2 import (
     StructuredOutputs,
 )
 from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
-from pagestream.v1.records_pb2 import RequestSpec
-from pagestream_engine.errors import UnsupportedSamplingParams
+from pagestream.v1.records_pb2 import (
+    POOLING_KIND_CLS,
+    POOLING_KIND_LAST,
+    POOLING_KIND_MEAN,
+    POOLING_KIND_UNSPECIFIED,
+    RequestSpec,
+)
+from pagestream_engine.errors import InvalidRequest
 from pagestream_engine.request.sampling_params import SamplingParams, child_seed
 from pagestream_engine.request.structured_outputs import StructuredOutputsParams
 
@@ -23,6 +29,7 @@ FIELDS_WITH_PRESENCE = (
     "min_tokens",
     "max_tokens",
     "logprobs",
+    "prompt_logprobs",
     "beam_width",
     "length_penalty",
 )
@@ -30,6 +37,12 @@ _EARLY_STOPPING: dict[int, bool | str] = {
     EARLY_STOPPING_UNSPECIFIED: False,
     EARLY_STOPPING_TRUE: True,
     EARLY_STOPPING_NEVER: "never",
+}
+_POOLINGS: dict[int, str] = {
+    POOLING_KIND_UNSPECIFIED: "last",
+    POOLING_KIND_LAST: "last",
+    POOLING_KIND_MEAN: "mean",
+    POOLING_KIND_CLS: "cls",
 }
 
 
@@ -42,15 +55,26 @@ def child_of(spec: RequestSpec, choice: int) -> int:
     return choice if spec.seed_for_each_prompt else choice % max(1, spec.sampling.n)
 
 
+def sampling_of(spec: RequestSpec, *, child: int) -> SamplingParams:
+    """Return the parameters of one choice of a request, see `child_of`.
+
+    Raises:
+        InvalidRequest: the request asks for what this engine doesn't support.
+    """
+    if not spec.HasField("pooling"):
+        return sampling_from_message(spec.sampling, sibling=child)
+    kind = _POOLINGS.get(spec.pooling.kind)
+    if kind is None:
+        raise InvalidRequest(f"pooling: given kind {spec.pooling.kind}, which this engine does not know")
+    return SamplingParams(max_tokens=0, temperature=0.0, seed=spec.sampling.seed, pooling=kind)
+
+
 def sampling_from_message(message: SamplingMessage, *, sibling: int) -> SamplingParams:
     """Convert the parameters of one sibling: `n` is 1, the seed is that sibling's own, or with `best_of` its prompt's.
 
     Raises:
         InvalidRequest: the message asks for what this engine doesn't support.
     """
-    if message.HasField("prompt_logprobs"):
-        hint = "a log has no entry for them: leave it out"
-        raise UnsupportedSamplingParams("prompt_logprobs", message.prompt_logprobs, "its default None", hint)
     given = {name: getattr(message, name) for name in FIELDS_WITH_PRESENCE if message.HasField(name)}
     n = max(1, message.n)
     params = SamplingParams(

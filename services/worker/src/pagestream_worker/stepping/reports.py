@@ -29,6 +29,8 @@ class EngineFacts:
     eos_token_ids: frozenset[int]
     fingerprint: str
     is_deterministic: bool
+    pooled_size: int
+    """Numbers of a vector that is pooled from a prompt; 0: the model gives none."""
     revision: str
     """See model_revision, which needs torch."""
     memory_bytes: Mapping[str, int]
@@ -53,6 +55,7 @@ class EngineFacts:
             eos_token_ids=engine.eos_token_ids,
             fingerprint=engine.fingerprint,
             is_deterministic=engine.is_deterministic,
+            pooled_size=engine.pooled_size,
             revision=model_revision(engine.folder),
             memory_bytes=dict(engine.memory_bytes()),
             load_s=dict(engine.load_s),

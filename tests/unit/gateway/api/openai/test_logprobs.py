@@ -113,7 +113,7 @@ def test_offsets_do_not_depend_on_how_the_log_came(echo: list[str], sizes: list[
 def test_nothing_is_shown_unasked() -> None:
     writer = CompletionLogprobs(spec(API_FORM_COMPLETIONS, logprobs=None))
     assert writer.write(run("a", token(("a", -1.0)))) is None
-    assert writer.lists(run("a", token(("a", -1.0)))) == {}
+    assert writer.lists(None) == {}
 
 
 def test_a_reader_that_comes_back_sees_the_same_offsets() -> None:

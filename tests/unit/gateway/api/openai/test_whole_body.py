@@ -24,7 +24,7 @@ from pagestream.v1.records_pb2 import (
     RequestSpec,
 )
 from pagestream_gateway.api.openai.requests import writer_of
-from pagestream_gateway.api.openai.whole_body import WholeBody, size_of
+from pagestream_gateway.api.openai.whole_body import WholeBody
 from pagestream_gateway.api.openai.writer import AnswerWriter
 from pagestream_gateway.api.runs import Run, split_runs
 
@@ -109,13 +109,14 @@ def test_each_choice_begins_with_its_echo() -> None:
 @settings(max_examples=20)
 @given(st.sampled_from([API_FORM_CHAT_COMPLETIONS, API_FORM_COMPLETIONS]), st.text(max_size=20), st.integers(0, 20))
 def test_the_size_is_known_before_the_body(api: ApiForm, text: str, num_best: int) -> None:
-    body = WholeBody(writer(api, logprobs=num_best))
+    of = writer(api, logprobs=num_best)
+    body = WholeBody(of)
     empty = body.num_bytes
     run = Run(0, 1, "d", text=text, token_ids=[1], logprobs=[logprobs_of(text, num_best)])
     for _ in range(8):
         body.add(run)
-    assert body.num_bytes - empty <= 8 * size_of(run)
-    assert len(b"".join(body.parts(USAGE))) <= 2 * (empty + 8 * size_of(run))
+    assert body.num_bytes - empty <= 8 * body.size_of(of, run)
+    assert len(b"".join(body.parts(USAGE))) <= 2 * (empty + 8 * body.size_of(of, run))
 
 
 def test_a_token_takes_bytes_not_objects() -> None:

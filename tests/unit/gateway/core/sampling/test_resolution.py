@@ -1,7 +1,7 @@
 import pytest
 from pagestream.v1.inference_pb2 import EARLY_STOPPING_NEVER, SamplingParams
 from pagestream_gateway.core.sampling.resolution import fit_context, resolve_sampling, sampling_from_json
-from pagestream_gateway.errors import InvalidRequest, UnsupportedField
+from pagestream_gateway.errors import InvalidRequest
 from pagestream_gateway.settings import LimitSettings
 
 LIMITS = LimitSettings()
@@ -84,12 +84,6 @@ def test_what_does_not_go_with_a_beam_search_is_refused_by_its_name(field: str, 
     with pytest.raises(InvalidRequest) as caught:
         resolve(given)
     assert caught.value.field == field
-
-
-def test_what_is_not_supported_is_refused() -> None:
-    with pytest.raises(UnsupportedField) as caught:
-        resolve(SamplingParams(prompt_logprobs=1))
-    assert caught.value.field == "prompt_logprobs"
 
 
 @pytest.mark.parametrize(

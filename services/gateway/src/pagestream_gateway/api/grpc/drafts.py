@@ -24,7 +24,7 @@ def generate_draft(request: GenerateRequest, *, deadline_ms: int) -> Draft:
         prompts=[prompt],
         prompt_field=prompt_field,
         sampling=request.sampling,
-        answer=AnswerForm(api=API_FORM_GRPC, created=now_s(), include_usage=True),
+        answer=_answer_form(request),
         on_disconnect=request.on_disconnect,
         priority=request.priority,
         deadline_ms=deadline_ms,
@@ -33,6 +33,14 @@ def generate_draft(request: GenerateRequest, *, deadline_ms: int) -> Draft:
         cache_salt=request.cache_salt,
         body_digest=hashlib.sha256(request.SerializeToString(deterministic=True)).hexdigest() if key else "",
     )
+
+
+def _answer_form(request: GenerateRequest) -> AnswerForm:
+    """Return the form in which HTTP shows the answer."""
+    form = AnswerForm(api=API_FORM_GRPC, created=now_s(), include_usage=True)
+    if request.sampling.HasField("prompt_logprobs"):
+        form.prompt_logprobs = request.sampling.prompt_logprobs
+    return form
 
 
 def with_message_path(error: InvalidRequest) -> InvalidRequest:

@@ -209,6 +209,9 @@ def _fill_chunk(chunk: api.TokenChunk, request_id: str, run: Run) -> None:
     chunk.text = run.text
     if run.logprobs:
         chunk.logprobs.extend(run.logprobs)
+    if run.prompt_end:
+        chunk.prompt_logprobs.extend(run.prompt_logprobs)
+        chunk.embedding = run.embedding
     if run.finish is not None:
         chunk.finish_reason = run.finish.reason
         chunk.stop_reason = run.finish.stop_reason

@@ -14,7 +14,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pagestream_gateway.api.openai.position import START, Position, position_after
-from pagestream_gateway.api.openai.writer import AnswerWriter
+from pagestream_gateway.api.openai.whole_body import WholeBody
+from pagestream_gateway.api.openai.writer import AnswerBody, LogWriter
 from pagestream_gateway.api.runs import Run
 from pagestream_gateway.core.calls import DISCONNECTED, Call
 from pagestream_gateway.core.gateway import Gateway
@@ -34,7 +35,9 @@ class Reading:
     tenant: str
     call: Call
     """What is measured; the answer ends it."""
-    writer: AnswerWriter
+    writer: LogWriter
+    body: type[AnswerBody] = WholeBody
+    """What collects an answer that is not streamed."""
     start: Position = START
     """The position from which the client reads on."""
     with_opening: bool = True

@@ -115,6 +115,7 @@ class ChatWriter(AnswerWriter):
     chunk_object = "chat.completion.chunk"
     whole_object = "chat.completion"
     logprobs_form = ChatLogprobs
+    shows_prompts_by_choice = False
 
     def opening_parts(self) -> list[str]:
         """Return the roles."""
@@ -160,7 +161,7 @@ def router(gateway: Gateway) -> APIRouter:
     @routes.post("/v1/chat/completions", openapi_extra=stream_body_of(ChatBody), summary="Answer a conversation")
     async def chat_completions(request: Request) -> Response:
         call = gateway.calls.begin("chat", CHAT, request.headers)
-        return await generation.generate(gateway, request, call, parse, ChatWriter)
+        return await generation.generate(gateway, request, call, parse, writer=ChatWriter)
 
     return routes
 

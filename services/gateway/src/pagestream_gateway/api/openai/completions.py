@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from json.encoder import encode_basestring_ascii
-from typing import Annotated, Any
+from typing import Any
 
 from fastapi import APIRouter
 from pagestream.v1.records_pb2 import API_FORM_COMPLETIONS
@@ -21,29 +21,22 @@ from pagestream_gateway.api.openai.generation import (
     without_unsupported,
 )
 from pagestream_gateway.api.openai.logprobs import CompletionLogprobs
-from pagestream_gateway.api.openai.strict_body import parse_body, with_sampling_parameters
+from pagestream_gateway.api.openai.strict_body import Prompts, parse_body, prompts_of, with_sampling_parameters
 from pagestream_gateway.api.openai.writer import AnswerWriter
 from pagestream_gateway.api.runs import Run
 from pagestream_gateway.core.calls import TEXT_COMPLETION
-from pagestream_gateway.core.drafts import Draft, Prompt, TextPrompt, TokenPrompt
+from pagestream_gateway.core.drafts import Draft
 from pagestream_gateway.core.gateway import Gateway
-from pagestream_gateway.core.sampling.json_types import Items, Token, expects
-from pagestream_gateway.errors import UnsupportedField
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's and vLLM's
 UNSUPPORTED = {**generation.UNSUPPORTED, "suffix": ("",), "prompt_embeds": ()}
-
-_Prompts = Annotated[
-    str | Items[str] | Items[Token] | Items[Items[Token]],
-    expects("must be a string, a list of strings, a list of token ids or a list of lists of token ids"),
-]
 
 
 @with_sampling_parameters
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
-    prompt: _Prompts = Field(description="Text, token ids, or a list of either; each prompt has n choices.")
+    prompt: Prompts = Field(description="Text, token ids, or a list of either; each prompt has n choices.")
     echo: bool | None = Field(
         None, description="Begin each choice with its prompt; with `max_tokens` 0 that is all of it."
     )
@@ -80,17 +73,19 @@ class CompletionWriter(AnswerWriter):
 def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest:
     """Read a body and its headers. Raises InvalidRequest."""
     body = parse_body(CompletionBody, without_unsupported(document, UNSUPPORTED))
-    if body.echo and body.logprobs is not None:
-        raise UnsupportedField("echo", "together with logprobs it asks for those of the prompt, which are not computed")
     own_parameters = {"logprobs": body.logprobs}
-    is_prompt_alone = bool(body.echo) and getattr(body, "max_tokens", None) == 0
+    has_no_output = bool(body.echo) and getattr(body, "max_tokens", None) == 0
+    is_prompt_alone = has_no_output and body.logprobs is None and getattr(body, "prompt_logprobs", None) is None
     if is_prompt_alone:
         own_parameters["max_tokens"] = 1  # the least that a record can ask for; no engine runs it
     field_names = names_in(body)
     with named_as(field_names):
         shared = shared_draft(body, headers, document, API_FORM_COMPLETIONS, **own_parameters)
+    if body.echo and body.logprobs is not None:
+        sampling, shared["answer"].echo_logprobs = shared["sampling"], True
+        sampling.prompt_logprobs = max(body.logprobs, sampling.prompt_logprobs)
     draft = Draft(
-        prompts=_prompts(body.prompt, body.add_special_tokens is not False),
+        prompts=prompts_of(body.prompt, body.add_special_tokens is not False),
         prompt_field="prompt",
         default_max_tokens=_DEFAULT_MAX_TOKENS,
         echo=bool(body.echo),
@@ -107,18 +102,6 @@ def router(gateway: Gateway) -> APIRouter:
     @routes.post("/v1/completions", openapi_extra=stream_body_of(CompletionBody), summary="Go on with a prompt")
     async def completions(request: Request) -> Response:
         call = gateway.calls.begin("completions", TEXT_COMPLETION, request.headers)
-        return await generation.generate(gateway, request, call, parse, CompletionWriter)
+        return await generation.generate(gateway, request, call, parse, writer=CompletionWriter)
 
     return routes
-
-
-def _prompts(prompt: str | list[str] | list[int] | list[list[int]], add_special_tokens: bool) -> list[Prompt]:
-    if isinstance(prompt, str):
-        return [TextPrompt(prompt, add_special_tokens)]
-    if prompt and isinstance(prompt[0], int):
-        return [TokenPrompt(prompt)]
-    return [
-        TextPrompt(item, add_special_tokens) if isinstance(item, str) else TokenPrompt(item)
-        for item in prompt
-        if not isinstance(item, int)
-    ]

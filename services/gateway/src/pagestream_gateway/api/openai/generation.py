@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from pagestream.v1.inference_pb2 import ON_DISCONNECT_CANCEL, ON_DISCONNECT_CONTINUE, SamplingParams
 from pagestream.v1.records_pb2 import AnswerForm, ApiForm
@@ -19,9 +19,10 @@ from pagestream_gateway.api.error_codes import error_report
 from pagestream_gateway.api.openai.answers import Reading
 from pagestream_gateway.api.openai.body import parse_json, read_body
 from pagestream_gateway.api.openai.streaming import EventStream
-from pagestream_gateway.api.openai.strict_body import Body
+from pagestream_gateway.api.openai.strict_body import Body, QueuedBody
 from pagestream_gateway.api.openai.whole_answer import WholeAnswer
-from pagestream_gateway.api.openai.writer import AnswerWriter
+from pagestream_gateway.api.openai.whole_body import WholeBody
+from pagestream_gateway.api.openai.writer import AnswerBody, LogWriter
 from pagestream_gateway.core.calls import DISCONNECTED, Call
 from pagestream_gateway.core.drafts import Draft, now_s
 from pagestream_gateway.core.gateway import Gateway
@@ -63,35 +64,16 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
-class GenerationBody(Body):
-    """The fields of both bodies beside the sampling parameters. Null is the same as leaving a field out."""
+class GenerationBody(QueuedBody):
+    """The fields of both bodies beside the sampling parameters."""
 
-    model: str | None = Field(None, description="Served name; may be left out where exactly one model is served.")
     stream: bool | None = Field(None, description="Answer as server-sent events.")
     stream_options: StreamOptions | None = None
-    add_special_tokens: bool | None = Field(
-        None, description="Whether the tokenizer adds its special tokens to the prompt."
-    )
-    priority: int | None = Field(None, description="0 is served first.")
-    on_disconnect: Literal["cancel", "continue"] | None = Field(
-        None,
-        description='While no client reads the answer: "cancel" after the disconnect grace (default), or "continue".',
-    )
-    request_id: str | None = Field(None, description="The caller's own id, kept as metadata.")
-    cache_salt: str | None = Field(
-        None, min_length=1, description="Only requests with the same salt share computed prefixes."
-    )
     response_format: ResponseFormat | None = Field(None, description="text, json_object or json_schema.")
     # Known fields that can't change the output.
-    user: Any = None
-    metadata: Any = None
     store: Any = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
-        None, description='There is one tier: answers say "default".'
-    )
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
     session_id: Any = None
+    prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
     prediction: Any = None
     parallel_tool_calls: Any = None
@@ -130,22 +112,32 @@ def shared_draft(
     `own` are sampling parameters that the resource has in a form of its own. Raises InvalidRequest.
     """
     shared = {each.name: getattr(body, each.name) for each in parameters.PARAMETERS if each.json_type is not None}
-    key = headers.get("idempotency-key", "")
-    check_unicode(body.request_id or "", "request_id")
-    check_unicode(body.cache_salt or "", "cache_salt")
     sampling = sampling_from_json(shared | own)
     _set_response_format(sampling, body.response_format)
     if body.stream_options and body.stream_options.continuous_usage_stats:
         raise UnsupportedField("stream_options.continuous_usage_stats", "include_usage shows the usage at the end")
     return {
-        "model": body.model or "",
+        **queued_arguments(body, headers, document, api),
         "sampling": sampling,
         "answer": AnswerForm(
             api=api,
             created=now_s(),
             include_usage=bool(body.stream_options and body.stream_options.include_usage),
             top_logprobs=sampling.logprobs,
+            prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
         ),
+    }
+
+
+def queued_arguments(
+    body: QueuedBody, headers: Mapping[str, str], document: Mapping[str, Any], api: ApiForm
+) -> dict[str, Any]:
+    """Return the arguments of a Draft that all resources fill alike. Raises InvalidRequest."""
+    key = headers.get("idempotency-key", "")
+    check_unicode(body.request_id or "", "request_id")
+    check_unicode(body.cache_salt or "", "cache_salt")
+    return {
+        "model": body.model or "",
         "on_disconnect": ON_DISCONNECT_CONTINUE if body.on_disconnect == "continue" else ON_DISCONNECT_CANCEL,
         "priority": body.priority or 0,
         "deadline_ms": _deadline_ms(headers.get("x-request-timeout")),
@@ -171,9 +163,15 @@ def names_in(body: GenerationBody) -> dict[str, str]:
 
 
 async def generate(
-    gateway: Gateway, request: Request, call: Call, parse: Parser, writer: type[AnswerWriter]
+    gateway: Gateway,
+    request: Request,
+    call: Call,
+    parse: Parser,
+    *,
+    writer: type[LogWriter],
+    body: type[AnswerBody] = WholeBody,
 ) -> Response:
-    """Answer a POST that asks for a generation.
+    """Answer a POST whose answer is made of a request's log.
 
     Ends the call where it is refused before there is an answer; the answer ends its own.
     """
@@ -183,7 +181,7 @@ async def generate(
         with_comments = switch(request.headers, "X-Queue-Comments")
         async with parsed_request(gateway, request, parse) as parsed:
             spec = await gateway.submission.submit(parsed.draft, tenant, call)
-        reading = Reading(spec, tenant, call, writer(spec), with_ids=with_ids, with_queue_comments=with_comments)
+        reading = Reading(spec, tenant, call, writer(spec), body, with_ids=with_ids, with_queue_comments=with_comments)
         return EventStream(gateway, reading) if parsed.stream else WholeAnswer(gateway, reading)
     except asyncio.CancelledError:
         call.end(DISCONNECTED)

@@ -35,10 +35,17 @@ class Logprobs:
         """Return the `logprobs` of a run's chunk; None where they were not asked for or the run has no token."""
         return self._write(run) if self.is_asked and run.logprobs else None
 
-    def lists(self, run: Run) -> dict[str, list[Any]]:
-        """Return the members of a run's `logprobs` that are lists, one item a token; {} where it has none."""
-        written = self.write(run) or {}
-        return {name: written[name] for name in self.list_names if name in written}
+    def first(self, choice: int) -> dict[str, Any] | None:
+        """Return the `logprobs` of the first token of a choice's prompt, where those of prompts are echoed."""
+        return None
+
+    def echoed(self, run: Run, choice: int) -> dict[str, Any] | None:
+        """Return the `logprobs` of a choice for a run's tokens of its prompt; None where they are not echoed."""
+        return None
+
+    def lists(self, written: dict[str, Any] | None) -> dict[str, list[Any]]:
+        """Return the members of `logprobs` that are lists, one item a token; {} for None."""
+        return {name: written[name] for name in self.list_names if written and name in written}
 
     def _write(self, run: Run) -> dict[str, Any]:
         raise NotImplementedError
@@ -80,18 +87,49 @@ class CompletionLogprobs(Logprobs):
         echoes = [len(text) for text in spec.answer.echo_texts] or [0] * len(spec.prompts)
         # Offsets begin after the echoed prompt, as the text does.
         self._offsets = [length for length in echoes for _ in range(siblings)]
+        self._first_tokens = [text for text in spec.answer.first_tokens for _ in range(siblings)]
+        self._echo_offsets = [len(text) for text in self._first_tokens]
+
+    def first(self, choice: int) -> dict[str, Any] | None:
+        if not self._first_tokens:
+            return None
+        first = self._first_tokens[choice]
+        return {"text_offset": [0], "token_logprobs": [None], "tokens": [first], "top_logprobs": [None]}
+
+    def echoed(self, run: Run, choice: int) -> dict[str, Any] | None:
+        return self._columns(run.prompt_logprobs, choice, self._echo_offsets) if self._first_tokens else None
 
     def _write(self, run: Run) -> dict[str, Any]:
+        return self._columns(run.logprobs, run.choice, self._offsets)
+
+    def _columns(self, tokens: Sequence[TokenLogprobs], choice: int, offsets: list[int]) -> dict[str, Any]:
         columns: dict[str, list[Any]] = {name: [] for name in self.list_names}
-        for token in run.logprobs:
+        for token in tokens:
             chosen, best = self._split(token)
-            columns["text_offset"].append(self._offsets[run.choice])
+            columns["text_offset"].append(offsets[choice])
             columns["token_logprobs"].append(_finite(chosen))
             columns["tokens"].append(chosen.text)
             columns["top_logprobs"].append({entry.text: _finite(entry) for entry in (*best, chosen)})
             # By the tokens' own texts: in the shown text a character may come with a later token, or not at all.
-            self._offsets[run.choice] += len(chosen.text)
+            offsets[choice] += len(chosen.text)
         return columns
+
+
+def prompt_logprobs_body(run: Run, num_best: int) -> list[dict[str, Any] | None]:
+    """Return vLLM's `prompt_logprobs` for a run's tokens of a prompt, which begin with null for its first token.
+
+    Each is an object of the token's own entry, then those of the likeliest ones, by their ids.
+    """
+    is_begin = run.prompt_end == len(run.prompt_logprobs)
+    rows: list[dict[str, Any] | None] = [None] if is_begin else []
+    for token in run.prompt_logprobs:
+        rows.append(
+            {
+                str(entry.token_id): {"logprob": _finite(entry), "rank": entry.rank, "decoded_token": entry.text}
+                for entry in token.entries[: 1 + num_best]
+            }
+        )
+    return rows
 
 
 def _finite(entry: LogprobEntry) -> float:

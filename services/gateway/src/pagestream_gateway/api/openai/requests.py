@@ -1,12 +1,18 @@
 """/v1/requests: a tenant's requests, and of each its state, its events from any position, its end and its return."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter
 from pagestream.v1.inference_pb2 import RequestState
-from pagestream.v1.records_pb2 import API_FORM_CHAT_COMPLETIONS, RequestSpec
+from pagestream.v1.records_pb2 import (
+    API_FORM_CHAT_COMPLETIONS,
+    API_FORM_EMBEDDINGS,
+    API_FORM_RERANK,
+    API_FORM_SCORE,
+    RequestSpec,
+)
 from pagestream_streams import RequestSummary, RequestView
 from pagestream_streams.errors import DigestMismatch, OffsetOutOfRange, RequestNotFound
 from starlette.requests import Request
@@ -22,12 +28,21 @@ from pagestream_gateway.api.openai.errors import error_response
 from pagestream_gateway.api.openai.generation import ParsedRequest, parsed_request, switch
 from pagestream_gateway.api.openai.position import Position
 from pagestream_gateway.api.openai.streaming import EventStream
-from pagestream_gateway.api.openai.writer import AnswerWriter, finish_reason_body, usage_body
+from pagestream_gateway.api.openai.vectors import embeddings, scoring
+from pagestream_gateway.api.openai.vectors.embeddings import EmbeddingWriter
+from pagestream_gateway.api.openai.vectors.scoring import RerankWriter, ScoreWriter
+from pagestream_gateway.api.openai.writer import LogWriter, finish_reason_body, usage_body
 from pagestream_gateway.core.calls import DISCONNECTED, OK, RESUME
 from pagestream_gateway.core.drafts import Draft
 from pagestream_gateway.core.gateway import Gateway
 from pagestream_gateway.errors import InvalidRequest
 
+_WRITERS: Mapping[int, type[LogWriter]] = {
+    API_FORM_CHAT_COMPLETIONS: ChatWriter,
+    API_FORM_EMBEDDINGS: EmbeddingWriter,
+    API_FORM_SCORE: ScoreWriter,
+    API_FORM_RERANK: RerankWriter,
+}
 _DEFAULT_LISTED, _MAX_LISTED = 20, 100
 
 _EVENTS_PARAMETERS: dict[str, Any] = {
@@ -68,8 +83,21 @@ _LIST_PARAMETERS: dict[str, Any] = {
         },
     ]
 }
+_PARSERS: Mapping[str, Callable[[dict[str, Any], Mapping[str, str]], ParsedRequest]] = {
+    "messages": chat_completions.parse,
+    "input": embeddings.parse,
+    "query": scoring.parse_rerank,
+    "text_1": scoring.parse_score,
+    "queries": scoring.parse_score,
+}
 _AGAIN: dict[str, Any] = {
-    **body_of(completions.CompletionBody, chat_completions.ChatBody),
+    **body_of(
+        completions.CompletionBody,
+        chat_completions.ChatBody,
+        embeddings.EmbeddingBody,
+        scoring.ScoreBody,
+        scoring.RerankBody,
+    ),
     "parameters": [
         {
             "name": "X-Request-Seed",
@@ -166,9 +194,9 @@ def router(gateway: Gateway) -> APIRouter:
     return routes
 
 
-def writer_of(spec: RequestSpec) -> AnswerWriter:
+def writer_of(spec: RequestSpec) -> LogWriter:
     """Return what writes a request's answer in the form that it was asked for in; gRPC's is read as a completion."""
-    return ChatWriter(spec) if spec.answer.api == API_FORM_CHAT_COMPLETIONS else CompletionWriter(spec)
+    return _WRITERS.get(spec.answer.api, CompletionWriter)(spec)
 
 
 def _position(request: Request, request_id: str) -> Position:
@@ -190,9 +218,11 @@ def _limit(text: str | None) -> int:
 
 
 def _parse_any(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest:
-    """Read a body of either resource: a chat has messages."""
-    parse = chat_completions.parse if "messages" in document else completions.parse
-    return parse(document, headers)
+    """Read a body of any resource, which is known by a field that it alone has."""
+    for name, parse in _PARSERS.items():
+        if name in document:
+            return parse(document, headers)
+    return completions.parse(document, headers)
 
 
 def _seed(text: str | None, draft: Draft) -> int | None:

@@ -1,14 +1,20 @@
 """Strict request bodies: how the bodies of all resources are declared, validated, and their mistakes reported."""
 
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
-from pagestream_gateway.core.sampling.json_types import HALF_SURROGATE
+from pagestream_gateway.core.drafts import Prompt, TextPrompt, TokenPrompt
+from pagestream_gateway.core.sampling.json_types import HALF_SURROGATE, Items, Token, expects
 from pagestream_gateway.core.sampling.parameters import PARAMETERS
 from pagestream_gateway.errors import InvalidRequest
 
 BodyModel = TypeVar("BodyModel", bound="Body")
+Prompts = Annotated[
+    str | Items[str] | Items[Token] | Items[Items[Token]],
+    expects("must be a string, a list of strings, a list of token ids or a list of lists of token ids"),
+]
+"""A completion's prompt, an embedding's input."""
 
 
 class Body(BaseModel):
@@ -24,6 +30,31 @@ class Body(BaseModel):
             return values
         first = next(name for name in values if name not in cls.model_fields)
         return {name: value for name, value in values.items() if name in cls.model_fields or name == first}
+
+
+class QueuedBody(Body):
+    """The fields of all bodies that become requests in a queue. Null is the same as leaving a field out."""
+
+    model: str | None = Field(None, description="Served name; may be left out where exactly one model is served.")
+    add_special_tokens: bool | None = Field(
+        None, description="Whether the tokenizer adds its special tokens to the prompt."
+    )
+    priority: int | None = Field(None, description="0 is served first.")
+    on_disconnect: Literal["cancel", "continue"] | None = Field(
+        None,
+        description='While no client reads the answer: "cancel" after the disconnect grace (default), or "continue".',
+    )
+    request_id: str | None = Field(None, description="The caller's own id, kept as metadata.")
+    cache_salt: str | None = Field(
+        None, min_length=1, description="Only requests with the same salt share computed prefixes."
+    )
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
+        None, description='There is one tier: answers say "default".'
+    )
+    # Known fields that can't change the output.
+    user: Any = None
+    metadata: Any = None
+    safety_identifier: Any = None
 
 
 def with_sampling_parameters(kind: type[BodyModel]) -> type[BodyModel]:
@@ -55,3 +86,16 @@ _MESSAGES = {
 def _invalid(kind: str, location: tuple[int | str, ...], message: str) -> InvalidRequest:
     path = ".".join(str(step)[:80] or '""' for step in location)
     return InvalidRequest(path or None, _MESSAGES.get(kind, message[:1].lower() + message[1:]))
+
+
+def prompts_of(given: str | list[str] | list[int] | list[list[int]], add_special_tokens: bool) -> list[Prompt]:
+    """Return the prompts of such a field."""
+    if isinstance(given, str):
+        return [TextPrompt(given, add_special_tokens)]
+    if given and isinstance(given[0], int):
+        return [TokenPrompt(given)]
+    return [
+        TextPrompt(item, add_special_tokens) if isinstance(item, str) else TokenPrompt(item)
+        for item in given
+        if not isinstance(item, int)
+    ]

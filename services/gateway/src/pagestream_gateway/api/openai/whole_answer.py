@@ -15,7 +15,7 @@ from pagestream_gateway.api.error_codes import error_report
 from pagestream_gateway.api.openai.answers import LogAnswer, Reading, failure
 from pagestream_gateway.api.openai.errors import error_response, log_unexpected
 from pagestream_gateway.api.openai.position import START
-from pagestream_gateway.api.openai.whole_body import WholeBody, size_of
+from pagestream_gateway.api.openai.writer import AnswerBody
 from pagestream_gateway.api.runs import Run, split_runs
 from pagestream_gateway.core.calls import OK
 from pagestream_gateway.core.gateway import Gateway
@@ -91,17 +91,17 @@ class WholeAnswer(LogAnswer):
 
     # -- build the body --
 
-    async def _follow_log(self) -> tuple[WholeBody, Usage]:
+    async def _follow_log(self) -> tuple[AnswerBody, Usage]:
         """Follow the log to its end, and build the body: meanwhile where there is room, else afterwards."""
-        num_bytes = WholeBody.empty_bytes(self._writer)
-        body = WholeBody(self._writer.again()) if self._share.grow_to(num_bytes) else None
+        num_bytes = self._reading.body.empty_bytes(self._writer)
+        body = self._reading.body(self._writer.again()) if self._share.grow_to(num_bytes) else None
         async with aclosing(self._runs()) as batches:
             async for runs in batches:
                 self._reading.call.tokens(sum(len(run.token_ids) for run in runs))
                 for run in runs:
                     if run.end is not None:
                         return await self._built(body, run.end, num_bytes)
-                    num_bytes += size_of(run)
+                    num_bytes += self._reading.body.size_of(self._writer, run)
                     if body is not None:
                         body.add(run)
                 if body is not None and not self._share.grow_to(body.num_bytes):
@@ -110,12 +110,12 @@ class WholeAnswer(LogAnswer):
                     raise AnswerTooLarge(self._request_id, self._share.budget.limit_bytes)
         raise GenerationFailed("log_without_end", "the log ended without its finish record")
 
-    async def _built(self, body: WholeBody | None, end: LogEnd, num_bytes: int) -> tuple[WholeBody, Usage]:
+    async def _built(self, body: AnswerBody | None, end: LogEnd, num_bytes: int) -> tuple[AnswerBody, Usage]:
         if end.reason == FINISH_REASON_ERROR or end.HasField("error"):
             raise failure(end)
         return (body, end.usage) if body is not None else (await self._read_again(num_bytes), end.usage)
 
-    async def _read_again(self, num_bytes: int) -> WholeBody:
+    async def _read_again(self, num_bytes: int) -> AnswerBody:
         """Build the body from the log, which has ended."""
         digest, limit_s = self._position.digest, self._gateway.settings.stream.whole_answer_wait_s
         try:
@@ -127,7 +127,7 @@ class WholeAnswer(LogAnswer):
                 _RETRY_AFTER_S,
             ) from error
         self._position = START
-        body = WholeBody(self._writer.again())
+        body = self._reading.body(self._writer.again())
         async with aclosing(self._runs()) as batches:
             async for runs in batches:
                 for run in runs:

@@ -20,17 +20,13 @@ _CHOICE_BYTES = 512  # of an empty choice's buffers, and of its members' names i
 _TOKEN_BYTES, _JSON_FACTOR = 32, 8
 
 
-def size_of(run: Run) -> int:
-    """Return the bytes that a run takes in a body, at most about: a whole body never takes twice as much."""
-    logprobs = sum(_TOKEN_BYTES + _JSON_FACTOR * token.ByteSize() for token in run.logprobs)
-    return len(run.text.encode()) + logprobs
-
-
 @dataclass
 class _Choice:
     text: bytearray = field(default_factory=bytearray)
     logprobs: dict[str, bytearray] = field(default_factory=dict)
     """The items of each list, as JSON without its brackets."""
+    prompt_logprobs: bytearray = field(default_factory=lambda: bytearray(b"null"))
+    """The items of the list, likewise; those of a prompt of one token are these."""
     finish: ChoiceFinish = field(default_factory=ChoiceFinish)
 
 
@@ -43,6 +39,8 @@ class WholeBody:
         self._choices = [_Choice() for _ in range(writer.num_choices)]
         self.num_bytes = self.empty_bytes(writer)
         """Held, about."""
+        for number, choice in enumerate(self._choices):
+            self._add_logprobs(choice, writer.logprobs.first(number))
 
     @staticmethod
     def empty_bytes(writer: AnswerWriter) -> int:
@@ -51,26 +49,50 @@ class WholeBody:
         echoes = siblings * sum(len(text.encode()) for text in writer.spec.answer.echo_texts)
         return writer.num_choices * _CHOICE_BYTES + echoes
 
+    @staticmethod
+    def size_of(writer: AnswerWriter, run: Run) -> int:
+        """See AnswerBody. Choices of a prompt each show its log probabilities, maybe in two forms."""
+        logprobs = sum(_TOKEN_BYTES + _JSON_FACTOR * token.ByteSize() for token in run.logprobs)
+        of_prompt = sum(_TOKEN_BYTES + _JSON_FACTOR * token.ByteSize() for token in run.prompt_logprobs)
+        return len(run.text.encode()) + logprobs + 2 * max(1, writer.spec.sampling.n) * of_prompt
+
     def set_fingerprint(self, fingerprint: str) -> None:
         """Set what the body shows as `system_fingerprint`; "" for unknown."""
         self._writer.set_fingerprint(fingerprint)
 
     def add(self, run: Run) -> None:
         """Add a run that is not the log's end."""
+        if run.prompt_end:
+            self._add_prompt(run)
+            return
         choice = self._choices[run.choice]
         text = run.text.encode()
         choice.text += text
         self.num_bytes += len(text)
         if run.finish is not None:
             choice.finish = run.finish
-        for name, items in self._writer.logprobs.lists(run).items():
+        self._add_logprobs(choice, self._writer.logprobs.write(run))
+
+    def _add_prompt(self, run: Run) -> None:
+        shown = _json(self._writer.prompt_logprobs(run))[1:-1]
+        for number in self._writer.choices_of(run):
+            choice = self._choices[number]
+            self._add_logprobs(choice, self._writer.logprobs.echoed(run, number))
+            if shown and (self._writer.shows_prompts_by_choice or number == 0):
+                is_begin = run.prompt_end == len(run.prompt_logprobs)
+                choice.prompt_logprobs = bytearray(shown) if is_begin else choice.prompt_logprobs + b"," + shown
+                self.num_bytes += len(shown) + 1
+
+    def _add_logprobs(self, choice: _Choice, written: dict[str, Any] | None) -> None:
+        for name, items in self._writer.logprobs.lists(written).items():
             column = choice.logprobs.setdefault(name, bytearray())
-            written = _json(items)[1:-1]
-            column += b"," + written if column else written
-            self.num_bytes += len(written) + 1
+            text = _json(items)[1:-1]
+            column += b"," + text if column else text
+            self.num_bytes += len(text) + 1
 
     def parts(self, usage: Usage) -> Iterator[bytes]:
         """Yield the body, choice by choice; what is yielded is no longer held here."""
+        of_prompt = b"[" + self._choices[0].prompt_logprobs + b"]"
         self._choices.reverse()
         opening = b"{"
         for name, value in self._writer.whole(usage).items():
@@ -82,6 +104,8 @@ class WholeBody:
             for number in range(self._writer.num_choices):
                 yield (b"," if number else b"[") + self._choice(number, self._choices.pop())
             yield b"]"
+        if self._writer.shows_prompts and not self._writer.shows_prompts_by_choice:
+            yield b',"prompt_logprobs":' + of_prompt
         yield b"}"
 
     def _choice(self, number: int, choice: _Choice) -> bytes:
@@ -91,6 +115,8 @@ class WholeBody:
         if form.is_asked:
             lists = {name: b"[" + choice.logprobs.get(name, b"") + b"]" for name in form.list_names}
             written["logprobs"] = _object(lists | {name: _json(value) for name, value in form.other_members.items()})
+        if self._writer.shows_prompts and self._writer.shows_prompts_by_choice:
+            written["prompt_logprobs"] = b"[" + choice.prompt_logprobs + b"]"
         return _object(written)
 
 

@@ -6,13 +6,14 @@ each token.
 
 import json
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Self
+from collections.abc import Iterator
+from typing import Any, ClassVar, Protocol, Self
 
 from pagestream.v1.inference_pb2 import FinishReason, Usage
 from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, RequestSpec
 from pagestream_streams.protocol.finish_reasons import finish_reason_name
 
-from pagestream_gateway.api.openai.logprobs import Logprobs
+from pagestream_gateway.api.openai.logprobs import Logprobs, prompt_logprobs_body
 from pagestream_gateway.api.openai.position import START, Position, position_after
 from pagestream_gateway.api.runs import Run
 
@@ -32,33 +33,52 @@ def usage_body(usage: Usage) -> dict[str, Any]:
     }
 
 
-class AnswerWriter(ABC):
+class AnswerBody(Protocol):
+    """Collects a log's runs, and gives the body of a whole answer back in parts.
+
+    Args:
+        writer: of the answer; it has written nothing yet.
+    """
+
+    num_bytes: int
+    """Held, about."""
+
+    def __init__(self, writer: Any) -> None: ...
+
+    @staticmethod
+    def empty_bytes(writer: Any) -> int:
+        """Return the bytes that a body has before any run."""
+
+    @staticmethod
+    def size_of(writer: Any, run: Run) -> int:
+        """Return the bytes that a run takes in a body, at most about: a whole body never takes twice as much."""
+
+    def set_fingerprint(self, fingerprint: str) -> None:
+        """Set what the body shows as `system_fingerprint`; "" for unknown."""
+
+    def add(self, run: Run) -> None:
+        """Add a run that is not the log's end."""
+
+    def parts(self, usage: Usage) -> Iterator[bytes]:
+        """Yield the body; what is yielded is no longer held here."""
+
+
+class LogWriter(ABC):
     """Writes one request's runs as the `data` of stream events, and its whole answer as one body."""
 
-    chunk_object: ClassVar[str]
-    """OpenAI's `object` of a chunk."""
-    whole_object: ClassVar[str]
-    """OpenAI's `object` of a whole answer."""
-    logprobs_form: ClassVar[type[Logprobs]]
+    logprobs_form: ClassVar[type[Logprobs]] = Logprobs
+    needs_history: bool = False
+    """Whether a chunk depends on the runs before it, so that a reader's start position is not enough."""
 
     def __init__(self, spec: RequestSpec) -> None:
         self.spec = spec
         self.logprobs = self.logprobs_form(spec)
         self.num_choices = len(spec.prompts) * max(1, spec.sampling.n)
         self._fingerprint: str | None = None
-        self._head = self._chunk_head()
-        # With include_usage each chunk says that its usage is still to come.
-        self._tail = '],"usage":null' if spec.answer.include_usage else "]"
 
     def set_fingerprint(self, fingerprint: str) -> None:
         """Set the numerics fingerprint of the engine, which answers show as `system_fingerprint`; "" for unknown."""
         self._fingerprint = fingerprint or None
-        self._head = self._chunk_head()
-
-    @property
-    def needs_history(self) -> bool:
-        """Whether a chunk depends on the runs before it, so that a reader's start position is not enough."""
-        return self.logprobs.is_asked and self.logprobs.depends_on_history
 
     def again(self) -> Self:
         """Return a writer of the same answer that has written nothing yet."""
@@ -67,9 +87,49 @@ class AnswerWriter(ABC):
         fresh.logprobs.token_bytes = self.logprobs.token_bytes
         return fresh
 
-    def skip(self, run: Run) -> None:
+    def skip(self, run: Run) -> None:  # noqa: B027 - most writers need no history
         """Take note of a run that the reader has already."""
-        self.logprobs.write(run)
+
+    def opening(self) -> str | None:
+        """Return the chunk that stands before the first entry; None where there is none."""
+        return None
+
+    @abstractmethod
+    def chunk(self, run: Run) -> str | None:
+        """Return the chunk of a run that is not the log's end; None where it shows nothing."""
+
+    @abstractmethod
+    def usage(self, end: LogEnd, position: Position) -> str | None:
+        """Return the last chunk, if there is one; `position` is the one after the log's end."""
+
+
+class AnswerWriter(LogWriter):
+    """Writes generated answers."""
+
+    chunk_object: ClassVar[str]
+    """OpenAI's `object` of a chunk."""
+    whole_object: ClassVar[str]
+    """OpenAI's `object` of a whole answer."""
+    shows_prompts_by_choice: ClassVar[bool] = True
+    """Whether each choice has `prompt_logprobs`, or the answer has them once."""
+
+    def __init__(self, spec: RequestSpec) -> None:
+        super().__init__(spec)
+        self.needs_history = self.logprobs.is_asked and self.logprobs.depends_on_history
+        self._head = self._chunk_head()
+        # With include_usage each chunk says that its usage is still to come.
+        self._tail = '],"usage":null' if spec.answer.include_usage else "]"
+
+    def set_fingerprint(self, fingerprint: str) -> None:
+        super().set_fingerprint(fingerprint)
+        self._head = self._chunk_head()
+
+    def skip(self, run: Run) -> None:
+        if not run.prompt_end:
+            self.logprobs.write(run)
+            return
+        for choice in self.choices_of(run):
+            self.logprobs.echoed(run, choice)
 
     @abstractmethod
     def opening_parts(self) -> list[str]:
@@ -84,15 +144,15 @@ class AnswerWriter(ABC):
         """Return the members of a whole choice that hold its text."""
 
     def opening(self) -> str | None:
-        """Return the chunk that stands before the first entry; None where there is none."""
         choices = [
-            f'{{"index":{number},{part},"logprobs":null,"finish_reason":null}}'
+            f'{{"index":{number},{part},"logprobs":{_compact(self.logprobs.first(number))},"finish_reason":null}}'
             for number, part in enumerate(self.opening_parts())
         ]
         return f"{self._head}{','.join(choices)}{self._tail}{self._position(START)}" if choices else None
 
     def chunk(self, run: Run) -> str:
-        """Return the chunk of a run that is not the log's end."""
+        if run.prompt_end:
+            return self._prompt_chunk(run)
         logprobs = "null"
         if self.logprobs.is_asked:
             logprobs = _compact(self.logprobs.write(run))
@@ -100,8 +160,32 @@ class AnswerWriter(ABC):
         choice = f'{{"index":{run.choice},{self.delta(run)},"logprobs":{logprobs},{finish}}}'
         return f"{self._head}{choice}{self._tail}{self._position(position_after(run))}"
 
+    def _prompt_chunk(self, run: Run) -> str:
+        """Return the chunk of log probabilities of a prompt, for all choices of it."""
+        choices, empty = [], self.delta(Run(run.choice, run.next_index, run.digest))
+        shown = _compact(self.prompt_logprobs(run))
+        in_choice = f',"prompt_logprobs":{shown}' if self.shows_prompts_by_choice and self.shows_prompts else ""
+        for choice in self.choices_of(run):
+            logprobs = _compact(self.logprobs.echoed(run, choice))
+            choices.append(f'{{"index":{choice},{empty},"logprobs":{logprobs},"finish_reason":null{in_choice}}}')
+        outside = f',"prompt_logprobs":{shown}' if self.shows_prompts and not in_choice else ""
+        return f"{self._head}{','.join(choices)}{self._tail}{outside}{self._position(position_after(run))}"
+
+    @property
+    def shows_prompts(self) -> bool:
+        """Whether prompts' log probabilities are shown in vLLM's form."""
+        return self.spec.answer.HasField("prompt_logprobs")
+
+    def prompt_logprobs(self, run: Run) -> list[dict[str, Any] | None]:
+        """Return vLLM's `prompt_logprobs` for a run's tokens of a prompt; [] where they are not shown."""
+        return prompt_logprobs_body(run, self.spec.answer.prompt_logprobs) if self.shows_prompts else []
+
+    def choices_of(self, run: Run) -> range:
+        """Return the choices whose prompt a run's tokens of a prompt are of."""
+        return range(run.choice, run.choice + max(1, self.spec.sampling.n))
+
     def usage(self, end: LogEnd, position: Position) -> str | None:
-        """Return the chunk with the usage, where it was asked for; `position` is the one after the log's end."""
+        """Return the chunk with the usage, where it was asked for."""
         if not self.spec.answer.include_usage:
             return None
         return f'{self._head}],"usage":{_compact(usage_body(end.usage))}{self._position(position)}'
@@ -154,5 +238,5 @@ class AnswerWriter(ABC):
         return f',"stream_position":"{position.event_id(self.spec.request_id)}"}}'
 
 
-def _compact(body: dict[str, Any] | None) -> str:
+def _compact(body: dict[str, Any] | list[Any] | None) -> str:
     return json.dumps(body, separators=(",", ":"))

@@ -44,6 +44,13 @@ def in_range(low: float, high: float | str | None = None, *, above: bool = False
     return check
 
 
+def most_tokens(value: int, context: CheckContext) -> str | None:
+    """Accept a number of tokens; 0 where only the prompt's log probabilities are wanted."""
+    if value == 0 and context.sampling.HasField("prompt_logprobs"):
+        return None
+    return in_range(1)(value, context)
+
+
 def candidates(value: int, _: CheckContext) -> str | None:
     """Accept a number of candidate tokens, or one of the two values that mean all."""
     return None if value >= -1 else f"must be -1 or 0 (all tokens), or a number of tokens, got {value}"
@@ -85,6 +92,7 @@ _IN_SEARCH = {
     "repetition_penalty": _is_one_of(1.0),
     "logit_bias": _is_one_of({}),
     "stop": _is_one_of([]),
+    "prompt_logprobs": _is_one_of(None),
 }
 _OF_SEARCH_ALONE = {"beam_width": None, "length_penalty": 1.0, "early_stopping": EARLY_STOPPING_UNSPECIFIED}
 
@@ -101,6 +109,8 @@ def beam_search_fault(sampling: SamplingParams, context: CheckContext) -> tuple[
         return "structured_outputs", "is not supported with use_beam_search"
     for name, check in _IN_SEARCH.items():
         value = getattr(sampling, name)
+        if name == "prompt_logprobs" and not sampling.HasField(name):
+            continue
         fault = check(dict(value) if name == "logit_bias" else list(value) if name == "stop" else value, context)
         if fault is not None:
             return name, fault

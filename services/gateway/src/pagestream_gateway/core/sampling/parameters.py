@@ -24,6 +24,7 @@ from pagestream_gateway.core.sampling.checks import (
     biases,
     candidates,
     in_range,
+    most_tokens,
     stop_strings,
     stop_tokens,
 )
@@ -48,8 +49,6 @@ class Parameter:
     """Whether the model card's value comes before `default`."""
     check: Check | None = None
     """What is wrong with a value."""
-    is_supported: bool = True
-    """Whether any value is accepted."""
     from_json: Callable[[Any], Any] | None = None
     """Conversion from `json_type` to what the field of the message takes."""
 
@@ -147,7 +146,7 @@ PARAMETERS = (
     ),
     Parameter("stop", Strings, "The output ends before any of these.", check=stop_strings, from_json=_texts),
     Parameter("stop_token_ids", Items[Token], "The output ends with any of these tokens.", check=stop_tokens),
-    Parameter("max_tokens", int, "Most tokens of each choice.", has_model_default=True, check=in_range(1)),
+    Parameter("max_tokens", int, "Most tokens of each choice.", has_model_default=True, check=most_tokens),
     Parameter(
         "min_tokens",
         int,
@@ -188,13 +187,17 @@ PARAMETERS = (
         from_json=constraint_message,
     ),
     Parameter("logprobs", check=in_range(0, "max_logprobs")),
-    Parameter("prompt_logprobs", is_supported=False),
+    Parameter(
+        "prompt_logprobs",
+        int,
+        "Show the log probabilities of the prompt's tokens, and of so many likeliest ones in the place of each.",
+        check=in_range(0, "max_logprobs"),
+    ),
 )
 
 PARAMETER_NAMES = frozenset(parameter.name for parameter in PARAMETERS)
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    **{parameter.name: () for parameter in PARAMETERS if not parameter.is_supported},
     "spaces_between_special_tokens": (True,),
     "allowed_token_ids": ([],),
     "bad_words": ([],),

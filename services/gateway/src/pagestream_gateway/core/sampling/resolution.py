@@ -8,7 +8,7 @@ from pagestream.v1.inference_pb2 import SamplingParams
 
 from pagestream_gateway.core.sampling.checks import CheckContext, beam_search_fault, min_tokens_fault
 from pagestream_gateway.core.sampling.parameters import PARAMETERS, Parameter
-from pagestream_gateway.errors import InvalidRequest, PromptTooLong, UnsupportedField
+from pagestream_gateway.errors import InvalidRequest, PromptTooLong
 from pagestream_gateway.settings import LimitSettings
 
 _FIELDS = SamplingParams.DESCRIPTOR.fields_by_name
@@ -117,8 +117,6 @@ def _check(parameter: Parameter, context: CheckContext) -> None:
     name: Any = parameter.name
     if _FIELDS[name].has_presence and not context.sampling.HasField(name):
         return
-    if not parameter.is_supported:
-        raise UnsupportedField(name)
     value = getattr(context.sampling, name)
     if parameter.check is not None and (fault := parameter.check(value, context)) is not None:
         raise InvalidRequest(name, fault)

@@ -1,0 +1,23 @@
+"""From pooled states to a vector."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pagestream_engine.request.pooling_kinds import STATES_DTYPE
+from pagestream_engine.step.records import Float32Array
+
+
+def vector_of(states: bytes, *, dimensions: int = 0, normalize: bool = True) -> Float32Array:
+    """Return pooled states as a vector, cut first and normalised then, as in vLLM.
+
+    Args:
+        states: `StepOutput.pooled`.
+        dimensions: leading numbers that are kept; 0: all.
+        normalize: whether it is divided by its length; one of zeros stays.
+    """
+    vector: Float32Array = np.frombuffer(states, STATES_DTYPE)[: dimensions or None].astype(np.float32)
+    if not normalize:
+        return vector
+    length = float(np.linalg.norm(vector.astype(np.float64)))
+    return (vector / length).astype(np.float32) if length else vector

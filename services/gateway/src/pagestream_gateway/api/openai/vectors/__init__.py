@@ -1,0 +1,1 @@
+"""Answers made of vectors: embeddings, and what is scored by them."""

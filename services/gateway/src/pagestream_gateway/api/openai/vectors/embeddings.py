@@ -1,0 +1,154 @@
+"""POST /v1/embeddings: its body, its route and its answers."""
+
+import base64
+import json
+from collections.abc import Iterator, Mapping
+from struct import unpack
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from pagestream.v1.inference_pb2 import Usage
+from pagestream.v1.records_pb2 import API_FORM_EMBEDDINGS, LogEnd, VectorForm
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pagestream_gateway.api.documents import body_of
+from pagestream_gateway.api.openai import generation
+from pagestream_gateway.api.openai.generation import ParsedRequest, without_unsupported
+from pagestream_gateway.api.openai.position import Position, position_after
+from pagestream_gateway.api.openai.strict_body import Prompts, QueuedBody, parse_body, prompts_of
+from pagestream_gateway.api.openai.vectors.bodies import UNSUPPORTED, vector_request
+from pagestream_gateway.api.openai.writer import LogWriter
+from pagestream_gateway.api.runs import Run
+from pagestream_gateway.core.calls import EMBEDDINGS
+from pagestream_gateway.core.drafts import AskedPooling
+from pagestream_gateway.core.gateway import Gateway
+
+_ITEM_BYTES = 128  # of an embedding's object, without its numbers
+_JSON_BYTES, _BASE64_BYTES = 12, 6  # of a number
+
+
+class EmbeddingBody(QueuedBody):
+    """POST /v1/embeddings."""
+
+    input: Prompts = Field(description="Text, token ids, or a list of either; each has a vector.")
+    encoding_format: Literal["float", "base64"] | None = Field(
+        None, description='"float" (default): lists of numbers; "base64": float32 in little-endian order.'
+    )
+    dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
+        None, description="Leading numbers that are kept, where the model's files say that vectors may be cut."
+    )
+    normalize: bool | None = Field(None, description="Give vectors length 1. Default: as the model's files say.")
+
+
+def usage_of(usage: Usage) -> dict[str, Any]:
+    """Return the usage object of answers that are made of vectors."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "total_tokens": usage.prompt_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def numbers_of(vector: bytes) -> tuple[float, ...]:
+    """Return the numbers of a vector in a log."""
+    return unpack(f"<{len(vector) // 4}f", vector)
+
+
+class EmbeddingWriter(LogWriter):
+    """Writes vectors; each is an event of a stream."""
+
+    def item(self, run: Run) -> str:
+        """Return a vector as OpenAI's object, without its last brace. Nine digits say which float32 it is."""
+        if self.spec.answer.vectors.base64:
+            shown = f'"{base64.b64encode(run.embedding).decode()}"'
+        else:
+            shown = f"[{','.join(f'{number:.9g}' for number in numbers_of(run.embedding))}]"
+        return f'{{"object":"embedding","index":{run.choice},"embedding":{shown}'
+
+    def chunk(self, run: Run) -> str | None:
+        if not run.embedding:
+            return None
+        position = position_after(run).event_id(self.spec.request_id)
+        return f'{self.item(run)},"stream_position":"{position}"}}'
+
+    def usage(self, end: LogEnd, position: Position) -> str | None:
+        return json.dumps(
+            {**self.whole(end.usage), "data": [], "stream_position": position.event_id(self.spec.request_id)}
+        )
+
+    def whole(self, usage: Usage) -> dict[str, Any]:
+        """Return the members of a whole answer beside its data."""
+        return {
+            "id": self.spec.request_id,
+            "object": "list",
+            "created": self.spec.answer.created,
+            "model": self.spec.model,
+            "usage": usage_of(usage),
+        }
+
+
+class EmbeddingList:
+    """The body of a whole answer: OpenAI's list of embeddings."""
+
+    def __init__(self, writer: EmbeddingWriter) -> None:
+        self._writer = writer
+        self._items = [b""] * writer.num_choices
+        self.num_bytes = self.empty_bytes(writer)
+        """See AnswerBody."""
+
+    @staticmethod
+    def empty_bytes(writer: EmbeddingWriter) -> int:
+        """See AnswerBody."""
+        return _ITEM_BYTES * writer.num_choices
+
+    @staticmethod
+    def size_of(writer: EmbeddingWriter, run: Run) -> int:
+        """See AnswerBody."""
+        return len(run.embedding) // 4 * (_BASE64_BYTES if writer.spec.answer.vectors.base64 else _JSON_BYTES)
+
+    def set_fingerprint(self, fingerprint: str) -> None:
+        """See AnswerBody. Embeddings don't show it, as OpenAI's don't."""
+
+    def add(self, run: Run) -> None:
+        """See AnswerBody."""
+        if run.embedding:
+            item = self._items[run.choice] = f"{self._writer.item(run)}}}".encode()
+            self.num_bytes += len(item)
+
+    def parts(self, usage: Usage) -> Iterator[bytes]:
+        """See AnswerBody."""
+        members = json.dumps(self._writer.whole(usage), separators=(",", ":"))
+        yield members[:-1].encode() + b',"data":['
+        self._items.reverse()
+        for number in range(len(self._items)):
+            yield (b"," if number else b"") + self._items.pop()
+        yield b"]}"
+
+
+def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest:
+    """Read a body and its headers. Raises InvalidRequest."""
+    body = parse_body(EmbeddingBody, without_unsupported(document, UNSUPPORTED))
+    return vector_request(
+        body,
+        headers,
+        document,
+        API_FORM_EMBEDDINGS,
+        prompts=prompts_of(body.input, body.add_special_tokens is not False),
+        prompt_field="input",
+        form=VectorForm(base64=body.encoding_format == "base64"),
+        pooling=AskedPooling(body.dimensions, body.normalize),
+    )
+
+
+def router(gateway: Gateway) -> APIRouter:
+    """Return the resource's route."""
+    routes = APIRouter(tags=["vectors"])
+
+    @routes.post("/v1/embeddings", openapi_extra=body_of(EmbeddingBody), summary="Make vectors of texts")
+    async def embeddings(request: Request) -> Response:
+        call = gateway.calls.begin("embeddings", EMBEDDINGS, request.headers)
+        return await generation.generate(gateway, request, call, parse, writer=EmbeddingWriter, body=EmbeddingList)
+
+    return routes

@@ -1,0 +1,199 @@
+"""POST /v1/score and POST /v1/rerank: their bodies, routes and answers. Scores are cosines of vectors."""
+
+import json
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pagestream.v1.inference_pb2 import Usage
+from pagestream.v1.records_pb2 import API_FORM_RERANK, API_FORM_SCORE, LogEnd, RequestSpec, VectorForm
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pagestream_gateway.api.documents import body_of
+from pagestream_gateway.api.openai import generation
+from pagestream_gateway.api.openai.generation import ParsedRequest, without_unsupported
+from pagestream_gateway.api.openai.position import Position
+from pagestream_gateway.api.openai.strict_body import QueuedBody, parse_body
+from pagestream_gateway.api.openai.vectors.bodies import UNSUPPORTED, vector_request
+from pagestream_gateway.api.openai.vectors.embeddings import usage_of
+from pagestream_gateway.api.openai.vectors.similarities import Similarities
+from pagestream_gateway.api.openai.writer import LogWriter
+from pagestream_gateway.api.runs import Run
+from pagestream_gateway.core.calls import EMBEDDINGS
+from pagestream_gateway.core.drafts import AskedPooling, TextPrompt
+from pagestream_gateway.core.gateway import Gateway
+from pagestream_gateway.core.sampling.json_types import Items, Strings
+from pagestream_gateway.errors import InvalidRequest
+
+_RESULT_BYTES = 128  # of a result's object, without a document's text
+
+
+class ScoreBody(QueuedBody):
+    """POST /v1/score: one text or several on the left, as many or more on the right; in vLLM's two spellings."""
+
+    text_1: Strings | None = Field(None, description="The queries: one, or as many as text_2.")
+    text_2: Strings | None = Field(None, description="The texts that are compared with them.")
+    queries: Strings | None = Field(None, description="Another name of text_1.")
+    documents: Strings | None = Field(None, description="Another name of text_2.")
+
+
+class RerankBody(QueuedBody):
+    """POST /v1/rerank."""
+
+    query: str
+    documents: Items[str] = Field(description="The texts that are ordered by their scores.")
+    top_n: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(None, description="Most results; 0 (default): all.")
+    return_documents: bool | None = Field(None, description="Whether results hold the documents' texts. Default true.")
+
+
+class ScoringWriter(LogWriter):
+    """Writes scores, which are known when the log has ended: a stream has one event."""
+
+    needs_history = True
+
+    def __init__(self, spec: RequestSpec) -> None:
+        super().__init__(spec)
+        self.similarities = Similarities(spec)
+
+    @abstractmethod
+    def whole(self, usage: Usage) -> dict[str, Any]:
+        """Return the whole answer."""
+
+    def skip(self, run: Run) -> None:
+        self.similarities.add(run)
+
+    def chunk(self, run: Run) -> str | None:
+        self.similarities.add(run)
+        return None
+
+    def usage(self, end: LogEnd, position: Position) -> str | None:
+        return json.dumps({**self.whole(end.usage), "stream_position": position.event_id(self.spec.request_id)})
+
+
+class ScoreWriter(ScoringWriter):
+    """Writes scores by the documents' numbers."""
+
+    def whole(self, usage: Usage) -> dict[str, Any]:
+        scores = self.similarities.scores
+        return {
+            "id": self.spec.request_id,
+            "object": "list",
+            "created": self.spec.answer.created,
+            "model": self.spec.model,
+            "data": [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)],
+            "usage": usage_of(usage),
+        }
+
+
+class RerankWriter(ScoringWriter):
+    """Writes documents by their scores, best first."""
+
+    def whole(self, usage: Usage) -> dict[str, Any]:
+        scores, form = self.similarities.scores, self.spec.answer.vectors
+        order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[: form.top_n or None]
+        return {
+            "id": self.spec.request_id,
+            "model": self.spec.model,
+            "usage": usage_of(usage),
+            "results": [
+                {
+                    "index": index,
+                    **({"document": {"text": form.documents[index]}} if form.documents else {}),
+                    "relevance_score": scores[index],
+                }
+                for index in order
+            ],
+        }
+
+
+class ScoreList:
+    """The body of a whole answer."""
+
+    def __init__(self, writer: ScoringWriter) -> None:
+        self._writer = writer
+        self.num_bytes = self.empty_bytes(writer)
+        """See AnswerBody."""
+
+    @staticmethod
+    def empty_bytes(writer: ScoringWriter) -> int:
+        """See AnswerBody."""
+        texts = sum(len(text.encode()) for text in writer.spec.answer.vectors.documents)
+        return _RESULT_BYTES * writer.num_choices + texts
+
+    @staticmethod
+    def size_of(writer: ScoringWriter, run: Run) -> int:
+        """See AnswerBody."""
+        return len(run.embedding)
+
+    def set_fingerprint(self, fingerprint: str) -> None:
+        """See AnswerBody. Scores don't show it, as vLLM's don't."""
+
+    def add(self, run: Run) -> None:
+        """See AnswerBody."""
+        self.num_bytes += self._writer.similarities.add(run)
+
+    def parts(self, usage: Usage) -> Iterator[bytes]:
+        """See AnswerBody."""
+        yield json.dumps(self._writer.whole(usage), ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def parse_score(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest:
+    """Read the body of a score and its headers. Raises InvalidRequest."""
+    body = parse_body(ScoreBody, without_unsupported(document, UNSUPPORTED))
+    queries = _one_of("text_1", body.text_1, "queries", body.queries)
+    documents = _one_of("text_2", body.text_2, "documents", body.documents)
+    if len(queries) not in (1, len(documents)):
+        raise InvalidRequest("text_1", f"must be one text or as many as text_2, {len(documents)}, got {len(queries)}")
+    texts, form = _texts(body, queries, documents, "text_2"), VectorForm(num_queries=len(queries))
+    return vector_request(body, headers, document, API_FORM_SCORE, form=form, **texts)
+
+
+def parse_rerank(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest:
+    """Read the body of a rerank and its headers. Raises InvalidRequest."""
+    body = parse_body(RerankBody, without_unsupported(document, UNSUPPORTED))
+    if not body.query:
+        raise InvalidRequest("query", "must not be empty")
+    shown = [] if body.return_documents is False else body.documents
+    form = VectorForm(num_queries=1, top_n=body.top_n or 0, documents=shown)
+    texts = _texts(body, [body.query], body.documents, "documents")
+    return vector_request(body, headers, document, API_FORM_RERANK, form=form, **texts)
+
+
+def _texts(body: QueuedBody, queries: list[str], documents: list[str], field: str) -> dict[str, Any]:
+    """Return the arguments of `vector_request` that scores and reranks fill alike; `field` names the documents."""
+    if not documents:
+        raise InvalidRequest(field, "must not be empty")
+    adds = body.add_special_tokens is not False
+    return {
+        "prompts": [TextPrompt(text, adds) for text in (*queries, *documents)],
+        "prompt_field": field,
+        "pooling": AskedPooling(normalize=True),
+    }
+
+
+def _one_of(name: str, given: str | list[str] | None, other_name: str, other: str | list[str] | None) -> list[str]:
+    """Return the texts of a field that has two names. Raises InvalidRequest unless exactly one is given."""
+    if (given is None) == (other is None):
+        raise InvalidRequest(name, f"exactly one of {name} and {other_name} must be given")
+    texts = given if given is not None else other
+    return [texts] if isinstance(texts, str) else list(texts or [])
+
+
+def router(gateway: Gateway) -> APIRouter:
+    """Return the routes of both resources."""
+    routes = APIRouter(tags=["vectors"])
+
+    @routes.post("/v1/score", openapi_extra=body_of(ScoreBody), summary="Compare texts")
+    async def score(request: Request) -> Response:
+        call = gateway.calls.begin("score", EMBEDDINGS, request.headers)
+        return await generation.generate(gateway, request, call, parse_score, writer=ScoreWriter, body=ScoreList)
+
+    @routes.post("/v1/rerank", openapi_extra=body_of(RerankBody), summary="Order documents by a query")
+    async def rerank(request: Request) -> Response:
+        call = gateway.calls.begin("rerank", EMBEDDINGS, request.headers)
+        return await generation.generate(gateway, request, call, parse_rerank, writer=RerankWriter, body=ScoreList)
+
+    return routes

@@ -1,0 +1,184 @@
+"""Vectors of prompts are the hidden states of `transformers`, wherever chunks, preemptions and cached prefixes fall."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pagestream_engine import LLM, SamplingParams
+from pagestream_engine.errors import InvalidRequest
+from pagestream_engine.pooling.vectors import vector_of
+from pagestream_engine.request.outputs import EmbeddingOutput
+from pagestream_engine.request.pooling_kinds import KINDS
+from support.engines.architectures import small_config, write_model
+from support.engines.tiny_models import make_model, random_prompts, reference_model
+
+LENGTHS = [1, 2, 9, 23, 38]
+TOLERANCE = 1e-4
+MODULES = [
+    {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+    {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+]
+NORMALIZE = {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"}
+MODES = {
+    "last": "pooling_mode_lasttoken",
+    "mean": "pooling_mode_mean_tokens",
+    "cls": "pooling_mode_cls_token",
+    "max": "pooling_mode_max_tokens",
+}
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / request.param, request.param)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "llama", "llama")
+
+
+def make_llm(folder: Path, **options: Any) -> LLM:
+    return LLM(
+        folder, **{"dtype": "float32", "device": "cpu", "block_size": 4, "num_gpu_blocks_override": 64, **options}
+    )
+
+
+def ask_for(folder: Path, kind: str, *modules: dict[str, Any]) -> None:
+    """Let a model's files ask for a kind of pooling, as sentence-transformers writes them."""
+    (folder / "modules.json").write_text(json.dumps([*MODULES, *modules]))
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    asked = {
+        mode: mode == MODES.get(kind, "pooling_mode_max_tokens")
+        for mode in (*MODES.values(), "pooling_mode_max_tokens")
+    }
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 32, **asked}))
+
+
+@cache
+def last_states(folder: Path, prompt: tuple[int, ...]) -> torch.Tensor:
+    """Return the reference's last hidden states: (tokens, hidden_size)."""
+    with torch.inference_mode():
+        output = reference_model(folder)(torch.tensor([prompt]), output_hidden_states=True)
+    states: torch.Tensor = output.hidden_states[-1][0]
+    return states
+
+
+def expected(folder: Path, prompt: list[int], kind: str) -> torch.Tensor:
+    """Pool the reference's last hidden states by hand."""
+    states = last_states(folder, tuple(prompt))
+    return {"last": states[-1], "mean": states.mean(0), "cls": states[0]}[kind]
+
+
+def check(outputs: list[EmbeddingOutput], folder: Path, kind: str, *, normalize: bool) -> None:
+    for output in outputs:
+        vector = expected(folder, output.prompt_token_ids, kind)
+        if normalize:
+            vector = vector / vector.norm()
+        torch.testing.assert_close(torch.tensor(output.embedding), vector, atol=TOLERANCE, rtol=0.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_batched_tokens": 7, "max_num_seqs": 4},
+        {"max_num_batched_tokens": 16, "max_num_seqs": 4, "num_gpu_blocks_override": 30, "async_scheduling": True},
+    ],
+)
+def test_they_are_those_of_transformers(folder: Path, kind: str, options: dict[str, Any]) -> None:
+    ask_for(folder, kind)
+    llm = make_llm(folder, **options)
+    prompts = random_prompts(LENGTHS)
+    for turn in range(2):
+        outputs = llm.embed(prompts)
+        llm.engine.check_invariants()
+        check(outputs, folder, kind, normalize=False)
+        has_room = "num_gpu_blocks_override" not in options  # else blocks may be evicted between the turns
+        if has_room or kind != "last":
+            assert any(output.num_cached_tokens for output in outputs) == (kind == "last" and turn == 1)
+    assert llm.engine.stats().num_generated_tokens == 0
+
+
+def test_they_come_beside_texts_and_log_probabilities(llama: Path) -> None:
+    """In the same steps as decodes and log probabilities of prompts, with drafts, and from another process."""
+    prompts = random_prompts(LENGTHS)
+    texts = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, prompt_logprobs=1)
+    params = [texts if index % 2 else SamplingParams(max_tokens=0, pooling="mean") for index in range(len(prompts))]
+    alone = make_llm(llama).generate(prompts, texts, use_tqdm=False)
+    for options in ({"speculative_method": "ngram", "num_speculative_tokens": 3}, {"executor": "process"}):
+        llm = make_llm(llama, max_num_batched_tokens=8, max_num_seqs=4, **options)
+        try:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        finally:
+            llm.engine.close()
+        for index, output in enumerate(outputs):
+            if index % 2:
+                assert output.outputs[0].token_ids == alone[index].outputs[0].token_ids
+                assert len(output.prompt_logprobs or ()) == len(prompts[index])
+                continue
+            assert output.pooled is not None
+            assert output.outputs[0].token_ids == []
+            got = torch.tensor(vector_of(output.pooled, normalize=False))
+            torch.testing.assert_close(got, expected(llama, prompts[index], "mean"), atol=TOLERANCE, rtol=0.0)
+
+
+def test_a_preempted_prompt_is_pooled_from_its_beginning(llama: Path) -> None:
+    """Decodes beside a long prompt, of which a step has one token, take the blocks that it was promised."""
+    llm = make_llm(llama, max_num_batched_tokens=3, max_num_seqs=3, num_gpu_blocks_override=16)
+    texts = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    prompts = [random_prompts(LENGTHS)[index] for index in (1, 2, 4)]
+    outputs = llm.generate(prompts, [texts, texts, SamplingParams(max_tokens=0, pooling="mean")], use_tqdm=False)
+    assert llm.engine.stats().num_preemptions
+    assert outputs[2].pooled is not None
+    got = torch.tensor(vector_of(outputs[2].pooled, normalize=False))
+    torch.testing.assert_close(got, expected(llama, prompts[2], "mean"), atol=TOLERANCE, rtol=0.0)
+
+
+def test_a_prompt_can_be_all_that_is_computed(llama: Path) -> None:
+    prompts = random_prompts(LENGTHS)
+    asked = {"temperature": 0.0, "prompt_logprobs": 1}
+    llm = make_llm(llama, max_num_batched_tokens=7, max_num_seqs=4)
+    outputs = llm.generate(prompts, SamplingParams(**asked, max_tokens=0), use_tqdm=False)
+    with_token = make_llm(llama, max_num_batched_tokens=7, max_num_seqs=4).generate(
+        prompts, SamplingParams(**asked, max_tokens=1), use_tqdm=False
+    )
+    assert [output.prompt_logprobs for output in outputs] == [output.prompt_logprobs for output in with_token]
+    assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
+    assert [output.outputs[0].token_ids for output in outputs] == [[]] * len(prompts)
+
+
+def test_files_say_how_vectors_are_made(llama: Path, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "llama")
+    prompts = random_prompts([5])
+    check(make_llm(folder).embed(prompts), folder, "last", normalize=True)
+    with pytest.raises(InvalidRequest, match="dimensions"):
+        make_llm(folder).embed(prompts, dimensions=8)
+    ask_for(folder, "mean", NORMALIZE)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "matryoshka_dimensions": [8, 16]}))
+    llm = make_llm(folder)
+    check(llm.embed(prompts), folder, "mean", normalize=True)
+    (cut,) = llm.embed(prompts, dimensions=8)
+    first = expected(folder, prompts[0], "mean")[:8]
+    torch.testing.assert_close(torch.tensor(cut.embedding), first / first.norm(), atol=TOLERANCE, rtol=0.0)
+    with pytest.raises(InvalidRequest, match="dimensions"):
+        llm.embed(prompts, dimensions=9)
+    ask_for(folder, "max")
+    with pytest.raises(InvalidRequest, match="1_Pooling asks for max_tokens"):
+        llm.embed(prompts)
+    ask_for(folder, "last", {"path": "2_Dense", "type": "sentence_transformers.models.Dense"})
+    with pytest.raises(InvalidRequest, match="module 'Dense'"):
+        llm.embed(prompts)
+
+
+def test_a_model_of_other_code_gives_none(tmp_path: Path) -> None:
+    config = small_config("gpt2")
+    config.save_pretrained(tmp_path)
+    write_model(tmp_path, config)
+    with pytest.raises(InvalidRequest, match="pooling: given 'last'"):
+        make_llm(tmp_path).embed(random_prompts([3], vocab_size=40))
