@@ -64,10 +64,6 @@ class RowMatcher:
         self._token_ids.append(token_id)
         self._matcher.consume_token(token_id)
 
-    def num_allowed(self, token_ids: list[int]) -> int:
-        """Return how many of these tokens, from the first on, the grammar allows one after the other."""
-        return self._matcher.validate_tokens(token_ids)
-
     def fill(self, bits: Int32Array) -> None:
         """Write which tokens are allowed next; all where there is an error.
 

@@ -76,11 +76,6 @@ class ConstrainedSampling:
         self._batch.remove(row)
         self._matchers.pop(row, None)
 
-    def matcher(self, row: int) -> RowMatcher | None:
-        """Return the matcher of a row, which has taken all of its tokens; None without a grammar."""
-        self._settle()
-        return self._matchers.get(row)
-
     def sample(self, logits: Tensor, rows: ArrayLike) -> Sampled:
         """As `SamplingBatch.sample`, with the masks of the rows' grammars."""
         if not self._matchers:
