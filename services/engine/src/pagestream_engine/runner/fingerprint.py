@@ -19,7 +19,7 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.adapters.files": 1,
     "pagestream_engine.adapters.modules": 1,
     "pagestream_engine.adapters.native.library": 1,
-    "pagestream_engine.adapters.native.lora": 1,
+    "pagestream_engine.adapters.native.lora": 2,
     "pagestream_engine.adapters.pool": 1,
     "pagestream_engine.adapters.rows": 1,
     "pagestream_engine.adapters.settings": 1,

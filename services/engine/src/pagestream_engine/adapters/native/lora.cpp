@@ -15,7 +15,12 @@
 
 namespace {
 
-constexpr int64_t W = 16, RANKS = 4, COLUMNS = 4, COLUMN_TASK = 256, ROW_TASK = 32;
+constexpr int64_t W = 16, COLUMN_TASK = 256, ROW_TASK = 32;
+#if defined(__AVX512F__)
+constexpr int ROWS = 4, RANKS = 4, COLUMNS = 4;  // of a register tile: of 32 registers, 16 accumulate
+#else
+constexpr int ROWS = 2, RANKS = 2, COLUMNS = 2;  // a vector is two or four registers of 16 or 32
+#endif
 typedef float Vec __attribute__((vector_size(W * 4)));
 typedef uint32_t UVec __attribute__((vector_size(W * 4)));
 typedef uint16_t HVec __attribute__((vector_size(W * 2)));
@@ -66,21 +71,63 @@ void store(T* to, Vec x, int64_t count) {
   std::copy_n(lanes, count, to);
 }
 
-// Products of a row with N rows of a.
-template <int N, typename T>
-void dot(const T* x, const T* a, int64_t inputs, float* to) {
-  Vec sums[N] = {};
+// Products of M rows of x with N rows of a: `to` of a row is `to_stride` behind that of the one before.
+template <int M, int N, typename T>
+void dot(const T* const* x, const T* a, int64_t inputs, float* to, int64_t to_stride) {
+  Vec sums[M][N] = {};
   for (int64_t i = 0; i < inputs; i += W) {
-    const Vec input = load(x + i, inputs - i);
-    for (int n = 0; n < N; ++n) sums[n] += input * load(a + n * inputs + i, inputs - i);
+    const int64_t left = inputs - i;
+    const bool is_whole = left >= W;
+    Vec rows[M];
+#pragma GCC unroll 4
+    for (int m = 0; m < M; ++m) rows[m] = is_whole ? load(x[m] + i) : load(x[m] + i, left);
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) {
+      const Vec weight = is_whole ? load(a + n * inputs + i) : load(a + n * inputs + i, left);
+#pragma GCC unroll 4
+      for (int m = 0; m < M; ++m) sums[m][n] += rows[m] * weight;
+    }
   }
-  for (int n = 0; n < N; ++n) {
-    float lanes[W];
-    store(lanes, sums[n]);
-    for (int64_t width = W / 2; width; width /= 2)
-      for (int64_t lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
-    to[n] = lanes[0];
+#pragma GCC unroll 4
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) {
+      float lanes[W];
+      store(lanes, sums[m][n]);
+      for (int64_t width = W / 2; width; width /= 2)
+        for (int64_t lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
+      to[m * to_stride + n] = lanes[0];
+    }
+}
+
+// y += hidden b * scale for M rows of `count` outputs, C vectors of them; IS_WHOLE: all are full.
+template <int M, int C, bool IS_WHOLE, typename T>
+void add_product(T* const* y, const float* const* hidden, const T* b, const Part& part, int64_t count) {
+  Vec sums[M][C] = {};
+  const auto read = [count](const T* from, int c) {
+    if (IS_WHOLE) return load(from + c * W);
+    return c * W < count ? load(from + c * W, count - c * W) : Vec{};
+  };
+  for (int64_t r = 0; r < part.rank; ++r) {
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) {
+      const Vec weight = read(b + r * part.outputs, c);
+#pragma GCC unroll 4
+      for (int m = 0; m < M; ++m) sums[m][c] += weight * hidden[m][r];
+    }
   }
+  const float scale = float(part.scale);
+#pragma GCC unroll 4
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) {
+      const Vec sum = read(y[m], c) + sums[m][c] * scale;
+      if (IS_WHOLE) {
+        store(y[m] + c * W, sum);
+      } else if (c * W < count) {
+        store(y[m] + c * W, sum, count - c * W);
+      }
+    }
 }
 
 // Rows `first` to `last` of the order, which belong to one adapter, and what they have of one module.
@@ -135,34 +182,42 @@ struct Step {
 
   void shrink(const Task& task, float* hidden, int64_t width) const {
     const T* a = static_cast<const T*>(task.part->a) + task.begin * inputs;
-    for (int64_t i = task.first; i < task.last; ++i) {
-      const T* row = x + order[i] * x_stride;
-      float* to = hidden + i * width + task.hidden_at + task.begin;
-      if (task.end - task.begin == RANKS) {
-        dot<RANKS>(row, a, inputs, to);
-      } else {
-        for (int64_t r = 0; r < task.end - task.begin; ++r) dot<1>(row, a + r * inputs, inputs, to + r);
-      }
-    }
+    float* to = hidden + task.first * width + task.hidden_at + task.begin;
+    int64_t i = task.first;
+    for (; i + ROWS <= task.last; i += ROWS, to += ROWS * width) shrink_rows<ROWS>(i, a, task, to, width);
+    for (; i < task.last; ++i, to += width) shrink_rows<1>(i, a, task, to, width);
+  }
+
+  template <int M>
+  void shrink_rows(int64_t i, const T* a, const Task& task, float* to, int64_t width) const {
+    const T* rows[M];
+    for (int m = 0; m < M; ++m) rows[m] = x + order[i + m] * x_stride;
+    if (task.end - task.begin == RANKS) return dot<M, RANKS>(rows, a, inputs, to, width);
+    for (int64_t r = 0; r < task.end - task.begin; ++r) dot<M, 1>(rows, a + r * inputs, inputs, to + r, width);
   }
 
   void expand(const Task& task, const float* hidden, int64_t width) const {
-    const Part& part = *task.part;
-    const T* b = static_cast<const T*>(part.b);
-    const float scale = float(part.scale);
     for (int64_t first = task.begin; first < task.end; first += COLUMNS * W) {
-      const int64_t last = std::min(first + COLUMNS * W, task.end);
-      for (int64_t i = task.first; i < task.last; ++i) {
-        const float* from = hidden + i * width + task.hidden_at;
-        T* row = y + order[i] * y_stride + part.first_output;
-        Vec sums[COLUMNS] = {};
-        for (int64_t r = 0; r < part.rank; ++r)
-          for (int64_t c = 0, o = first; o < last; ++c, o += W)
-            sums[c] += load(b + r * part.outputs + o, last - o) * from[r];
-        for (int64_t c = 0, o = first; o < last; ++c, o += W)
-          store(row + o, load(row + o, last - o) + sums[c] * scale, last - o);
-      }
+      const int64_t count = std::min(COLUMNS * W, task.end - first);
+      int64_t i = task.first;
+      for (; i + ROWS <= task.last; i += ROWS) expand_rows<ROWS>(i, first, count, task, hidden, width);
+      for (; i < task.last; ++i) expand_rows<1>(i, first, count, task, hidden, width);
     }
+  }
+
+  template <int M>
+  void expand_rows(int64_t i, int64_t first, int64_t count, const Task& task, const float* hidden,
+                   int64_t width) const {
+    const Part& part = *task.part;
+    T* rows[M];
+    const float* from[M];
+    for (int m = 0; m < M; ++m) {
+      rows[m] = y + order[i + m] * y_stride + part.first_output + first;
+      from[m] = hidden + (i + m) * width + task.hidden_at;
+    }
+    const T* b = static_cast<const T*>(part.b) + first;
+    if (count == COLUMNS * W) return add_product<M, COLUMNS, true>(rows, from, b, part, count);
+    add_product<M, COLUMNS, false>(rows, from, b, part, count);
   }
 };
 
