@@ -17,7 +17,7 @@ from pagestream_engine import LLM, SamplingParams
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ConfigError
 from pagestream_engine.request.outputs import RequestOutput
-from pagestream_engine.runner.speculation.draft_lengths import DraftLengths
+from pagestream_engine.runner.speculation.draft_lengths import DraftLengths, StepCost
 from pagestream_engine.sizing import size_model
 from safetensors.torch import load_file, save_file
 from support.engines.tiny_models import make_model, random_prompts
@@ -199,8 +199,12 @@ def test_a_draft_model_that_does_not_fit_is_refused(folder_of: Callable[[str], P
         LLM(folder_of("mistral"), device="cpu", num_gpu_blocks_override=64, speculative_model=str(folder_of("llama")))
 
 
-def test_a_text_in_a_loop_takes_a_fraction_of_the_steps(folder_of: Callable[[str], Path]) -> None:
-    """By the lengths that a run chooses itself: greedy output of a model that repeats itself."""
+def test_a_text_in_a_loop_takes_a_fraction_of_the_steps(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the lengths that a run chooses itself where a draft costs a tenth of a token: greedy output of a model that
+    repeats itself."""
+    monkeypatch.setattr(StepCost, "of_a_draft", property(lambda _: 0.1))
     params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, logit_bias={7: 100.0})
     steps = []
     for method in (None, "ngram"):
