@@ -161,6 +161,14 @@ def test_a_batch_survives_its_engine(demo_stack: Stack, demo_client: openai.Open
         torch.testing.assert_close(torch.tensor(vector), torch.tensor(other.embedding), atol=TOLERANCE, rtol=0.0)
 
 
+def test_a_request_that_is_cancelled_is_no_answer(demo_stack: Stack) -> None:
+    url = demo_stack.gateways[0].url
+    inputs = [[10 + number % 90] * 40 for number in range(2000)]
+    body = {"model": MODEL, "input": inputs}
+    reply = httpx.post(f"{url}/v1/embeddings", json=body, headers={"X-Request-Timeout": "0.2"}, timeout=60.0)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (500, "deadline")
+
+
 def lengths(stack: Stack) -> dict[str, int]:
     """Return the lengths of the logs of unfinished requests."""
     return {name: count for owned in stack.log_lengths().values() for name, count in owned.items()}

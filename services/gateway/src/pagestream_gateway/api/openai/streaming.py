@@ -4,14 +4,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
-from pagestream.v1.inference_pb2 import FINISH_REASON_ERROR
 from pagestream.v1.records_pb2 import LogEntry
 from pagestream_streams.errors import StreamsError
 from pagestream_streams.tasks import cancel
 from starlette.types import Receive, Scope, Send
 
 from pagestream_gateway.api.error_codes import error_report
-from pagestream_gateway.api.openai.answers import LogAnswer, Reading, failure, queue_headers
+from pagestream_gateway.api.openai.answers import LogAnswer, Reading, failure, is_failed, queue_headers
 from pagestream_gateway.api.openai.errors import error_data
 from pagestream_gateway.api.openai.position import position_after
 from pagestream_gateway.api.runs import split_runs
@@ -123,7 +122,7 @@ class EventStream(LogAnswer):
         for run in runs:
             if run.end is None:
                 data: str | None = self._writer.chunk(run)
-            elif run.end.reason == FINISH_REASON_ERROR or run.end.HasField("error"):
+            elif is_failed(self._reading.spec, run.end):
                 data = error_data(failure(run.end), position_after(run).event_id(self._request_id))
             else:
                 data = self._writer.usage(run.end, position_after(run))

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator
 from contextlib import aclosing
 
-from pagestream.v1.inference_pb2 import FINISH_REASON_ERROR, Usage
+from pagestream.v1.inference_pb2 import Usage
 from pagestream.v1.records_pb2 import LogEnd
 from pagestream_streams.byte_budget import ByteBudget
 from pagestream_streams.errors import DigestMismatch, StreamsError
@@ -12,7 +12,7 @@ from pagestream_streams.tasks import cancel
 from starlette.types import Receive, Scope, Send
 
 from pagestream_gateway.api.error_codes import error_report
-from pagestream_gateway.api.openai.answers import LogAnswer, Reading, failure
+from pagestream_gateway.api.openai.answers import LogAnswer, Reading, failure, is_failed
 from pagestream_gateway.api.openai.errors import error_response, log_unexpected
 from pagestream_gateway.api.openai.position import START
 from pagestream_gateway.api.openai.writer import AnswerBody
@@ -111,7 +111,7 @@ class WholeAnswer(LogAnswer):
         raise GenerationFailed("log_without_end", "the log ended without its finish record")
 
     async def _built(self, body: AnswerBody | None, end: LogEnd, num_bytes: int) -> tuple[AnswerBody, Usage]:
-        if end.reason == FINISH_REASON_ERROR or end.HasField("error"):
+        if is_failed(self._reading.spec, end):
             raise failure(end)
         return (body, end.usage) if body is not None else (await self._read_again(num_bytes), end.usage)
 
