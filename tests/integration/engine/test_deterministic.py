@@ -233,6 +233,7 @@ def test_the_fingerprint_is_of_what_the_bits_depend_on(folder_of: Callable[[str]
         fingerprint(deterministic=False, dtype="bfloat16"),
         fingerprint(attention_backend="torch"),
         fingerprint(max_model_len=100),
+        fingerprint(enable_lora=True),
     ]
     assert len({first, *others}) == len(others) + 1
 

@@ -47,6 +47,11 @@ def cut_off(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-40])
 
 
+def nested(folder: Path) -> None:
+    """Deeper than a parser's stack."""
+    (folder / "adapter_config.json").write_text("[" * 200_000)
+
+
 def as_pickle(folder: Path) -> None:
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
 
@@ -75,8 +80,12 @@ def without_b(folder: Path) -> None:
         ({"init_lora_weights": "pissa"}, None, UnsupportedAdapter, "init_lora_weights"),
         ({"r": 0}, None, AdapterFileError, "r 0"),
         ({"rank_pattern": {"(": 4}}, None, AdapterFileError, "rank_pattern"),
+        ({"rank_pattern": {"(?i)q_proj": 4}}, None, AdapterFileError, "rank_pattern"),
+        ({"rank_pattern": {"(" * 2000 + ")" * 2000: 4}}, None, AdapterFileError, "at most 1024 characters"),
+        ({"lora_alpha": 10**400}, None, AdapterFileError, "lora_alpha"),
         ({"r": 16}, None, AdapterMismatch, r"\(16, 12\)"),
         ({}, cut_off, AdapterFileError, "expected the size"),
+        ({}, nested, AdapterFileError, "a JSON object"),
         ({}, as_pickle, UnsupportedAdapter, "adapter_model.bin"),
         ({}, without_b, AdapterFileError, "no lora_B"),
         ({}, with_tensor(f"base_model.model.{QUERY}.lora_magnitude_vector"), UnsupportedAdapter, "magnitude"),

@@ -35,6 +35,9 @@ _IGNORED = frozenset(
 _READ = frozenset(
     {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "init_lora_weights"}
 )
+_MOST = 2.0**32
+"""Ranks and alphas are less: beyond it some have no value as a float."""
+_LONGEST_PATTERN = 1024
 _ORDINARY_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` after which the base model's weights are what they were."""
 
@@ -72,7 +75,7 @@ def read_settings(folder: Path) -> AdapterSettings:
         fields = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise AdapterFileError(f"{path}: no such file, expected an adapter in PEFT's format") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise AdapterFileError(f"{path}: unreadable, expected a JSON object: {error}") from error
     if not isinstance(fields, dict):
         raise AdapterFileError(f"{path}: given a {type(fields).__name__}, expected a JSON object")
@@ -114,20 +117,29 @@ def _pattern(path: Path, fields: Mapping[str, Any], name: str, is_valid: Any) ->
         raise AdapterFileError(f"{path}: {name}: given {given!r:.80}, expected modules and a positive number for each")
     for pattern in given:
         try:
-            re.compile(pattern)
-        except re.error as error:
-            raise AdapterFileError(f"{path}: {name}: given {pattern!r}, expected a pattern: {error}") from error
+            if len(pattern) > _LONGEST_PATTERN:
+                raise ValueError(f"it has {len(pattern)} characters")
+            re.compile(_ending_with(pattern))
+        except (re.error, ValueError, OverflowError, RecursionError) as error:
+            raise AdapterFileError(
+                f"{path}: {name}: given {pattern!r:.80}, expected a pattern of at most {_LONGEST_PATTERN} characters: "
+                f"{error}"
+            ) from error
     return given
 
 
 def _pattern_of(patterns: Iterable[str], module: str) -> str:
     """Return the first pattern that a module's name ends with, as PEFT finds it; else the name."""
-    return next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", module)), module)
+    return next((pattern for pattern in patterns if re.match(_ending_with(pattern), module)), module)
+
+
+def _ending_with(pattern: str) -> str:
+    return rf"(.*\.)?({pattern})$"
 
 
 def _is_whole(given: object) -> bool:
-    return isinstance(given, int) and not isinstance(given, bool) and given > 0
+    return isinstance(given, int) and not isinstance(given, bool) and 0 < given < _MOST
 
 
 def _is_number(given: object) -> bool:
-    return isinstance(given, (int, float)) and not isinstance(given, bool) and 0 < given < math.inf
+    return isinstance(given, (int, float)) and not isinstance(given, bool) and 0 < given < _MOST

@@ -22,7 +22,7 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.adapters.native.lora": 2,
     "pagestream_engine.adapters.pool": 1,
     "pagestream_engine.adapters.rows": 1,
-    "pagestream_engine.adapters.settings": 1,
+    "pagestream_engine.adapters.settings": 2,
     "pagestream_engine.attention.backend": 6,
     "pagestream_engine.attention.base": 8,
     "pagestream_engine.attention.float8": 1,
@@ -114,7 +114,7 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.runner.persistent_batch": 11,
     "pagestream_engine.runner.prompt_rows": 3,
     "pagestream_engine.runner.recorder": 1,
-    "pagestream_engine.runner.runner": 35,
+    "pagestream_engine.runner.runner": 36,
     "pagestream_engine.runner.speculation.verification": 2,
     "pagestream_engine.sampler.batch": 6,
     "pagestream_engine.sampler.columns": 2,
@@ -185,6 +185,7 @@ def fingerprint(
     *,
     quantization: str | None,
     num_ranks: int,
+    takes_adapters: bool,
 ) -> str:
     """Return 16 hexadecimal digits of a SHA-256 over all that the bits of a logit may depend on.
 
@@ -196,6 +197,7 @@ def fingerprint(
         plugin_digest: `ModelSource.plugin_digest`.
         quantization: `ModelConfig.quantization`.
         num_ranks: whose parts of a sum are added up.
+        takes_adapters: `AdapterConfig.enable_lora`, without which gates are multiplied where their product ends.
     """
     parts = [
         model_revision(model_dir),
@@ -212,6 +214,7 @@ def fingerprint(
         plugin_digest,
         quantization or "",
         f"{num_ranks} ranks",
+        "adapters" if takes_adapters else "",
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 

@@ -169,6 +169,7 @@ class ModelRunner:
             self._plugin_digest,
             quantization=self._config.model.quantization,
             num_ranks=self._ranks.size,
+            takes_adapters=self._config.adapters.enable_lora,
         )
 
     @property
