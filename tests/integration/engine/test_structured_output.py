@@ -27,6 +27,7 @@ DEMO_TOKENIZER = Path(__file__).parents[3] / "deploy" / "demo-model" / "model" /
 VOCAB_SIZE = 1536
 MAX_TOKENS = 120
 SCHEMAS = schemas()
+AMBIGUOUS = "start: s\ns: " + " | ".join(" ".join("s" * count) for count in range(2, 9)) + " | /./"
 EXPLODING = "((((a{1,100}){1,100}){1,100}){1,100}){1,100}"
 """Is compiled in milliseconds, and needs more states than allowed after some tokens."""
 
@@ -198,6 +199,7 @@ def test_ends_that_are_put_off_come_where_nothing_else_is_allowed(
         ({"grammar": 'start: "a" missing'}, "unknown name"),
         ({"grammar": "start: a0\n" + "\n".join(f"a{n}: A{n} A{n}\nA{n}: A{n + 1} A{n + 1}" for n in range(60))}, "A60"),
         ({"regex": EXPLODING, "min_tokens": MAX_TOKENS}, "can't go on after"),
+        ({"grammar": AMBIGUOUS, "min_tokens": MAX_TOKENS}, "max is 300"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

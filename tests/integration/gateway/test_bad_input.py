@@ -169,6 +169,12 @@ HALVES: list[tuple[dict[str, Any], str | None]] = [
     ({"\ud800": 1}, None),
     ({"logit_bias": {"\ud800": 1}}, "logit_bias"),
     ({"stop": "\ud800"}, "stop"),
+    ({"structured_outputs": {"choice": ["\ud800"]}}, "structured_outputs"),
+    ({"structured_outputs": {"json": {"const": "\ud800"}}}, "structured_outputs.json"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": "\ud800"}}}},
+        "response_format",
+    ),
     ({"messages": [{"role": "user", "content": "hi", "\ud800": 1}]}, "messages.0"),
 ]
 

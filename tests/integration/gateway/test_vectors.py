@@ -3,6 +3,7 @@
 import base64
 import json
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -140,22 +141,23 @@ def test_what_is_wrong_is_named(demo_stack: Stack, path: str, body: dict[str, An
 
 def test_a_batch_survives_its_engine(demo_stack: Stack, demo_client: openai.OpenAI) -> None:
     """SIGKILL of the engine in the middle of a batch: another one goes on where the log ends."""
-    inputs = [[10 + number % 90] * (5 + number % 40) for number in range(400)]
-    undisturbed = demo_client.embeddings.create(model=MODEL, input=inputs)
+    inputs = distinct_inputs(400)
     (victim,) = [engine for engine in demo_stack.engines if engine.is_alive()]
-    with httpx.Client(base_url=demo_stack.gateways[0].url, timeout=90.0) as http:
+    with httpx.Client(base_url=demo_stack.gateways[0].url, timeout=90.0) as http, ThreadPoolExecutor(1) as beside:
         body = {"model": MODEL, "input": inputs, "encoding_format": "base64", "on_disconnect": "continue"}
-        with pytest.raises(httpx.ReadTimeout):
-            http.post("/v1/embeddings", json=body, headers={"Idempotency-Key": "killed"}, timeout=0.001)
+        waiting = beside.submit(http.post, "/v1/embeddings", json=body, headers={"Idempotency-Key": "killed"})
         wait_until(lambda: any(count > 8 for count in lengths(demo_stack).values()), limit_s=60.0, what="a vector")
         victim.kill()
         left = lengths(demo_stack)
         demo_stack.add_engine()
-        answer = http.post("/v1/embeddings", json=body, headers={"Idempotency-Key": "killed"}).json()
+        answer = waiting.result().json()
+        again = http.post("/v1/embeddings", json=body, headers={"Idempotency-Key": "killed"}).json()
+        assert (again["id"], again["data"]) == (answer["id"], answer["data"])
         view = http.get(f"/v1/requests/{answer['id']}").json()
     assert 8 < left[answer["id"]] < 2 * len(inputs), "the kill came after the end"
     assert view["attempts"] == 2
     assert view["next_index"] == 2 * len(inputs) + 1, "a vector stands in the log twice"
+    undisturbed = demo_client.embeddings.create(model=MODEL, input=inputs)
     for each, other in zip(answer["data"], undisturbed.data, strict=True):
         vector = struct.unpack(f"<{len(other.embedding)}f", base64.b64decode(each["embedding"]))
         torch.testing.assert_close(torch.tensor(vector), torch.tensor(other.embedding), atol=TOLERANCE, rtol=0.0)
@@ -163,10 +165,14 @@ def test_a_batch_survives_its_engine(demo_stack: Stack, demo_client: openai.Open
 
 def test_a_request_that_is_cancelled_is_no_answer(demo_stack: Stack) -> None:
     url = demo_stack.gateways[0].url
-    inputs = [[10 + number % 90] * 40 for number in range(2000)]
-    body = {"model": MODEL, "input": inputs}
+    body = {"model": MODEL, "input": distinct_inputs(2000)}
     reply = httpx.post(f"{url}/v1/embeddings", json=body, headers={"X-Request-Timeout": "0.2"}, timeout=60.0)
     assert (reply.status_code, reply.json()["error"]["code"]) == (500, "deadline")
+
+
+def distinct_inputs(count: int) -> list[list[int]]:
+    """Return inputs of 40 tokens, none of which is cached for another."""
+    return [[10 + number // 90, *[10 + number % 90] * 39] for number in range(count)]
 
 
 def lengths(stack: Stack) -> dict[str, int]:

@@ -79,7 +79,7 @@ def test_what_is_compiled_beforehand_is_found_and_loaded_without_a_compiler(
     assert loaded._name == str(found)
 
 
-@pytest.mark.parametrize(("image", "num_modules"), [("engine", 4), ("engine-cuda", 1)])
+@pytest.mark.parametrize(("image", "num_modules"), [("engine", 5), ("engine-cuda", 1)])
 def test_an_image_copies_all_that_its_prebuild_imports(tmp_path: Path, image: str, num_modules: int) -> None:
     """The image's build runs it without the packages around it, so that a layer is built anew for its files alone."""
     root = Path(__file__).parents[4]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pagestream_engine.config import AdapterConfig
-from pagestream_engine.errors import AdapterChanged, AdapterError, UnsupportedAdapter
+from pagestream_engine.errors import AdapterChanged, AdapterError, AdapterFileError, UnsupportedAdapter
 from pagestream_engine.request.adapter import Adapter, LoRARequest
 
 
@@ -53,7 +53,12 @@ class AdapterRegistry:
         if source.weights is None:
             raise UnsupportedAdapter(f"adapter {name}: given for {source.info.architecture}, which takes no adapters")
         modules = adaptable_modules(source.weights)
-        adapter = open_adapter(name, Path(folder), modules, self._config.max_lora_rank)
+        try:
+            adapter = open_adapter(name, Path(folder), modules, self._config.max_lora_rank)
+        except AdapterError:
+            raise
+        except Exception as error:  # a file of a form that nobody thought of is the end of its requests alone
+            raise AdapterFileError(f"{folder}: malformed: {type(error).__name__}: {error}") from error
         if revision is not None and adapter.revision != revision:
             raise AdapterChanged(name, revision, adapter.revision)
         self._adapters[name] = adapter

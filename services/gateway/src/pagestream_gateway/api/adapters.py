@@ -24,7 +24,9 @@ class LoadBody(Body):
     """An adapter to load."""
 
     lora_name: str = Field(pattern=_NAME, description="The name that requests give as their model.")
-    lora_path: str = Field(min_length=1, description="Its folder in PEFT's format, where engines find it.")
+    lora_path: str = Field(
+        pattern=r"^[^\x00]{1,4096}$", description="Its folder in PEFT's format, where engines find it."
+    )
     base_model_name: str = Field("", description="The model that it changes; may be left out where there is one.")
     revision: str = Field(
         "", pattern="^([0-9a-f]{32})?$", description="Digest of its files, where this gateway can't read them."

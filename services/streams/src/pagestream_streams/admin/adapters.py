@@ -15,6 +15,8 @@ from pagestream_streams.settings import StreamsSettings
 
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 _READ_BYTES = 1 << 20
+MOST_ADAPTERS = 2000
+"""Of a deployment: every gateway reads their records."""
 
 
 class AdapterDirectory:
@@ -47,6 +49,8 @@ class AdapterDirectory:
         """
         if not adapter.name or not adapter.path or not adapter.model or not adapter.revision:
             raise AdapterRefused("an adapter needs a name, a path, a base model and a revision")
+        if await self._connection.execute("HLEN", self._key) >= MOST_ADAPTERS:
+            raise AdapterRefused(f"{MOST_ADAPTERS} adapters are loaded, the most there may be; unload some first")
         record = Adapter()
         record.CopyFrom(adapter)
         [seconds, _] = await self._connection.execute("TIME")

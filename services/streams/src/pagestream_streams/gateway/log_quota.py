@@ -53,7 +53,8 @@ def most_bytes(spec: RequestSpec) -> int:
         of_prompts += _LOGPROB_BYTES * (1 + sampling.prompt_logprobs) * prompt_tokens
     if spec.HasField("pooling"):
         of_prompts += len(spec.prompts) * (2 * _ENTRY_BYTES + _FLOAT_BYTES * spec.pooling.dimensions)
-    return _RECORD_BYTES + of_prompts + num_tokens * (_ENTRY_BYTES + logprobs)
+    of_record = _RECORD_BYTES + sampling.structured_outputs.ByteSize() + spec.adapter.ByteSize()
+    return of_record + of_prompts + num_tokens * (_ENTRY_BYTES + logprobs)
 
 
 class LogQuota:

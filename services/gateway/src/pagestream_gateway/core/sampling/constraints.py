@@ -15,6 +15,7 @@ from pagestream_gateway.errors import InvalidRequest
 _MAX_NESTING = 64
 _MAX_CHOICES = 4096
 _MAX_MULTIPLE_OF = 10_000
+_HALF_PAIR = "holds half of a surrogate pair, which is not text"
 """A larger divisor takes seconds to compile, and the time grows with it."""
 _NAMES = ("json", "regex", "choice", "grammar", "json_object")
 
@@ -44,22 +45,31 @@ def constraint_message(body: StructuredOutputsBody) -> StructuredOutputs:
     given = sum(each is not None for each in (schema, body.regex, choice, body.grammar)) + bool(body.json_object)
     if given != 1:
         raise InvalidRequest("structured_outputs", f"must have exactly one of {', '.join(_NAMES)}, got {given}")
-    return StructuredOutputs(
-        json=schema if schema is None or isinstance(schema, str) else schema_text(schema, "structured_outputs.json"),
-        regex=body.regex,
-        choice=None if choice is None else Choices(texts=choice),
-        grammar=body.grammar,
-        json_object=body.json_object or None,
-        disable_any_whitespace=bool(body.disable_any_whitespace),
-    )
+    try:
+        return StructuredOutputs(
+            json=schema
+            if schema is None or isinstance(schema, str)
+            else schema_text(schema, "structured_outputs.json"),
+            regex=body.regex,
+            choice=None if choice is None else Choices(texts=choice),
+            grammar=body.grammar,
+            json_object=body.json_object or None,
+            disable_any_whitespace=bool(body.disable_any_whitespace),
+        )
+    except UnicodeEncodeError as error:
+        raise InvalidRequest("structured_outputs", _HALF_PAIR) from error
 
 
 def schema_text(schema: object, field: str) -> str:
-    """Return a schema as text. Raises InvalidRequest where it is nested too deeply to be written."""
+    """Return a schema as text. Raises InvalidRequest where it is nested too deeply to be written, or is not text."""
     try:
-        return json.dumps(schema, ensure_ascii=False)
+        text = json.dumps(schema, ensure_ascii=False)
+        text.encode()
     except RecursionError as error:
         raise InvalidRequest(field, "is nested too deeply") from error
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(field, _HALF_PAIR) from error
+    return text
 
 
 def constraint(value: StructuredOutputs, context: CheckContext) -> str | None:
