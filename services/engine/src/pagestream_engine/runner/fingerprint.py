@@ -44,7 +44,7 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.attention.triton.deterministic_attention": 3,
     "pagestream_engine.attention.triton.kv_store": 5,
     "pagestream_engine.attention.triton.operators": 3,
-    "pagestream_engine.grammar.compiler": 1,
+    "pagestream_engine.grammar.compiler": 2,
     "pagestream_engine.grammar.row_matcher": 2,
     "pagestream_engine.grammar.sampling": 2,
     "pagestream_engine.layers.attention": 5,
