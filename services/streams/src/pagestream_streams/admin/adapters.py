@@ -45,11 +45,12 @@ class AdapterDirectory:
         """Let requests name an adapter from now on. Loading the same files once more is no error.
 
         Raises:
-            AdapterRefused: the name stands for other files, or the record is not complete.
+            AdapterRefused: the name stands for other files, the record is not complete, or there are too many.
         """
         if not adapter.name or not adapter.path or not adapter.model or not adapter.revision:
             raise AdapterRefused("an adapter needs a name, a path, a base model and a revision")
-        if await self._connection.execute("HLEN", self._key) >= MOST_ADAPTERS:
+        is_known = await self._connection.execute("HEXISTS", self._key, adapter.name)
+        if not is_known and await self._connection.execute("HLEN", self._key) >= MOST_ADAPTERS:
             raise AdapterRefused(f"{MOST_ADAPTERS} adapters are loaded, the most there may be; unload some first")
         record = Adapter()
         record.CopyFrom(adapter)

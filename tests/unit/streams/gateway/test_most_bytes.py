@@ -1,0 +1,10 @@
+"""What a request may take of its tenant's room for logs."""
+
+from pagestream.v1.records_pb2 import Adapter, RequestSpec
+from pagestream_streams.gateway.log_quota import most_bytes
+
+
+def test_a_grammar_and_an_adapter_are_counted() -> None:
+    plain, full = RequestSpec(), RequestSpec(adapter=Adapter(name="a", path="/" * 4000))
+    full.sampling.structured_outputs.json = "x" * 60_000
+    assert most_bytes(full) - most_bytes(plain) >= 64_000
