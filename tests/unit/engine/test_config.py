@@ -90,6 +90,8 @@ def test_a_draft_model_is_a_method_of_its_own() -> None:
         EngineConfig.from_options({"speculative_model": "small", "speculative_method": "ngram"})
     with pytest.raises(ConfigError, match="speculative_model: given None, expected a folder"):
         EngineConfig.from_options({"speculative_method": "draft_model"})
+    with pytest.raises(ConfigError, match="speculative_method: given 'draft_model', expected None with kv_cache_dtype"):
+        EngineConfig.from_options({"speculative_model": "small", "kv_cache_dtype": "fp8"})
     with pytest.raises(ConfigError, match="speculative_method: given 'draft_model', expected None with kv_cache_dty"):
         EngineConfig.from_options({"speculative_model": "small", "kv_cache_dtype": "fp8"})
 
