@@ -112,8 +112,12 @@ def _place(position: object) -> tuple[str, int, str]:
 
 
 async def test_calls_that_are_no_streams(http: AsyncHttpClient, gateway: Address) -> None:
-    [model] = await http.list_models()
-    assert (model.name, model.max_model_len, model.engines) == (MODEL, 128, 1)
+    async def engines_are_counted() -> bool:
+        [model] = await http.list_models()
+        assert (model.name, model.max_model_len) == (MODEL, 128)
+        return model.engines == 1
+
+    await eventually(engines_are_counted)
     answer = await http.generate(MODEL, "hello", max_tokens=2).collect()
     info = await http.get_request(answer.request_id)
     assert (info.state, info.finish_reason, info.next_index) == (RequestState.FINISHED, FinishReason.LENGTH, 4)
