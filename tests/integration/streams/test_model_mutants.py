@@ -45,7 +45,7 @@ AFTER_ALL = {"forget_model"}
 APART = {"isolate"}
 """Scripts whose writes the checker makes itself where it needs them, tried in test_room_for_suspects.py."""
 
-BESIDE = {"reserve", "release", "enlist", "delist", "reserve_log", "settle_logs", "amend_model"}
+BESIDE = {"reserve", "release", "enlist", "delist", "reserve_log", "settle_logs", "amend_model", "roster"}
 """Scripts of tenants' keys and models' cards, which are beside the partitions, tested in test_accept,
 test_request_lists, test_log_quota and test_contexts.
 """

@@ -20,6 +20,7 @@ from pagestream_streams.admin import quarantine
 from pagestream_streams.admin.adapters import AdapterDirectory
 from pagestream_streams.admin.model_directory import ModelDirectory
 from pagestream_streams.admin.queue_positions import EntryId, Place, QueuePositions
+from pagestream_streams.admin.roster import Roster
 from pagestream_streams.connection import wakeups
 from pagestream_streams.connection.connection import Call, Connection
 from pagestream_streams.connection.scripts import END, EXPIRE, VIEW
@@ -48,6 +49,8 @@ class Broker:
         self.directory = ModelDirectory(connection, settings)
         self.adapters = AdapterDirectory(connection, settings)
         """LoRA adapters, which requests name in place of their model."""
+        self.roster = Roster(connection)
+        """Engines that change their models."""
         self.positions = QueuePositions(connection, settings, self.directory)
         self.end_listeners: list[Callable[[str, str], None]] = []
         """Called with tenant and id of each request that `end` has ended, or found to have ended before."""

@@ -84,6 +84,11 @@ class Keyspace:
         """The hash of all LoRA adapters: name -> record."""
         return f"{self.prefix}:adapters"
 
+    @property
+    def roster(self) -> str:
+        """The hash of the engines that change their models, and of what is asked of them."""
+        return f"{self.prefix}:engine-roster"
+
     def partition(self, model_name: str, number: int) -> Partition:
         """Return one of a model's partitions."""
         return Partition(model_name, number, self.prefix)

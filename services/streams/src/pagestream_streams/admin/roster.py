@@ -1,0 +1,163 @@
+"""The roster: what engines that change their models serve and may serve, and what operators have asked of them.
+
+One hash of the deployment, `<prefix>:engine-roster`. An engine's row lives as long as its process renews it; a row that
+says that the engine is about to load another model is written only if no other such row came between the reading that
+it was decided on and the writing (see `Roster.intend`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from pagestream_streams.connection.connection import Connection
+from pagestream_streams.connection.scripts import ROSTER
+
+_ENGINE, _SERVED, _ORDER = "engine:", "served:", "order:"
+_ROW_MS = 5000
+"""Milliseconds that a row lives: five renewals. A row that lapses frees its model for others to load."""
+
+
+class Verb(StrEnum):
+    """What an operator asks of the engines of a model."""
+
+    LOAD = "load"
+    """One engine loads it, as if a request waited for it; and engines that sleep with its weights wake."""
+    SLEEP = "sleep"
+    """Engines that serve it free the KV cache, and keep the weights in host memory."""
+    UNLOAD = "unload"
+    """Engines that serve it free all of it."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """The last thing that an operator has asked for a model."""
+
+    verb: Verb
+    at_ms: int
+    """By Redis' clock."""
+
+
+@dataclass(frozen=True)
+class RosterRow:
+    """One engine process."""
+
+    models: tuple[str, ...]
+    """Names of the models that it may load, the one that it serves among them."""
+    serving: str = ""
+    """The model whose requests it claims, or that it is loading; "" while it has none or sleeps."""
+    is_loading: bool = False
+    """Whether it claims nothing yet, since it ends one model or loads the next."""
+    holds: str = ""
+    """The model whose weights it keeps while it sleeps."""
+    since_ms: int = 0
+    """When it began to serve `serving`, or to sleep, by Redis' clock; 0 while it loads."""
+    active: int = 0
+    """Requests that it runs."""
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """Models that it could not load, with the reasons; it does not try again until an operator asks for it."""
+
+
+@dataclass(frozen=True)
+class RosterView:
+    """The roster at one moment."""
+
+    now_ms: int
+    """By Redis' clock."""
+    version: str
+    """Changes with each intention."""
+    engines: Mapping[str, RosterRow]
+    """By the id of the process."""
+    served_ms: Mapping[str, int]
+    """By model: when an engine last served it."""
+    orders: Mapping[str, Order]
+    """By model."""
+
+    @property
+    def loadable(self) -> set[str]:
+        """Names of the models that some engine serves or may load."""
+        return {name for row in self.engines.values() for name in row.models if name not in row.failed}
+
+    def reason(self, model: str) -> str | None:
+        """Return why no engine can load a model, where all that list it have failed; None where one may."""
+        rows = [row for row in self.engines.values() if model in row.models]
+        if not rows or any(model not in row.failed for row in rows):
+            return None
+        return rows[0].failed[model]
+
+
+class Roster:
+    """A process' access to the roster. Every method raises Unavailable where Redis can't serve."""
+
+    def __init__(self, connection: Connection) -> None:
+        """Create it; nothing is sent yet."""
+        self._connection = connection
+        self._key = connection.keyspace.roster
+
+    async def read(self) -> RosterView:
+        """Return the roster."""
+        return (await self._run("", "", ""))[1]
+
+    async def renew(self, engine_id: str, row: RosterRow) -> RosterView:
+        """Write an engine's row, and return the roster."""
+        serving = "" if row.is_loading else row.serving
+        return (await self._run(engine_id, _packed(row), "", serving))[1]
+
+    async def intend(self, engine_id: str, row: RosterRow, version: str) -> bool:
+        """Write the row of an engine that is about to load a model.
+
+        Returns:
+            Whether it is written: no other engine has intended anything since `version`.
+        """
+        is_written, view = await self._run(engine_id, _packed(row), version)
+        return is_written or view.engines.get(engine_id) == row
+
+    async def remove(self, engine_id: str) -> None:
+        """Remove the row of an engine that ends."""
+        await self._run(engine_id, "", "")
+
+    async def order(self, model: str, verb: Verb) -> None:
+        """Ask the engines for something. It replaces what was asked for the model before."""
+        seconds, micros = await self._connection.execute("TIME")
+        order = {"verb": verb, "at_ms": int(seconds) * 1000 + int(micros) // 1000}
+        await self._connection.execute("HSET", self._key, _ORDER + model, json.dumps(order))
+
+    async def settle(self, model: str) -> None:
+        """Forget what was asked for a model: it is done."""
+        await self._connection.execute("HDEL", self._key, _ORDER + model)
+
+    async def _run(self, engine_id: str, row: str, version: str, serving: str = "") -> tuple[bool, RosterView]:
+        arguments = engine_id, row, _ROW_MS, version, serving
+        is_written, found, now_ms, pairs = await self._connection.run(ROSTER, self._key, *arguments)
+        values = {name.decode(): value.decode() for name, value in zip(pairs[::2], pairs[1::2], strict=True)}
+        return bool(is_written), _view(int(now_ms), found, values)
+
+
+def _packed(row: RosterRow) -> str:
+    return json.dumps(asdict(row), separators=(",", ":"), sort_keys=True)
+
+
+def _view(now_ms: int, version: bytes | int, values: Mapping[str, str]) -> RosterView:
+    return RosterView(
+        now_ms=now_ms,
+        version=version.decode() if isinstance(version, bytes) else str(version),
+        engines={each: _row(text.partition(" ")[2]) for each, text in _under(values, _ENGINE)},
+        served_ms={model: int(text) for model, text in _under(values, _SERVED)},
+        orders={model: _order(json.loads(text)) for model, text in _under(values, _ORDER)},
+    )
+
+
+def _under(values: Mapping[str, str], prefix: str) -> list[tuple[str, str]]:
+    return sorted((name.removeprefix(prefix), value) for name, value in values.items() if name.startswith(prefix))
+
+
+def _row(text: str) -> RosterRow:
+    fields: dict[str, Any] = json.loads(text)
+    return RosterRow(**{**fields, "models": tuple(fields["models"])})
+
+
+def _order(fields: Mapping[str, Any]) -> Order:
+    return Order(Verb(fields["verb"]), int(fields["at_ms"]))

@@ -1,0 +1,44 @@
+"""The roster of engines that change their models: rows that lapse, and intentions that know each other."""
+
+import asyncio
+
+import pytest
+from pagestream_streams import Broker
+from pagestream_streams.admin import roster
+from pagestream_streams.admin.roster import RosterRow, Verb
+
+
+async def test_of_two_engines_that_decide_on_one_reading_one_goes_on(broker: Broker) -> None:
+    rows = {name: RosterRow(models=("a", "b"), serving="a", since_ms=1) for name in ("one", "two")}
+    for name, row in rows.items():
+        await broker.roster.renew(name, row)
+    seen = await broker.roster.read()
+    assert seen.engines == rows
+    assert seen.served_ms["a"] == pytest.approx(seen.now_ms, abs=60_000)
+    intention = RosterRow(models=("a", "b"), serving="b", is_loading=True)
+    outcomes = await asyncio.gather(*(broker.roster.intend(name, intention, seen.version) for name in rows))
+    assert sorted(outcomes) == [False, True]
+    now = await broker.roster.read()
+    assert sorted(row.serving for row in now.engines.values()) == ["a", "b"]
+    assert "b" not in now.served_ms, "it is loading, and serves nothing"
+    loser = next(name for name, row in now.engines.items() if row.serving == "a")
+    assert await broker.roster.intend(loser, intention, now.version)
+
+
+async def test_a_row_lapses_and_an_order_stays_until_it_is_settled(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await broker.roster.order("b", Verb.LOAD)
+    monkeypatch.setattr(roster, "_ROW_MS", 1)
+    failed = RosterRow(models=("a", "b"), failed={"b": "it is cut off"})
+    view = await broker.roster.renew("gone", failed)
+    assert (view.reason("b"), view.reason("a"), view.loadable) == ("it is cut off", None, {"a"})
+    monkeypatch.undo()
+    for _ in range(100):
+        view = await broker.roster.read()
+        if not view.engines:
+            break
+        await asyncio.sleep(0.01)
+    assert (dict(view.engines), view.orders["b"].verb) == ({}, Verb.LOAD)
+    await broker.roster.settle("b")
+    assert not (await broker.roster.read()).orders
