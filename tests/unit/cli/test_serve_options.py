@@ -8,10 +8,10 @@ from pagestream_cli.__main__ import build_parser, main
 from pagestream_cli.datadir import DataDir
 from pagestream_cli.errors import PortTakenError, UsageError
 from pagestream_cli.ports import is_free
-from pagestream_cli.serve.engines import EngineLogs, engines_left_behind
+from pagestream_cli.serve.engines import EngineLogs, engine_name, engines_left_behind
 from pagestream_cli.serve.model import ModelChoice, choose_model, demo_model_places, find_demo_model
 from pagestream_cli.serve.options import ENGINE_OPTIONS, ServeOptions, parse_options
-from pagestream_cli.serve.plan import DrainStage, Plan, engine_environment, engine_name
+from pagestream_cli.serve.plan import DrainStage, Plan, engine_environment
 from pagestream_cli.serve.port_plan import assign_ports
 from pagestream_cli.serve.shortform import MAX_CHARS, shorten
 from pagestream_cli.servefile import ProcessRecord, ServeRecord, write_record
@@ -133,7 +133,7 @@ def plan_of(folder: Path, *typed: str) -> Plan:
 def test_the_command_lines_of_the_parts(folder: Path) -> None:
     plan = plan_of(folder, "--engines", "2", "--gateways", "2", "--dtype", "float32", "--api-keys", "keys.txt")
     url = plan.ports.redis_url
-    engines, gateways = plan.engines(lambda name: False), plan.gateways()
+    engines, gateways = plan.engines(EngineLogs()), plan.gateways()
     assert [part.name for part in engines + gateways] == ["engine-0", "engine-1", "gateway-0", "gateway-1"]
     engine, gateway = engines[1].argv, gateways[1].argv
     assert engine[1:4] == ("-m", "pagestream_worker", str(folder))
@@ -148,7 +148,7 @@ def test_the_command_lines_of_the_parts(folder: Path) -> None:
 
 def test_gateways_end_first_and_redis_last(folder: Path) -> None:
     plan = plan_of(folder)
-    stages = [plan.gateways()[0].drain_stage, plan.engines(bool)[0].drain_stage, plan.redis(["x"]).drain_stage]
+    stages = [plan.gateways()[0].drain_stage, plan.engines(EngineLogs())[0].drain_stage, plan.redis(["x"]).drain_stage]
     assert stages == [DrainStage.GATEWAY, DrainStage.ENGINE, DrainStage.REDIS]
     assert stages == sorted(stages)
 

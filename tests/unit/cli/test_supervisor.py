@@ -1,6 +1,7 @@
 """The supervisor, against real small programs."""
 
 import asyncio
+import dataclasses
 import errno
 import os
 import signal
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from pagestream_cli.errors import PartFailedError
-from pagestream_cli.supervisor import PartSpec, PartState, RestartPolicy, Supervisor
+from pagestream_cli.supervisor import PartSpec, PartState, RestartPolicy, Standby, Supervisor
 from pagestream_cli.supervisor.output import PartOutput
 from pagestream_cli.supervisor.part import PartView
 from pagestream_cli.supervisor.restart import Death
@@ -346,3 +347,76 @@ async def test_a_part_whose_probe_fails_is_started_again(tmp_path: Path) -> None
         async with asyncio.timeout(30):
             await supervisor.wait_ready("a")
     assert journal.deaths == [("a", -signal.SIGKILL, 0.0)]
+
+
+SPARE = """
+import signal, sys
+if len(sys.argv) > 1:
+    print('waits', flush=True)
+    sys.stdin.readline()
+print('works', flush=True)
+signal.pause()
+"""
+
+
+@asynccontextmanager
+async def running_with_a_spare(tmp_path: Path) -> AsyncIterator[tuple[Supervisor, Journal]]:
+    """Run parts a and b, one of which works; `ups` of the last process decide what the probes say."""
+    journal = Journal()
+
+    def has_said(name: str, word: str) -> Callable[[], Awaitable[bool]]:
+        async def probe() -> bool:
+            said = [text for part, text in journal.lines if part == name]
+            return bool(said) and said[-1] == word
+
+        return probe
+
+    parts = [
+        dataclasses.replace(
+            part(tmp_path, name, SPARE, probe=has_said(name, "works")),
+            standby=Standby(("--standby",), has_said(name, "waits")),
+        )
+        for name in "ab"
+    ]
+    supervisor = Supervisor(parts, journal, QUICK, num_spares=1)
+    task = asyncio.create_task(supervisor.run())
+    try:
+        yield supervisor, journal
+    finally:
+        supervisor.stop()
+        async with asyncio.timeout(30):
+            await task
+
+
+def roles(supervisor: Supervisor) -> dict[str, PartState]:
+    return {view.spec.name: view.state for view in supervisor.views}
+
+
+async def test_a_spare_takes_the_place_of_a_part_that_dies(tmp_path: Path) -> None:
+    """It was started before, and the dead one comes back as the spare."""
+    async with running_with_a_spare(tmp_path) as (supervisor, journal):
+        first = {"a": PartState.READY, "b": PartState.STANDBY}
+        await until(lambda: roles(supervisor) == first, "b stands by")
+        spare, dead = pid_of(supervisor, "b"), pid_of(supervisor, "a")
+        assert dead is not None
+        os.kill(dead, signal.SIGKILL)
+        await until(lambda: roles(supervisor) == {"a": PartState.STANDBY, "b": PartState.READY}, "a stands by")
+        assert pid_of(supervisor, "b") == spare
+        assert journal.lines == [("a", "works"), ("b", "waits"), ("b", "works"), ("a", "waits")]
+        assert [view.is_spare for view in supervisor.views] == [True, False]
+    assert set(roles(supervisor).values()) == {PartState.ENDED}
+
+
+async def test_a_spare_that_dies_is_replaced_and_disturbs_nobody(tmp_path: Path) -> None:
+    async with running_with_a_spare(tmp_path) as (supervisor, journal):
+        working = None
+        for deaths in range(4):  # more than what means that a working part cannot start
+            await until(lambda: roles(supervisor)["b"] is PartState.STANDBY, "b stands by")
+            working = working or pid_of(supervisor, "a")
+            assert len(journal.deaths) == deaths
+            spare = pid_of(supervisor, "b")
+            assert spare is not None
+            os.kill(spare, signal.SIGKILL)
+            await until(lambda deaths=deaths: len(journal.deaths) > deaths, "its death is noted")
+        assert pid_of(supervisor, "a") == working
+        assert [(name, delay) for name, _, delay in journal.deaths] == [("b", 0), ("b", 0.01), ("b", 0.02), ("b", 0.02)]

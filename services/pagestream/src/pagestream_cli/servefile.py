@@ -26,6 +26,8 @@ class ProcessRecord:
     """Number of restarts."""
     log: str = ""
     """File of its output."""
+    is_spare: bool = False
+    """Whether it is an engine that stands by for the others."""
 
 
 @dataclass(frozen=True)

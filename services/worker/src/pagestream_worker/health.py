@@ -38,6 +38,10 @@ class Health:
         self._beat_at = time.monotonic()
         self._unready = ""
 
+    def stand_by(self) -> None:
+        """Note that the model is loaded, and that the engine waits to be asked to join."""
+        self._unready = "it stands by, and has not been asked to join"
+
     @property
     def stalled_s(self) -> float:
         """Seconds at the last `beat` since when the engine has reported nothing though it has work.

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from pagestream.v1.records_pb2 import ModelCard
 from pagestream_engine.engine import Engine
@@ -25,6 +25,7 @@ from pagestream_worker.gauges import EngineGauges, EngineReaders
 from pagestream_worker.health import Health
 from pagestream_worker.logs.library import load_library
 from pagestream_worker.settings import ProcessSettings, WorkerSettings
+from pagestream_worker.standby import IMPORTED, LOADED, StandbyAbandoned, stand_by
 from pagestream_worker.stepping.engine_core import EngineCore
 from pagestream_worker.stepping.engine_process import EngineProcess
 from pagestream_worker.stepping.engine_thread import EngineThread
@@ -76,7 +77,7 @@ async def run_process(settings: ProcessSettings, make_engine: EngineFactory = En
         loop.add_signal_handler(number, stop.set)
     core = await _start_core(settings, make_engine)
     try:
-        with suppress(_Stopped):
+        with suppress(_Stopped, StandbyAbandoned):
             await _observe(settings, core, stop)
     finally:
         core.close()
@@ -88,12 +89,13 @@ async def _start_core(settings: ProcessSettings, make_engine: EngineFactory) -> 
     load = partial(load_engine, make_engine, worker.model, settings.engine)
     if worker.engine_core == "process":
         process = EngineProcess(Program(load, settings.telemetry, worker.engine_id, worker.profile_dir))
-        await process.start()
+        await process.start(load=worker.standby != IMPORTED)
         spare_what_lives()
         return process
     profiler = None if worker.profile_dir is None else StepProfiler(worker.profile_dir, worker.engine_id)
     thread = EngineThread(load, profiler)
-    thread.start()
+    if worker.standby != IMPORTED:
+        thread.load()
     return thread
 
 
@@ -137,13 +139,13 @@ async def _serve(process: ProcessSettings, core: EngineCore, stop: asyncio.Event
     connecting = _when_redis_answers(lambda: Broker.connect(settings.redis_url, streams))
     # The model loads while Redis may still be starting, and the logs may be compiled.
     loading = asyncio.gather(_load(core, settings, instruments), connecting, asyncio.to_thread(load_library))
-    (engine, card, age_s), broker, _ = await _unless_stopped(loading, stop)
+    (engine, card, age_s, stood_by_s), broker, _ = await _unless_stopped(loading, stop)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(broker)
         publishing = _when_redis_answers(lambda: broker.publish_model(card, partitions=settings.partitions))
         await _unless_stopped(publishing, stop)
         telemetry = WorkerTelemetry(instruments.telemetry, settings.served_model_name, settings.engine_id)
-        telemetry.loaded(age_s, engine.load_s)
+        telemetry.loaded(age_s, engine.load_s, stood_by_s=stood_by_s)
         worker = Worker(core, settings, instruments.health, telemetry, degradation=process.degradation)
         session = EngineSession(
             broker,
@@ -174,17 +176,32 @@ async def _serve(process: ProcessSettings, core: EngineCore, stop: asyncio.Event
             _limit_exit(settings.exit_timeout_s)
 
 
-async def _load(
-    core: EngineCore, settings: WorkerSettings, instruments: Instruments
-) -> tuple[EngineFacts, ModelCard, float]:
-    """Wait for the engine, then open the metrics port: a model or an option that is refused opens none. Returns the
-    age of this process, too, in seconds.
+class _Start(NamedTuple):
+    """A start of which only the membership in Redis is missing."""
+
+    engine: EngineFacts
+    card: ModelCard
+    age_s: float
+    """Seconds of this process when its engine was loaded, less those that it had stood by."""
+    stood_by_s: float
+
+
+async def _load(core: EngineCore, settings: WorkerSettings, instruments: Instruments) -> _Start:
+    """Wait for the engine, then open the metrics port: a model or an option that is refused opens none. A standby waits
+    before or after that until it is asked to join.
     """
+    stood_by_s = 0.0
+    if settings.standby == IMPORTED:
+        stood_by_s = await stand_by(core, settings.standby)
+        core.load()
     engine = await asyncio.wrap_future(core.loaded)
-    age_s = process_age_s()
+    age_s = process_age_s() - stood_by_s
     card = build_card(resolve_model(settings.model), settings.served_model_name, engine)
     instruments.open_port()
-    return engine, card, age_s
+    if settings.standby == LOADED:
+        instruments.health.stand_by()
+        stood_by_s = await stand_by(core, settings.standby)
+    return _Start(engine, card, age_s, stood_by_s)
 
 
 async def _when_redis_answers(action: Callable[[], Awaitable[T]]) -> T:

@@ -30,6 +30,7 @@ from pagestream_telemetry.errors import VariableError
 from pagestream_telemetry.settings import TelemetrySettings, telemetry_settings
 
 from pagestream_worker.ladder.settings import DegradationSettings, degradation_settings
+from pagestream_worker.standby import STANDBY_STATES
 
 WORKER, ENGINE = "WORKER", "ENGINE"
 ENGINE_CORES = ("process", "inline")
@@ -50,6 +51,9 @@ class WorkerSettings:
     engine_core: str = "process"
     """Where the engine (scheduler, model) runs: "process": in a process of its own, apart from the event loop that
     talks to Redis; "inline": on a thread of this process."""
+    standby: str = ""
+    """How far to start before waiting for a line on standard input, and only then joining: "imported": the modules are
+    imported; "loaded": the model is loaded too. Not given: join at once."""
     partitions: int = DEFAULT_PARTITIONS
     """Partitions of a model that Redis does not know yet; a published number stays."""
     metrics_port: int | None = None
@@ -243,6 +247,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="run the engine in a process of its own (default), or on a thread of this one",
     )
     parser.add_argument(
+        "--standby",
+        choices=STANDBY_STATES,
+        help="start this far, and join after a line on standard input (default: join at once)",
+    )
+    parser.add_argument(
         "--partitions",
         type=_partition_count,
         metavar="N",
@@ -286,6 +295,7 @@ def worker_settings(options: argparse.Namespace, environ: Mapping[str, str] | No
 
 
 _CHECKED_TEXTS = {"engine_id": _engine_name}
+_CHOICES = {"engine_core": ENGINE_CORES, "standby": STANDBY_STATES}
 _MAY_BE_ZERO = {"finish_timeout_s"}
 
 
@@ -298,8 +308,9 @@ def _check(given: Mapping[str, Any]) -> None:
                 raise out_of_range(WORKER, name, value, f"a number {wanted}")
         if name == "partitions" and value > MAX_PARTITIONS:
             raise out_of_range(WORKER, name, value, f"a number from 1 to {MAX_PARTITIONS}")
-        if name == "engine_core" and value not in ENGINE_CORES:
-            raise out_of_range(WORKER, name, value, " or ".join(ENGINE_CORES))
+        choices = _CHOICES.get(name)
+        if choices is not None and value not in choices:
+            raise out_of_range(WORKER, name, value, " or ".join(choices))
         if name in _CHECKED_TEXTS and value:
             try:
                 _CHECKED_TEXTS[name](value)

@@ -54,20 +54,21 @@ class WorkerTelemetry:
         self._per_token = registry.distribution(catalog.ENGINE_TIME_PER_OUTPUT_TOKEN).series(model)
         self._startup = registry.number(catalog.STARTUP_DURATION).series(model)
         self._startup_parts = registry.number(catalog.STARTUP_PART_DURATION)
-        self._loaded_s = 0.0
+        self._loaded_s = self._stood_by_s = 0.0
         self._resumes = registry.number(catalog.RESUMES).series(model)
         self._cancellations = registry.number(catalog.CANCELLATIONS).series(model)
         self._errors = registry.number(catalog.ERRORS)
         self._transitions = registry.number(catalog.DEGRADATION_TRANSITIONS)
 
-    def loaded(self, age_s: float, load_s: Mapping[str, float]) -> None:
+    def loaded(self, age_s: float, load_s: Mapping[str, float], *, stood_by_s: float = 0.0) -> None:
         """Record the startup's parts so far.
 
         Args:
-            age_s: of the process, when its engine was loaded.
+            age_s: of the process, when its engine was loaded, less what it had stood by until then.
             load_s: seconds by part of the load.
+            stood_by_s: of the process as a standby, which are no part of its startup.
         """
-        self._loaded_s = age_s
+        self._loaded_s, self._stood_by_s = age_s, stood_by_s
         parts = {"process": max(0.0, age_s - sum(load_s.values())), **load_s}
         for part, seconds in parts.items():
             self._startup_parts.series(self._model, part).set(seconds)
@@ -75,7 +76,7 @@ class WorkerTelemetry:
 
     def ready(self) -> None:
         """Record the startup's duration: the engine claims from now on."""
-        age_s = process_age_s()
+        age_s = process_age_s() - self._stood_by_s
         self._startup_parts.series(self._model, "join").set(age_s - self._loaded_s)
         self._startup.set(age_s)
 

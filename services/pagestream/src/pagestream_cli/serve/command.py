@@ -14,7 +14,7 @@ from pagestream_cli.console import say
 from pagestream_cli.datadir import DataDirLock
 from pagestream_cli.serve.checks import check_options, check_parts
 from pagestream_cli.serve.deployment import Deployment
-from pagestream_cli.serve.engines import engines_left_behind
+from pagestream_cli.serve.engines import EngineLogs, engines_left_behind
 from pagestream_cli.serve.model import choose_model
 from pagestream_cli.serve.options import ServeOptions, parse_options
 from pagestream_cli.serve.plan import Plan
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         ports = assign_ports(options)
         command = _redis(options, ports)
         plan = Plan(options, ports, model)
-        check_parts([*plan.engines(lambda name: False), *plan.gateways()])
+        check_parts([*plan.engines(EngineLogs()), *plan.gateways()])
         reporter = Reporter(started=started, verbose=options.verbose)
         asyncio.run(_serve(plan, Deployment(plan, command, reporter, dead_engines), reporter))
     return 0

@@ -44,11 +44,12 @@ class Deployment:
         self._is_loaded = False
         self._dead: set[str] = set()
         self._shown: set[str] = set()
-        self._engine_names = frozenset(f"engine-{i}" for i in range(plan.options.engines))
+        self._standing_by: set[str] = set()
+        self._engine_names = frozenset(f"engine-{i}" for i in range(plan.options.engines + plan.options.warm_spares))
         parts = [] if redis_command is None else [plan.redis(redis_command)]
-        parts += plan.engines(self._engine_logs.claims)
+        parts += plan.engines(self._engine_logs)
         parts += plan.gateways()
-        self.supervisor = Supervisor(parts, self)
+        self.supervisor = Supervisor(parts, self, num_spares=plan.options.warm_spares)
 
     @property
     def record(self) -> ServeRecord:
@@ -56,7 +57,9 @@ class Deployment:
         plan = self._plan
         serve = ProcessRecord("serve", os.getpid())
         parts = tuple(
-            ProcessRecord(view.spec.name, view.pid, view.spec.ports, view.restarts, str(view.spec.log_path))
+            ProcessRecord(
+                view.spec.name, view.pid, view.spec.ports, view.restarts, str(view.spec.log_path), view.is_spare
+            )
             for view in self.supervisor.views
         )
         certificate = plan.options.tls_certificate
@@ -102,7 +105,14 @@ class Deployment:
         """Update serve.json after a process started, became ready or ended."""
         for view in views:
             name = view.spec.name
-            if view.state is PartState.READY and name in self._dead:
+            if view.state is PartState.STANDBY and name not in self._standing_by:
+                self._standing_by.add(name)
+                self._dead.discard(name)
+                self._reporter.say(f"{name} stands by")
+            elif view.state is PartState.READY and name in self._standing_by:
+                self._standing_by.discard(name)
+                self._reporter.say(f"{name} takes its place")
+            elif view.state is PartState.READY and name in self._dead:
                 self._dead.discard(name)
                 self._reporter.back(view)
             elif view.state is PartState.READY and not self._ready and name not in self._shown:
@@ -114,6 +124,7 @@ class Deployment:
     def died(self, view: PartView, death: Death, restart_delay_s: float) -> None:
         """Report the death of a part; expire it in Redis where it was an engine."""
         self._dead.add(view.spec.name)
+        self._standing_by.discard(view.spec.name)
         if (engine_id := self._engine_logs.forget(view.spec.name)) is not None:
             self._redis.expire(engine_id)
         self._reporter.died(view, death, restart_delay_s)

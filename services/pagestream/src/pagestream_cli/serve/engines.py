@@ -1,4 +1,4 @@
-"""What serve knows of its engines: which of them claim requests, and which an earlier serve left behind."""
+"""What serve knows of its engines: which claim requests or stand by, and which an earlier serve left behind."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import json
 
 from pagestream_cli.datadir import DataDir
 from pagestream_cli.errors import ServeFileInvalidError
-from pagestream_cli.serve.plan import engine_name
 from pagestream_cli.servefile import read_record
 
 READY = "ready"
 """Message of the log record that an engine writes when it begins to claim; the record has its `engine_id`."""
+STANDING_BY = "standing by"
+"""Likewise, of an engine that waits to be asked to join."""
 
 
 class EngineLogs:
@@ -18,10 +19,11 @@ class EngineLogs:
 
     def __init__(self) -> None:
         self._ids: dict[str, str] = {}
+        self._standing_by: set[str] = set()
 
     def read(self, part: str, line: str) -> None:
         """Read a line of a part's log."""
-        if READY not in line or not line.startswith("{"):
+        if not (READY in line or STANDING_BY in line) or not line.startswith("{"):
             return
         try:
             record = json.loads(line)
@@ -29,14 +31,26 @@ class EngineLogs:
             return
         if record.get("message") == READY and "engine_id" in record:
             self._ids[part] = str(record["engine_id"])
+        elif record.get("message") == STANDING_BY:
+            self._standing_by.add(part)
 
     def claims(self, part: str) -> bool:
         """Whether the engine of this part claims requests."""
         return part in self._ids
 
+    def stands_by(self, part: str) -> bool:
+        """Whether the engine of this part has waited to be asked to join, since its start."""
+        return part in self._standing_by
+
     def forget(self, part: str) -> str | None:
         """Return the id of an engine that died, and remove it; None where it never claimed."""
+        self._standing_by.discard(part)
         return self._ids.pop(part, None)
+
+
+def engine_name(part: str, serve_pid: int) -> str:
+    """Return the name of an engine in Redis, which several serves may share."""
+    return f"{part}-{serve_pid}"
 
 
 def engines_left_behind(data_dir: DataDir) -> tuple[str, ...]:

@@ -62,6 +62,8 @@ class ServeOptions:
     redis_url: str | None
     """A Redis that runs already; None: serve starts its own."""
     engines: int
+    warm_spares: int
+    """Engines beside them that stand by, and take the place of one that dies."""
     gateways: int
     data_dir: DataDir
     api_keys: Path | None
@@ -111,6 +113,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engines", type=_at_least_one, default=1, metavar="N", help="engine processes (default: %(default)s)"
     )
     parser.add_argument(
+        "--warm-spares",
+        type=_none_or_more,
+        default=0,
+        metavar="N",
+        help="further engine processes, each of which takes the place of one that dies (default: %(default)s)",
+    )
+    parser.add_argument(
         "--gateways", type=_at_least_one, default=1, metavar="N", help="gateway processes (default: %(default)s)"
     )
     parser.add_argument(
@@ -146,6 +155,7 @@ def parse_options(arguments: argparse.Namespace) -> ServeOptions:
         metrics_port=arguments.metrics_port,
         redis_url=arguments.redis_url,
         engines=arguments.engines,
+        warm_spares=arguments.warm_spares,
         gateways=arguments.gateways,
         data_dir=DataDir.at(arguments.data_dir),
         api_keys=arguments.api_keys or _file_of_gateways("api_keys"),
@@ -184,4 +194,11 @@ def _at_least_one(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} was given, a number of at least 1 is expected")
+    return value
+
+
+def _none_or_more(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} was given, a number of at least 0 is expected")
     return value

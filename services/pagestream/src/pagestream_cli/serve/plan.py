@@ -6,24 +6,28 @@ import asyncio
 import os
 import ssl
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
 from pagestream_telemetry.environment import variable_of
 
+from pagestream_cli.serve.engines import EngineLogs, engine_name
 from pagestream_cli.serve.model import ModelChoice
 from pagestream_cli.serve.options import ServeOptions
 from pagestream_cli.serve.port_plan import PortPlan
 from pagestream_cli.servefile import dial_host
-from pagestream_cli.supervisor import PartSpec
+from pagestream_cli.supervisor import PartSpec, Standby
 
 REDIS = "redis"
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 SHARED_WEIGHTS_VARIABLE = variable_of("ENGINE", "shared_weights_gb")
 SHARED_WEIGHTS_GB = "32"
 """Of several engines of a model that is not small; an option of theirs comes before the variable."""
+DEVICE_VARIABLE = variable_of("ENGINE", "device")
+GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")
+"""Of the drivers of NVIDIA and AMD; serve imports no torch."""
 START_VARIABLE = variable_of("GATEWAY", "start_file")
 SMALL_MODEL_BYTES = 32 << 20
 """Bytes of weights below which an engine gets one thread. Measured with 32 streams on two cores that all parts share:
@@ -67,9 +71,9 @@ class Plan:
         """Return the parts of all gateways."""
         return [self._gateway(i) for i in range(self.options.gateways)]
 
-    def engines(self, claims: Callable[[str], bool]) -> list[PartSpec]:
-        """Return the parts of all engines; `claims` returns whether the engine of a part's name claims requests."""
-        return [self._engine(i, claims) for i in range(self.options.engines)]
+    def engines(self, logs: EngineLogs) -> list[PartSpec]:
+        """Return the parts of all engines, spares last; `logs` know which of them are ready."""
+        return [self._engine(i, logs) for i in range(self.options.engines + self.options.warm_spares)]
 
     def _gateway(self, index: int) -> PartSpec:
         ports = self.ports.gateways[index]
@@ -108,12 +112,15 @@ class Plan:
             probe=lambda: http_ok(self.options.host, ports.http, "/readyz", has_tls=has_tls),
         )
 
-    def _engine(self, index: int, claims: Callable[[str], bool]) -> PartSpec:
+    def _engine(self, index: int, logs: EngineLogs) -> PartSpec:
         name = f"engine-{index}"
         metrics = self.ports.engine_metrics[index]
 
-        async def probe() -> bool:
-            return claims(name)
+        async def claims() -> bool:
+            return logs.claims(name)
+
+        async def stands_by() -> bool:
+            return logs.stands_by(name)
 
         argv = [sys.executable, "-m", "pagestream_worker", self.model.source, "--redis", self.ports.redis_url]
         argv += [
@@ -130,18 +137,29 @@ class Plan:
             argv=tuple(argv),
             log_path=self.options.data_dir.logs / f"{name}.log",
             drain_stage=DrainStage.ENGINE,
-            env=engine_environment(self.options.engines, os.environ, weight_bytes(self.model.source)),
+            env=engine_environment(
+                self.options.engines, os.environ, weight_bytes(self.model.source), self.options.warm_spares
+            ),
             ports=_known({"metrics": metrics}),
-            probe=probe,
+            probe=claims,
+            standby=Standby(("--standby", spare_state(self.options)), stands_by) if self.options.warm_spares else None,
         )
 
 
-def engine_name(part: str, serve_pid: int) -> str:
-    """Return the name of an engine in Redis, which several serves may share."""
-    return f"{part}-{serve_pid}"
+def spare_state(options: ServeOptions) -> str:
+    """Return how far a spare starts. A GPU's memory holds one engine, which takes its share of it whole: there a spare
+    has imported its modules, elsewhere it has loaded the model.
+    """
+    arguments = options.engine_arguments
+    device = arguments[arguments.index("--device") + 1] if "--device" in arguments else "auto"
+    device = os.environ.get(DEVICE_VARIABLE, device) if device == "auto" else device
+    has_gpu = any(Path(file).exists() for file in GPU_FILES)
+    return "imported" if device == "cuda" or (device == "auto" and has_gpu) else "loaded"
 
 
-def engine_environment(engines: int, environment: Mapping[str, str], weights: int | None) -> dict[str, str]:
+def engine_environment(
+    engines: int, environment: Mapping[str, str], weights: int | None, warm_spares: int = 0
+) -> dict[str, str]:
     """Return the variables that engines get beside the supervisor's: several engines share the cores, and the weights.
 
     An engine of a small model gets one thread: its operations end before several threads have synchronized, and the
@@ -151,13 +169,16 @@ def engine_environment(engines: int, environment: Mapping[str, str], weights: in
         engines: number of engines.
         environment: the supervisor's; what it sets is kept.
         weights: bytes of the model's weights; None is not known.
+        warm_spares: engines that use no core, but map the weights too.
     """
     chosen = {}
     if weights is not None and weights < SMALL_MODEL_BYTES:
         chosen[THREADS_VARIABLE] = "1"
-    elif engines > 1:
-        chosen[THREADS_VARIABLE] = str(max((os.cpu_count() or 1) // engines, 1))
-        chosen[SHARED_WEIGHTS_VARIABLE] = SHARED_WEIGHTS_GB
+    else:
+        if engines > 1:
+            chosen[THREADS_VARIABLE] = str(max((os.cpu_count() or 1) // engines, 1))
+        if engines + warm_spares > 1:
+            chosen[SHARED_WEIGHTS_VARIABLE] = SHARED_WEIGHTS_GB
     return {name: value for name, value in chosen.items() if name not in environment}
 
 

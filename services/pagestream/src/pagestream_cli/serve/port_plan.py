@@ -46,7 +46,8 @@ def assign_ports(options: ServeOptions) -> PortPlan:
         )
         for i in range(options.gateways)
     )
-    engine_metrics = tuple(_metrics_port(options, options.gateways + i) for i in range(options.engines))
+    num_engines = options.engines + options.warm_spares
+    engine_metrics = tuple(_metrics_port(options, options.gateways + i) for i in range(num_engines))
     asked: dict[str, int] = {}
     for i, ports in enumerate(gateways):
         asked[_option("--http-port", i)] = ports.http

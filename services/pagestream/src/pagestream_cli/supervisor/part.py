@@ -12,6 +12,16 @@ Probe = Callable[[], Awaitable[bool]]
 
 
 @dataclass(frozen=True)
+class Standby:
+    """How a part waits as a warm spare of its peers, which run the same program."""
+
+    arguments: tuple[str, ...]
+    """Added to the command line of a spare. It must wait for a line on standard input before it takes any work."""
+    probe: Probe
+    """Returns whether it waits."""
+
+
+@dataclass(frozen=True)
 class PartSpec:
     """What to run, and how to probe that it is ready."""
 
@@ -29,12 +39,15 @@ class PartSpec:
     """Ports by protocol."""
     probe: Probe | None = None
     """Readiness probe; None: it is ready once started."""
+    standby: Standby | None = None
+    """Of a part that takes turns with its peers in being a spare; None: it never is one."""
 
 
 class PartState(Enum):
     """State of a part."""
 
     STARTING = "starting"
+    STANDBY = "standing by"
     READY = "ready"
     WAITING = "waiting for its restart"
     ENDED = "ended"
@@ -48,3 +61,4 @@ class PartView:
     state: PartState
     pid: int | None
     restarts: int
+    is_spare: bool = False

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from pagestream_cli.errors import PartFailedError, PartOptionsError
 from pagestream_cli.supervisor.output import PartOutput, pipe_reader
-from pagestream_cli.supervisor.part import PartSpec, PartState, PartView
+from pagestream_cli.supervisor.part import PartSpec, PartState, PartView, Probe
 from pagestream_cli.supervisor.restart import Death, RestartPolicy, RestartRecord
+from pagestream_cli.supervisor.spares import Spares
 
 PROBE_INTERVAL_S = 0.1
 """Seconds between two readiness probes; they add to the time to the first token."""
@@ -23,6 +24,8 @@ OUTPUT_LIMIT_S = 1.0
 """Seconds to wait for the rest of a dead process's output: its children may hold the pipe open."""
 _log = logging.getLogger(__name__)
 GUARD = Path(__file__).with_name("guard.py")
+PROMOTION = b"join\n"
+"""Line on a spare's standard input that ends its waiting."""
 
 
 class PartRunner:
@@ -33,6 +36,7 @@ class PartRunner:
         policy: delays of restarts.
         on_change: called after each change of state, with the death that caused it where it was unexpected.
         on_line: called with each line of output.
+        spares: of the group that the part belongs to; None: it always works.
     """
 
     def __init__(
@@ -42,8 +46,11 @@ class PartRunner:
         policy: RestartPolicy,
         on_change: Callable[[PartRunner, Death | None], None],
         on_line: Callable[[str], None],
+        spares: Spares | None = None,
     ) -> None:
         self.spec = spec
+        self.is_spare = False
+        self._spares = spares
         self._on_change = on_change
         self._record = RestartRecord(policy)
         self._output = PartOutput(spec.log_path, on_line)
@@ -55,12 +62,29 @@ class PartRunner:
         """Set while the part is ready."""
         self.last_delay_s = 0.0
         """Delay of the restart after its last death."""
+        if spares is not None:
+            spares.add(self)
 
     @property
     def view(self) -> PartView:
         """The current state of the part."""
         pid = self._process.pid if self._process is not None else None
-        return PartView(self.spec, self._state, pid, max(self._starts - 1, 0))
+        return PartView(self.spec, self._state, pid, max(self._starts - 1, 0), self.is_spare)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has a process."""
+        return self._process is not None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it works."""
+        return self.ready.is_set()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it has died and waits for its restart."""
+        return self._state is PartState.WAITING
 
     async def run(self) -> None:
         """Start the part, and restart it whenever it dies, until `drain` or `kill`.
@@ -70,7 +94,7 @@ class PartRunner:
         """
         with self._output:
             try:
-                while not self._ending.is_set():
+                while await self._may_start():
                     await self._pause(self._after(await self._live_once()))
             finally:
                 self._state = PartState.ENDED
@@ -90,14 +114,31 @@ class PartRunner:
             self.kill()
             await process.wait()
 
+    def promote(self) -> None:
+        """Have its process, which was started as a spare, take up work as soon as it can."""
+        if self._process is not None and self._process.stdin is not None:
+            self._state = PartState.STARTING
+            self._process.stdin.write(PROMOTION)  # a pipe keeps it; where the process has died, that is noted as ever
+
     def kill(self) -> None:
         """Kill it. The part is not restarted."""
         self._ending.set()
         if self._process is not None:
             _kill_group(self._process.pid)
 
+    async def _may_start(self) -> bool:
+        """Wait for its turn. Returns whether it is to be started; False once it is to end."""
+        if self._spares is not None:
+            turn = asyncio.ensure_future(self._spares.wait_turn(self))
+            ending = asyncio.ensure_future(self._ending.wait())
+            await asyncio.wait([turn, ending], return_when=asyncio.FIRST_COMPLETED)
+            turn.cancel()
+            ending.cancel()
+        return not self._ending.is_set()
+
     async def _live_once(self) -> Death:
         started = time.monotonic()
+        self._state = PartState.STARTING
         async with pipe_reader() as (reader, write_end):
             process = await self._start(write_end)
             os.close(write_end)
@@ -113,7 +154,7 @@ class PartRunner:
                 await asyncio.wait([output, probing], timeout=OUTPUT_LIMIT_S)
                 output.cancel()
                 self._process = None
-        was_ready = self.ready.is_set()
+        was_ready = self.ready.is_set() or self._state is PartState.STANDBY
         self.ready.clear()
         return Death(time.monotonic() - started, was_ready, exit_code)
 
@@ -128,16 +169,18 @@ class PartRunner:
             _kill_group(process.pid)
 
     async def _start(self, output: int) -> asyncio.subprocess.Process:
+        standby = self.spec.standby if self.is_spare else None
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", str(GUARD), str(os.getpid())),
             *self.spec.argv,
-            stdin=asyncio.subprocess.DEVNULL,
+            *(standby.arguments if standby else ()),
+            stdin=asyncio.subprocess.PIPE if standby else asyncio.subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             env={**os.environ, **self.spec.env},
             start_new_session=True,  # a Ctrl-C in the terminal reaches the supervisor alone
         )
-        self._process, self._starts, self._state = process, self._starts + 1, PartState.STARTING
+        self._process, self._starts = process, self._starts + 1
         if self._ending.is_set():  # stopped while it was being started
             _kill_group(process.pid)
         self._on_change(self, None)
@@ -146,10 +189,14 @@ class PartRunner:
     def _after(self, death: Death) -> float:
         if self._ending.is_set():
             return 0.0
+        was_spare = self.is_spare
+        if self._spares is not None:
+            self._spares.replace(self)
         self.last_delay_s = self._record.add(death)
         self._state = PartState.WAITING
-        self._on_change(self, None if self._record.hopeless else death)
-        if self._record.hopeless:
+        is_hopeless = self._record.hopeless and not was_spare  # without a spare the others work on
+        self._on_change(self, None if is_hopeless else death)
+        if is_hopeless:
             raise self._failure(death.exit_code)
         return self.last_delay_s
 
@@ -163,12 +210,22 @@ class PartRunner:
         return failure("\n    ".join([what, *self._output.tail]), hint=hint)
 
     async def _probe(self) -> None:
+        if self.is_spare and self.spec.standby is not None:
+            await self._probe_standby(self.spec.standby.probe)
         probe = self.spec.probe
         while probe is not None and not await probe():  # noqa: ASYNC110 - no event crosses processes
             await asyncio.sleep(PROBE_INTERVAL_S)
         self._state = PartState.READY
         self.ready.set()
         self._on_change(self, None)
+
+    async def _probe_standby(self, probe: Probe) -> None:
+        """Note when the spare waits; return once it is promoted."""
+        while self.is_spare:
+            if self._state is PartState.STARTING and await probe() and self.is_spare:
+                self._state = PartState.STANDBY
+                self._on_change(self, None)
+            await asyncio.sleep(PROBE_INTERVAL_S)
 
     async def _pause(self, delay_s: float) -> None:
         with contextlib.suppress(TimeoutError):

@@ -10,6 +10,7 @@ from pagestream_cli.supervisor.listener import Listener, notify
 from pagestream_cli.supervisor.part import PartSpec, PartView
 from pagestream_cli.supervisor.part_runner import PartRunner
 from pagestream_cli.supervisor.restart import Death, RestartPolicy
+from pagestream_cli.supervisor.spares import Spares
 
 
 class Supervisor:
@@ -19,10 +20,19 @@ class Supervisor:
         parts: what to run.
         listener: notified of each change.
         policy: delays of restarts.
+        num_spares: how many of the parts with a `standby` wait as spares; the last ones at first.
     """
 
-    def __init__(self, parts: Sequence[PartSpec], listener: Listener, policy: RestartPolicy | None = None) -> None:
+    def __init__(
+        self,
+        parts: Sequence[PartSpec],
+        listener: Listener,
+        policy: RestartPolicy | None = None,
+        *,
+        num_spares: int = 0,
+    ) -> None:
         self._listener = listener
+        self._spares = Spares(sum(spec.standby is not None for spec in parts) - num_spares)
         chosen = policy or RestartPolicy()
         self._runners = [self._runner(spec, chosen) for spec in parts]
         self._stop = asyncio.Event()
@@ -79,8 +89,13 @@ class Supervisor:
         def on_change(runner: PartRunner, death: Death | None) -> None:
             if death is not None:
                 notify(self._listener.died, runner.view, death, runner.last_delay_s)
+            self._spares.note_change()
             notify(self._listener.changed, self.views)
 
         return PartRunner(
-            spec, policy=policy, on_change=on_change, on_line=lambda text: self._listener.line(spec, text)
+            spec,
+            policy=policy,
+            on_change=on_change,
+            on_line=lambda text: self._listener.line(spec, text),
+            spares=None if spec.standby is None else self._spares,
         )

@@ -41,6 +41,9 @@ class EngineCore(Protocol):
     ended: Future[None]
     """Done after the last callback; with the error that ended the engine."""
 
+    def load(self) -> None:
+        """Begin to load the model, where the start has not. To be called once."""
+
     def listen(
         self,
         *,

@@ -60,8 +60,10 @@ class EngineProcess:
         """Id of the process; 0 before its start."""
         return self._child.pid if self._child is not None else 0
 
-    async def start(self) -> None:
-        """Start the process, on the main thread. `loaded` gets its answer."""
+    async def start(self, *, load: bool = True) -> None:
+        """Start the process, on the main thread. It imports its modules, and waits for `load` where that is False;
+        `loaded` gets its answer.
+        """
         loop = self._loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
@@ -71,6 +73,11 @@ class EngineProcess:
         transport, _ = await loop.create_unix_connection(lambda: _Reports(self._take, self._lost), sock=ours)
         self._transport = cast(asyncio.WriteTransport, transport)
         self._send(sys.path)
+        if load:
+            self.load()
+
+    def load(self) -> None:
+        """See EngineCore."""
         self._send(self._program)
 
     def listen(

@@ -41,6 +41,10 @@ class EngineThread(threading.Thread):
         self._acknowledgements = Acknowledgements(self._steps_ahead.note_taken)
         self._loop: asyncio.AbstractEventLoop | None = None
 
+    def load(self) -> None:
+        """See EngineCore."""
+        self.start()
+
     def listen(
         self,
         *,
