@@ -1,15 +1,20 @@
-"""Ranks compute what one process computes, with the prefix cache, preemption, chunks of prompts and drafts.
+"""Ranks that divide layers, or have some of them each, compute what one process computes: with the prefix cache,
+preemption, chunks of prompts and drafts.
 
 A group of ranks takes seconds of processor to start, so each model has one for all that it is asked.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pagestream_engine import LLM, SamplingParams, StructuredOutputsParams
+from pagestream_engine.errors import RankLost
+from pagestream_engine.executor.rank_group import RankGroup
 from pagestream_engine.request.outputs import RequestOutput
 from support.engines.tiny_models import make_model, random_prompts
 
@@ -34,6 +39,8 @@ OPTIONS: dict[str, Any] = {
 """A pool that preempts, and chunks of prompts."""
 TOLERANCE = 2e-5
 """Of log probabilities in float32, whose sums have another order of additions."""
+DRAFTS = {"speculative_method": "ngram", "prompt_lookup_min": 1}
+FOUR_LAYERS = {"num_hidden_layers": 4}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
 
 
@@ -58,27 +65,40 @@ def check_close(found: list[RequestOutput], expected: list[RequestOutput], toler
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "size", "options"),
+    ("name", "changes", "sizes", "options"),
     [
-        pytest.param("llama-tied", {}, 2, {}, id="tied head, bias of the output"),
-        pytest.param("qwen3", {}, 2, {"speculative_method": "ngram", "prompt_lookup_min": 1}, id="norms, drafts"),
-        pytest.param("qwen2", HEADS, 4, {"swap_space": 0.001}, id="biases, KV heads on two ranks, host pages"),
-        pytest.param("mixtral", {"sliding_window": None}, 2, {}, id="experts"),
+        pytest.param("llama-tied", {}, (2, 1), {}, id="tied head, bias of the output"),
+        pytest.param("qwen3", {}, (2, 1), DRAFTS, id="norms, drafts"),
+        pytest.param(
+            "qwen2",
+            HEADS,
+            (4, 1),
+            {"swap_space": 0.001},
+            id="biases, KV heads on two ranks, host pages",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("mixtral", {"sliding_window": None}, (2, 2), {}, id="experts, stages of two ranks"),
+        pytest.param("gemma3", {}, (1, 2), {"swap_space": 0.001}, id="stages, windows, tied head, host pages"),
+        pytest.param("llama", {}, (1, 3), DRAFTS, id="stages, drafts"),
+        pytest.param("qwen3-moe", FOUR_LAYERS, (1, 4), {}, id="stages of one layer", marks=pytest.mark.slow),
     ],
 )
 def test_ranks_give_the_tokens_of_one_process(
-    tmp_path: Path, name: str, changes: dict[str, Any], size: int, options: dict[str, Any]
+    tmp_path: Path, name: str, changes: dict[str, Any], sizes: tuple[int, int], options: dict[str, Any]
 ) -> None:
+    """Of a stage, and the number of stages. Stages alone give the same bits: each sum has the same order."""
+    size, num_stages = sizes
     folder = make_model(tmp_path / "model", name, **changes)
     alone = LLM(folder, **OPTIONS)
     expected = generate(alone)
     assert alone.engine.stats().num_preemptions > 0
-    llm = LLM(folder, tensor_parallel_size=size, **OPTIONS, **options)
+    llm = LLM(folder, tensor_parallel_size=size, pipeline_parallel_size=num_stages, **OPTIONS, **options)
     try:
-        assert llm.engine.is_deterministic
-        assert llm.engine.fingerprint != alone.engine.fingerprint
+        assert llm.engine.is_deterministic == alone.engine.is_deterministic
         found = generate(llm)
-        check_close(found, expected, TOLERANCE)
+        check_close(found, expected, TOLERANCE if size > 1 else 0.0)
+        if size > 1 or os.environ.get("OMP_NUM_THREADS"):  # without it ranks have fewer threads than one process
+            assert (llm.engine.fingerprint == alone.engine.fingerprint) == (size == 1)
         stats = llm.engine.stats()
         assert stats.num_preemptions > 0
         assert (stats.num_draft_tokens > 0) == ("speculative_method" in options)
@@ -90,5 +110,9 @@ def test_ranks_give_the_tokens_of_one_process(
         check_close(generate(llm, range(2, 3)), found[2:3], 0.0)
         assert llm.engine.stats().prefix_hit_tokens > num_hits
         llm.engine.check_invariants()
+        assert isinstance(llm.engine._steps.executor, RankGroup)
+        os.kill(llm.engine._steps.executor.pids[0], signal.SIGKILL)
+        with pytest.raises(RankLost, match=f"rank 0 of {size * num_stages} was killed by signal 9"):
+            generate(llm)
     finally:
         llm.engine.close()

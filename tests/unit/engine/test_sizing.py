@@ -39,6 +39,17 @@ def test_each_of_two_ranks_takes_half_but_for_what_both_have() -> None:
     assert two.num_parameters == one.num_parameters
 
 
+def test_a_stage_takes_its_own_layers_and_what_is_at_its_end() -> None:
+    """The last of 33 layers in three stages has the head and a norm, and no layer less."""
+    [model] = [each for each in MODELS if each["name"] == "Llama 3.1 8B"]
+    options = ({}, {"pipeline_parallel_size": 3})
+    file = ConfigFile({**model["config"], "num_hidden_layers": 33})  # type: ignore[dict-item]
+    one, three = (size_config(file, EngineConfig.from_options(each)) for each in options)
+    assert three.block_bytes == one.block_bytes / 3
+    assert 3 * three.weight_bytes - one.weight_bytes == 2 * (128_256 + 2) * 4096
+    assert three.num_parameters == one.num_parameters
+
+
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 def test_a_checkpoint_and_its_engine_have_what_was_counted(kv_cache_dtype: str) -> None:
     options = {"dtype": "float32", "device": "cpu", "block_size": 16, "num_gpu_blocks_override": 64}

@@ -50,7 +50,7 @@ def measure_capacity(
 
 
 def _measure(folder: Path, config: EngineConfig, make_runner: RunnerFactory) -> ExecutorFacts:
-    if config.parallel.tensor_parallel_size > 1:
+    if config.parallel.num_ranks > 1:
         executor = make_executor(make_runner, folder, config)
         executor.close()
         return executor.facts

@@ -236,13 +236,17 @@ class ParallelConfig:
     """Ranks among which each layer is divided: processes of one machine, with a GPU each, or on a CPU with a part of
     its threads each. A divisor of the model's attention heads and of the width of its MLPs."""
     pipeline_parallel_size: int = 1
-    """Stages of layers; one is all there is."""
+    """Stages, each of which has some of the layers, and `tensor_parallel_size` ranks that divide these. At most as many
+    as layers."""
 
     def __post_init__(self) -> None:
         _between("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS)
-        if self.pipeline_parallel_size != 1 or isinstance(self.pipeline_parallel_size, bool):
-            hint = "layers can't be divided among stages yet; tensor_parallel_size divides each layer"
-            raise UnsupportedOption("pipeline_parallel_size", self.pipeline_parallel_size, "1", hint)
+        _between("pipeline_parallel_size", self.pipeline_parallel_size, 1, MAX_RANKS // self.tensor_parallel_size)
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of all stages."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 @dataclass(frozen=True)
@@ -351,17 +355,21 @@ class EngineConfig:
             raise ConfigError("speculative_method", self.speculation.method, expected, hint)
 
     def _check_ranks(self) -> None:
-        size = self.parallel.tensor_parallel_size
-        refused = {
+        of_tensors = {
             "kv_cache_dtype fp8": self.cache.kv_cache_dtype in SCALED_CACHE_DTYPES,
             "quantization": self.model.quantization is not None,
+        }
+        of_all = {
             "cpu_offload_gb": bool(self.model.cpu_offload_gb),
             "a draft model": self.speculation.method == "draft_model",
             "enable_lora": self.adapters.enable_lora,
         }
-        for name, is_set in refused.items():
-            if size > 1 and is_set:
-                raise UnsupportedOption("tensor_parallel_size", size, f"1 with {name}", "ranks have none yet")
+        sizes = {"tensor_parallel_size": {**of_tensors, **of_all}, "pipeline_parallel_size": of_all}
+        for option, refused in sizes.items():
+            size = getattr(self.parallel, option)
+            for name, is_set in refused.items():
+                if size > 1 and is_set:
+                    raise UnsupportedOption(option, size, f"1 with {name}", "ranks have none yet")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:

@@ -18,13 +18,15 @@ from pagestream_engine.config import TRITON_BLOCK_SIZE, EngineConfig
 from pagestream_engine.errors import UnsupportedModel
 from pagestream_engine.models.config import DTYPES, ConfigFile
 from pagestream_engine.models.decoder_config import DecoderConfig
+from pagestream_engine.models.division.sharding import shard_config, shard_weights
+from pagestream_engine.models.division.staging import weights_of_stage
 from pagestream_engine.models.folder import resolve_model
 from pagestream_engine.models.offload.plan import plan_offload
 from pagestream_engine.models.quantised.scheme import Scheme
 from pagestream_engine.models.registry import find_family, fused_architectures
-from pagestream_engine.models.sharding import shard_config, shard_weights
 from pagestream_engine.models.stored_size import num_elements, stored_bytes
 from pagestream_engine.models.weights import WeightMap
+from pagestream_engine.parallel.place import layers_of_stage
 from pagestream_engine.runner.backends import cache_shapes, kv_layout
 
 GB = 10**9
@@ -50,7 +52,7 @@ _LIVE_HIDDEN = 4
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What a model takes of a device: with `tensor_parallel_size`, of each rank's."""
+    """What a model takes of a device: where ranks divide it, of that which needs most for weights."""
 
     architecture: str
     dtype: str
@@ -93,7 +95,7 @@ def size_model(model: str | Path, config: EngineConfig) -> ModelSize:
         ModelNotFound: there is no such model.
         ModelFileError: its configuration is malformed.
         UnsupportedModel: it is of no fused family: others show their layers only once they are loaded.
-        ConfigError: `cpu_offload_gb` would free no memory, or `tensor_parallel_size` does not divide the model.
+        ConfigError: `cpu_offload_gb` would free no memory, or ranks can't divide the model.
     """
     size = size_config(ConfigFile.read(resolve_model(model)), config)
     draft_model = config.speculation.speculative_model
@@ -132,11 +134,13 @@ def size_config(file: ConfigFile, config: EngineConfig) -> ModelSize:
     longest = config.model.max_model_len or decoder.info.max_position_embeddings
     block_size = config.cache.block_size or TRITON_BLOCK_SIZE
     num_ranks, weights = config.parallel.tensor_parallel_size, family.weights(decoder)
-    num_parameters = count_parameters(weights)
+    num_parameters, num_stages = count_parameters(weights), config.parallel.pipeline_parallel_size
+    stage, weights = _largest_stage(weights, decoder, num_stages)
     if num_ranks > 1:
         weights, decoder = shard_weights(weights, decoder, 0, num_ranks), shard_config(decoder, num_ranks)
-    layout = kv_layout(family.attention_specs(decoder, longest), block_size, longest)
-    of_block = block_bytes(cache_shapes(layout, dtype, config.cache.kv_cache_dtype))
+    layout = kv_layout(family.attention_specs(decoder, longest), block_size, longest, num_stages)
+    own_layers = layers_of_stage(len(decoder.layers), stage, num_stages)
+    of_block = block_bytes(cache_shapes(layout, dtype, config.cache.kv_cache_dtype, own_layers))
     scheme = Scheme.read(file)
     if scheme is not None:
         offloads = config.model.cpu_offload_gb > 0
@@ -158,6 +162,12 @@ def size_config(file: ConfigFile, config: EngineConfig) -> ModelSize:
         layout=layout,
         max_chunk=config.scheduler.max_num_batched_tokens,
     )
+
+
+def _largest_stage(weights: WeightMap, decoder: DecoderConfig, num_stages: int) -> tuple[int, WeightMap]:
+    """Return the stage with most parameters, and these."""
+    stages = [(stage, weights_of_stage(weights, decoder, stage, num_stages)) for stage in range(num_stages)]
+    return max(stages, key=lambda stage: count_parameters(stage[1]))
 
 
 def count_parameters(weights: WeightMap) -> int:

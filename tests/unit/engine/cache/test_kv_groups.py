@@ -27,6 +27,15 @@ def test_as_many_layers_share_a_table_as_padding_allows() -> None:
     assert layout.padding == pytest.approx(8 / 70)
 
 
+def test_each_group_has_as_many_layers_of_each_stage() -> None:
+    """Stages keep the pages of their own layers: in a group of the first stage's alone the others' would be empty."""
+    specs = [FULL if layer % 6 == 5 else WINDOW for layer in range(48)]
+    layout = make_layout(specs, 16, CONTEXT, [range(24), range(24, 48)])
+    assert layout.num_slots == 8
+    assert [sum(layer < 24 for layer in group.layers) for group in layout.groups] == [4] * 6
+    assert sorted(layer for group in layout.groups for layer in group.layers) == list(range(48))
+
+
 def test_smaller_tokens_fill_the_page_with_larger_blocks() -> None:
     layout = make_layout([KVSpec(8, 128), KVSpec(2, 128, window=64)], 16, CONTEXT)
     assert [group.block_size for group in layout.groups] == [16, 64]

@@ -7,17 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from pagestream_engine.errors import ConfigError, UnsupportedOption
+from pagestream_engine.errors import ConfigError, UnsupportedOption, WeightsError
 from pagestream_engine.models.config import ConfigFile
 from pagestream_engine.models.decoder_config import DecoderConfig
+from pagestream_engine.models.division.sharding import shard_config, shard_weights
+from pagestream_engine.models.division.staging import weights_of_stage
 from pagestream_engine.models.families.llama import Llama
 from pagestream_engine.models.families.phi3 import Phi3
 from pagestream_engine.models.family_source import FamilySource
 from pagestream_engine.models.loader import load_parameters
-from pagestream_engine.models.sharding import shard_config, shard_weights
+from pagestream_engine.models.select import open_model
 from pagestream_engine.models.source import Target
 from pagestream_engine.models.weights import LinearWeight, Parameters
+from pagestream_engine.parallel.stages import Stage
 from safetensors.torch import load_file
+from support.engines.architectures import small_config
 from support.engines.tiny_models import make_model
 
 CPU = torch.device("cpu")
@@ -107,3 +111,35 @@ def test_a_rank_keeps_its_own_kv_heads_alone(folder: Path) -> None:
     target = replace(Target(torch.float32, CPU, max_model_len=128), ranks=Ranks())  # type: ignore[arg-type]
     source = FamilySource(folder, ConfigFile.read(folder), Phi3())
     assert {(spec.num_heads, spec.num_kv_heads) for spec in source.attention_specs(target)} == {(4, 1)}
+
+
+class SecondOfTwo(Stage):
+    index, count = 1, 2
+
+
+def test_a_stage_reads_its_own_layers_alone(folder: Path) -> None:
+    target = Target(torch.float32, CPU, max_model_len=128, stage=SecondOfTwo())
+    config, family = ConfigFile.read(folder), Phi3()
+    whole = family.weights(family.read(config))
+    stages = [weights_of_stage(whole, family.read(config), stage, 2) for stage in range(2)]
+    assert sorted([*stages[0], *stages[1]]) == sorted(whole)
+    assert {name.partition(".")[0] for name in stages[1]} == {"2", "norm", "head"}
+    loaded = load_parameters(folder, stages[1], target, whole=whole)
+    head = load_file(folder / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(product(loaded, "head"), head.T)
+    with pytest.raises(WeightsError, match="tensors that the architecture does not have"):
+        load_parameters(folder, stages[1], target)
+
+
+def test_a_tied_head_has_the_embedding_in_its_stage(folder: Path) -> None:
+    config = config_of(tie_word_embeddings=True, num_hidden_layers=2)
+    assert "embedding" in weights_of_stage(Llama().weights(config), config, 1, 2)
+    with pytest.raises(ConfigError, match="pipeline_parallel_size: given 3, expected at most the 2 layers"):
+        weights_of_stage(Llama().weights(config), config, 0, 3)
+
+
+def test_stages_of_a_model_without_layers_of_its_own_are_refused(tmp_path: Path) -> None:
+    small_config("gpt2").save_pretrained(tmp_path)
+    target = Target(torch.float32, CPU, max_model_len=128, stage=SecondOfTwo())
+    with pytest.raises(UnsupportedOption, match=r"pipeline_parallel_size: given 2, .* GPT2LMHeadModel runs by"):
+        open_model(tmp_path).attention_specs(target)

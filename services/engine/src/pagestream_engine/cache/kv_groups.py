@@ -111,7 +111,7 @@ class KVLayout:
         return fits
 
 
-def make_layout(specs: Sequence[KVSpec], block_size: int, max_model_len: int) -> KVLayout:
+def make_layout(specs: Sequence[KVSpec], block_size: int, max_model_len: int, stages: Sequence[range] = ()) -> KVLayout:
     """Divide a model's layers into groups.
 
     Layers of one shape are divided into as many groups as it takes so that no group has more than `num_slots` layers.
@@ -123,6 +123,8 @@ def make_layout(specs: Sequence[KVSpec], block_size: int, max_model_len: int) ->
         specs: what each layer keeps.
         block_size: tokens of a block of the layers that keep most.
         max_model_len: tokens of the longest sequence. A window that is not shorter is full attention.
+        stages: layers that different devices have, which each keep the pages of their own: every group gets about as
+            many layers of each.
 
     Raises:
         UnsupportedModel: the sizes of two shapes are not in a ratio of a power of two.
@@ -132,11 +134,22 @@ def make_layout(specs: Sequence[KVSpec], block_size: int, max_model_len: int) ->
         kinds.setdefault(_without_wide_window(spec, max_model_len), []).append(layer)
     largest = max(kinds, key=lambda spec: spec.elements_per_token)
     whole = [
-        KVGroup(tuple(layers), spec, block_size * _tokens_for_one(largest, spec)) for spec, layers in kinds.items()
+        KVGroup(_dealt(layers, stages), spec, block_size * _tokens_for_one(largest, spec))
+        for spec, layers in kinds.items()
     ]
     num_slots = _choose_num_slots(whole, max_model_len)
     groups = [part for group in whole for part in _split(group, num_slots)]
     return KVLayout(tuple(groups), max(len(group.layers) for group in groups))
+
+
+def _dealt(layers: list[int], stages: Sequence[range]) -> tuple[int, ...]:
+    """Order layers so that those of each stage are spread evenly."""
+    places = {layer: (place + 0.5) / len(own) for own in _own_layers(layers, stages) for place, layer in enumerate(own)}
+    return tuple(sorted(layers, key=lambda layer: (places[layer], layer))) if stages else tuple(layers)
+
+
+def _own_layers(layers: list[int], stages: Sequence[range]) -> list[list[int]]:
+    return [[layer for layer in layers if layer in stage] for stage in stages]
 
 
 def full_attention(block_size: int, num_layers: int = 1, spec: KVSpec | None = None) -> KVLayout:

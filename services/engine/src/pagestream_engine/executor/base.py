@@ -303,5 +303,7 @@ def make_model_runner(folder: Path, config: EngineConfig) -> Runner:
         return ModelRunner(folder, config, torch.device(device))
     if torch.cuda.device_count() < place.size:
         expected = f"at most the {torch.cuda.device_count()} GPUs of this machine"
-        raise ConfigError("tensor_parallel_size", place.size, expected)
+        if place.tensor_size > 1:
+            raise ConfigError("tensor_parallel_size", place.tensor_size, f"{expected}, over all stages")
+        raise ConfigError("pipeline_parallel_size", place.num_stages, expected)
     return ModelRunner(folder, config, torch.device(device, place.rank))

@@ -1,4 +1,4 @@
-"""Steps by several processes, each of which has a part of the model: one plan for all, and rank 0's result."""
+"""Steps by several processes, each of which has a part of the model: one plan for all, and the last stage's result."""
 
 from __future__ import annotations
 
@@ -32,10 +32,13 @@ _CLOSE_LIMIT_S = 5.0
 
 
 class RankGroup:
-    """Starts `tensor_parallel_size` processes by `spawn`, and sends each plan to all of them.
+    """Starts `ParallelConfig.num_ranks` processes by `spawn`, and sends each plan to all of them.
+
+    The result of a step is that of the first rank of the last stage, which is rank 0 where there is one stage.
 
     A step that all ranks fail alike fails alone: none has exchanged more than another. A rank that dies, hangs
-    (`Stragglers`), fails alone, or samples other tokens than rank 0 ends the group: the others are killed.
+    (`Stragglers`), fails alone, or samples other tokens than the first of its stage ends the group: the others are
+    killed.
 
     A program that uses it must guard its entry point by `if __name__ == "__main__"`: each process imports that module.
 
@@ -51,16 +54,18 @@ class RankGroup:
 
     def __init__(self, make_runner: RunnerFactory, folder: Path, config: EngineConfig) -> None:
         context = multiprocessing.get_context("spawn")
-        size = config.parallel.tensor_parallel_size
+        size, num_stages = config.parallel.num_ranks, config.parallel.pipeline_parallel_size
         self._folder = Path(tempfile.mkdtemp(prefix="pagestream-ranks-"))
-        self._stragglers = Stragglers(Progress(self._folder, size, create=True))
+        self._first_sampling = size - size // num_stages
+        """The first rank of the last stage: those of other stages have no tokens."""
+        self._stragglers = Stragglers(Progress(self._folder, size, create=True), size // num_stages)
         self._ranks: list[RankProcess] = []
         self._in_flight: deque[int] = deque()
         self._num_prepared: Counter[PreparedGrammar] = Counter()
         self._lost: RankLost | None = None
         try:
             for rank in range(size):
-                place = RankPlace(rank, size, self._folder)
+                place = RankPlace(rank, size, self._folder, num_stages)
                 self._ranks.append(RankProcess(context, make_runner, folder, replace(config, place=place)))
             self.facts = _agreed(self._load())
         except BaseException:
@@ -211,11 +216,12 @@ class RankGroup:
         return next(rank for rank in self._ranks if rank.answers and isinstance(rank.answers[0], Failure))
 
     def _checked(self, results: list[StepResult]) -> StepResult:
-        """Return rank 0's result. Each rank goes on with the tokens that it has sampled: they must be the same."""
-        first, *others = results
-        for rank, other in enumerate(others, 1):
+        """Return the result of the first rank that samples. Each goes on with its own tokens: they must be the same."""
+        sampling = self._first_sampling
+        first, *others = results[sampling:]
+        for rank, other in enumerate(others, sampling + 1):
             if not (np.array_equal(first.token_ids, other.token_ids) and np.array_equal(first.counts, other.counts)):
-                self._lose(self._ranks[rank], "sampled other tokens than rank 0")
+                self._lose(self._ranks[rank], f"sampled other tokens than rank {sampling}")
         return first
 
     # -- the end --

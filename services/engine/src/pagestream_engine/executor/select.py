@@ -19,7 +19,7 @@ def make_executor(make_runner: RunnerFactory, folder: Path, config: EngineConfig
         folder: the model's.
         config: settings.
     """
-    if config.parallel.tensor_parallel_size > 1:
+    if config.parallel.num_ranks > 1:
         return RankGroup(make_runner, folder, config)
     kind = ProcessExecutor if config.executor.executor == "process" else InlineExecutor
     return kind(make_runner, folder, config)

@@ -8,7 +8,9 @@ from time import monotonic
 from pagestream_engine.parallel.place import Progress
 
 HANG_LIMIT_S = 1.5
-"""Of a rank behind the others, without progress. All ranks do the same work between two exchanges."""
+"""Of a rank behind the others of its stage, without progress. They do the same work between two exchanges."""
+STAGE_LIMIT_S = 10.0
+"""Of a stage for which others wait, between two layers: no other does the same work."""
 _FIRST_LIMIT_S = 60.0
 """Of the first step, in which a rank may import or compile what it has not used before."""
 
@@ -16,12 +18,19 @@ _FIRST_LIMIT_S = 60.0
 class Stragglers:
     """Watches a group while a step is waited for.
 
-    A rank hangs if it stays behind the others, by the number of exchanges that it has begun or by its answer to the
-    step, for `limit_s`. Where all are as far as each other, they compute: that has no limit here.
+    A rank hangs if it stays behind the others of its stage, by the number of exchanges that it has begun or by its
+    answer to the step, for `limit_s`. Where all are as far as each other, they compute: that has no limit here in a
+    group of one stage. Of several, the first one that has not answered is watched: later ones wait for it, for
+    STAGE_LIMIT_S at least.
+
+    Args:
+        progress: of all ranks.
+        stage_size: ranks of a stage.
     """
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress, stage_size: int) -> None:
         self._progress = progress
+        self._stage_size = stage_size
         self._longest_s: float | None = None
         self._began = 0.0
         self._last: tuple[int, int] | None = None
@@ -51,12 +60,15 @@ class Stragglers:
             waiting: ranks that have not answered.
         """
         counts = self._progress.counts()
-        count, rank = min((counts[rank], rank) for rank in waiting)
-        is_behind = len(waiting) < len(counts) or count < max(counts)
-        if not is_behind:
+        first = waiting[0] - waiting[0] % self._stage_size
+        stage = range(first, first + self._stage_size)
+        count, rank = min((counts[rank], rank) for rank in waiting if rank in stage)
+        is_behind = any(each not in waiting or counts[each] > count for each in stage)
+        is_waited_for = len(counts) > self._stage_size
+        if not is_behind and not is_waited_for:
             self._last = None
         elif (rank, count) != self._last:
             self._last, self._since = (rank, count), monotonic()
-        elif monotonic() - self._since > self.limit_s:
+        elif monotonic() - self._since > (self.limit_s if is_behind else max(self.limit_s, STAGE_LIMIT_S)):
             return rank
         return None

@@ -11,6 +11,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own habit
 from torch import Tensor
 
 from pagestream_engine.attention import Angles, HeadNorm, Operators, Rotation, StepContext
+from pagestream_engine.errors import InvariantViolation
 from pagestream_engine.layers.attention import PagedAttention
 from pagestream_engine.layers.linear import Linear
 from pagestream_engine.layers.mlp import Mlp
@@ -18,6 +19,7 @@ from pagestream_engine.layers.norm import RmsNorm
 from pagestream_engine.models.decoder_config import DecoderConfig
 from pagestream_engine.models.model import Model
 from pagestream_engine.models.weights import Parameters, Turn
+from pagestream_engine.parallel.stages import ONE_STAGE, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,26 +145,34 @@ class OffloadedLayer:
 
 
 class DecoderModel(Model):
-    """The forward pass of the fused families. Weights come from the loader, small steps from the backend."""
+    """The forward pass of the fused families. Weights come from the loader, small steps from the backend.
+
+    A stage of a pipeline begins with what the stage before sends, the residual stream and what is to be added to it,
+    and sends the same on: the next layer's norm adds them as if it were in this process, bit for bit.
+    """
 
     computes_offloaded = True
+    computes_stages = True
 
     def __init__(
         self,
         config: DecoderConfig,
         parameters: Parameters,
-        layers: Sequence[DecoderLayer],
-        norm: RmsNorm,
+        layers: Mapping[int, DecoderLayer],
+        norm: RmsNorm | None,
         operators: Operators,
+        *,
+        stage: Stage = ONE_STAGE,
     ) -> None:
         """Take the parameters `embedding` and `head`, and the layers that a family has built.
 
         Args:
             config: of the model.
             parameters: loaded by the family's `WeightMap`.
-            layers: all of them, at least one.
-            norm: before the head.
+            layers: of the stage by their indices, in order, at least one.
+            norm: before the head; None for a stage that is not the last one.
             operators: of the backend.
+            stage: that this process has.
         """
         super().__init__(config.info)
         self.config = config
@@ -172,40 +182,58 @@ class DecoderModel(Model):
         self.pooled_size = config.hidden_size
         self.layers: Sequence[DecoderLayer] = [
             OffloadedLayer(layer, parameters.offloaded[index]) if index in parameters.offloaded else layer
-            for index, layer in enumerate(layers)
+            for index, layer in layers.items()
         ]
-        self.norm = norm
-        self.embedding = parameters.tensor("embedding")
-        self.head = parameters.linear("head")
+        self._stage = stage
+        self._norm = norm
+        self._embedding = parameters.tensor("embedding") if stage.is_first else None
+        scale = config.embedding_scale if stage.is_first else None
+        self._embedding_scale = (
+            None if scale is None else torch.tensor(scale, dtype=parameters.tensor("embedding").dtype)
+        )
+        self._head = parameters.linear("head") if stage.is_last else None
         self._parameters = parameters
         self._operators = operators
-        self._rotations = {layer.attention.rotation for layer in layers}
-        scale = config.embedding_scale
-        self._embedding_scale = None if scale is None else torch.tensor(scale, dtype=self.embedding.dtype)
+        self._rotations = {layer.attention.rotation for layer in layers.values()}
 
     def forward(self, token_ids: Tensor, wanted: Tensor, context: StepContext) -> Tensor:
         step = DecoderStep(
             context,
             {rotation: self._operators.angles(rotation, context.positions) for rotation in self._rotations},
         )
-        residual = F.embedding(token_ids, self.embedding)
-        if self._embedding_scale is not None:
-            residual = residual * self._embedding_scale
-        x: Tensor | None = None
+        x, residual = self._begin(token_ids)
         for layer in self.layers:
-            is_last = layer is self.layers[-1]
+            is_last = self._stage.is_last and layer is self.layers[-1]
             x, residual = layer.forward(x, residual, step, wanted if is_last and len(wanted) < len(token_ids) else None)
-        return residual if x is None else x.add_(residual)
+            self._stage.note_layer()
+        if x is None:
+            raise InvariantViolation(f"{self.info.architecture}: given no layers, expected at least one")
+        if not self._stage.is_last:
+            self._stage.send(torch.stack((x, residual)))
+            return residual[:0]
+        return x.add_(residual)
+
+    def _begin(self, token_ids: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Return what the first layer gets."""
+        if self._embedding is None:
+            x, residual = self._stage.receive((2, len(token_ids), self.config.hidden_size))
+            return x, residual
+        residual = F.embedding(token_ids, self._embedding)
+        return None, residual if self._embedding_scale is None else residual * self._embedding_scale
 
     def logits(self, hidden: Tensor) -> Tensor:
-        logits = self.head(self.norm(hidden))
+        if self._head is None:
+            raise InvariantViolation(f"stage {self._stage.index}: given a step to sample, expected the last stage")
+        logits = self._head(self.states(hidden))
         if self.config.logit_scale is not None:
             logits = logits * self.config.logit_scale
         cap = self.config.logit_soft_cap
         return logits if cap is None else (logits / cap).tanh_().mul_(cap)
 
     def states(self, hidden: Tensor) -> Tensor:
-        return self.norm(hidden)
+        if self._norm is None:
+            raise InvariantViolation(f"stage {self._stage.index}: given states to end with, expected the last stage")
+        return self._norm(hidden)
 
     def linears(self) -> Sequence[Linear]:
         return self._parameters.linears()

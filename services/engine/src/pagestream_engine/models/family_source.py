@@ -8,9 +8,9 @@ from typing import Any
 
 from pagestream_engine.attention import AttentionSpec, Backend
 from pagestream_engine.errors import UnsupportedOption
-from pagestream_engine.models import sharding
 from pagestream_engine.models.config import ConfigFile
 from pagestream_engine.models.decoder_config import DecoderConfig
+from pagestream_engine.models.division import sharding, staging
 from pagestream_engine.models.loader import load_parameters
 from pagestream_engine.models.model import Model
 from pagestream_engine.models.offload.plan import plan_offload
@@ -41,7 +41,8 @@ class FamilySource(ModelSource):
         if target.offload is not None:
             plan = plan_offload(weights, target.dtype, target.offload.max_bytes, pinned=target.device.type == "cuda")
             return stored_bytes(weights, target.dtype, None) - plan.freed_bytes
-        is_alone_on_a_gpu = target.ranks.size > 1 and target.device.type == "cuda"
+        is_divided = target.ranks.size > 1 or target.stage.count > 1
+        is_alone_on_a_gpu = is_divided and target.device.type == "cuda"
         if target.quantization is None and not is_alone_on_a_gpu:  # ranks on a CPU share its memory
             return super().weight_bytes(target)
         return stored_bytes(weights, target.dtype, target.quantization)
@@ -51,24 +52,34 @@ class FamilySource(ModelSource):
 
     def load(self, target: Target, backend: Backend) -> Model:
         ranks, weights = target.ranks, self._weights(target)
-        parameters = load_parameters(self.folder, weights, target, self._scheme)
+        parameters = load_parameters(self.folder, weights, target, self._scheme, whole=self.weights)
         sharding.join_linears(parameters, weights, ranks, self.info.vocab_size)
-        context = BuildContext(backend, target.max_model_len, ranks)
+        context = BuildContext(backend, target.max_model_len, ranks, target.stage)
         model = self._family.build(self._config_of_rank(target), parameters, self.attention_specs(target), context)
         if target.offload is not None and not model.computes_offloaded:
             hint = f"the family of {self.info.architecture} builds a model of its own, which needs its weights in place"
             raise UnsupportedOption("cpu_offload_gb", target.offload.max_bytes / 2**30, "0", hint)
+        if target.stage.count > 1 and not model.computes_stages:
+            hint = f"the family of {self.info.architecture} builds a model of its own, which needs all of its layers"
+            raise UnsupportedOption(staging.OPTION, target.stage.count, "1", hint)
         return model
 
     def _weights(self, target: Target) -> WeightMap:
-        ranks, weights = target.ranks, self.weights
-        if ranks.size == 1:
-            return weights
-        return sharding.shard_weights(weights, self._config, ranks.rank, ranks.size)
+        ranks, stage, weights = target.ranks, target.stage, self.weights
+        self._check_divisible(target)
+        if stage.count > 1:
+            weights = staging.weights_of_stage(weights, self._config, stage.index, stage.count)
+        if ranks.size > 1:
+            weights = sharding.shard_weights(weights, self._config, ranks.rank, ranks.size)
+        return weights
 
     def _config_of_rank(self, target: Target) -> Any:
+        self._check_divisible(target)
         size = target.ranks.size
-        if size > 1 and not isinstance(self._config, DecoderConfig):
-            hint = f"the family of {self.info.architecture} has no DecoderConfig, which has what is divided"
-            raise UnsupportedOption(sharding.OPTION, size, "1", hint)
         return self._config if size == 1 else sharding.shard_config(self._config, size)
+
+    def _check_divisible(self, target: Target) -> None:
+        for option, size in ((sharding.OPTION, target.ranks.size), (staging.OPTION, target.stage.count)):
+            if size > 1 and not isinstance(self._config, DecoderConfig):
+                hint = f"the family of {self.info.architecture} has no DecoderConfig, which has what is divided"
+                raise UnsupportedOption(option, size, "1", hint)

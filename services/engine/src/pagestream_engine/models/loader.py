@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from pagestream_engine.layers.linear_methods import LinearMethod
 from pagestream_engine.layers.quantised.select import choose_quantised_method, from_parts, parts_of
 from pagestream_engine.layers.quantised.weight import QuantisedWeight, quantise_int8
 from pagestream_engine.layers.select import choose_method, kernel_build, lays_out_anew, panels_of
+from pagestream_engine.models.division.staging import part_names
 from pagestream_engine.models.folder import model_revision
 from pagestream_engine.models.offload.layers import OffloadedWeights
 from pagestream_engine.models.offload.plan import plan_offload
@@ -36,7 +37,14 @@ _BIAS = ".bias"
 _log = logging.getLogger(__name__)
 
 
-def load_parameters(folder: Path, weights: WeightMap, target: Target, scheme: Scheme | None = None) -> Parameters:
+def load_parameters(
+    folder: Path,
+    weights: WeightMap,
+    target: Target,
+    scheme: Scheme | None = None,
+    *,
+    whole: WeightMap | None = None,
+) -> Parameters:
     """Read the weights of `folder` in the dtype and onto the device of `target`.
 
     At its peak it needs the model's size, and the largest matrix once more where matrices are laid out anew. With
@@ -47,6 +55,7 @@ def load_parameters(folder: Path, weights: WeightMap, target: Target, scheme: Sc
         weights: what is read.
         target: what for.
         scheme: how linears are quantised there; None: they are not.
+        whole: of the model, where other stages read some of it; None: `weights`.
 
     Raises:
         ConfigError: an option does not go with weights that are quantised already, or what is offloaded would free no
@@ -55,6 +64,7 @@ def load_parameters(folder: Path, weights: WeightMap, target: Target, scheme: Sc
         WeightsError: a tensor is missing, unexpected, or mis-shaped.
         UnsupportedModel: quantised weights are in a form that has no reader.
     """
+    whole = weights if whole is None else whole
     if scheme is not None:
         scheme.check_options(target.quantization, offloads=target.offload is not None, num_ranks=target.ranks.size)
     if target.offload is not None:
@@ -63,14 +73,14 @@ def load_parameters(folder: Path, weights: WeightMap, target: Target, scheme: Sc
         offloaded = OffloadedWeights(plan, target.dtype, target.device, target.offload.copier)
         _log.info("%d layers' weights are in %d MiB of host memory", len(plan.pages), offloaded.num_host_bytes >> 20)
         parameters = Parameters(offloaded.layers, offloaded.num_device_bytes)
-        for _ in _load_each(folder, weights, target, parameters, scheme=scheme, offloaded=offloaded):
+        for _ in _load_each(folder, weights, target, parameters, whole, scheme=scheme, offloaded=offloaded):
             pass
         return parameters
     if target.shared_bytes and can_be_shared(target):
         key = _key(folder, weights, target)
         try:
             shared = map_or_write(
-                key, lambda: _laid_out(folder, weights, target, scheme), target.shared_bytes, weights_folder()
+                key, lambda: _laid_out(folder, weights, target, whole, scheme), target.shared_bytes, weights_folder()
             )
         except (OSError, NativeBuildError) as error:
             _log.warning("the weights are in this engine's own memory, no other shares them: %s", error)
@@ -78,7 +88,7 @@ def load_parameters(folder: Path, weights: WeightMap, target: Target, scheme: Sc
             _log.info("mapped %d MiB of weights, which this machine's engines share", shared.num_bytes >> 20)
             return _from_file(shared, weights, target)
     parameters = Parameters()
-    for _ in _load_each(folder, weights, target, parameters, scheme=scheme):
+    for _ in _load_each(folder, weights, target, parameters, whole, scheme=scheme):
         pass
     return parameters
 
@@ -95,6 +105,7 @@ def _load_each(
     weights: WeightMap,
     target: Target,
     parameters: Parameters,
+    whole: WeightMap,
     *,
     scheme: Scheme | None,
     offloaded: OffloadedWeights | None = None,
@@ -112,18 +123,20 @@ def _load_each(
             else:
                 _load_one(parameters, name, weight, reader)
             yield name
-        is_tied = any(isinstance(weight, TiedWeight) for weight in weights.values())
-        reader.check_all_used(tied=is_tied)
+        is_tied = any(isinstance(weight, TiedWeight) for weight in whole.values())
+        reader.check_all_used(part_names(whole) - part_names(weights), tied=is_tied)
         if scheme is not None and not reader.num_quantised:
             raise WeightsError(
                 f"weights: given floats alone, expected some that are quantised by {scheme.method}, as config.json says"
             )
 
 
-def _laid_out(folder: Path, weights: WeightMap, target: Target, scheme: Scheme | None) -> Iterator[tuple[str, Tensor]]:
+def _laid_out(
+    folder: Path, weights: WeightMap, target: Target, whole: WeightMap, scheme: Scheme | None
+) -> Iterator[tuple[str, Tensor]]:
     """Read a folder's weights; yield each by its name, with what `_from_file` makes a linear of."""
     parameters = Parameters()
-    for name in _load_each(folder, weights, target, parameters, scheme=scheme):
+    for name in _load_each(folder, weights, target, parameters, whole, scheme=scheme):
         if isinstance(weights[name], TensorWeight):
             yield name, parameters.tensor(name)
             continue
@@ -272,10 +285,16 @@ class WeightReader:
         self._used.add(name)
         return tensor
 
-    def check_all_used(self, *, tied: bool) -> None:
-        """Raise WeightsError if the files hold a tensor that no part of the model took."""
+    def check_all_used(self, elsewhere: Container[str], *, tied: bool) -> None:
+        """Raise WeightsError if the files hold a tensor that no part of the model took.
+
+        Args:
+            elsewhere: names of parts that other stages take.
+            tied: whether the head is the embedding.
+        """
         allowed = {"lm_head.weight"} if tied else set()
         left = [name for name in self._entries if name not in self._used | allowed]
+        left = [name for name in left if name not in elsewhere and name.rpartition(".")[0] not in elsewhere]
         left = sorted(name for name in left if not name.endswith(_IGNORED_SUFFIXES))
         if left:
             raise WeightsError(

@@ -26,6 +26,9 @@ class Model(ABC):
     computes_offloaded: bool = False
     """Whether its layers begin and end the turns of `Parameters.offloaded`."""
 
+    computes_stages: bool = False
+    """Whether it can be of some layers alone: `BuildContext.stage`."""
+
     forward_gives_logits: bool = False
     """Whether `forward` returns logits already, which `logits` takes and returns: as wide as the vocabulary."""
 
@@ -45,7 +48,8 @@ class Model(ABC):
             context: `Backend.prepare_step` of this step.
 
         Returns:
-            (wanted, hidden_size), what `logits` takes; (wanted, vocab_size) where `forward_gives_logits`.
+            (wanted, hidden_size), what `logits` takes; (wanted, vocab_size) where `forward_gives_logits`. A stage that
+            is not the last one sends its result on, and returns none of it: (0, hidden_size).
         """
 
     @abstractmethod

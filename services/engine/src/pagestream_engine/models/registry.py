@@ -19,6 +19,7 @@ from pagestream_engine.models.config import ConfigFile, ModelInfo
 from pagestream_engine.models.model import Model
 from pagestream_engine.models.weights import Parameters, WeightMap
 from pagestream_engine.parallel.ranks import ONE_RANK, Ranks
+from pagestream_engine.parallel.stages import ONE_STAGE, Stage
 
 
 class HasInfo(Protocol):
@@ -41,7 +42,9 @@ class BuildContext:
     max_model_len: int
     """Longest sequence, in tokens."""
     ranks: Ranks = ONE_RANK
-    """Among which the model is divided."""
+    """Among which each layer is divided."""
+    stage: Stage = ONE_STAGE
+    """Whose layers are built."""
     _rotations: dict[Rope, Rotation] = field(default_factory=dict)
 
     def rotation(self, rope: Rope) -> Rotation:

@@ -17,6 +17,7 @@ from pagestream_engine.models.offload.layers import OffloadTarget
 from pagestream_engine.models.safetensors_file import read_folder
 from pagestream_engine.models.weights import WeightMap
 from pagestream_engine.parallel.ranks import ONE_RANK, Ranks
+from pagestream_engine.parallel.stages import ONE_STAGE, Stage
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,9 @@ class Target:
     offload: OffloadTarget | None = None
     """How weights are kept in host memory; None: all are on the device."""
     ranks: Ranks = ONE_RANK
-    """Among which the model is divided."""
+    """Among which each layer is divided."""
+    stage: Stage = ONE_STAGE
+    """Whose layers are loaded."""
 
 
 class ModelSource(ABC):

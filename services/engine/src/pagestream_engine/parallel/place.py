@@ -1,4 +1,4 @@
-"""Which of a group's ranks a process is, and how far each rank has got, without torch."""
+"""Which of a group's ranks a process is, which layers are its own, and how far each rank has got, without torch."""
 
 from __future__ import annotations
 
@@ -18,6 +18,30 @@ class RankPlace:
     """Ranks of the group."""
     folder: Path | None = None
     """Where the ranks find each other; None for a rank alone."""
+    num_stages: int = 1
+    """Of layers. Ranks that follow each other are of one stage, and divide each of its layers."""
+
+    @property
+    def tensor_size(self) -> int:
+        """Ranks of a stage."""
+        return self.size // self.num_stages
+
+    @property
+    def tensor_rank(self) -> int:
+        """Among those of the stage, from 0."""
+        return self.rank % self.tensor_size
+
+    @property
+    def stage(self) -> int:
+        """From 0."""
+        return self.rank // self.tensor_size
+
+
+def layers_of_stage(num_layers: int, stage: int, num_stages: int) -> range:
+    """Return a stage's layers: equal numbers, and one more in the first ones where that does not come out even; the
+    last one has the head, too."""
+    first, end = (-(-num_layers * number // num_stages) for number in (stage, stage + 1))
+    return range(first, end)
 
 
 class Progress:
@@ -35,7 +59,7 @@ class Progress:
             self._counts = memoryview(mmap.mmap(file.fileno(), 0)).cast("Q")
 
     def advance(self, rank: int) -> None:
-        """Count one more collective of a rank."""
+        """Count one more collective of a rank, or one more layer of a stage's."""
         self._counts[rank] += 1
 
     def counts(self) -> list[int]:

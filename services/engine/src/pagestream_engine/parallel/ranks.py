@@ -22,7 +22,8 @@ _WIDE = torch.float32
 
 
 class Ranks(Protocol):
-    """The group that this process is a rank of. All ranks call the same methods in the same order."""
+    """The ranks that this process divides each layer with. All ranks call the same methods in the same order; `least`
+    and `first` are for the ranks of all stages together."""
 
     rank: int
     size: int
@@ -79,7 +80,8 @@ class DistributedRanks:
         """
         if place.folder is None:
             raise InvariantViolation(f"rank {place.rank} of {place.size}: given no folder to meet the others in")
-        self.rank, self.size = place.rank, place.size
+        self.rank, self.size = place.tensor_rank, place.tensor_size
+        self._place = place
         self._progress = Progress(place.folder, place.size)
         self._device = device
         self._in_order = fixed_order or device.type == "cpu"
@@ -94,17 +96,28 @@ class DistributedRanks:
             world_size=place.size,
             timeout=_LIMIT,
         )
+        self._stage_group = self._own_stage(place)
+
+    @staticmethod
+    def _own_stage(place: RankPlace) -> dist.ProcessGroup | None:
+        """Return the group of the ranks that divide this one's layers; None: all. Every rank makes all groups."""
+        if place.num_stages == 1:
+            return None
+        firsts = range(0, place.size, place.tensor_size)
+        groups = [dist.new_group(list(range(first, first + place.tensor_size))) for first in firsts]
+        own: dist.ProcessGroup = groups[place.stage]
+        return own
 
     def sum(self, x: Tensor) -> Tensor:
         """In the order of ranks, each element by itself: `all_reduce` of more than two ranks adds in an order that
         depends on an element's place in the tensor, and so on the batch. 16-bit elements are added in float32, and
         rounded once."""
-        if not x.numel():
+        if not x.numel() or self.size == 1:
             return x
         if not self._in_order:
-            self._progress.advance(self.rank)
+            self._progress.advance(self._place.rank)
             total = x.contiguous()
-            dist.all_reduce(total)
+            dist.all_reduce(total, group=self._stage_group)
             return total
         first, *others = self._gather(x)
         total = first.to(_WIDE) if x.dtype.itemsize < _WIDE.itemsize else first
@@ -113,6 +126,8 @@ class DistributedRanks:
         return total.to(x.dtype)
 
     def concatenate(self, x: Tensor, num_columns: int) -> Tensor:
+        if self.size == 1:
+            return x[:, :num_columns]
         if not x.numel() and not len(x):
             return x.new_empty(0, num_columns)
         most = -(-num_columns // self.size)
@@ -120,17 +135,22 @@ class DistributedRanks:
         return torch.cat(parts, dim=1)[:, :num_columns]
 
     def least(self, number: int) -> int:
-        return min(int(each) for each in self._gather(torch.tensor([number], device=self._device)))
+        return min(int(each) for each in self._gather_all(torch.tensor([number], device=self._device)))
 
     def first(self, number: float) -> float:
-        gathered = self._gather(torch.tensor([number], dtype=torch.float64, device=self._device))
-        return float(gathered[0])
+        return float(self._gather_all(torch.tensor([number], dtype=torch.float64, device=self._device))[0])
 
     def _gather(self, x: Tensor) -> list[Tensor]:
-        self._progress.advance(self.rank)
+        return self._gather_from(self.size, self._stage_group, x)
+
+    def _gather_all(self, x: Tensor) -> list[Tensor]:
+        return self._gather_from(self._place.size, None, x)
+
+    def _gather_from(self, size: int, group: dist.ProcessGroup | None, x: Tensor) -> list[Tensor]:
+        self._progress.advance(self._place.rank)
         x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x)
+        parts = [torch.empty_like(x) for _ in range(size)]
+        dist.all_gather(parts, x, group=group)
         return parts
 
 

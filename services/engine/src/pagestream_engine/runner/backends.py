@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -10,6 +11,7 @@ from pagestream_engine.attention import AttentionSpec, Backend, CacheShape, pref
 from pagestream_engine.cache.kv_groups import KVLayout, KVSpec, make_layout
 from pagestream_engine.config import DEFAULT_BLOCK_SIZE, TRITON_BLOCK_SIZE, EngineConfig
 from pagestream_engine.errors import ConfigError
+from pagestream_engine.parallel.place import layers_of_stage
 
 CACHE_DTYPES = {
     "auto": None,
@@ -27,30 +29,77 @@ def block_size_for(config: EngineConfig, device: torch.device) -> int:
     return TRITON_BLOCK_SIZE if prefers_triton(config.model.attention_backend, device) else DEFAULT_BLOCK_SIZE
 
 
-def kv_layout(specs: Sequence[AttentionSpec], block_size: int, max_model_len: int) -> KVLayout:
-    """Divide the layers into KV groups.
+def kv_layout(specs: Sequence[AttentionSpec], block_size: int, max_model_len: int, num_stages: int = 1) -> KVLayout:
+    """Divide the layers into KV groups: all stages have the same block tables, and each the pages of its own layers.
 
     Raises:
         UnsupportedModel: their caches have sizes that can't share pages.
     """
     kept = [KVSpec(spec.num_kv_heads, spec.head_dim, spec.window) for spec in specs]
-    return make_layout(kept, block_size, max_model_len)
+    stages = [layers_of_stage(len(kept), stage, num_stages) for stage in range(num_stages)] if num_stages > 1 else ()
+    return make_layout(kept, block_size, max_model_len, stages)
 
 
-def cache_shapes(layout: KVLayout, dtype: torch.dtype, kv_cache_dtype: str) -> list[CacheShape]:
+def cache_shapes(
+    layout: KVLayout, dtype: torch.dtype, kv_cache_dtype: str, own: Container[int] | None = None
+) -> list[CacheShape]:
     """Return the shape of each KV group's cache.
 
     Args:
         layout: of the model's layers.
         dtype: of queries.
         kv_cache_dtype: `CacheConfig.kv_cache_dtype`.
+        own: the layers of a stage; None: all.
     """
     kept = CACHE_DTYPES[kv_cache_dtype]
     kept = None if kept == dtype else kept
     return [
-        CacheShape(group.layers, group.spec.num_kv_heads, group.spec.head_dim, group.block_size, dtype, kept)
+        CacheShape(
+            tuple(layer for layer in group.layers if own is None or layer in own),
+            group.spec.num_kv_heads,
+            group.spec.head_dim,
+            group.block_size,
+            dtype,
+            kept,
+        )
         for group in layout.groups
     ]
+
+
+class CachePlan(NamedTuple):
+    """How keys and values are kept."""
+
+    layout: KVLayout
+    """Of all layers: its block tables are those of all stages."""
+    shapes: list[CacheShape]
+    """Of the layers of one stage."""
+    whole_shapes: list[CacheShape]
+    """Of all layers in one process."""
+
+
+def plan_cache(
+    specs: Sequence[AttentionSpec], config: EngineConfig, max_model_len: int, dtype: torch.dtype, device: torch.device
+) -> CachePlan:
+    """Plan the cache of the stage that `config.place` names.
+
+    Args:
+        specs: of all layers.
+        config: settings.
+        max_model_len: tokens of the longest sequence.
+        dtype: of queries.
+        device: that computes.
+
+    Raises:
+        UnsupportedModel: as `kv_layout`.
+    """
+    block_size, kept, place = block_size_for(config, device), config.cache.kv_cache_dtype, config.place
+    whole = kv_layout(specs, block_size, max_model_len)
+    whole_shapes = cache_shapes(whole, dtype, kept)
+    if place.num_stages == 1:
+        return CachePlan(whole, whole_shapes, whole_shapes)
+    layout = kv_layout(specs, block_size, max_model_len, place.num_stages)
+    own = layers_of_stage(len(specs), place.stage, place.num_stages)
+    return CachePlan(layout, cache_shapes(layout, dtype, kept, own), whole_shapes)
 
 
 def backend_for(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
-from pagestream_engine.attention import Backend
+from pagestream_engine.attention import Backend, CacheShape
 from pagestream_engine.cpu import processor_identity, read_cpuinfo
 from pagestream_engine.models.folder import model_revision
 from pagestream_engine.runner.numerics import Numerics
@@ -66,18 +66,20 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.layers.quantised.weight": 3,
     "pagestream_engine.layers.rope": 4,
     "pagestream_engine.models.config": 5,
-    "pagestream_engine.models.decoder": 9,
+    "pagestream_engine.models.decoder": 10,
     "pagestream_engine.models.decoder_config": 6,
+    "pagestream_engine.models.division.sharding": 2,
+    "pagestream_engine.models.division.staging": 1,
     "pagestream_engine.models.families.gemma2": 5,
     "pagestream_engine.models.families.gemma3": 2,
-    "pagestream_engine.models.families.llama": 3,
+    "pagestream_engine.models.families.llama": 4,
     "pagestream_engine.models.families.mistral": 2,
     "pagestream_engine.models.families.mixtral": 4,
     "pagestream_engine.models.families.phi3": 2,
     "pagestream_engine.models.families.qwen2": 2,
     "pagestream_engine.models.families.qwen3": 2,
     "pagestream_engine.models.families.qwen3_moe": 3,
-    "pagestream_engine.models.family_source": 9,
+    "pagestream_engine.models.family_source": 10,
     "pagestream_engine.models.folder": 2,
     "pagestream_engine.models.general.interface": 2,
     "pagestream_engine.models.general.linears": 3,
@@ -86,20 +88,20 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.models.general.norms": 2,
     "pagestream_engine.models.general.probe": 3,
     "pagestream_engine.models.general.rotations": 1,
-    "pagestream_engine.models.general.source": 11,
-    "pagestream_engine.models.loader": 12,
-    "pagestream_engine.models.model": 9,
+    "pagestream_engine.models.general.source": 12,
+    "pagestream_engine.models.loader": 13,
+    "pagestream_engine.models.model": 10,
     "pagestream_engine.models.quantised.linears": 1,
     "pagestream_engine.models.quantised.scheme": 2,
     "pagestream_engine.models.quantised.tensors": 1,
-    "pagestream_engine.models.registry": 4,
+    "pagestream_engine.models.registry": 5,
     "pagestream_engine.models.safetensors_file": 4,
     "pagestream_engine.models.select": 1,
-    "pagestream_engine.models.sharding": 1,
     "pagestream_engine.models.shared_weights": 2,
-    "pagestream_engine.models.source": 11,
+    "pagestream_engine.models.source": 12,
     "pagestream_engine.models.weights": 7,
-    "pagestream_engine.parallel.ranks": 1,
+    "pagestream_engine.parallel.ranks": 2,
+    "pagestream_engine.parallel.stages": 1,
     "pagestream_engine.request.adapter": 1,
     "pagestream_engine.request.beam_search": 2,
     "pagestream_engine.request.checks": 1,
@@ -109,12 +111,13 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.request.sampling_params": 9,
     "pagestream_engine.request.sequence": 18,
     "pagestream_engine.request.structured_outputs": 1,
-    "pagestream_engine.runner.backends": 5,
+    "pagestream_engine.runner.backends": 6,
     "pagestream_engine.runner.decode_graphs": 1,
     "pagestream_engine.runner.persistent_batch": 11,
     "pagestream_engine.runner.prompt_rows": 3,
     "pagestream_engine.runner.recorder": 1,
-    "pagestream_engine.runner.runner": 36,
+    "pagestream_engine.runner.runner": 37,
+    "pagestream_engine.runner.sampled_tokens": 1,
     "pagestream_engine.runner.speculation.verification": 2,
     "pagestream_engine.sampler.batch": 6,
     "pagestream_engine.sampler.columns": 2,
@@ -183,6 +186,7 @@ def fingerprint(
     numerics: Numerics,
     plugin_digest: str,
     *,
+    shapes: Sequence[CacheShape],
     quantization: str | None,
     num_ranks: int,
     takes_adapters: bool,
@@ -195,14 +199,15 @@ def fingerprint(
         max_model_len: longest sequence, in tokens.
         numerics: the settled mode.
         plugin_digest: `ModelSource.plugin_digest`.
+        shapes: of the KV groups with all layers: which stage has which of them changes no bit.
         quantization: `ModelConfig.quantization`.
-        num_ranks: whose parts of a sum are added up.
+        num_ranks: of a stage, whose parts of a sum are added up.
         takes_adapters: `AdapterConfig.enable_lora`, without which gates are multiplied where their product ends.
     """
     parts = [
         model_revision(model_dir),
         *(f"{source}={number}" for source, number in sorted(FINGERPRINTED_SOURCES.items())),
-        *map(str, backend.store.shapes),
+        *map(str, shapes),
         str(max_model_len),
         backend.name,
         backend.kernel_version,

@@ -24,7 +24,8 @@ from pagestream_engine.models.offload.copier import Copier
 from pagestream_engine.models.select import open_model
 from pagestream_engine.models.source import Target
 from pagestream_engine.parallel.ranks import open_ranks
-from pagestream_engine.runner.backends import backend_for, block_size_for, cache_shapes, kv_layout
+from pagestream_engine.parallel.stages import open_stage
+from pagestream_engine.runner.backends import backend_for, plan_cache
 from pagestream_engine.runner.decode_graphs import DecodeGraphs, can_record, graph_sizes
 from pagestream_engine.runner.fingerprint import fingerprint
 from pagestream_engine.runner.host_pages import HostPages
@@ -42,6 +43,7 @@ from pagestream_engine.runner.profile import estimated_cpu_step_bytes, largest_g
 from pagestream_engine.runner.prompt_rows import PromptWork
 from pagestream_engine.runner.recorder import CudaGraphRecorder, Recorder
 from pagestream_engine.runner.results import NOTHING_REPORTED, Reported, pending_result, with_prompts
+from pagestream_engine.runner.sampled_tokens import SampledTokens
 from pagestream_engine.runner.speculation import Drafts, verify
 from pagestream_engine.runner.speculation.draft_source import TargetBlocks, load_draft
 from pagestream_engine.runner.speculation.select import make_speculation
@@ -96,6 +98,7 @@ class ModelRunner:
         exact_linears = wants_exact_linears(wanted, self.dtype, device, by_triton=by_triton)
         shared_bytes = int(config.model.shared_weights_gb * 2**30)
         self._ranks = open_ranks(config.place, device, fixed_order=exact_linears)
+        self._stage = open_stage(config.place, device, self.dtype)
         target = Target(
             self.dtype,
             device,
@@ -106,6 +109,7 @@ class ModelRunner:
             config.model.quantization,
             offload_target(config.model.cpu_offload_gb, source, device, copier),
             self._ranks,
+            self._stage,
         )
         draft_model = config.speculation.speculative_model
         draft_dir = None if draft_model is None else resolve_model(draft_model)
@@ -115,8 +119,9 @@ class ModelRunner:
         )
         with torch.inference_mode():
             specs = source.attention_specs(target)
-            self.kv_layout = kv_layout(specs, block_size_for(config, device), self.max_model_len)
-            shapes = cache_shapes(self.kv_layout, self.dtype, config.cache.kv_cache_dtype)
+            self.kv_layout, shapes, self._whole_shapes = plan_cache(
+                specs, config, self.max_model_len, self.dtype, device
+            )
             self._backend = backend_for(
                 config.model.attention_backend, specs, shapes, device, deterministic=wanted is True
             )
@@ -131,31 +136,26 @@ class ModelRunner:
         self._adapters = attach_adapters(source, self._model, config.adapters, target)
         self.grammars = GrammarCompiler(model_dir, info.vocab_size, info.eos_token_ids)
         """Compiles what requests ask their outputs to match."""
-        self._model_dir, self._plugin_digest, self._num_blocks, self.pooled_size = (
-            model_dir,
-            source.plugin_digest,
-            0,
-            self._model.pooled_size,
-        )
+        self._model_dir, self._plugin_digest = model_dir, source.plugin_digest
+        self._num_blocks, self._num_compilations, self.pooled_size = 0, 0, self._model.pooled_size
         self._host_pages: HostPages | None = None
         # Graphs with exchanges between ranks have not been tried.
-        if recorder is None and device.type == "cuda" and not config.model.enforce_eager and self._ranks.size == 1:
+        if recorder is None and device.type == "cuda" and not config.model.enforce_eager and config.place.size == 1:
             recorder = CudaGraphRecorder(device)
         can_be_used = recorder is not None and can_record(self._model, self._backend, recorder)
         self._recorder = recorder if can_be_used else None
         self._graphs: DecodeGraphs | None = None
         self._graph_sizes = graph_sizes(config.scheduler.max_num_seqs)
-        self._num_compilations = 0
-        block_sizes = [group.block_size for group in self.kv_layout.groups]
         self._batch = PersistentBatch(
             config.scheduler.max_num_seqs,
             self.max_model_len,
-            block_sizes,
+            [group.block_size for group in self.kv_layout.groups],
             device,
             sends_lengths=self._backend.attention.reads_device_lengths,
         )
         self.num_speculative_tokens = config.speculation.most_drafts
         self._speculation = make_speculation(config, draft, self._batch, self._guess, self._ranks.first)
+        self._tokens = SampledTokens(self._stage, self._batch.next_tokens, self.num_speculative_tokens)
         self.forget_rows()
 
     @property
@@ -167,6 +167,7 @@ class ModelRunner:
             self.max_model_len,
             self.numerics,
             self._plugin_digest,
+            shapes=self._whole_shapes,
             quantization=self._config.model.quantization,
             num_ranks=self._ranks.size,
             takes_adapters=self._config.adapters.enable_lora,
@@ -221,8 +222,9 @@ class ModelRunner:
                 step_bytes, pool_bytes = use.step, gpu_pool_bytes(use, share, len(sizes))
             else:
                 step_bytes = estimated_cpu_step_bytes(self, self._config, vocab_size)
-                host_bytes = int(self._config.cache.swap_space * 2**30) // self._ranks.size
-                pool_bytes = cpu_pool_bytes(step_bytes, host_bytes, num_ranks=self._ranks.size)
+                num_ranks = self._config.place.size
+                host_bytes = int(self._config.cache.swap_space * 2**30) // num_ranks
+                pool_bytes = cpu_pool_bytes(step_bytes, host_bytes, num_ranks=num_ranks)
         finally:
             self.forget_rows()
         _log.info("the largest step takes %d MiB, the KV pool gets %d MiB", step_bytes >> 20, pool_bytes >> 20)
@@ -236,7 +238,7 @@ class ModelRunner:
         """
         if num_blocks < 1:
             raise ConfigError("num_gpu_blocks_override", num_blocks, "at least 1")
-        free = _free_bytes(self.device, self._ranks.size)
+        free = _free_bytes(self.device, self._config.place.size)
         most = free // self._backend.store.block_bytes - self._num_padding_blocks
         if num_blocks > most:
             hint = "lower it, or leave it out to take what fits"
@@ -251,8 +253,8 @@ class ModelRunner:
         Raises:
             ConfigError: they do not hold one block, or there is less memory.
         """
-        store, free = self._backend.store, available_bytes() // self._ranks.size
-        num_bytes //= self._ranks.size
+        store, free = self._backend.store, available_bytes() // self._config.place.size
+        num_bytes //= self._config.place.size
         page_bytes, is_cuda = store.block_bytes, self.device.type == "cuda"
         if not is_cuda:  # whose memory counts as free until blocks are first written
             free -= sum(part.nbytes for part in store.parts)
@@ -312,17 +314,19 @@ class ModelRunner:
             OutOfMemory: the step needs more memory than there is; a smaller one may fit.
         """
         with step_memory(plan.num_tokens, len(plan.sampled_rows)):
+            self._tokens.settle(plan)
             if plan.reset:
                 self.forget_rows()
             self._edit(plan)
             if self._speculation is not None:
-                return self._speculation.run(plan, self._execute, self._batch.settle)
+                return self._speculation.run(plan, self._tokens.shared(self._execute), self._batch.settle)
             return self._execute(plan)
 
     def _edit(self, plan: StepPlan) -> None:
         self._batch.apply(plan)
         self._prompt_work.apply(plan)
-        _edit_sampling(self._sampling, plan)
+        if self._stage.is_last:
+            _edit_sampling(self._sampling, plan)
         if self._adapters is not None:
             self._adapters.apply(plan)
         if self._host_pages is not None:
@@ -348,6 +352,8 @@ class ModelRunner:
             hidden = adapted.forward(self._model, inputs.token_ids, wanted, context)
         else:
             hidden = self._model.forward(inputs.token_ids, wanted, context)
+        if not self._stage.is_last:
+            return self._tokens.result_of(plan)
         reported = NOTHING_REPORTED
         if tokens is not None:
             reported = self._prompt_work.report(tokens, hidden)
@@ -366,6 +372,7 @@ class ModelRunner:
         """Sample for `rows` (samples,) int64 of the batch from (samples, vocab_size) logits."""
         sampled = self._sampling.sample(logits, plan.sampled_rows)
         self._batch.next_tokens.index_copy_(0, rows, sampled.token_ids)
+        self._tokens.give(sampled.token_ids)
         return pending_result(plan.step_id, sampled, reported)
 
     def forget_rows(self) -> None:

@@ -23,6 +23,7 @@ from pagestream_engine.models.decoder_config import (
 from pagestream_engine.models.model import Model
 from pagestream_engine.models.registry import BuildContext, Family
 from pagestream_engine.models.weights import LinearWeight, Parameters, Part, TensorWeight, TiedWeight, Weight, WeightMap
+from pagestream_engine.parallel.place import layers_of_stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +92,11 @@ class Llama(Family[DecoderConfig]):
         self, config: DecoderConfig, parameters: Parameters, specs: Sequence[AttentionSpec], context: BuildContext
     ) -> Model:
         builder = DecoderBuilder(config, parameters, context)
-        layers = [self.layer(builder, index, self.attention(builder, index, spec)) for index, spec in enumerate(specs)]
-        norm = self.norm(builder, "norm")
-        return DecoderModel(config, parameters, layers, norm, context.backend.operators)
+        stage = context.stage
+        own = layers_of_stage(len(specs), stage.index, stage.count)
+        layers = {index: self.layer(builder, index, self.attention(builder, index, specs[index])) for index in own}
+        norm = self.norm(builder, "norm") if stage.is_last else None
+        return DecoderModel(config, parameters, layers, norm, context.backend.operators, stage=stage)
 
     def norm_weights(self, config: DecoderConfig, prefix: str) -> dict[str, Weight]:
         """Declare a layer's norms."""

@@ -67,10 +67,11 @@ class GeneralSource(ModelSource):
         self._found: tuple[AttentionSpec, ...] = ()
 
     def attention_specs(self, target: Target) -> Sequence[AttentionSpec]:
-        size = target.ranks.size
-        if size > 1:
-            hint = f"{self.info.architecture} runs by transformers' code, which can't be divided"
-            raise UnsupportedOption("tensor_parallel_size", size, "1", hint)
+        sizes = {"tensor_parallel_size": target.ranks.size, "pipeline_parallel_size": target.stage.count}
+        for option, size in sizes.items():
+            if size > 1:
+                hint = f"{self.info.architecture} runs by transformers' code, which can't be divided"
+                raise UnsupportedOption(option, size, "1", hint)
         self._module = self._read_weights(target)
         replaced = replace_linears(self._module, exact=target.exact_linears, quantization=target.quantization)
         try:

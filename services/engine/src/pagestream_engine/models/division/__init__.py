@@ -1,0 +1,1 @@
+"""Divide a decoder among ranks: each layer among some, layers among stages."""
