@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from pagestream_engine import LLM, SamplingParams
+from pagestream_engine.adapters import loader
+from pagestream_engine.adapters.files import read_adapter
 from pagestream_engine.errors import AdapterError, ConfigError, InvalidRequest
-from pagestream_engine.request.adapter import LoRARequest
+from pagestream_engine.request.adapter import Adapter, LoRARequest
 from pagestream_engine.request.outputs import RequestOutput
 from pagestream_engine.runner.speculation.draft_lengths import DraftLengths
 from support.engines.lora_adapters import ATTENTION, MLP, make_adapter, merged_model
@@ -198,21 +201,60 @@ def test_more_adapters_than_slots_and_memory(model: Path, adapters: list[LoRAReq
 def test_files_that_are_gone_fail_their_requests_alone(
     executor: str, model: Path, adapters: list[LoRARequest], tmp_path: Path
 ) -> None:
-    prompts = random_prompts([12, 20, 30])
+    prompts = random_prompts([12, 20, 30, 14])
     lost = Path(shutil.copytree(adapters[0].lora_path, tmp_path / "lost"))
     llm = start(model, executor=executor)
     try:
-        wanted = [adapters[1], LoRARequest("lost", 9, str(lost)), None]
+        wanted = [adapters[1], LoRARequest("lost", 9, str(lost)), None, LoRARequest("lost", 9, str(lost))]
+        params = [GREEDY, GREEDY, GREEDY, SamplingParams(use_beam_search=True, beam_width=2, temperature=0)]
         llm.engine.adapters.load("lost", str(lost))
         (lost / "adapter_model.safetensors").unlink()
-        outputs = llm.generate(prompts, GREEDY, lora_request=wanted)
-        assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
+        outputs = llm.generate(prompts, params, lora_request=wanted)
+        assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length", "error"]
         assert "adapter_model.safetensors" in (outputs[1].outputs[0].error or "")
+        assert llm.engine.num_requeues == 0
         alone = [llm.generate([prompts[i]], GREEDY, lora_request=wanted[i])[0] for i in (0, 2)]
         assert token_ids([outputs[0], outputs[2]]) == token_ids(alone)
         llm.engine.check_invariants()
     finally:
         llm.engine.close()
+
+
+def test_others_run_while_files_are_read(
+    model: Path, adapters: list[LoRARequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that does not answer: the thread that steps never waits for it, and an abort needs no answer."""
+    answers = threading.Event()
+
+    threads: set[threading.Thread] = set()
+
+    def read(adapter: Adapter, **rest: Any) -> Any:
+        threads.add(threading.current_thread())
+        if adapter == slow:
+            answers.wait()
+        return read_adapter(adapter, **rest)
+
+    monkeypatch.setattr(loader, "read_adapter", read)
+    engine = start(model).engine
+    slow, quick = (engine.adapters.take(each) for each in adapters[:2])
+    (prompt,) = random_prompts([12])
+    engine.add_request("quick", prompt, GREEDY, adapter=quick)
+    while not (outputs := engine.step()):
+        pass
+    for name in ("slow", "aborted"):
+        engine.add_request(name, prompt, GREEDY, adapter=slow)
+    engine.add_request("none", prompt, GREEDY)
+    while {output.seq_id for output in outputs if output.finish_reason} != {"quick", "none"}:
+        outputs += engine.step()
+    engine.abort_request("aborted")
+    assert engine.step() == []
+    engine.check_invariants()
+    answers.set()
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert [output.seq_id for output in outputs if output.finish_reason][2:] == ["slow"]
+    engine.close()
+    assert not threads & {threading.main_thread(), *threading.enumerate()}
 
 
 def test_refusals(model: Path, adapters: list[LoRARequest], tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from pagestream_engine.cache.invariants import check_cache
 from pagestream_engine.cache.manager import CacheManager
 from pagestream_engine.capacity import fit_model_len
 from pagestream_engine.config import EngineConfig
-from pagestream_engine.errors import AdapterUnavailable, InvalidRequest, InvariantViolation, OutOfMemory
+from pagestream_engine.errors import InvalidRequest, InvariantViolation, OutOfMemory
 from pagestream_engine.executor.base import RunnerFactory, make_model_runner, make_tier
 from pagestream_engine.executor.grammar_gate import GrammarGate
 from pagestream_engine.executor.pipeline import StepPipeline
@@ -28,7 +28,7 @@ from pagestream_engine.request.generation import Generation, Taken
 from pagestream_engine.request.intake import Intake
 from pagestream_engine.request.outputs import EngineStats, StepOutput
 from pagestream_engine.request.sampling_params import SamplingParams
-from pagestream_engine.request.sequence import SequenceState, Sibling
+from pagestream_engine.request.sequence import SequenceState, Sibling, TokenSequence
 from pagestream_engine.scheduler.invariants import check_groups
 from pagestream_engine.scheduler.policy_registry import make_policy
 from pagestream_engine.scheduler.scheduled_step import ScheduledStep
@@ -94,9 +94,8 @@ class Engine:
         tier = make_tier(self._pool, facts, config.scheduler)
         caching = config.cache.enable_prefix_caching
         self._cache = CacheManager(self._pool, facts.kv_layout, enable_prefix_caching=caching, tier=tier)
-        max_loras = config.adapters.max_loras
         self._scheduler = Scheduler(
-            config.scheduler, self._cache, policy, facts.num_speculative_tokens, max_loras=max_loras
+            config.scheduler, self._cache, policy, facts.num_speculative_tokens, adapters=config.adapters
         )
         is_async = config.executor.async_scheduling
         plans = PlanBuilder(config.scheduler.max_num_seqs, self._cache.layout)
@@ -321,8 +320,9 @@ class Engine:
         the new one runs. The first call has no step to wait for.
 
         A step that runs out of memory gives nothing, and smaller ones follow; a request that does not fit alone ends
-        with finish_reason "error", and so do those whose adapter can't be read. What else the runner raises comes
-        through. The steps in flight count for nothing then, and can be run again; no request has moved.
+        with finish_reason "error". What else the runner raises comes through. The steps in flight count for nothing
+        then, and can be run again; no request has moved. Grammars are compiled and adapters read beside the steps:
+        requests wait for theirs, and end with finish_reason "error" where there will be none.
 
         Returns:
             An output for each new token, after those without one: the ends of requests whose output was complete when
@@ -333,14 +333,21 @@ class Engine:
         for refused in self._gate.release():
             del self._generations[refused.seq_id]
             self._already_ended.append(refused)
+        for failed in self._scheduler.residency.take_failed():
+            _log.warning("%s", failed.error)
+            lost = [seq for seq in self._scheduler.sequences() if seq.adapter_revision == failed.revision]
+            self._fail(lost, failed.error or "")
         with counts.scheduling:
             launched = steps.launch_next(self.on_schedule)
         outputs = self._already_ended
         if steps.should_collect(launched):
             try:
                 step, result = steps.collect()
-            except (OutOfMemory, AdapterUnavailable) as error:
-                return self._contests.take(self._end_unfit(error))
+            except OutOfMemory as error:
+                _log.warning("%s; smaller steps follow", error)
+                self._fail(steps.unfit, f"out of memory, although it ran alone: {error}")
+                ended, self._already_ended = self._already_ended, []
+                return self._contests.take(ended)
             with counts.scheduling:
                 tokens = result.tokens()
                 self._scheduler.update_from_output(step, tokens)
@@ -351,7 +358,13 @@ class Engine:
             if self._scheduler.restore_cost is not None:
                 self._scheduler.restore_cost.note(step, counts.last_step_s)
             outputs = outputs + taken
-        elif not launched and not outputs and not self._gate and (self._generations or self._searches):
+        elif (
+            not launched
+            and not outputs
+            and not self._gate
+            and not self._scheduler.residency.is_busy
+            and (self._generations or self._searches)
+        ):
             num_waiting = len(self._generations) + len(self._searches)
             raise InvariantViolation(f"{num_waiting} requests wait and nothing can run")
         self._already_ended = []  # Not before `collect`: an error that it raises loses none of them.
@@ -373,6 +386,7 @@ class Engine:
         """
         first = self._steps.executor
         self._steps.roll_back()
+        self._scheduler.residency.forget()
         first.close()
         self._pool.reset_prefix_cache()
         if self._cache.tier is not None:
@@ -466,22 +480,12 @@ class Engine:
             if sibling.seq_id in self._generations or sibling.seq_id in self._searches:
                 raise InvalidRequest(f"seq_id: given {sibling.seq_id!r}, which is running; expected a new one")
 
-    def _end_unfit(self, error: OutOfMemory | AdapterUnavailable) -> list[StepOutput]:
-        """End what a step can't run after it has failed: the request that ran out of memory alone, if there is one, or
-        those of an adapter that can't be read. Return what ended."""
-        outputs, self._already_ended = self._already_ended, []
-        if isinstance(error, AdapterUnavailable):
-            _log.warning("%s", error)
-            unfit = [seq for seq in self._scheduler.sequences() if seq.adapter_revision == error.revision]
-            reason = str(error)
-        else:
-            _log.warning("%s; smaller steps follow", error)
-            unfit, reason = self._steps.unfit, f"out of memory, although it ran alone: {error}"
-        for seq in [seq for seq in unfit if seq.state is not SequenceState.FINISHED]:
+    def _fail(self, seqs: Iterable[TokenSequence], reason: str) -> None:
+        """End sequences, with their searches; their ends are put out with the next outputs."""
+        for seq in [seq for seq in seqs if seq.state is not SequenceState.FINISHED]:
             if seq.seq_id in self._searches:
-                outputs += self._searches.fail(seq.seq_id, reason)
+                self._already_ended += self._searches.fail(seq.seq_id, reason)
             elif not seq.params.use_beam_search:  # else its search has failed with another beam
                 del self._generations[seq.seq_id]
                 self._scheduler.abort(seq)
-                outputs.append(failed_output(seq, reason))
-        return outputs
+                self._already_ended.append(failed_output(seq, reason))

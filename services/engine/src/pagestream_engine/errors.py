@@ -123,14 +123,6 @@ class AdapterChanged(AdapterError):  # noqa: N818
         )
 
 
-class AdapterUnavailable(AdapterError):  # noqa: N818
-    """A step wants an adapter whose matrices can't be read any more; its requests end, the others go on."""
-
-    def __init__(self, revision: str, reason: str) -> None:
-        self.revision = revision
-        super().__init__(reason)
-
-
 class NativeBuildError(EngineError):
     """A C++ source can't be compiled on this machine."""
 

@@ -124,17 +124,18 @@ def test_another_models_adapter(shapes: dict[str, tuple[int, int, int]], names: 
 
 def test_a_rank_that_is_too_large(tmp_path: Path) -> None:
     folder = write(tmp_path / "a")
-    assert open_adapter("a", folder, MODULES, 4).rank == 4
+    adapter = open_adapter("a", folder, MODULES, 4)
     with pytest.raises(UnsupportedAdapter, match="max_lora_rank"):
         open_adapter("a", folder, MODULES, 3)
+    with pytest.raises(UnsupportedAdapter, match="max_lora_rank"):
+        read_adapter(adapter, MODULES, torch.float32, 3)
 
 
 def test_ranks_and_scales_by_module(tmp_path: Path) -> None:
     patterns = {"rank_pattern": {"v_proj": 9}, "alpha_pattern": {r".*\.0\.self_attn\.v_proj": 6}}
     folder = write(tmp_path / "a", {QUERY: (4, 12, 10), VALUE: (9, 12, 6)}, use_rslora=True, **patterns)
     adapter = open_adapter("a", folder, MODULES, 64)
-    weights = read_adapter(adapter, MODULES, torch.float32)
-    assert adapter.rank == 9
+    weights = read_adapter(adapter, MODULES, torch.float32, 64)
     assert {module: (tuple(each.a.shape), tuple(each.b.shape)) for module, each in weights.items()} == {
         QUERY: ((4, 12), (4, 10)),
         VALUE: ((9, 12), (9, 6)),
@@ -146,8 +147,8 @@ def test_ranks_and_scales_by_module(tmp_path: Path) -> None:
 def test_files_that_have_changed_since(tmp_path: Path) -> None:
     folder = write(tmp_path / "a")
     adapter = open_adapter("a", folder, MODULES, 64)
-    read_adapter(adapter, MODULES, torch.float32)
+    read_adapter(adapter, MODULES, torch.float32, 64)
     write(folder, lora_alpha=9)
     assert open_adapter("a", folder, MODULES, 64).revision != adapter.revision
     with pytest.raises(AdapterChanged, match=adapter.revision):
-        read_adapter(adapter, MODULES, torch.float32)
+        read_adapter(adapter, MODULES, torch.float32, 64)

@@ -31,6 +31,7 @@ DECIDING_FOLDERS = (
     "pagestream_kernels",
 )
 NOT_DECIDING = {
+    "pagestream_engine.adapters.loader": "reads when it is asked to; what is read is checked in files",
     "pagestream_engine.adapters.native.levels": "names how the kernel is compiled, with the same bits at each level",
     "pagestream_engine.adapters.registry": "names adapters; a request's revision is pinned with it",
     "pagestream_engine.attention.native.levels": "finds a library; its name is part of the fingerprint",

@@ -7,6 +7,8 @@ from pagestream_engine.cache.manager import CacheManager
 from pagestream_engine.config import SchedulerConfig
 from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_engine.request.sequence import TokenSequence
+from pagestream_engine.scheduler.adapters.residency import AdapterResidency
+from pagestream_engine.scheduler.adapters.turns import AdapterTurns
 from pagestream_engine.scheduler.admission import Admission
 from pagestream_engine.scheduler.decode import DecodeSet
 from pagestream_engine.scheduler.policies import FirstComeFirstServed
@@ -118,8 +120,9 @@ def test_a_claim_is_admitted_at_once_however_its_tokens_are_divided(name: str) -
         prefill, budget = PrefillSet(cache), new_budget(cache.layout)
         config = SchedulerConfig(max_num_seqs=MOST, max_num_batched_tokens=STEP_TOKENS)
         waiting = WaitingQueue(policy := FirstComeFirstServed())
+        turns = AdapterTurns(1, AdapterResidency(1), waiting, lambda: ())
         admission = Admission(
-            config, cache, waiting, prefill, DecodeSet(cache), restore_cost=None, on_start=policy.scheduled
+            config, cache, waiting, prefill, DecodeSet(cache), restore_cost=None, turns=turns, on_start=policy.scheduled
         )
         for number in range(num_running + dice.randint(0, 20)):  # the mean size of requests falls
             budget.reserve(8, [(str(number), 0)])

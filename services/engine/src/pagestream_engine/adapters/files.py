@@ -70,24 +70,27 @@ def open_adapter(name: str, folder: Path, modules: Mapping[str, ModuleSlice], ma
         AdapterMismatch: it was trained for another model.
         UnsupportedAdapter: it has something that is not supported, or too large a rank.
     """
-    matrices = _check(folder, read_settings(folder), modules)
-    rank = max(each.rank for each in matrices.values())
-    if rank > max_rank:
-        raise UnsupportedAdapter(f"{folder}: given rank {rank}, expected at most max_lora_rank, {max_rank}; raise it")
-    return Adapter(name, str(folder), _revision(folder), rank)
+    _check(folder, read_settings(folder), modules, max_rank)
+    return Adapter(name, str(folder), _revision(folder))
 
 
 def read_adapter(
-    adapter: Adapter, modules: Mapping[str, ModuleSlice], dtype: torch.dtype
+    adapter: Adapter, modules: Mapping[str, ModuleSlice], dtype: torch.dtype, max_rank: int
 ) -> Mapping[str, ModuleWeights]:
-    """Read an adapter's matrices into the CPU's memory, by module.
+    """Check an adapter's files against a model, and read its matrices into the CPU's memory, by module.
+
+    Args:
+        adapter: with the revision that is expected.
+        modules: of the model.
+        dtype: of the matrices.
+        max_rank: the largest that is allowed.
 
     Raises:
-        AdapterChanged: the files are not those that were checked.
+        AdapterChanged: the files are others than those of the revision.
         AdapterError: as `open_adapter`.
     """
     folder = Path(adapter.folder)
-    matrices = _check(folder, read_settings(folder), modules)
+    matrices = _check(folder, read_settings(folder), modules, max_rank)
     weights: dict[str, ModuleWeights] = {}
     try:
         with open_files() as files:
@@ -104,7 +107,9 @@ def read_adapter(
     return weights
 
 
-def _check(folder: Path, settings: AdapterSettings, modules: Mapping[str, ModuleSlice]) -> Mapping[str, ModuleMatrices]:
+def _check(
+    folder: Path, settings: AdapterSettings, modules: Mapping[str, ModuleSlice], max_rank: int
+) -> Mapping[str, ModuleMatrices]:
     """Return where the matrices of each module lie."""
     path = folder / WEIGHTS_FILE
     if not path.is_file() and (folder / "adapter_model.bin").is_file():
@@ -123,7 +128,11 @@ def _check(folder: Path, settings: AdapterSettings, modules: Mapping[str, Module
         pairs.setdefault(found["module"], {})[found["matrix"]] = entry
     if not pairs:
         raise AdapterFileError(f"{path}: given no tensors, expected lora_A and lora_B of at least one module")
-    return {module: _matrices(path, module, pair, settings, modules) for module, pair in sorted(pairs.items())}
+    matrices = {module: _matrices(path, module, pair, settings, modules) for module, pair in sorted(pairs.items())}
+    rank = max(each.rank for each in matrices.values())
+    if rank > max_rank:
+        raise UnsupportedAdapter(f"{folder}: given rank {rank}, expected at most max_lora_rank, {max_rank}; raise it")
+    return matrices
 
 
 def _matrices(

@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pagestream_engine.adapters.additions import CurrentRows, LinearAdapters, NativeAdditions, TorchAdditions
-from pagestream_engine.adapters.files import ModuleWeights, read_adapter
+from pagestream_engine.adapters.files import ModuleWeights
+from pagestream_engine.adapters.loader import AdapterLoader, Weights
 from pagestream_engine.adapters.modules import ModuleSlice, adaptable_modules
 from pagestream_engine.adapters.native.library import native_lora
 from pagestream_engine.adapters.rows import NO_SLOT, group_rows
 from pagestream_engine.attention import StepContext
 from pagestream_engine.config import AdapterConfig
-from pagestream_engine.errors import AdapterError, AdapterUnavailable, InvariantViolation, UnsupportedOption
+from pagestream_engine.errors import InvariantViolation, UnsupportedOption
 from pagestream_engine.layers.linear import Linear
 from pagestream_engine.models.model import Model
 from pagestream_engine.models.source import ModelSource, Target
-from pagestream_engine.request.adapter import Adapter
+from pagestream_engine.request.adapter import Adapter, AdapterLoad, LoadedAdapter
 from pagestream_engine.step.records import Int64Array, StepPlan
-
-Weights = Mapping[str, ModuleWeights]
 
 
 class AdapterPool:
-    """Reads adapters when a row first wants them, and sets the linears up for each step.
+    """Has adapters read beside the steps, and sets the linears up for each step.
 
-    Matrices stay in host memory until `max_cpu_loras` others were used after them, and in a slot until `max_loras`
-    were. On a CPU a slot's matrices are those in host memory.
+    Matrices stay in host memory until a load evicts them, and in a slot until `max_loras` others were used after them.
+    On a CPU a slot's matrices are those in host memory.
 
     Args:
         linears: of the model, by parameter.
@@ -55,12 +54,12 @@ class AdapterPool:
         self._dtype = dtype
         self._device = device
         self._exact = exact
-        self._max_host = config.max_cpu_loras
+        self._loader = AdapterLoader(modules, dtype, config.max_lora_rank)
         self._current = CurrentRows(is_exact=exact)
-        self._host: OrderedDict[str, Weights] = OrderedDict()
-        """By revision, the least recently used one first."""
+        self._host: dict[str, Weights] = {}
+        """By revision; the loader's thread adds to it."""
         self._slot_of: OrderedDict[str, int] = OrderedDict()
-        """By revision, likewise."""
+        """By revision, the least recently used one first."""
         self._free_slots = list(range(config.max_loras))
         self._of_row: dict[int, Adapter] = {}
         """The adapter of each row of the batch that has one."""
@@ -70,18 +69,32 @@ class AdapterPool:
             self._names.setdefault(module.parameter, []).append(name)
         self._linears = {parameter: self._attach(linears[parameter], names) for parameter, names in self._names.items()}
 
-    def apply(self, plan: StepPlan) -> None:
-        """Take the rows that a plan removes and adds.
+    def load(self, load: AdapterLoad, reply: Callable[[LoadedAdapter], None]) -> None:
+        """Evict what a load names, and begin to read its adapter; `reply` is called when it is there, or can't be."""
+        if load.evicted is not None:
+            del self._host[load.evicted]
+            slot = self._slot_of.pop(load.evicted, None)
+            if slot is not None:
+                self._clear(slot)
+                self._free_slots.append(slot)
+        revision = load.adapter.revision
 
-        Raises:
-            AdapterUnavailable: the matrices of a new row can't be read. The next plan resets.
-        """
+        def done(weights: Weights | None, error: str | None) -> None:
+            if weights is not None:
+                self._host[revision] = weights
+            reply(LoadedAdapter(revision, error))
+
+        self._loader.load(load.adapter, done)
+
+    def close(self) -> None:
+        """End the thread that reads."""
+        self._loader.close()
+
+    def apply(self, plan: StepPlan) -> None:
+        """Take the rows that a plan removes and adds."""
         for row in plan.removed.tolist():
             self._of_row.pop(row, None)
-        added = [(new.row, new.adapter) for new in plan.added if new.adapter is not None]
-        self._of_row.update(added)  # First all: what a row has is not dropped for the adapter of another.
-        for _, adapter in added:
-            self._fetch(adapter)
+        self._of_row.update((new.row, new.adapter) for new in plan.added if new.adapter is not None)
 
     def forget_rows(self) -> None:
         """Free all rows."""
@@ -94,7 +107,7 @@ class AdapterPool:
         if self._of_row:
             rows = plan.rows.tolist()
             wanted = {row: self._of_row[row] for row in rows if row in self._of_row}
-            self._fill_slots({adapter.revision: adapter for adapter in wanted.values()})
+            self._fill_slots({adapter.revision for adapter in wanted.values()})
             slots = [self._slot_of[wanted[row].revision] if row in wanted else NO_SLOT for row in rows]
             of_tokens: Int64Array = np.repeat(np.array(slots, np.int64), plan.num_new_tokens)
             self._current.rows = group_rows(of_tokens, self._device)
@@ -107,33 +120,20 @@ class AdapterPool:
         self._current.rows = None
         return hidden[wanted]
 
-    def _fetch(self, adapter: Adapter) -> Weights:
-        """Return an adapter's matrices, read if they are not in host memory."""
-        weights = self._host.get(adapter.revision)
-        if weights is None:
-            try:
-                weights = read_adapter(adapter, self._modules, self._dtype)
-            except AdapterError as error:
-                raise AdapterUnavailable(adapter.revision, str(error)) from error
-            self._host[adapter.revision] = weights
-            used = {each.revision for each in self._of_row.values()}
-            unused = [each for each in self._host if each not in used]
-            for revision in unused[: max(0, len(self._host) - self._max_host)]:
-                del self._host[revision]
-        self._host.move_to_end(adapter.revision)
-        return weights
-
-    def _fill_slots(self, wanted: Mapping[str, Adapter]) -> None:
+    def _fill_slots(self, wanted: Collection[str]) -> None:
+        """Give each of these revisions a slot."""
         for revision in wanted:
             if revision in self._slot_of:
                 self._slot_of.move_to_end(revision)
-        for revision, adapter in wanted.items():
+        for revision in wanted:
             if revision not in self._slot_of:
+                if revision not in self._host:
+                    raise InvariantViolation(f"adapter {revision}: a step has rows with it, and it was not read")
                 slot = self._take_slot(wanted)
-                self._put(slot, self._fetch(adapter))
+                self._put(slot, self._host[revision])
                 self._slot_of[revision] = slot
 
-    def _take_slot(self, wanted: Mapping[str, Adapter]) -> int:
+    def _take_slot(self, wanted: Collection[str]) -> int:
         if self._free_slots:
             return self._free_slots.pop()
         oldest = next((revision for revision in self._slot_of if revision not in wanted), None)
@@ -144,6 +144,10 @@ class AdapterPool:
     def _put(self, slot: int, weights: Weights) -> None:
         for parameter, names in self._names.items():
             self._linears[parameter].put(slot, [self._on_device(weights.get(name)) for name in names])
+
+    def _clear(self, slot: int) -> None:
+        for parameter, names in self._names.items():
+            self._linears[parameter].put(slot, [None] * len(names))
 
     def _on_device(self, weights: ModuleWeights | None) -> ModuleWeights | None:
         if weights is None or self._device.type == "cpu":

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pagestream_engine.config import AdapterConfig
-from pagestream_engine.errors import AdapterChanged, AdapterError, AdapterFileError, UnsupportedAdapter
+from pagestream_engine.errors import AdapterError, AdapterFileError, UnsupportedAdapter
 from pagestream_engine.request.adapter import Adapter, LoRARequest
 
 
 class AdapterRegistry:
     """Adapters by name. Their matrices are read when a request first wants them.
 
-    `load` reads files, and may be called on another thread than the engine's.
+    `load` reads files, and may be called on another thread than the engine's; `pinned` reads none.
     """
 
     def __init__(self, folder: Path, config: AdapterConfig) -> None:
@@ -27,23 +27,29 @@ class AdapterRegistry:
         """Whether the engine takes adapters."""
         return self._config.enable_lora
 
-    def load(self, name: str, folder: str | Path, revision: str | None = None) -> Adapter:
+    def pinned(self, name: str, folder: str, revision: str) -> Adapter:
+        """Return an adapter of a known revision. Its files are checked when they are read, which ends the requests
+        that name it where they can't be used.
+
+        Raises:
+            UnsupportedAdapter: adapters are off.
+        """
+        if not self.is_enabled:
+            raise UnsupportedAdapter(f"adapter {name}: given to an engine without adapters, expected enable_lora")
+        return Adapter(name, folder, revision)
+
+    def load(self, name: str, folder: str | Path) -> Adapter:
         """Check an adapter's files, and know it by a name from now on, in place of an earlier one.
 
         Args:
             name: that requests give.
             folder: with `adapter_config.json` and `adapter_model.safetensors`.
-            revision: that it must have. One that is known by this revision is returned as it is.
 
         Raises:
-            AdapterChanged: it has another revision.
             AdapterError: it can't be used; the message says why.
         """
         if not self.is_enabled:
             raise UnsupportedAdapter(f"adapter {name}: given to an engine without adapters, expected enable_lora")
-        known = self._adapters.get(name)
-        if known is not None and known.revision == revision and known.folder == str(folder):
-            return known
         # Where torch is loaded anyway: a core whose executor is another process need not.
         from pagestream_engine.adapters.files import open_adapter
         from pagestream_engine.adapters.modules import adaptable_modules
@@ -59,8 +65,6 @@ class AdapterRegistry:
             raise
         except Exception as error:  # a file of a form that nobody thought of is the end of its requests alone
             raise AdapterFileError(f"{folder}: malformed: {type(error).__name__}: {error}") from error
-        if revision is not None and adapter.revision != revision:
-            raise AdapterChanged(name, revision, adapter.revision)
         self._adapters[name] = adapter
         return adapter
 

@@ -14,8 +14,7 @@ from pagestream_engine.cache.kv_groups import KVLayout
 from pagestream_engine.config import EngineConfig, SchedulerConfig
 from pagestream_engine.errors import ConfigError, UnsupportedOption
 from pagestream_engine.executor.load_times import LoadTimes
-from pagestream_engine.grammar.compiler import GrammarCompiler
-from pagestream_engine.request.grammars import Grammar, PreparedGrammar
+from pagestream_engine.executor.preparations import GrammarRunner, Preparation, Prepared
 from pagestream_engine.step.pending import PendingResult
 from pagestream_engine.step.records import StepPlan, StepResult
 
@@ -121,16 +120,6 @@ class TieredRunner(Protocol):
         ...
 
 
-@runtime_checkable
-class GrammarRunner(Protocol):
-    """A runner whose rows may have a grammar."""
-
-    @property
-    def grammars(self) -> GrammarCompiler:
-        """Compiles them."""
-        ...
-
-
 RunnerFactory = Callable[[Path, EngineConfig], Runner]
 
 
@@ -195,16 +184,16 @@ class Executor(Protocol):
         """
         ...
 
-    def prepare_grammar(self, grammar: Grammar) -> None:
-        """Begin to compile a grammar, beside the steps.
+    def prepare(self, wanted: Preparation) -> None:
+        """Begin to compile a grammar or to read an adapter, beside the steps.
 
         Raises:
             ExecutorDied: its process has ended.
         """
         ...
 
-    def prepared_grammars(self, timeout_s: float) -> list[PreparedGrammar]:
-        """Return those that are done, each once for each `prepare_grammar`; wait at most `timeout_s` for the first.
+    def prepared(self, timeout_s: float) -> list[Prepared]:
+        """Return what is done, each once for each `prepare`; wait at most `timeout_s` for the first.
 
         Raises:
             ExecutorDied: its process has ended.

@@ -16,9 +16,9 @@ from typing import Protocol
 
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ExecutorError
-from pagestream_engine.executor.base import GrammarRunner, Runner, RunnerFactory, load_runner
+from pagestream_engine.executor.base import Runner, RunnerFactory, load_runner
+from pagestream_engine.executor.preparations import Preparation, Prepared, prepare
 from pagestream_engine.plugins import import_plugins
-from pagestream_engine.request.grammars import Grammar, PreparedGrammar
 from pagestream_engine.step.pending import PendingResult, raising
 from pagestream_engine.step.records import StepPlan
 
@@ -114,16 +114,15 @@ class _Steps:
         self._launched.put(None)
 
     def _next_plan(self) -> StepPlan:
-        """Wait for a plan; grammars that come before it are compiled beside the steps."""
+        """Wait for a plan; what is to be prepared beside the steps is begun before."""
         while True:
             message = pickle.loads(self._connection.recv_bytes())  # noqa: S301 - from the process that began us
-            if not isinstance(message, Grammar):
+            if not isinstance(message, Preparation):
                 plan: StepPlan = message
                 return plan
-            if isinstance(self._runner, GrammarRunner):
-                self._runner.grammars.prepare(message, self._send_prepared)
+            prepare(self._runner, message, self._send_prepared)
 
-    def _send_prepared(self, prepared: PreparedGrammar) -> None:
+    def _send_prepared(self, prepared: Prepared) -> None:
         self._send(prepared)
 
     def _send(self, message: object) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from pagestream_engine.errors import RequestFault
 from pagestream_engine.executor.pipeline import StepPipeline
+from pagestream_engine.request.adapter import LoadedAdapter
 from pagestream_engine.request.grammars import Grammar
 from pagestream_engine.request.outputs import StepOutput
 from pagestream_engine.request.sequence import TokenSequence
@@ -65,7 +66,7 @@ class GrammarGate:
             return
         self._held.append(Held(list(seqs), missing, time.monotonic() + self._limit_s))
         for grammar in missing:
-            self._steps.executor.prepare_grammar(grammar)
+            self._steps.executor.prepare(grammar)
 
     def abort(self, seq: TokenSequence) -> bool:
         """Forget a sequence; return whether it was held back."""
@@ -77,16 +78,22 @@ class GrammarGate:
         return False
 
     def release(self) -> list[StepOutput]:
-        """Pass on what has its grammars now. Return the ends of sequences whose grammar can't be compiled, or is not in
-        time; they are forgotten.
+        """Pass on what has its grammars now, and let the scheduler know of adapters that were read. Return the ends of
+        sequences whose grammar can't be compiled, or is not in time; they are forgotten.
 
         Where nothing else is there to be done, it waits a little.
         """
-        if not self._held:
+        scheduler = self._scheduler
+        if not self._held and not scheduler.residency.is_busy:
             return []
-        is_idle = self._steps.is_empty and not self._scheduler.num_running and not self._scheduler.num_waiting
+        has_work = (scheduler.num_running or scheduler.num_waiting) and not scheduler.waits_for_adapters
+        is_idle = self._steps.is_empty and not has_work
         errors: dict[Grammar, RequestFault] = {}
-        for grammar, error in self._steps.executor.prepared_grammars(IDLE_WAIT_S if is_idle else 0.0):
+        for done in self._steps.executor.prepared(IDLE_WAIT_S if is_idle else 0.0):
+            if isinstance(done, LoadedAdapter):
+                scheduler.residency.note(done)
+                continue
+            grammar, error = done
             if error is not None:
                 errors[grammar] = error
             for held in self._held:
@@ -110,4 +117,4 @@ class GrammarGate:
     def prepare_again(self) -> None:
         """Ask another executor for what is missing."""
         for grammar in {grammar for held in self._held for grammar in held.missing}:
-            self._steps.executor.prepare_grammar(grammar)
+            self._steps.executor.prepare(grammar)

@@ -7,9 +7,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from pagestream_engine.config import EngineConfig
-from pagestream_engine.errors import InvariantViolation
-from pagestream_engine.executor.base import GrammarRunner, LaunchingRunner, RunnerFactory, load_runner
-from pagestream_engine.request.grammars import Grammar, PreparedGrammar
+from pagestream_engine.executor.base import LaunchingRunner, RunnerFactory, load_runner
+from pagestream_engine.executor.preparations import AdaptingRunner, Preparation, Prepared, prepare
 from pagestream_engine.step.pending import PendingResult, raising
 from pagestream_engine.step.records import StepPlan, StepResult
 
@@ -27,7 +26,7 @@ class InlineExecutor:
         self._runner, self.facts = load_runner(make_runner, folder, config)
         self._launched: deque[PendingResult] = deque()
         self._failed = False
-        self._prepared: SimpleQueue[PreparedGrammar] = SimpleQueue()
+        self._prepared: SimpleQueue[Prepared] = SimpleQueue()
 
     @property
     def overlaps(self) -> bool:
@@ -51,13 +50,11 @@ class InlineExecutor:
             self._launched.clear()
             raise
 
-    def prepare_grammar(self, grammar: Grammar) -> None:
-        if not isinstance(self._runner, GrammarRunner):
-            raise InvariantViolation("a sequence has a grammar, and the runner has none")
-        self._runner.grammars.prepare(grammar, self._prepared.put)
+    def prepare(self, wanted: Preparation) -> None:
+        prepare(self._runner, wanted, self._prepared.put)
 
-    def prepared_grammars(self, timeout_s: float) -> list[PreparedGrammar]:
-        prepared: list[PreparedGrammar] = []
+    def prepared(self, timeout_s: float) -> list[Prepared]:
+        prepared: list[Prepared] = []
         try:
             while True:
                 prepared.append(self._prepared.get(block=timeout_s > 0 and not prepared, timeout=timeout_s))
@@ -69,3 +66,5 @@ class InlineExecutor:
 
     def close(self) -> None:
         self._launched.clear()
+        if isinstance(self._runner, AdaptingRunner) and self._runner.adapters is not None:
+            self._runner.adapters.close()

@@ -69,6 +69,12 @@ class StepPipeline:
             on_schedule: gets the step before it is sent.
         """
         step = self._scheduler.schedule()
+        try:
+            for load in self._scheduler.residency.take_loads():
+                self.executor.prepare(load)
+        except BaseException:
+            self.roll_back()
+            raise
         if step.is_empty:
             return False
         self._limit.trim(step)

@@ -14,7 +14,7 @@ from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ExecutorDied, InvariantViolation
 from pagestream_engine.executor.base import ExecutorFacts, RunnerFactory
 from pagestream_engine.executor.child import Failure, run_child
-from pagestream_engine.request.grammars import Grammar, PreparedGrammar
+from pagestream_engine.executor.preparations import Preparation, Prepared
 from pagestream_engine.step.records import StepPlan, StepResult
 
 _CLOSE_LIMIT_S = 5.0
@@ -45,8 +45,8 @@ class ProcessExecutor:
         far.close()
         self._in_flight: deque[int] = deque()
         self._early: deque[StepResult | Failure] = deque()
-        """Answers that came while a grammar was waited for."""
-        self._prepared: list[PreparedGrammar] = []
+        """Answers that came while a preparation was waited for."""
+        self._prepared: list[Prepared] = []
         try:
             facts = self._receive()
             if isinstance(facts, Failure):
@@ -88,16 +88,16 @@ class ProcessExecutor:
         self._in_flight.popleft()
         return answer
 
-    def prepare_grammar(self, grammar: Grammar) -> None:
+    def prepare(self, wanted: Preparation) -> None:
         try:
-            self._connection.send_bytes(pickle.dumps(grammar, protocol=5))
+            self._connection.send_bytes(pickle.dumps(wanted, protocol=5))
         except OSError as error:
             raise self._died() from error
 
-    def prepared_grammars(self, timeout_s: float) -> list[PreparedGrammar]:
+    def prepared(self, timeout_s: float) -> list[Prepared]:
         while self._poll(0.0 if self._prepared else timeout_s):
             message = self._receive()
-            if isinstance(message, PreparedGrammar):
+            if isinstance(message, Prepared):
                 self._prepared.append(message)
             else:
                 self._early.append(message)
@@ -128,8 +128,8 @@ class ProcessExecutor:
     def _receive_answer(self, step_id: int) -> StepResult | Failure:
         """Wait for a step's answer; those of steps that an interrupted caller has dropped come before it."""
         while True:
-            answer: StepResult | Failure | PreparedGrammar = self._early.popleft() if self._early else self._receive()
-            if isinstance(answer, PreparedGrammar):
+            answer: StepResult | Failure | Prepared = self._early.popleft() if self._early else self._receive()
+            if isinstance(answer, Prepared):
                 self._prepared.append(answer)
                 continue
             if answer.step_id == step_id:

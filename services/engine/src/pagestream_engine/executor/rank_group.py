@@ -19,10 +19,10 @@ from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import EngineError, InvariantViolation, RankLost
 from pagestream_engine.executor.base import ExecutorFacts, RunnerFactory
 from pagestream_engine.executor.child import Failure
+from pagestream_engine.executor.preparations import Preparation, Prepared
 from pagestream_engine.executor.rank_process import Answer, RankProcess
 from pagestream_engine.executor.stragglers import Stragglers
 from pagestream_engine.parallel.place import Progress, RankPlace
-from pagestream_engine.request.grammars import Grammar, PreparedGrammar
 from pagestream_engine.step.records import StepPlan, StepResult
 
 _FAILURE_LIMIT_S = 1.0
@@ -61,7 +61,7 @@ class RankGroup:
         self._stragglers = Stragglers(Progress(self._folder, size, create=True), size // num_stages)
         self._ranks: list[RankProcess] = []
         self._in_flight: deque[int] = deque()
-        self._num_prepared: Counter[PreparedGrammar] = Counter()
+        self._num_prepared: Counter[Prepared] = Counter()
         self._lost: RankLost | None = None
         try:
             for rank in range(size):
@@ -116,11 +116,11 @@ class RankGroup:
             if self._in_flight:
                 self._in_flight.popleft()
 
-    def prepare_grammar(self, grammar: Grammar) -> None:
-        self._send(grammar, "grammar")
+    def prepare(self, wanted: Preparation) -> None:
+        self._send(wanted, "preparation")
 
-    def prepared_grammars(self, timeout_s: float) -> list[PreparedGrammar]:
-        """As for any executor: a grammar is done when all ranks have compiled it, each for itself."""
+    def prepared(self, timeout_s: float) -> list[Prepared]:
+        """As for any executor: what is prepared is done when all ranks have done it, each for itself."""
         self._raise_lost()
         self._receive(timeout_s)
         for rank in self._ranks:

@@ -14,8 +14,8 @@ from pathlib import Path
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.executor.base import ExecutorFacts, RunnerFactory
 from pagestream_engine.executor.child import Failure
+from pagestream_engine.executor.preparations import Prepared
 from pagestream_engine.executor.rank_child import run_rank
-from pagestream_engine.request.grammars import PreparedGrammar
 from pagestream_engine.step.records import StepResult
 
 Answer = ExecutorFacts | StepResult | Failure
@@ -45,7 +45,7 @@ class RankProcess:
         self.rank = config.place.rank
         self.answers: deque[Answer] = deque()
         """Received, and not taken."""
-        self.prepared: list[PreparedGrammar] = []
+        self.prepared: list[Prepared] = []
         """Likewise."""
         self.connection, far = context.Pipe()
         self.has_ended = False
@@ -58,14 +58,14 @@ class RankProcess:
         far.close()
 
     def receive(self) -> None:
-        """Receive an answer, or a grammar, that has come.
+        """Receive an answer, or a preparation, that has come.
 
         Raises:
             EOFError: the process has closed its end.
             OSError: likewise, or it has stopped within the answer.
         """
         message = pickle.loads(self.connection.recv_bytes())  # noqa: S301 - from a process of our own
-        if isinstance(message, PreparedGrammar):
+        if isinstance(message, Prepared):
             self.prepared.append(message)
         else:
             self.answers.append(message)

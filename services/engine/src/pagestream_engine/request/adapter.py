@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import NamedTuple
 
 from pagestream_engine.errors import InvalidRequest
 
@@ -25,7 +26,7 @@ class LoRARequest:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter whose files were checked."""
+    """An adapter by its files, which are checked against the revision when they are read."""
 
     name: str
     """That requests give."""
@@ -33,8 +34,21 @@ class Adapter:
     """Where `adapter_config.json` and `adapter_model.safetensors` are."""
     revision: str
     """32 hexadecimal digits of a SHA-256 of both files: other weights are another adapter."""
-    rank: int
-    """The largest of its matrices'."""
+
+
+class AdapterLoad(NamedTuple):
+    """An adapter that an executor is to read, beside its steps."""
+
+    adapter: Adapter
+    evicted: str | None
+    """Revision that it forgets first."""
+
+
+class LoadedAdapter(NamedTuple):
+    """An adapter that was read, or could not be."""
+
+    revision: str
+    error: str | None
 
 
 def salted(cache_salt: bytes, adapter: Adapter | None) -> bytes:

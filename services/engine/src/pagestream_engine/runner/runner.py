@@ -60,7 +60,7 @@ class ModelRunner:
     """One model on one device.
 
     Construct, `allocate_kv_cache`, `warm_up`, then `execute` any number of steps. Not thread-safe: the engine's step
-    loop owns it.
+    loop owns it. `adapters` reads those that rows may have, and is None without `enable_lora`.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class ModelRunner:
             blocks = TargetBlocks(self.kv_layout, self._backend.store)
             draft = None if draft_dir is None else load_draft(draft_dir, config, target, info, blocks)
         self._draft_bytes = 0 if draft is None else draft.model.weight_bytes()
-        self._adapters = attach_adapters(source, self._model, config.adapters, target)
+        self.adapters = attach_adapters(source, self._model, config.adapters, target)
         self.grammars = GrammarCompiler(model_dir, info.vocab_size, info.eos_token_ids)
         """Compiles what requests ask their outputs to match."""
         self._model_dir, self._plugin_digest = model_dir, source.plugin_digest
@@ -327,8 +327,8 @@ class ModelRunner:
         self._prompt_work.apply(plan)
         if self._stage.is_last:
             _edit_sampling(self._sampling, plan)
-        if self._adapters is not None:
-            self._adapters.apply(plan)
+        if self.adapters is not None:
+            self.adapters.apply(plan)
         if self._host_pages is not None:
             self._host_pages.launch(plan.saves.tolist(), plan.loads.tolist())
         if len(plan.copies):
@@ -340,7 +340,7 @@ class ModelRunner:
     def _execute(self, plan: StepPlan, drafts: Drafts | None = None) -> PendingResult:
         if not len(plan.rows):
             return pending_result(plan.step_id, None)
-        adapted = None if self._adapters is None else self._adapters.begin_step(plan)
+        adapted = None if self.adapters is None else self.adapters.begin_step(plan)
         if self._graphs is not None and adapted is None and self._graphs.takes(plan):
             rows, hidden = self._graphs.run(plan.rows, self._batch.count_computed(plan))
             return self._sample(plan, self._model.logits(hidden), rows, NOTHING_REPORTED)
@@ -378,8 +378,8 @@ class ModelRunner:
     def forget_rows(self) -> None:
         max_num_seqs, info = self._config.scheduler.max_num_seqs, self.model_info
         self._batch.forget_rows()
-        if self._adapters is not None:
-            self._adapters.forget_rows()
+        if self.adapters is not None:
+            self.adapters.forget_rows()
         self._prompt_work = PromptWork(self._model, self.device)
         batch = SamplingBatch(max_num_seqs, info.vocab_size, self.device)
         self._sampling = ConstrainedSampling(batch, self.grammars, info.vocab_size, self.device)

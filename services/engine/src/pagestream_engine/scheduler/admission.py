@@ -20,6 +20,7 @@ from pagestream_engine.cache.shortage import least_wanted_blocks
 from pagestream_engine.config import SchedulerConfig
 from pagestream_engine.errors import InvariantViolation
 from pagestream_engine.request.sequence import SequenceGroup, TokenSequence
+from pagestream_engine.scheduler.adapters.turns import AdapterTurns
 from pagestream_engine.scheduler.decode import DecodeSet
 from pagestream_engine.scheduler.policy import WaitingQueue
 from pagestream_engine.scheduler.prefill import PrefillSet
@@ -63,11 +64,11 @@ class Admission:
         decode: DecodeSet,
         *,
         restore_cost: RestoreCost | None,
-        max_loras: int = 1,
+        turns: AdapterTurns,
         on_start: Callable[[TokenSequence], None],
     ) -> None:
-        """Take groups from `waiting` and start them in `prefill`, within the limits of `config` and of `max_loras`
-        adapters for all that run; call `on_start` for each sequence."""
+        """Take groups from `waiting` and start them in `prefill`, within the limits of `config` and as `turns` lets
+        them; call `on_start` for each sequence."""
         self._on_start = on_start
         self.seats = Seats(config.max_num_seqs)
         self._max_chunk = config.max_num_batched_tokens
@@ -76,21 +77,18 @@ class Admission:
         self._prefill = prefill
         self._decode = decode
         self._restore_cost = restore_cost
-        self._max_loras = max_loras
+        self._turns = turns
         self._shortage: Shortage | None = None
 
     def admit(self, chunks: list[ScheduledSequence], budget: ChunkBudget) -> None:
         """Admit groups, and append their first chunks to `chunks`, within a budget for all of them."""
         cache = self._cache
+        self._turns.begin()
         promised = self._num_promised_blocks()
         coming = self._coming_hashes()
         while budget.limit(0) > 0:
-            group = self._waiting.peek()
-            if (
-                group is None
-                or self._surely_lacks_room(group, promised)
-                or has_too_many_adapters(group, self._prefill, self._decode, self._max_loras)
-            ):
+            group = self._turns.head()
+            if group is None or self._surely_lacks_room(group, promised):
                 return
             leader = group.choose_leader()
             found = self._prefill.get_computed_blocks(group, leader)
@@ -182,6 +180,7 @@ class Admission:
     ) -> None:
         """Take the next waiting group, and start it, with its first chunk or the loads before it."""
         self._waiting.pop()
+        self._turns.note_start(group)
         self.seats.note_start()
         self._prefill.start(group, leader, prefix)
         for seq in group.members:
@@ -231,12 +230,3 @@ class Admission:
         """Own blocks of a follower; one without output needs room for its first token at once."""
         num_tokens = max(len(seq), seq.num_prompt_tokens + 1)
         return self._cache.num_own_blocks(seq.num_prompt_tokens, num_tokens, self._max_chunk)
-
-
-def has_too_many_adapters(group: SequenceGroup, prefill: PrefillSet, decode: DecodeSet, max_loras: int) -> bool:
-    """Whether a group's adapter is one too many beside those that run: it waits until one of them has no more."""
-    revision = group.members[0].adapter_revision
-    if revision is None:
-        return False
-    running = {seq.adapter_revision for seq in (*prefill, *(entry.seq for entry in decode.entries))} - {None}
-    return revision not in running and len(running) >= max_loras

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
+from itertools import chain
 
 from pagestream_engine.request.sequence import SequenceGroup, TokenSequence
 
@@ -62,13 +63,21 @@ class SchedulingPolicy(SequenceEvents, ABC):
         return False
 
 
+Place = tuple[float, int]
+"""Rank and arrival of a group's first member: the lowest goes first."""
+
+
 class WaitingQueue:
     """Waiting groups by the rank of their first member: O(log n) to push and pop. One that lost all its members is left
-    behind and skipped."""
+    behind and skipped.
+
+    Groups that may not start for now can be set aside, in lanes; they stay in the queue, but are not shown.
+    """
 
     def __init__(self, policy: SchedulingPolicy) -> None:
         self._policy = policy
         self._heap: list[tuple[float, int, SequenceGroup]] = []
+        self._lanes: dict[str, list[tuple[float, int, SequenceGroup]]] = {}
         self._num_groups = 0
         self._num_sequences = 0
 
@@ -77,7 +86,7 @@ class WaitingQueue:
         return self._num_sequences
 
     def __iter__(self) -> Iterator[TokenSequence]:
-        return (seq for _, _, group in self._heap for seq in group.members)
+        return (seq for _, _, group in chain(self._heap, *self._lanes.values()) for seq in group.members)
 
     def push(self, group: SequenceGroup) -> None:
         """Add a group, all of whose members wait."""
@@ -92,6 +101,34 @@ class WaitingQueue:
             heappop(self._heap)
         return self._heap[0][2] if self._heap else None
 
+    @property
+    def head_place(self) -> Place:
+        """Of the group that `peek` showed."""
+        return self._heap[0][:2]
+
+    @property
+    def is_all_aside(self) -> bool:
+        """Whether there is no group but those that were set aside."""
+        return self.peek() is None
+
+    def set_aside(self, lane: str) -> None:
+        """Move the group that `peek` showed to a lane."""
+        heappush(self._lanes.setdefault(lane, []), heappop(self._heap))
+
+    def take_back(self, lane: str) -> None:
+        """Show a lane's groups again, each in its place."""
+        for entry in self._lanes.pop(lane):
+            heappush(self._heap, entry)
+
+    def lanes(self) -> dict[str, Place]:
+        """Return the place of the first group in each lane."""
+        for lane, entries in list(self._lanes.items()):
+            while entries and not entries[0][2].members:
+                heappop(entries)
+            if not entries:
+                del self._lanes[lane]
+        return {lane: entries[0][:2] for lane, entries in self._lanes.items()}
+
     def pop(self) -> SequenceGroup:
         """Take the one that `peek` showed."""
         group = heappop(self._heap)[2]
@@ -104,6 +141,7 @@ class WaitingQueue:
         seq.group.drop(seq)
         self._num_sequences -= 1
         self._num_groups -= not seq.group.members
-        if len(self._heap) > 2 * self._num_groups + 64:
-            self._heap = [entry for entry in self._heap if entry[2].members]
-            heapify(self._heap)
+        if len(self._heap) + sum(map(len, self._lanes.values())) > 2 * self._num_groups + 64:
+            for entries in (self._heap, *self._lanes.values()):
+                entries[:] = [entry for entry in entries if entry[2].members]
+                heapify(entries)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from pagestream_engine.cache.manager import CacheManager
-from pagestream_engine.config import SchedulerConfig
+from pagestream_engine.config import AdapterConfig, SchedulerConfig
 from pagestream_engine.request.sequence import NO_ROW, SequenceGroup, SequenceState, TokenSequence
+from pagestream_engine.scheduler.adapters.residency import AdapterResidency
+from pagestream_engine.scheduler.adapters.turns import AdapterTurns
 from pagestream_engine.scheduler.admission import Admission
 from pagestream_engine.scheduler.decode import DecodeSet
 from pagestream_engine.scheduler.displacement import displaced_groups
@@ -37,10 +39,10 @@ class Scheduler:
         cache: CacheManager,
         policy: SchedulingPolicy,
         num_speculative_tokens: int = 0,
-        *,
-        max_loras: int = 1,
+        adapters: AdapterConfig | None = None,
     ) -> None:
-        """Plan steps in which a decode has up to `num_speculative_tokens` drafts, of up to `max_loras` adapters."""
+        """Plan steps in which a decode has up to `num_speculative_tokens` drafts."""
+        adapters = adapters or AdapterConfig()
         self._num_speculative_tokens = num_speculative_tokens
         self.num_preemptions = 0
         """Groups that lost their blocks for want of free ones."""
@@ -54,6 +56,9 @@ class Scheduler:
         self._waiting = WaitingQueue(policy)
         self._prefill = PrefillSet(cache)
         self._decode = DecodeSet(cache)
+        self.residency = AdapterResidency(adapters.max_cpu_loras)
+        """Says which adapters the executor is to read, and wants to know which it has read."""
+        self._turns = AdapterTurns(adapters.max_loras, self.residency, self._waiting, self.running)
         self.restore_cost = cost = None if cache.tier is None else RestoreCost(cache.tier.load_page_s)
         """Wants to know what each collected step has taken, where there is a tier."""
         self.admission = Admission(
@@ -63,7 +68,7 @@ class Scheduler:
             self._prefill,
             self._decode,
             restore_cost=cost,
-            max_loras=max_loras,
+            turns=self._turns,
             on_start=policy.scheduled,
         )
         self._in_flight = StepsInFlight(cache, self._prefill, self._decode)
@@ -80,6 +85,11 @@ class Scheduler:
     def num_running(self) -> int:
         """Sequences that are admitted: those that hold blocks, and followers that wait for their leader's."""
         return len(self._decode) + len(self._prefill)
+
+    @property
+    def waits_for_adapters(self) -> bool:
+        """Whether nothing runs, and nothing can before an adapter was read."""
+        return not self.num_running and self._waiting.is_all_aside and self.residency.is_busy
 
     def sequences(self) -> Iterator[TokenSequence]:
         """All sequences that have not finished."""
@@ -99,6 +109,8 @@ class Scheduler:
         for seq in seqs:
             self._policy.arrived(seq)
         self._waiting.push(group)
+        if seqs[0].adapter is not None:
+            self.residency.read_ahead(seqs[0].adapter)
 
     def abort(self, seq: TokenSequence) -> None:
         """End a sequence, wherever it stands; what a step in flight samples for it is dropped."""
@@ -198,7 +210,8 @@ class Scheduler:
     def _displace(self) -> bool:
         """Requeue the groups whose places the first waiting one takes; return False where steps in flight must end
         before."""
-        head = self._waiting.peek()
+        self._turns.begin()
+        head = self._turns.head()
         if head is None:
             return True
         by_rank, pool = self._groups_by_victim_rank(), self._cache.pool

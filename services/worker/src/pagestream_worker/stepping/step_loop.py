@@ -227,10 +227,10 @@ class StepLoop:
             self._add(command, adding, inf)
 
     def _adding_group(self, command: AddGroup) -> Iterator[None]:
-        """Add a group in parts. An adapter that this engine has not seen is read here for its digest."""
+        """Add a group in parts."""
         adapter, given = None, command.adapter
         if given is not None:
-            adapter = self._engine.adapters.load(given.name, given.path, given.revision)
+            adapter = self._engine.adapters.pinned(given.name, given.path, given.revision)
         yield from self._engine.adding_group(
             command.prompt_token_ids,
             command.siblings,

@@ -1,0 +1,1 @@
+"""Which groups start by their adapters, and which adapters are in memory."""
