@@ -2,8 +2,9 @@
 
 {engine, gateway, Redis, two at once} x {SIGKILL, SIGSTOP past the lease, network cut} x {queued, claimed, prefill,
 first token, middle, last token, finish}; at each of these moments also Redis at its memory limit, and SIGKILL and
-SIGSTOP of the process of the engine alone, and of its executor alone; in each cell every feature over both APIs at
-once, compared with an undisturbed run.
+SIGSTOP of the process of the engine alone, and of its executor alone; SIGKILL of engines with int8 weights and a draft
+model, and of engines of two ranks, one of which is also killed and stopped alone. In each cell every feature over both
+APIs at once, compared with an undisturbed run.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from support.faults.cluster import running_cluster
 from support.faults.matrix import Cell, CellResult, all_cells, covering_cells, run_cell, table
+from support.faults.setups import Engines
 
 SHOWN_FAILURES = 5
 
@@ -27,13 +29,17 @@ SHOWN_FAILURES = 5
 async def run(cells: Sequence[Cell], dtype: str) -> list[CellResult]:
     """Run cells one after the other, with engines that compute in a dtype; print each result."""
     results = []
-    with tempfile.TemporaryDirectory() as folder:
-        async with running_cluster(Path(folder), dtype=dtype) as cluster:
-            for number, cell in enumerate(cells, start=1):
-                result = await run_cell(cluster, cell)
-                results.append(result)
-                outcome = "equal" if not result.failures else "; ".join(result.failures[:SHOWN_FAILURES])
-                print(f"{number:3}/{len(cells)}  {cell!s:36} {result.took_s:5.1f} s  {outcome}", flush=True)
+    for engines in Engines:
+        those = [cell for cell in cells if cell.engines is engines]
+        if not those:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            async with running_cluster(Path(folder), dtype=dtype, engines=engines) as cluster:
+                for cell in those:
+                    result = await run_cell(cluster, cell)
+                    results.append(result)
+                    outcome = "equal" if not result.failures else "; ".join(result.failures[:SHOWN_FAILURES])
+                    print(f"{len(results):3}/{len(cells)}  {cell!s:48} {result.took_s:5.1f} s  {outcome}", flush=True)
     return results
 
 
@@ -41,7 +47,7 @@ def main() -> int:
     """Run the command. Returns 1 if a cell failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cells", nargs="?", default="", metavar="PATTERN", help='such as "gateway, SIGSTOP"')
-    parser.add_argument("--cover", action="store_true", help="run 31 cells in which all pairs of values occur")
+    parser.add_argument("--cover", action="store_true", help="run 35 cells in which all pairs of values occur")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the engines")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table to it")
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""A part of the kill matrix with each target and each fault; all 119 cells are `make faults`."""
+"""A part of the kill matrix with each target of plain engines and each fault; all 147 cells are `make faults`."""
 
 from pathlib import Path
 

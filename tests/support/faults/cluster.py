@@ -13,7 +13,9 @@ from enum import StrEnum
 from pathlib import Path
 
 import httpx
+from pagestream.v1.records_pb2 import Adapter
 from pagestream_streams import Broker, expire_engine
+from pagestream_streams.admin.adapters import adapter_revision
 from pagestream_streams.connection.embedded import find_server, server_command
 from pagestream_streams.errors import StreamsError
 from pagestream_streams.fault_points import VARIABLE
@@ -21,28 +23,20 @@ from redis import Redis
 from support.faults.fault_points import FaultPointController
 from support.faults.feature_clients import FeatureClient, GrpcClient, Transcript, clients_of
 from support.faults.feature_rows import FEATURE_ROWS, FeatureRow
+from support.faults.parts import RankPart
+from support.faults.setups import ENGINE_OPTIONS, SETUPS, Engines, write_adapter
 from support.network.tcp_proxy import TcpProxy
-from support.processes.fork_server import ForkedPart, ForkServer, send_signal
+from support.processes.fork_server import ForkedPart, ForkServer
 from support.processes.stack import DEMO_MODEL, Part, StackError, free_port
-from support.processes.waiting import children_of, descendants_of
+from support.processes.waiting import descendants_of
 
 MODEL = "demo"
+ADAPTER = "adapter"
+NUM_ENGINES = 2
 TENANT = "default"
 MODULES = ("pagestream_worker.__main__", "pagestream_gateway.__main__", "transformers.models.llama")
-NUM_SEATS, NUM_BLOCKS = 8, 56
-"""Of an engine: too few for a cell's requests, so that those of class 2 are interrupted, and their blocks evicted."""
-ENGINE_OPTIONS = (
-    "--deterministic",
-    *("--scheduling-policy", "priority"),
-    *("--max-num-seqs", str(NUM_SEATS)),
-    *("--num-gpu-blocks-override", str(NUM_BLOCKS)),
-    *("--block-size", "16"),
-    *("--swap-space", "0.05"),
-)
 TEXTS_DTYPE = "float32"
 """In which the answers have the stop strings of their rows; in another one no row's finish is known beforehand."""
-MODES = (("--async-scheduling",), ("--executor", "process", "--speculative-method", "ngram"))
-"""Of the engines in turn: both have two steps in flight, in one process and over two, and one of them speculates."""
 READY_LIMIT_S = 60.0
 POLL_S = 0.05
 PAST_LEASE_S = 2.6
@@ -83,45 +77,6 @@ class Member:
         return self.part.process.pid if self.part.process else 0
 
 
-class EnginePart(Part):
-    """The process of an engine alone, apart from its worker, which ends with it and is started again."""
-
-    what = "engine"
-
-    def __init__(self, worker: ForkedPart) -> None:
-        super().__init__(f"{worker.name}'s {self.what}", worker.command, worker.log)
-        self._worker = worker
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal."""
-        send_signal(self.pids(), number)
-
-    def pids(self) -> list[int]:
-        """Return the processes that are signalled."""
-        return children_of(self._worker.pid)
-
-    def wait(self) -> int:
-        """Wait for the worker's end."""
-        return self._worker.wait()
-
-    def start(self) -> None:
-        """Start the worker."""
-        self._worker.start()
-
-
-class ExecutorPart(EnginePart):
-    """The process of an engine's executor alone, apart from the engine, which ends with it, and its worker."""
-
-    what = "executor"
-
-    def pids(self) -> list[int]:
-        """Return the processes that are signalled."""
-        found = [pid for engine in super().pids() for pid in children_of(engine)]
-        if not found:
-            raise StackError(f"{self.name}: there is no process of an executor")
-        return found
-
-
 class FaultCluster:
     """Two engines, two gateways, one Redis. Made by `running_cluster`."""
 
@@ -134,6 +89,7 @@ class FaultCluster:
         redis_port: int,
         *,
         dtype: str,
+        engines: Engines,
     ) -> None:
         self.folder = folder
         self.fault_points = fault_points
@@ -144,6 +100,8 @@ class FaultCluster:
         self.undisturbed: dict[str, Transcript] = {}
         self._fork_server = fork_server
         self._dtype = dtype
+        self._setup = SETUPS[engines]
+        self._has_texts = dtype == TEXTS_DTYPE and engines is Engines.PLAIN
         self._broker: Broker | None = None
         self._number = 0
         self._refused = 0
@@ -163,8 +121,9 @@ class FaultCluster:
         proxy = await stack.enter_async_context(TcpProxy(self.redis_port))
         name = f"engine-{len(self.engines)}"
         arguments = [str(DEMO_MODEL), "--redis", f"redis://127.0.0.1:{proxy.port}/0", "--served-model-name", MODEL]
-        mode = MODES[len(self.engines) % len(MODES)]
-        command = [MODULES[0], *arguments, "--engine-id", name, "--dtype", self._dtype, *ENGINE_OPTIONS, *mode]
+        arguments += ["--engine-id", name, "--dtype", self._dtype]
+        mode = self._setup.modes[len(self.engines) % len(self._setup.modes)]
+        command = [MODULES[0], *arguments, *ENGINE_OPTIONS, *self._setup.options, *mode]
         part = ForkedPart(name, command, self.folder / f"{name}.log", server=self._fork_server)
         self.engines.append(Member(part, (proxy,), {}))
         part.start()
@@ -183,7 +142,19 @@ class FaultCluster:
 
     def engines_with_executor(self) -> list[Member]:
         """Return the engines whose executor has a process of its own."""
-        return [engine for place, engine in enumerate(self.engines) if "process" in MODES[place % len(MODES)]]
+        modes = self._setup.modes
+        return [engine for place, engine in enumerate(self.engines) if "process" in modes[place % len(modes)]]
+
+    @property
+    def rows(self) -> Sequence[FeatureRow]:
+        """The rows that the engines support."""
+        return [row for row in FEATURE_ROWS if self._setup.has_adapters or not row.is_adapted]
+
+    async def load_adapter(self) -> None:
+        """Let requests name the adapter that rows ask for."""
+        folder = await asyncio.to_thread(write_adapter, self.folder / ADAPTER)
+        adapter = Adapter(name=ADAPTER, model=MODEL, path=str(folder), revision=adapter_revision(folder))
+        await (await self.broker()).adapters.publish(adapter)
 
     async def broker(self) -> Broker:
         """Return the harness' own connection to Redis."""
@@ -218,10 +189,11 @@ class FaultCluster:
 
     async def repair(self, fault: Fault, victims: Collection[Member], *, supervised: bool = False) -> None:
         """Restart killed parts at once; resume the others when every lease has lapsed, a full Redis when graces have.
+        A rank that is stopped is killed by its group.
 
         `supervised` expires a killed engine's lease first, as `pagestream serve` does.
         """
-        if fault is Fault.KILL:
+        if fault is Fault.KILL or any(isinstance(victim.part, RankPart) for victim in victims):
             for victim in sorted(victims, key=lambda member: member is not self.redis):
                 # In a thread: a worker whose engine was killed ends by way of Redis, through a proxy of this loop.
                 await asyncio.to_thread(victim.part.wait)
@@ -336,16 +308,17 @@ class FaultCluster:
         self._number += 1
         addresses = [gateway.addresses[kind.api] for gateway in self.gateways]
         addresses = [*addresses[first:], *addresses[:first]]
-        if self._dtype != TEXTS_DTYPE:
+        if not self._has_texts:
             row = replace(row, finish=None)
-        return kind(row, addresses, model=MODEL, key=f"{row.name} {self._number}", seed=seed)
+        model = ADAPTER if row.is_adapted else MODEL
+        return kind(row, addresses, model=model, key=f"{row.name} {self._number}", seed=seed)
 
     def clients(self) -> list[FeatureClient]:
         """Return a client of each row over each API, spread over the gateways."""
         number = len(self.gateways)
         return [
             self.client(kind, row, first=(place + shift) % number)
-            for place, row in enumerate(FEATURE_ROWS)
+            for place, row in enumerate(self.rows)
             for shift, kind in enumerate(clients_of(row))
         ]
 
@@ -360,11 +333,11 @@ class FaultCluster:
 
     async def record_references(self) -> None:
         """Run every row undisturbed, one after another, so that no row depends on others in its batch."""
-        for row in FEATURE_ROWS:
+        for row in self.rows:
             if not row.seed_is_chosen:
                 for kind in clients_of(row):
                     await self.reference(self.client(kind, row))
-        for row in FEATURE_ROWS:
+        for row in self.rows:
             if not row.seed_is_chosen and not row.is_list:
                 self._compare_apis(row)
 
@@ -376,11 +349,11 @@ class FaultCluster:
 
 @asynccontextmanager
 async def running_cluster(
-    folder: Path, *, engines: int = 2, gateways: int = 2, dtype: str = TEXTS_DTYPE
+    folder: Path, *, gateways: int = 2, dtype: str = TEXTS_DTYPE, engines: Engines = Engines.PLAIN
 ) -> AsyncIterator[FaultCluster]:
     """Yield a ready cluster with recorded references; the tails of all logs are added to an exception as notes.
 
-    The engines compute in `dtype`, in deterministic mode.
+    The two engines compute in `dtype`, in deterministic mode, as their set-up says.
     """
     async with AsyncExitStack() as stack:
         controller = await stack.enter_async_context(FaultPointController(folder / "faults"))
@@ -393,16 +366,17 @@ async def running_cluster(
         redis_port, data = free_port(), folder / "redis"
         data.mkdir(parents=True)
         redis = Part("redis", server_command(find_server(), data, redis_port), folder / "redis.log")
-        cluster = FaultCluster(folder, fork_server, controller, redis, redis_port, dtype=dtype)
+        cluster = FaultCluster(folder, fork_server, controller, redis, redis_port, dtype=dtype, engines=engines)
         redis.start()
         stack.push_async_callback(cluster.close)
         try:
             await cluster.broker()
-            for _ in range(engines):
+            for _ in range(NUM_ENGINES):
                 await cluster.add_engine(stack)
             for _ in range(gateways):
                 await cluster.add_gateway(stack)
             await cluster.wait_ready()
+            await cluster.load_adapter()
             await cluster.record_references()
             yield cluster
         except Exception as error:

@@ -49,6 +49,7 @@ class ChoiceTranscript:
     text: str = ""
     logprobs: list[Any] = field(default_factory=list)
     finish_reason: str = ""
+    vector: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -65,7 +66,7 @@ class Transcript:
         found = [
             f"{name} of choice {index}: {getattr(mine, name)!r} is not {getattr(theirs, name)!r}"
             for index, mine, theirs in ((i, self.choices[i], other.choices[i]) for i in {*self.choices, *other.choices})
-            for name in ("token_ids", "text", "logprobs", "finish_reason")
+            for name in ("token_ids", "text", "logprobs", "finish_reason", "vector")
             if getattr(mine, name) != getattr(theirs, name)
         ]
         found += [
@@ -263,6 +264,37 @@ class SseClient(FeatureClient):
             transcript.finish_reason = choice["finish_reason"] or transcript.finish_reason
 
 
+class VectorClient(FeatureClient):
+    """Calls POST /v1/embeddings until it answers; the same key joins the same request."""
+
+    api = "sse"
+
+    async def _read(self, address: str) -> None:
+        body = http_body(self.row, model=self._model)
+        async with httpx.AsyncClient(timeout=SILENCE_LIMIT_S, verify=False) as client:  # noqa: S501
+            with suppress(httpx.TransportError):
+                headers = {"Idempotency-Key": self._key}
+                response = await client.post(f"{address}/v1/embeddings", json=body, headers=headers)
+                if response.status_code in RETRYABLE_HTTP:
+                    return
+                if response.status_code != httpx.codes.OK:
+                    raise StreamBrokenError(f"{self.name}: {response.status_code}: {response.text}")
+                self.progress.append(time.monotonic())
+                answer, self.request_id = response.json(), response.headers["X-Request-Id"]
+                view = (await client.get(f"{address}/v1/requests/{self.request_id}")).raise_for_status().json()
+                self._take(answer, view)
+
+    def _take(self, answer: dict[str, Any], view: dict[str, Any]) -> None:
+        for each in answer["data"]:
+            self.transcript.choices[each["index"]].vector = each["embedding"]
+        self.transcript.usage = (answer["usage"]["prompt_tokens"], 0)
+        # A vector that was appended twice would make the log longer.
+        self.transcript.next_index = view["next_index"]
+        self.is_done = True
+
+
 def clients_of(row: FeatureRow) -> Sequence[type[FeatureClient]]:
     """Return the clients of the APIs that support the row."""
+    if row.is_embedding:
+        return (VectorClient,)
     return (SseClient,) if row.is_list else (GrpcClient, SseClient)

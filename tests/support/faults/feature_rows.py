@@ -23,7 +23,7 @@ class FeatureRow:
 
     name: str
     prompt: str | tuple[str, ...]
-    """A tuple is a list of prompts in one request, which only POST /v1/completions has."""
+    """A tuple is a list of prompts in one request, as POST /v1/completions and /v1/embeddings have it."""
     sampling: Mapping[str, Any]
     """vLLM's names, as in gRPC's SamplingParams and in the body of POST /v1/completions."""
     finish: str | None = "length"
@@ -34,6 +34,10 @@ class FeatureRow:
     """Whether the prompt is a user's message for the model's chat template."""
     echo: bool = False
     """Whether the prompts are echoed before the answers; POST /v1/completions."""
+    is_adapted: bool = False
+    """Whether it names a LoRA adapter as its model."""
+    is_embedding: bool = False
+    """Whether the prompts are inputs of POST /v1/embeddings."""
     priority: int = 0
     """Its class. One of class 2 begins first, and is interrupted for those of class 0."""
 
@@ -142,6 +146,8 @@ FEATURE_ROWS = (
         "All the boats of the harbour:",
         {"temperature": 0.9, "seed": 67, "n": 2, "structured_outputs": {"json": _LONG_LIST}},
     ),
+    FeatureRow("adapter", "The fisherman and the cat", {"temperature": 0.9, "seed": 71, "n": 2}, is_adapted=True),
+    FeatureRow("embeddings", tuple(f"{STORY}{number}" for number in range(24)), {}, finish=None, is_embedding=True),
     FeatureRow("interrupted", "The mayor of the village", {"temperature": 0.9, "seed": 59}, priority=2),
     # Its blocks are evicted while it waits, and come back from host memory.
     FeatureRow("swapped", f"A tale. {STORY * 3}", {"temperature": 0.9, "seed": 61, "n": 2}, priority=2),
@@ -171,10 +177,12 @@ def grpc_request(row: FeatureRow, *, model: str, key: str, seed: int | None = No
 
 
 def http_body(row: FeatureRow, *, model: str, seed: int | None = None) -> dict[str, Any]:
-    """Return the row's body for POST /v1/completions or /v1/chat/completions."""
+    """Return the row's body for POST /v1/completions, /v1/chat/completions or /v1/embeddings."""
     sampling = sampling_of(row, seed)
     if "logit_bias" in sampling:
         sampling["logit_bias"] = {str(token): bias for token, bias in sampling["logit_bias"].items()}
+    if row.is_embedding:
+        return {"model": model, "priority": row.priority, "input": list(row.prompt), "on_disconnect": "continue"}
     options = {"stream": True, "stream_options": {"include_usage": True}}
     asked: dict[str, Any] = {"prompt": list(row.prompt) if row.is_list else row.prompt}
     if row.echo:

@@ -14,8 +14,10 @@ from enum import StrEnum
 from typing import Any
 
 from pagestream_streams.fault_points import FaultPoint
-from support.faults.cluster import EnginePart, ExecutorPart, Fault, FaultCluster, FeatureClient, Member
+from support.faults.cluster import Fault, FaultCluster, FeatureClient, Member
 from support.faults.fault_points import Pause
+from support.faults.parts import EnginePart, ExecutorPart, RankPart
+from support.faults.setups import Engines
 from support.pairwise import pairwise, product
 from support.processes.fork_server import ForkedPart
 from support.processes.stack import StackError
@@ -37,6 +39,8 @@ class Target(StrEnum):
     """The worker's child, which steps the engine; the worker lives, and says so."""
     EXECUTOR = "executor alone"
     """The engine's child, which runs the model; engine and worker live, and say so."""
+    RANK = "rank alone"
+    """One of the engine's children that run the model together."""
 
 
 class Moment(StrEnum):
@@ -77,9 +81,11 @@ class Cell:
     target: Target
     fault: Fault
     moment: Moment
+    engines: Engines = Engines.PLAIN
 
     def __str__(self) -> str:
-        return f"{self.target}, {self.fault}, {self.moment}"
+        cell = f"{self.target}, {self.fault}, {self.moment}"
+        return cell if self.engines is Engines.PLAIN else f"{self.engines}: {cell}"
 
     @property
     def number(self) -> int:
@@ -90,6 +96,7 @@ class Cell:
 
 
 ALONE = (Target.ENGINE_PROCESS, Target.EXECUTOR)
+_PARTS = {Target.ENGINE_PROCESS: EnginePart, Target.EXECUTOR: ExecutorPart, Target.RANK: RankPart}
 _OTHERS = (
     Cell(Target.REDIS, Fault.FILL, Moment.MIDDLE),
     *(Cell(target, Fault.KILL, Moment.MIDDLE) for target in ALONE),
@@ -116,20 +123,30 @@ class CellResult:
 
 
 def all_cells() -> list[Cell]:
-    """Return all 119 cells: the combinations, Redis at its memory limit, and the processes of engine and executor
-    killed and stopped alone, at each moment.
+    """Return all 147 cells: the combinations, Redis at its memory limit, and the processes of engine and executor
+    killed and stopped alone, at each moment; then engines killed that have int8 weights and a draft model, or two
+    ranks, and one of the ranks killed and stopped alone.
     """
     combinations = [Cell(**case) for case in product(FACTORS)]
     filled = [Cell(Target.REDIS, Fault.FILL, moment) for moment in Moment]
     alone = product({"target": ALONE, "fault": (Fault.KILL, Fault.STOP), "moment": tuple(Moment)})
-    return [*combinations, *filled, *(Cell(**case) for case in alone)]
+    return [*combinations, *filled, *(Cell(**case) for case in alone), *_cells_of_other_engines(tuple(Moment))]
+
+
+def _cells_of_other_engines(moments: Sequence[Moment]) -> Iterator[Cell]:
+    for engines in (Engines.INT8_AND_DRAFTS, Engines.RANKS):
+        for moment in moments:
+            yield Cell(Target.ENGINE, Fault.KILL, moment, engines)
+    for fault in (Fault.KILL, Fault.STOP):
+        for moment in moments:
+            yield Cell(Target.RANK, fault, moment, Engines.RANKS)
 
 
 def covering_cells() -> list[Cell]:
-    """Return 28 cells in which each pair of target, fault and moment occurs, one with a full Redis, and two in which
-    the process of the engine, and that of the executor, is killed alone.
+    """Return 28 cells in which each pair of target, fault and moment occurs, one with a full Redis, two in which the
+    process of the engine, and that of the executor, is killed alone, and four of engines with other options.
     """
-    return [*(Cell(**case) for case in pairwise(FACTORS)), *_OTHERS]
+    return [*(Cell(**case) for case in pairwise(FACTORS)), *_OTHERS, *_cells_of_other_engines([Moment.MIDDLE])]
 
 
 def brief_cells() -> list[Cell]:
@@ -235,7 +252,8 @@ async def _first_pause(cluster: FaultCluster, running: Sequence[asyncio.Task[obj
 
 
 async def _wait_accepted(clients: Sequence[FeatureClient], running: Sequence[asyncio.Task[object]]) -> None:
-    """Wait until every client has its request's id."""
+    """Wait until every client has its request's id; those of vectors learn it with their answer."""
+    clients = [client for client in clients if not client.row.is_embedding]
     async with asyncio.timeout(PAUSE_LIMIT_S):
         while not all(client.request_id for client in clients):
             for task in running:
@@ -267,13 +285,13 @@ def _victims(cluster: FaultCluster, cell: Cell, pause: Pause) -> list[Member]:
     match cell.target:
         case Target.ENGINE:
             return [engine]
-        case Target.ENGINE_PROCESS:
-            return [Member(EnginePart(engine.part), (), {})]
+        case Target.ENGINE_PROCESS | Target.RANK:
+            return [Member(_PARTS[cell.target](engine.part), (), {})]
         case Target.EXECUTOR:
             (other,) = cluster.engines_with_executor()
             if not isinstance(other.part, ForkedPart):
                 raise StackError(f"{other.name} is no engine")
-            return [Member(ExecutorPart(other.part), (), {})]
+            return [Member(_PARTS[cell.target](other.part), (), {})]
         case Target.GATEWAY:
             return [gateway]
         case Target.REDIS:

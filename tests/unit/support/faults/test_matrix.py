@@ -7,6 +7,7 @@ from support.faults.campaign import Injection
 from support.faults.cluster import Fault
 from support.faults.feature_rows import FEATURE_ROWS, sampling_of
 from support.faults.matrix import ALONE, FACTORS, PASSAGES, Moment, Target, all_cells, brief_cells, covering_cells
+from support.faults.setups import Engines
 
 DISTURBED = (Fault.KILL, Fault.STOP, Fault.CUT)
 FAULTS = {
@@ -16,31 +17,36 @@ FAULTS = {
     Target.TWO: DISTURBED,
     Target.ENGINE_PROCESS: (Fault.KILL, Fault.STOP),
     Target.EXECUTOR: (Fault.KILL, Fault.STOP),
+    Target.RANK: (Fault.KILL, Fault.STOP),
 }
 
 
 def test_has_every_combination_once() -> None:
     cells = all_cells()
-    assert len({str(cell) for cell in cells}) == len(cells) == 119
+    assert len({str(cell) for cell in cells}) == len(cells) == 147
     assert {cell.target for cell in cells} == set(Target)
     for target, faults in FAULTS.items():
         expected = set(itertools.product(faults, Moment))
         assert {(cell.fault, cell.moment) for cell in cells if cell.target is target} == expected
+    for engines in Engines:
+        assert {cell.moment for cell in cells if cell.engines is engines} == set(Moment)
 
 
 def test_the_cover_has_every_pair_of_values() -> None:
     cells = covering_cells()
     assert any(cell.fault is Fault.FILL for cell in cells)
     assert set(ALONE) < {cell.target for cell in cells}
+    assert {cell.engines for cell in cells} == set(Engines)
     cells = [cell for cell in cells if cell.fault is not Fault.FILL and cell.target not in ALONE]
+    cells = [cell for cell in cells if cell.engines is Engines.PLAIN]
     for first, second in itertools.combinations(FACTORS, 2):
         seen = {(getattr(cell, first), getattr(cell, second)) for cell in cells}
         assert seen == set(itertools.product(FACTORS[first], FACTORS[second]))
 
 
-def test_the_part_of_make_test_has_every_target_and_every_fault() -> None:
+def test_the_part_of_make_test_has_every_target_of_plain_engines_and_every_fault() -> None:
     cells = brief_cells()
-    assert {cell.target for cell in cells} == set(Target)
+    assert {cell.target for cell in cells} == set(Target) - {Target.RANK}
     assert {cell.fault for cell in cells} == set(Fault)
     assert set(cells) < set(all_cells())
 
