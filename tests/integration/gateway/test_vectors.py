@@ -7,10 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
+import grpc
 import httpx
 import openai
 import pytest
 import torch
+from pagestream.v1 import inference_pb2 as api
+from pagestream.v1.inference_pb2_grpc import InferenceStub
+from pagestream_client import Client, DeadlineExceeded, InvalidRequest
+from support.clients.gateway_clients import refusal
 from support.processes.stack import DEMO_MODEL, Stack
 from support.processes.waiting import wait_until
 from tokenizers import Tokenizer
@@ -173,6 +178,47 @@ def test_a_request_that_is_cancelled_is_no_answer(demo_stack: Stack) -> None:
 def distinct_inputs(count: int) -> list[list[int]]:
     """Return inputs of 40 tokens, none of which is cached for another."""
     return [[10 + number // 90, *[10 + number % 90] * 39] for number in range(count)]
+
+
+def test_grpc_answers_alike(demo_stack: Stack) -> None:
+    with grpc.insecure_channel(demo_stack.gateways[0].grpc_target) as channel:
+        stub = InferenceStub(channel)
+        for request in (
+            api.EmbedRequest(model=MODEL, texts=TEXTS),
+            api.EmbedRequest(model=MODEL, token_ids=[api.TokenIds(ids=encode(text)) for text in TEXTS]),
+        ):
+            answer = stub.Embed(request, timeout=60)
+            for each, text in zip(answer.embeddings, TEXTS, strict=True):
+                torch.testing.assert_close(torch.tensor(each.values), expected(text), atol=TOLERANCE, rtol=0.0)
+        assert answer.usage.prompt_tokens == sum(len(encode(text)) for text in TEXTS)
+        chunks = [each.chunk for each in stub.Resume(api.ResumeRequest(request_id=answer.request_id), timeout=60)]
+        shown = {
+            chunk.choice: struct.unpack(f"<{len(chunk.embedding) // 4}f", chunk.embedding)
+            for chunk in chunks
+            if chunk.embedding
+        }
+        assert [list(shown[number]) for number in range(len(TEXTS))] == [
+            list(each.values) for each in answer.embeddings
+        ]
+        scored = stub.Score(api.ScoreRequest(model=MODEL, queries=TEXTS[:1], documents=TEXTS), timeout=60)
+        assert list(scored.scores) == pytest.approx(
+            [float(expected(TEXTS[0]) @ expected(text)) for text in TEXTS], abs=TOLERANCE
+        )
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.Embed(api.EmbedRequest(model=MODEL, texts=["x"], dimensions=8), timeout=60)
+        refused = refusal(caught.value)  # type: ignore[arg-type]
+        assert (refused.code, refused.fields) == (grpc.StatusCode.INVALID_ARGUMENT, ["dimensions"])
+    with Client([demo_stack.gateways[0].grpc_target]) as client:
+        one = client.embed(MODEL, TEXTS, idempotency_key="vectors-2", deadline_s=60.0)
+        again = client.embed(MODEL, TEXTS, idempotency_key="vectors-2", deadline_s=60.0)
+        assert (one.request_id, one.vectors) == (again.request_id, again.vectors), "it was computed twice"
+        by_ids = client.embed(MODEL, [encode(text) for text in TEXTS])
+        torch.testing.assert_close(torch.tensor(by_ids.vectors), torch.tensor(one.vectors), atol=TOLERANCE, rtol=0.0)
+        assert client.score(MODEL, TEXTS[0], TEXTS).scores == pytest.approx(list(scored.scores), abs=TOLERANCE)
+        with pytest.raises(InvalidRequest, match="must be one or as many as documents"):
+            client.score(MODEL, TEXTS[:2], TEXTS)
+        with pytest.raises(DeadlineExceeded):
+            client.embed(MODEL, distinct_inputs(2000), deadline_s=0.2)
 
 
 def lengths(stack: Stack) -> dict[str, int]:

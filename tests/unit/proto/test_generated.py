@@ -52,6 +52,8 @@ def test_the_service_has_its_fixed_methods() -> None:
         "Resume": (False, True),
         "Cancel": (False, False),
         "GetRequest": (False, False),
+        "Embed": (False, False),
+        "Score": (False, False),
         "ListModels": (False, False),
     }
 

@@ -56,6 +56,16 @@ class InferenceStub:
                 request_serializer=pagestream_dot_v1_dot_inference__pb2.GetRequestRequest.SerializeToString,
                 response_deserializer=pagestream_dot_v1_dot_inference__pb2.GetRequestResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/pagestream.v1.Inference/Embed',
+                request_serializer=pagestream_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=pagestream_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/pagestream.v1.Inference/Score',
+                request_serializer=pagestream_dot_v1_dot_inference__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=pagestream_dot_v1_dot_inference__pb2.ScoreResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/pagestream.v1.Inference/ListModels',
                 request_serializer=pagestream_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
@@ -96,6 +106,21 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """Embed accepts a request for vectors durably, and returns them when all are known. A retry with the same idempotency
+        key joins it, and Resume streams its vectors. The response may be larger than the 4 MiB that clients take unasked.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Score(self, request, context):
+        """Score compares texts by the cosines of their vectors, likewise.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListModels(self, request, context):
         """ListModels returns the models that this deployment knows, also those without a running engine.
         """
@@ -125,6 +150,16 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.GetRequest,
                     request_deserializer=pagestream_dot_v1_dot_inference__pb2.GetRequestRequest.FromString,
                     response_serializer=pagestream_dot_v1_dot_inference__pb2.GetRequestResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=pagestream_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=pagestream_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=pagestream_dot_v1_dot_inference__pb2.ScoreRequest.FromString,
+                    response_serializer=pagestream_dot_v1_dot_inference__pb2.ScoreResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -242,6 +277,60 @@ class Inference:
             '/pagestream.v1.Inference/GetRequest',
             pagestream_dot_v1_dot_inference__pb2.GetRequestRequest.SerializeToString,
             pagestream_dot_v1_dot_inference__pb2.GetRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagestream.v1.Inference/Embed',
+            pagestream_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+            pagestream_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagestream.v1.Inference/Score',
+            pagestream_dot_v1_dot_inference__pb2.ScoreRequest.SerializeToString,
+            pagestream_dot_v1_dot_inference__pb2.ScoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

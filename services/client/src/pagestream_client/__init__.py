@@ -27,7 +27,15 @@ from pagestream_client.grpc.transport import Transport
 from pagestream_client.requests import OnDisconnect, SamplingOptions
 from pagestream_client.settings import Reconnection
 from pagestream_client.stream import Stream
-from pagestream_client.views import ModelInfo, RequestInfo, RequestPage, RequestState, RequestSummary
+from pagestream_client.views import (
+    Embeddings,
+    ModelInfo,
+    RequestInfo,
+    RequestPage,
+    RequestState,
+    RequestSummary,
+    Scores,
+)
 
 __all__ = [
     "AsyncClient",
@@ -37,6 +45,7 @@ __all__ = [
     "Client",
     "DataLoss",
     "DeadlineExceeded",
+    "Embeddings",
     "FinishReason",
     "Generation",
     "GenerationFailed",
@@ -59,6 +68,7 @@ __all__ = [
     "RequestState",
     "RequestSummary",
     "SamplingOptions",
+    "Scores",
     "ServerError",
     "Stream",
     "StreamClosed",

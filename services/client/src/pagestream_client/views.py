@@ -68,6 +68,26 @@ class RequestPage:
 
 
 @dataclass(frozen=True)
+class Embeddings:
+    """The vectors of texts."""
+
+    request_id: str
+    vectors: Sequence[Sequence[float]]
+    """One for each input, in their order."""
+    usage: Usage
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How much texts are alike."""
+
+    request_id: str
+    scores: Sequence[float]
+    """A cosine for each document, in their order."""
+    usage: Usage
+
+
+@dataclass(frozen=True)
 class ModelInfo:
     """A model of the deployment."""
 

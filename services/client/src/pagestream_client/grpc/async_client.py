@@ -14,17 +14,23 @@ from pagestream.v1 import inference_pb2 as api
 
 from pagestream_client.async_stream import AsyncStream, is_cancelled
 from pagestream_client.chunks import FinishReason
-from pagestream_client.errors import Position, StreamClosed
+from pagestream_client.errors import DeadlineExceeded, Position, StreamClosed
 from pagestream_client.grpc.async_stream import AsyncGrpcStream
 from pagestream_client.grpc.configuration import GrpcConfiguration
 from pagestream_client.grpc.connections import Connections
-from pagestream_client.grpc.messages import finish_reason_from_proto, model_info_of, request_info_of
-from pagestream_client.grpc.requests import generate_request
+from pagestream_client.grpc.messages import (
+    embeddings_of,
+    finish_reason_from_proto,
+    model_info_of,
+    request_info_of,
+    scores_of,
+)
+from pagestream_client.grpc.requests import embed_request, generate_request, score_request
 from pagestream_client.grpc.status import failure_of
 from pagestream_client.grpc.transport import Transport
 from pagestream_client.requests import Input, OnDisconnect, SamplingOptions
 from pagestream_client.settings import Reconnection
-from pagestream_client.views import ModelInfo, RequestInfo
+from pagestream_client.views import Embeddings, ModelInfo, RequestInfo, Scores
 
 
 class AsyncClient:
@@ -130,6 +136,66 @@ class AsyncClient:
         """
         return self._stream(Position(request_id, next_index, digest), None)
 
+    async def embed(
+        self,
+        model: str,
+        inputs: Sequence[str] | Sequence[Sequence[int]],
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        deadline_s: float | None = None,
+        idempotency_key: str | None = None,
+        on_disconnect: OnDisconnect | str = OnDisconnect.CANCEL,
+        priority: int = 0,
+    ) -> Embeddings:
+        """Return the vectors of texts, or of token ids. A try that fails joins the request of the first one.
+
+        Args:
+            model: the served name; may be empty where exactly one is served.
+            inputs: texts, or lists of token ids.
+            dimensions: leading numbers that are kept, where the model's files say that vectors may be cut; None: all.
+            normalize: whether vectors have length 1; None: as the model's files say.
+            deadline_s: seconds after which the request ends without vectors.
+            idempotency_key: as for `generate`.
+            on_disconnect: likewise.
+            priority: likewise.
+
+        Raises:
+            PagestreamError: see errors.py.
+        """
+        request = embed_request(
+            model,
+            inputs,
+            dimensions=dimensions,
+            normalize=normalize,
+            idempotency_key=idempotency_key,
+            on_disconnect=on_disconnect,
+            priority=priority,
+        )
+        return embeddings_of(await self._call("Embed", request, deadline_s=deadline_s))
+
+    async def score(
+        self,
+        model: str,
+        queries: str | Sequence[str],
+        documents: Sequence[str],
+        *,
+        deadline_s: float | None = None,
+        idempotency_key: str | None = None,
+        on_disconnect: OnDisconnect | str = OnDisconnect.CANCEL,
+        priority: int = 0,
+    ) -> Scores:
+        """Return the cosine of each document and its query: the only one, or the one of its number. See `embed`."""
+        request = score_request(
+            model,
+            queries,
+            documents,
+            idempotency_key=idempotency_key,
+            on_disconnect=on_disconnect,
+            priority=priority,
+        )
+        return scores_of(await self._call("Score", request, deadline_s=deadline_s))
+
     async def cancel(self, request_id: str) -> FinishReason:
         """End a request in any state; return how it ended, now or before. Raises RequestNotFound."""
         answer = await self._ask("Cancel", api.CancelRequest(request_id=request_id))
@@ -144,10 +210,21 @@ class AsyncClient:
         return [model_info_of(model) for model in (await self._ask("ListModels", api.ListModelsRequest())).models]
 
     async def _ask(self, method: str, request: Any) -> Any:
-        """Make one call, at as many gateways as it takes: all of these calls may be repeated."""
+        """Make one call whose answer is there at once."""
+        return await self._call(method, request, timeout_s=self._configuration.transport.answer_timeout_s)
+
+    async def _call(
+        self, method: str, request: Any, *, timeout_s: float | None = None, deadline_s: float | None = None
+    ) -> Any:
+        """Make one call, at as many gateways as it takes: all of these calls may be repeated.
+
+        async try may last for `timeout_s`, all of them together for `deadline_s`; None is for ever.
+        """
         configuration, retry = self._configuration, self._configuration.retry_state()
-        timeout_s = configuration.transport.answer_timeout_s
+        end = None if deadline_s is None else time.monotonic() + deadline_s
         while True:
+            if end is not None:
+                timeout_s = end - time.monotonic()
             target = configuration.endpoints.current
             connection = self._connections.to(target)
             call = getattr(connection.stub, method)
@@ -156,6 +233,8 @@ class AsyncClient:
             except grpc.RpcError as error:
                 failure = failure_of(error)
                 self._connections.failed(connection, failure)
+                if end is not None and time.monotonic() >= end:
+                    raise DeadlineExceeded(f"the deadline passed before the answer came: {failure.message}") from error
                 delay_s = retry.next_delay(failure, target)
             except asyncio.CancelledError as error:
                 if self._connections.is_closed and not is_cancelled():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pagestream.v1 import inference_pb2 as api
 
 from pagestream_client.chunks import Chunk, FinishReason, Logprob, RequestError, Usage
-from pagestream_client.views import ModelInfo, RequestInfo, RequestState
+from pagestream_client.views import Embeddings, ModelInfo, RequestInfo, RequestState, Scores
 
 _REASONS: dict[int, FinishReason] = {
     value: FinishReason(name.removeprefix("FINISH_REASON_").lower())
@@ -70,3 +70,13 @@ def request_info_of(answer: api.GetRequestResponse) -> RequestInfo:
 def model_info_of(model: api.Model) -> ModelInfo:
     """Return the message as a dataclass."""
     return ModelInfo(model.name, model.max_model_len, model.created, model.engines)
+
+
+def embeddings_of(answer: api.EmbedResponse) -> Embeddings:
+    """Return the message as a dataclass."""
+    return Embeddings(answer.request_id, [tuple(each.values) for each in answer.embeddings], usage_of(answer.usage))
+
+
+def scores_of(answer: api.ScoreResponse) -> Scores:
+    """Return the message as a dataclass."""
+    return Scores(answer.request_id, tuple(answer.scores), usage_of(answer.usage))

@@ -44,6 +44,39 @@ def generate_request(
     return request
 
 
+def embed_request(model: str, inputs: Sequence[str] | Sequence[Sequence[int]], **given: Any) -> api.EmbedRequest:
+    """Build the message, with a key as in `generate_request`.
+
+    Raises:
+        InvalidRequest: a value that the message cannot hold; all other checks are the gateway's.
+    """
+    request = api.EmbedRequest(model=model)
+    if inputs and not isinstance(inputs[0], str):
+        for number, ids in enumerate(inputs):
+            _extend(request.token_ids.add().ids, f"inputs.{number}", ids)
+    else:
+        _extend(request.texts, "inputs", inputs)
+    _set_fields(request, given)
+    return request
+
+
+def score_request(model: str, queries: str | Sequence[str], documents: Sequence[str], **given: Any) -> api.ScoreRequest:
+    """Build the message, likewise."""
+    request = api.ScoreRequest(model=model)
+    _extend(request.queries, "queries", [queries] if isinstance(queries, str) else queries)
+    _extend(request.documents, "documents", documents)
+    _set_fields(request, given)
+    return request
+
+
+def _set_fields(request: api.EmbedRequest | api.ScoreRequest, given: Mapping[str, Any]) -> None:
+    request.on_disconnect = _DISCONNECT[disconnect_policy(given["on_disconnect"])]
+    request.idempotency_key = given["idempotency_key"] or uuid.uuid4().hex
+    for name, value in given.items():
+        if name not in ("on_disconnect", "idempotency_key") and value is not None:
+            _set(request, name, value)
+
+
 def _set_input(request: api.GenerateRequest, given: Input) -> None:
     if given.prompt is not None:
         _set(request, "prompt", given.prompt)

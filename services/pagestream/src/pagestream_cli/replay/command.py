@@ -70,6 +70,8 @@ async def _both(arguments: argparse.Namespace) -> tuple[list[Answer], list[Answe
                 f"{spec.request_id} is quarantined: engines died while they computed it, and would again",
                 hint=f"generate here with --model FOLDER, or requeue it: pagestream dead requeue {spec.request_id}",
             )
+        if spec.HasField("pooling"):
+            raise ReplayFailedError(f"{spec.request_id} is a request for vectors: it has no tokens to compare")
         recorded = read_log(spec, entries)
         spec = bounded(spec, recorded)
         say(f"{spec.request_id}: {sum(len(answer.token_ids) for answer in recorded)} tokens of {spec.model}, again ...")

@@ -18,16 +18,17 @@ from pagestream_gateway.api.error_codes import INTERNAL_ERROR, error_report
 from pagestream_gateway.api.grpc.drafts import generate_draft, with_message_path
 from pagestream_gateway.api.grpc.receiving import Receiver
 from pagestream_gateway.api.grpc.status import abort, drop_frames
+from pagestream_gateway.api.grpc.vectors import embed_draft, embed_response, score_draft, score_response
 from pagestream_gateway.api.grpc.wire import parse_message
 from pagestream_gateway.api.runs import Run, split_runs
-from pagestream_gateway.core.calls import CHAT, DISCONNECTED, OK, RESUME, TEXT_COMPLETION, Call
+from pagestream_gateway.core.calls import CHAT, DISCONNECTED, EMBEDDINGS, OK, RESUME, TEXT_COMPLETION, Call
 from pagestream_gateway.core.gateway import Gateway
 from pagestream_gateway.errors import GatewayError, InvalidRequest
 
 logger = logging.getLogger(__name__)
 
 _MAX_INDEX = 2**63
-_OPERATIONS = {"grpc": TEXT_COMPLETION, "grpc_resume": RESUME}
+_OPERATIONS = {"grpc": TEXT_COMPLETION, "grpc_resume": RESUME, "grpc_embed": EMBEDDINGS, "grpc_score": EMBEDDINGS}
 SERVICE_NAME = api.DESCRIPTOR.services_by_name["Inference"].full_name
 Context = grpc.aio.ServicerContext[bytes, bytes]
 Method = Callable[[Context, str, Call], Awaitable[Any]]
@@ -51,6 +52,8 @@ class InferenceServicer:
             "GetRequest": unary(
                 self._guarded("grpc_get_request", self.get_request), None, api.GetRequestResponse.SerializeToString
             ),
+            "Embed": unary(self._guarded("grpc_embed", self.embed), None, api.EmbedResponse.SerializeToString),
+            "Score": unary(self._guarded("grpc_score", self.score), None, api.ScoreResponse.SerializeToString),
             "ListModels": unary(
                 self._guarded("grpc_list_models", self.list_models), None, api.ListModelsResponse.SerializeToString
             ),
@@ -137,6 +140,22 @@ class InferenceServicer:
             usage=view.usage,
             attempts=view.attempts,
         )
+
+    async def embed(self, context: Context, tenant: str, call: Call) -> api.EmbedResponse:
+        """Accept a request for vectors, and return them when all are known."""
+        await self._gateway.turns.take()
+        async with self._receiver.message(context) as data:
+            draft = embed_draft(parse_message(api.EmbedRequest, data), deadline_ms=_deadline_ms(context))
+            spec = await self._gateway.submission.submit(draft, tenant, call)
+        return await embed_response(self._gateway, spec)
+
+    async def score(self, context: Context, tenant: str, call: Call) -> api.ScoreResponse:
+        """Accept a request for scores, and return them when all are known."""
+        await self._gateway.turns.take()
+        async with self._receiver.message(context) as data:
+            draft = score_draft(parse_message(api.ScoreRequest, data), deadline_ms=_deadline_ms(context))
+            spec = await self._gateway.submission.submit(draft, tenant, call)
+        return await score_response(self._gateway, spec)
 
     async def list_models(self, context: Context, tenant: str, call: Call) -> api.ListModelsResponse:
         """Return all models by name."""

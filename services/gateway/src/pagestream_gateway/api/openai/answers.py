@@ -5,12 +5,8 @@ import logging
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 
-from pagestream.v1.inference_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP
-from pagestream.v1.records_pb2 import LogEnd, LogEntry, RequestSpec
-from pagestream_streams.admin.unserved import ERROR_CODE
+from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_streams.errors import StreamsError
-from pagestream_streams.protocol.entries import INVALID_REQUEST
-from pagestream_streams.protocol.finish_reasons import finish_reason_name
 from pagestream_streams.tasks import cancel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -23,7 +19,7 @@ from pagestream_gateway.core.calls import DISCONNECTED, Call
 from pagestream_gateway.core.gateway import Gateway
 from pagestream_gateway.core.requests import QueuePlace
 from pagestream_gateway.core.text.token_bytes import TokenBytes
-from pagestream_gateway.errors import GatewayError, GenerationFailed, NoEngine, RequestFailed
+from pagestream_gateway.errors import GatewayError
 
 logger = logging.getLogger(__name__)
 
@@ -174,22 +170,3 @@ def queue_headers(place: QueuePlace | None) -> dict[str, str]:
     if place.expected_wait_ms is not None:
         headers["X-Expected-Wait-Ms"] = str(place.expected_wait_ms)
     return headers
-
-
-_FAILURES = {ERROR_CODE: NoEngine, INVALID_REQUEST: RequestFailed}
-"""By the code that the log carries."""
-
-
-def is_failed(spec: RequestSpec, end: LogEnd) -> bool:
-    """Whether a log ended with an error, or before the vectors that were asked for were known."""
-    is_cut_short = spec.HasField("pooling") and end.reason != FINISH_REASON_STOP
-    return end.reason == FINISH_REASON_ERROR or end.HasField("error") or is_cut_short
-
-
-def failure(end: LogEnd) -> GenerationFailed:
-    """Return the error of a log that ended with one."""
-    if not end.error.code:
-        reason = finish_reason_name(end.reason)
-        return GenerationFailed(reason, f"the request ended before its answer was complete: {reason}")
-    kind = _FAILURES.get(end.error.code, GenerationFailed)
-    return kind(end.error.code, end.error.message)

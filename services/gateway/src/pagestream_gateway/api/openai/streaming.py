@@ -10,7 +10,8 @@ from pagestream_streams.tasks import cancel
 from starlette.types import Receive, Scope, Send
 
 from pagestream_gateway.api.error_codes import error_report
-from pagestream_gateway.api.openai.answers import LogAnswer, Reading, failure, is_failed, queue_headers
+from pagestream_gateway.api.failures import failure, is_failed
+from pagestream_gateway.api.openai.answers import LogAnswer, Reading, queue_headers
 from pagestream_gateway.api.openai.errors import error_data
 from pagestream_gateway.api.openai.position import position_after
 from pagestream_gateway.api.runs import split_runs

@@ -12,7 +12,8 @@ from pagestream_streams.tasks import cancel
 from starlette.types import Receive, Scope, Send
 
 from pagestream_gateway.api.error_codes import error_report
-from pagestream_gateway.api.openai.answers import LogAnswer, Reading, failure, is_failed
+from pagestream_gateway.api.failures import failure, is_failed
+from pagestream_gateway.api.openai.answers import LogAnswer, Reading
 from pagestream_gateway.api.openai.errors import error_response, log_unexpected
 from pagestream_gateway.api.openai.position import START
 from pagestream_gateway.api.openai.writer import AnswerBody

@@ -3,7 +3,6 @@
 import base64
 import json
 from collections.abc import Iterator, Mapping
-from struct import unpack
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
@@ -21,6 +20,7 @@ from pagestream_gateway.api.openai.strict_body import Prompts, QueuedBody, parse
 from pagestream_gateway.api.openai.vectors.bodies import UNSUPPORTED, vector_request
 from pagestream_gateway.api.openai.writer import LogWriter
 from pagestream_gateway.api.runs import Run
+from pagestream_gateway.api.similarities import numbers_of
 from pagestream_gateway.core.calls import EMBEDDINGS
 from pagestream_gateway.core.drafts import AskedPooling
 from pagestream_gateway.core.gateway import Gateway
@@ -49,11 +49,6 @@ def usage_of(usage: Usage) -> dict[str, Any]:
         "total_tokens": usage.prompt_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
-
-
-def numbers_of(vector: bytes) -> tuple[float, ...]:
-    """Return the numbers of a vector in a log."""
-    return unpack(f"<{len(vector) // 4}f", vector)
 
 
 class EmbeddingWriter(LogWriter):

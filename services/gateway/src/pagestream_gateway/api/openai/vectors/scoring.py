@@ -19,9 +19,9 @@ from pagestream_gateway.api.openai.position import Position
 from pagestream_gateway.api.openai.strict_body import QueuedBody, parse_body
 from pagestream_gateway.api.openai.vectors.bodies import UNSUPPORTED, vector_request
 from pagestream_gateway.api.openai.vectors.embeddings import usage_of
-from pagestream_gateway.api.openai.vectors.similarities import Similarities
 from pagestream_gateway.api.openai.writer import LogWriter
 from pagestream_gateway.api.runs import Run
+from pagestream_gateway.api.similarities import Similarities
 from pagestream_gateway.core.calls import EMBEDDINGS
 from pagestream_gateway.core.drafts import AskedPooling, TextPrompt
 from pagestream_gateway.core.gateway import Gateway

@@ -1,11 +1,16 @@
 """Cosines of queries and documents, computed as their vectors come out of a log."""
 
 from operator import mul
+from struct import unpack
 
 from pagestream.v1.records_pb2 import RequestSpec
 
-from pagestream_gateway.api.openai.vectors.embeddings import numbers_of
 from pagestream_gateway.api.runs import Run
+
+
+def numbers_of(vector: bytes) -> tuple[float, ...]:
+    """Return the numbers of a vector in a log."""
+    return unpack(f"<{len(vector) // 4}f", vector)
 
 
 class Similarities:
