@@ -47,7 +47,7 @@ def main() -> int:
     """Run the command. Returns 1 if a cell failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cells", nargs="?", default="", metavar="PATTERN", help='such as "gateway, SIGSTOP"')
-    parser.add_argument("--cover", action="store_true", help="run 35 cells in which all pairs of values occur")
+    parser.add_argument("--cover", action="store_true", help="run 33 cells in which all pairs of values occur")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the engines")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table to it")
     arguments = parser.parse_args()

@@ -101,6 +101,10 @@ _OTHERS = (
     Cell(Target.REDIS, Fault.FILL, Moment.MIDDLE),
     *(Cell(target, Fault.KILL, Moment.MIDDLE) for target in ALONE),
 )
+_OTHER_ENGINES = (
+    Cell(Target.ENGINE, Fault.KILL, Moment.MIDDLE, Engines.INT8_AND_DRAFTS),
+    Cell(Target.RANK, Fault.KILL, Moment.MIDDLE, Engines.RANKS),
+)
 
 
 @dataclass
@@ -130,23 +134,21 @@ def all_cells() -> list[Cell]:
     combinations = [Cell(**case) for case in product(FACTORS)]
     filled = [Cell(Target.REDIS, Fault.FILL, moment) for moment in Moment]
     alone = product({"target": ALONE, "fault": (Fault.KILL, Fault.STOP), "moment": tuple(Moment)})
-    return [*combinations, *filled, *(Cell(**case) for case in alone), *_cells_of_other_engines(tuple(Moment))]
+    return [*combinations, *filled, *(Cell(**case) for case in alone), *_cells_of_other_engines()]
 
 
-def _cells_of_other_engines(moments: Sequence[Moment]) -> Iterator[Cell]:
+def _cells_of_other_engines() -> Iterator[Cell]:
     for engines in (Engines.INT8_AND_DRAFTS, Engines.RANKS):
-        for moment in moments:
-            yield Cell(Target.ENGINE, Fault.KILL, moment, engines)
+        yield from (Cell(Target.ENGINE, Fault.KILL, moment, engines) for moment in Moment)
     for fault in (Fault.KILL, Fault.STOP):
-        for moment in moments:
-            yield Cell(Target.RANK, fault, moment, Engines.RANKS)
+        yield from (Cell(Target.RANK, fault, moment, Engines.RANKS) for moment in Moment)
 
 
 def covering_cells() -> list[Cell]:
     """Return 28 cells in which each pair of target, fault and moment occurs, one with a full Redis, two in which the
-    process of the engine, and that of the executor, is killed alone, and four of engines with other options.
+    process of the engine, and that of the executor, is killed alone, and two of engines with other options.
     """
-    return [*(Cell(**case) for case in pairwise(FACTORS)), *_OTHERS, *_cells_of_other_engines([Moment.MIDDLE])]
+    return [*(Cell(**case) for case in pairwise(FACTORS)), *_OTHERS, *_OTHER_ENGINES]
 
 
 def brief_cells() -> list[Cell]:
