@@ -92,10 +92,12 @@ def test_the_deployment_says_nothing_of_replicas() -> None:
 
 
 def test_a_parallel_engine_has_a_gpu_for_each_rank() -> None:
-    made = by_kind(children(pool(parallel={"tensor": 4}, template={"gpu": {"count": 4}}), DEFAULTS))
-    assert made["ConfigMap"]["data"]["PAGESTREAM_ENGINE__TENSOR_PARALLEL_SIZE"] == "4"
+    made = by_kind(children(pool(parallel={"tensor": 2, "pipeline": 3}, template={"gpu": {"count": 6}}), DEFAULTS))
+    data = made["ConfigMap"]["data"]
+    sizes = [data[f"PAGESTREAM_ENGINE__{name}_PARALLEL_SIZE"] for name in ("TENSOR", "PIPELINE")]
+    assert sizes == ["2", "3"]
     [engine] = made["Deployment"]["spec"]["template"]["spec"]["containers"]
-    assert engine["resources"]["limits"]["nvidia.com/gpu"] == "4"
+    assert engine["resources"]["limits"]["nvidia.com/gpu"] == "6"
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,9 @@ class Parallel(ApiModel):
     tensor: Annotated[int, Field(ge=1, le=64)] = 1
     """Ranks among which each layer of the model is divided: a GPU each, or a part of the pod's processors each. It
     divides the model's attention heads and the width of its MLPs. A change replaces the pods, one by one."""
+    pipeline: Annotated[int, Field(ge=1, le=64)] = 1
+    """Stages of layers, each of `tensor` ranks: at most as many as the model has layers. A change replaces the pods,
+    one by one."""
 
 
 class EnginePoolSpec(ApiModel):
@@ -77,17 +80,29 @@ class EnginePoolSpec(ApiModel):
         ),
         Rule(
             "!has(self.template.gpu) || self.template.gpu.count == 0 || "
-            "self.template.gpu.count == self.parallel.tensor",
-            "template.gpu.count is parallel.tensor, a GPU for each rank, or 0 for ranks on a CPU: set both alike",
+            "self.template.gpu.count == self.parallel.tensor * self.parallel.pipeline",
+            "template.gpu.count is parallel.tensor times parallel.pipeline, a GPU for each rank, or 0 for ranks on a "
+            "CPU: set all alike",
             ".template.gpu.count",
         ),
         Rule(
-            "self.parallel.tensor == 1 || !(has(self.engine.quantization) || has(self.engine.speculativeModel) || "
-            "has(self.engine.enableLora) && self.engine.enableLora || "
-            "has(self.engine.cpuOffloadGb) && self.engine.cpuOffloadGb > 0.0 || "
+            "self.parallel.tensor * self.parallel.pipeline <= 64",
+            "parallel.tensor times parallel.pipeline is at most 64, the ranks of an engine: lower one of them",
+            ".parallel",
+        ),
+        Rule(
+            "self.parallel.tensor == 1 || !(has(self.engine.quantization) || "
             "has(self.engine.kvCacheDtype) && self.engine.kvCacheDtype in ['fp8', 'fp8_e4m3'])",
-            "parallel.tensor is 1 with engine.quantization, speculativeModel, enableLora, cpuOffloadGb and a "
-            "kvCacheDtype of fp8, which ranks don't have yet: leave those out, or parallel",
+            "parallel.tensor is 1 with engine.quantization and a kvCacheDtype of fp8, which ranks of a layer don't "
+            "have yet: leave those out, or parallel.tensor",
             ".parallel.tensor",
+        ),
+        Rule(
+            "self.parallel.tensor * self.parallel.pipeline == 1 || !(has(self.engine.speculativeModel) || "
+            "has(self.engine.enableLora) && self.engine.enableLora || "
+            "has(self.engine.cpuOffloadGb) && self.engine.cpuOffloadGb > 0.0)",
+            "parallel.tensor and parallel.pipeline are 1 with engine.speculativeModel, enableLora and cpuOffloadGb, "
+            "which ranks don't have yet: leave those out, or parallel",
+            ".parallel",
         ),
     )

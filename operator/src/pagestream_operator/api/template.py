@@ -41,7 +41,8 @@ class Gpu(ApiModel):
     """GPUs of each pod."""
 
     count: Annotated[int, Field(ge=0, le=64)] = 1
-    """Number of GPUs: `parallel.tensor` of the pool, one for each rank. 0: the engine runs on the CPU."""
+    """Number of GPUs: `parallel.tensor` times `parallel.pipeline` of the pool, one for each rank. 0: the engine runs on
+    the CPU."""
     type: Annotated[str, Field(min_length=1, max_length=63)] | None = None
     """GPU product, such as `NVIDIA-H200`: pods run on nodes whose label `typeLabel` has this value."""
     type_label: Annotated[str, Field(min_length=1, max_length=253)] = "nvidia.com/gpu.product"

@@ -36,8 +36,9 @@ def config_map(pool: EnginePool, defaults: EngineDefaults) -> Manifest:
 
 
 def _parallel(pool: EnginePool) -> dict[str, str]:
-    tensor = pool.spec.parallel.tensor
-    return {"PAGESTREAM_ENGINE__TENSOR_PARALLEL_SIZE": str(tensor)} if tensor > 1 else {}
+    parallel = pool.spec.parallel
+    sizes = {"TENSOR_PARALLEL_SIZE": parallel.tensor, "PIPELINE_PARALLEL_SIZE": parallel.pipeline}
+    return {f"PAGESTREAM_ENGINE__{name}": str(size) for name, size in sizes.items() if size > 1}
 
 
 def service(pool: EnginePool) -> Manifest:
