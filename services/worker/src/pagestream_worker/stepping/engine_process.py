@@ -14,7 +14,7 @@ from pagestream_engine.errors import EngineError
 from pagestream_worker.stepping import child, wire
 from pagestream_worker.stepping.commands import Command, StartProfile
 from pagestream_worker.stepping.engine_core import PROFILE_LIMIT_S, EngineCoreError, ReportReader, TakeOutputs
-from pagestream_worker.stepping.process_main import Program
+from pagestream_worker.stepping.process_main import Preload, Program
 from pagestream_worker.stepping.reports import (
     Ended,
     EngineFacts,
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 BUFFER_BYTES = 256 * 1024
 """Of reports that the worker has not read: ten steps of 256 sequences. Then the engine waits, as at STEPS_AHEAD."""
+RUNNER_MODULE = "pagestream_engine.runner.runner"
 LAST_WORDS_S = 0.1
 """After a process has ended: for what it has sent; and after its end of the connection has closed: for its end."""
 
@@ -75,6 +76,8 @@ class EngineProcess:
         self._send(sys.path)
         if load:
             self.load()
+        else:
+            self._send(Preload(RUNNER_MODULE))
 
     def load(self) -> None:
         """See EngineCore."""

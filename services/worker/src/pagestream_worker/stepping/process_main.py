@@ -3,6 +3,7 @@
 The main thread loads the model and steps it; a second thread reads commands. It imports nothing that talks to Redis.
 """
 
+import importlib
 import logging
 import os
 import signal
@@ -48,6 +49,14 @@ class Program:
     """For the names of profiles."""
     profile_dir: Path | None
     """Folder for profiles; None: there are none."""
+
+
+@dataclass(frozen=True)
+class Preload:
+    """What the process of a standby is told before its program."""
+
+    module: str
+    """To be imported, with torch and whatever else that needs."""
 
 
 class Connection:
@@ -143,7 +152,11 @@ def serve(end: socket.socket, parent: int) -> None:
     die_with_parent(parent)
     connection = Connection(end)
     sys.path[:] = connection.read()
-    program: Program = connection.read()
+    message = connection.read()
+    if isinstance(message, Preload):
+        importlib.import_module(message.module)
+        message = connection.read()
+    program: Program = message
     configure_logs(program.telemetry)
     code = EXIT_FAILED
     try:
