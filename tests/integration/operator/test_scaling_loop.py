@@ -37,17 +37,25 @@ def exporting(
 
 
 def test_full_caches_bring_engines_and_the_status_says_why(operator: OperatorProcess, world: PoolWorld) -> None:
-    world.create("busy", minReplicas=1, maxReplicas=3, scaling=SWIFT)
-    names = world.make_ready("busy", 1)
-    with exporting(world, operator, lambda: dict.fromkeys(names, 0.95), "busy"):
-        eventually(lambda: world.replicas("busy") > 1, "more replicas")
+    """The warm spare comes on top of what the law asks for, which is less than all that there are."""
+    world.create("busy", minReplicas=1, maxReplicas=4, warmSpares=1, scaling=SWIFT)
+    names = world.make_ready("busy", 2)
+    share = 0.1
+    with exporting(world, operator, lambda: dict.fromkeys(names, share), "busy"):
+        eventually(lambda: world.pool("busy")["status"].get("kvUtilization") == "10%", "samples")
+        passes = operator.passes()
+        eventually(lambda: operator.passes() > passes + 5, "decisions about a pool that one engine could serve")
+        assert world.replicas("busy") == 2
+        share = 0.95
+        eventually(lambda: world.replicas("busy") > 2, "more replicas")
         status = eventually(
-            lambda: world.pool("busy")["status"]["desiredReplicas"] > 1 and world.pool("busy")["status"], "a status"
+            lambda: world.pool("busy")["status"]["desiredReplicas"] > 2 and world.pool("busy")["status"], "a status"
         )
     assert status["scaling"]["limiting"] in ("KvUtilization", "MaxReplicas")
     assert status["scaling"]["inputs"]["kv_utilization"] == 0.95
     assert status["kvUtilization"] == "95%"
-    assert "from 1 to" in world.events("ScaledOut")[-1]
+    assert status["scaling"]["desired"] == status["desiredReplicas"] - 1
+    assert "from 2 to" in world.events("ScaledOut")[-1]
 
 
 def test_the_pod_that_is_cheapest_to_drain_ends(operator: OperatorProcess, world: PoolWorld) -> None:

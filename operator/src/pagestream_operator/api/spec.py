@@ -50,6 +50,9 @@ class EnginePoolSpec(ApiModel):
     model."""
     max_replicas: Annotated[int, Field(ge=1, le=10_000)] = 10
     """Most pods, pinned or not."""
+    warm_spares: Replicas = 0
+    """Pods beyond what the load asks for, at most `maxReplicas` in all. They serve like the others, so that a lost
+    engine, or a sudden need for more, finds them loaded. At zero engines they stay. A pinned pool has none."""
     scaling: Scaling = Field(default_factory=Scaling)
     """How the number of pods follows the load."""
     drain: DrainPolicy = Field(default_factory=DrainPolicy)
@@ -60,11 +63,22 @@ class EnginePoolSpec(ApiModel):
     """Whether the operator changes none of the pool's objects, for work on them by hand. The pool is Degraded
     meanwhile."""
 
+    @property
+    def num_spares(self) -> int:
+        """Pods beyond what the load asks for; a pinned pool has none."""
+        return 0 if self.replicas is not None else self.warm_spares
+
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             "self.minReplicas <= self.maxReplicas",
             "minReplicas is at most maxReplicas: raise maxReplicas, or lower minReplicas",
             ".minReplicas",
+        ),
+        Rule(
+            "self.minReplicas + self.warmSpares <= self.maxReplicas && self.warmSpares < self.maxReplicas",
+            "minReplicas and warmSpares together are at most maxReplicas, and leave room for one engine: raise "
+            "maxReplicas, or lower warmSpares",
+            ".warmSpares",
         ),
         Rule(
             "!has(self.replicas) || self.replicas <= self.maxReplicas",

@@ -145,7 +145,7 @@ class Reconciler:
             try:
                 pool = EnginePool.from_object(body)
                 spec = pool.spec
-                policy = spec.scaling.to_policy(spec.min_replicas, spec.max_replicas)
+                policy = spec.scaling.to_policy(spec.min_replicas, spec.max_replicas - spec.num_spares)
                 self._reading = _Reading(version, pool, policy)
             except (PoolInvalid, PolicyInvalid) as error:
                 self._reading = _Reading(version, error=str(error))
@@ -224,7 +224,9 @@ class Reconciler:
             return pool.status.desired_replicas if view.deployment is None else view.spec_replicas
         if pool.spec.replicas is not None:
             return pool.spec.replicas
-        return view.spec_replicas if verdict is None else max(fewest_replicas(pool), verdict.decision.desired)
+        if verdict is None:
+            return view.spec_replicas
+        return max(fewest_replicas(pool), verdict.decision.desired) + pool.spec.num_spares
 
     async def _scale(self, pool: EnginePool, body: dict[str, Any], verdict: Verdict | None) -> None:
         view = self._view()

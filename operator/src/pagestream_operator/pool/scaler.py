@@ -76,7 +76,7 @@ class Scaler:
         )
         return PoolObservation(
             time_s=now_s,
-            replicas=view.spec_replicas if view.deployment is not None else first_replicas(pool),
+            replicas=without_spares(pool, view.spec_replicas if view.deployment is not None else first_replicas(pool)),
             pods=tuple(pod.observed(known.samples.get(pod.name), now_s) for pod in pods),
             queue=known.queue,
             ttft=known.ttft,
@@ -97,7 +97,13 @@ def first_replicas(pool: EnginePool) -> int:
     spec = pool.spec
     if spec.replicas is not None:
         return spec.replicas
-    return min(max(fewest_replicas(pool), pool.status.desired_replicas), spec.max_replicas)
+    return min(max(fewest_replicas(pool) + spec.num_spares, pool.status.desired_replicas), spec.max_replicas)
+
+
+def without_spares(pool: EnginePool, replicas: int) -> int:
+    """The replicas that the law has asked for: all but the spares. It orders pods for the whole load, of which the
+    spares take a part, so that it may count them or not."""
+    return max(0, replicas - pool.spec.num_spares)
 
 
 def fewest_replicas(pool: EnginePool) -> int:

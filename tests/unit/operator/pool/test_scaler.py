@@ -3,7 +3,7 @@ from typing import Any
 
 from pagestream_operator.api import EnginePoolStatus
 from pagestream_operator.kube.pods import Pod
-from pagestream_operator.pool.scaler import first_replicas, mean_utilization
+from pagestream_operator.pool.scaler import first_replicas, mean_utilization, without_spares
 from pagestream_scaling import (
     PodObservation,
     PodSample,
@@ -63,3 +63,10 @@ def test_a_pool_starts_anew_at_its_last_size_within_its_bounds() -> None:
         return first_replicas(replace(demo, status=EnginePoolStatus(desired_replicas=last)))
 
     assert [size(0), size(4), size(40), size(4, replicas=3)] == [2, 4, 6, 3]
+    assert [size(0, warmSpares=2), size(6, warmSpares=2), size(4, warmSpares=2, replicas=3)] == [4, 6, 3]
+
+
+def test_the_law_sees_no_spares_among_the_replicas_it_asked_for() -> None:
+    demo = pool(minReplicas=0, maxReplicas=6, warmSpares=2)
+    assert [without_spares(demo, replicas) for replicas in (1, 2, 5)] == [0, 0, 3]
+    assert without_spares(pool(replicas=3, warmSpares=2), 3) == 3
