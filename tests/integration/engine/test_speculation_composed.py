@@ -1,4 +1,4 @@
-"""A draft model beside adapters, grammars and int8 weights, in one batch: the tokens of a run without drafts."""
+"""Drafts beside adapters, grammars and int8 weights: the tokens of a run without drafts."""
 
 from __future__ import annotations
 
@@ -60,15 +60,20 @@ def adapters(target: Path) -> list[LoRARequest | None]:
     return [None, *(LoRARequest(each.name, number, str(each)) for number, each in enumerate(made, 1))]
 
 
+@pytest.fixture
+def always_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every decode have all drafts that were found."""
+    monkeypatch.setattr(DraftLengths, "wanted", lambda self, _: self._most)
+
+
+@pytest.mark.usefixtures("always_most")
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_a_draft_model_changes_no_token_of_a_mixed_batch(
     target: Path,
     draft: Path,
     adapters: list[LoRARequest | None],
     quantization: str | None,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(DraftLengths, "wanted", lambda self, _: self._most)
     params = [SamplingParams(**{"max_tokens": 60, "ignore_eos": True, **given}) for given, _ in REQUESTS]
     wanted = [adapters[number] for _, number in REQUESTS]
     prompts = random_prompts([3, 9, 14, 5, 11, 8])
@@ -88,3 +93,40 @@ def test_a_draft_model_changes_no_token_of_a_mixed_batch(
     assert {choice.finish_reason for choice in answers} >= {"stop"}
     for choice in answers:
         assert choice.finish_reason != "stop" or set(json.loads(choice.text)) == set(SCHEMA["required"])
+
+
+def in_regex(pattern: str, **fields: Any) -> SamplingParams:
+    constraint = StructuredOutputsParams(regex=pattern)
+    return SamplingParams(max_tokens=60, structured_outputs=constraint, **{"temperature": 1.0, "seed": 1, **fields})
+
+
+@pytest.mark.usefixtures("always_most")
+def test_what_a_grammar_forces_is_drafted(target: Path) -> None:
+    """Each character is a token, so that all but the digit follows from the grammar. Behind the first token steps give
+    6 tokens each, but for the one that comes to the digit and has 2, and the last one, which has 3 with the end."""
+    params = in_regex('"temperature_in_celsius": [0-9], "unit": "C"}')
+    outputs, steps = [], []
+    for method in (None, "grammar"):
+        llm = LLM(target, device="cpu", dtype="float32", num_gpu_blocks_override=64, speculative_method=method)
+        outputs.append(llm.generate(random_prompts([9]), params)[0].outputs)
+        steps.append(llm.engine.stats().num_steps)
+    assert outputs[0] == outputs[1]
+    assert len(outputs[0][0].token_ids) == 42
+    assert steps == [42, 9]
+    stats = llm.engine.stats()
+    assert stats.num_accepted_tokens == stats.num_draft_tokens == 33
+
+
+@pytest.mark.usefixtures("always_most")
+def test_drafts_end_before_what_a_grammar_forbids(target: Path) -> None:
+    """The output is `aaa...c...aaa`: n-grams propose an `a` too many before the `c`, and a second `c` after it."""
+    params = in_regex("[ab]{20}c[ab]{20}", temperature=0.0, logit_bias={67: 100.0})
+    [prompt] = random_prompts([9])
+    plain = LLM(target, device="cpu", dtype="float32", num_gpu_blocks_override=64)
+    drafting = {"speculative_method": "ngram", "prompt_lookup_min": 1}
+    llm = LLM(target, device="cpu", dtype="float32", num_gpu_blocks_override=64, **drafting)
+    expected, output = (each.generate([prompt], params)[0].outputs[0] for each in (plain, llm))
+    assert output == expected
+    assert output.text == f"{'a' * 20}c{'a' * 20}"
+    stats = llm.engine.stats()
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 20

@@ -10,6 +10,7 @@ import json
 import math
 import re
 import shutil
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,16 @@ def test_a_grammar_that_exploded_in_one_output_is_whole_for_the_next(folder: Pat
     first, second = (generate(llm, [text_params(MAX_TOKENS, regex=EXPLODING)])[0] for _ in range(2))
     assert first.error == second.error
     assert first.token_ids == second.token_ids != []
+
+
+def test_the_threads_that_compile_end_with_the_engine(folder: Path) -> None:
+    before = set(threading.enumerate())
+    llm = make_llm(folder)
+    generate(llm, [text_params(regex="[ab]{3}")])
+    compiling = [each for each in threading.enumerate() if each not in before and each.name == "grammars"]
+    assert len(compiling) == 2
+    llm.engine.close()
+    assert not any(each.is_alive() for each in compiling)
 
 
 def test_a_model_without_a_tokenizer_has_no_grammars(folder: Path, tmp_path: Path) -> None:

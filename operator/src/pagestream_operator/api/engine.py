@@ -75,10 +75,11 @@ class EngineOptions(ApiModel):
     """Order in which waiting requests are admitted: fcfs (the default, first come first served), priority (by class;
     the first class interrupts lower ones), shortest_first, round_robin, fair (equal tokens for all tenants), or one
     that `plugins` register."""
-    speculative_method: Literal["ngram", "draft_model"] | None = None
+    speculative_method: Literal["ngram", "draft_model", "grammar"] | None = None
     """Where drafts of the next tokens come from, which one step checks together; the tokens stay the same. ngram: what
-    followed where a request's last tokens stood before. draft_model: what `speculativeModel` gives. Default:
-    draft_model where there is one, else no drafts."""
+    followed where a request's last tokens stood before. draft_model: what `speculativeModel` gives. grammar: what a
+    request's grammar leaves as the only text, as with the other methods too. Default: draft_model where there is one,
+    else no drafts."""
     speculative_model: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
     """A smaller model of the same vocabulary: a folder that the pods have, or the name of a Hugging Face repository. It
     takes part of the memory of weights and KV pool."""

@@ -14,7 +14,7 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "torch", "triton")
 EXECUTORS = ("inline", "process")
-SPECULATIVE_METHODS = ("ngram", "draft_model")
+SPECULATIVE_METHODS = ("ngram", "draft_model", "grammar")
 QUANTIZATIONS = ("int8",)
 """Of weights that are quantised while they are loaded."""
 MAX_RANKS = 64
@@ -175,7 +175,8 @@ class SpeculationConfig:
 
     speculative_method: str | None = None
     """ngram: what followed where the last tokens of prompt and output stood before. draft_model: what
-    `speculative_model` gives. None: draft_model where there is one, else no drafts."""
+    `speculative_model` gives. grammar: what a sequence's grammar leaves as the only text, which comes before the drafts
+    of the other methods too. None: draft_model where there is one, else no drafts."""
     speculative_model: str | None = None
     """A draft model with the model's vocabulary: a folder, or the name of a Hugging Face repository. Its weights, and
     its keys and values in each block, take of the same memory."""
@@ -192,8 +193,8 @@ class SpeculationConfig:
         model = self.speculative_model
         if model is not None and (not isinstance(model, str) or not model):
             raise ConfigError("speculative_model", model, "a folder or the name of a repository, or None")
-        if model is not None and self.speculative_method == "ngram":
-            raise ConfigError("speculative_model", model, "None with speculative_method ngram")
+        if model is not None and self.speculative_method in ("ngram", "grammar"):
+            raise ConfigError("speculative_model", model, f"None with speculative_method {self.speculative_method}")
         if model is None and self.speculative_method == "draft_model":
             expected = "a folder or the name of a repository with speculative_method draft_model"
             raise ConfigError("speculative_model", None, expected)
@@ -364,7 +365,11 @@ class EngineConfig:
             "a draft model": self.speculation.method == "draft_model",
             "enable_lora": self.adapters.enable_lora,
         }
-        sizes = {"tensor_parallel_size": {**of_tensors, **of_all}, "pipeline_parallel_size": of_all}
+        of_stages = {"speculative_method grammar": self.speculation.method == "grammar"}
+        sizes = {
+            "tensor_parallel_size": {**of_tensors, **of_all},
+            "pipeline_parallel_size": {**of_stages, **of_all},
+        }
         for option, refused in sizes.items():
             size = getattr(self.parallel, option)
             for name, is_set in refused.items():

@@ -8,7 +8,7 @@ from queue import Empty, SimpleQueue
 
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.executor.base import LaunchingRunner, RunnerFactory, load_runner
-from pagestream_engine.executor.preparations import AdaptingRunner, Preparation, Prepared, prepare
+from pagestream_engine.executor.preparations import AdaptingRunner, GrammarRunner, Preparation, Prepared, prepare
 from pagestream_engine.step.pending import PendingResult, raising
 from pagestream_engine.step.records import StepPlan, StepResult
 
@@ -68,3 +68,5 @@ class InlineExecutor:
         self._launched.clear()
         if isinstance(self._runner, AdaptingRunner) and self._runner.adapters is not None:
             self._runner.adapters.close()
+        if isinstance(self._runner, GrammarRunner):
+            self._runner.grammars.close()

@@ -21,6 +21,8 @@ _log = logging.getLogger(__name__)
 
 _NUM_THREADS = 2
 """One grammar that takes long holds up others only where there are two."""
+_CLOSE_LIMIT_S = 5.0
+"""Wait for each thread's end."""
 CACHE_BYTES = 256 << 20
 _BYTES_OF_EACH, _BYTES_OF_A_BYTE = 1 << 20, 32
 """Memory of a compiled grammar with the states of its lexer, and of each byte of its text: rounded up from
@@ -54,8 +56,9 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._loading = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
-        self._wanted: queue.SimpleQueue[tuple[Grammar, Reply]] = queue.SimpleQueue()
-        self._has_threads = False
+        self._wanted: queue.SimpleQueue[tuple[Grammar, Reply] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._is_closed = False
 
     def prepare(self, grammar: Grammar, reply: Reply) -> None:
         """Compile a grammar, unless it is there.
@@ -63,12 +66,28 @@ class GrammarCompiler:
         Args:
             grammar: what its request has asked for.
             reply: called with what came of it, on another thread.
+
+        Raises:
+            InvariantViolation: it is closed.
         """
-        if not self._has_threads:
-            self._has_threads = True
-            for _ in range(_NUM_THREADS):
-                threading.Thread(target=self._run, name="grammars", daemon=True).start()
+        if self._is_closed:
+            raise InvariantViolation("a grammar is to be compiled after the end")
+        if not self._threads:
+            self._threads = [
+                threading.Thread(target=self._run, name="grammars", daemon=True) for _ in range(_NUM_THREADS)
+            ]
+            for thread in self._threads:
+                thread.start()
         self._wanted.put((grammar, reply))
+
+    def close(self) -> None:
+        """End the threads, and drop what waits for them. A grammar that takes long ends its thread when it is done."""
+        self._is_closed = True
+        for _ in self._threads:
+            self._wanted.put(None)
+        for thread in self._threads:
+            thread.join(_CLOSE_LIMIT_S)
+        self._threads = []
 
     def matcher(self, grammar: Grammar) -> LLMatcher:
         """Return a matcher for a new sequence, at the beginning of its output. One that was evicted since `prepare` is
@@ -105,8 +124,8 @@ class GrammarCompiler:
         return found
 
     def _run(self) -> None:
-        while True:
-            grammar, reply = self._wanted.get()
+        while (wanted := self._wanted.get()) is not None and not self._is_closed:
+            grammar, reply = wanted
             with self._lock:
                 is_known = grammar in self._cache
             error: RequestFault | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -63,6 +63,20 @@ class RowMatcher:
         """Take the next token of the output."""
         self._token_ids.append(token_id)
         self._matcher.consume_token(token_id)
+
+    def forced(self) -> list[int]:
+        """Return the next tokens where the grammar leaves one text, as the tokenizer writes it; none where it leaves
+        several. Other tokens of the same text are allowed too: these are no more than likely."""
+        return self._matcher.compute_ff_tokens() if self._may_look_ahead else []
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """Return how many leading tokens the grammar allows next; too few of them where it reaches a limit."""
+        return self._matcher.validate_tokens(list(token_ids)) if self._may_look_ahead else len(token_ids)
+
+    @property
+    def _may_look_ahead(self) -> bool:
+        """Whether a limit that is reached by looking ahead is no end: `fill` begins again alone."""
+        return self._is_shared and not self._matcher.is_error()
 
     def fill(self, bits: Int32Array) -> None:
         """Write which tokens are allowed next; all where there is an error.

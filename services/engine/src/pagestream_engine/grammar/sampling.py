@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -92,8 +92,25 @@ class ConstrainedSampling:
         return replace(sampled, errors={**sampled.errors, **errors}) if errors else sampled
 
     def guess(self, logits: Tensor, rows: ArrayLike, num_ahead: int) -> Tensor:
-        """As `SamplingBatch.guess`, without masks: what a grammar does not allow is no token that holds."""
+        """As `SamplingBatch.guess`, without masks: `allowed` drops what a grammar forbids."""
         return self._batch.guess(logits, rows, num_ahead)
+
+    @property
+    def has_grammars(self) -> bool:
+        """Whether some row has one."""
+        return bool(self._matchers)
+
+    def forced(self, row: int) -> list[int]:
+        """Return the tokens after the row's last one where its grammar leaves one text; see `RowMatcher.forced`."""
+        self._settle()
+        return self._matchers[row].forced() if row in self._matchers else []
+
+    def allowed(self, row: int, token_ids: Sequence[int]) -> Sequence[int]:
+        """Return the leading tokens that the row's grammar allows after its last one."""
+        self._settle()
+        if row not in self._matchers:
+            return token_ids
+        return token_ids[: self._matchers[row].num_allowed(token_ids)]
 
     def _masks(self, masked: list[tuple[int, RowMatcher]]) -> TokenMasks:
         bits = np.empty((len(masked), self._num_words), np.int32)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
 from torch import Tensor
 
 from pagestream_engine.adapters.pool import attach_adapters
@@ -154,7 +153,7 @@ class ModelRunner:
             sends_lengths=self._backend.attention.reads_device_lengths,
         )
         self.num_speculative_tokens = config.speculation.most_drafts
-        self._speculation = make_speculation(config, draft, self._batch, self._guess, self._ranks.first)
+        self._speculation = make_speculation(config, draft, self._batch, lambda: self._sampling, self._ranks.first)
         self._tokens = SampledTokens(self._stage, self._batch.next_tokens, self.num_speculative_tokens)
         self.forget_rows()
 
@@ -333,9 +332,6 @@ class ModelRunner:
             self._host_pages.launch(plan.saves.tolist(), plan.loads.tolist())
         if len(plan.copies):
             self._backend.store.copy_blocks(plan.copies.tolist())
-
-    def _guess(self, logits: Tensor, rows: ArrayLike, num_ahead: int) -> Tensor:
-        return self._sampling.guess(logits, rows, num_ahead)
 
     def _execute(self, plan: StepPlan, drafts: Drafts | None = None) -> PendingResult:
         if not len(plan.rows):

@@ -32,7 +32,7 @@ ENGINE_OPTIONS: tuple[tuple[str, str, str], ...] = (
         "NAME",
         "fcfs, priority, shortest_first, round_robin, fair, or one of a plugin",
     ),
-    ("--speculative-method", "NAME", "of drafts that a step checks together: ngram (default: none)"),
+    ("--speculative-method", "NAME", "of drafts that a step checks together: ngram, grammar (default: none)"),
     ("--num-speculative-tokens", "N", "most drafts of a sequence in a step"),
     ("--max-loras", "N", "LoRA adapters that run at once"),
     ("--max-lora-rank", "N", "largest rank of an adapter"),

@@ -10,7 +10,7 @@ MOST = 5
 
 def learnt(seconds_a_token: float, *, accepts: bool, num_steps: int = 60) -> DraftLengths:
     """Run one row, whose steps take 1 s and so much more for each token."""
-    lengths = DraftLengths(1, MOST)
+    lengths = DraftLengths(1, MOST, StepCost())
     for index in range(num_steps):
         drafts = lengths.wanted(0)
         accepted = drafts if accepts or index == 0 else 0
@@ -34,7 +34,7 @@ def test_an_expensive_token_gets_fewer_drafts() -> None:
     """At equal acceptance, 0.6: a token costs a hundredth of a step, or nearly all of it."""
     numbers = []
     for slope in (0.01, 0.2, 10.0):
-        lengths = DraftLengths(1, MOST)
+        lengths = DraftLengths(1, MOST, StepCost())
         for tokens in (1, 2, 3, 4) * 5:
             lengths.cost.note(tokens, tokens, 1.0 + slope * tokens)
         numbers.append(lengths.wanted(0))
@@ -55,7 +55,7 @@ def test_a_draft_costs_what_it_takes_to_make_it() -> None:
     third of it, or longer than a step."""
     numbers = []
     for seconds in (0.01, 0.3, 1.5):
-        lengths = DraftLengths(1, MOST)
+        lengths = DraftLengths(1, MOST, StepCost())
         for drafts in (0, 1, 2, 3) * 5:
             lengths.cost.note(1 + drafts, 1, 1.0, drafts, seconds * drafts)
         numbers.append(lengths.wanted(0))
@@ -64,7 +64,7 @@ def test_a_draft_costs_what_it_takes_to_make_it() -> None:
 
 
 def test_a_row_is_known_after_a_few_checked_drafts() -> None:
-    lengths = DraftLengths(1, 15)
+    lengths = DraftLengths(1, 15, StepCost())
     for tokens in (1, 2, 3, 4) * 5:
         lengths.cost.note(tokens, 1, 1.0 + 0.1 * tokens)
     before = lengths.wanted(0)
@@ -73,7 +73,7 @@ def test_a_row_is_known_after_a_few_checked_drafts() -> None:
 
 
 def test_a_new_row_expects_what_others_have_accepted() -> None:
-    lengths = DraftLengths(2, MOST)
+    lengths = DraftLengths(2, MOST, StepCost())
     before = lengths.wanted(1)
     for _ in range(400):
         lengths.note(0, 1, 0)

@@ -57,15 +57,21 @@ class StepCost:
     def of_a_draft(self) -> float:
         """Tokens that are given, on the average, in the time that one more draft takes: to make it, and to compute one
         more token in the step; in [0, 1]."""
-        if not self._all_seconds:
-            return _UNKNOWN_COST
-        tokens_per_s = self._sampled / self._all_seconds
-        making = self._draft_seconds / self._drafts * tokens_per_s if self._drafts else 0.0
+        making = self._draft_seconds / self._drafts * self._tokens_per_s if self._drafts else 0.0
+        return min(1.0, self.of_a_token + making)
+
+    @property
+    def of_a_token(self) -> float:
+        """Likewise, without making it."""
         spread = self._squares * self._weight - self._tokens * self._tokens
         if spread <= 1e-3 * self._tokens * self._tokens:
-            return min(1.0, _UNKNOWN_COST + making)
+            return _UNKNOWN_COST
         slope = (self._products * self._weight - self._tokens * self._seconds) / spread
-        return min(1.0, max(0.0, slope * tokens_per_s) + making)
+        return min(1.0, max(0.0, slope * self._tokens_per_s))
+
+    @property
+    def _tokens_per_s(self) -> float:
+        return self._sampled / self._all_seconds if self._all_seconds else 0.0
 
 
 class DraftLengths:
@@ -74,10 +80,13 @@ class DraftLengths:
     Args:
         max_num_seqs: rows.
         most: drafts of a row in a step.
+        cost: of steps and drafts.
+        are_made: whether making a draft takes time too.
     """
 
-    def __init__(self, max_num_seqs: int, most: int) -> None:
-        self.cost = StepCost()
+    def __init__(self, max_num_seqs: int, most: int, cost: StepCost, *, are_made: bool = True) -> None:
+        self.cost = cost
+        self._are_made = are_made
         self._most = most
         self._mean = _FIRST_ACCEPTANCE
         self._acceptance = [_FIRST_ACCEPTANCE] * max_num_seqs
@@ -96,7 +105,8 @@ class DraftLengths:
         The j-th is accepted with probability p ** j, where p is the share of checked drafts that held. It is worth its
         time while that is more than the tokens that the step gives anyway in that time.
         """
-        cost, acceptance = min(1.0, _MARGIN * self.cost.of_a_draft), self._acceptance[row]
+        cost = min(1.0, _MARGIN * (self.cost.of_a_draft if self._are_made else self.cost.of_a_token))
+        acceptance = self._acceptance[row]
         if acceptance <= cost:
             self._num_idle[row] += 1
             return int(self._num_idle[row] >= _PROBE_AFTER and self._num_idle[row] % _PROBE_AFTER < 2)

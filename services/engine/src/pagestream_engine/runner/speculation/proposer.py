@@ -34,3 +34,17 @@ class Proposer(Protocol):
             wanted: rows that decode, each with at least one draft.
         """
         ...
+
+
+class NoProposer:
+    """Proposes nothing: drafts follow from grammars alone."""
+
+    def start(self, new: NewSequence) -> None:
+        """Keep nothing."""
+
+    def extend(self, row: int, token_ids: Sequence[int]) -> None:
+        """Keep nothing."""
+
+    def propose(self, chunks: Sequence[RowCount], wanted: Sequence[RowCount]) -> Sequence[Sequence[int]]:
+        """Return no drafts."""
+        return [()] * len(wanted)

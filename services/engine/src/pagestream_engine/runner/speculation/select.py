@@ -6,10 +6,11 @@ from collections.abc import Callable
 from time import perf_counter, thread_time
 
 from pagestream_engine.config import EngineConfig
+from pagestream_engine.grammar.sampling import ConstrainedSampling
 from pagestream_engine.runner.persistent_batch import PersistentBatch
-from pagestream_engine.runner.speculation.draft_model import DraftModel, Guess, LoadedDraft
+from pagestream_engine.runner.speculation.draft_model import DraftModel, LoadedDraft
 from pagestream_engine.runner.speculation.ngram import NgramProposer
-from pagestream_engine.runner.speculation.proposer import Proposer
+from pagestream_engine.runner.speculation.proposer import NoProposer, Proposer
 from pagestream_engine.runner.speculation.speculation import Speculation
 
 
@@ -17,7 +18,7 @@ def make_speculation(
     config: EngineConfig,
     draft: LoadedDraft | None,
     batch: PersistentBatch,
-    guess: Guess,
+    sampling: Callable[[], ConstrainedSampling],
     agree: Callable[[float], float],
 ) -> Speculation | None:
     """Return None where the settings name no method.
@@ -26,17 +27,21 @@ def make_speculation(
         config: settings.
         draft: the model of `speculative_model`, if there is one.
         batch: of the runner.
-        guess: `SamplingBatch.guess` of the runner's rows.
+        sampling: returns the state of the runner's rows.
         agree: see `Speculation`.
     """
     settings, max_num_seqs = config.speculation, config.scheduler.max_num_seqs
     if settings.method is None:
         return None
     proposer: Proposer
-    if draft is None:
+    if draft is not None:
+        proposer = DraftModel(draft, batch, max_num_seqs, lambda *given: sampling().guess(*given))
+    elif settings.method == "ngram":
         proposer = NgramProposer(max_num_seqs, settings.prompt_lookup_min, settings.prompt_lookup_max)
     else:
-        proposer = DraftModel(draft, batch, max_num_seqs, guess)
+        proposer = NoProposer()
     # A CPU computes on this thread, among others: its own time is not that of other programs.
     clock = thread_time if batch.device.type == "cpu" else perf_counter
-    return Speculation(proposer, max_num_seqs, settings.most_drafts, agree, clock=clock)
+    # Of a pipeline's stages the last one alone has the rows' grammars, and all must have the same drafts.
+    grammars = sampling if config.parallel.pipeline_parallel_size == 1 else None
+    return Speculation(proposer, grammars, max_num_seqs, settings.most_drafts, agree, clock=clock)

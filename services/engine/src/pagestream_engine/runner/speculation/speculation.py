@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from pagestream_engine.runner.speculation.draft_lengths import DraftLengths
+from pagestream_engine.grammar.sampling import ConstrainedSampling
+from pagestream_engine.runner.speculation.draft_lengths import DraftLengths, StepCost
 from pagestream_engine.runner.speculation.drafts import NO_TOKEN, Drafts
 from pagestream_engine.runner.speculation.proposer import Proposer, RowCount
 from pagestream_engine.step.pending import PendingResult
@@ -16,12 +17,18 @@ from pagestream_engine.step.records import StepPlan, StepResult
 Execute = Callable[[StepPlan, Drafts | None], PendingResult]
 Settle = Callable[[StepPlan, Sequence[Sequence[int]]], None]
 
+_ALL_ROWS = 0
+
 
 class Speculation:
     """Makes drafts for the decodes of a plan, and learns from what became of them.
 
+    Where a row's grammar leaves one text for its next tokens, these are its drafts. Of other drafts the row computes
+    those up to the first that its grammar forbids.
+
     Args:
         proposer: of drafts.
+        grammars: returns the state of the rows, with their grammars; None where drafts are made without these.
         max_num_seqs: rows of the batch.
         num_speculative_tokens: most drafts of a row in a step.
         agree: returns one number for all ranks, which measure different times and must have the same drafts.
@@ -31,6 +38,7 @@ class Speculation:
     def __init__(
         self,
         proposer: Proposer,
+        grammars: Callable[[], ConstrainedSampling] | None,
         max_num_seqs: int,
         num_speculative_tokens: int,
         agree: Callable[[float], float],
@@ -42,10 +50,16 @@ class Speculation:
         self._most = num_speculative_tokens
         self._most_rows = max(max_num_seqs, 1 + self._most)
         """Of logits in a step."""
-        self._lengths = DraftLengths(max_num_seqs, self._most)
+        self._cost = StepCost()
+        self._lengths = DraftLengths(max_num_seqs, self._most, self._cost)
+        self._forced_lengths = DraftLengths(1, self._most, self._cost, are_made=False)
+        """Of all rows together: how a text becomes tokens is the model's habit more than a request's."""
         self._proposer = proposer
-        self._had_drafts = False
-        """Whether the step before had any."""
+        self._grammars = grammars
+        self._forced_rows: set[int] = set()
+        """Those whose drafts in this step follow from their grammars."""
+        self._had_proposed = False
+        """Whether the step before had drafts of the proposer's."""
 
     def run(self, plan: StepPlan, execute: Execute, settle: Settle) -> PendingResult:
         """Run a step with drafts to its end: the next ones depend on its tokens.
@@ -76,35 +90,53 @@ class Speculation:
         first = plan.num_prefills
         rows, counts = plan.rows.tolist(), plan.num_new_tokens.tolist()
         chunks = [RowCount(row, count) for row, count in zip(rows[:first], counts[:first], strict=True)]
-        wanted, indices = self._wanted(rows[first:], counts[first:], self._most_rows - len(plan.sampled_rows))
-        drafts = self._proposer.propose(chunks, wanted) if chunks or wanted else ()
+        drafts = self._drafts(chunks, rows[first:], counts[first:], self._most_rows - len(plan.sampled_rows))
         if max(counts[first:], default=1) == 1:
             return plan, None
         num_new_tokens = plan.num_new_tokens.copy()
         num_new_tokens[first:] = 1
         token_ids = np.full((len(rows) - first, self._most), NO_TOKEN, np.int32)
-        for index, given in zip(indices, drafts, strict=True):
+        for index, given in drafts.items():
             token_ids[index, : len(given)] = given
             num_new_tokens[first + index] += len(given)
-        return replace(plan, num_new_tokens=num_new_tokens), Drafts(token_ids) if any(drafts) else None
+        return replace(plan, num_new_tokens=num_new_tokens), Drafts(token_ids) if any(drafts.values()) else None
 
-    def _wanted(self, rows: Sequence[int], counts: Sequence[int], room: int) -> tuple[list[RowCount], list[int]]:
-        """Return how many drafts decodes should have, and the index of each such decode.
+    def _drafts(
+        self, chunks: Sequence[RowCount], rows: Sequence[int], counts: Sequence[int], room: int
+    ) -> dict[int, Sequence[int]]:
+        """Return the drafts of decodes, by their index.
 
         Args:
+            chunks: what the step computes of prompts.
             rows: of the decodes.
             counts: most tokens that each computes.
             room: most drafts of all.
         """
-        wanted, indices = [], []
+        drafts: dict[int, Sequence[int]] = {}
+        wanted: dict[int, RowCount] = {}
+        grammars = None if self._grammars is None else self._grammars()
+        if grammars is None or not grammars.has_grammars:
+            grammars, most_forced = None, 0
+        else:
+            most_forced = self._forced_lengths.wanted(_ALL_ROWS)
+        self._forced_rows.clear()
         for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
-            if count > 1:
-                num_drafts = min(self._lengths.wanted(row), count - 1, room)
-                if num_drafts > 0:
-                    wanted.append(RowCount(row, num_drafts))
-                    indices.append(index)
-                    room -= num_drafts
-        return wanted, indices
+            most = min(count - 1, room)
+            if most <= 0:
+                continue
+            forced = grammars.forced(row)[: min(most, most_forced)] if grammars and most_forced else ()
+            if forced:
+                drafts[index] = forced
+                self._forced_rows.add(row)
+                room -= len(forced)
+            elif (num_drafts := min(self._lengths.wanted(row), most)) > 0:
+                wanted[index] = RowCount(row, num_drafts)
+                room -= num_drafts
+        if chunks or wanted:
+            proposed = self._proposer.propose(chunks, [*wanted.values()])
+            for (index, (row, _)), given in zip(wanted.items(), proposed, strict=True):
+                drafts[index] = grammars.allowed(row, given) if grammars and given else given
+        return drafts
 
     def note(
         self, plan: StepPlan, drafts: Drafts | None, result: StepResult, draft_seconds: float, seconds: float
@@ -122,15 +154,19 @@ class Speculation:
         for row, token_ids in zip(plan.sampled_rows.tolist(), tokens, strict=True):
             self._proposer.extend(row, token_ids)
         num_decodes = len(plan.rows) - plan.num_prefills
-        num_drafts, had_drafts = 0, self._had_drafts
-        self._had_drafts = drafts is not None
+        num_proposed, had_proposed = 0, self._had_proposed
         if drafts is not None:
             rows, counts = plan.rows[plan.num_prefills :].tolist(), drafts.counts.tolist()
-            num_drafts = sum(counts)
             for row, count, token_ids in zip(rows, counts, tokens[-num_decodes:], strict=True):
-                self._lengths.note(row, count, max(0, len(token_ids) - 1))
-        if not had_drafts:
-            num_drafts = 0  # A draft model has computed more for them than it has to for the next ones.
+                num_accepted = max(0, len(token_ids) - 1)
+                if row in self._forced_rows:
+                    self._forced_lengths.note(_ALL_ROWS, count, num_accepted)
+                else:
+                    self._lengths.note(row, count, num_accepted)
+                    num_proposed += count
+        self._had_proposed = num_proposed > 0
+        if not had_proposed:
+            num_proposed = 0  # A draft model has computed more for them than it has to for the next ones.
         if not plan.num_prefills and num_decodes:
             num_tokens, seconds, draft_seconds = sum(map(len, tokens)), self._agree(seconds), self._agree(draft_seconds)
-            self._lengths.cost.note(plan.num_tokens, num_tokens, seconds, num_drafts, draft_seconds)
+            self._cost.note(plan.num_tokens, num_tokens, seconds, num_proposed, draft_seconds)
