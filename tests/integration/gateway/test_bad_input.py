@@ -112,7 +112,7 @@ CONVERSATIONS: list[tuple[dict[str, Any], str]] = [
     ({**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
     ({**CHAT, "messages": [{"role": "tool", "content": "x"}]}, "messages"),
     ({**CHAT, "messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
-    ({**CHAT, "tools": [{"type": "function"}]}, "tools"),
+    ({**CHAT, "tools": [{"type": "function"}]}, "tools.0.function"),
     ({**CHAT, "max_completion_tokens": 1000}, "max_completion_tokens"),
     ({**CHAT, "continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ({**CHAT, "chat_template_kwargs": {"x": 1}, "chat_template": "x"}, "chat_template"),

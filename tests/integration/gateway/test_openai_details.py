@@ -11,6 +11,7 @@ from support.engines.synthetic_engine import FINGERPRINT, MODEL, SyntheticEngine
 
 COMPLETION: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 3, "seed": 0}
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3, "seed": 0}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
@@ -22,9 +23,25 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{
         ("chat/completions", {**CHAT, "max_completion_tokens": -1}, "max_completion_tokens", "-1"),
         (
             "chat/completions",
-            {**CHAT, "messages": [{"role": "assistant", "content": None, "tool_calls": [CALL]}]},
+            {**CHAT, "messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]},
             "messages.0.tool_calls",
-            "not supported",
+            "only an assistant's",
+        ),
+        ("chat/completions", {**CHAT, "tools": [TOOL]}, "tools", "takes no tools"),
+        ("chat/completions", {**CHAT, "tools": [TOOL, TOOL]}, "tools", "the same name"),
+        ("chat/completions", {**CHAT, "tool_choice": "required"}, "tool_choice", "needs tools"),
+        ("chat/completions", {**CHAT, "tools": [TOOL], "tool_choice": "some"}, "tool_choice", '"required"'),
+        (
+            "chat/completions",
+            {**CHAT, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice",
+            "not among the tools",
+        ),
+        (
+            "chat/completions",
+            {**CHAT, "tools": [TOOL], "response_format": {"type": "json_object"}},
+            "response_format",
+            "with tools",
         ),
         (
             "chat/completions",

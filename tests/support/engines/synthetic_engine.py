@@ -35,6 +35,8 @@ from support.protocol.token_streams import append_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 MODEL = "synthetic"
+ECHO_MODEL = "synthetic-echo"
+"""Writes what the prompt has between `[say]` and `[said]`, and stops; byte by byte, where it is ASCII."""
 MAX_MODEL_LEN = 128
 FINGERPRINT = "synthetic"
 FAILING_TOKEN = 7
@@ -102,10 +104,15 @@ def _entries(spec: RequestSpec) -> Iterator[LogEntry]:
             yield LogEntry(choice=choice, finish=ChoiceFinish(reason=FINISH_REASON_ERROR))
         yield LogEntry(end=LogEnd(reason=FINISH_REASON_ERROR, usage=usage, error=error))
         return
+    said = _said(spec)
+    if said is not None:
+        num_tokens = min(num_tokens, len(said))
     for place in range(num_tokens):
         for choice in range(num_choices):
-            yield LogEntry(choice=choice, token_id=10 + place, text=_letter(spec, choice, place))
-    reason = FINISH_REASON_STOP if spec.sampling.stop else FINISH_REASON_LENGTH
+            text = _letter(spec, choice, place) if said is None else said[place]
+            yield LogEntry(choice=choice, token_id=10 + place, text=text)
+    has_stopped = spec.sampling.stop or num_tokens < spec.sampling.max_tokens
+    reason = FINISH_REASON_STOP if has_stopped else FINISH_REASON_LENGTH
     finish = ChoiceFinish(reason=reason, stop_reason=spec.sampling.stop[0] if spec.sampling.stop else "")
     for choice in range(num_choices):
         yield LogEntry(choice=choice, finish=finish)
@@ -281,6 +288,14 @@ def main() -> None:
     parser.add_argument("--report-s", type=float, default=1.0)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(parser.parse_args()))
+
+
+def _said(spec: RequestSpec) -> str | None:
+    """Return the text that the echoing model writes; None for another model."""
+    if spec.model != ECHO_MODEL:
+        return None
+    prompt: str = byte_tokenizer().decode(list(spec.prompts[0].ids))
+    return prompt.rpartition("[say]")[2].partition("[said]")[0]
 
 
 def _letter(spec: RequestSpec, choice: int, place: int) -> str:

@@ -37,7 +37,7 @@ POOLING_KIND_MEAN: PoolingKind
 POOLING_KIND_CLS: PoolingKind
 
 class AnswerForm(_message.Message):
-    __slots__ = ("api", "created", "include_usage", "echo_texts", "top_logprobs", "echo_logprobs", "vectors", "prompt_logprobs", "first_tokens")
+    __slots__ = ("api", "created", "include_usage", "echo_texts", "top_logprobs", "echo_logprobs", "vectors", "prompt_logprobs", "first_tokens", "output")
     API_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
     INCLUDE_USAGE_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +47,7 @@ class AnswerForm(_message.Message):
     VECTORS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
     api: ApiForm
     created: int
     include_usage: bool
@@ -56,7 +57,20 @@ class AnswerForm(_message.Message):
     vectors: VectorForm
     prompt_logprobs: int
     first_tokens: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, api: _Optional[_Union[ApiForm, str]] = ..., created: _Optional[int] = ..., include_usage: _Optional[bool] = ..., echo_texts: _Optional[_Iterable[str]] = ..., top_logprobs: _Optional[int] = ..., echo_logprobs: _Optional[bool] = ..., vectors: _Optional[_Union[VectorForm, _Mapping]] = ..., prompt_logprobs: _Optional[int] = ..., first_tokens: _Optional[_Iterable[str]] = ...) -> None: ...
+    output: OutputForm
+    def __init__(self, api: _Optional[_Union[ApiForm, str]] = ..., created: _Optional[int] = ..., include_usage: _Optional[bool] = ..., echo_texts: _Optional[_Iterable[str]] = ..., top_logprobs: _Optional[int] = ..., echo_logprobs: _Optional[bool] = ..., vectors: _Optional[_Union[VectorForm, _Mapping]] = ..., prompt_logprobs: _Optional[int] = ..., first_tokens: _Optional[_Iterable[str]] = ..., output: _Optional[_Union[OutputForm, _Mapping]] = ...) -> None: ...
+
+class OutputForm(_message.Message):
+    __slots__ = ("tool_format", "tool_names", "one_call", "reasoning_format")
+    TOOL_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    TOOL_NAMES_FIELD_NUMBER: _ClassVar[int]
+    ONE_CALL_FIELD_NUMBER: _ClassVar[int]
+    REASONING_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    tool_format: str
+    tool_names: _containers.RepeatedScalarFieldContainer[str]
+    one_call: bool
+    reasoning_format: str
+    def __init__(self, tool_format: _Optional[str] = ..., tool_names: _Optional[_Iterable[str]] = ..., one_call: _Optional[bool] = ..., reasoning_format: _Optional[str] = ...) -> None: ...
 
 class VectorForm(_message.Message):
     __slots__ = ("base64", "num_queries", "top_n", "documents")

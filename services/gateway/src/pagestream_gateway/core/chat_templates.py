@@ -93,6 +93,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         arguments: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """Return the prompt's text. Raises InvalidRequest for "messages" where the template refuses them."""
         chat = [dict(message) for message in messages]
@@ -103,6 +104,7 @@ class ChatTemplate:
             "documents": None,
             **self._special_tokens,
             **(arguments or {}),
+            **({"tools": list(tools)} if tools else {}),
             "messages": chat,
             "add_generation_prompt": add_generation_prompt,
         }

@@ -11,6 +11,7 @@ from typing import Any
 from pagestream.v1.inference_pb2 import ON_DISCONNECT_CANCEL, OnDisconnect, SamplingParams
 from pagestream.v1.records_pb2 import AnswerForm
 
+from pagestream_gateway.core.output.tools import Tools
 from pagestream_gateway.errors import InvalidRequest
 from pagestream_gateway.settings import PRIORITIES, LimitSettings
 
@@ -39,6 +40,7 @@ class ChatPrompt:
     continue_final_message: bool = False
     arguments: Mapping[str, Any] = field(default_factory=dict)
     add_special_tokens: bool = False
+    tools: Tools = field(default_factory=Tools)
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt

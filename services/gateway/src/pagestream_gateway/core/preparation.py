@@ -10,6 +10,7 @@ from pagestream_telemetry.context import NO_TRACE, TraceContext
 
 from pagestream_gateway.core.drafts import ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt
 from pagestream_gateway.core.models import LoadedModel
+from pagestream_gateway.core.output.form import set_output_form
 from pagestream_gateway.core.sampling.pooling import check_inputs, resolve_pooling, sampling_of_vectors
 from pagestream_gateway.core.sampling.resolution import fit_context, resolve_sampling
 from pagestream_gateway.core.text.encoder import Encoded, EncodingJob
@@ -81,7 +82,7 @@ def _encoding(
     draft: Draft, model: LoadedModel, scope: bytes
 ) -> Generator[list[EncodingJob], list[Encoded], list[Sequence[int]]]:
     """Yield the texts to encode, get what came of them, and return the prompts' token ids."""
-    begun = [_begin(prompt, draft.prompt_field, model, scope) for prompt in draft.prompts]
+    begun = [_begin(prompt, draft, model, scope) for prompt in draft.prompts]
     jobs = [each for each in begun if isinstance(each, EncodingJob)]
     found = iter((yield jobs))
     prompts = [model.ids_of(each, next(found)) if isinstance(each, EncodingJob) else each for each in begun]
@@ -158,8 +159,9 @@ def _check_prompt_logprobs(sampling: SamplingParams, num_tokens: int, limits: Li
         )
 
 
-def _begin(prompt: Prompt, prompt_field: str, model: LoadedModel, scope: bytes) -> EncodingJob | Sequence[int]:
+def _begin(prompt: Prompt, draft: Draft, model: LoadedModel, scope: bytes) -> EncodingJob | Sequence[int]:
     """Return a prompt's token ids, or the text that has to be encoded for them."""
+    prompt_field = draft.prompt_field
     match prompt:
         case TokenPrompt(token_ids):
             return _checked_ids(token_ids, prompt_field, model)
@@ -168,6 +170,7 @@ def _begin(prompt: Prompt, prompt_field: str, model: LoadedModel, scope: bytes) 
                 raise InvalidRequest(prompt_field, "must not be empty")
         case ChatPrompt(add_special_tokens=add_special_tokens):
             text = _render(prompt, prompt_field, model)
+            set_output_form(draft.answer, prompt.tools, model, text)
     # One token of the context is left for the output.
     return model.check(EncodingJob(text, add_special_tokens, model.max_model_len - 1, prompt_field, scope))
 
@@ -199,6 +202,7 @@ def _render(chat: ChatPrompt, prompt_field: str, model: LoadedModel) -> str:
         add_generation_prompt=opens,
         continue_final_message=chat.continue_final_message,
         arguments=chat.arguments,
+        tools=chat.tools.definitions,
     )
 
 

@@ -231,7 +231,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "king"}] * MANY}, "messages.0.role"),
     ({"messages": [{"role": "user", "content": "x"} | {f"x{i}": 1 for i in range(MANY)}]}, "messages.0.x0"),
     ({"messages": [{"role": "user", "content": [{}] * MANY}]}, "messages.0.content"),
-    ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}] * MANY}]}, "messages.0.tool_calls.0"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}] * MANY}]}, "messages.0.tool_calls.0.id"),
+    ({"messages": [{"role": "user", "content": "x"}], "tools": [{}] * MANY}, "tools.0.type"),
     ({"messages": [{"role": "user", "content": "x", "annotations": [{}] * MANY}]}, "messages.0.annotations.0"),
 ]
 

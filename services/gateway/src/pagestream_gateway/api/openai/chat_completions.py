@@ -1,17 +1,20 @@
 """POST /v1/chat/completions: its body, its route and its answers."""
 
+import json
 from collections.abc import Mapping
 from json.encoder import encode_basestring_ascii
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from fastapi import APIRouter
-from pagestream.v1.records_pb2 import API_FORM_CHAT_COMPLETIONS
+from pagestream.v1.records_pb2 import API_FORM_CHAT_COMPLETIONS, ChoiceFinish, RequestSpec
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from pagestream_gateway.api.documents import stream_body_of
 from pagestream_gateway.api.openai import generation
+from pagestream_gateway.api.openai.chat.parts import ChoiceParts, whole_message
+from pagestream_gateway.api.openai.chat.tools import Tool, ToolCall, ToolChoice, check_formats, tools_of
 from pagestream_gateway.api.openai.generation import (
     GenerationBody,
     ParsedRequest,
@@ -32,8 +35,6 @@ from pagestream_gateway.errors import InvalidRequest, UnsupportedField
 
 UNSUPPORTED = {
     **generation.UNSUPPORTED,
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -51,7 +52,10 @@ UNSUPPORTED = {
 }
 
 
-_UNSUPPORTED_OF_MESSAGES = ("tool_calls", "function_call", "audio")
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+_ROLES = get_args(Role)
+_UNSUPPORTED_OF_MESSAGES = ("function_call", "audio")
+_CONTENT = 'must be a string or a list of {"type": "text", "text": ...} parts; other kinds are not supported'
 
 
 class TextPart(Body):
@@ -63,28 +67,33 @@ class TextPart(Body):
 
 _Content = Annotated[
     str | Items[TextPart],
-    expects('must be a string or a list of {"type": "text", "text": ...} parts; other kinds are not supported'),
+    expects(_CONTENT),
 ]
 
 
 class Message(Body):
     """One message of a conversation; what else OpenAI's clients send with an assistant's message must be null."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: _Content
+    role: Role
+    content: _Content | None = None
     name: str | None = None
     refusal: None = None
     annotations: Items[None] | None = None
     audio: None = None
     function_call: None = None
-    tool_calls: Items[None] | None = None
+    tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
-    reasoning_content: None = None
+    reasoning_content: str | None = Field(None, description="Of an assistant's earlier answer.")
 
     def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates take it; text parts are joined as lines, as in vLLM."""
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        message = {"role": self.role, "content": content}
+        parts = self.content or ""
+        content = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
+        message: dict[str, Any] = {"role": self.role, "content": content}
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.reasoning_content is not None:
+            message["reasoning_content"] = self.reasoning_content
         if self.name is not None:
             message["name"] = self.name
         if self.tool_call_id is not None:
@@ -97,6 +106,11 @@ class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
     messages: Items[Message]
+    tools: Items[Tool] | None = Field(None, description="Functions that the model may call.")
+    tool_choice: ToolChoice | None = Field(
+        None, description='"auto" (default), "none", "required" or the tool to call; a grammar forces the last two.'
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call.")
     logprobs: bool | None = Field(None, description="Show the log probabilities of the chosen tokens.")
     top_logprobs: int | None = Field(None, description="Likeliest tokens at each position; needs logprobs.")
     max_completion_tokens: int | None = Field(None, description="OpenAI's newer name of max_tokens; wins over it.")
@@ -117,19 +131,47 @@ class ChatWriter(AnswerWriter):
     logprobs_form = ChatLogprobs
     shows_prompts_by_choice = False
 
+    def __init__(self, spec: RequestSpec) -> None:
+        super().__init__(spec)
+        self._is_parted = spec.answer.HasField("output")
+        self._parts: dict[int, ChoiceParts] = {}
+        self.needs_history = self.needs_history or self._is_parted
+
+    def skip(self, run: Run) -> None:
+        super().skip(run)
+        if self._is_parted and not run.prompt_end:
+            self._delta(run)
+
     def opening_parts(self) -> list[str]:
         """Return the roles."""
         return ['"delta":{"role":"assistant","content":""}'] * self.num_choices
 
     def delta(self, run: Run) -> str:
         """Return a run's text; a finish without text has an empty delta."""
+        if self._is_parted:
+            return f'"delta":{json.dumps(self._delta(run), separators=(",", ":"))}'
         if run.finish is not None and not run.text:
             return '"delta":{}'
         return f'"delta":{{"content":{encode_basestring_ascii(run.text)}}}'
 
+    def finish_reason(self, choice: int, finish: ChoiceFinish) -> str:
+        return self._parts[choice].finish_reason(finish) if self._is_parted else super().finish_reason(choice, finish)
+
     def message(self, choice: int, text: str) -> dict[str, Any]:
         """Return the assistant's message."""
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def whole_choice(self, number: int, text: str, finish: ChoiceFinish) -> dict[str, Any]:
+        members = super().whole_choice(number, text, finish)
+        if self._is_parted:
+            members["message"], members["finish_reason"] = whole_message(self.spec, number, text, finish)
+        return members
+
+    def _delta(self, run: Run) -> dict[str, Any]:
+        parts = self._parts.get(run.choice)
+        if parts is None:
+            parts = self._parts[run.choice] = ChoiceParts(self.spec, run.choice)
+        return parts.delta(run.text, is_last=run.finish is not None)
 
 
 def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest:
@@ -141,15 +183,22 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest
     if body.max_completion_tokens is not None:
         own_parameters["max_tokens"] = body.max_completion_tokens
         field_names["max_tokens"] = "max_completion_tokens"
+    tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
     prompt = ChatPrompt(
         messages=[message.for_template() for message in body.messages],
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
         arguments=body.chat_template_kwargs or {},
         add_special_tokens=bool(body.add_special_tokens),
+        tools=tools,
     )
     with named_as(field_names):
         shared = shared_draft(body, headers, document, API_FORM_CHAT_COMPLETIONS, **own_parameters)
+        sampling = shared["sampling"]
+        check_formats(tools, has_format=sampling.HasField("structured_outputs"), num_stop_strings=len(sampling.stop))
+        if (constraint := tools.constraint()) is not None:
+            sampling.structured_outputs.CopyFrom(constraint)
+            field_names["structured_outputs"] = "tools"
     draft = Draft(prompts=[prompt], prompt_field="messages", **shared)
     return ParsedRequest(draft, stream=bool(body.stream), field_names=field_names)
 
@@ -167,11 +216,17 @@ def router(gateway: Gateway) -> APIRouter:
 
 
 def _check_messages(messages: object) -> None:
-    """Refuse what a message asks for beside text, before its content is checked, which then may be null."""
+    """Refuse what a message asks for beside text and calls, and one that says nothing, before its parts are checked."""
     for number, message in enumerate(messages if isinstance(messages, list) else ()):
+        if not isinstance(message, dict):
+            continue
         for name in _UNSUPPORTED_OF_MESSAGES:
-            if isinstance(message, dict) and message.get(name):
+            if message.get(name):
                 raise UnsupportedField(f"messages.{number}.{name}")
+        if message.get("content") is None and not message.get("tool_calls") and message.get("role") in _ROLES:
+            raise InvalidRequest(f"messages.{number}.content", _CONTENT)
+        if message.get("tool_calls") and message.get("role") != "assistant":
+            raise InvalidRequest(f"messages.{number}.tool_calls", "only an assistant's message has them")
 
 
 def _num_logprobs(body: ChatBody) -> int | None:

@@ -125,6 +125,8 @@ class AnswerWriter(LogWriter):
         self._head = self._chunk_head()
 
     def skip(self, run: Run) -> None:
+        if not self.logprobs.is_asked:
+            return
         if not run.prompt_end:
             self.logprobs.write(run)
             return
@@ -156,8 +158,11 @@ class AnswerWriter(LogWriter):
         logprobs = "null"
         if self.logprobs.is_asked:
             logprobs = _compact(self.logprobs.write(run))
-        finish = '"finish_reason":null' if run.finish is None else self._finish_fields(run.finish)
-        choice = f'{{"index":{run.choice},{self.delta(run)},"logprobs":{logprobs},{finish}}}'
+        delta, finish = self.delta(run), '"finish_reason":null'
+        if run.finish is not None:
+            stop = json.dumps(self._stop_reason(run.finish))
+            finish = f'"finish_reason":"{self.finish_reason(run.choice, run.finish)}","stop_reason":{stop}'
+        choice = f'{{"index":{run.choice},{delta},"logprobs":{logprobs},{finish}}}'
         return f"{self._head}{choice}{self._tail}{self._position(position_after(run))}"
 
     def _prompt_chunk(self, run: Run) -> str:
@@ -223,9 +228,9 @@ class AnswerWriter(LogWriter):
         members = {"id": self.spec.request_id, "object": self.chunk_object, **self._shared()}
         return _compact(members)[:-1] + ',"choices":['
 
-    def _finish_fields(self, finish: ChoiceFinish) -> str:
-        stop = json.dumps(self._stop_reason(finish))
-        return f'"finish_reason":"{finish_reason_name(finish.reason)}","stop_reason":{stop}'
+    def finish_reason(self, choice: int, finish: ChoiceFinish) -> str:
+        """Return the name of the reason; `choice` has been written up to its end."""
+        return finish_reason_name(finish.reason)
 
     def _stop_reason(self, finish: ChoiceFinish) -> str | int | None:
         """Return the stop string that ended a choice, or the stop token's id; None where neither did."""

@@ -1,0 +1,1 @@
+"""What chats have beside text: tools, and answers in parts."""

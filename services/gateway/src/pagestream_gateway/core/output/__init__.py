@@ -1,0 +1,1 @@
+"""Divides a chat's output into content, reasoning and tool calls, as its text arrives."""

@@ -1,0 +1,166 @@
+"""Reads one tool call written as a JSON object, as its text arrives."""
+
+import json
+
+from pagestream_gateway.core.output.parts import Arguments, CallBegin, Part
+
+_ARGUMENT_KEYS = ("arguments", "parameters")
+_BLANKS = " \t\r\n"
+
+
+class CallObject:
+    """`{"name": ..., "arguments": {...}}`, also with "parameters"; other members are skipped.
+
+    Arguments are passed on as they are spelled, from the moment that the name is known, so that a client may show them
+    while they are written. Arguments that are a string are JSON inside of it.
+    """
+
+    def __init__(self, names: frozenset[str] | None = None) -> None:
+        """`names`: an object with another name is no call; None: any name is one."""
+        self._names = names
+        self._depth = 0
+        self._in_string = self._escaped = False
+        self._text: list[str] = []
+        self._num_chars = 0
+        self._value_begin = self._string_begin = -1
+        self._key: str | None = None
+        self._arguments: list[str] | None = None
+        self._kind = ""
+        self._name: str | None = None
+        self._begun = False
+        self.is_done = False
+        self.is_failed = False
+        """Whether this is no call: `text` is content then."""
+
+    @property
+    def text(self) -> str:
+        """All that was read."""
+        return "".join(self._text)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was read."""
+        return not self._text
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether the call has been passed on."""
+        return self._begun
+
+    def feed(self, text: str) -> tuple[list[Part], str]:
+        """Read until the object ends or is found to be no call; return the parts and the text behind it."""
+        parts: list[Part] = []
+        fresh: list[str] = []
+        for place, char in enumerate(text):
+            self._text.append(char)
+            self._num_chars += 1
+            self._step(char, fresh)
+            if self.is_failed or self.is_done:
+                return self._parts(parts, fresh), text[place + 1 :]
+        return self._parts(parts, fresh), ""
+
+    def _parts(self, parts: list[Part], fresh: list[str]) -> list[Part]:
+        """Add what may be passed on: `fresh` are characters of arguments."""
+        if self._arguments is not None:
+            self._arguments += fresh
+        if self._name is None:
+            return parts
+        is_given = self._arguments is not None and self._kind == "{"
+        if not self._begun and (is_given or self.is_done):
+            self._begun = True
+            parts.append(CallBegin(self._name))
+        if not self._begun:
+            return parts
+        if is_given and self._arguments:
+            parts.append(Arguments("".join(self._arguments)))
+            self._arguments.clear()
+        elif self.is_done and not is_given:
+            parts.append(Arguments(_decoded("".join(self._arguments or []))))
+        return parts
+
+    def _step(self, char: str, fresh: list[str]) -> None:
+        is_argument = self._arguments is not None and self._value_begin >= 0 and self._key in _ARGUMENT_KEYS
+        if self._in_string:
+            if is_argument:
+                fresh.append(char)
+            self._step_in_string(char)
+            return
+        if self._depth == 0:
+            self._depth, self.is_failed = 1, char != "{"
+            return
+        if self._depth == 1 and self._step_outside(char):
+            return
+        if is_argument or (self._key in _ARGUMENT_KEYS and self._value_begin == self._num_chars - 1):
+            fresh.append(char)
+        if char == '"':
+            self._in_string, self._string_begin = True, self._num_chars - 1
+        elif char in "{[":
+            self._depth += 1
+        elif char in "}]":
+            self._depth -= 1
+            if self._depth == 1:
+                self._end_value()
+
+    def _step_in_string(self, char: str) -> None:
+        if self._escaped:
+            self._escaped = False
+        elif char == "\\":
+            self._escaped = True
+        elif char == '"':
+            self._in_string = False
+            if self._depth == 1:
+                self._end_string()
+
+    def _step_outside(self, char: str) -> bool:
+        """Take a character of the object itself, outside of values; return whether it was one."""
+        if self._value_begin >= 0:  # inside a value without quotes or brackets
+            if char not in ",}":
+                return False
+            self._end_value()
+        if char in _BLANKS or (char == ":" and self._key is not None):
+            return True
+        if char in ",}":
+            self._key = None
+            self.is_done = char == "}"
+            self.is_failed = self.is_done and self._name is None
+            return True
+        if self._key is None:
+            self.is_failed = char != '"'
+            return self.is_failed
+        self._begin_value(char)
+        return self.is_failed
+
+    def _begin_value(self, char: str) -> None:
+        self._value_begin = self._num_chars - 1
+        if self._key in _ARGUMENT_KEYS:
+            self.is_failed = self._arguments is not None  # given twice
+            if not self.is_failed:
+                self._arguments, self._kind = [], char
+
+    def _end_string(self) -> None:
+        try:
+            text = str(json.loads("".join(self._text[self._string_begin :])))
+        except ValueError:
+            self.is_failed = True
+            return
+        if self._value_begin < 0:
+            self._key = text
+            return
+        if self._key == "name":
+            self.is_failed = not text or (self._names is not None and text not in self._names)
+            self._name = self._name if self.is_failed else text
+        self._end_value()
+
+    def _end_value(self) -> None:
+        self._value_begin = -1
+
+
+def _decoded(text: str) -> str:
+    """Return the JSON of arguments that are a string, null, or left out."""
+    try:
+        value = json.loads(text) if text.strip() else None
+    except ValueError:
+        return text
+    if isinstance(value, str):
+        return value or "{}"
+    return "{}" if value is None else text.strip()

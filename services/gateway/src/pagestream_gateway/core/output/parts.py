@@ -1,0 +1,88 @@
+"""The parts of an output, and what divides it into them."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+NAME = re.compile(r"[A-Za-z_][\w.-]*")
+"""Of a tool."""
+MOST_NAME_CHARS = 256
+"""That are held back while they may be a tool's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text that the model writes before its answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegin:
+    """A call of a tool begins; its arguments follow."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """JSON text of the arguments of the call that began last."""
+
+    text: str
+
+
+Part = Content | Reasoning | CallBegin | Arguments
+
+
+class OutputParser(Protocol):
+    """Divides one choice's text; what it returns depends on the text alone, not on how it is cut into pieces.
+
+    That holds for the concatenation of parts of one kind. So a reader that resumes gets the parts that it would have
+    got, once the text before its position was fed.
+    """
+
+    def feed(self, text: str) -> list[Part]:
+        """Return the parts that are certain now."""
+
+    def end(self) -> list[Part]:
+        """Return what was held back, now that nothing follows."""
+
+
+class PlainText:
+    """An output that is content alone."""
+
+    def feed(self, text: str) -> list[Part]:
+        """Return the text."""
+        return [Content(text)] if text else []
+
+    def end(self) -> list[Part]:
+        """Return nothing."""
+        return []
+
+
+def joined(parts: Iterable[Part]) -> list[Part]:
+    """Join neighbours of one kind."""
+    found: list[Part] = []
+    for part in parts:
+        last = found[-1] if found else None
+        if type(part) is type(last) and not isinstance(part, CallBegin) and not isinstance(last, CallBegin | None):
+            found[-1] = type(part)(last.text + part.text)
+        else:
+            found.append(part)
+    return found
+
+
+def held_prefix(text: str, marker: str) -> int:
+    """Return how many characters at the end of a text may be the beginning of a marker."""
+    for length in range(min(len(text), len(marker) - 1), 0, -1):
+        if marker.startswith(text[-length:]):
+            return length
+    return 0

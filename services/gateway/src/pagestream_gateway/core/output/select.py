@@ -1,0 +1,42 @@
+"""Which format a model's tool calls and reasoning have, by its chat template."""
+
+import re
+
+from pagestream.v1.records_pb2 import OutputForm
+
+from pagestream_gateway.core.output.formats import parser_of_calls
+from pagestream_gateway.core.output.parts import OutputParser
+from pagestream_gateway.core.output.reasoning import BEGIN, END, Think
+
+_PYTHONIC = re.compile(r"\[func_name\d?\(")
+
+
+def tool_format(template: str) -> str | None:
+    """Return the format of tool calls that a chat template teaches; None where it takes no tools, or in another one."""
+    if "tools" not in template or "<function=" in template:
+        return None
+    if "[TOOL_CALLS]" in template:
+        return "mistral"
+    if "<tool_call>" in template:
+        return "hermes"
+    if _PYTHONIC.search(template):
+        return "pythonic"
+    if "<|python_tag|>" in template or ('"parameters"' in template and "ipython" in template):
+        return "llama3_json"
+    return None
+
+
+def reasoning_format(template: str, prompt: str) -> str:
+    """Return how an output's reasoning is told from its answer; "" where the template knows none.
+
+    `prompt`: the rendered one, which may open the reasoning.
+    """
+    if BEGIN not in template and END not in template:
+        return ""
+    return "open" if prompt.rstrip().endswith(BEGIN) else "think"
+
+
+def parser_of(form: OutputForm) -> OutputParser:
+    """Return a new parser of one choice's text."""
+    inner = parser_of_calls(form.tool_format, frozenset(form.tool_names))
+    return Think(inner, is_open=form.reasoning_format == "open") if form.reasoning_format else inner

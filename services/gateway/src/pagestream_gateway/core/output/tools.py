@@ -1,0 +1,72 @@
+"""What a chat may do with tools, and how a grammar forces calls of them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pagestream.v1.inference_pb2 import StructuredOutputs
+
+from pagestream_gateway.core.sampling.constraints import schema_text
+from pagestream_gateway.errors import InvalidRequest
+
+_DEFINITIONS = ("$defs", "definitions")
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The tools of a chat, as its template takes them."""
+
+    definitions: Sequence[Mapping[str, Any]] = ()
+    """OpenAI's objects: {"type": "function", "function": {"name": ..., "parameters": ...}}."""
+    is_forced: bool = False
+    """Whether the output is made of calls alone."""
+    forced_name: str = ""
+    """The one tool that is called; "" where any may be."""
+    one_call: bool = False
+    """Whether an answer has one call at most."""
+
+    @property
+    def names(self) -> list[str]:
+        """Of the tools that may be called."""
+        return [self.forced_name] if self.forced_name else [each["function"]["name"] for each in self.definitions]
+
+    @property
+    def forced_format(self) -> str:
+        """The format of an output that a grammar forces; "" where none does."""
+        if not self.is_forced:
+            return ""
+        return "named" if self.forced_name else "required"
+
+    def constraint(self) -> StructuredOutputs | None:
+        """Return the grammar of forced calls; None where none is forced. Raises InvalidRequest."""
+        if not self.is_forced:
+            return None
+        schemas = {each["function"]["name"]: each["function"].get("parameters") for each in self.definitions}
+        if self.forced_name:
+            schema: Any = schemas[self.forced_name] or {"type": "object"}
+        else:
+            schema = _calls_schema(schemas, self.one_call)
+        return StructuredOutputs(json=schema_text(schema, "tools"))
+
+
+def _calls_schema(schemas: Mapping[str, Any], one_call: bool) -> dict[str, Any]:
+    """Return the schema of a list of calls; definitions that schemas refer to stand at its root, as they have to."""
+    calls, roots = [], dict[str, dict[str, Any]]()
+    for name, given in schemas.items():
+        schema = dict(given or {"type": "object"})
+        for member in _DEFINITIONS:
+            for key, value in (schema.pop(member, None) or {}).items():
+                known = roots.setdefault(member, {}).setdefault(key, value)
+                if json.dumps(known, sort_keys=True) != json.dumps(value, sort_keys=True):
+                    raise InvalidRequest("tools", f"two tools have a definition {key!r}, and they differ")
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, "parameters": schema},
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+        )
+    most = {"maxItems": 1} if one_call else {}
+    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, **roots}
