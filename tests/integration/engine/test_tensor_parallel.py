@@ -16,6 +16,7 @@ from pagestream_engine import LLM, SamplingParams, StructuredOutputsParams
 from pagestream_engine.errors import RankLost
 from pagestream_engine.executor.rank_group import RankGroup
 from pagestream_engine.request.outputs import RequestOutput
+from support.engines.nodes import node_options, start_node
 from support.engines.tiny_models import make_model, random_prompts
 
 REQUESTS: list[dict[str, Any]] = [
@@ -77,7 +78,9 @@ def check_close(found: list[RequestOutput], expected: list[RequestOutput], toler
             id="biases, KV heads on two ranks, host pages",
             marks=pytest.mark.slow,
         ),
-        pytest.param("mixtral", {"sliding_window": None}, (2, 2), {}, id="experts, stages of two ranks"),
+        pytest.param(
+            "mixtral", {"sliding_window": None}, (2, 2), {"nnodes": 2}, id="experts, stages of two ranks, machines"
+        ),
         pytest.param("gemma3", {}, (1, 2), {"swap_space": 0.001}, id="stages, windows, tied head, host pages"),
         pytest.param("llama", {}, (1, 3), DRAFTS, id="stages, drafts"),
         pytest.param("qwen3-moe", FOUR_LAYERS, (1, 4), {}, id="stages of one layer", marks=pytest.mark.slow),
@@ -92,7 +95,12 @@ def test_ranks_give_the_tokens_of_one_process(
     alone = LLM(folder, **OPTIONS)
     expected = generate(alone)
     assert alone.engine.stats().num_preemptions > 0
-    llm = LLM(folder, tensor_parallel_size=size, pipeline_parallel_size=num_stages, **OPTIONS, **options)
+    ranks = {"tensor_parallel_size": size, "pipeline_parallel_size": num_stages, **options}
+    other_machine = None
+    if "nnodes" in options:
+        ranks = node_options(tmp_path, **ranks)
+        other_machine = start_node(folder, {**OPTIONS, **ranks})
+    llm = LLM(folder, **OPTIONS, **ranks)
     try:
         assert llm.engine.is_deterministic == alone.engine.is_deterministic
         found = generate(llm)
@@ -116,3 +124,7 @@ def test_ranks_give_the_tokens_of_one_process(
             generate(llm)
     finally:
         llm.engine.close()
+    if other_machine is not None:
+        _, written = other_machine.communicate(timeout=60)
+        assert "the leader has ended" not in written
+        assert other_machine.returncode == 1, written

@@ -18,7 +18,7 @@ SPECULATIVE_METHODS = ("ngram", "draft_model", "grammar")
 QUANTIZATIONS = ("int8",)
 """Of weights that are quantised while they are loaded."""
 MAX_RANKS = 64
-"""Of a group on one machine."""
+"""Of a group."""
 MAX_SPECULATIVE_TOKENS = 15
 """With the last token, what one pass of attention over a decode takes."""
 MAX_LORAS, MAX_LORA_RANK = 256, 512
@@ -234,20 +234,53 @@ class ParallelConfig:
     """Processes that compute each step together. Above one they replace what `executor` names."""
 
     tensor_parallel_size: int = 1
-    """Ranks among which each layer is divided: processes of one machine, with a GPU each, or on a CPU with a part of
-    its threads each. A divisor of the model's attention heads and of the width of its MLPs."""
+    """Ranks among which each layer is divided: processes with a GPU each, or on a CPU with a part of its machine's
+    threads each. A divisor of the model's attention heads and of the width of its MLPs."""
     pipeline_parallel_size: int = 1
     """Stages, each of which has some of the layers, and `tensor_parallel_size` ranks that divide these. At most as many
     as layers."""
+    nnodes: int = 1
+    """Machines that the ranks are divided among, in their order, each with as many. Above one this process starts those
+    of machine `node_rank`, and machine 0 waits for the others."""
+    node_rank: int = 0
+    """Of this machine: 0 has the scheduler and serves requests, the others run `pagestream-engine` with the same
+    options and compute what it plans."""
+    master_addr: str = "127.0.0.1"
+    """Host name or address of machine 0."""
+    master_port: int = 29501
+    """TCP port of machine 0 where ranks join."""
+    node_secret_file: str | None = None
+    """File with the secret, of at least 16 bytes, that the machines of a group prove to each other that they know.
+    Needed with `nnodes` above one."""
+    node_join_timeout_s: float = 600.0
+    """Seconds that machines wait for each other before they give up."""
 
     def __post_init__(self) -> None:
         _between("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS)
         _between("pipeline_parallel_size", self.pipeline_parallel_size, 1, MAX_RANKS // self.tensor_parallel_size)
+        self._check_nodes()
 
     @property
     def num_ranks(self) -> int:
         """Processes of all stages."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    def _check_nodes(self) -> None:
+        _between("nnodes", self.nnodes, 1, MAX_RANKS)
+        _between("node_rank", self.node_rank, 0, self.nnodes - 1)
+        _between("master_port", self.master_port, 1, 65_535)
+        if not isinstance(self.master_addr, str) or not self.master_addr:
+            raise ConfigError("master_addr", self.master_addr, "a host name or an address")
+        limit_s = self.node_join_timeout_s
+        if not (_is_number(limit_s) and 0.0 < limit_s < inf):
+            raise ConfigError("node_join_timeout_s", limit_s, "seconds above 0")
+        if self.nnodes == 1:
+            return
+        if self.num_ranks % self.nnodes:
+            expected = f"a divisor of the {self.num_ranks} ranks (tensor_parallel_size x pipeline_parallel_size)"
+            raise ConfigError("nnodes", self.nnodes, expected, "each machine has as many ranks")
+        if not self.node_secret_file or not isinstance(self.node_secret_file, str):
+            raise ConfigError("node_secret_file", self.node_secret_file, "a file with a secret, with nnodes above 1")
 
 
 @dataclass(frozen=True)
@@ -317,6 +350,12 @@ class EngineOptions(TypedDict, total=False):
     async_scheduling: bool | None
     tensor_parallel_size: int
     pipeline_parallel_size: int
+    nnodes: int
+    node_rank: int
+    master_addr: str
+    master_port: int
+    node_secret_file: str | None
+    node_join_timeout_s: float
     plugins: Sequence[str]
     swap_space: float
     kv_cache_dtype: str

@@ -48,6 +48,22 @@ class RankLost(ExecutorDied):
         )
 
 
+class NodeError(EngineError, RuntimeError):
+    """Root of the errors between the machines of one group of ranks."""
+
+
+class NodeProtocolError(NodeError):
+    """The other side of a connection sent what no rank of the group sends."""
+
+
+class NodeRefused(NodeError):  # noqa: N818 - reads as what happened
+    """A rank may not join: the reason is the leader's, or that the other side is not its leader."""
+
+
+class NodesMissing(NodeError):  # noqa: N818 - likewise
+    """A group did not form within its limit."""
+
+
 class ConfigError(EngineError, ValueError):
     """An option of the engine is malformed or does not fit the model or the machine."""
 

@@ -16,6 +16,7 @@ from pagestream_telemetry.logs import configure_logs
 from setproctitle import setproctitle
 
 from pagestream_worker.card import ModelCardError
+from pagestream_worker.node import node_settings, run_node
 from pagestream_worker.process import EXIT_FAILED, run_process
 from pagestream_worker.serving.outputs import EngineFailed
 from pagestream_worker.settings import load_settings
@@ -38,6 +39,9 @@ def check_address(url: str) -> None:
 def main(arguments: Sequence[str] | None = None, make_engine: EngineFactory = Engine) -> int:
     """Run the command; returns its exit code."""
     try:
+        node = node_settings(arguments, os.environ)
+        if node is not None:
+            return run_node(node)
         settings = load_settings(arguments, os.environ)
         check_address(settings.worker.redis_url)
     except (EngineError, ValueError) as error:

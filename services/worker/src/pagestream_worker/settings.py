@@ -117,6 +117,12 @@ _ENGINE_OPTIONS = (
     "async_scheduling",
     "tensor_parallel_size",
     "pipeline_parallel_size",
+    "nnodes",
+    "node_rank",
+    "master_addr",
+    "master_port",
+    "node_secret_file",
+    "node_join_timeout_s",
     "plugins",
     "enable_lora",
     "max_loras",
@@ -185,6 +191,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--tensor-parallel-size", type=int, metavar="N", help="processes that divide each layer")
     group.add_argument("--pipeline-parallel-size", type=int, metavar="N", help="stages of layers; 1 is all there is")
+    group.add_argument("--nnodes", type=int, metavar="N", help="machines that the ranks are divided among")
+    group.add_argument("--node-rank", type=int, metavar="N", help="of this machine; only 0 serves requests")
+    group.add_argument("--master-addr", metavar="HOST", help="of machine 0")
+    group.add_argument("--master-port", type=int, metavar="PORT", help="of machine 0, where the others join")
+    group.add_argument("--node-secret-file", metavar="FILE", help="with the secret of the machines of a group")
+    group.add_argument("--node-join-timeout-s", type=float, metavar="S", help="to wait for the other machines")
     group.add_argument(
         "--plugins",
         type=split_names,
@@ -269,7 +281,7 @@ _RENAMED = {"redis_url": "redis"}
 """Fields whose option and variable have another name."""
 
 
-def _worker_fields() -> dict[str, Any]:
+def worker_fields() -> dict[str, Any]:
     """Return the variables of the group WORKER with their types."""
     return {_RENAMED.get(name, name): kind for name, kind in fields_of(WorkerSettings).items()}
 
@@ -281,7 +293,7 @@ def worker_settings(options: argparse.Namespace, environ: Mapping[str, str] | No
         VariableError: a variable is unknown, malformed or out of range.
         ValueError: the model or the Redis address is given nowhere.
     """
-    fields = _worker_fields()
+    fields = worker_fields()
     given = read_environment(environ or {}, {WORKER: fields})[WORKER]
     _check(given)
     flags = {name: getattr(options, name) for name in fields if getattr(options, name, None) is not None}
@@ -329,6 +341,16 @@ class ProcessSettings:
     degradation: DegradationSettings = field(default_factory=DegradationSettings)
 
 
+def logging_settings(options: argparse.Namespace, environ: Mapping[str, str]) -> TelemetrySettings:
+    """Return the settings of logs and telemetry: parsed options, then variables.
+
+    Raises:
+        VariableError: a variable is unknown, malformed or out of range.
+    """
+    flags = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(TelemetrySettings)}
+    return telemetry_settings(environ, flags)
+
+
 def load_settings(arguments: Sequence[str] | None, environ: Mapping[str, str]) -> ProcessSettings:
     """Read the command line and the environment.
 
@@ -337,9 +359,12 @@ def load_settings(arguments: Sequence[str] | None, environ: Mapping[str, str]) -
         ValueError: another option or a variable is unknown, malformed or missing; the message names it.
     """
     options = build_parser().parse_args(arguments)
-    flags = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(TelemetrySettings)}
     # Misspelt variables are reported before missing ones, which they may have caused.
-    telemetry, streams = telemetry_settings(environ, flags), settings_from_environment(environ)
+    telemetry, streams = logging_settings(options, environ), settings_from_environment(environ)
     engine = engine_config(options, environ)
     degradation = degradation_settings(environ)
-    return ProcessSettings(worker_settings(options, environ), engine, streams, telemetry, degradation)
+    worker = worker_settings(options, environ)
+    if worker.standby and engine.parallel.nnodes > 1:
+        expected = "nothing with --nnodes above 1, since a spare and its engine would wait for the same machines"
+        raise ValueError(f"--standby: {worker.standby!r} was given, {expected} is expected")
+    return ProcessSettings(worker, engine, streams, telemetry, degradation)

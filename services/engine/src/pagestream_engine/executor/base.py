@@ -288,11 +288,11 @@ def make_model_runner(folder: Path, config: EngineConfig) -> Runner:
         return ModelRunner(folder, config, torch.device(device))
     if device == "cpu":
         if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, torch.get_num_threads() // place.size))
+            torch.set_num_threads(max(1, torch.get_num_threads() // place.num_local))
         return ModelRunner(folder, config, torch.device(device))
-    if torch.cuda.device_count() < place.size:
+    if torch.cuda.device_count() < place.num_local:
         expected = f"at most the {torch.cuda.device_count()} GPUs of this machine"
         if place.tensor_size > 1:
             raise ConfigError("tensor_parallel_size", place.tensor_size, f"{expected}, over all stages")
         raise ConfigError("pipeline_parallel_size", place.num_stages, expected)
-    return ModelRunner(folder, config, torch.device(device, place.rank))
+    return ModelRunner(folder, config, torch.device(device, place.local_rank))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
-import pickle
 import shutil
 import tempfile
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from time import monotonic
@@ -16,13 +17,15 @@ from typing import NoReturn
 import numpy as np
 
 from pagestream_engine.config import EngineConfig
-from pagestream_engine.errors import EngineError, InvariantViolation, RankLost
+from pagestream_engine.errors import EngineError, InvariantViolation, NodesMissing, RankLost
 from pagestream_engine.executor.base import ExecutorFacts, RunnerFactory
 from pagestream_engine.executor.child import Failure
+from pagestream_engine.executor.nodes.forming import Forming
+from pagestream_engine.executor.nodes.remote_rank import RemoteRank
 from pagestream_engine.executor.preparations import Preparation, Prepared
-from pagestream_engine.executor.rank_process import Answer, RankProcess
+from pagestream_engine.executor.rank_process import Answer, Message, Rank, RankProcess
 from pagestream_engine.executor.stragglers import Stragglers
-from pagestream_engine.parallel.place import Progress, RankPlace
+from pagestream_engine.parallel.place import Progress
 from pagestream_engine.step.records import StepPlan, StepResult
 
 _FAILURE_LIMIT_S = 1.0
@@ -32,7 +35,8 @@ _CLOSE_LIMIT_S = 5.0
 
 
 class RankGroup:
-    """Starts `ParallelConfig.num_ranks` processes by `spawn`, and sends each plan to all of them.
+    """Starts this machine's ranks as processes by `spawn`, waits for those of other machines (`nnodes`) to join, and
+    sends each plan to all of them.
 
     The result of a step is that of the first rank of the last stage, which is rank 0 where there is one stage.
 
@@ -49,25 +53,30 @@ class RankGroup:
 
     Raises:
         RankLost: a process ended while it loaded.
+        NodesMissing: ranks of other machines have not joined within `node_join_timeout_s`.
         Exception: what loading raised.
     """
 
     def __init__(self, make_runner: RunnerFactory, folder: Path, config: EngineConfig) -> None:
         context = multiprocessing.get_context("spawn")
-        size, num_stages = config.parallel.num_ranks, config.parallel.pipeline_parallel_size
+        self._size, num_stages = config.parallel.num_ranks, config.parallel.pipeline_parallel_size
         self._folder = Path(tempfile.mkdtemp(prefix="pagestream-ranks-"))
-        self._first_sampling = size - size // num_stages
+        self._first_sampling = self._size - self._size // num_stages
         """The first rank of the last stage: those of other stages have no tokens."""
-        self._stragglers = Stragglers(Progress(self._folder, size, create=True), size // num_stages)
-        self._ranks: list[RankProcess] = []
+        self._progress = Progress(self._folder, self._size, create=True)
+        self._stragglers = Stragglers(self._progress, self._size // num_stages)
+        self._ranks: list[Rank] = []
         self._in_flight: deque[int] = deque()
         self._num_prepared: Counter[Prepared] = Counter()
         self._lost: RankLost | None = None
         try:
-            for rank in range(size):
-                place = RankPlace(rank, size, self._folder, num_stages)
-                self._ranks.append(RankProcess(context, make_runner, folder, replace(config, place=place)))
+            with Forming(config, self._folder) as forming:
+                for place in forming.places:
+                    self._ranks.append(RankProcess(context, make_runner, folder, replace(config, place=place)))
+                self._await_joins(forming)
             self.facts = _agreed(self._load())
+            for rank in self._ranks:
+                rank.serve()
         except BaseException:
             self._end()
             raise
@@ -78,8 +87,9 @@ class RankGroup:
 
     @property
     def pids(self) -> list[int]:
-        """Of the ranks that were started."""
-        return [rank.process.pid for rank in self._ranks if rank.process.pid is not None]
+        """Of the ranks that were started on this machine."""
+        processes = [rank.process for rank in self._ranks if isinstance(rank, RankProcess)]
+        return [process.pid for process in processes if process.pid is not None]
 
     def submit(self, plan: StepPlan) -> None:
         self._send(plan, "plan")
@@ -87,10 +97,10 @@ class RankGroup:
 
     def _send(self, content: object, name: str) -> None:
         self._raise_lost()
-        message = pickle.dumps(content, protocol=5)
+        message = Message(content)
         for rank in self._ranks:
             try:
-                rank.connection.send_bytes(message)
+                rank.send(message)
             except OSError as error:
                 self._lose(rank, f"takes no {name}s", error)
             except BaseException:
@@ -135,13 +145,30 @@ class RankGroup:
     def check_alive(self) -> None:
         self._raise_lost()
         for rank in self._ranks:
-            if rank.process.exitcode is not None:
+            if rank.end_reason:
                 self._lose(rank, "")
 
     def close(self) -> None:
         """End the processes: they get the end of their pipes, and are killed if that does not end them within 5 s."""
         self._in_flight.clear()
         self._end(_CLOSE_LIMIT_S)
+
+    # -- the start --
+
+    def _await_joins(self, forming: Forming) -> None:
+        """Wait for the ranks of other machines, unless one of this machine fails to load."""
+        until = monotonic() + forming.limit_s
+        while len(self._ranks) < self._size and not any(isinstance(each, Failure) for each in self._answers()):
+            if monotonic() > until:
+                raise NodesMissing(
+                    f"ranks {forming.missing} have not joined within {forming.limit_s:g} s; start pagestream-engine on "
+                    "their machines with the same options, and their own node_rank"
+                )
+            joined = forming.take(_POLL_S)
+            if joined is not None:
+                self._ranks.append(RemoteRank(joined, partial(self._progress.note, joined.rank)))
+            self._receive(0.0)
+        self._ranks.sort(key=lambda rank: rank.rank)
 
     # -- answers --
 
@@ -176,7 +203,7 @@ class RankGroup:
             failures = [each for each in self._answers() if isinstance(each, Failure)]
             failed_at = now if failures and failed_at is None else failed_at
             if failed_at is not None and now > failed_at + _FAILURE_LIMIT_S:
-                self._lose(self._failed_rank(), "failed alone", failures[0].error)
+                self._lose(_failed(self._ranks), "failed alone", failures[0].error)
             hanging = self._stragglers.find([rank.rank for rank in waiting])
             if hanging is not None:
                 self._lose(self._ranks[hanging], f"made no progress for {self._stragglers.limit_s:.1f} s")
@@ -189,7 +216,7 @@ class RankGroup:
             RankLost: a rank has died.
         """
         connections = {rank.connection: rank for rank in self._ranks if not rank.has_ended}
-        sentinels = {rank.process.sentinel: rank for rank in self._ranks}
+        sentinels = {rank.sentinel: rank for rank in self._ranks if rank.sentinel is not None}
         ready = wait([*connections, *(sentinels if notice_deaths else ())], timeout_s)
         dead = [sentinels[each] for each in ready if isinstance(each, int)]
         for connection, rank in connections.items():
@@ -212,9 +239,6 @@ class RankGroup:
     def _answers(self) -> list[Answer]:
         return [rank.answers[0] for rank in self._ranks if rank.answers]
 
-    def _failed_rank(self) -> RankProcess:
-        return next(rank for rank in self._ranks if rank.answers and isinstance(rank.answers[0], Failure))
-
     def _checked(self, results: list[StepResult]) -> StepResult:
         """Return the result of the first rank that samples. Each goes on with its own tokens: they must be the same."""
         sampling = self._first_sampling
@@ -226,7 +250,7 @@ class RankGroup:
 
     # -- the end --
 
-    def _lose(self, rank: RankProcess, how: str, cause: BaseException | None = None) -> NoReturn:
+    def _lose(self, rank: Rank, how: str, cause: BaseException | None = None) -> NoReturn:
         """End the group because of a rank, and raise RankLost.
 
         Args:
@@ -235,17 +259,14 @@ class RankGroup:
             cause: if an error has shown it.
         """
         if not how or isinstance(cause, (EOFError, ConnectionError)):  # not BlockingIOError, of a pipe that is full
-            rank.process.join(_CLOSE_LIMIT_S)  # its exit code comes just after the end of its pipes
-        code = rank.process.exitcode
-        if code is not None:
-            how = f"was killed by signal {-code}" if code < 0 else f"exited: {code}"
-        how = how or "has died"
-        self._lost = RankLost(rank.rank, len(self._ranks), how, code)
+            rank.join(_CLOSE_LIMIT_S)  # its exit code comes just after the end of its pipes
+        how = rank.end_reason or how or "has died"
+        self._lost = RankLost(rank.rank, self._size, how, rank.exit_code)
         self._end()
         raise self._lost from cause
 
     def _lose_all(self, how: str) -> None:
-        self._lost = RankLost(0, len(self._ranks), how)
+        self._lost = RankLost(0, self._size, how)
         self._end()
 
     def _raise_lost(self) -> None:
@@ -256,12 +277,15 @@ class RankGroup:
         """End all processes; None: by SIGKILL, all at once."""
         for rank in self._ranks:
             if limit_s is None:
-                rank.process.kill()
-            rank.connection.close()
+                rank.kill()
         until = monotonic() + (limit_s or 0.0)
         for rank in self._ranks:
             rank.end(max(0.0, until - monotonic()))
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _failed(ranks: Iterable[Rank]) -> Rank:
+    return next(rank for rank in ranks if rank.answers and isinstance(rank.answers[0], Failure))
 
 
 def _drop_before(answers: deque[Answer], step_id: int) -> None:

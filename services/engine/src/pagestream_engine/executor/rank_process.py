@@ -1,4 +1,4 @@
-"""One rank of a group, as the executor sees it: its process, and the answers that it has sent."""
+"""One rank of a group, as the executor sees it: what it is sent, and the answers that it has sent."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import pickle
 import socket
 import struct
 from collections import deque
+from functools import cached_property
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext
 from os import dup
 from pathlib import Path
+from typing import Protocol
 
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.executor.base import ExecutorFacts, RunnerFactory
 from pagestream_engine.executor.child import Failure
+from pagestream_engine.executor.nodes.codec import encode
 from pagestream_engine.executor.preparations import Prepared
 from pagestream_engine.executor.rank_child import run_rank
 from pagestream_engine.step.records import StepResult
@@ -23,6 +26,79 @@ _PIPE_LIMIT_S = 1
 """Of a pipe without progress, when a plan is sent or the rest of an answer received: a thread of the rank reads all the
 time."""
 _SECONDS = struct.Struct("ll")  # struct timeval
+
+
+class Message:
+    """A plan or a grammar for all ranks, made into bytes once for each kind of connection."""
+
+    def __init__(self, content: object) -> None:
+        self._content = content
+
+    @cached_property
+    def pickled(self) -> bytes:
+        """For processes of this machine, which are this one's own."""
+        return pickle.dumps(self._content, protocol=5)
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """For other machines."""
+        return encode(self._content)
+
+
+class Rank(Protocol):
+    """A rank of this machine or of another one."""
+
+    rank: int
+    answers: deque[Answer]
+    """Received, and not taken."""
+    prepared: list[Prepared]
+    """Likewise."""
+    has_ended: bool
+    """Whether its connection was seen to end."""
+
+    @property
+    def connection(self) -> Connection | socket.socket:
+        """Is readable when something can be received."""
+        ...
+
+    @property
+    def sentinel(self) -> int | None:
+        """Is readable when its process has died; None for one of another machine."""
+        ...
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of its process; None while it runs, and for one of another machine."""
+        ...
+
+    @property
+    def end_reason(self) -> str:
+        """How it ended; empty while it has not."""
+        ...
+
+    def send(self, message: Message) -> None:
+        """Send a plan or a grammar; OSError where it takes none."""
+        ...
+
+    def serve(self) -> None:
+        """Note that all ranks have loaded: a lost machine is noticed sooner from now on."""
+        ...
+
+    def receive(self) -> None:
+        """Receive what has come; EOFError or OSError where its connection has ended."""
+        ...
+
+    def join(self, limit_s: float) -> None:
+        """Wait for the process's exit code, where there is one."""
+        ...
+
+    def kill(self) -> None:
+        """End it at once, without waiting."""
+        ...
+
+    def end(self, limit_s: float | None = None) -> None:
+        """End it, orderly within the limit; None: at once."""
+        ...
 
 
 class RankProcess:
@@ -56,6 +132,40 @@ class RankProcess:
         self.process = context.Process(target=run_rank, args=arguments, name=name, daemon=True)
         self.process.start()
         far.close()
+
+    @property
+    def sentinel(self) -> int:
+        """Is readable when the process has died."""
+        return self.process.sentinel
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of the process; minus the number of the signal that killed it."""
+        return self.process.exitcode
+
+    @property
+    def end_reason(self) -> str:
+        """How the process ended; empty while it runs."""
+        code = self.process.exitcode
+        if code is None:
+            return ""
+        return f"was killed by signal {-code}" if code < 0 else f"exited: {code}"
+
+    def send(self, message: Message) -> None:
+        """Send a plan or a grammar; OSError where the pipe has ended, or takes nothing for its limit."""
+        self.connection.send_bytes(message.pickled)
+
+    def serve(self) -> None:
+        """Do nothing: its process is watched from the start."""
+
+    def join(self, limit_s: float) -> None:
+        """Wait for the process's end."""
+        self.process.join(limit_s)
+
+    def kill(self) -> None:
+        """Kill the process, and close its pipe."""
+        self.process.kill()
+        self.connection.close()
 
     def receive(self) -> None:
         """Receive an answer, or a preparation, that has come.

@@ -17,9 +17,17 @@ class RankPlace:
     size: int = 1
     """Ranks of the group."""
     folder: Path | None = None
-    """Where the ranks find each other; None for a rank alone."""
+    """Where the ranks of this machine find each other; None for a rank alone."""
     num_stages: int = 1
     """Of layers. Ranks that follow each other are of one stage, and divide each of its layers."""
+    first_local: int = 0
+    """The first rank of this machine."""
+    num_on_machine: int | None = None
+    """Ranks of this machine; None: all."""
+    store: str | None = None
+    """Where ranks of several machines find each other: `tcp://<host>:<port>`, which rank 0 listens on."""
+    interface: str | None = None
+    """Network interface of this machine that the others reach; None: the one of its host name."""
 
     @property
     def tensor_size(self) -> int:
@@ -36,6 +44,16 @@ class RankPlace:
         """From 0."""
         return self.rank // self.tensor_size
 
+    @property
+    def num_local(self) -> int:
+        """Ranks that share this machine's memory, processors and devices."""
+        return self.size if self.num_on_machine is None else self.num_on_machine
+
+    @property
+    def local_rank(self) -> int:
+        """Its place among them."""
+        return self.rank - self.first_local
+
 
 def layers_of_stage(num_layers: int, stage: int, num_stages: int) -> range:
     """Return a stage's layers: equal numbers, and one more in the first ones where that does not come out even; the
@@ -45,9 +63,9 @@ def layers_of_stage(num_layers: int, stage: int, num_stages: int) -> range:
 
 
 class Progress:
-    """How many collectives each rank has begun, in a file that all ranks and their parent map.
+    """How many collectives each rank has begun, in a file that all ranks of a machine and their parent map.
 
-    Each rank writes its own count, from one thread.
+    Each rank writes its own count, from one thread; the parent those of other machines.
     """
 
     def __init__(self, folder: Path, size: int, *, create: bool = False) -> None:
@@ -61,6 +79,14 @@ class Progress:
     def advance(self, rank: int) -> None:
         """Count one more collective of a rank, or one more layer of a stage's."""
         self._counts[rank] += 1
+
+    def note(self, rank: int, count: int) -> None:
+        """Note the count of a rank of another machine."""
+        self._counts[rank] = count
+
+    def count(self, rank: int) -> int:
+        """Return the count of a rank."""
+        return self._counts[rank]
 
     def counts(self) -> list[int]:
         """Return the count of each rank."""

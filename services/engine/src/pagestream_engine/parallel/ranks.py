@@ -85,13 +85,14 @@ class DistributedRanks:
         self._progress = Progress(place.folder, place.size)
         self._device = device
         self._in_order = fixed_order or device.type == "cpu"
-        if sys.platform == "linux":  # the ranks are on one machine, whatever its host name resolves to
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        interface = place.interface if place.store else "lo"
+        if sys.platform == "linux" and interface:  # whatever the host name resolves to
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            init_method=f"file://{place.folder / 'store'}",
+            init_method=place.store or f"file://{place.folder / 'store'}",
             rank=place.rank,
             world_size=place.size,
             timeout=_LIMIT,

@@ -221,7 +221,7 @@ class ModelRunner:
                 step_bytes, pool_bytes = use.step, gpu_pool_bytes(use, share, len(sizes))
             else:
                 step_bytes = estimated_cpu_step_bytes(self, self._config, vocab_size)
-                num_ranks = self._config.place.size
+                num_ranks = self._config.place.num_local
                 host_bytes = int(self._config.cache.swap_space * 2**30) // num_ranks
                 pool_bytes = cpu_pool_bytes(step_bytes, host_bytes, num_ranks=num_ranks)
         finally:
@@ -237,7 +237,7 @@ class ModelRunner:
         """
         if num_blocks < 1:
             raise ConfigError("num_gpu_blocks_override", num_blocks, "at least 1")
-        free = _free_bytes(self.device, self._config.place.size)
+        free = _free_bytes(self.device, self._config.place.num_local)
         most = free // self._backend.store.block_bytes - self._num_padding_blocks
         if num_blocks > most:
             hint = "lower it, or leave it out to take what fits"
@@ -247,13 +247,14 @@ class ModelRunner:
         self._num_blocks = num_blocks
 
     def allocate_host_pages(self, num_bytes: int) -> HostMemory:
-        """Allocate at most so many bytes of host memory for blocks, over all ranks, once the cache is allocated.
+        """Allocate at most so many bytes of host memory for blocks, over all ranks of this machine, once the cache is
+        allocated.
 
         Raises:
             ConfigError: they do not hold one block, or there is less memory.
         """
-        store, free = self._backend.store, available_bytes() // self._config.place.size
-        num_bytes //= self._config.place.size
+        store, free = self._backend.store, available_bytes() // self._config.place.num_local
+        num_bytes //= self._config.place.num_local
         page_bytes, is_cuda = store.block_bytes, self.device.type == "cuda"
         if not is_cuda:  # whose memory counts as free until blocks are first written
             free -= sum(part.nbytes for part in store.parts)

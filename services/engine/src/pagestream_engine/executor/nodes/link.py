@@ -1,0 +1,191 @@
+"""One connection between a group's leader and a rank elsewhere: frames with a proof each, and heartbeats."""
+
+from __future__ import annotations
+
+import hmac
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from pagestream_engine.errors import NodeProtocolError
+
+BEAT_S = 0.2
+SILENCE_LIMIT_S = 1.5
+"""Without a byte from the other side, while the group serves."""
+LOADING_LIMIT_S = 30.0
+"""The same until it does: a process that imports or compiles may hold its interpreter's lock for seconds."""
+MAX_BYTES = 1 << 28
+"""Of a frame: more than the plan of any step."""
+_LENGTH = struct.Struct(">I")
+_COUNT = struct.Struct(">Q")
+_PROOF_BYTES = 32
+_BEAT, _MESSAGE, _SERVING, _END = b"B", b"M", b"S", b"E"
+
+
+@dataclass(frozen=True)
+class LinkKeys:
+    """Keys of one connection, which no other connection has."""
+
+    sending: bytes
+    receiving: bytes
+
+
+class Link:
+    """Sends and receives from two threads of its own, from `start` until either side ends it.
+
+    Each frame is proven by HMAC-SHA256 over its number and content: what another process injects, repeats or leaves out
+    ends the link.
+
+    Args:
+        end: connected, after the handshake.
+        keys: of the handshake.
+        on_message: called with each message's bytes, on the reading thread; what it raises ends the link.
+        on_beat: called with the count that each heartbeat brings, likewise.
+        on_end: called once with the reason, on whatever thread finds it; empty: the other side has ended it orderly.
+        count: returns the number that a heartbeat brings.
+    """
+
+    def __init__(
+        self,
+        end: socket.socket,
+        keys: LinkKeys,
+        *,
+        on_message: Callable[[bytes], None],
+        on_end: Callable[[str], None],
+        on_beat: Callable[[int], None] = lambda _: None,
+        count: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._socket, self._keys = end, keys
+        self._on_message, self._on_beat, self._on_end, self._count = on_message, on_beat, on_end, count
+        self._num_sent = self._num_received = 0
+        self._sending = threading.Lock()
+        self._ending = threading.Lock()
+        self._is_over = threading.Event()
+        self._reader = threading.Thread(target=self._receive, name="rank's link", daemon=True)
+        self._limit(LOADING_LIMIT_S)
+
+    def start(self) -> None:
+        """Begin to read, and to send heartbeats."""
+        self._reader.start()
+        threading.Thread(target=self._beat, name="rank's heartbeats", daemon=True).start()
+
+    def send(self, message: bytes) -> None:
+        """Send a message.
+
+        Raises:
+            OSError: the link is over, or takes nothing for its limit.
+        """
+        self._send(_MESSAGE, message)
+
+    def serve(self) -> None:
+        """Note that the group serves, on both sides: silence has the shorter limit from now on."""
+        self._limit(SILENCE_LIMIT_S)
+        self._send(_SERVING)
+
+    def close(self, reason: str | None = None) -> None:
+        """End the link. `on_end` is not called for it.
+
+        Args:
+            reason: for the other side; empty: an orderly end. None: the connection just ends.
+        """
+        with self._ending:
+            was_over = self._is_over.is_set()
+            self._is_over.set()
+        if reason is not None and not was_over:
+            with suppress(OSError):
+                self._transmit(_END, reason.encode())
+                self._socket.shutdown(socket.SHUT_WR)
+                # What is unread when a socket closes resets the connection, which may cost the other side the end.
+                self._reader.join(BEAT_S * 5)
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _limit(self, seconds: float) -> None:
+        self._socket.settimeout(seconds)
+        self._limit_s = seconds
+
+    def _send(self, kind: bytes, content: bytes = b"") -> None:
+        if self._is_over.is_set():
+            raise ConnectionResetError("the link is over")
+        self._transmit(kind, content)
+
+    def _transmit(self, kind: bytes, content: bytes = b"") -> None:
+        body = kind + content
+        with self._sending:
+            proof = self._proof(self._keys.sending, self._num_sent, body)
+            self._num_sent += 1
+            self._socket.sendall(b"".join((_LENGTH.pack(len(body)), proof, body)))
+
+    def _beat(self) -> None:
+        while not self._is_over.wait(BEAT_S):
+            try:
+                self._send(_BEAT, _COUNT.pack(self._count()))
+            except OSError as error:
+                self._end(f"takes no heartbeats: {error}")
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                self._take(self._frame())
+        except TimeoutError:
+            self._end(f"sent nothing for {self._limit_s:g} s")
+        except _Ended as end:
+            self._end(str(end))
+        except (EOFError, OSError, NodeProtocolError) as error:
+            self._end(f"lost its connection: {error}" if str(error) else "closed its connection")
+        except Exception as error:
+            self._end(f"sent what can't be used: {type(error).__name__}: {error}")
+            raise
+
+    def _frame(self) -> bytes:
+        (size,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        if not 0 < size <= MAX_BYTES:
+            raise NodeProtocolError(f"a frame of {size} bytes, expected 1 to {MAX_BYTES}")
+        proof, body = self._read(_PROOF_BYTES), self._read(size)
+        if not hmac.compare_digest(proof, self._proof(self._keys.receiving, self._num_received, body)):
+            raise NodeProtocolError("a frame without a valid proof")
+        self._num_received += 1
+        return body
+
+    def _take(self, body: bytes) -> None:
+        kind, content = body[:1], body[1:]
+        if kind == _BEAT:
+            self._on_beat(_COUNT.unpack(content)[0])
+        elif kind == _SERVING:
+            self._limit(SILENCE_LIMIT_S)
+        elif kind == _END:
+            raise _Ended(content.decode(errors="replace"))
+        else:
+            self._on_message(content)
+
+    def _read(self, size: int) -> bytes:
+        data = bytearray(size)
+        view = memoryview(data)
+        while view:
+            num_read = self._socket.recv_into(view)
+            if not num_read:
+                raise EOFError
+            view = view[num_read:]
+        return bytes(data)
+
+    def _end(self, reason: str) -> None:
+        with self._ending:
+            if self._is_over.is_set():
+                return
+            self._is_over.set()
+        self.close()
+        self._on_end(reason)
+
+    @staticmethod
+    def _proof(key: bytes, number: int, body: bytes) -> bytes:
+        digest = hmac.new(key, _COUNT.pack(number), "sha256")
+        digest.update(body)
+        return digest.digest()
+
+
+class _Ended(Exception):  # noqa: N818 - reads as what happened
+    """The other side has ended the link, for this reason."""
