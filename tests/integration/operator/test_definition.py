@@ -16,6 +16,8 @@ def pools(world: PoolWorld) -> PoolWorld:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"minReplicas": 5, "maxReplicas": 2}, "raise maxReplicas, or lower minReplicas"),
     ({"minReplicas": 1, "maxReplicas": 2, "warmSpares": 2}, "raise maxReplicas, or lower warmSpares"),
+    ({"adapters": [{"name": "a", "path": "/a"}]}, "adapters need engine.enableLora: set it to true"),
+    ({"adapters": [{"name": "demo", "path": "/a"}], "engine": {"enableLora": True}}, "choose another name"),
     ({"replicas": 11}, "raise maxReplicas first, or pin the pool at fewer pods"),
     ({"model": {"source": {"path": None}}}, "exactly one of path, volume and hub: for example"),
     ({"model": {"source": {"hub": {"name": "org/name"}}}}, "exactly one of path, volume and hub"),

@@ -234,13 +234,14 @@ class PoolWorld:
                     if error.status != 404:
                         raise
 
-    def end_job(self, name: str, phase: str, *, exit_code: int = 0) -> None:
-        """What a kubelet does when the container of a Job's pod has ended."""
+    def end_job(self, name: str, phase: str, *, exit_code: int = 0, message: str = "") -> None:
+        """What a kubelet does when the container of a Job's pod has ended, which has left a message."""
         listed = f"{self.path('pods')}?labelSelector=batch.kubernetes.io/job-name={name}"
         pod = eventually(lambda: next(iter(self.kube.get(listed)["items"]), None), f"a pod of {name}")
         container = pod["spec"]["containers"][0]
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         ended = {"exitCode": exit_code, "reason": "Ended", "startedAt": now, "finishedAt": now, "containerID": "x://1"}
+        ended |= {"message": message} if message else {}
         of_container = {
             **{"name": container["name"], "image": container["image"], "imageID": ""},
             **{"ready": False, "restartCount": 0, "state": {"terminated": ended}},

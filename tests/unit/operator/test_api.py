@@ -34,11 +34,13 @@ def test_exported_names() -> None:
         "KIND",
         "PLURAL",
         "VERSION",
+        "AdapterStatus",
         "Condition",
         "ConditionType",
         "EnginePool",
         "EnginePoolSpec",
         "EnginePoolStatus",
+        "PoolAdapter",
         "ScalingStatus",
     }
     assert all(hasattr(api, name) for name in api.__all__)

@@ -8,7 +8,7 @@ lists or empties the server. Engines reach neither idempotency keys nor what gat
 {{- $work := "-@all +@read +@write +@pubsub +@scripting +@connection +@transaction -@admin -@dangerous" -}}
 {{- $work = printf "%s -script +script|load +info +time -scan -randomkey -dbsize" $work -}}
 {{- $all := printf "resetkeys ~%s:* resetchannels &%s:* %s" $prefix $prefix $work -}}
-{{- $engine := printf "~%s:{* ~%s:model* ~%s:engine*" $prefix $prefix $prefix -}}
+{{- $engine := printf "~%s:{* ~%s:model* ~%s:engine* ~%s:adapters" $prefix $prefix $prefix $prefix -}}
 {{- $rights := dict "gateway" $all
   "engine" (printf "resetkeys %s resetchannels &%s:* %s" $engine $prefix $work)
   "probe" "resetkeys resetchannels -@all +ping +bgrewriteaof"

@@ -1,5 +1,6 @@
 """EnginePool as pydantic models. `pagestream_operator.crd` generates the CustomResourceDefinition from them."""
 
+from pagestream_operator.api.adapters import AdapterStatus, PoolAdapter
 from pagestream_operator.api.base import API_VERSION, GROUP, KIND, PLURAL, VERSION
 from pagestream_operator.api.pool import EnginePool
 from pagestream_operator.api.spec import EnginePoolSpec
@@ -11,10 +12,12 @@ __all__ = [
     "KIND",
     "PLURAL",
     "VERSION",
+    "AdapterStatus",
     "Condition",
     "ConditionType",
     "EnginePool",
     "EnginePoolSpec",
     "EnginePoolStatus",
+    "PoolAdapter",
     "ScalingStatus",
 ]

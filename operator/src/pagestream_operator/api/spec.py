@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
+from pagestream_operator.api.adapters import MOST_ADAPTERS, PoolAdapter
 from pagestream_operator.api.base import ApiModel, Rule
 from pagestream_operator.api.engine import EngineOptions
 from pagestream_operator.api.lifecycle import DrainPolicy, RolloutPolicy
@@ -38,6 +39,15 @@ class EnginePoolSpec(ApiModel):
     sees the pool, which is then in `status.controllerClass`."""
     engine: EngineOptions = Field(default_factory=EngineOptions)
     """Options of the engine, under the names of `pagestream-engine`'s flags."""
+    adapters: Annotated[
+        list[PoolAdapter],
+        Field(
+            max_length=MOST_ADAPTERS,
+            json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+        ),
+    ] = Field(default_factory=list)
+    """LoRA adapters of the model. One that leaves the list is unloaded: requests that were accepted go on with it.
+    `status.adapters` has what became of each. Others may be loaded by hand beside them."""
     parallel: Parallel = Field(default_factory=Parallel)
     """How an engine is divided among processes, each with its own GPU."""
     template: PodTemplate = Field(default_factory=PodTemplate)
@@ -69,6 +79,16 @@ class EnginePoolSpec(ApiModel):
         return 0 if self.replicas is not None else self.warm_spares
 
     rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "!has(self.adapters) || size(self.adapters) == 0 || has(self.engine.enableLora) && self.engine.enableLora",
+            "adapters need engine.enableLora: set it to true",
+            ".adapters",
+        ),
+        Rule(
+            "!has(self.adapters) || self.adapters.all(adapter, adapter.name != self.model.servedName)",
+            "an adapter can't have the model's servedName, requests name the model by it: choose another name",
+            ".adapters",
+        ),
         Rule(
             "self.minReplicas <= self.maxReplicas",
             "minReplicas is at most maxReplicas: raise maxReplicas, or lower minReplicas",

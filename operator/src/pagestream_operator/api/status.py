@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from pagestream_operator.api.adapters import AdapterStatus
 from pagestream_operator.api.base import ApiModel
 
 
@@ -88,6 +89,10 @@ class EnginePoolStatus(ApiModel):
     """Mean KV utilization of the ready pods in percent."""
     scaling: ScalingStatus | None = None
     """The last scaling decision."""
+    adapters: list[AdapterStatus] = Field(default_factory=list)
+    """The adapters that the operator last loaded, or could not."""
+    adapters_applied: str | None = None
+    """Generation of the pool, and hash of `spec.adapters`, for which `adapters` holds."""
     leader_term: int | None = None
     """Number of leadership changes when this was written. Each new leader writes its own, so that the API server
     refuses what an earlier one sends late."""

@@ -125,6 +125,9 @@ def _degraded(pool: EnginePool, view: PoolView, trouble: Trouble | None, now_s: 
         return Finding(kind, True, "NoProgress", stuck)
     if view.trouble is not None:
         return Finding(kind, True, "PodTrouble", view.trouble)
+    refused = [f"{each.name}: {each.message}" for each in pool.status.adapters if each.message]
+    if refused:
+        return Finding(kind, True, "AdapterRefused", "; ".join(refused))
     return Finding(kind, False, "AsExpected", "nothing needs an administrator")
 
 

@@ -27,6 +27,7 @@ from pagestream_operator.kube.ownership import SCALER
 from pagestream_operator.kube.pods import DELETION_COST, unix_seconds
 from pagestream_operator.kube.store import ObjectStore, PoolKey
 from pagestream_operator.metrics import MetricsStore
+from pagestream_operator.pool.adapters import Adapters
 from pagestream_operator.pool.claim import Claim, claim_on, contested
 from pagestream_operator.pool.conditions import Trouble, findings, stamped
 from pagestream_operator.pool.deletion_cost import deletion_costs
@@ -86,6 +87,7 @@ class Reconciler:
     """Whether this release's operator serves the pool."""
     _scaler: Scaler = field(init=False)
     _old_config_maps: OldConfigMaps = field(init=False)
+    _adapters: Adapters = field(init=False)
     _unpublishing: Unpublishing = field(init=False)
     _reading: _Reading | None = None
     _done: tuple[str, int] | None = None
@@ -98,6 +100,7 @@ class Reconciler:
         context = self.context
         self._scaler = Scaler(context.metrics, context.shares)
         self._old_config_maps = OldConfigMaps(context.client, context.store, context.leadership, context.clock)
+        self._adapters = Adapters(context.client, context.leadership, context.defaults)
         self._unpublishing = Unpublishing(
             context.client, context.store, context.leadership, context.defaults, context.clock
         )
@@ -198,6 +201,10 @@ class Reconciler:
                     await self._apply_children(pool, body)
                 await self._scale(pool, body, verdict)
                 self._done = (pool.resource_version, self.context.leadership.term)
+                loaded = await self._adapters.step(pool)
+                if loaded is not None:
+                    await self._write_status(body, loaded, pool.status)
+                    return  # the next pass continues with it
             except (Blocked, Rejected) as error:
                 trouble, failure = Trouble(type(error).__name__, str(error)), error
         await self._update_status(pool, body, verdict, trouble)

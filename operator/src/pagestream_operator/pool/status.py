@@ -52,6 +52,8 @@ def pool_status(
         selector=",".join(f"{name}={value}" for name, value in labels.items()),
         kv_utilization=None if kv_utilization is None else f"{round(100 * kv_utilization)}%",
         scaling=pool.status.scaling if decision is None else _scaling(decision, now),
+        adapters=pool.status.adapters,
+        adapters_applied=pool.status.adapters_applied,
         leader_term=term,
     )
 

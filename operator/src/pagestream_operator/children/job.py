@@ -1,0 +1,71 @@
+"""Jobs of the engine's image that act in Redis, which the operator itself keeps out of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pagestream_operator.api import EnginePool
+from pagestream_operator.children.container import container_security, engine_image, environment
+from pagestream_operator.children.deployment import security_context
+from pagestream_operator.children.manifest import engine_name
+from pagestream_operator.children.model_files import model_mounts, model_volumes
+from pagestream_operator.children.objects import config_map
+from pagestream_operator.settings import EngineDefaults
+
+
+def job_labels(component: str) -> dict[str, str]:
+    """Labels of a Job's pods. The name admits them to Redis where network policies are enforced; without the pool's
+    label they are no engines.
+    """
+    return {"app.kubernetes.io/name": "pagestream-engine", "app.kubernetes.io/component": component}
+
+
+def job_template(
+    pool: EnginePool, defaults: EngineDefaults, component: str, container: dict[str, Any], *, with_model: bool = False
+) -> dict[str, Any]:
+    """The pod template. `with_model`: the model's volume is one of the pod's."""
+    given = pool.spec.template
+    secrets = defaults.pull_secrets if given.pull_secrets is None else given.pull_secrets
+    spec: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "serviceAccountName": engine_name(pool.name),
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": 5,
+        "imagePullSecrets": [{"name": name} for name in secrets],
+        "securityContext": security_context(pool, defaults),
+        "containers": [container],
+        "volumes": [
+            {"name": "tmp", "emptyDir": {}},
+            *(model_volumes(pool.spec.model) if with_model else []),
+            *(given.volumes or []),
+        ],
+        "nodeSelector": given.node_selector,
+        "tolerations": [toleration.to_object() for toleration in given.tolerations or []],
+        "priorityClassName": given.priority_class_name,
+    }
+    kept = {name: value for name, value in spec.items() if value not in (None, [], {})}
+    return {"metadata": {"labels": job_labels(component)}, "spec": kept}
+
+
+def job_container(
+    pool: EnginePool, defaults: EngineDefaults, name: str, command: Sequence[str], *, with_model: bool = False
+) -> dict[str, Any]:
+    """The container, with the access to Redis that the pool's engines have."""
+    mounts = [mount.to_object() for mount in pool.spec.template.volume_mounts or []]
+    options = config_map(pool, defaults)["metadata"]["name"]
+    return {
+        "name": name,
+        **engine_image(pool, defaults),
+        "command": [command[0]],
+        "args": list(command[1:]),
+        **environment(pool, defaults, options),
+        "resources": {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"memory": "512Mi"}},
+        **container_security(pool),
+        "volumeMounts": [
+            {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108
+            *(model_mounts(pool.spec.model) if with_model else []),
+            *mounts,
+        ],
+    }
