@@ -12,9 +12,11 @@ import torch
 from pagestream_engine import LLM, SamplingParams
 from pagestream_engine.errors import InvalidRequest
 from pagestream_engine.pooling.vectors import vector_of
+from pagestream_engine.request.adapter import LoRARequest
 from pagestream_engine.request.outputs import EmbeddingOutput
 from pagestream_engine.request.pooling_kinds import KINDS
 from support.engines.architectures import small_config, write_model
+from support.engines.lora_adapters import make_adapter, merged_model
 from support.engines.tiny_models import make_model, random_prompts, reference_model
 
 LENGTHS = [1, 2, 9, 23, 38]
@@ -137,6 +139,54 @@ def test_a_preempted_prompt_is_pooled_from_its_beginning(llama: Path) -> None:
     assert outputs[2].pooled is not None
     got = torch.tensor(vector_of(outputs[2].pooled, normalize=False))
     torch.testing.assert_close(got, expected(llama, prompts[2], "mean"), atol=TOLERANCE, rtol=0.0)
+
+
+def test_adapters_and_int8_weights_change_them(llama: Path, tmp_path: Path) -> None:
+    """In one batch with texts, in a pool that preempts, and again from the prefix cache, which adapters don't share."""
+    small = {"max_num_batched_tokens": 6, "max_num_seqs": 4, "num_gpu_blocks_override": 20, "deterministic": True}
+    adapter = make_adapter(llama, tmp_path / "adapter", seed=1)
+    named = LoRARequest("adapter", 1, str(adapter))
+    prompts = random_prompts([23, 9]) * 2 + random_prompts([5, 7])
+    adapters = [named, named, None, None, named, None]
+    vectors = [SamplingParams(max_tokens=0, temperature=0.0, pooling=kind) for kind in ("mean", "last")]
+    texts = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    params = [*vectors, *vectors, texts, texts]
+    with torch.inference_mode():
+        merged = merged_model(llama, adapter)
+        adapted = [merged(torch.tensor([each]), output_hidden_states=True).hidden_states[-1][0] for each in prompts[:2]]
+    wanted = [
+        adapted[0].mean(0),
+        adapted[1][-1],
+        *(expected(llama, prompts[at], ("mean", "last")[at]) for at in (0, 1)),
+    ]
+    for quantization, roomy in ((None, None), ("int8", make_llm(llama, enable_lora=True, quantization="int8"))):
+        llm = make_llm(llama, enable_lora=True, quantization=quantization, **small)
+        if roomy is not None:
+            alone = [
+                roomy.generate([prompt], each, use_tqdm=False, lora_request=asked)[0]
+                for prompt, each, asked in zip(prompts, params[:4], adapters, strict=False)
+            ]
+            states = [torch.tensor(vector_of(output.pooled or b"", normalize=False)) for output in alone]
+            assert all(
+                0.0 < (one - other).norm() < 0.1 * other.norm() for one, other in zip(states, wanted, strict=True)
+            )
+            wanted = states
+        for _ in range(2):
+            outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
+            for output, vector in zip(outputs, wanted, strict=False):
+                got = torch.tensor(vector_of(output.pooled or b"", normalize=False))
+                torch.testing.assert_close(got, vector, atol=TOLERANCE, rtol=0.0)
+        assert llm.engine.stats().num_preemptions > 0
+        if roomy is None:
+            # The blocks of a prompt with an adapter serve that adapter alone.
+            turns = [(named, adapted[0]), (named, adapted[0]), (None, last_states(llama, tuple(prompts[0])))]
+            num_cached = []
+            for adapter_of, states_of in turns:
+                (output,) = llm.generate(prompts[:1], vectors[1], use_tqdm=False, lora_request=adapter_of)
+                got = torch.tensor(vector_of(output.pooled or b"", normalize=False))
+                torch.testing.assert_close(got, states_of[-1], atol=TOLERANCE, rtol=0.0)
+                num_cached.append(output.num_cached_tokens)
+            assert num_cached[1] > 0
 
 
 def test_a_prompt_can_be_all_that_is_computed(llama: Path) -> None:

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pagestream_engine import LLM, SamplingParams, StructuredOutputsParams
 from pagestream_engine.errors import RankLost
 from pagestream_engine.executor.rank_group import RankGroup
+from pagestream_engine.pooling.vectors import vector_of
 from pagestream_engine.request.outputs import RequestOutput
 from support.engines.nodes import node_options, start_node
 from support.engines.tiny_models import make_model, random_prompts
@@ -26,6 +28,8 @@ REQUESTS: list[dict[str, Any]] = [
     {"temperature": 0.9, "seed": 2, "top_p": 0.9, "logprobs": 0},
     {"temperature": 0.0, "logprobs": 0, "prompt_logprobs": 1},
     {"temperature": 0.9, "seed": 3, "logprobs": 0, "structured_outputs": StructuredOutputsParams(regex="[a-f]{40}")},
+    {"temperature": 0.0, "max_tokens": 0, "pooling": "mean"},
+    {"temperature": 0.0, "max_tokens": 0, "pooling": "last"},
 ]
 """Each for a prompt of its own: all run in one batch."""
 OPTIONS: dict[str, Any] = {
@@ -46,15 +50,19 @@ HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
 
 
 def generate(llm: LLM, indices: range = range(len(REQUESTS))) -> list[RequestOutput]:
-    prompts = random_prompts([3, 9, 14, 5, 11, 7])
+    prompts = random_prompts([3, 9, 14, 5, 11, 7, 13, 8])
     params = [SamplingParams(**{"max_tokens": 30, "ignore_eos": True, **REQUESTS[index]}) for index in indices]
     return llm.generate([{"prompt_token_ids": prompts[index] * 2} for index in indices], params, use_tqdm=False)
 
 
 def check_close(found: list[RequestOutput], expected: list[RequestOutput], tolerance: float) -> None:
-    """Compare tokens, and log probabilities of outputs and prompts."""
+    """Compare tokens, vectors, and log probabilities of outputs and prompts."""
     for one, other in zip(found, expected, strict=True):
         rows = []
+        assert (one.pooled is None) == (other.pooled is None)
+        if one.pooled is not None and other.pooled is not None:
+            vectors = [torch.from_numpy(vector_of(each)) for each in (one.pooled, other.pooled)]
+            torch.testing.assert_close(*vectors, atol=tolerance, rtol=0.0)
         for choice, wanted in zip(one.outputs, other.outputs, strict=True):
             assert choice.token_ids == wanted.token_ids
             rows += list(zip(choice.logprobs or (), wanted.logprobs or (), strict=True))
