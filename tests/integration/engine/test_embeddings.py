@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from pagestream_engine import LLM, SamplingParams
-from pagestream_engine.errors import InvalidRequest
+from pagestream_engine.errors import InvalidRequest, WeightsError
 from pagestream_engine.pooling.vectors import vector_of
 from pagestream_engine.request.adapter import LoRARequest
 from pagestream_engine.request.outputs import EmbeddingOutput
@@ -18,6 +18,7 @@ from pagestream_engine.request.pooling_kinds import KINDS
 from support.engines.architectures import small_config, write_model
 from support.engines.lora_adapters import make_adapter, merged_model
 from support.engines.tiny_models import make_model, random_prompts, reference_model
+from transformers import AutoModel
 
 LENGTHS = [1, 2, 9, 23, 38]
 TOLERANCE = 1e-4
@@ -224,6 +225,34 @@ def test_files_say_how_vectors_are_made(llama: Path, tmp_path: Path) -> None:
     ask_for(folder, "last", {"path": "2_Dense", "type": "sentence_transformers.models.Dense"})
     with pytest.raises(InvalidRequest, match="module 'Dense'"):
         llm.embed(prompts)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("is_named_by_its_head", [False, True])
+def test_a_folder_without_a_head_gives_vectors(tmp_path: Path, *, is_tied: bool, is_named_by_its_head: bool) -> None:
+    """As `AutoModel` saves it, whose tensors' names have no prefix; some are published with the name of the whole."""
+    whole = make_model(tmp_path / "whole", "qwen3", tie_word_embeddings=is_tied)
+    base = AutoModel.from_pretrained(whole)
+    base.save_pretrained(tmp_path / "base")
+    config_file = tmp_path / "base" / "config.json"
+    config = json.loads(config_file.read_text())
+    assert config["architectures"] == ["Qwen3Model"]
+    if is_named_by_its_head:
+        config_file.write_text(json.dumps({**config, "architectures": ["Qwen3ForCausalLM"]}))
+        if not is_tied:
+            with pytest.raises(WeightsError, match=r"lm_head\.weight"):
+                make_llm(tmp_path / "base")
+            return
+    llm = make_llm(tmp_path / "base", max_num_batched_tokens=7, max_num_seqs=4)
+    check(llm.embed(random_prompts(LENGTHS)), whole, "last", normalize=True)
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    if is_tied:
+        prompts = random_prompts([5])
+        (got,), (wanted,) = (each.generate(prompts, params, use_tqdm=False) for each in (llm, make_llm(whole)))
+        assert got.outputs[0].token_ids == wanted.outputs[0].token_ids
+        return
+    with pytest.raises(InvalidRequest, match="has no head"):
+        llm.generate(random_prompts([5]), params, use_tqdm=False)
 
 
 def test_a_model_of_other_code_gives_none(tmp_path: Path) -> None:

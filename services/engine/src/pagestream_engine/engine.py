@@ -127,6 +127,7 @@ class Engine:
             draw_seed=self.draw_seed,
             has_grammars=facts.has_grammars,
             can_pool=bool(facts.pooled_size),
+            has_head=facts.has_head,
         )
         self.on_schedule: Callable[[ScheduledStep], None] | None = None
         """Gets each step before it runs, and must not keep it; on the thread that steps."""

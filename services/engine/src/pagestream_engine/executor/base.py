@@ -110,6 +110,11 @@ class PoolingRunner(Protocol):
         """Numbers of such a vector; 0: the model has none to give."""
         ...
 
+    @property
+    def has_head(self) -> bool:
+        """Whether the model gives logits as well."""
+        ...
+
 
 @runtime_checkable
 class TieredRunner(Protocol):
@@ -143,6 +148,8 @@ class ExecutorFacts:
     """Whether a token's logits depend on its sequence alone, bit for bit."""
     pooled_size: int = 0
     """Numbers of a vector that is pooled from a prompt; 0: it gives none."""
+    has_head: bool = True
+    """Whether the model gives logits."""
     host_memory: HostMemory | None = None
     """For blocks that are evicted; None without `swap_space`."""
     load_s: Mapping[str, float] = field(default_factory=dict)
@@ -272,6 +279,7 @@ def facts_of(runner: Runner, num_blocks: int) -> ExecutorFacts:
         is_deterministic=runner.is_deterministic if isinstance(runner, DeterministicRunner) else False,
         has_grammars=isinstance(runner, GrammarRunner),
         pooled_size=runner.pooled_size if isinstance(runner, PoolingRunner) else 0,
+        has_head=runner.has_head if isinstance(runner, PoolingRunner) else True,
     )
 
 

@@ -30,6 +30,8 @@ class ModelInfo:
     extended_context: int = 0
     """Longest context that `max_model_len` may ask for, if that is more: it rotates all positions by other
     frequencies (longrope, dynamic)."""
+    has_head: bool = True
+    """Whether hidden states become logits: a model without its head gives vectors alone."""
 
 
 @dataclass(frozen=True)

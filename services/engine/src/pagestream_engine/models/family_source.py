@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from pagestream_engine.models.quantised.scheme import Scheme
 from pagestream_engine.models.registry import BuildContext, Family, plugin_digest
 from pagestream_engine.models.source import ModelSource, Target
 from pagestream_engine.models.stored_size import stored_bytes
-from pagestream_engine.models.weights import WeightMap
+from pagestream_engine.models.weights import TiedWeight, WeightMap
 
 
 class FamilySource(ModelSource):
@@ -26,15 +27,26 @@ class FamilySource(ModelSource):
 
     can_offload = True
 
-    def __init__(self, folder: Path, file: ConfigFile, family: Family[Any]) -> None:
-        """Raise ModelFileError or UnsupportedModel, as `Family.read`."""
+    def __init__(self, folder: Path, file: ConfigFile, family: Family[Any], *, is_base: bool = False) -> None:
+        """Raise ModelFileError or UnsupportedModel, as `Family.read`.
+
+        Args:
+            folder: of the model.
+            file: its configuration.
+            family: that runs it.
+            is_base: whether the folder has no head but the embedding, which gives logits only where they are tied.
+        """
         self._family = family
         self.plugin_digest = plugin_digest(family)
         self._config = family.read(file)
         self._scheme = Scheme.read(file)
         self.routes_tokens = isinstance(self._config, DecoderConfig) and self._config.experts is not None
         self.weights: WeightMap = family.weights(self._config)
-        super().__init__(folder, self._config.info)
+        info = self._config.info
+        if is_base and not isinstance(self.weights.get("head"), TiedWeight):
+            self.weights = {**self.weights, "head": TiedWeight("embedding")}
+            info = replace(info, has_head=False)
+        super().__init__(folder, info)
 
     def weight_bytes(self, target: Target) -> int:
         weights = self._weights(target)

@@ -33,6 +33,7 @@ _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # old checkpoints hold what is co
 _COPIED_HEAD_BYTES = 16 << 20
 """Largest tied head of which a copy is packed: memory for speed."""
 _BIAS = ".bias"
+_PREFIX, _HEAD = "model.", "lm_head."
 
 _log = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ def _load_each(
 ) -> Iterator[str]:
     """Read a folder's weights into `parameters`, and those of some layers into host memory; yield the name of each that
     is there."""
-    entries = read_folder(folder)
+    entries = _named_as(read_folder(folder), whole)
     with open_files() as files:
         reader = WeightReader(entries, files, target, scheme)
         if lays_out_anew(target.device.type, target.dtype, exact=target.exact_linears, by_triton=target.by_triton):
@@ -129,6 +130,14 @@ def _load_each(
             raise WeightsError(
                 f"weights: given floats alone, expected some that are quantised by {scheme.method}, as config.json says"
             )
+
+
+def _named_as(entries: dict[str, Entry], weights: WeightMap) -> dict[str, Entry]:
+    """Return a folder's tensors by the names that a family declares: those that `AutoModel` saved lack a prefix."""
+    declared = part_names(weights)
+    if any(name.startswith(_PREFIX) for name in entries) or not any(name.startswith(_PREFIX) for name in declared):
+        return entries
+    return {name if name.startswith(_HEAD) else _PREFIX + name: entry for name, entry in entries.items()}
 
 
 def _laid_out(

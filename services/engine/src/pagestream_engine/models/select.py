@@ -23,6 +23,10 @@ def open_model(folder: Path) -> ModelSource:
         family = find_family(architecture)
         if family is not None:
             return FamilySource(folder, file, family)
+        # `LlamaModel` is what `AutoModel` saves: Llama without a head.
+        family = find_family(f"{architecture.removesuffix('Model')}ForCausalLM")
+        if family is not None and architecture.endswith("Model"):
+            return FamilySource(folder, file, family, is_base=True)
     from pagestream_engine.models.general.source import GeneralSource
 
     return GeneralSource(folder, file)

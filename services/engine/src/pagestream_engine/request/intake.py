@@ -30,6 +30,7 @@ class Intake:
         max_logprobs: most log probabilities that a request may ask for; ALL_LOGPROBS: any number.
         num_kv_groups: block tables of a sequence.
         can_pool: whether the runner can give hidden states.
+        has_head: whether the model gives logits.
         draw_seed: gives the seed of a choice that has none.
         has_grammars: whether the executor compiles grammars.
     """
@@ -47,6 +48,7 @@ class Intake:
         draw_seed: Callable[[], int],
         has_grammars: bool = False,
         can_pool: bool = False,
+        has_head: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
         self._pieces = pieces
@@ -57,7 +59,7 @@ class Intake:
         self._num_kv_groups = num_kv_groups
         self._draw_seed = draw_seed
         self._has_grammars = has_grammars and tokenizer is not None
-        self._can_pool = can_pool
+        self._can_pool, self._has_head = can_pool, has_head
         self._num_arrivals = 0
 
     def take_arrivals(self, count: int) -> int:
@@ -181,6 +183,11 @@ class Intake:
             raise InvalidRequest(
                 f"pooling: given {params.pooling!r}, expected none: the model runs by the modelling code of "
                 "transformers, which gives logits and no hidden states"
+            )
+        if not self._has_head and (params.pooling is None or params.prompt_logprobs is not None):
+            raise InvalidRequest(
+                "pooling: given none, expected a request for vectors: the model's folder has no head (lm_head), which "
+                "gives logits"
             )
         self._check_tokens("logit_bias", tuple(params.logit_bias or ()))
         self._check_tokens("allowed_token_ids", params.allowed_token_ids or ())

@@ -135,7 +135,7 @@ class ModelRunner:
         self.adapters = attach_adapters(source, self._model, config.adapters, target)
         self.grammars = GrammarCompiler(model_dir, info.vocab_size, info.eos_token_ids)
         """Compiles what requests ask their outputs to match."""
-        self._model_dir, self._plugin_digest = model_dir, source.plugin_digest
+        self._model_dir, self._plugin_digest, self.has_head = model_dir, source.plugin_digest, info.has_head
         self._num_blocks, self._num_compilations, self.pooled_size = 0, 0, self._model.pooled_size
         self._host_pages: HostPages | None = None
         # Graphs with exchanges between ranks have not been tried.
