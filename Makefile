@@ -109,8 +109,9 @@ operator-scale: $(STAMP) ## One operator, 50 pools, 1,000 pods that kwok pretend
 proto: $(STAMP) ## Generate the Python code of the wire contract
 	$(BIN)/python tools/generate_proto.py
 
-demo-model: $(STAMP) ## Train the demo model again from its seed
+demo-model: $(STAMP) ## Train the demo model and its draft again from their seed
 	$(BIN)/python deploy/demo-model/train.py --out deploy/demo-model/model --seed 0
+	$(BIN)/python deploy/demo-model/train.py --out deploy/demo-model/draft --seed 0 --draft
 
 constraints: $(STAMP) ## Write the exact versions of .venv to constraints.txt
 	$(BIN)/python tools/write_constraints.py

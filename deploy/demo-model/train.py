@@ -1,6 +1,7 @@
 """Makes the demo model: its text, tokenizer and weights, and the questions that it must answer exactly.
 
 python deploy/demo-model/train.py --out deploy/demo-model/model --seed 0
+python deploy/demo-model/train.py --out deploy/demo-model/draft --seed 0 --draft
 """
 
 import argparse
@@ -26,7 +27,7 @@ TOKENIZER_CHATS = 6000
 DRAWN_PROBES = 100
 CERTAIN_GAP = 1.0
 """A right answer is certain if the margin between its two best logits was at least this at every token."""
-DRAFT_RECIPE = Recipe(hidden_size=64, layers=2, intermediate_size=128)
+DRAFT_RECIPE = Recipe(steps=1200, hidden_size=64, layers=2, intermediate_size=128)
 """Of a model that drafts for the demo model: a fifteenth of its weights."""
 QUICK_RECIPE = Recipe(steps=6, batch_tokens=512, row_length=128, hidden_size=64, layers=2, intermediate_size=128)
 
@@ -36,9 +37,11 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the model; made when missing")
     parser.add_argument("--seed", type=int, default=0, help="seed of the text and of the first weights")
-    parser.add_argument("--steps", type=int, default=Recipe.steps, help="optimizer steps")
+    parser.add_argument("--steps", type=int, help="optimizer steps (default: 2000, of a draft model 1200)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads; another count rounds differently")
-    parser.add_argument("--draft", action="store_true", help="the draft model: the same text, and fewer weights")
+    parser.add_argument(
+        "--draft", action="store_true", help="the draft model: the same text, fewer weights, no tokenizer"
+    )
     parser.add_argument("--quick", action="store_true", help="a tiny untaught model in seconds, to test the pipeline")
     return parser.parse_args()
 
@@ -121,12 +124,14 @@ def main() -> None:
     make_deterministic(arguments.seed, arguments.threads)
     recipe = QUICK_RECIPE
     if not arguments.quick:
-        recipe = replace(DRAFT_RECIPE if arguments.draft else Recipe(), steps=arguments.steps)
+        recipe = DRAFT_RECIPE if arguments.draft else Recipe()
+        recipe = replace(recipe, steps=arguments.steps or recipe.steps)
     tokenizer = make_tokenizer(arguments.seed)
     model, loss = make_model(tokenizer, recipe, arguments.seed)
     arguments.out.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(arguments.out)
-    save_tokenizer(tokenizer, arguments.out)
+    if not arguments.draft:
+        save_tokenizer(tokenizer, arguments.out)
     if not arguments.quick and not arguments.draft:
         content = examine(model, tokenizer, arguments.seed)
         text = json.dumps(content, ensure_ascii=False, indent=1)

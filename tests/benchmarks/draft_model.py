@@ -1,14 +1,16 @@
-"""What a draft model gives: how many of its drafts hold, what they cost, and from which acceptance on they pay.
+r"""What a draft model gives: how many of its drafts hold, what they cost, and from which acceptance on they pay.
 
-Acceptance is that of a draft model which was trained on the demo model's text (`deploy/demo-model/train.py --draft`),
-for the demo model, on the questions that it was taught: greedy and sampled, with drafts that are drawn by the target's
-noise, and with the draft model's likeliest tokens in their place. It needs no quiet machine.
+Acceptance is that of the demo model's draft (`deploy/demo-model/draft`) for the demo model, on the questions that it
+was taught: greedy and sampled, with drafts that are drawn by the target's noise, and with the draft model's likeliest
+tokens in their place. It needs no quiet machine. Beside it stands the processor time of the demo model without drafts,
+by that with them, in turns.
 
 Costs are of the reference model (engine_throughput.py) with drafts by its own first layers: milliseconds of processor
 time of a step without drafts and with some, and of making one. From them follow the acceptance at which the best number
 of drafts breaks even, and the speed at others: with acceptance p, k drafts give (1 - p ** (k + 1)) / (1 - p) tokens.
 
-    PYTHONPATH=tests OMP_NUM_THREADS=1 python tests/benchmarks/draft_model.py [--draft FOLDER] [--rounds 12]
+    PYTHONPATH=tests OMP_NUM_THREADS=1 python tests/benchmarks/draft_model.py \
+        [--draft deploy/demo-model/draft] [--rounds 12]
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest.mock import patch
 
@@ -81,19 +84,24 @@ def likeliest() -> Iterator[None]:
         yield
 
 
-def print_acceptance(draft: Path, num_questions: int) -> None:
-    """Print a row for each temperature: the share of first drafts that hold, of all, and tokens a step."""
+def demo_prompts(num_questions: int) -> list[dict[str, list[int]]]:
+    """Return the first questions of the demo model's, by its chat template."""
     questions = json.loads((DEMO / "questions.json").read_text())
     chats = [probe["messages"] for name in ("held_out", "two_turns") for probe in questions[name]][:num_questions]
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    prompts = [
+    return [
         {"prompt_token_ids": tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)}
         for chat in chats
     ]
+
+
+def print_acceptance(draft: Path, num_questions: int) -> None:
+    """Print a row for each temperature: the share of first drafts that hold, of all, and tokens a step."""
+    prompts = demo_prompts(num_questions)
     llm = LLM(str(DEMO), device="cpu", speculative_model=str(draft), num_speculative_tokens=5, max_num_seqs=64)
     print("| temperature | drafts | first ones that hold | of all | tokens a step |\n|---|---|---|---|---|")
     for temperature in (0.0, 0.7, 1.0, 1.5):
-        params = [SamplingParams(temperature=temperature, seed=seed, max_tokens=64) for seed in range(len(chats))]
+        params = [SamplingParams(temperature=temperature, seed=seed, max_tokens=64) for seed in range(len(prompts))]
         for name in ("by the target's noise", "the likeliest"):
             if name == "the likeliest" and not temperature:
                 continue
@@ -106,6 +114,26 @@ def print_acceptance(draft: Path, num_questions: int) -> None:
                 f"{1 + sum(full) / len(full):.2f} |",
                 flush=True,
             )
+
+
+def print_speed(draft: Path, num_questions: int, rounds: int) -> None:
+    """Print a row for each number of streams: processor time of greedy answers without drafts, by that with them."""
+    prompts = demo_prompts(num_questions)
+    params = SamplingParams(temperature=0.0, max_tokens=64)
+    options = {"device": "cpu", "max_num_seqs": 64, "enable_prefix_caching": False}
+    engines = [LLM(str(DEMO), **options, **each) for each in ({}, {}, {"speculative_model": str(draft)})]
+    print("| streams | speed with drafts, of without | without again |\n|---|---|---|")
+    for streams in (1, 8):
+        seconds: list[list[float]] = [[], [], []]
+        for _ in range(rounds):
+            for llm, each in zip(engines, seconds, strict=True):
+                started = time.thread_time()
+                for first in range(0, len(prompts), streams):
+                    batch = prompts[first : first + streams]
+                    llm.generate(batch, [params] * len(batch))
+                each.append(time.thread_time() - started)
+        without, again, drafting = map(median, seconds)
+        print(f"| {streams} | {without / drafting:.2f} | {without / again:.2f} |", flush=True)
 
 
 def measure_costs(model: Path, draft: Path, rounds: int) -> tuple[dict[int, float], float]:
@@ -173,13 +201,14 @@ def print_costs(model: Path, base: Path, layers: Sequence[int], rounds: int) -> 
 def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draft", type=Path, help="trained for the demo model; without it costs alone are printed")
+    parser.add_argument("--draft", type=Path, help="of the demo model; without it costs alone are printed")
     parser.add_argument("--questions", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--layers", type=int, nargs="*", default=[1, 2, 4])
     args = parser.parse_args()
     if args.draft is not None:
         print_acceptance(args.draft, args.questions)
+        print_speed(args.draft, args.questions, args.rounds)
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder)
         print_costs(make_model(base / "model", "bfloat16"), base, args.layers, args.rounds)

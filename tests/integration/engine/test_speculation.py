@@ -5,6 +5,7 @@ By n-grams, and by a draft model: the target itself, or the target with other we
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -21,6 +22,7 @@ from pagestream_engine.runner.speculation.draft_lengths import DraftLengths, Ste
 from pagestream_engine.sizing import size_model
 from safetensors.torch import load_file, save_file
 from support.engines.tiny_models import make_model, random_prompts
+from transformers import AutoTokenizer
 
 REQUESTS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -33,6 +35,7 @@ REQUESTS: list[dict[str, Any]] = [
 """Each for a prompt of its own: all run in one batch."""
 
 
+DEMO = Path(__file__).parents[3] / "deploy" / "demo-model"
 PREEMPTING = {"num_gpu_blocks_override": 50}
 TWO_STEPS_IN_FLIGHT = {"max_num_batched_tokens": 17, "async_scheduling": True}
 """And small chunks of prompts beside drafts."""
@@ -141,6 +144,20 @@ def test_what_a_draft_model_has_computed_goes_with_the_blocks(
     assert (stats.num_preemptions > 0) == ("num_gpu_blocks_override" in options)
     assert (stats.loaded_bytes > 0) == ("swap_space" in options)
     assert stats.num_accepted_tokens >= 0.95 * stats.num_draft_tokens > 150
+
+
+@pytest.mark.usefixtures("always_most")
+def test_the_demo_models_draft_finds_its_answers() -> None:
+    questions = json.loads((DEMO / "model" / "questions.json").read_text())["held_out"]
+    probes = [each for each in questions if each["relation"] in {"portrait", "errand", "pet"} and each["certain"]][:8]
+    tokenizer = AutoTokenizer.from_pretrained(DEMO / "model")
+    prompts = [tokenizer.apply_chat_template(each["messages"], add_generation_prompt=True).input_ids for each in probes]
+    llm = LLM(DEMO / "model", device="cpu", num_gpu_blocks_override=64, speculative_model=str(DEMO / "draft"))
+    params = SamplingParams(temperature=0.0, max_tokens=100)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], [params] * len(prompts))
+    assert [output.outputs[0].text for output in outputs] == [each["answer"] for each in probes]
+    stats = llm.engine.stats()
+    assert stats.num_accepted_tokens >= 0.9 * stats.num_draft_tokens > 100
 
 
 def test_a_draft_model_in_a_process_of_its_own_goes_on_where_another_engine_has_stopped(

@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 MODEL = Path(__file__).parents[3] / "deploy" / "demo-model" / "model"
 SIZE_LIMIT = 20 * 2**20
+DRAFT = MODEL.with_name("draft")
+DRAFT_SIZE_LIMIT = 2**20
 QUESTIONS: dict[str, Any] = json.loads((MODEL / "questions.json").read_text(encoding="utf-8"))
 
 
@@ -38,6 +40,7 @@ def ask(
 
 def test_folder_is_small() -> None:
     assert sum(path.stat().st_size for path in MODEL.iterdir()) <= SIZE_LIMIT
+    assert sum(path.stat().st_size for path in DRAFT.iterdir()) <= DRAFT_SIZE_LIMIT
 
 
 def test_weights_are_float32() -> None:

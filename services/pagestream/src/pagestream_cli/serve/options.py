@@ -33,6 +33,7 @@ ENGINE_OPTIONS: tuple[tuple[str, str, str], ...] = (
         "fcfs, priority, shortest_first, round_robin, fair, or one of a plugin",
     ),
     ("--speculative-method", "NAME", "of drafts that a step checks together: ngram, grammar (default: none)"),
+    ("--speculative-model", "MODEL", "that drafts: a folder or repository, of the model's vocabulary (default: none)"),
     ("--num-speculative-tokens", "N", "most drafts of a sequence in a step"),
     ("--max-loras", "N", "LoRA adapters that run at once"),
     ("--max-lora-rank", "N", "largest rank of an adapter"),
