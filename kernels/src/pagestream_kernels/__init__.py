@@ -6,6 +6,8 @@ from pagestream_kernels.errors import KernelArgumentError, KernelError, KernelUn
 from pagestream_kernels.filter_and_draw import filter_and_draw, filter_and_draw_reference
 from pagestream_kernels.linear.fixed_order_matmul import fixed_order_matmul, fixed_order_matmul_reference
 from pagestream_kernels.linear.int8_matmul import int8_matmul, int8_matmul_reference, takes_groups
+from pagestream_kernels.linear.lora import LoraTiles, add_lora, add_lora_reference, cut_tiles
+from pagestream_kernels.linear.lora_table import LoraMatrices, LoraTable
 from pagestream_kernels.paged_decode import paged_decode_attention, paged_decode_attention_reference
 from pagestream_kernels.paged_prefill import paged_prefill_attention, paged_prefill_attention_reference
 from pagestream_kernels.paging import BLOCK_SIZES, MAX_HEAD_DIM
@@ -27,9 +29,15 @@ __all__ = [
     "KernelArgumentError",
     "KernelError",
     "KernelUnavailableError",
+    "LoraMatrices",
+    "LoraTable",
+    "LoraTiles",
     "PrefillPlan",
+    "add_lora",
+    "add_lora_reference",
     "copy_blocks",
     "copy_blocks_reference",
+    "cut_tiles",
     "filter_and_draw",
     "filter_and_draw_reference",
     "fixed_order_matmul",

@@ -18,6 +18,7 @@ from pagestream_kernels.decode_plan import FIXED_SPLIT_TOKENS, MAX_QUERY_LEN, MI
 from pagestream_kernels.filter_and_draw import filter_and_draw_variant
 from pagestream_kernels.linear.fixed_order_matmul import fixed_order_matmul_variant
 from pagestream_kernels.linear.int8_matmul import int8_matmul_variant
+from pagestream_kernels.linear.lora import expand_variant, shrink_variant
 from pagestream_kernels.paging import MAX_ALIGNMENT, Geometry, Options
 from pagestream_kernels.prefill.attend import prefill_variant
 from pagestream_kernels.rms_norm import rms_norm_variant
@@ -106,6 +107,12 @@ FACTORS: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "dtype": tuple(DTYPES),
         "bias": (False, True),
     },
+    "add_lora": {
+        "target": TARGET_NAMES,
+        "inputs": (768, 1004, 4096, 14336),
+        "parts": (1, 2, 3),
+        "dtype": tuple(DTYPES),
+    },
 }
 
 
@@ -148,6 +155,7 @@ LOOP_CHECKS: Mapping[str, Callable[[Variant, Case], MainLoop]] = {
     "attend": check_decode_loop,
     "prefill": check_loop,
     "matmul": check_loop,
+    "shrink": check_loop,
     "float8": check_loop,
 }
 
@@ -231,6 +239,10 @@ def _variant_of_rows(kernel: str, case: Case, dtype: torch.dtype, backend: Backe
         # Rows of bytes that do not begin at multiples of 16 are loaded in pieces.
         name = "matmul" if case["inputs"] % MAX_ALIGNMENT == 0 else "matmul of unaligned rows"
         return {name: int8_matmul_variant(dtype=dtype, backend=backend, **sizes)}
+    if kernel == "add_lora":
+        sizes = {"num_inputs": case["inputs"], "num_parts": case["parts"]}
+        name = "shrink" if case["inputs"] % MAX_ALIGNMENT == 0 else "shrink of unaligned rows"
+        return {name: shrink_variant(dtype=dtype, **sizes), "expand": expand_variant(dtype=dtype, **sizes)}
     return {"silu": silu_and_mul_variant(width=case["width"], dtype=dtype)}
 
 

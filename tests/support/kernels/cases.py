@@ -27,6 +27,7 @@ from pagestream_kernels.launcher import recorded_launches
 from pagestream_kernels.silu_and_mul import silu_and_mul_variant
 from pagestream_kernels.tables.rows import Row, RowKey
 from pagestream_kernels.tuning.timing import Sizes, fastest
+from support.kernels.lora import check_add_lora, check_lora_additions
 from support.kernels.matmul import (
     check_fixed_order_matmul,
     check_fixed_order_matmul_invariance,
@@ -151,6 +152,12 @@ FACTORS: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "dtype": tuple(DTYPES),
         "bias": (False, True),
     },
+    "add_lora": {
+        "shape": ((75, (70, 16, 33)), (600, (130,))),
+        "ranks": ("8", "mixed", "256"),
+        "rows": ("1", "mixed"),
+        "dtype": tuple(DTYPES),
+    },
 }
 
 
@@ -168,6 +175,7 @@ PRODUCT_FACTORS: Mapping[str, Sequence[str]] = {
     "filter_and_draw": ("shape", "top_k", "top_p", "min_p", "values"),
     "fixed_order_matmul": ("shape", "dtype", "bias", "strided"),
     "int8_matmul": ("shape", "group", "dtype", "bias"),
+    "add_lora": ("shape", "ranks", "rows", "dtype"),
 }
 
 
@@ -798,6 +806,8 @@ CHECKS: Mapping[str, Callable[[Case, torch.device], None]] = {
     "fixed_order_matmul_invariance": check_fixed_order_matmul_invariance,
     "int8_matmul": check_int8_matmul,
     "quantised_method": check_quantised_method,
+    "add_lora": check_add_lora,
+    "lora_additions": check_lora_additions,
     "filter_and_draw_tokens": check_filter_and_draw_tokens,
     "decode_invariance": check_decode_invariance,
     "decode_shares": check_decode_shares,

@@ -219,6 +219,17 @@ def _int8(num_inputs: int, dtype: torch.dtype) -> None:
         kernels.int8_matmul(x[first : first + count], values, torch.ones(1, 200), num_inputs)
 
 
+def _lora(num_inputs: int, dtype: torch.dtype) -> None:
+    x, y = torch.zeros(NUM_ROWS, num_inputs, dtype=dtype), torch.zeros(NUM_ROWS, 200, dtype=dtype)
+    for rank in (8, 100):
+        table = kernels.LoraTable([(0, 200)], num_inputs, 1, dtype, x.device)
+        matrices = torch.zeros(rank, num_inputs, dtype=dtype), torch.zeros(rank, 200, dtype=dtype)
+        table.put(0, [kernels.LoraMatrices(*matrices, 1.0)])
+        for first, count in PARTS:
+            tiles = kernels.cut_tiles(torch.arange(count), [0, count], [0], rank)
+            kernels.add_lora(y[first : first + count], x[first : first + count], table, tiles)
+
+
 LAUNCHES: Mapping[str, Callable[[int, torch.dtype], None]] = {
     "paged_decode": _decode,
     "plan_decode": _plan,
@@ -230,6 +241,7 @@ LAUNCHES: Mapping[str, Callable[[int, torch.dtype], None]] = {
     "filter_and_draw": _draw,
     "fixed_order_matmul": _matmul,
     "int8_matmul": _int8,
+    "add_lora": _lora,
 }
 
 

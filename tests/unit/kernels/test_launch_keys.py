@@ -19,13 +19,14 @@ SIZES = {
     "filter_and_draw": (256, 123),
     "fixed_order_matmul": (256, 123),
     "int8_matmul": (256,),
+    "add_lora": (256,),
 }
 
 
 @pytest.mark.parametrize(("operator", "size"), [(name, size) for name, sizes in SIZES.items() for size in sizes])
 def test_parts_and_shapes_have_one_key(compiler: KernelWorker, operator: str, size: int) -> None:
     counts = compiler.run("launch_keys", {"operator": operator, "size": size})
-    assert len(counts) == (3 if operator == "paged_decode" else 1)  # plan, attention and merge
+    assert len(counts) == {"paged_decode": 3, "add_lora": 2}.get(operator, 1)  # plan, attention, merge; both products
     assert set(counts.values()) == {2 if operator == "paged_prefill" else 1}, counts  # prefill: for results of NaN
 
 
@@ -56,7 +57,7 @@ def test_stride_beyond_31_bits_is_passed_whole(compiler: KernelWorker) -> None:
 def test_launcher_gives_the_driver_what_triton_gives_it(compiler: KernelWorker, operator: str, size: int) -> None:
     found = compiler.run("driver_calls", {"operator": operator, "size": size})
     assert found["equal"] == found["launches"] > 0
-    assert found["through_triton"] == {"paged_decode": 3, "paged_prefill": 2}.get(operator, 1)
+    assert found["through_triton"] == {"paged_decode": 3, "paged_prefill": 2, "add_lora": 2}.get(operator, 1)
 
 
 def test_launcher_tells_dtypes_strides_and_alignments_apart(compiler: KernelWorker) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,17 +15,27 @@ from pagestream_engine.adapters.modules import ModuleSlice
 from pagestream_engine.adapters.native.library import PART, NativeLora
 from pagestream_engine.adapters.rows import AdapterRows
 
+if TYPE_CHECKING:
+    from pagestream_kernels import LoraTiles
+
 
 class CurrentRows:
     """The adapters of the step that runs; all linears of a model look here."""
 
-    __slots__ = ("is_exact", "rows")
+    __slots__ = ("is_exact", "max_rank", "rows", "tiles")
 
     def __init__(self, *, is_exact: bool) -> None:
         self.is_exact = is_exact
         """Whether a row has to have the same bits in any batch."""
         self.rows: AdapterRows | None = None
         """None where no row has an adapter."""
+        self.max_rank = 0
+        self.tiles: LoraTiles | None = None
+        """The same rows as Triton's kernel takes them; made by the first linear that has it."""
+
+    def begin(self, rows: AdapterRows | None, *, max_rank: int = 0) -> None:
+        """Set the rows of a step, whose adapters have at most `max_rank`."""
+        self.rows, self.max_rank, self.tiles = rows, max_rank, None
 
 
 class LinearAdapters(ABC):
@@ -86,8 +97,40 @@ class NativeAdditions(LinearAdapters):
         self._kernel.add(y, x, self._table, rows)
 
 
+class TritonAdditions(LinearAdapters):
+    """By Triton's kernel, on a GPU. A row has the same bits in any batch."""
+
+    def __init__(
+        self,
+        current: CurrentRows,
+        modules: Sequence[ModuleSlice],
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        from pagestream_kernels import LoraTable  # imports Triton
+
+        super().__init__(current, modules, num_slots)
+        places = [(module.first_row, module.rows) for module in modules]
+        self._table = LoraTable(places, modules[0].in_features, num_slots, dtype, device)
+
+    def put(self, slot: int, weights: Sequence[ModuleWeights | None]) -> None:
+        from pagestream_kernels import LoraMatrices
+
+        super().put(slot, weights)
+        self._table.put(slot, [None if each is None else LoraMatrices(each.a, each.b, each.scale) for each in weights])
+
+    def _add(self, y: Tensor, x: Tensor, rows: AdapterRows) -> None:
+        from pagestream_kernels import add_lora, cut_tiles
+
+        current = self._current
+        if current.tiles is None:
+            current.tiles = cut_tiles(rows.order, rows.bounds, rows.slot_list, current.max_rank)
+        add_lora(y, x, self._table, current.tiles)
+
+
 class TorchAdditions(LinearAdapters):
-    """By torch's operations, for dtypes and machines without the C++ kernel."""
+    """By torch's operations, for dtypes and machines without the C++ kernel, and for GPUs without Triton."""
 
     def __init__(
         self, current: CurrentRows, modules: Sequence[ModuleSlice], num_slots: int, *, row_by_row: bool

@@ -9,7 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagestream_engine.adapters.additions import CurrentRows, LinearAdapters, NativeAdditions, TorchAdditions
+from pagestream_engine.adapters.additions import (
+    CurrentRows,
+    LinearAdapters,
+    NativeAdditions,
+    TorchAdditions,
+    TritonAdditions,
+)
 from pagestream_engine.adapters.files import ModuleWeights
 from pagestream_engine.adapters.loader import AdapterLoader, Weights
 from pagestream_engine.adapters.modules import ModuleSlice, adaptable_modules
@@ -38,6 +44,7 @@ class AdapterPool:
         dtype: of the model.
         device: that computes.
         exact: whether a row has to have the same bits in any batch.
+        by_triton: whether a GPU multiplies by Triton's kernel.
     """
 
     def __init__(
@@ -49,17 +56,21 @@ class AdapterPool:
         device: torch.device,
         *,
         exact: bool,
+        by_triton: bool,
     ) -> None:
         self._modules = modules
         self._dtype = dtype
         self._device = device
         self._exact = exact
+        self._by_triton = by_triton
         self._loader = AdapterLoader(modules, dtype, config.max_lora_rank)
         self._current = CurrentRows(is_exact=exact)
         self._host: dict[str, Weights] = {}
         """By revision; the loader's thread adds to it."""
         self._slot_of: OrderedDict[str, int] = OrderedDict()
         """By revision, the least recently used one first."""
+        self._ranks: dict[int, int] = {}
+        """The largest of each slot's adapter."""
         self._free_slots = list(range(config.max_loras))
         self._of_row: dict[int, Adapter] = {}
         """The adapter of each row of the batch that has one."""
@@ -99,25 +110,25 @@ class AdapterPool:
     def forget_rows(self) -> None:
         """Free all rows."""
         self._of_row.clear()
-        self._current.rows = None
+        self._current.begin(None)
 
     def begin_step(self, plan: StepPlan) -> AdapterPool | None:
         """Set the linears up for a plan that was applied; return itself where one of its rows has an adapter."""
-        self._current.rows = None
+        self._current.begin(None)
         if self._of_row:
             rows = plan.rows.tolist()
             wanted = {row: self._of_row[row] for row in rows if row in self._of_row}
             self._fill_slots({adapter.revision for adapter in wanted.values()})
             slots = [self._slot_of[wanted[row].revision] if row in wanted else NO_SLOT for row in rows]
             of_tokens: Int64Array = np.repeat(np.array(slots, np.int64), plan.num_new_tokens)
-            self._current.rows = group_rows(of_tokens, self._device)
+            self._current.begin(group_rows(of_tokens, self._device), max_rank=max(self._ranks.values(), default=0))
         return None if self._current.rows is None else self
 
     def forward(self, model: Model, token_ids: Tensor, wanted: Tensor, context: StepContext) -> Tensor:
         """Run all layers of a step with adapters as `Model.forward`: the last one for all tokens too, since a linear
         finds the adapter of a row by its place among them. Then the linears compute without adapters again."""
         hidden = model.forward(token_ids, torch.arange(len(token_ids), device=self._device), context)
-        self._current.rows = None
+        self._current.begin(None)
         return hidden[wanted]
 
     def _fill_slots(self, wanted: Collection[str]) -> None:
@@ -142,10 +153,12 @@ class AdapterPool:
         return self._slot_of.pop(oldest)
 
     def _put(self, slot: int, weights: Weights) -> None:
+        self._ranks[slot] = max(len(each.a) for each in weights.values())
         for parameter, names in self._names.items():
             self._linears[parameter].put(slot, [self._on_device(weights.get(name)) for name in names])
 
     def _clear(self, slot: int) -> None:
+        del self._ranks[slot]
         for parameter, names in self._names.items():
             self._linears[parameter].put(slot, [None] * len(names))
 
@@ -160,6 +173,8 @@ class AdapterPool:
         made: LinearAdapters
         if kernel is not None:
             made = NativeAdditions(self._current, modules, num_slots, kernel)
+        elif self._by_triton and self._device.type != "cpu":
+            made = TritonAdditions(self._current, modules, num_slots, self._dtype, self._device)
         else:
             made = TorchAdditions(self._current, modules, num_slots, row_by_row=self._exact)
         linear.adapters = made
@@ -179,4 +194,4 @@ def attach_adapters(source: ModelSource, model: Model, config: AdapterConfig, ta
         raise UnsupportedOption("enable_lora", True, f"False for {source.info.architecture}", hint)
     modules = adaptable_modules(source.weights)
     linears, exact = model.named_linears(), target.exact_linears
-    return AdapterPool(linears, modules, config, target.dtype, target.device, exact=exact)
+    return AdapterPool(linears, modules, config, target.dtype, target.device, exact=exact, by_triton=target.by_triton)

@@ -15,12 +15,12 @@ from pagestream_engine.models.folder import model_revision
 from pagestream_engine.runner.numerics import Numerics
 
 FINGERPRINTED_SOURCES: Mapping[str, int] = {
-    "pagestream_engine.adapters.additions": 1,
+    "pagestream_engine.adapters.additions": 2,
     "pagestream_engine.adapters.files": 2,
     "pagestream_engine.adapters.modules": 1,
     "pagestream_engine.adapters.native.library": 1,
     "pagestream_engine.adapters.native.lora": 2,
-    "pagestream_engine.adapters.pool": 2,
+    "pagestream_engine.adapters.pool": 3,
     "pagestream_engine.adapters.rows": 1,
     "pagestream_engine.adapters.settings": 2,
     "pagestream_engine.attention.backend": 6,
@@ -152,6 +152,8 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_kernels.launcher": 1,
     "pagestream_kernels.linear.fixed_order_matmul": 1,
     "pagestream_kernels.linear.int8_matmul": 1,
+    "pagestream_kernels.linear.lora": 1,
+    "pagestream_kernels.linear.lora_table": 1,
     "pagestream_kernels.paged_decode": 8,
     "pagestream_kernels.paged_prefill": 10,
     "pagestream_kernels.paging": 7,
