@@ -29,6 +29,7 @@ class StepCost:
     def __init__(self) -> None:
         self._weight = self._tokens = self._seconds = self._squares = self._products = self._sampled = 0.0
         self._drafts = self._draft_seconds = self._all_seconds = 0.0
+        self._of_a_token = self._of_a_draft = _UNKNOWN_COST
 
     def note(
         self, num_tokens: int, num_sampled: int, seconds: float, num_drafts: int = 0, draft_seconds: float = 0.0
@@ -53,25 +54,29 @@ class StepCost:
         self._squares = self._squares * _FORGETTING + num_tokens * num_tokens
         self._products = self._products * _FORGETTING + num_tokens * seconds
 
+        self._estimate()
+
     @property
     def of_a_draft(self) -> float:
         """Tokens that are given, on the average, in the time that one more draft takes: to make it, and to compute one
         more token in the step; in [0, 1]."""
-        making = self._draft_seconds / self._drafts * self._tokens_per_s if self._drafts else 0.0
-        return min(1.0, self.of_a_token + making)
+        return self._of_a_draft
 
     @property
     def of_a_token(self) -> float:
         """Likewise, without making it."""
-        spread = self._squares * self._weight - self._tokens * self._tokens
-        if spread <= 1e-3 * self._tokens * self._tokens:
-            return _UNKNOWN_COST
-        slope = (self._products * self._weight - self._tokens * self._seconds) / spread
-        return min(1.0, max(0.0, slope * self._tokens_per_s))
+        return self._of_a_token
 
-    @property
-    def _tokens_per_s(self) -> float:
-        return self._sampled / self._all_seconds if self._all_seconds else 0.0
+    def _estimate(self) -> None:
+        """Settle the costs once a step: every row asks for them."""
+        tokens_per_s = self._sampled / self._all_seconds if self._all_seconds else 0.0
+        making = self._draft_seconds / self._drafts * tokens_per_s if self._drafts else 0.0
+        spread = self._squares * self._weight - self._tokens * self._tokens
+        self._of_a_token = _UNKNOWN_COST
+        if spread > 1e-3 * self._tokens * self._tokens:
+            slope = (self._products * self._weight - self._tokens * self._seconds) / spread
+            self._of_a_token = min(1.0, max(0.0, slope * tokens_per_s))
+        self._of_a_draft = min(1.0, self._of_a_token + making)
 
 
 class DraftLengths:

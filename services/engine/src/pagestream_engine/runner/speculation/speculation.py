@@ -95,11 +95,13 @@ class Speculation:
             return plan, None
         num_new_tokens = plan.num_new_tokens.copy()
         num_new_tokens[first:] = 1
+        if not any(drafts.values()):
+            return replace(plan, num_new_tokens=num_new_tokens), None
         token_ids = np.full((len(rows) - first, self._most), NO_TOKEN, np.int32)
         for index, given in drafts.items():
             token_ids[index, : len(given)] = given
             num_new_tokens[first + index] += len(given)
-        return replace(plan, num_new_tokens=num_new_tokens), Drafts(token_ids) if any(drafts.values()) else None
+        return replace(plan, num_new_tokens=num_new_tokens), Drafts(token_ids)
 
     def _drafts(
         self, chunks: Sequence[RowCount], rows: Sequence[int], counts: Sequence[int], room: int
