@@ -1,5 +1,6 @@
 """The bundled Redis as the chart configures it: TLS, users by role, metrics. Real processes on a real server."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -103,12 +104,22 @@ def test_gateway_and_engine_have_the_rights_that_they_need(server: Server, tmp_p
             request_id = stream.headers["X-Request-Id"]
             assert httpx.delete(f"{gateway.url}/v1/requests/{request_id}").status_code < httpx.codes.BAD_REQUEST
             assert list(lines)[-2:] == ["data: [DONE]", ""]
+        assert '"revision"' in loaded_adapter(server, tmp_path)
     finally:
         for part in (gateway, engine):
             part.stop()
     refused = [(each["username"], each["object"]) for each in server.as_user("observer").acl_log()]
     # redis-py names itself and its version to the server; where that is refused it goes on.
     assert [each for each in refused if not each[1].startswith("client|")] == []
+
+
+def loaded_adapter(server: Server, folder: Path) -> str:
+    """What the command of a pool's Job says of an adapter, with the engines' access."""
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (folder / name).write_text("{}")
+    command = [sys.executable, "-m", "pagestream_worker.pool_adapters", "demo", f"--load=a={folder}"]
+    environment = {**os.environ, "PAGESTREAM_WORKER__REDIS": server.url("url")}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
 @pytest.mark.parametrize(

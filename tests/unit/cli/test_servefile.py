@@ -42,6 +42,7 @@ def test_the_names_that_other_programs_rely_on(tmp_path: Path) -> None:
         "ports": {"http": 8000, "grpc": 50051},
         "restarts": 0,
         "log": "",
+        "is_spare": False,
     }
 
 
