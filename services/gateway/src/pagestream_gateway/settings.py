@@ -61,6 +61,8 @@ class GatewaySettings:
     allow_runtime_lora: bool = False
     """Whether callers may load and unload LoRA adapters: each who may call this gateway may then let engines read any
     folder that holds one."""
+    allow_model_changes: bool = False
+    """Whether callers may have engines load and unload the models of their lists, sleep and wake."""
     api_keys: Path | None = None
     """File of `sha256 of the key -> tenant`. None: no key is asked for, and every caller is the tenant "default"."""
     tls_certificate: Path | None = None

@@ -42,7 +42,7 @@ COMMANDS = (
         "simulate",
         "simulate",
     ),
-    Command("models", "list the models, and remove one that no engine serves", "models", "models"),
+    Command("models", "list the models, load and unload them, remove one without engines", "models", "models"),
     Command("adapters", "list, load and unload LoRA adapters", "adapters", "adapters"),
     Command("keys", "make, list and revoke API keys", "keys", "keys"),
     Command("dead", "show quarantined requests, and requeue them", "quarantine", "quarantine"),

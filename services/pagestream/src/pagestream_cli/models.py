@@ -1,20 +1,29 @@
-"""`pagestream models`: list the models of a deployment, and remove one that no engine serves."""
+"""`pagestream models`: list the models of a deployment, have engines change theirs, and remove one without engines."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import json
+import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from pagestream_cli import store
 from pagestream_cli.console import say
-from pagestream_cli.errors import CliError
+from pagestream_cli.errors import CliError, NotFoundError
 
 if TYPE_CHECKING:
     from pagestream_streams import Broker
+    from pagestream_streams.admin.roster import RosterRow, RosterView
     from pagestream_streams.protocol.records import ModelInfo
+
+
+_CHANGES = {
+    "load": "have an engine that lists a model load it",
+    "unload": "have engines free a model; requests load it again",
+}
+_POLL_S = 0.1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     listing.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON")
     store.add_arguments(listing, argparse.SUPPRESS)
     listing.set_defaults(action="list")
+
+    for verb, text in _CHANGES.items():
+        changing = actions.add_parser(verb, help=text)
+        changing.add_argument("name", metavar="NAME")
+        limit = "for it to be so (default: ask, and return)"
+        changing.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help=limit)
+        store.add_arguments(changing, argparse.SUPPRESS)
+        changing.set_defaults(action=verb)
 
     removing = actions.add_parser("rm", help="remove a model that no engine serves")
     removing.add_argument("name", metavar="NAME")
@@ -51,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _acted(arguments: argparse.Namespace) -> None:
-    actions = {"list": _list, "rm": _remove}
+    actions = {"list": _list, "rm": _remove, **dict.fromkeys(_CHANGES, _change)}
     async with store.opened(store.redis_url(arguments)) as broker:
         await actions[arguments.action](broker, arguments)
 
@@ -63,8 +80,40 @@ async def _list(broker: Broker, arguments: argparse.Namespace) -> None:
         return
     if not infos:
         say("no model is published")
+    roster = await broker.roster.read()
     for info in infos:
         print(line(info))
+    for engine_id, row in roster.engines.items():
+        print(engine_line(engine_id, row))
+
+
+async def _change(broker: Broker, arguments: argparse.Namespace) -> None:
+    from pagestream_streams.admin.roster import Verb
+
+    name, action = arguments.name, arguments.action
+    view = await broker.roster.read()
+    listed = sorted({each for row in view.engines.values() for each in row.models})
+    if name not in listed:
+        raise NotFoundError(
+            f"no engine that changes its model lists {name!r}; listed are: {', '.join(listed) or 'none'}"
+        )
+    await broker.roster.order(name, Verb(action))
+    until = time.monotonic() + arguments.wait
+    while True:
+        done = _is_done(await broker.roster.read(), name, action)
+        if done or time.monotonic() >= until:
+            break
+        await asyncio.sleep(_POLL_S)
+    if arguments.wait and not done:
+        raise CliError(f"{name} is not changed after {arguments.wait:g} s", hint="see `pagestream models list`")
+    say(f"{name}: {action} is done" if done else f"{name}: engines were asked to {action}")
+
+
+def _is_done(view: RosterView, name: str, action: str) -> bool:
+    serving = [row for row in view.engines.values() if row.serving == name]
+    if action == "load":
+        return any(not row.is_loading for row in serving)
+    return not serving
 
 
 async def _remove(broker: Broker, arguments: argparse.Namespace) -> None:
@@ -83,6 +132,15 @@ def line(info: ModelInfo) -> str:
     """Format one row of the list."""
     created = datetime.fromtimestamp(info.created, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     return f"{info.name}  {info.engines} engines  {info.partitions} partitions  published {created}"
+
+
+def engine_line(engine_id: str, row: RosterRow) -> str:
+    """Format one engine that may change its model."""
+    state = f"loads {row.serving}" if row.is_loading else f"serves {row.serving}"
+    if not row.serving:
+        state = f"has no model since {row.last} was unloaded"
+    failed = "".join(f"; {name} can't be loaded: {reason}" for name, reason in row.failed.items())
+    return f"  engine {engine_id.partition(':')[0]} {state}, of {', '.join(row.models)}{failed}"
 
 
 def summary(info: ModelInfo) -> dict[str, Any]:

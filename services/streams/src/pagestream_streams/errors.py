@@ -103,6 +103,15 @@ class ModelNotFound(StreamsError):
         self.name = name
 
 
+class ModelUnavailable(StreamsError):
+    """No engine that lists the model can load it."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        """`reason`: an engine's."""
+        super().__init__(f"the model {name!r} can't be loaded: {reason}")
+        self.name = name
+
+
 class ModelInUse(StreamsError):
     """Engines serve the model, or it was published again meanwhile, so it can't be removed."""
 

@@ -129,6 +129,10 @@ class Registry:
         """Call `source` before each collection, on the collecting thread, to set values that are kept elsewhere."""
         self._sources.append(source)
 
+    def off_collect(self, source: Callable[[], None]) -> None:
+        """Call a source no more."""
+        self._sources = [each for each in self._sources if each != source]
+
     def collect(self) -> list[Family]:
         """Return all metrics that have a series, as they are now."""
         for source in self._sources:

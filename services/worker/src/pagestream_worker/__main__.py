@@ -16,8 +16,9 @@ from pagestream_telemetry.logs import configure_logs
 from setproctitle import setproctitle
 
 from pagestream_worker.card import ModelCardError
+from pagestream_worker.models.serving import EXIT_FAILED
 from pagestream_worker.node import node_settings, run_node
-from pagestream_worker.process import EXIT_FAILED, run_process
+from pagestream_worker.process import run_process
 from pagestream_worker.serving.outputs import EngineFailed
 from pagestream_worker.settings import load_settings
 from pagestream_worker.stepping.engine_core import EngineCoreError

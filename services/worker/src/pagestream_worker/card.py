@@ -17,7 +17,7 @@ from pagestream.v1.records_pb2 import (
 )
 from pagestream_engine.pooling.config import read_pooling
 
-from pagestream_worker.stepping.reports import EngineFacts
+from pagestream_worker.stepping.reports import ModelFacts
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 POOLING_KINDS = {"last": POOLING_KIND_LAST, "mean": POOLING_KIND_MEAN, "cls": POOLING_KIND_CLS}
@@ -70,7 +70,7 @@ def _default_sampling(generation_config: Mapping[str, Any]) -> SamplingMessage:
     return SamplingMessage(**given)
 
 
-def _embedding(folder: Path, engine: EngineFacts) -> EmbeddingCard:
+def _embedding(folder: Path, engine: ModelFacts) -> EmbeddingCard:
     """Return what vectors of the model are, by its files."""
     if not engine.pooled_size:
         reason = "the model runs by the modelling code of transformers, which gives logits and no hidden states"
@@ -85,8 +85,8 @@ def _embedding(folder: Path, engine: EngineFacts) -> EmbeddingCard:
     )
 
 
-def build_card(folder: Path, name: str, engine: EngineFacts) -> ModelCard:
-    """Build the card of a model that an engine has loaded.
+def build_card(folder: Path, name: str, engine: ModelFacts) -> ModelCard:
+    """Build the card of a model that an engine has loaded, or may load.
 
     Raises:
         ModelCardError: tokenizer.json is missing, or a JSON file can't be read.

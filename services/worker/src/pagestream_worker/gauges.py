@@ -10,6 +10,32 @@ from pagestream_worker.health import Health
 from pagestream_worker.ladder.ladder import Rung, Shares
 from pagestream_worker.stepping.reports import Figures
 
+_OF_MODELS = (
+    catalog.KV_UTILIZATION,
+    catalog.KV_FRAGMENTATION,
+    catalog.PREFIX_QUERIES,
+    catalog.PREFIX_HITS,
+    catalog.HOST_TIER_HITS,
+    catalog.REQUESTS_RUNNING,
+    catalog.REQUESTS_WAITING,
+    catalog.TOKENS_PROMPT,
+    catalog.TOKENS_GENERATED,
+    catalog.PREEMPTIONS,
+    catalog.DISPLACEMENTS,
+    catalog.DRAFTED,
+    catalog.DRAINING,
+    catalog.KV_BLOCKS,
+    catalog.HOST_TIER_PAGES,
+    catalog.HOST_TIER_COPIES,
+    catalog.DEGRADATION_RUNG,
+    catalog.DEGRADATION_SHARE,
+    catalog.ACCEPTED,
+    catalog.MEMORY_USAGE,
+    catalog.GPU_MEMORY_USAGE,
+    catalog.GPU_UTILIZATION,
+)
+"""What has the model as its first attribute."""
+
 
 @dataclass(frozen=True)
 class EngineReaders:
@@ -31,9 +57,21 @@ class EngineGauges:
         self._health = health
         self._model = model
         self._number = registry.number
+        self._is_retired = False
 
     def update(self) -> None:
         """Read everything once. For `Registry.on_collect`."""
+        if not self._is_retired:
+            self._update()
+
+    def retire(self) -> None:
+        """Set nothing more, and remove what was set: the engine has another model."""
+        self._is_retired = True
+        for metric in _OF_MODELS:
+            instrument = self._number(metric)
+            instrument.forget_others({values for values, _ in instrument.items() if values[0] != self._model})
+
+    def _update(self) -> None:
         figures = self._readers.figures()
         stats = figures.stats
         for metric, value in (

@@ -61,6 +61,17 @@ class Health:
         before_s = self._stalled_s if age_s >= elapsed_s else 0.0  # no report since the last beat
         self._stalled_s = min(age_s, before_s + ran_s)
 
+    def change(self) -> None:
+        """Become unready until `serve` or `rest`: the process loads another model."""
+        self._step_age_s = None
+        self._stalled_s = 0.0
+        self._unready = "another model is being loaded"
+
+    def rest(self) -> None:
+        """Become ready without a model, or with one that sleeps: requests may wake it."""
+        self.change()
+        self._unready = ""
+
     def drain(self) -> None:
         """Become unready for good: no more requests are taken."""
         self._unready = _DRAINING

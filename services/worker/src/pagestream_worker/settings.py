@@ -79,10 +79,31 @@ class WorkerSettings:
     """Seconds between retries while Redis is away."""
     append_limit: int = 256
     """Most entries of one request in one append, so that a backlog after an outage does not block Redis."""
+    models: Sequence[str] = ()
+    """Further models that this engine may serve, one at a time, as NAME=FOLDER: see docs/decisions/0246."""
+    enable_sleep_mode: bool = False
+    """Whether operators may put this engine to sleep, have it unload its model, and have it load one. So they may where
+    it has `models`."""
+    wake_on_demand: bool = True
+    """Whether requests wake it; False: an operator does."""
+    min_serve_s: float = 10.0
+    """Seconds for which a model is served before another, for which requests wait, takes its engine."""
+    switch_finish_s: float = 2.0
+    """Seconds in which running requests may end before an engine changes its model. The others are handed back."""
     kept_log_bytes: int = 128 * 1024 * 1024
     """Bytes of written entries that are kept to be sent again where Redis has lost them: about 3 million tokens without
     log probabilities, the last minutes of any engine.
     """
+
+    @property
+    def changes_models(self) -> bool:
+        """Whether the model that this process serves may change."""
+        return bool(self.models) or self.enable_sleep_mode
+
+    @property
+    def folders(self) -> dict[str, str]:
+        """The folders or repositories of all models by the names that clients ask for, the first one first."""
+        return {self.served_model_name: self.model, **dict(_named_folder(each) for each in self.models)}
 
 
 _ENGINE_OPTIONS = (
@@ -269,6 +290,18 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help=f"of a model new to this Redis, at most {MAX_PARTITIONS} (default {DEFAULT_PARTITIONS})",
     )
+    parser.add_argument(
+        "--models",
+        type=split_names,
+        metavar="LIST",
+        help="further models that it may serve, one at a time: NAME=FOLDER,NAME=FOLDER",
+    )
+    parser.add_argument(
+        "--enable-sleep-mode",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="let operators put this engine to sleep, and load and unload its model",
+    )
     parser.add_argument("--metrics-port", type=_count, metavar="PORT", help="serve /healthz, /readyz and /metrics")
     parser.add_argument("--profile-dir", type=Path, metavar="DIR", help="for profiles on demand (default: none)")
     parser.add_argument("--otlp-endpoint", metavar="URL", help="send metrics and spans there, by OTLP/gRPC")
@@ -303,12 +336,25 @@ def worker_settings(options: argparse.Namespace, environ: Mapping[str, str] | No
             raise ValueError(f"{option} is needed; give it, or set {variable_of(WORKER, name)}")
     values["served_model_name"] = values.get("served_model_name") or Path(values["model"]).resolve().name
     values["engine_id"] = values.get("engine_id") or f"{socket.gethostname()}-{getpid()}"
-    return WorkerSettings(redis_url=values.pop("redis"), **values)
+    settings = WorkerSettings(redis_url=values.pop("redis"), **values)
+    if len(settings.folders) <= len(settings.models):
+        raise ValueError(f"--models: {','.join(settings.models)} was given, a name for each model is expected")
+    if settings.changes_models and settings.engine_core != "process":
+        raise ValueError("--engine-core inline serves one model; --models and --enable-sleep-mode need a process")
+    return settings
+
+
+def _named_folder(text: str) -> tuple[str, str]:
+    """Split NAME=FOLDER. ValueError where one of them is missing."""
+    name, _, folder = text.partition("=")
+    if not name or not folder:
+        raise ValueError(f"--models: {text!r} was given, NAME=FOLDER is expected")
+    return name, folder
 
 
 _CHECKED_TEXTS = {"engine_id": _engine_name}
 _CHOICES = {"engine_core": ENGINE_CORES, "standby": STANDBY_STATES}
-_MAY_BE_ZERO = {"finish_timeout_s"}
+_MAY_BE_ZERO = {"finish_timeout_s", "min_serve_s", "switch_finish_s"}
 
 
 def _check(given: Mapping[str, Any]) -> None:
@@ -367,4 +413,6 @@ def load_settings(arguments: Sequence[str] | None, environ: Mapping[str, str]) -
     if worker.standby and engine.parallel.nnodes > 1:
         expected = "nothing with --nnodes above 1, since a spare and its engine would wait for the same machines"
         raise ValueError(f"--standby: {worker.standby!r} was given, {expected} is expected")
+    if worker.changes_models and engine.parallel.nnodes > 1:
+        raise ValueError("--models and --enable-sleep-mode go with one machine: with --nnodes the model stays")
     return ProcessSettings(worker, engine, streams, telemetry, degradation)

@@ -40,9 +40,10 @@ class WorkerTelemetry:
         telemetry: of the process.
         model: the served name.
         engine_id: as in leases, for spans.
+        began_s: age of the process when the loading of the model began, in seconds.
     """
 
-    def __init__(self, telemetry: Telemetry, model: str, engine_id: str) -> None:
+    def __init__(self, telemetry: Telemetry, model: str, engine_id: str, *, began_s: float = 0.0) -> None:
         registry = telemetry.registry
         self._tracer = telemetry.tracer
         self._model = model
@@ -54,7 +55,8 @@ class WorkerTelemetry:
         self._per_token = registry.distribution(catalog.ENGINE_TIME_PER_OUTPUT_TOKEN).series(model)
         self._startup = registry.number(catalog.STARTUP_DURATION).series(model)
         self._startup_parts = registry.number(catalog.STARTUP_PART_DURATION)
-        self._loaded_s = self._stood_by_s = 0.0
+        self._began_s = self._loaded_s = began_s
+        self._stood_by_s = 0.0
         self._resumes = registry.number(catalog.RESUMES).series(model)
         self._cancellations = registry.number(catalog.CANCELLATIONS).series(model)
         self._errors = registry.number(catalog.ERRORS)
@@ -69,7 +71,7 @@ class WorkerTelemetry:
             stood_by_s: of the process as a standby, which are no part of its startup.
         """
         self._loaded_s, self._stood_by_s = age_s, stood_by_s
-        parts = {"process": max(0.0, age_s - sum(load_s.values())), **load_s}
+        parts = {"process": max(0.0, age_s - self._began_s - sum(load_s.values())), **load_s}
         for part, seconds in parts.items():
             self._startup_parts.series(self._model, part).set(seconds)
         logger.info("loaded", extra={"model": self._model, **{f"{part}_s": round(parts[part], 3) for part in parts}})
@@ -78,7 +80,7 @@ class WorkerTelemetry:
         """Record the startup's duration: the engine claims from now on."""
         age_s = process_age_s() - self._stood_by_s
         self._startup_parts.series(self._model, "join").set(age_s - self._loaded_s)
-        self._startup.set(age_s)
+        self._startup.set(age_s - self._began_s)
 
     def step(self, duration_s: float, sequences: int) -> None:
         """Record a step."""

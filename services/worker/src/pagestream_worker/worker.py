@@ -84,8 +84,13 @@ class Worker:
         )
         self._appending = AppendLoop(self._requests, self._outputs, settings, telemetry, pending)
 
-    async def run(self, session: EngineSession, stop: asyncio.Event) -> None:
-        """Serve until `stop` is set, then hand everything back.
+    async def run(self, session: EngineSession, stop: asyncio.Event, leave: asyncio.Event | None = None) -> None:
+        """Serve until `stop` or `leave` is set, then hand everything back.
+
+        Args:
+            session: of the engine.
+            stop: the process ends.
+            leave: the process goes on with another model; what runs has settings.switch_finish_s to end.
 
         Raises:
             EngineFailed: the engine ended by an error.
@@ -97,7 +102,9 @@ class Worker:
             asyncio.create_task(self._appending.run(session), name="append"),
             asyncio.create_task(watchdog(self._health), name="watchdog"),
         ]
+        leave = leave or asyncio.Event()
         stopping = asyncio.create_task(stop.wait(), name="stop")
+        leaving = asyncio.create_task(leave.wait(), name="leave")
         watch = self.degradation.watch(session)
         watch.start()
         self._health.serve(self._core.step_age_s)
@@ -114,20 +121,26 @@ class Worker:
         )
         failures: list[asyncio.Future[Any]] = [self._outputs.ended, *tasks]
         try:
-            await asyncio.wait([stopping, self._claiming.task, *failures], return_when=asyncio.FIRST_COMPLETED)
+            ends = [stopping, leaving, self._claiming.task, *failures]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if leave.is_set() and not stop.is_set():
+                self._health.change()
+                await shutdown.settle([stopping, *failures])
             if stop.is_set() and self._settings.finish_timeout_s > 0:
                 self._health.drain()
                 await shutdown.finish(failures)
         finally:
-            self._health.drain()
+            if stop.is_set() or not leave.is_set():
+                self._health.drain()
             stopping.cancel()
+            leaving.cancel()
             await watch.stop()
             results = await self._stop([self._claiming.task, *tasks], marks)
             await shutdown.drain()
         for result in results:
             if isinstance(result, Exception):
                 raise result
-        if not stop.is_set() or self._outputs.has_failed:
+        if not (stop.is_set() or leave.is_set()) or self._outputs.has_failed:
             self._outputs.ended.result()
 
     def _listen(self, session: EngineSession, marks: StepMarks) -> None:
@@ -157,6 +170,11 @@ class Worker:
         else:
             marks.stop()
         return await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that are claimed and not complete."""
+        return len(self._requests)
 
     # -- for the session --
 

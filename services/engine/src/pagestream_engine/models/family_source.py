@@ -17,9 +17,10 @@ from pagestream_engine.models.model import Model
 from pagestream_engine.models.offload.plan import plan_offload
 from pagestream_engine.models.quantised.scheme import Scheme
 from pagestream_engine.models.registry import BuildContext, Family, plugin_digest
+from pagestream_engine.models.safetensors_file import read_folder
 from pagestream_engine.models.source import ModelSource, Target
 from pagestream_engine.models.stored_size import stored_bytes
-from pagestream_engine.models.weights import TiedWeight, WeightMap
+from pagestream_engine.models.weights import TiedWeight, WeightMap, check_shapes
 
 
 class FamilySource(ModelSource):
@@ -58,6 +59,15 @@ class FamilySource(ModelSource):
         if target.quantization is None and not is_alone_on_a_gpu:  # ranks on a CPU share its memory
             return super().weight_bytes(target)
         return stored_bytes(weights, target.dtype, target.quantization)
+
+    def check_files(self) -> None:
+        entries = read_folder(self.folder)
+        if self._scheme is None:  # else parts of linears are stored, under names that its reader knows
+            check_shapes(self.weights, {name: entry.shape for name, entry in entries.items()})
+
+    @property
+    def pooled_size(self) -> int:
+        return self._config.hidden_size if isinstance(self._config, DecoderConfig) else 0
 
     def attention_specs(self, target: Target) -> Sequence[AttentionSpec]:
         return self._family.attention_specs(self._config_of_rank(target), target.max_model_len)

@@ -72,6 +72,19 @@ class ModelSource(ABC):
         entries = read_folder(self.folder).values()
         return sum(prod(each.shape) * target.dtype.itemsize if each.is_plain else each.num_bytes for each in entries)
 
+    def check_files(self) -> None:
+        """Read the headers of the weights' files, and no tensor; compare them with the files' sizes.
+
+        Raises:
+            ModelError: a file is missing, malformed or cut off, or its tensors are not those of the configuration.
+        """
+        read_folder(self.folder)
+
+    @property
+    def pooled_size(self) -> int:
+        """Numbers of a vector that is pooled from a prompt, by the configuration; 0: the model gives none."""
+        return 0
+
     @abstractmethod
     def attention_specs(self, target: Target) -> Sequence[AttentionSpec]:
         """Return how each layer with a cache attends.

@@ -6,13 +6,13 @@ A family declares its parameters as data, and the loader alone reads files: weig
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from pagestream_engine.errors import WeightsError
+from pagestream_engine.errors import DOWNLOAD_AGAIN, WeightsError
 from pagestream_engine.layers.linear import Linear
 
 
@@ -87,6 +87,38 @@ class TiedWeight:
 Weight = TensorWeight | LinearWeight | TiedWeight
 WeightMap = Mapping[str, Weight]
 """Parameter -> what fills it, in the order of loading."""
+
+
+def check_shapes(weights: WeightMap, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Check that a checkpoint has the tensors that parameters are declared to consist of.
+
+    Args:
+        weights: of the model, undivided.
+        shapes: of the checkpoint's tensors, by name.
+
+    Raises:
+        WeightsError: one is missing, or has another shape.
+    """
+    for name, expected in _tensors(weights):
+        found = shapes.get(name)
+        if found is None:
+            raise WeightsError(f"{name}: missing, expected among the weights with shape {expected}; {DOWNLOAD_AGAIN}")
+        if found != expected:
+            raise WeightsError(f"{name}: given shape {found}, expected {expected} by config.json")
+
+
+def _tensors(weights: WeightMap) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for weight in weights.values():
+        match weight:
+            case TensorWeight():
+                for part in weight.parts:
+                    yield part.name, (part.all_rows or part.rows, *weight.trailing)
+            case LinearWeight():
+                for part in weight.parts:
+                    rows = part.all_rows or part.rows
+                    yield f"{part.name}.weight", (rows, weight.all_columns or weight.in_features)
+                    if weight.bias:
+                        yield f"{part.name}.bias", (rows,)
 
 
 class Turn(Protocol):

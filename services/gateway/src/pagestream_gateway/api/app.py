@@ -3,7 +3,9 @@
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from pagestream_gateway.api import adapters, documents, health
+from pagestream_gateway.api import documents, health
+from pagestream_gateway.api.changes import adapters
+from pagestream_gateway.api.changes import models as model_changes
 from pagestream_gateway.api.cors import allow_origins
 from pagestream_gateway.api.hosts import limit_hosts
 from pagestream_gateway.api.leniency import Lenient
@@ -28,6 +30,9 @@ def build_app(gateway: Gateway) -> FastAPI:
     if gateway.settings.gateway.allow_runtime_lora:
         app.include_router(adapters.router(gateway))
         bodies += [adapters.LoadBody, adapters.UnloadBody]
+    if gateway.settings.gateway.allow_model_changes:
+        app.include_router(model_changes.router(gateway))
+        bodies += [model_changes.ModelBody]
     allow_origins(app, gateway.settings.gateway.origins)
     app.add_middleware(Paced, turns=gateway.turns)
     vectors = (embeddings.EmbeddingBody, scoring.ScoreBody, scoring.RerankBody)

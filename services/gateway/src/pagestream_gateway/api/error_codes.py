@@ -66,6 +66,7 @@ ERROR_CODES: dict[type[Exception], ErrorCode] = {
     streams.ClassRefused: ErrorCode(429, _Status.RESOURCE_EXHAUSTED, _RATE, "class_refused"),
     streams.LogsFull: ErrorCode(429, _Status.RESOURCE_EXHAUSTED, _RATE, "logs_full"),
     streams.RequestNotFound: ErrorCode(404, _Status.NOT_FOUND, _INVALID, "request_not_found", "request_id"),
+    streams.ModelUnavailable: ErrorCode(503, _Status.FAILED_PRECONDITION, _SERVER, "model_unavailable", "model"),
     streams.ModelNotFound: ErrorCode(404, _Status.NOT_FOUND, _INVALID, "model_not_found", "model"),
     streams.AdapterRefused: ErrorCode(400, _Status.INVALID_ARGUMENT, _INVALID, "adapter_refused", "lora_path"),
     streams.ModelNameRefused: ErrorCode(404, _Status.NOT_FOUND, _INVALID, "model_not_found", "model"),

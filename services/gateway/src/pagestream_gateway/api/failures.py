@@ -2,13 +2,13 @@
 
 from pagestream.v1.inference_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP
 from pagestream.v1.records_pb2 import LogEnd, RequestSpec
-from pagestream_streams.admin.unserved import ERROR_CODE
+from pagestream_streams.admin.unserved import ERROR_CODE, MODEL_UNAVAILABLE
 from pagestream_streams.protocol.entries import INVALID_REQUEST
 from pagestream_streams.protocol.finish_reasons import finish_reason_name
 
 from pagestream_gateway.errors import GenerationFailed, NoEngine, RequestFailed
 
-_FAILURES = {ERROR_CODE: NoEngine, INVALID_REQUEST: RequestFailed}
+_FAILURES = {ERROR_CODE: NoEngine, MODEL_UNAVAILABLE: NoEngine, INVALID_REQUEST: RequestFailed}
 """By the code that the log carries."""
 
 

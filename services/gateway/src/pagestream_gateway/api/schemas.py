@@ -255,6 +255,18 @@ class VersionAnswer(BaseModel):
     version: str
 
 
+class ModelChangeAnswer(BaseModel):
+    """That engines were asked for a change; they make it meanwhile."""
+
+    success: bool
+
+
+class SleepAnswer(BaseModel):
+    """Whether engines sleep."""
+
+    is_sleeping: bool = Field(description="Whether no engine that may sleep serves a model.")
+
+
 class LoadAnswer(BaseModel):
     """What this process is doing."""
 

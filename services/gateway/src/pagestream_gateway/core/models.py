@@ -13,7 +13,7 @@ import jinja2
 from pagestream.v1.inference_pb2 import SamplingParams
 from pagestream.v1.records_pb2 import Adapter, ModelCard
 from pagestream_streams import Broker, ModelInfo
-from pagestream_streams.errors import ModelNotFound
+from pagestream_streams.errors import ModelNotFound, ModelUnavailable
 from tokenizers import Tokenizer
 
 from pagestream_gateway.core.chat_templates import ChatTemplate
@@ -178,7 +178,7 @@ class Models:
     async def resolve(self, name: str) -> LoadedModel:
         """Return the model of that name, or of the adapter of that name; the only one where the name is empty.
 
-        Raises ModelNotFound, InvalidRequest where a name is needed, Overloaded, Unavailable.
+        Raises ModelNotFound, ModelUnavailable, InvalidRequest where a name is needed, Overloaded, Unavailable.
         """
         if not name:
             infos = await self._limit.wait(self._broker.models())
@@ -193,10 +193,17 @@ class Models:
         except ModelNotFound:
             adapter = (await self._limit.wait(self._broker.adapters.all())).get(name)
             if adapter is None:
+                await self._check_loadable(name)
                 raise
             card = await self._limit.wait(self._broker.model_card(adapter.model))
         model = await self._cache.load(card, self._pool.run)
         return model if adapter is None else replace(model, adapter=adapter)
+
+    async def _check_loadable(self, name: str) -> None:
+        """Raise ModelUnavailable where engines list a model and none of them can load it."""
+        reason = (await self._limit.wait(self._broker.roster.read())).reason(name)
+        if reason is not None:
+            raise ModelUnavailable(name, reason)
 
     async def list_adapters(self) -> list[Adapter]:
         """Return all LoRA adapters by name. Raises Unavailable."""

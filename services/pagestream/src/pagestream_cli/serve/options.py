@@ -35,6 +35,7 @@ ENGINE_OPTIONS: tuple[tuple[str, str, str], ...] = (
     ("--speculative-method", "NAME", "of drafts that a step checks together: ngram, grammar (default: none)"),
     ("--speculative-model", "MODEL", "that drafts: a folder or repository, of the model's vocabulary (default: none)"),
     ("--num-speculative-tokens", "N", "most drafts of a sequence in a step"),
+    ("--models", "LIST", "further models that engines serve, one at a time, by demand: NAME=FOLDER,NAME=FOLDER"),
     ("--max-loras", "N", "LoRA adapters that run at once"),
     ("--max-lora-rank", "N", "largest rank of an adapter"),
     ("--max-cpu-loras", "N", "adapters that stay in host memory"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,10 +62,13 @@ class _Living:
     """Between spaces; "" for any, or where no engine lives."""
 
 
-async def queue_states(broker: Broker) -> dict[str, list[QueueState]]:
-    """Return the state of every partition by model name, read in a few round trips. Unavailable."""
+async def queue_states(broker: Broker, only: Collection[str] | None = None) -> dict[str, list[QueueState]]:
+    """Return the state of every partition by model name, read in a few round trips. Unavailable.
+
+    `only`: names of the models to read, of those that are published; None for all.
+    """
     directory, settings = broker.directory, broker.settings
-    names = await directory.names()
+    names = [name for name in await directory.names() if only is None or name in only]
     partitions = [where for name in names for where in await directory.all_partitions(name)]
     living = await _read_living(broker, names)
     calls = [

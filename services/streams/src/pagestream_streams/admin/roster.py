@@ -25,9 +25,7 @@ class Verb(StrEnum):
     """What an operator asks of the engines of a model."""
 
     LOAD = "load"
-    """One engine loads it, as if a request waited for it; and engines that sleep with its weights wake."""
-    SLEEP = "sleep"
-    """Engines that serve it free the KV cache, and keep the weights in host memory."""
+    """One engine loads it, as if a request waited for it."""
     UNLOAD = "unload"
     """Engines that serve it free all of it."""
 
@@ -48,15 +46,17 @@ class RosterRow:
     models: tuple[str, ...]
     """Names of the models that it may load, the one that it serves among them."""
     serving: str = ""
-    """The model whose requests it claims, or that it is loading; "" while it has none or sleeps."""
+    """The model whose requests it claims, or that it is loading; "" while it has none."""
     is_loading: bool = False
     """Whether it claims nothing yet, since it ends one model or loads the next."""
-    holds: str = ""
-    """The model whose weights it keeps while it sleeps."""
+    last: str = ""
+    """The model that it had before an operator had it unloaded; "" while it has one."""
     since_ms: int = 0
-    """When it began to serve `serving`, or to sleep, by Redis' clock; 0 while it loads."""
+    """When it began to serve `serving`, by Redis' clock; 0 while it loads."""
     active: int = 0
     """Requests that it runs."""
+    wakes: bool = True
+    """Whether requests make it load a model while it has none; False: only an operator does."""
     failed: Mapping[str, str] = field(default_factory=dict)
     """Models that it could not load, with the reasons; it does not try again until an operator asks for it."""
 

@@ -7,6 +7,7 @@ import logging
 import time
 
 from pagestream_streams.admin.broker import Broker
+from pagestream_streams.connection.scripts import REGISTRY
 from pagestream_streams.errors import ModelNotFound, Unavailable
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.tasks import Periodic
@@ -19,6 +20,8 @@ _AT_ONCE = 32
 _MOST_A_QUEUE = 256  # of one round; a later one ends the others
 
 ERROR_CODE = "no_engine"
+MODEL_UNAVAILABLE = "model_unavailable"
+"""Code of requests whose model no engine can load."""
 
 
 class UnservedRequests:
@@ -48,7 +51,8 @@ class UnservedRequests:
         try:
             models = await self._broker.models()
             now = time.monotonic()
-            absent = {info.name for info in models if not info.engines}
+            loadable = (await self._broker.roster.read()).loadable
+            absent = {info.name for info in models if not info.engines and info.name not in loadable}
             self._absent_since = {name: self._absent_since.get(name, now) for name in absent}
             due = [name for name, since in self._absent_since.items() if now - since >= self._limit_s]
             for name in due:
@@ -67,7 +71,7 @@ class UnservedRequests:
             f"no engine has served the model {name!r} for {self._limit_s:g} s, and the request had no deadline of its "
             "own; send it again when the list of models shows engines"
         )
-        waiting = await self._waiting(partitions, least_age_ms)
+        waiting = await _waiting(self._broker, partitions, least_age_ms)
         num_ended = 0
         for first in range(0, len(waiting), _AT_ONCE):
             ends = (
@@ -85,16 +89,32 @@ class UnservedRequests:
         if num_ended:
             _log.warning("%s: ended %d requests that no engine has taken for %g s", name, num_ended, self._limit_s)
 
-    async def _waiting(self, partitions: list[Partition], least_age_ms: int) -> list[tuple[Partition, str]]:
-        """Return the oldest queued requests of that age."""
-        seconds, micros = await self._broker.connection.execute("TIME")
-        until = int(seconds) * 1000 + int(micros) // 1000 - least_age_ms
-        queues = [(where, f"{where.prefix}queue:{number}") for where in partitions for number in _CLASSES]
-        replies = await self._broker.connection.pipeline(
-            [("XRANGE", queue, "-", until, "COUNT", _MOST_A_QUEUE) for _, queue in queues]
-        )
-        return [
-            (where, fields[b"id"].decode())
-            for (where, _), entries in zip(queues, replies, strict=True)
-            for _, fields in entries
-        ]
+
+async def refuse_waiting(broker: Broker, name: str, reason: str) -> int:
+    """End the requests of a model that no engine has begun, since none can: it does not load. Unavailable.
+
+    Returns:
+        How many were ended; 0 also where an engine serves the model after all.
+    """
+    partitions = await broker.directory.all_partitions(name)
+    if await broker.connection.run(REGISTRY, broker.connection.keyspace.engines(name), "", 0):
+        return 0
+    waiting = (await _waiting(broker, partitions, 0))[:_AT_ONCE]
+    error = f"{MODEL_UNAVAILABLE}\0the model {name!r} can't be loaded: {reason}"
+    await asyncio.gather(*(broker.end(where, each, "error", error=error) for where, each in waiting))
+    return len(waiting)
+
+
+async def _waiting(broker: Broker, partitions: list[Partition], least_age_ms: int) -> list[tuple[Partition, str]]:
+    """Return the oldest queued requests of that age."""
+    seconds, micros = await broker.connection.execute("TIME")
+    until = int(seconds) * 1000 + int(micros) // 1000 - least_age_ms
+    queues = [(where, f"{where.prefix}queue:{number}") for where in partitions for number in _CLASSES]
+    replies = await broker.connection.pipeline(
+        [("XRANGE", queue, "-", until, "COUNT", _MOST_A_QUEUE) for _, queue in queues]
+    )
+    return [
+        (where, fields[b"id"].decode())
+        for (where, _), entries in zip(queues, replies, strict=True)
+        for _, fields in entries
+    ]

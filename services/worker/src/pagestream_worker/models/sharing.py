@@ -37,16 +37,14 @@ class EngineState:
     models: frozenset[str]
     """That it may load."""
     serving: str = ""
-    """That it serves or loads; "" where it has none, or sleeps."""
+    """That it serves or loads; "" where it has none."""
     is_loading: bool = False
     served_s: float = 0.0
     """Seconds that it has served this model."""
     active: int = 0
     """Requests that it runs."""
-    holds: str = ""
-    """Asleep: the model whose weights are in its memory."""
     wakes: bool = True
-    """Whether requests wake it; False: an operator does."""
+    """Whether requests make it load a model while it has none; False: only an operator does."""
 
 
 @dataclass(frozen=True)
@@ -86,14 +84,14 @@ def plan_changes(
     while (change := _Readings(tuple(states.values()), demands, limits).next_change()) is not None:
         changes.append(change)
         states[change.engine_id] = replace(
-            states[change.engine_id], serving=change.model, is_loading=True, served_s=0.0, active=0, holds=""
+            states[change.engine_id], serving=change.model, is_loading=True, served_s=0.0, active=0
         )
     return tuple(changes)
 
 
 _Cost = tuple[int, float, float, str]
 """Of a change, for comparison; the first figure is one of these."""
-_WAKES, _EMPTY, _SLEEPS, _IDLE, _OF_SEVERAL, _LAST = range(6)
+_EMPTY, _IDLE, _OF_SEVERAL, _LAST = range(4)
 
 
 @dataclass(frozen=True)
@@ -128,8 +126,7 @@ class _Readings:
         if not engine.serving:
             if not (engine.wakes or self.demands[model].is_ordered):
                 return None
-            rank = _WAKES if engine.holds == model else _SLEEPS if engine.holds else _EMPTY
-            return rank, 0.0, 0.0, engine.engine_id
+            return _EMPTY, 0.0, 0.0, engine.engine_id
         current = self.demands.get(engine.serving, NO_DEMAND)
         if not current.wants_engine and not engine.active:
             return _IDLE, 0.0, -engine.served_s, engine.engine_id

@@ -54,6 +54,20 @@ class Shutdown:
         except TimeoutError:
             logger.warning("finish_timeout_s is over with %d requests left", len(self.requests))
 
+    async def settle(self, ends: Collection[asyncio.Future[Any]]) -> None:
+        """Claim no more, and let running requests end, for at most settings.switch_finish_s.
+
+        Args:
+            ends: futures of what has to go on meanwhile, and of the process' end; it returns when one is done.
+        """
+        try:
+            async with asyncio.timeout(self.settings.switch_finish_s):
+                await self.claiming.pause()
+                while self.requests and not any(each.done() for each in ends):
+                    await asyncio.wait(ends, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError:
+            logger.info("switch_finish_s is over: %d requests are handed back", len(self.requests))
+
     async def drain(self) -> None:
         """End the engine, append the last tokens, and hand back what is unfinished, for at most
         settings.drain_timeout_s. Claims and appends have been stopped.

@@ -67,8 +67,16 @@ class StartProfile:
 
 
 @dataclass(frozen=True)
+class InspectModel:
+    """Read the configuration and the headers of another model; the answer is a `ModelInspected`."""
+
+    source: str
+    """Its folder or repository."""
+
+
+@dataclass(frozen=True)
 class Stop:
     """End after the current step."""
 
 
-Command = AddGroup | AbortSequences | SetLimits | StepMarked | StartProfile | Stop
+Command = AddGroup | AbortSequences | SetLimits | StepMarked | StartProfile | InspectModel | Stop

@@ -5,6 +5,7 @@ import logging
 import socket
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import cast
@@ -12,7 +13,7 @@ from typing import cast
 from pagestream_engine.errors import EngineError
 
 from pagestream_worker.stepping import child, wire
-from pagestream_worker.stepping.commands import Command, StartProfile
+from pagestream_worker.stepping.commands import Command, InspectModel, StartProfile
 from pagestream_worker.stepping.engine_core import PROFILE_LIMIT_S, EngineCoreError, ReportReader, TakeOutputs
 from pagestream_worker.stepping.process_main import Preload, Program
 from pagestream_worker.stepping.reports import (
@@ -21,6 +22,7 @@ from pagestream_worker.stepping.reports import (
     Figures,
     Loaded,
     LoadFailed,
+    ModelInspected,
     Report,
     StepBegun,
 )
@@ -41,10 +43,10 @@ class EngineProcess:
     Both die together: the process when the worker's dies, and its own death ends `ended` with the reason.
 
     Args:
-        program: for the process.
+        program: for the process; None: it comes by `load`.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program | None) -> None:
         self.loaded: Future[EngineFacts] = Future()
         self.ended: Future[None] = Future()
         self._program = program
@@ -54,6 +56,9 @@ class EngineProcess:
         self._transport: asyncio.WriteTransport | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._exit_code: int | None = None
+        self.exited = asyncio.Event()
+        """Set when the process is gone and its memory is free."""
+        self._inspected: deque[asyncio.Future[ModelInspected]] = deque()
         self._is_closed = False
 
     @property
@@ -74,14 +79,32 @@ class EngineProcess:
         transport, _ = await loop.create_unix_connection(lambda: _Reports(self._take, self._lost), sock=ours)
         self._transport = cast(asyncio.WriteTransport, transport)
         self._send(sys.path)
-        if load:
+        if load and self._program is not None:
             self.load()
         else:
             self._send(Preload(RUNNER_MODULE))
 
-    def load(self) -> None:
-        """See EngineCore."""
+    def load(self, program: Program | None = None) -> None:
+        """See EngineCore.
+
+        Args:
+            program: for a process that was made without one.
+        """
+        self._program = program or self._program
         self._send(self._program)
+
+    async def inspect(self, source: str) -> ModelInspected:
+        """Return what the configuration and the headers of another model say.
+
+        Raises:
+            EngineCoreError: the process has ended.
+        """
+        if self.ended.done():
+            raise EngineCoreError("the engine's process has ended")
+        answer: asyncio.Future[ModelInspected] = asyncio.get_running_loop().create_future()
+        self._inspected.append(answer)
+        self._send(InspectModel(source))
+        return await answer
 
     def listen(
         self,
@@ -152,6 +175,10 @@ class EngineProcess:
                 self._end(EngineError(report.error) if report.is_option else EngineCoreError(report.error))
             case Ended():
                 self._end(EngineCoreError(report.error) if report.error else None)
+            case ModelInspected():
+                answer = self._inspected.popleft()
+                if not answer.done():  # else its waiter was cancelled
+                    answer.set_result(report)
             case _:
                 self._reader.take(report)
                 self._acknowledgements.note(report)
@@ -166,6 +193,7 @@ class EngineProcess:
     def _exited(self, code: int) -> None:
         """Note the exit code. What the process has sent may be unread: its connection then ends a moment later."""
         self._exit_code = code
+        self.exited.set()
         if self._transport is None or self._transport.is_closing():
             self._died()
         elif not self.ended.done():
@@ -189,6 +217,9 @@ class EngineProcess:
 
     def _end(self, error: Exception | None) -> None:
         self._reader.end()
+        for answer in self._inspected:
+            if not answer.done():
+                answer.set_exception(EngineCoreError("the engine's process has ended"))
         if not self.loaded.done():
             self.loaded.set_exception(error or EngineCoreError("the engine's process has ended"))
         if error is None:

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from pagestream_engine.engine import Engine
 from pagestream_streams.fault_points import FaultPoint, reach
 
-from pagestream_worker.stepping.commands import Command, StartProfile, Stop
+from pagestream_worker.stepping.commands import Command, InspectModel, StartProfile, Stop
 from pagestream_worker.stepping.engine_core import ReportReader, TakeOutputs
 from pagestream_worker.stepping.profiler import StepProfiler, answer_profile
 from pagestream_worker.stepping.reports import EngineFacts, Figures, Report, StepBegun
@@ -58,8 +58,8 @@ class EngineThread(threading.Thread):
 
     def submit(self, command: Command) -> None:
         """See EngineCore."""
-        if isinstance(command, StartProfile):
-            raise TypeError("a thread's profile is asked for with request_profile")
+        if isinstance(command, StartProfile | InspectModel):
+            raise TypeError(f"a thread takes no {type(command).__name__}")
         self._reader.note_command(command)
         self._commands.put(command)
 

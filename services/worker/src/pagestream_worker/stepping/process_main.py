@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pagestream_engine.config import EngineConfig
 from pagestream_engine.engine import Engine
 from pagestream_engine.errors import EngineError
 from pagestream_telemetry.logs import configure_logs
@@ -23,7 +24,8 @@ from setproctitle import setproctitle
 
 from pagestream_worker.stepping import wire
 from pagestream_worker.stepping.child import die_with_parent
-from pagestream_worker.stepping.commands import StartProfile
+from pagestream_worker.stepping.commands import InspectModel, StartProfile
+from pagestream_worker.stepping.loading import inspect_model
 from pagestream_worker.stepping.profiler import StepProfiler, answer_profile
 from pagestream_worker.stepping.reports import Ended, EngineFacts, Loaded, LoadFailed, Report
 from pagestream_worker.stepping.step_loop import CommandQueue, StepLoop
@@ -49,6 +51,8 @@ class Program:
     """For the names of profiles."""
     profile_dir: Path | None
     """Folder for profiles; None: there are none."""
+    config: EngineConfig | None = None
+    """That other models are inspected for; None: none are."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +100,13 @@ class Connection:
 class Commands(threading.Thread):
     """Reads commands until the process ends."""
 
-    def __init__(self, connection: Connection, queue: CommandQueue, profiler: StepProfiler | None) -> None:
+    def __init__(
+        self, connection: Connection, queue: CommandQueue, profiler: StepProfiler | None, config: EngineConfig | None
+    ) -> None:
         super().__init__(name="commands", daemon=True)
-        self._connection, self._queue, self._profiler = connection, queue, profiler
+        self._connection, self._queue, self._profiler, self._config = connection, queue, profiler, config
+        self.is_deterministic = False
+        """Of the loaded engine."""
 
     def run(self) -> None:
         """Queue what is for the loop; answer what need not wait for a step. An error ends the process."""
@@ -107,6 +115,11 @@ class Commands(threading.Thread):
                 command = self._connection.read()
                 if isinstance(command, StartProfile):
                     self._connection.report(answer_profile(self._profiler, command.steps))
+                elif isinstance(command, InspectModel):
+                    if self._config is None:
+                        raise RuntimeError("a model is to be inspected, and no configuration was given")
+                    found = inspect_model(command.source, self._config, is_deterministic=self.is_deterministic)
+                    self._connection.report(found)
                 elif isinstance(command, StepsTaken):
                     self._connection.note_taken(command.count)
                 else:
@@ -120,9 +133,11 @@ def run(connection: Connection, program: Program) -> int:
     """Load and step the engine; return the exit code."""
     queue = CommandQueue()
     profiler = None if program.profile_dir is None else StepProfiler(program.profile_dir, program.engine_id)
-    Commands(connection, queue, profiler).start()
+    commands = Commands(connection, queue, profiler, program.config)
+    commands.start()
     try:
         engine = program.make_engine()
+        commands.is_deterministic = engine.is_deterministic
         connection.report(Loaded(EngineFacts.of(engine)))
     except EngineError as error:
         connection.report(LoadFailed(str(error), is_option=True))

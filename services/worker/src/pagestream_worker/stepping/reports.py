@@ -13,7 +13,21 @@ from pagestream_worker.logs.token_columns import NO_TOKENS, TokenColumns
 
 
 @dataclass(frozen=True)
-class EngineFacts:
+class ModelFacts:
+    """What gateways know of a model beside its files."""
+
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    is_deterministic: bool
+    pooled_size: int
+    """Numbers of a vector that is pooled from a prompt; 0: the model gives none."""
+    revision: str
+    """See model_revision, which needs torch."""
+
+
+@dataclass(frozen=True)
+class EngineFacts(ModelFacts):
     """What is fixed once the model is loaded."""
 
     kv_layout: KVLayout
@@ -24,15 +38,7 @@ class EngineFacts:
     """Whether class 0 takes room from lower classes."""
     queue_order: str
     """The policy by which the model's queue goes."""
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: frozenset[int]
     fingerprint: str
-    is_deterministic: bool
-    pooled_size: int
-    """Numbers of a vector that is pooled from a prompt; 0: the model gives none."""
-    revision: str
-    """See model_revision, which needs torch."""
     memory_bytes: Mapping[str, int]
     """Device memory by use."""
     load_s: Mapping[str, float]
@@ -159,6 +165,15 @@ class ProfileAnswer:
 
 
 @dataclass(frozen=True)
+class ModelInspected:
+    """The answer to `InspectModel`."""
+
+    facts: ModelFacts | None
+    error: str = ""
+    """Why the model can't be loaded, as far as its headers show."""
+
+
+@dataclass(frozen=True)
 class Ended:
     """The engine has ended. The last report."""
 
@@ -166,4 +181,4 @@ class Ended:
     """The error that ended it; "" after `Stop`."""
 
 
-Report = Loaded | LoadFailed | Figures | StepBegun | StepDone | Refused | ProfileAnswer | Ended
+Report = Loaded | LoadFailed | Figures | StepBegun | StepDone | Refused | ProfileAnswer | ModelInspected | Ended

@@ -1,0 +1,1 @@
+"""Calls by which operators change what a deployment serves. They exist where settings allow them."""

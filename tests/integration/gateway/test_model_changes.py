@@ -1,0 +1,72 @@
+"""What operators ask of engines that change their models, by HTTP and by the command line: it stands in the roster."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import httpx
+import pytest
+from pagestream_cli.__main__ import main
+from pagestream_streams import Broker
+from pagestream_streams.admin.roster import RosterRow, Verb
+from support.clients.gateway_clients import gateway_settings, running_address
+
+MODELS = ("a", "b")
+
+
+@pytest.fixture
+async def broker(redis_url: str) -> AsyncIterator[Broker]:
+    async with await Broker.connect(redis_url) as broker:
+        await broker.roster.renew("one", RosterRow(MODELS, serving="a", since_ms=1, failed={"b": "it is cut off"}))
+        yield broker
+
+
+async def asked(broker: Broker) -> dict[str, Verb]:
+    """Return what is asked for, and forget it."""
+    orders = (await broker.roster.read()).orders
+    for name in orders:
+        await broker.roster.settle(name)
+    return {name: order.verb for name, order in orders.items()}
+
+
+async def test_calls_exist_by_a_setting_and_ask_engines(broker: Broker, redis_url: str) -> None:
+    settings = gateway_settings(redis_url)
+    async with running_address(settings) as address, httpx.AsyncClient(base_url=address.url) as client:
+        assert (await client.post("/v1/models/load", json={"model": "b"})).status_code in {404, 405}
+        refused = await client.post("/v1/completions", json={"model": "b", "prompt": "x"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_unavailable")
+        assert "it is cut off" in refused.json()["error"]["message"]
+    settings = replace(settings, gateway=replace(settings.gateway, allow_model_changes=True))
+    async with running_address(settings) as address, httpx.AsyncClient(base_url=address.url) as client:
+        for path, body, orders in (
+            ("/v1/models/load", {"model": "b"}, {"b": Verb.LOAD}),
+            ("/v1/models/unload", {"model": "a"}, {"a": Verb.UNLOAD}),
+            ("/sleep?level=2", None, {"a": Verb.UNLOAD}),
+            ("/wake_up?model=a", None, {"a": Verb.LOAD}),
+        ):
+            answer = await client.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            assert await asked(broker) == orders
+        for path in ("/sleep?level=1", "/sleep?model=c"):
+            assert (await client.post(path)).status_code == 400
+        unknown = await client.post("/v1/models/load", json={"model": "c"})
+        assert "one of a, b is expected" in unknown.json()["error"]["message"]
+        assert (await client.get("/is_sleeping")).json() == {"is_sleeping": False}
+        await broker.roster.renew("one", RosterRow(MODELS, last="a"))
+        assert (await client.get("/is_sleeping")).json() == {"is_sleeping": True}
+        await client.post("/wake_up")
+        assert await asked(broker) == {"a": Verb.LOAD}
+
+
+async def test_the_command_asks_engines(broker: Broker, redis_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    async def models(*arguments: str) -> int:
+        return await asyncio.to_thread(main, ["models", *arguments, "--redis", redis_url])
+
+    for verb, order in (("load", Verb.LOAD), ("unload", Verb.UNLOAD)):
+        assert await models(verb, "a") == 0
+        assert await asked(broker) == {"a": order}
+    assert await models("load", "c") != 0
+    assert await models("list") == 0
+    shown = capsys.readouterr()
+    assert "listed are: a, b" in shown.err
+    assert "engine one serves a, of a, b; b can't be loaded: it is cut off" in shown.out

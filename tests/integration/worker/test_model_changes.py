@@ -1,0 +1,128 @@
+"""One engine process, several models: real processes behind a gateway, which know each other through Redis alone."""
+
+import asyncio
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from pagestream_cli.__main__ import main
+from pagestream_engine import LLM, SamplingParams
+from redis import Redis
+from support.engines.tiny_models import make_model, random_prompts
+from support.processes.stack import Stack, running_stack
+
+LIMIT_S = 500.0
+pytestmark = pytest.mark.timeout(600)
+OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_gpu_blocks_override": 128}
+FLAGS = ["--dtype", "float32", "--device", "cpu", "--num-gpu-blocks-override", "128"]
+(PROMPT,) = random_prompts([20])
+SHORT, LONG = 8, 1000
+MIN_SERVE = "PAGESTREAM_WORKER__MIN_SERVE_S"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    found = {
+        name: make_model(root / name, "llama", seed=seed, max_position_embeddings=1024)
+        for seed, name in enumerate(("demo", "other"))
+    }
+    broken = found["broken"] = Path(shutil.copytree(found["other"], root / "broken"))
+    weights = broken / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size - 100)
+    return found
+
+
+@pytest.fixture(scope="module")
+def stack(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    root = tmp_path_factory.mktemp("stack")
+    models = ",".join(f"{name}={folders[name]}" for name in ("other", "broken"))
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        running_stack(
+            root,
+            model=folders["demo"],
+            engines=0,
+            gateways=0,
+            engine_options=[*FLAGS, "--models", models],
+        ) as stack,
+    ):
+        patch.setenv("PAGESTREAM_WORKER__SWITCH_FINISH_S", "0.01")
+        patch.setenv(MIN_SERVE, "0.01")
+        patch.setenv("PAGESTREAM_GATEWAY__ALLOW_MODEL_CHANGES", "true")
+        stack.add_engine()
+        stack.add_gateway()
+        stack.wait_ready()
+        patch.setenv(MIN_SERVE, "600")  # from its next start on: each model is served to the end
+        yield stack
+
+
+def expected(folder: Path, max_tokens: int) -> str:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    return LLM(folder, **OPTIONS).generate([PROMPT], params)[0].outputs[0].text
+
+
+async def complete(client: httpx.AsyncClient, model: str, max_tokens: int = SHORT) -> httpx.Response:
+    body = {"model": model, "prompt": PROMPT, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
+    return await client.post("/v1/completions", json=body)
+
+
+def row(stack: Stack) -> dict[str, Any]:
+    """The engine's row in the roster."""
+    with Redis.from_url(stack.redis_url, decode_responses=True) as client:
+        fields = client.hgetall("ps:engine-roster")
+    rows = [json.loads(text.partition(" ")[2]) for name, text in fields.items() if name.startswith("engine:")]
+    return rows[-1] if rows else {}
+
+
+async def eventually_row(stack: Stack, **fields: Any) -> None:
+    for _ in range(int(LIMIT_S / 0.01)):
+        if fields.items() <= row(stack).items():
+            return
+        await asyncio.sleep(0.01)
+    pytest.fail(f"the roster has {row(stack)}, {fields} was expected")
+
+
+async def test_an_engine_killed_as_it_changes_its_model_loses_no_request_of_either(
+    stack: Stack, folders: dict[str, Path]
+) -> None:
+    async with httpx.AsyncClient(base_url=stack.gateways[0].url, timeout=LIMIT_S) as client:
+        readings = [asyncio.create_task(complete(client, "demo", LONG))]
+        await eventually_row(stack, serving="demo", active=1)
+        readings.append(asyncio.create_task(complete(client, "other", LONG)))
+        await eventually_row(stack, serving="other", is_loading=True)
+        stack.engines[0].kill()
+        stack.engines[0].start()
+        answers = await asyncio.gather(*readings)
+        texts = [answer.json()["choices"][0]["text"] for answer in answers]
+        assert texts == [expected(folders[name], LONG) for name in ("demo", "other")]
+        assert "requests are handed back" in stack.engines[0].log.read_text(), (
+            "the first request ended before the change"
+        )
+
+
+async def test_a_model_that_is_cut_off_is_refused_and_hurts_no_other(stack: Stack, folders: dict[str, Path]) -> None:
+    async with httpx.AsyncClient(base_url=stack.gateways[0].url, timeout=LIMIT_S) as client:
+        broken, sound = await asyncio.gather(complete(client, "broken"), complete(client, "other"))
+        assert broken.status_code == 503
+        assert "broken/model.safetensors" in broken.json()["error"]["message"]
+        assert sound.json()["choices"][0]["text"] == expected(folders["other"], SHORT)
+
+
+@pytest.mark.slow
+async def test_operators_unload_and_load(stack: Stack, folders: dict[str, Path]) -> None:
+    async with httpx.AsyncClient(base_url=stack.gateways[0].url, timeout=LIMIT_S) as client:
+        name = row(stack)["serving"]
+        assert (await client.post("/v1/models/unload", json={"model": name})).json() == {"success": True}
+        await eventually_row(stack, serving="", is_loading=False)
+        assert (await client.get("/is_sleeping")).json() == {"is_sleeping": True}
+        answer = await complete(client, "demo")  # which wakes it
+        assert answer.json()["choices"][0]["text"] == expected(folders["demo"], SHORT)
+        asked = ["models", "load", "other", "--wait", str(LIMIT_S), "--redis", stack.redis_url]
+        assert await asyncio.to_thread(main, asked) == 0
+        assert row(stack)["serving"] == "other"
