@@ -13,6 +13,7 @@ from pagestream_gateway.api.openai import chat_completions, completions, models,
 from pagestream_gateway.api.openai.errors import install_error_handlers
 from pagestream_gateway.api.openai.vectors import embeddings, scoring
 from pagestream_gateway.api.pacing import Paced
+from pagestream_gateway.api.vllm import tokens
 from pagestream_gateway.core.gateway import Gateway
 
 _ABOUT = (
@@ -24,9 +25,14 @@ _ABOUT = (
 def build_app(gateway: Gateway) -> FastAPI:
     """Return the application of the HTTP port."""
     app = _bare_app(gateway)
-    for resource in (completions, chat_completions, embeddings, scoring, models, requests, health):
+    for resource in (completions, chat_completions, embeddings, scoring, models, requests, tokens, health):
         app.include_router(resource.router(gateway))
-    bodies: list[type[BaseModel]] = [completions.CompletionBody, chat_completions.ChatBody]
+    bodies: list[type[BaseModel]] = [
+        completions.CompletionBody,
+        chat_completions.ChatBody,
+        tokens.TokenizeBody,
+        tokens.DetokenizeBody,
+    ]
     if gateway.settings.gateway.allow_runtime_lora:
         app.include_router(adapters.router(gateway))
         bodies += [adapters.LoadBody, adapters.UnloadBody]

@@ -46,7 +46,7 @@ class _Answer(BaseModel):
 class _Choice(BaseModel):
     index: int
     logprobs: dict[str, Any] | None
-    finish_reason: Literal["stop", "length", "cancelled", "deadline", "error"] | None
+    finish_reason: Literal["stop", "length", "tool_calls", "cancelled", "deadline", "error"] | None
     stop_reason: str | int | None = Field(None, description="The stop string or stop token that ended the choice.")
 
 
@@ -56,12 +56,30 @@ class CompletionChoice(_Choice):
     text: str
 
 
+class CalledFunctionSchema(BaseModel):
+    """A function that is called."""
+
+    name: str | None = Field(None, description="In the first delta of a call.")
+    arguments: str = Field(description="JSON text; of a delta, a piece of it.")
+
+
+class ToolCallSchema(BaseModel):
+    """A call of a tool, or a piece of one."""
+
+    index: int | None = Field(None, description="Of the call, in deltas.")
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunctionSchema
+
+
 class ChatMessage(BaseModel):
     """The assistant's message."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None = Field(description="null where there are tool calls alone.")
     refusal: None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallSchema] | None = None
 
 
 class ChatChoice(_Choice):
@@ -75,6 +93,8 @@ class ChatDelta(BaseModel):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallSchema] | None = None
 
 
 class ChatChunkChoice(_Choice):
@@ -187,6 +207,21 @@ class RerankAnswer(BaseModel):
     model: str
     usage: VectorUsage
     results: list[RerankResult]
+
+
+class TokenizeAnswer(BaseModel):
+    """The tokens of a text or a conversation."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = Field(description="Each token as the vocabulary spells it, where asked for.")
+
+
+class DetokenizeAnswer(BaseModel):
+    """The text of tokens."""
+
+    prompt: str
 
 
 class ModelAnswer(BaseModel):

@@ -1,6 +1,7 @@
 """Submission: check a request, tokenize it, and write it durably into its model's queue."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pagestream.v1.records_pb2 import RequestSpec
@@ -95,6 +96,11 @@ class Submission:
         await enlist(self.broker, request_id, tenant)
         logger.warning("accepted again", extra={"request_id": request_id, "tenant": tenant, "model": model.name})
         return spec
+
+    async def tokens(self, draft: Draft, tenant: str) -> tuple[LoadedModel, Sequence[int]]:
+        """Return the model and the tokens of a draft's one prompt; nothing is accepted. Raises as `submit` does."""
+        model, prepared = await self._prepare(draft, tenant)
+        return model, prepared.prompts[0]
 
     async def _prepare(self, draft: Draft, tenant: str) -> tuple[LoadedModel, PreparedRequest]:
         limits = self.settings.limits

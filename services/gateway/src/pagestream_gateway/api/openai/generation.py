@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from pagestream.v1.inference_pb2 import ON_DISCONNECT_CANCEL, ON_DISCONNECT_CONTINUE, SamplingParams
 from pagestream.v1.records_pb2 import AnswerForm, ApiForm
@@ -89,7 +89,9 @@ class ParsedRequest:
     """Names in this body of sampling parameters that it calls otherwise, for error messages."""
 
 
-Parser = Callable[[dict[str, Any], Headers], ParsedRequest]
+Parsed = TypeVar("Parsed")
+BodyParser = Callable[[dict[str, Any], Headers], Parsed]
+Parser = BodyParser[ParsedRequest]
 
 
 def without_unsupported(document: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
@@ -203,7 +205,7 @@ def named_as(field_names: Mapping[str, str]) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def parsed_request(gateway: Gateway, request: Request, parse: Parser) -> AsyncIterator[ParsedRequest]:
+async def parsed_request(gateway: Gateway, request: Request, parse: BodyParser[Parsed]) -> AsyncIterator[Parsed]:
     """Read and parse the body, and hold room for it until the block ends, in which the request is accepted.
 
     Errors of the draft name its fields as the body does. Raises InvalidRequest, Overloaded.
@@ -213,7 +215,8 @@ async def parsed_request(gateway: Gateway, request: Request, parse: Parser) -> A
         async with pending.receiving():
             data = await read_body(request, max_bytes)
         parsed = await _parsed(gateway, data, request.headers, parse)
-        with named_as({**_names_of_headers(request.headers), **parsed.field_names}):
+        own_names = parsed.field_names if isinstance(parsed, ParsedRequest) else {}
+        with named_as({**_names_of_headers(request.headers), **own_names}):
             yield parsed
 
 
@@ -229,11 +232,11 @@ def _num_bytes(request: Request, most: int) -> int:
     return min(int(announced), most) if announced.isdecimal() else most
 
 
-async def _parsed(gateway: Gateway, data: bytes, headers: Headers, parse: Parser) -> ParsedRequest:
+async def _parsed(gateway: Gateway, data: bytes, headers: Headers, parse: BodyParser[Parsed]) -> Parsed:
     """Parse a body, outside the event loop where it is large."""
     await gateway.turns.take()
 
-    def work() -> ParsedRequest:
+    def work() -> Parsed:
         return parse(parse_json(data), headers)
 
     if len(data) <= SMALL_BYTES:

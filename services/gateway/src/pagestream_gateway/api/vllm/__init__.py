@@ -1,0 +1,1 @@
+"""Calls of `vllm serve` beside OpenAI's."""

@@ -1,0 +1,91 @@
+"""/tokenize and /detokenize: vLLM's calls, which make the tokens that a request with the same fields would have."""
+
+from typing import Any
+
+from fastapi import APIRouter
+from pagestream.v1.inference_pb2 import SamplingParams
+from pagestream.v1.records_pb2 import AnswerForm
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from pagestream_gateway.api.documents import body_of
+from pagestream_gateway.api.openai.chat.tools import Tool, tools_of
+from pagestream_gateway.api.openai.chat_completions import Message
+from pagestream_gateway.api.openai.generation import parsed_request
+from pagestream_gateway.api.openai.strict_body import Body, parse_body
+from pagestream_gateway.core.drafts import ChatPrompt, Draft, Prompt, TextPrompt
+from pagestream_gateway.core.gateway import Gateway
+from pagestream_gateway.core.sampling.json_types import Items, Token
+from pagestream_gateway.errors import InvalidRequest
+
+
+class TokenizeBody(Body):
+    """A text or a conversation."""
+
+    model: str | None = Field(None, description="Served name; may be left out where exactly one model is served.")
+    prompt: str | None = Field(None, description="Text; this or messages.")
+    messages: Items[Message] | None = None
+    tools: Items[Tool] | None = None
+    add_special_tokens: bool | None = Field(None, description="Default true for text, false for messages.")
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = Field(None, description="Show each token as the vocabulary spells it.")
+
+
+class DetokenizeBody(Body):
+    """Tokens."""
+
+    model: str | None = Field(None, description="Served name; may be left out where exactly one model is served.")
+    tokens: Items[Token]
+
+
+def router(gateway: Gateway) -> APIRouter:
+    """Return the resource's routes."""
+    routes = APIRouter(tags=["generation"])
+
+    @routes.post("/tokenize", openapi_extra=body_of(TokenizeBody), summary="The tokens of a text or a conversation")
+    async def tokenize(request: Request) -> Response:
+        tenant = gateway.tenant(request.headers.get("authorization"))
+        async with parsed_request(gateway, request, lambda document, _: parse_body(TokenizeBody, document)) as body:
+            model, tokens = await gateway.submission.tokens(_draft(body), tenant)
+        spelled = [model.tokenizer.id_to_token(token) or "" for token in tokens] if body.return_token_strs else None
+        answer = {"count": len(tokens), "max_model_len": model.max_model_len, "tokens": list(tokens)}
+        return JSONResponse({**answer, "token_strs": spelled})
+
+    @routes.post("/detokenize", openapi_extra=body_of(DetokenizeBody), summary="The text of tokens")
+    async def detokenize(request: Request) -> Response:
+        gateway.tenant(request.headers.get("authorization"))
+        async with parsed_request(gateway, request, lambda document, _: parse_body(DetokenizeBody, document)) as body:
+            model = await gateway.models.resolve(body.model or "")
+            if (wrong := next((each for each in body.tokens if each >= model.card.vocab_size), None)) is not None:
+                raise InvalidRequest(
+                    "tokens", f"{wrong} is not a token of the model (0 to {model.card.vocab_size - 1})"
+                )
+            text = await gateway.pool.run(lambda: model.decode(body.tokens))
+        return JSONResponse({"prompt": text})
+
+    return routes
+
+
+def _draft(body: TokenizeBody) -> Draft:
+    """Return what would be generated from. Raises InvalidRequest."""
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("prompt", "exactly one of prompt and messages is needed")
+    prompt: Prompt
+    if body.messages is None:
+        prompt = TextPrompt(body.prompt or "", body.add_special_tokens is not False)
+    else:
+        prompt = ChatPrompt(
+            messages=[message.for_template() for message in body.messages],
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=bool(body.continue_final_message),
+            arguments=body.chat_template_kwargs or {},
+            add_special_tokens=bool(body.add_special_tokens),
+            tools=tools_of(body.tools, None, None),
+        )
+    field = "prompt" if body.messages is None else "messages"
+    return Draft(
+        model=body.model or "", prompts=[prompt], prompt_field=field, sampling=SamplingParams(), answer=AnswerForm()
+    )
