@@ -20,6 +20,8 @@ SMOKE, CRD_HOOK, POOLS_HOOK = part("smoke"), part("crd-hook"), part("pools-hook"
 # As the operator makes it: of no release.
 ENGINE = Pod(LLM, {"app.kubernetes.io/name": "pagestream-engine", "pagestream.dev/pool": "demo"})
 UNPUBLISH = Pod(LLM, {"app.kubernetes.io/name": "pagestream-engine", "app.kubernetes.io/component": "unpublish"})
+LEADER = Pod(LLM, {**ENGINE.labels, "pagestream.dev/nodes": "2"})
+FOLLOWER = Pod(LLM, {"app.kubernetes.io/name": "pagestream-engine-node", "pagestream.dev/nodes": "2"})
 FAR_ENGINE = Pod("models", ENGINE.labels)
 CLIENT = Pod("apps", {"app": "chat"})
 NEIGHBOUR = Pod(LLM, {"app": "chat"})
@@ -77,6 +79,15 @@ DEFAULT: dict[str, tuple[bool, list[Flow]]] = {
     ),
     "names are resolved": (True, [(who, DNS, 53) for who in (GATEWAY, ENGINE, OPERATOR, COLLECTOR, SMOKE, CRD_HOOK)]),
     "nobody calls engines": (False, [(who, ENGINE, port) for who in EVERYBODY for port in (80, 8000, 22)]),
+    "pods of an engine of several nodes reach each other": (
+        True,
+        [(LEADER, FOLLOWER, 34567), (FOLLOWER, LEADER, 29501), (FOLLOWER, DNS, 53), (LEADER, REDIS, 6379)],
+    ),
+    "nobody else reaches them, and the others have no Redis": (
+        False,
+        [(who, each, 29501) for who in EVERYBODY for each in (LEADER, FOLLOWER)]
+        + [(FOLLOWER, REDIS, 6379), (FOLLOWER, INTERNET, 443), (FOLLOWER, API_SERVER, 443)],
+    ),
     "nobody calls hooks and tests": (False, [(who, hook, 80) for who in EVERYBODY for hook in (SMOKE, CRD_HOOK)]),
     "engines and gateways do not reach the world": (
         False,

@@ -351,6 +351,41 @@ def test_trouble_of_a_pod_is_reported(operator: OperatorProcess, world: PoolWorl
     assert "ImagePullBackOff: no such image" in world.wait_condition("Degraded", "PodTrouble", "trouble")["message"]
 
 
+def followers_of(world: PoolWorld, leader: str) -> list[dict[str, Any]]:
+    place = f"{world.path('statefulsets')}?labelSelector=pagestream.dev/leader={leader}"
+    found: list[dict[str, Any]] = world.kube.get(place)["items"]
+    return found
+
+
+def test_each_engine_of_several_nodes_has_pods_that_come_and_go_with_it(
+    operator: OperatorProcess, world: PoolWorld
+) -> None:
+    world.create("wide", replicas=2, nodes=3, parallel={"tensor": 3})
+    leaders = world.make_ready("wide", 2)
+    assert world.kube.exists(world.path("secrets", "wide-engine-nodes"))
+    for number, leader in enumerate(leaders):
+        assert not followers_of(world, leader), "nobody can join a leader without an address"
+        address = {"podIP": f"10.0.0.{number + 1}", "podIPs": [{"ip": f"10.0.0.{number + 1}"}]}
+        world.kube.merge(f"{world.path('pods', leader)}/status", {"status": address})
+        [group] = eventually(lambda leader=leader: followers_of(world, leader), f"the pods of {leader}")  # type: ignore[misc]
+        [container] = group["spec"]["template"]["spec"]["containers"]
+        variables = {each["name"]: each.get("value") for each in container["env"]}
+        assert variables["PAGESTREAM_ENGINE__MASTER_ADDR"] == f"10.0.0.{number + 1}"
+    place = f"{world.path('pods')}?labelSelector=pagestream.dev/leader={leaders[0]}"
+    pods = eventually(lambda: len(world.kube.get(place)["items"]) == 2 and world.kube.get(place)["items"], "two pods")
+    indices = sorted(pod["metadata"]["labels"]["apps.kubernetes.io/pod-index"] for pod in pods)
+    assert indices == ["1", "2"], "places in the group after the leader's, 0"
+    world.wait_condition("Ready", "EnoughEngines", "wide")
+    assert world.pool("wide")["status"]["replicas"] == 2, "groups are counted, not pods"
+    world.change({"replicas": 1}, "wide")
+    [ended] = eventually(lambda: world.ending("wide"), "a leader that drains")
+    assert followers_of(world, ended), "the others compute until it has drained"
+    world.end_pods("wide")
+    eventually(lambda: not followers_of(world, ended), "its pods are deleted")
+    [left] = {*leaders} - {ended}
+    assert followers_of(world, left)
+
+
 def test_deletion_drains_first(operator: OperatorProcess, world: PoolWorld) -> None:
     world.create("gone", minReplicas=2)
     names = world.make_ready("gone", 2)

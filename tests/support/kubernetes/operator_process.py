@@ -29,6 +29,7 @@ _POOLS = "/apis/pagestream.dev/v1alpha1/namespaces/{namespace}/enginepools"
 _PLACES = {
     "deployments": "/apis/apps/v1/namespaces/{namespace}/deployments",
     "jobs": "/apis/batch/v1/namespaces/{namespace}/jobs",
+    "statefulsets": "/apis/apps/v1/namespaces/{namespace}/statefulsets",
     "replicasets": "/apis/apps/v1/namespaces/{namespace}/replicasets",
     "poddisruptionbudgets": "/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets",
     "events": "/apis/events.k8s.io/v1/namespaces/{namespace}/events",

@@ -5,6 +5,7 @@ import pytest
 import yaml
 from pagestream_operator.children import children
 from pagestream_operator.children.manifest import HASH_ANNOTATION, Manifest
+from pagestream_operator.children.nodes import followers
 from pagestream_operator.children.unpublish import unpublish_job
 from pagestream_operator.settings import EngineDefaults
 from support.kubernetes.pool_objects import DEFAULTS, pool
@@ -98,6 +99,25 @@ def test_a_parallel_engine_has_a_gpu_for_each_rank() -> None:
     assert sizes == ["2", "3"]
     [engine] = made["Deployment"]["spec"]["template"]["spec"]["containers"]
     assert engine["resources"]["limits"]["nvidia.com/gpu"] == "6"
+
+
+def test_the_other_pods_of_a_group_are_as_their_leader() -> None:
+    spec = {"nodes": 2, "parallel": {"tensor": 4}, "template": {"gpu": {"count": 2}}}
+    made = by_kind(children(pool(**spec), DEFAULTS))
+    assert made["ConfigMap"]["data"]["PAGESTREAM_ENGINE__NNODES"] == "2"
+    leader = made["Deployment"]["spec"]["template"]
+    metadata = {**leader["metadata"], "name": "demo-engine-1-a", "uid": "leader-uid", "namespace": "default"}
+    group = followers("demo", {**leader, "metadata": metadata, "status": {"podIP": "10.0.0.7"}}, DEFAULTS.release)
+    assert group["spec"]["replicas"] == 1
+    [own], [other] = leader["spec"]["containers"], group["spec"]["template"]["spec"]["containers"]
+    for name in ("image", "args", "envFrom", "resources", "volumeMounts"):
+        assert other[name] == own[name]
+    assert other["resources"]["limits"]["nvidia.com/gpu"] == "2"
+    assert "readinessProbe" not in other
+    variables = {each["name"]: each for each in other["env"]}
+    assert variables["PAGESTREAM_ENGINE__MASTER_ADDR"]["value"] == "10.0.0.7"
+    assert "PAGESTREAM_WORKER__REDIS" not in variables
+    assert "pagestream.dev/pool" not in group["spec"]["template"]["metadata"]["labels"], "it is no engine of the pool"
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,10 @@ class EnginePoolSpec(ApiModel):
     `status.adapters` has what became of each. Others may be loaded by hand beside them."""
     parallel: Parallel = Field(default_factory=Parallel)
     """How an engine is divided among processes, each with its own GPU."""
+    nodes: Annotated[int, Field(ge=1, le=64)] = 1
+    """Pods of an engine, which has as many processes in each: a group. The first one of a group serves requests, and
+    counts as the pool's pod everywhere else in this spec and in the status; the others come and go with it. A change
+    replaces the groups, one by one."""
     template: PodTemplate = Field(default_factory=PodTemplate)
     """The configurable parts of an engine pod: resources, GPUs, placement, volumes."""
     replicas: Replicas | None = None
@@ -114,15 +118,21 @@ class EnginePoolSpec(ApiModel):
         ),
         Rule(
             "!has(self.template.gpu) || self.template.gpu.count == 0 || "
-            "self.template.gpu.count == self.parallel.tensor * self.parallel.pipeline",
-            "template.gpu.count is parallel.tensor times parallel.pipeline, a GPU for each rank, or 0 for ranks on a "
-            "CPU: set all alike",
+            "self.template.gpu.count * self.nodes == self.parallel.tensor * self.parallel.pipeline",
+            "template.gpu.count times nodes is parallel.tensor times parallel.pipeline, a GPU for each rank, or 0 for "
+            "ranks on a CPU: set all alike",
             ".template.gpu.count",
         ),
         Rule(
             "self.parallel.tensor * self.parallel.pipeline <= 64",
             "parallel.tensor times parallel.pipeline is at most 64, the ranks of an engine: lower one of them",
             ".parallel",
+        ),
+        Rule(
+            "self.parallel.tensor * self.parallel.pipeline % self.nodes == 0",
+            "nodes divides parallel.tensor times parallel.pipeline, as each pod has as many ranks: with 4 ranks it is "
+            "1, 2 or 4",
+            ".nodes",
         ),
         Rule(
             "self.parallel.tensor == 1 || !(has(self.engine.quantization) || "

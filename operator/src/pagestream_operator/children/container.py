@@ -7,6 +7,7 @@ from typing import Any
 
 from pagestream_operator.api import EnginePool
 from pagestream_operator.children.model_files import model_argument, model_mounts, model_variables
+from pagestream_operator.children.nodes import leader_variables, secret_mounts
 from pagestream_operator.settings import EngineDefaults
 
 METRICS_PORT = 9400
@@ -43,7 +44,12 @@ def engine_container(pool: EnginePool, defaults: EngineDefaults, config_map: str
         "readinessProbe": _probe("/readyz", period_s=1, timeout_s=2, failures=3),
         "resources": _resources(pool),
         **container_security(pool),
-        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}, *model_mounts(pool.spec.model), *mounts],  # noqa: S108
+        "volumeMounts": [
+            {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108
+            *model_mounts(pool.spec.model),
+            *secret_mounts(pool),
+            *mounts,
+        ],
     }
 
 
@@ -106,6 +112,7 @@ def _env(pool: EnginePool, defaults: EngineDefaults) -> list[dict[str, Any]]:
         *_finish_timeout(pool),
         *_telemetry(defaults),
         *model_variables(pool.spec.model),
+        *leader_variables(pool),
         *(variable.to_object() for variable in pool.spec.template.env or []),
     ]
     return list({variable["name"]: variable for variable in variables}.values())

@@ -8,6 +8,7 @@ from pagestream_operator.api import GROUP, EnginePool
 from pagestream_operator.children.container import engine_container, overlaid
 from pagestream_operator.children.manifest import Manifest, engine_name, labels, manifest, selector
 from pagestream_operator.children.model_files import model_volumes
+from pagestream_operator.children.nodes import leader_labels, secret_volumes
 from pagestream_operator.settings import EngineDefaults
 
 _USER_ID = 65532
@@ -55,7 +56,7 @@ def pod_template(pool: EnginePool, defaults: EngineDefaults, options: Manifest) 
     if pool.spec.model.revision is not None:
         own[MODEL_REVISION] = pool.spec.model.revision
     annotations = {**(given.annotations or {}), **own}
-    metadata: dict[str, Any] = {"labels": {**given.extra_labels, **labels(pool.name)}}
+    metadata: dict[str, Any] = {"labels": {**given.extra_labels, **labels(pool.name), **leader_labels(pool)}}
     if annotations:
         metadata["annotations"] = annotations
     return {"metadata": metadata, "spec": _pod_spec(pool, defaults, options["metadata"]["name"])}
@@ -73,7 +74,12 @@ def _pod_spec(pool: EnginePool, defaults: EngineDefaults, config_map: str) -> di
         "imagePullSecrets": [{"name": name} for name in secrets],
         "securityContext": security_context(pool, defaults),
         "containers": [engine_container(pool, defaults, config_map)],
-        "volumes": [{"name": "tmp", "emptyDir": {}}, *model_volumes(pool.spec.model), *(given.volumes or [])],
+        "volumes": [
+            {"name": "tmp", "emptyDir": {}},
+            *model_volumes(pool.spec.model),
+            *secret_volumes(pool),
+            *(given.volumes or []),
+        ],
         "nodeSelector": _node_selector(pool),
         "tolerations": [toleration.to_object() for toleration in given.tolerations or []],
         "affinity": given.affinity,
@@ -82,6 +88,10 @@ def _pod_spec(pool: EnginePool, defaults: EngineDefaults, config_map: str) -> di
         "runtimeClassName": given.runtime_class_name,
     }
     return {name: value for name, value in spec.items() if value not in (None, [], {})}
+
+
+def _own_volumes(pool: EnginePool) -> list[dict[str, Any]]:
+    return [{"name": "tmp", "emptyDir": {}}, *model_volumes(pool.spec.model), *secret_volumes(pool)]
 
 
 def security_context(pool: EnginePool, defaults: EngineDefaults) -> dict[str, Any]:

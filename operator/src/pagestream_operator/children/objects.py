@@ -12,6 +12,7 @@ from pagestream_operator.children.manifest import (
     selector,
     service_name,
 )
+from pagestream_operator.children.nodes import node_options
 from pagestream_operator.settings import EngineDefaults
 
 
@@ -31,7 +32,7 @@ def config_map(pool: EnginePool, defaults: EngineDefaults) -> Manifest:
     It can't be changed, and its name is that of its content: a pod template names what its pods read, also those that
     restart while another template is being rolled out.
     """
-    data = {**defaults.shared, **pool.spec.engine.to_environment(), **_parallel(pool)}
+    data = {**defaults.shared, **pool.spec.engine.to_environment(), **_parallel(pool), **node_options(pool)}
     return manifest(pool, "v1", "ConfigMap", config_map_name(pool.name, data), {"immutable": True, "data": data})
 
 

@@ -46,12 +46,14 @@ SERVICE_ACCOUNT = Kind("", "v1", "ServiceAccount", "serviceaccounts", _OURS)
 BUDGET = Kind("policy", "v1", "PodDisruptionBudget", "poddisruptionbudgets", _OURS)
 POD = Kind("", "v1", "Pod", "pods", _OURS)
 REPLICA_SET = Kind("apps", "v1", "ReplicaSet", "replicasets")
+STATEFUL_SET = Kind("apps", "v1", "StatefulSet", "statefulsets", _OURS)
+SECRET = Kind("", "v1", "Secret", "secrets")
 JOB = Kind("batch", "v1", "Job", "jobs")
 LEASE = Kind("coordination.k8s.io", "v1", "Lease", "leases")
 EVENT = Kind("events.k8s.io", "v1", "Event", "events")
 DEFINITION = Kind("apiextensions.k8s.io", "v1", "CustomResourceDefinition", "customresourcedefinitions")
 
-WATCHED = (POOL, SERVICE_ACCOUNT, CONFIG_MAP, SERVICE, BUDGET, DEPLOYMENT, POD)
+WATCHED = (POOL, SERVICE_ACCOUNT, CONFIG_MAP, SERVICE, BUDGET, DEPLOYMENT, STATEFUL_SET, POD)
 
 _BY_NAME = {(kind.api_version, kind.name): kind for kind in WATCHED}
 

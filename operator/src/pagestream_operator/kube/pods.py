@@ -9,6 +9,8 @@ from typing import Any
 
 from pagestream_scaling import PodObservation, PodSample, PodState
 
+from pagestream_operator.children.nodes import NODES_LABEL
+
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 _ENDED = ("Succeeded", "Failed")
 _PERMANENT_WAITING_REASONS = frozenset({
@@ -36,6 +38,10 @@ class Pod:
     """When it got a node; None if it waits for one."""
     waiting_reason: str | None
     """Why no node takes it, if so."""
+    num_nodes: int = 1
+    """Pods of its group, which it leads."""
+    has_address: bool = False
+    """Whether it has an address, so that others can join it."""
 
     @classmethod
     def from_object(cls, body: Mapping[str, Any]) -> Pod:
@@ -54,6 +60,8 @@ class Pod:
             blocking_reason=_blocking_reason(status),
             scheduled_s=_scheduled_s(metadata, scheduled),
             waiting_reason=_waiting_reason(scheduled),
+            num_nodes=int((metadata.get("labels") or {}).get(NODES_LABEL, "1")),
+            has_address=bool(status.get("podIP")),
         )
 
     @property

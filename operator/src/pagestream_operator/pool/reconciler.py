@@ -32,6 +32,7 @@ from pagestream_operator.pool.claim import Claim, claim_on, contested
 from pagestream_operator.pool.conditions import Trouble, findings, stamped
 from pagestream_operator.pool.deletion_cost import deletion_costs
 from pagestream_operator.pool.finalizer import FINALIZER
+from pagestream_operator.pool.groups import Groups
 from pagestream_operator.pool.old_config_maps import OldConfigMaps
 from pagestream_operator.pool.scaler import Scaler, Verdict, fewest_replicas, first_replicas
 from pagestream_operator.pool.shares import Shares
@@ -88,6 +89,7 @@ class Reconciler:
     _scaler: Scaler = field(init=False)
     _old_config_maps: OldConfigMaps = field(init=False)
     _adapters: Adapters = field(init=False)
+    _groups: Groups = field(init=False)
     _unpublishing: Unpublishing = field(init=False)
     _reading: _Reading | None = None
     _done: tuple[str, int] | None = None
@@ -101,6 +103,7 @@ class Reconciler:
         self._scaler = Scaler(context.metrics, context.shares)
         self._old_config_maps = OldConfigMaps(context.client, context.store, context.leadership, context.clock)
         self._adapters = Adapters(context.client, context.leadership, context.defaults)
+        self._groups = Groups(context.client, context.store, context.leadership, context.suspect)
         self._unpublishing = Unpublishing(
             context.client, context.store, context.leadership, context.defaults, context.clock
         )
@@ -200,6 +203,7 @@ class Reconciler:
                 if is_dirty or self._done != (pool.resource_version, self.context.leadership.term):
                     await self._apply_children(pool, body)
                 await self._scale(pool, body, verdict)
+                await self._groups.complete(pool, self._view(), self.context.defaults.release)
                 self._done = (pool.resource_version, self.context.leadership.term)
                 loaded = await self._adapters.step(pool)
                 if loaded is not None:
@@ -212,6 +216,7 @@ class Reconciler:
             raise failure
 
     async def _apply_children(self, pool: EnginePool, body: dict[str, Any]) -> None:
+        await self._groups.ensure_secret(pool, self.context.defaults.release)
         made = children(pool, self.context.defaults)
         for manifest in made:
             outcome = await self.context.applier.apply(pool, manifest, replicas=first_replicas(pool))

@@ -1,0 +1,163 @@
+"""The further pods of a group: an engine of several nodes has its leader in the Deployment, and for each leader a
+StatefulSet with the others."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from pagestream_operator.api import GROUP, EnginePool
+from pagestream_operator.children.manifest import (
+    CLASS_ANNOTATION,
+    MANAGED_BY,
+    MANAGER,
+    POOL_LABEL,
+    Manifest,
+    digest,
+    engine_name,
+    manifest,
+    service_name,
+)
+
+NODES_LABEL = f"{GROUP}/nodes"
+"""On a leader's pod: how many pods its group has. On the others: that they belong to one."""
+LEADER_LABEL = f"{GROUP}/leader"
+"""On the other pods, and their StatefulSet: the leader's pod."""
+ENGINE = "engine"
+SECRET_FILE = "/etc/pagestream-nodes/secret"  # noqa: S105 - a file's name
+_VOLUME = "node-secret"
+_ORDINAL = "metadata.labels['apps.kubernetes.io/pod-index']"
+_OPTION = "PAGESTREAM_ENGINE__"
+_NAME_CHARACTERS = 30
+"""Of the pool's, in a StatefulSet's name: with a digest and the hash that its pods' label adds it stays below 63."""
+_LEADERS_OWN = frozenset({"PAGESTREAM_WORKER__REDIS", f"{_OPTION}MASTER_ADDR", f"{_OPTION}NODE_RANK"})
+_POD_FIELDS = (
+    "serviceAccountName",
+    "automountServiceAccountToken",
+    "enableServiceLinks",
+    "terminationGracePeriodSeconds",
+    "imagePullSecrets",
+    "securityContext",
+    "volumes",
+    "nodeSelector",
+    "tolerations",
+    "affinity",
+    "priorityClassName",
+    "runtimeClassName",
+)
+_CONTAINER_FIELDS = (
+    "name",
+    "image",
+    "imagePullPolicy",
+    "command",
+    "args",
+    "envFrom",
+    "resources",
+    "securityContext",
+    "volumeMounts",
+)
+
+
+def leader_labels(pool: EnginePool) -> dict[str, str]:
+    """Further labels of the Deployment's pods."""
+    return {NODES_LABEL: str(pool.spec.nodes)} if pool.spec.nodes > 1 else {}
+
+
+def node_options(pool: EnginePool) -> dict[str, str]:
+    """Engine options that all pods of a group share."""
+    if pool.spec.nodes == 1:
+        return {}
+    return {f"{_OPTION}NNODES": str(pool.spec.nodes), f"{_OPTION}NODE_SECRET_FILE": SECRET_FILE}
+
+
+def leader_variables(pool: EnginePool) -> list[dict[str, Any]]:
+    """The leader's variables: its own address, by which it finds the interface that the others reach."""
+    if pool.spec.nodes == 1:
+        return []
+    return [{"name": f"{_OPTION}MASTER_ADDR", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}]
+
+
+def secret_volumes(pool: EnginePool) -> list[dict[str, Any]]:
+    """The volume with the secret that the pods of a group prove to each other."""
+    if pool.spec.nodes == 1:
+        return []
+    return [{"name": _VOLUME, "secret": {"secretName": secret_name(pool.name), "defaultMode": 0o440}}]
+
+
+def secret_mounts(pool: EnginePool) -> list[dict[str, Any]]:
+    """The mount of that volume."""
+    if pool.spec.nodes == 1:
+        return []
+    return [{"name": _VOLUME, "mountPath": SECRET_FILE.rpartition("/")[0], "readOnly": True}]
+
+
+def secret_name(pool_name: str) -> str:
+    """Name of the Secret of a pool's groups."""
+    return f"{engine_name(pool_name)}-nodes"
+
+
+def node_secret(pool: EnginePool, release: str) -> Manifest:
+    """A new Secret. It is created once, and never read or written again."""
+    made = manifest(pool, "v1", "Secret", secret_name(pool.name), {"type": "Opaque"})
+    made["metadata"]["annotations"] = {CLASS_ANNOTATION: release}
+    return {**made, "stringData": {"secret": secrets.token_hex(32)}}
+
+
+def followers_name(pool_name: str, leader_uid: str) -> str:
+    """Name of the StatefulSet of a leader's pod."""
+    return f"{pool_name[:_NAME_CHARACTERS].rstrip('-')}-nodes-{digest(leader_uid)[:10]}"
+
+
+def followers(pool_name: str, leader: Mapping[str, Any], release: str) -> Manifest:
+    """The StatefulSet with the other pods of a leader's group: as the leader's, of whatever template that is.
+
+    The leader's pod owns it: garbage collection deletes it once that pod is gone, which is after it has drained.
+
+    Args:
+        pool_name: of the leader's pool.
+        leader: its pod, which has an address.
+        release: of the operator.
+    """
+    metadata = leader["metadata"]
+    chosen = {"app.kubernetes.io/name": "pagestream-engine-node", LEADER_LABEL: metadata["name"]}
+    pod_labels = {**chosen, NODES_LABEL: metadata["labels"][NODES_LABEL], "app.kubernetes.io/component": "engine"}
+    owner = {"apiVersion": "v1", "kind": "Pod", "name": metadata["name"], "uid": metadata["uid"], "controller": True}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "metadata": {
+            "name": followers_name(pool_name, metadata["uid"]),
+            "namespace": metadata["namespace"],
+            "labels": {**chosen, POOL_LABEL: pool_name, MANAGED_BY: MANAGER},
+            "annotations": {CLASS_ANNOTATION: release},
+            "ownerReferences": [owner],
+        },
+        "spec": {
+            "replicas": int(metadata["labels"][NODES_LABEL]) - 1,
+            # The leader is node 0.
+            "ordinals": {"start": 1},
+            "podManagementPolicy": "Parallel",
+            "serviceName": service_name(pool_name),
+            "selector": {"matchLabels": chosen},
+            "template": {"metadata": {"labels": pod_labels}, "spec": _pod_spec(leader)},
+        },
+    }
+
+
+def _pod_spec(leader: Mapping[str, Any]) -> dict[str, Any]:
+    spec = leader["spec"]
+    [engine] = [each for each in spec["containers"] if each["name"] == ENGINE]
+    kept = {name: spec[name] for name in _POD_FIELDS if name in spec}
+    return {**kept, "containers": [_container(engine, leader["status"]["podIP"])]}
+
+
+def _container(engine: Mapping[str, Any], address: str) -> dict[str, Any]:
+    """The leader's container without probes, ports and Redis, and with its place in the group."""
+    shared = [each for each in engine.get("env") or [] if each["name"] not in _LEADERS_OWN]
+    place = [
+        {"name": f"{_OPTION}MASTER_ADDR", "value": address},
+        {"name": f"{_OPTION}NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _ORDINAL}}},
+    ]
+    kept = {name: engine[name] for name in _CONTAINER_FIELDS if name in engine}
+    return {**kept, "env": [*shared, *place]}
