@@ -181,22 +181,6 @@ def test_speculation_changes_no_token(
     assert llm.engine.stats().num_draft_tokens > 0
 
 
-def test_more_adapters_than_slots_and_memory(model: Path, adapters: list[LoRARequest]) -> None:
-    prompts = random_prompts([12, 13, 14, 15, 16, 17])
-    wanted = [*adapters, *adapters]
-    roomy = start(model).generate(prompts, GREEDY, lora_request=wanted)
-    llm = start(model, max_loras=2, max_cpu_loras=2)
-    running: list[int] = []
-
-    def count(_: object) -> None:
-        sequences = llm.engine._scheduler.running()
-        running.append(len({seq.adapter for seq in sequences}))
-
-    llm.engine.on_schedule = count
-    assert token_ids(llm.generate(prompts, GREEDY, lora_request=wanted)) == token_ids(roomy)
-    assert max(running) == 2
-
-
 @pytest.mark.parametrize("executor", ["inline", "process"])
 def test_files_that_are_gone_fail_their_requests_alone(
     executor: str, model: Path, adapters: list[LoRARequest], tmp_path: Path
