@@ -99,6 +99,29 @@ def test_families(name: str, tmp_path: Path) -> None:
     check(outputs, [merged_model(model, folder), reference_model(model)])
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("phi3", (2, 2)), pytest.param("qwen2", (3, 1), marks=pytest.mark.slow)],
+    ids=["stages of two ranks, several projections in one module", "ranks with a KV head each"],
+)
+def test_ranks(name: str, sizes: tuple[int, int], tmp_path: Path) -> None:
+    """Of a stage, and the number of stages; with drafts, and chunks of prompts."""
+    changes = {"intermediate_size": 132} if name == "qwen2" else {}
+    model = make_model(tmp_path / "model", name, **changes)
+    folders = [
+        make_adapter(model, tmp_path / "one", seed=1, target_modules=FAMILIES[name]),
+        make_adapter(model, tmp_path / "two", seed=2, r=64, target_modules=FAMILIES[name][-1:]),
+    ]
+    wanted = [None, *(LoRARequest(folder.name, 1, str(folder)) for folder in folders)]
+    options = {"speculative_method": "ngram", "prompt_lookup_min": 1, "max_num_batched_tokens": 40}
+    llm = start(model, tensor_parallel_size=sizes[0], pipeline_parallel_size=sizes[1], **options)
+    try:
+        outputs = llm.generate(random_prompts([25, 37, 26]), ALL, lora_request=wanted)
+    finally:
+        llm.engine.close()
+    check(outputs, [reference_model(model), *(merged_model(model, folder) for folder in folders)])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_deterministic_mode(dtype: str, model: Path, adapters: list[LoRARequest]) -> None:
     """A row has the same bits beside rows with other adapters, and one without an adapter beside rows that have one."""
@@ -259,5 +282,3 @@ def test_refusals(model: Path, adapters: list[LoRARequest], tmp_path: Path) -> N
         start(model, max_loras=8, max_cpu_loras=7)
     with pytest.raises(ConfigError, match="cpu_offload_gb"):
         start(model, cpu_offload_gb=1.0)
-    with pytest.raises(ConfigError, match="enable_lora"):
-        start(model, tensor_parallel_size=2)

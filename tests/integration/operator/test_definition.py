@@ -43,7 +43,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"parallel": {"pipeline": 2}, "template": {"gpu": {"count": 1}}}, "template.gpu.count times nodes is"),
     ({"nodes": 2, "parallel": {"tensor": 3}}, "nodes divides parallel.tensor times parallel.pipeline"),
     ({"parallel": {"tensor": 16, "pipeline": 8}}, "is at most 64, the ranks of an engine"),
-    ({"parallel": {"pipeline": 2}, "engine": {"enableLora": True}}, "which ranks don't have yet"),
+    ({"parallel": {"pipeline": 2}, "engine": {"cpuOffloadGb": 1.5}}, "which ranks don't have yet"),
     ({"parallel": {"tensor": 2}, "engine": {"kvCacheDtype": "fp8"}}, "which ranks of a layer don't have yet"),
     ({"parallel": {"tensor": 0}}, "should be greater than or equal to 1"),
     ({"template": {"labels": {"pagestream.dev/pool": "x"}}}, "choose another prefix"),

@@ -143,9 +143,8 @@ class EnginePoolSpec(ApiModel):
         ),
         Rule(
             "self.parallel.tensor * self.parallel.pipeline == 1 || !(has(self.engine.speculativeModel) || "
-            "has(self.engine.enableLora) && self.engine.enableLora || "
             "has(self.engine.cpuOffloadGb) && self.engine.cpuOffloadGb > 0.0)",
-            "parallel.tensor and parallel.pipeline are 1 with engine.speculativeModel, enableLora and cpuOffloadGb, "
+            "parallel.tensor and parallel.pipeline are 1 with engine.speculativeModel and cpuOffloadGb, "
             "which ranks don't have yet: leave those out, or parallel",
             ".parallel",
         ),

@@ -402,7 +402,6 @@ class EngineConfig:
         of_all = {
             "cpu_offload_gb": bool(self.model.cpu_offload_gb),
             "a draft model": self.speculation.method == "draft_model",
-            "enable_lora": self.adapters.enable_lora,
         }
         of_stages = {"speculative_method grammar": self.speculation.method == "grammar"}
         sizes = {

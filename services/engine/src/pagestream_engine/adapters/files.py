@@ -95,9 +95,13 @@ def read_adapter(
     try:
         with open_files() as files:
             for module, each in matrices.items():
+                place = modules[module]
+                if not place.rows:
+                    continue
                 a, b = torch.empty(each.a.shape, dtype=dtype), torch.empty(each.b.shape, dtype=dtype)
                 files.read(each.a, a)
                 files.read(each.b, b)
+                a, b = place.cut_a(a), place.cut_b(b)
                 weights[module] = ModuleWeights(a, b.T.contiguous(), each.scale)
     except (OSError, ModelError) as error:
         raise AdapterFileError(f"{folder}: unreadable: {error}") from error
@@ -146,7 +150,8 @@ def _matrices(
             f"expected layers of this model, and in them {names}"
         )
     rank = settings.rank_of(module)
-    expected = {"A": (rank, place.in_features), "B": (place.rows, rank)}
+    rows, columns = place.shape
+    expected = {"A": (rank, columns), "B": (rows, rank)}
     for matrix, shape in expected.items():
         entry = pair.get(matrix)
         if entry is None:

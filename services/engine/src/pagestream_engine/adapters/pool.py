@@ -77,7 +77,8 @@ class AdapterPool:
         self._names: dict[str, list[str]] = {}
         """Of each linear, its modules."""
         for name, module in sorted(modules.items(), key=lambda item: (item[1].parameter, item[1].part)):
-            self._names.setdefault(module.parameter, []).append(name)
+            if module.rows:
+                self._names.setdefault(module.parameter, []).append(name)
         self._linears = {parameter: self._attach(linears[parameter], names) for parameter, names in self._names.items()}
 
     def load(self, load: AdapterLoad, reply: Callable[[LoadedAdapter], None]) -> None:
@@ -129,7 +130,7 @@ class AdapterPool:
         finds the adapter of a row by its place among them. Then the linears compute without adapters again."""
         hidden = model.forward(token_ids, torch.arange(len(token_ids), device=self._device), context)
         self._current.begin(None)
-        return hidden[wanted]
+        return hidden[wanted] if len(hidden) else hidden  # A stage has sent all of it to the next one.
 
     def _fill_slots(self, wanted: Collection[str]) -> None:
         """Give each of these revisions a slot."""
@@ -192,6 +193,6 @@ def attach_adapters(source: ModelSource, model: Model, config: AdapterConfig, ta
     if source.weights is None:
         hint = "its code is not this engine's own"
         raise UnsupportedOption("enable_lora", True, f"False for {source.info.architecture}", hint)
-    modules = adaptable_modules(source.weights)
+    modules = adaptable_modules(source.weights, source.weights_of_rank(target))
     linears, exact = model.named_linears(), target.exact_linears
     return AdapterPool(linears, modules, config, target.dtype, target.device, exact=exact, by_triton=target.by_triton)

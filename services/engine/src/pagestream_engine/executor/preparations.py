@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Protocol, runtime_checkable
 
 from pagestream_engine.errors import InvariantViolation
@@ -12,6 +13,37 @@ from pagestream_engine.request.grammars import Grammar, PreparedGrammar
 
 Preparation = Grammar | AdapterLoad
 Prepared = PreparedGrammar | LoadedAdapter
+
+
+class PreparedByAll:
+    """What the ranks of a group have prepared, each for itself: a preparation is done when all have replied.
+
+    Args:
+        num_ranks: of the group.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._replies: dict[object, list[deque[Prepared]]] = {}
+        """By what was prepared, those of each rank that others have not given yet."""
+
+    def note(self, rank: int, replies: Iterable[Prepared]) -> None:
+        """Take replies of a rank."""
+        for reply in replies:
+            key = reply.revision if isinstance(reply, LoadedAdapter) else reply
+            self._replies.setdefault(key, [deque() for _ in range(self._num_ranks)])[rank].append(reply)
+
+    def take(self) -> list[Prepared]:
+        """Return what is done, once. An adapter that one rank could not read has failed."""
+        done: list[Prepared] = []
+        for key, of_ranks in list(self._replies.items()):
+            while all(of_ranks):
+                replies = [of_rank.popleft() for of_rank in of_ranks]
+                failed = (each for each in replies if isinstance(each, LoadedAdapter) and each.error is not None)
+                done.append(next(failed, replies[0]))
+            if not any(of_ranks):
+                del self._replies[key]
+        return done
 
 
 @runtime_checkable

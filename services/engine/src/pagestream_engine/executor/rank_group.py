@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import shutil
 import tempfile
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,7 @@ from pagestream_engine.executor.base import ExecutorFacts, RunnerFactory
 from pagestream_engine.executor.child import Failure
 from pagestream_engine.executor.nodes.forming import Forming
 from pagestream_engine.executor.nodes.remote_rank import RemoteRank
-from pagestream_engine.executor.preparations import Preparation, Prepared
+from pagestream_engine.executor.preparations import Preparation, Prepared, PreparedByAll
 from pagestream_engine.executor.rank_process import Answer, Message, Rank, RankProcess
 from pagestream_engine.executor.stragglers import Stragglers
 from pagestream_engine.parallel.place import Progress
@@ -67,7 +67,7 @@ class RankGroup:
         self._stragglers = Stragglers(self._progress, self._size // num_stages)
         self._ranks: list[Rank] = []
         self._in_flight: deque[int] = deque()
-        self._num_prepared: Counter[Prepared] = Counter()
+        self._prepared = PreparedByAll(self._size)
         self._lost: RankLost | None = None
         try:
             with Forming(config, self._folder) as forming:
@@ -134,13 +134,9 @@ class RankGroup:
         self._raise_lost()
         self._receive(timeout_s)
         for rank in self._ranks:
-            self._num_prepared.update(rank.prepared)
+            self._prepared.note(rank.rank, rank.prepared)
             rank.prepared.clear()
-        done = [each for each, count in self._num_prepared.items() if count >= len(self._ranks)]
-        for each in done:
-            self._num_prepared[each] -= len(self._ranks)
-        self._num_prepared += Counter()  # Drops what is 0.
-        return done
+        return self._prepared.take()
 
     def check_alive(self) -> None:
         self._raise_lost()

@@ -50,7 +50,7 @@ class FamilySource(ModelSource):
         super().__init__(folder, info)
 
     def weight_bytes(self, target: Target) -> int:
-        weights = self._weights(target)
+        weights = self.weights_of_rank(target)
         if target.offload is not None:
             plan = plan_offload(weights, target.dtype, target.offload.max_bytes, pinned=target.device.type == "cuda")
             return stored_bytes(weights, target.dtype, None) - plan.freed_bytes
@@ -69,11 +69,20 @@ class FamilySource(ModelSource):
     def pooled_size(self) -> int:
         return self._config.hidden_size if isinstance(self._config, DecoderConfig) else 0
 
+    def weights_of_rank(self, target: Target) -> WeightMap:
+        ranks, stage, weights = target.ranks, target.stage, self.weights
+        self._check_divisible(target)
+        if stage.count > 1:
+            weights = staging.weights_of_stage(weights, self._config, stage.index, stage.count)
+        if ranks.size > 1:
+            weights = sharding.shard_weights(weights, self._config, ranks.rank, ranks.size)
+        return weights
+
     def attention_specs(self, target: Target) -> Sequence[AttentionSpec]:
         return self._family.attention_specs(self._config_of_rank(target), target.max_model_len)
 
     def load(self, target: Target, backend: Backend) -> Model:
-        ranks, weights = target.ranks, self._weights(target)
+        ranks, weights = target.ranks, self.weights_of_rank(target)
         parameters = load_parameters(self.folder, weights, target, self._scheme, whole=self.weights)
         sharding.join_linears(parameters, weights, ranks, self.info.vocab_size)
         context = BuildContext(backend, target.max_model_len, ranks, target.stage)
@@ -85,15 +94,6 @@ class FamilySource(ModelSource):
             hint = f"the family of {self.info.architecture} builds a model of its own, which needs all of its layers"
             raise UnsupportedOption(staging.OPTION, target.stage.count, "1", hint)
         return model
-
-    def _weights(self, target: Target) -> WeightMap:
-        ranks, stage, weights = target.ranks, target.stage, self.weights
-        self._check_divisible(target)
-        if stage.count > 1:
-            weights = staging.weights_of_stage(weights, self._config, stage.index, stage.count)
-        if ranks.size > 1:
-            weights = sharding.shard_weights(weights, self._config, ranks.rank, ranks.size)
-        return weights
 
     def _config_of_rank(self, target: Target) -> Any:
         self._check_divisible(target)

@@ -85,6 +85,10 @@ class ModelSource(ABC):
         """Numbers of a vector that is pooled from a prompt, by the configuration; 0: the model gives none."""
         return 0
 
+    def weights_of_rank(self, target: Target) -> WeightMap | None:
+        """Return what of `weights` is loaded for a target."""
+        return self.weights
+
     @abstractmethod
     def attention_specs(self, target: Target) -> Sequence[AttentionSpec]:
         """Return how each layer with a cache attends.

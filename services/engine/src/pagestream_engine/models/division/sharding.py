@@ -144,7 +144,8 @@ def join_linears(parameters: Parameters, weights: WeightMap, ranks: Ranks, vocab
 
 
 class SummedLinear(Linear):
-    """A linear divided by its columns: the ranks' products are added up, then the bias is added."""
+    """A linear divided by its columns: the ranks' products, with what adapters add to each, are added up, then the bias
+    is added."""
 
     __slots__ = ("_ranks",)
 
@@ -153,7 +154,8 @@ class SummedLinear(Linear):
         self._ranks = ranks
 
     def __call__(self, x: Tensor) -> Tensor:
-        total = self._ranks.sum(self.method.product(x, None))
+        product = self.method.product(x, None)
+        total = self._ranks.sum(product if self.adapters is None else self.adapters.add(product, x))
         return total if self.bias is None else total + self.bias
 
 
