@@ -72,7 +72,8 @@ bench: $(STAMP) ## Print the benchmarks' ratios (minutes; a quiet machine is bes
 faults: $(STAMP) ## Kill, stop, cut off and fill every part at every moment: 147 cells, and a table (15 minutes)
 	$(BIN)/python tests/campaigns/fault_matrix.py $(ARGS)
 
-properties: $(STAMP) ## The property tests with fresh examples, ROUNDS times over (a minute a round)
+properties: $(STAMP) ## All pairs of an engine's features, then the property tests with fresh examples, ROUNDS times over (a minute a round)
+	$(PYTEST) -q -m "slow or not slow" tests/integration/engine/test_feature_pairs.py
 	for round in $$(seq $(ROUNDS)); do $(PYTEST) -q -m "hypothesis and not gpu" tests/unit $(PYTEST_ARGS) || exit 1; done
 
 model-check: $(STAMP) ## The protocol's scripts on virtual time, and every broken variant of them (minutes)

@@ -1,0 +1,136 @@
+"""All pairs of features in one engine: the tokens of an engine that has neither, or the refusal that names both.
+
+What changes logits (an adapter, int8 weights) or the form of an answer (a grammar, beams, several choices) is in the
+reference as well, which runs one request after another, in a pool with room for all of it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pagestream_engine import LLM, SamplingParams, StructuredOutputsParams
+from pagestream_engine.errors import ConfigError, EngineError
+from pagestream_engine.request.adapter import LoRARequest
+from pagestream_engine.runner.speculation.draft_lengths import DraftLengths
+from support.engines.lora_adapters import make_adapter
+from support.engines.tiny_models import make_model, random_prompts
+
+DEMO_TOKENIZER = Path(__file__).parents[3] / "deploy" / "demo-model" / "model" / "tokenizer.json"
+VOCAB_SIZE = 1536
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "deterministic": True,
+    "block_size": 4,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 13,
+    "num_gpu_blocks_override": 96,
+    "enable_prefix_caching": False,
+}
+CHANGES: dict[str, dict[str, Any]] = {
+    "adapter": {"enable_lora": True},
+    "int8 weights": {"quantization": "int8"},
+    "grammar": {},
+    "beams": {},
+    "two choices": {},
+    "n-gram drafts": {"speculative_method": "ngram", "prompt_lookup_min": 1},
+    "draft model": {"speculative_model": ""},
+    "two ranks": {"tensor_parallel_size": 2},
+    "prefix cache": {"enable_prefix_caching": True},
+    "preemption": {"num_gpu_blocks_override": 20},
+    "host pages": {"num_gpu_blocks_override": 20, "swap_space": 0.001, "enable_prefix_caching": True},
+}
+"""Options by feature; those that a request asks for have none."""
+IN_REFERENCE = ("adapter", "int8 weights", "grammar", "beams", "two choices")
+REFUSED = {
+    ("adapter", "two ranks"): "1 with enable_lora",
+    ("int8 weights", "two ranks"): "1 with quantization",
+    ("draft model", "two ranks"): "1 with a draft model",
+    ("n-gram drafts", "draft model"): "speculative_model",
+    ("grammar", "beams"): "structured_outputs",
+}
+PAIRS = list(combinations(CHANGES, 2))
+SLOW = ("two ranks", "draft model")
+"""Ranks take seconds to start."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "model"
+    made = make_model(folder, "llama", vocab_size=VOCAB_SIZE, bos_token_id=0, eos_token_id=1)
+    shutil.copy(DEMO_TOKENIZER, made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> LoRARequest:
+    folder = make_adapter(model, tmp_path_factory.mktemp("adapter") / "adapter", seed=1)
+    return LoRARequest("adapter", 1, str(folder))
+
+
+def params_of(pair: tuple[str, str]) -> list[SamplingParams]:
+    """Return one greedy request and two sampled ones, with what the pair asks of requests."""
+    asked: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
+    if "grammar" in pair:
+        asked["structured_outputs"] = StructuredOutputsParams(regex="[a-f ]{60}")
+    if "two choices" in pair or "beams" in pair:
+        asked["n"] = 2
+    if "beams" in pair:
+        asked["max_tokens"] = 12  # all beams of a request have to fit into the smallest pool
+        return [SamplingParams(**asked, use_beam_search=True, beam_width=3) for _ in range(3)]
+    drawn = [SamplingParams(**asked, temperature=0.9, seed=seed) for seed in (1, 2)]
+    return [SamplingParams(**asked, temperature=0.0), *drawn]
+
+
+def tokens_of(llm: LLM, pair: tuple[str, str], adapter: LoRARequest, *, together: bool) -> list[list[list[int]]]:
+    """Return the tokens of each choice of each request."""
+    prompts, params = [prompt * 2 for prompt in random_prompts([5, 9, 11])], params_of(pair)
+    named = adapter if "adapter" in pair else None
+    if together:
+        outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=named)
+    else:
+        outputs = [
+            llm.generate([prompt], each, use_tqdm=False, lora_request=named)[0]
+            for prompt, each in zip(prompts, params, strict=True)
+        ]
+    return [[list(choice.token_ids) for choice in output.outputs] for output in outputs]
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        pytest.param(pair, id=" + ".join(pair), marks=[pytest.mark.slow] if set(pair) & set(SLOW) else [])
+        for pair in PAIRS
+    ],
+)
+def test_a_pair_of_features_changes_no_token(
+    model: Path, adapter: LoRARequest, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Whether drafts pay depends on times: here a row always gets the most.
+    monkeypatch.setattr(DraftLengths, "wanted", lambda self, _: self._most)
+    options = {**OPTIONS, **CHANGES[pair[0]], **CHANGES[pair[1]]}
+    if "speculative_model" in options:
+        options["speculative_model"] = str(model)
+    if pair in REFUSED:
+        with pytest.raises((ConfigError, EngineError, ValueError), match=REFUSED[pair]):
+            tokens_of(LLM(model, **options), pair, adapter, together=True)
+        return
+    of_reference = {name: value for each in pair if each in IN_REFERENCE for name, value in CHANGES[each].items()}
+    expected = tokens_of(LLM(model, **{**OPTIONS, **of_reference}), pair, adapter, together=False)
+    llm = LLM(model, **options)
+    try:
+        for _ in range(2):
+            assert tokens_of(llm, pair, adapter, together=True) == expected
+        stats = llm.engine.stats()
+        # A search waits for room for all of its beams, and has no drafts; drafts make sequences end at other steps.
+        has_drafts = bool({"n-gram drafts", "draft model"} & {*pair})
+        assert stats.prefix_hit_tokens > 0 or "prefix cache" not in pair
+        assert stats.num_preemptions > 0 or "preemption" not in pair or has_drafts or "beams" in pair
+        # What the grammar forbids is no draft, which may be all that the draft model has.
+        assert stats.num_draft_tokens > 0 or not has_drafts or {"beams", "grammar"} & {*pair}
+    finally:
+        llm.engine.close()
