@@ -12,6 +12,8 @@ can't tell. On a machine with other work time it by `--clock processor`, with OM
 computes is on one thread, whose processor time counts.
 
     PYTHONPATH=tests python tests/benchmarks/speculation.py [--rounds 3] [--streams 1 8 64] [--output-tokens 128]
+
+`--vllm PYTHON` times n-grams beside those of vLLM's CPU build in place of this, on the same model and texts.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from engine_throughput import make_model, make_prompts
 from goals import print_goal
 from pagestream_engine import LLM, SamplingParams
 from safetensors.torch import load_file, save_file
+from speculation_vllm import compare
 
 TEXTS: dict[str, dict[str, Any]] = {
     "loop": {"temperature": 0.0},
@@ -71,10 +74,17 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--draft-layers", type=int, help="of a draft model, in place of n-grams")
     parser.add_argument("--clock", choices=list(CLOCKS), default="wall")
+    parser.add_argument("--texts", choices=list(TEXTS), nargs="+", default=list(TEXTS))
+    parser.add_argument("--vllm", metavar="PYTHON", help="of an environment with vLLM: n-grams here and there")
     args = parser.parse_args()
     clock = CLOCKS[args.clock]
+    texts = {name: TEXTS[name] for name in args.texts}
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model", args.dtype)
+        if args.vllm is not None:
+            work = {"prompts": make_prompts(max(args.streams)), "texts": texts, "output_tokens": args.output_tokens}
+            compare(args.vllm, model, work, args.streams, args.rounds)
+            return
         path = str(model)
         drafts: dict[str, Any] = {"speculative_method": "ngram"}
         if args.draft_layers is not None:
@@ -86,7 +96,7 @@ def main() -> None:
         print(f"deterministic: {plain.engine.is_deterministic}")
         print("| text | streams | drafts a token | accepted | speed, of without | without again |")
         print("|---|---|---|---|---|---|")
-        for text, settings in TEXTS.items():
+        for text, settings in texts.items():
             for streams in args.streams:
                 prompts = make_prompts(streams)
                 params = [
