@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from multiprocessing import active_children
 from pathlib import Path
 from queue import SimpleQueue
@@ -207,7 +208,8 @@ def test_what_was_recorded_of_a_rank_proves_nothing_to_the_next_generation(
         with socket.create_connection(address, 30) as again:
             again.recv(4096)
             again.sendall(recorded)
-            assert again.recv(4096) == b"", "closed without an answer"
+            with suppress(ConnectionResetError):  # where it closes before it has read all of this
+                assert again.recv(4096) == b"", "closed without an answer"
         assert following.missing == [1]
         with socket.create_connection(address, 30) as right:
             join(right, SECRET, HELLO)
