@@ -107,7 +107,10 @@ async def test_refusals(redis_url: str, model: Path, adapter: Path, tmp_path: Pa
         assert (await load(base_model_name="none")).json()["error"]["code"] == "model_not_found"
         assert (await load()).status_code == 200
         assert "unload it first" in (await load(revision="0" * 32)).json()["error"]["message"]
-        assert "enable_lora" in (await complete(client, "small")).json()["error"]["message"]
+        refused = await complete(client, "small")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
+        assert "enable_lora" in refused.json()["error"]["message"]
+        assert "x-request-id" not in refused.headers, "refused before it is accepted"
 
 
 async def test_without_the_setting_there_are_no_such_calls(redis_url: str) -> None:

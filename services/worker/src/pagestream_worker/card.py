@@ -109,6 +109,7 @@ def build_card(folder: Path, name: str, engine: ModelFacts) -> ModelCard:
         architecture=str(architectures[0]),
         revision=engine.revision,
         deterministic=engine.is_deterministic,
+        takes_adapters=engine.takes_adapters,
         embedding=_embedding(folder, engine),
         default_sampling=_default_sampling(_read_json(folder / "generation_config.json")),
     )

@@ -51,6 +51,7 @@ def inspect_model(source: str, config: EngineConfig, *, is_deterministic: bool) 
             is_deterministic=is_deterministic and model.can_be_deterministic,
             pooled_size=model.pooled_size,
             revision=model_revision(folder),
+            takes_adapters=config.adapters.enable_lora,
         )
     except EngineError as error:
         return ModelInspected(None, str(error))

@@ -24,6 +24,8 @@ class ModelFacts:
     """Numbers of a vector that is pooled from a prompt; 0: the model gives none."""
     revision: str
     """See model_revision, which needs torch."""
+    takes_adapters: bool
+    """Whether LoRA adapters may change it."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class EngineFacts(ModelFacts):
             eos_token_ids=engine.eos_token_ids,
             fingerprint=engine.fingerprint,
             is_deterministic=engine.is_deterministic,
+            takes_adapters=engine.config.adapters.enable_lora,
             pooled_size=engine.pooled_size,
             revision=model_revision(engine.folder),
             memory_bytes=dict(engine.memory_bytes()),
