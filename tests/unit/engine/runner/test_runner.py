@@ -150,7 +150,7 @@ def test_tells_how_many_bytes_weights_and_cache_take(folder_of: Callable[[str], 
         runner = _runner(folder, dtype="float32")
         memory = runner.memory_bytes()
         weights = sum(tensor.numel() for tensor in reference_model(folder).parameters())
-        head = runner._model.head
+        head = runner._model._parameters.linear("head")
         if head.method.is_copy and runner._model.config.tie_word_embeddings:
             weights += head.method.shape[0] * head.method.shape[1]  # a copy of the embedding, in another layout
         assert memory["model"] == 4 * weights, name
