@@ -243,6 +243,8 @@ def add_lora(y: Tensor, x: Tensor, table: LoraTable, tiles: LoraTiles) -> Tensor
     """
     _check(y, x, table, tiles)
     require_launchable(x.device, reference="add_lora_reference")
+    if not tiles.max_rank:
+        return y
     num_parts, num_inputs = len(table.parts), x.shape[1]
     num_rank_tiles, (num_pieces, _) = cdiv(tiles.max_rank, _TILE_RANKS), pieces_of(num_inputs)
     hidden_stride = num_parts * num_rank_tiles * _TILE_RANKS

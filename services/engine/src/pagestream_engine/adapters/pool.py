@@ -154,7 +154,8 @@ class AdapterPool:
         return self._slot_of.pop(oldest)
 
     def _put(self, slot: int, weights: Weights) -> None:
-        self._ranks[slot] = max(len(each.a) for each in weights.values())
+        # A stage of a pipeline may have none of an adapter's layers.
+        self._ranks[slot] = max((len(each.a) for each in weights.values()), default=0)
         for parameter, names in self._names.items():
             self._linears[parameter].put(slot, [self._on_device(weights.get(name)) for name in names])
 
