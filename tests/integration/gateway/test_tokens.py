@@ -34,6 +34,7 @@ async def test_tokens_are_those_of_a_request(
         ("tokenize", {"prompt": "x", "add_specials": True}, "add_specials"),
         ("detokenize", {"tokens": [5, 10**6]}, "tokens"),
         ("detokenize", {"tokens": "x"}, "tokens"),
+        ("detokenize", {"tokens": [5] * 129}, "tokens"),
     ],
 )
 async def test_refusals_name_the_field(

@@ -1,6 +1,5 @@
 """Tool calls and reasoning of chats, over a real Redis with an engine that writes what the test asks for."""
 
-import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -152,4 +151,28 @@ async def test_a_prompt_may_open_the_reasoning(http: httpx.AsyncClient) -> None:
     body = asking_for("long thoughts</think>short", chat_template_kwargs={"think": True})
     message = (await http.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("long thoughts", "short")
-    assert json.dumps(message)
+    kept = (await http.post("/v1/chat/completions", json={**body, "separate_reasoning": False})).json()
+    assert kept["choices"][0]["message"]["content"] == "long thoughts</think>short"
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+    forced = asking_for("{}", chat_template_kwargs={"think": True}, response_format=schema)
+    answer = (await http.post("/v1/chat/completions", json=forced)).json()
+    assert answer["choices"][0]["message"]["content"] == "{}", "a grammar leaves no room for reasoning"
+
+
+async def test_schemas_of_forced_calls_keep_their_references(http: httpx.AsyncClient) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {
+            "kids": {"type": "array", "items": {"$ref": "#"}},
+            "a": {"type": "string"},
+            "b": {"$ref": "#/properties/a"},
+            "c": {"$ref": "#/$defs/text"},
+        },
+        "$defs": {"text": {"type": "string"}},
+    }
+    tools = [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in ("f", "g")]
+    answer = await http.post("/v1/chat/completions", json=asking_for("[]", tools=tools, tool_choice="required"))
+    assert answer.status_code == 200, answer.text
+    tools[0]["function"]["parameters"] = {"$defs": [1], "$ref": "#/$defs/x"}
+    refused = await http.post("/v1/chat/completions", json=asking_for("[]", tools=tools, tool_choice="required"))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")

@@ -41,6 +41,8 @@ class ChatPrompt:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     add_special_tokens: bool = False
     tools: Tools = field(default_factory=Tools)
+    separate_reasoning: bool = True
+    """Whether reasoning is told from the answer, where the template knows any."""
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt

@@ -196,10 +196,10 @@ class Models:
                 await self._check_loadable(name)
                 raise
             card = await self._limit.wait(self._broker.model_card(adapter.model))
-            if card.HasField("takes_adapters") and not card.takes_adapters:
-                raise InvalidRequest(
-                    "model", f"{name!r} is an adapter of {card.name!r}, whose engines take none: enable_lora is off"
-                )
+        if adapter is not None and card.HasField("takes_adapters") and not card.takes_adapters:
+            raise InvalidRequest(
+                "model", f"{name!r} is an adapter of {card.name!r}, whose engines take none: enable_lora is off"
+            )
         model = await self._cache.load(card, self._pool.run)
         return model if adapter is None else replace(model, adapter=adapter)
 

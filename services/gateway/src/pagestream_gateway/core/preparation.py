@@ -170,7 +170,8 @@ def _begin(prompt: Prompt, draft: Draft, model: LoadedModel, scope: bytes) -> En
                 raise InvalidRequest(prompt_field, "must not be empty")
         case ChatPrompt(add_special_tokens=add_special_tokens):
             text = _render(prompt, prompt_field, model)
-            set_output_form(draft.answer, prompt.tools, model, text)
+            is_free = not draft.sampling.HasField("structured_outputs")
+            set_output_form(draft.answer, prompt, model, text, is_free=is_free)
     # One token of the context is left for the output.
     return model.check(EncodingJob(text, add_special_tokens, model.max_model_len - 1, prompt_field, scope))
 

@@ -1,11 +1,14 @@
 """Tool calls and reasoning are found in an output, however its text is cut into pieces."""
 
+import time
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pagestream.v1.records_pb2 import AnswerForm, OutputForm, RequestSpec
+from pagestream_gateway.api.openai.chat.parts import ChoiceParts
 from pagestream_gateway.core.output.formats import FORMATS, parser_of_calls
 from pagestream_gateway.core.output.parts import (
     Arguments,
@@ -50,6 +53,18 @@ CASES: list[tuple[str, str, list[Part]]] = [
     ("hermes", '<tool_call>{"name":"add","arguments":null}</tool_call>', call("add", "{}")),
     ("hermes", '<tool_call>{"name":"add","arguments":{"a":', call("add", '{"a":')),
     (
+        "hermes",
+        '<tool_call>{"name":"add","arguments":{"a":1}}\n{"name":"add","arguments":{"a":2}}</tool_call>',
+        [*call("add", '{"a":1}'), *call("add", '{"a":2}')],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name":"add","arguments":{"a":1},"arguments":{"b":1}}</tool_call> x',
+        [*call("add", '{"a":1}'), Content(" x")],
+    ),
+    ("hermes", '<tool_call>{"name":"add","arguments":{"a":"1\n\x01"}}', call("add", '{"a":"1\\n\\u0001"}')),
+    ("hermes", '<tool_call>{"name":"add\\ud83d","arguments":"\\ud83d"}', call("add\ufffd", "\ufffd")),
+    (
         "llama3_json",
         '{"name": "add", "parameters": {"a": 1}}; {"name": "add", "parameters": {"a": 2}}',
         [*call("add", '{"a": 1}'), *call("add", '{"a": 2}')],
@@ -68,7 +83,7 @@ CASES: list[tuple[str, str, list[Part]]] = [
         'Well. [TOOL_CALLS]add[ARGS]{"a": "}"}[TOOL_CALLS]get_weather{"city": "x"}',
         [Content("Well."), *call("add", '{"a": "}"}'), *call("get_weather", '{"city": "x"}')],
     ),
-    ("mistral", 'add{"a": 1}', call("add", '{"a": 1}')),
+    ("mistral", 'add{"a": 1}add{"a": 2}', [*call("add", '{"a": 1}'), *call("add", '{"a": 2}')]),
     ("mistral", "address [1, 2] of get_weather", [Content("address [1, 2] of get_weather")]),
     ("mistral", "[1, 2]", [Content("[1, 2]")]),
     (
@@ -76,6 +91,8 @@ CASES: list[tuple[str, str, list[Part]]] = [
         "[add(a=1, b=\"x)]\"), get_weather(city='Oslo', days=[1, {'x': None}])]",
         [*call("add", '{"a": 1, "b": "x)]"}'), *call("get_weather", '{"city": "Oslo", "days": [1, {"x": null}]}')],
     ),
+    ("pythonic", "[add(a='\\ud83d')]\n so", [*call("add", '{"a": "\\ud83d"}'), Content("so")]),
+    ("pythonic", "[]", [Content("[]")]),
     ("pythonic", "[add(1)]", [Content("[add(1)]")]),
     ("pythonic", "[open(a=1)]", [Content("[open(a=1)]")]),
     ("pythonic", "[1, 2]", [Content("[1, 2]")]),
@@ -143,6 +160,7 @@ def test_reasoning_stands_apart(text: str, is_open: bool, expected: list[Part]) 
         ("{{ tools }}<|python_tag|>ipython", "llama3_json"),
         ("{{ tools }} [func_name1(params_name1=params_value1)]", "pythonic"),
         ("{{ tools }}<tool_call><function=example>", None),
+        ("{{ tools }}<tool_call>{name}<arg_key>", None),
         ("<tool_call>", None),
         ("", None),
     ],
@@ -155,3 +173,16 @@ def test_a_prompt_may_open_the_reasoning() -> None:
     assert reasoning_format("<think></think>", "x<think>\n") == "open"
     assert reasoning_format("<think></think>", "x") == "think"
     assert reasoning_format("", "x<think>") == ""
+    assert reasoning_format("<think></think>", "x<think>Let me", continues=True) == "open"
+    assert reasoning_format("<think></think>", "x<think>y</think>Let me", continues=True) == "think"
+
+
+def test_many_markers_take_time_by_their_number() -> None:
+    """What a model repeats must not hold up a gateway's event loop: 0.1 s by the square would be 10 s here."""
+    spec = RequestSpec(request_id="r", answer=AnswerForm(output=OutputForm(tool_format="hermes")))
+    for form, text in (("hermes", "<tool_call>x" * 40_000), ("pythonic", "[" + "add()," * 40_000)):
+        spec.answer.output.tool_format = form
+        spec.answer.output.tool_names[:] = ["add"]
+        began = time.thread_time()
+        ChoiceParts(spec, 0).delta(text, is_last=True)
+        assert time.thread_time() - began < 8.0

@@ -118,6 +118,9 @@ class ChatBody(GenerationBody):
     continue_final_message: bool | None = Field(
         None, description="Go on with the last message instead of answering it."
     )
+    separate_reasoning: bool | None = Field(
+        None, description="false: reasoning between <think> and </think> stays in the content."
+    )
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Further values for the model's chat template."
     )
@@ -191,6 +194,7 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest
         arguments=body.chat_template_kwargs or {},
         add_special_tokens=bool(body.add_special_tokens),
         tools=tools,
+        separate_reasoning=body.separate_reasoning is not False,
     )
     with named_as(field_names):
         shared = shared_draft(body, headers, document, API_FORM_CHAT_COMPLETIONS, **own_parameters)

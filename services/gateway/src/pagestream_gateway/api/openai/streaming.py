@@ -110,6 +110,7 @@ class EventStream(LogAnswer):
         seen, limit = 0, self._position.next_index
         async with aclosing(self._gateway.requests.follow(self._reading.spec)) as batches:
             async for batch in batches:
+                await self._gateway.turns.take()
                 for run in split_runs(seen, batch[: limit - seen]):
                     self._writer.skip(run)
                 seen += len(batch)

@@ -59,6 +59,8 @@ def router(gateway: Gateway) -> APIRouter:
         gateway.tenant(request.headers.get("authorization"))
         async with parsed_request(gateway, request, lambda document, _: parse_body(DetokenizeBody, document)) as body:
             model = await gateway.models.resolve(body.model or "")
+            if len(body.tokens) > model.max_model_len:
+                raise InvalidRequest("tokens", f"at most {model.max_model_len}, got {len(body.tokens)}")
             if (wrong := next((each for each in body.tokens if each >= model.card.vocab_size), None)) is not None:
                 raise InvalidRequest(
                     "tokens", f"{wrong} is not a token of the model (0 to {model.card.vocab_size - 1})"

@@ -4,6 +4,8 @@ import json
 
 from pagestream_gateway.core.output.parts import Arguments, CallBegin, Part
 
+_ESCAPES = {chr(code): f"\\u{code:04x}" for code in range(0x20)} | {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
+"""Of what JSON forbids inside strings, and models write all the same."""
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _BLANKS = " \t\r\n"
 
@@ -34,13 +36,13 @@ class CallObject:
 
     @property
     def text(self) -> str:
-        """All that was read."""
+        """All that was read, unless the call has been passed on."""
         return "".join(self._text)
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing was read."""
-        return not self._text
+        return not self._num_chars
 
     @property
     def is_begun(self) -> bool:
@@ -52,7 +54,8 @@ class CallObject:
         parts: list[Part] = []
         fresh: list[str] = []
         for place, char in enumerate(text):
-            self._text.append(char)
+            if not self._begun or self._depth <= 1:  # what may still be needed
+                self._text.append(char)
             self._num_chars += 1
             self._step(char, fresh)
             if self.is_failed or self.is_done:
@@ -68,6 +71,7 @@ class CallObject:
         is_given = self._arguments is not None and self._kind == "{"
         if not self._begun and (is_given or self.is_done):
             self._begun = True
+            self._text.clear()
             parts.append(CallBegin(self._name))
         if not self._begun:
             return parts
@@ -82,7 +86,7 @@ class CallObject:
         is_argument = self._arguments is not None and self._value_begin >= 0 and self._key in _ARGUMENT_KEYS
         if self._in_string:
             if is_argument:
-                fresh.append(char)
+                fresh.append(_ESCAPES.get(char, char))
             self._step_in_string(char)
             return
         if self._depth == 0:
@@ -93,7 +97,7 @@ class CallObject:
         if is_argument or (self._key in _ARGUMENT_KEYS and self._value_begin == self._num_chars - 1):
             fresh.append(char)
         if char == '"':
-            self._in_string, self._string_begin = True, self._num_chars - 1
+            self._in_string, self._string_begin = True, len(self._text) - 1
         elif char in "{[":
             self._depth += 1
         elif char in "}]":
@@ -139,7 +143,7 @@ class CallObject:
 
     def _end_string(self) -> None:
         try:
-            text = str(json.loads("".join(self._text[self._string_begin :])))
+            text = _whole(str(json.loads("".join(self._text[self._string_begin :]), strict=False)))
         except ValueError:
             self.is_failed = True
             return
@@ -158,9 +162,14 @@ class CallObject:
 def _decoded(text: str) -> str:
     """Return the JSON of arguments that are a string, null, or left out."""
     try:
-        value = json.loads(text) if text.strip() else None
+        value = json.loads(text, strict=False) if text.strip() else None
     except ValueError:
         return text
     if isinstance(value, str):
-        return value or "{}"
+        return _whole(value) or "{}"
     return "{}" if value is None else text.strip()
+
+
+def _whole(text: str) -> str:
+    """Return a text with U+FFFD for each half of a surrogate pair, which JSON can spell and UTF-8 can't encode."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

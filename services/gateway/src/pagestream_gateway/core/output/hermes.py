@@ -17,6 +17,9 @@ class Hermes:
         self._call: CallObject | None = None
         self._held = ""
         self._had_call = False
+        """Whether nothing but blanks has come since a call."""
+        self._is_inside = self._is_spoilt = False
+        """Whether the end marker of a call is still to come; and what stands before it is the rest of a broken call."""
 
     def feed(self, text: str) -> list[Part]:
         """See OutputParser."""
@@ -35,12 +38,9 @@ class Hermes:
         return [Content(rest)] if rest and not (self._had_call and not rest.strip()) else []
 
     def _feed_text(self, text: str, parts: list[Part]) -> str:
-        text = self._held + text
-        if self._had_call and (self.END.startswith(text.strip()) or text.lstrip().startswith(self.END)):
-            behind = text.lstrip().removeprefix(self.END)
-            is_whole = text.lstrip().startswith(self.END)
-            self._held = "" if is_whole else text
-            return behind if is_whole else ""
+        text, self._held = self._held + text, ""
+        if self._is_inside:
+            return self._feed_inside(text, parts)
         place = text.find(self.BEGIN)
         if place >= 0:
             before = text[:place].rstrip()
@@ -51,6 +51,7 @@ class Hermes:
             before = certain.rstrip()
             self._held = text[len(before) :]
         if before:
+            # Blanks behind a call are left out, unless text follows.
             parts.append(Content(before))
             self._had_call = False
         return text[place + len(self.BEGIN) :] if place >= 0 else ""
@@ -67,6 +68,27 @@ class Hermes:
         if call.is_failed and not call.is_begun:
             parts.append(Content(self._held + call.text))
         if call.is_done or call.is_failed:
-            self._had_call = self._had_call or call.is_begun
+            self._had_call = self._is_inside = call.is_begun
+            self._is_spoilt = call.is_failed
             self._call, self._held = None, ""
         return rest
+
+    def _feed_inside(self, text: str, parts: list[Part]) -> str:
+        """Look for the end marker, or another call before it."""
+        stripped = text.lstrip()
+        place = text.find(self.END)
+        if self._is_spoilt and place < 0:
+            kept = held_prefix(text, self.END)
+            self._held = text[len(text) - kept :]
+            return ""
+        if self._is_spoilt or stripped.startswith(self.END):
+            self._is_inside = False
+            return text[place + len(self.END) :]
+        if stripped.startswith("{"):
+            self._call, self._is_inside = CallObject(), False
+            return stripped
+        if self.END.startswith(stripped):
+            self._held = text
+            return ""
+        self._is_inside = False
+        return text

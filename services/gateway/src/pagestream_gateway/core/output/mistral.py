@@ -66,7 +66,7 @@ class Mistral:
         if not stripped or (self._state != "marked" and self.BEGIN.startswith(stripped)):
             self._held = text
             return ""
-        found = None if self._state == "between" else self._begin_call(stripped, parts)
+        found = self._begin_call(stripped, parts)
         if found is None:
             self._state = "content"
             return text
@@ -87,7 +87,7 @@ class Mistral:
 
     def _begin_call(self, text: str, parts: list[Part]) -> str | None:
         """Return the text from where arguments or a list begin, "" where more is needed, None where none begins."""
-        if text[0] == "[":
+        if text[0] == "[" and self._state != "between":
             inner = text[1:].lstrip()
             if inner and inner[0] != "{":
                 return None

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 NAME = re.compile(r"[A-Za-z_][\w.-]*")
@@ -71,12 +72,11 @@ class PlainText:
 def joined(parts: Iterable[Part]) -> list[Part]:
     """Join neighbours of one kind."""
     found: list[Part] = []
-    for part in parts:
-        last = found[-1] if found else None
-        if type(part) is type(last) and not isinstance(part, CallBegin) and not isinstance(last, CallBegin | None):
-            found[-1] = type(part)(last.text + part.text)
+    for kind, group in groupby(parts, type):
+        if kind is CallBegin:
+            found += group
         else:
-            found.append(part)
+            found.append(kind("".join(part.text for part in group if not isinstance(part, CallBegin))))
     return found
 
 

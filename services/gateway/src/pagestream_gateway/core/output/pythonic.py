@@ -5,6 +5,8 @@ import json
 
 from pagestream_gateway.core.output.parts import MOST_NAME_CHARS, NAME, Arguments, CallBegin, Content, Part
 
+_MOST_CHARS = 2**16  # of a call, which is held until it is complete
+
 
 class Pythonic:
     """`[name(argument=value), ...]` from the output's beginning, with Python's literals: Llama 3.2 and 4.
@@ -14,63 +16,56 @@ class Pythonic:
 
     def __init__(self, names: frozenset[str]) -> None:
         self._names = names
-        self._text = ""
-        self._taken = 0
-        """Characters that were passed on or belong to calls that were."""
-        self._is_content = False
+        self._state = "begin"
+        self._opening = self._held = ""
+        self._had_call = False
         self._brackets = _Brackets()
 
     def feed(self, text: str) -> list[Part]:
         """See OutputParser."""
-        if self._is_content:
+        if self._state == "behind":
+            text = text.lstrip()
+            self._state = "content" if text else "behind"
+        if self._state in ("behind", "content"):
             return [Content(text)] if text else []
-        self._text += text
-        stripped = self._text.lstrip()
-        if not stripped:
-            return []
-        if stripped[0] != "[":
-            return self._give_up()
-        if not self._taken:
-            self._taken = len(self._text) - len(stripped) + 1
+        self._held += text
+        if self._state == "begin":
+            stripped = self._held.lstrip()
+            if not stripped:
+                return []
+            if stripped[0] != "[":
+                return self._give_up()
+            self._opening = self._held[: len(self._held) - len(stripped) + 1]
+            self._state, self._held = "calls", stripped[1:]
         return self._calls()
 
     def end(self) -> list[Part]:
         """See OutputParser."""
-        if self._is_content or self._taken > self._text.find("[") + 1:
-            return []
-        return [Content(self._text)] if self._text else []
+        return [] if self._had_call else self._give_up()
 
     def _give_up(self) -> list[Part]:
-        self._is_content = True
-        rest = self._text[self._taken :] if self._taken > self._text.find("[") + 1 else self._text
+        """Return what is held as content, and take all that follows for content."""
+        rest = self._held if self._had_call else self._opening + self._held
+        self._state, self._opening, self._held = "content", "", ""
         return [Content(rest)] if rest else []
 
     def _calls(self) -> list[Part]:
         parts: list[Part] = []
-        while not self._is_content:
-            rest = self._text[self._taken :].lstrip(", \t\r\n")
-            if not rest:
+        while rest := self._held.lstrip(", \t\r\n"):
+            if rest[0] == "]" and self._had_call:
+                self._state, self._held = "behind", ""
+                return parts + self.feed(rest[1:])
+            beginning = rest[: 2 * MOST_NAME_CHARS]
+            if not self._brackets.place and not self._may_be_call(beginning):
+                return parts + self._give_up()
+            end = self._brackets.end(rest) if "(" in beginning else None
+            if end is None and len(rest) <= _MOST_CHARS:
                 break
-            begin = len(self._text) - len(rest)
-            if rest[0] == "]":
-                self._taken = begin + 1
-                self._is_content = True
-                behind = self._text[self._taken :]
-                parts += [Content(behind)] if behind.strip() else []
-                break
-            if not self._brackets.place and not self._may_be_call(rest[: 2 * MOST_NAME_CHARS]):
-                parts += self._give_up()
-                break
-            end = self._brackets.end(rest) if "(" in rest[: 2 * MOST_NAME_CHARS] else None
-            if end is None:
-                break
-            self._brackets = _Brackets()
-            call = self._call(rest[:end])
+            call = None if end is None or end > _MOST_CHARS else self._call(rest[:end])
             if call is None:
-                parts += self._give_up()
-                break
+                return parts + self._give_up()
             parts += call
-            self._taken = begin + end
+            self._held, self._had_call, self._brackets = rest[end:], True, _Brackets()
         return parts
 
     def _may_be_call(self, text: str) -> bool:
@@ -89,7 +84,7 @@ class Pythonic:
                 return None
             name = ast.unparse(tree.func)
             arguments = {str(each.arg): ast.literal_eval(each.value) for each in tree.keywords}
-            written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+            written = json.dumps(arguments, allow_nan=False)
         except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
             return None
         return [CallBegin(name), Arguments(written)] if name in self._names else None

@@ -8,12 +8,14 @@ from pagestream_gateway.core.output.formats import parser_of_calls
 from pagestream_gateway.core.output.parts import OutputParser
 from pagestream_gateway.core.output.reasoning import BEGIN, END, Think
 
+_OTHERS = ("<function=", "<arg_key>")
+"""Of formats that are not known here: Qwen3-Coder's and GLM's."""
 _PYTHONIC = re.compile(r"\[func_name\d?\(")
 
 
 def tool_format(template: str) -> str | None:
     """Return the format of tool calls that a chat template teaches; None where it takes no tools, or in another one."""
-    if "tools" not in template or "<function=" in template:
+    if "tools" not in template or any(each in template for each in _OTHERS):
         return None
     if "[TOOL_CALLS]" in template:
         return "mistral"
@@ -26,14 +28,15 @@ def tool_format(template: str) -> str | None:
     return None
 
 
-def reasoning_format(template: str, prompt: str) -> str:
+def reasoning_format(template: str, prompt: str, *, continues: bool = False) -> str:
     """Return how an output's reasoning is told from its answer; "" where the template knows none.
 
-    `prompt`: the rendered one, which may open the reasoning.
+    `prompt`: the rendered one, which may open the reasoning; `continues`: whether it ends within a message.
     """
     if BEGIN not in template and END not in template:
         return ""
-    return "open" if prompt.rstrip().endswith(BEGIN) else "think"
+    is_within = continues and prompt.rfind(BEGIN) > prompt.rfind(END)
+    return "open" if is_within or prompt.rstrip().endswith(BEGIN) else "think"
 
 
 def parser_of(form: OutputForm) -> OutputParser:

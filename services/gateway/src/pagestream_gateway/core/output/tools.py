@@ -1,6 +1,5 @@
 """What a chat may do with tools, and how a grammar forces calls of them."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +8,6 @@ from pagestream.v1.inference_pb2 import StructuredOutputs
 
 from pagestream_gateway.core.sampling.constraints import schema_text
 from pagestream_gateway.errors import InvalidRequest
-
-_DEFINITIONS = ("$defs", "definitions")
 
 
 @dataclass(frozen=True)
@@ -51,22 +48,38 @@ class Tools:
 
 
 def _calls_schema(schemas: Mapping[str, Any], one_call: bool) -> dict[str, Any]:
-    """Return the schema of a list of calls; definitions that schemas refer to stand at its root, as they have to."""
-    calls, roots = [], dict[str, dict[str, Any]]()
+    """Return the schema of a list of calls. Each tool's schema is a definition, and its references begin there."""
+    roots, calls = {}, []
     for name, given in schemas.items():
-        schema = dict(given or {"type": "object"})
-        for member in _DEFINITIONS:
-            for key, value in (schema.pop(member, None) or {}).items():
-                known = roots.setdefault(member, {}).setdefault(key, value)
-                if json.dumps(known, sort_keys=True) != json.dumps(value, sort_keys=True):
-                    raise InvalidRequest("tools", f"two tools have a definition {key!r}, and they differ")
+        place = f"#/$defs/{name}"
+        roots[name] = _moved(given or {"type": "object"}, place)
         calls.append(
             {
                 "type": "object",
-                "properties": {"name": {"const": name}, "parameters": schema},
+                "properties": {"name": {"const": name}, "parameters": {"$ref": place}},
                 "required": ["name", "parameters"],
                 "additionalProperties": False,
             }
         )
     most = {"maxItems": 1} if one_call else {}
-    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, **roots}
+    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": roots}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """Return a schema that stands at another place than its document's root. Raises InvalidRequest for deep nesting."""
+    try:
+        return _with_references(schema, place)
+    except RecursionError as error:
+        raise InvalidRequest("tools", "a schema is nested too deeply") from error
+
+
+def _with_references(value: Any, place: str) -> Any:
+    if isinstance(value, list):
+        return [_with_references(each, place) for each in value]
+    if not isinstance(value, dict):
+        return value
+    found = {name: _with_references(each, place) for name, each in value.items()}
+    reference = found.get("$ref")
+    if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+        found["$ref"] = place + reference[1:]
+    return found

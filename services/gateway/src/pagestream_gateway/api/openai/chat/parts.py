@@ -10,6 +10,7 @@ from pagestream_streams.protocol.finish_reasons import finish_reason_name
 from pagestream_gateway.core.output.parts import Arguments, CallBegin, Content, Part, Reasoning
 from pagestream_gateway.core.output.select import parser_of
 
+_PIECE_CHARS = 4096  # at once: looking for calls takes time by its square
 TOOL_CALLS = "tool_calls"
 """OpenAI's finish reason of an answer that calls tools."""
 
@@ -25,7 +26,9 @@ class ChoiceParts:
 
     def delta(self, text: str, *, is_last: bool) -> dict[str, Any]:
         """Return the delta of a piece of text; {} where it shows nothing yet."""
-        parts = self._parser.feed(text)
+        parts: list[Part] = []
+        for place in range(0, len(text), _PIECE_CHARS):
+            parts += self._parser.feed(text[place : place + _PIECE_CHARS])
         if is_last:
             parts += self._parser.end()
         delta: dict[str, Any] = {}
