@@ -108,9 +108,10 @@ def test_ranks(name: str, sizes: tuple[int, int], tmp_path: Path) -> None:
     """Of a stage, and the number of stages; with drafts, and chunks of prompts."""
     changes = {"intermediate_size": 132} if name == "qwen2" else {}
     model = make_model(tmp_path / "model", name, **changes)
+    of_first_stage = {"target_modules": FAMILIES[name][-1:], "layers_to_transform": [0]}
     folders = [
         make_adapter(model, tmp_path / "one", seed=1, target_modules=FAMILIES[name]),
-        make_adapter(model, tmp_path / "two", seed=2, r=64, target_modules=FAMILIES[name][-1:]),
+        make_adapter(model, tmp_path / "two", seed=2, r=64, **of_first_stage),
     ]
     wanted = [None, *(LoRARequest(folder.name, 1, str(folder)) for folder in folders)]
     options = {"speculative_method": "ngram", "prompt_lookup_min": 1, "max_num_batched_tokens": 40}
