@@ -12,6 +12,9 @@ local is_written = 0
 local function remove(field)
   call('HDEL', roster, field)
 end
+if id ~= '' then
+  call('HDEL', roster, '') -- needs no memory: then the next write is admitted when Redis is full
+end
 local fields = call('HGETALL', roster)
 for i = 1, #fields, 2 do
   local ends = string.match(fields[i + 1], '^(%d+) ')
