@@ -1,11 +1,13 @@
 """The roster of engines that change their models: rows that lapse, and intentions that know each other."""
 
 import asyncio
+import json
 
 import pytest
 from pagestream_streams import Broker
 from pagestream_streams.admin import roster
 from pagestream_streams.admin.roster import RosterRow, Verb
+from support.redis.topologies import Place, ask_all
 
 
 async def test_of_two_engines_that_decide_on_one_reading_one_goes_on(broker: Broker) -> None:
@@ -42,3 +44,23 @@ async def test_a_row_lapses_and_an_order_stays_until_it_is_settled(
     assert (dict(view.engines), view.orders["b"].verb) == ({}, Verb.LOAD)
     await broker.roster.settle("b")
     assert not (await broker.roster.read()).orders
+
+
+async def test_a_full_redis_takes_renewals(broker: Broker, redis_server: Place) -> None:
+    row = RosterRow(models=("a",), serving="a", since_ms=1)
+    ask_all(redis_server, "CONFIG", "SET", "maxmemory", 1)
+    try:
+        view = await broker.roster.renew("one", row)
+    finally:
+        ask_all(redis_server, "CONFIG", "SET", "maxmemory", 0)
+    assert view.engines == {"one": row}
+
+
+async def test_what_a_later_version_writes_is_read_as_far_as_it_is_known(broker: Broker) -> None:
+    row = RosterRow(models=("a",), serving="a", since_ms=1)
+    view = await broker.roster.renew("one", row)
+    key, later = broker.connection.keyspace.roster, {"models": ["a"], "serving": "a", "since_ms": 1, "unheard_of": 1}
+    await broker.connection.execute("HSET", key, "engine:two", f"{view.now_ms + 60_000} {json.dumps(later)}")
+    await broker.connection.execute("HSET", key, "order:a", json.dumps({"verb": "unheard_of", "at_ms": 1}))
+    view = await broker.roster.read()
+    assert (view.engines, view.orders) == ({"one": row, "two": row}, {})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
@@ -146,7 +146,9 @@ def _view(now_ms: int, version: bytes | int, values: Mapping[str, str]) -> Roste
         version=version.decode() if isinstance(version, bytes) else str(version),
         engines={each: _row(text.partition(" ")[2]) for each, text in _under(values, _ENGINE)},
         served_ms={model: int(text) for model, text in _under(values, _SERVED)},
-        orders={model: _order(json.loads(text)) for model, text in _under(values, _ORDER)},
+        orders={
+            model: order for model, text in _under(values, _ORDER) if (order := _order(json.loads(text))) is not None
+        },
     )
 
 
@@ -155,9 +157,14 @@ def _under(values: Mapping[str, str], prefix: str) -> list[tuple[str, str]]:
 
 
 def _row(text: str) -> RosterRow:
-    fields: dict[str, Any] = json.loads(text)
-    return RosterRow(**{**fields, "models": tuple(fields["models"])})
+    """Read a row, also of a later version: fields that this one doesn't know are left out."""
+    found: dict[str, Any] = json.loads(text)
+    known = {each.name for each in fields(RosterRow)} & found.keys()
+    return RosterRow(**{**{name: found[name] for name in known}, "models": tuple(found["models"])})
 
 
-def _order(fields: Mapping[str, Any]) -> Order:
-    return Order(Verb(fields["verb"]), int(fields["at_ms"]))
+def _order(found: Mapping[str, Any]) -> Order | None:
+    """Read an order; None for a verb of a later version."""
+    if found["verb"] not in set(Verb):
+        return None
+    return Order(Verb(found["verb"]), int(found["at_ms"]))
