@@ -4,9 +4,12 @@ import asyncio
 import json
 
 import pytest
-from pagestream_streams import Broker
+from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED
+from pagestream_streams import Broker, GatewaySession
 from pagestream_streams.admin import roster
 from pagestream_streams.admin.roster import RosterRow, Verb
+from pagestream_streams.admin.unserved import refuse_waiting
+from support.protocol.token_streams import MODEL, TENANT, spec, worker
 from support.redis.topologies import Place, ask_all
 
 
@@ -64,3 +67,20 @@ async def test_what_a_later_version_writes_is_read_as_far_as_it_is_known(broker:
     await broker.connection.execute("HSET", key, "order:a", json.dumps({"verb": "unheard_of", "at_ms": 1}))
     view = await broker.roster.read()
     assert (view.engines, view.orders) == ({"one": row, "two": row}, {})
+
+
+async def test_begun_requests_of_a_model_that_does_not_load_end_and_running_ones_go_on(
+    broker: Broker,
+) -> None:
+    request = spec()
+    async with GatewaySession(broker) as gateway:
+        await gateway.accept(request)
+    where = await broker.directory.locate(request.request_id)
+    async with worker(broker) as engine:
+        [claim] = await engine.claim()
+        await engine.generate(claim, 2)
+        assert await broker.end(where, request.request_id, "error", condition="queued") is None
+        await engine.generate(claim, 3)
+        await engine.session.hand_back([claim.request_id])
+    assert await refuse_waiting(broker, MODEL, "it is cut off") == 1
+    assert (await broker.view(request.request_id, TENANT)).state == REQUEST_STATE_FINISHED

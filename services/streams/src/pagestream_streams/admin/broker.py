@@ -229,7 +229,8 @@ class Broker:
             tenant: end it only if it is this tenant's; "" for any.
             condition: "deadlines", "graces" or "verdicts" ends it only if it is due there by Redis' clock now; after
                 "verdicts" it is listed as quarantined. "unclaimed" ends it only if it has no deadline, no engine has
-                ever claimed it, and it was accepted `least_age_ms` ago. "" for no condition.
+                ever claimed it, and it was accepted `least_age_ms` ago; "queued" only if no engine runs it. "" for no
+                condition.
             error: "<code>\\0<message>"; "" for none.
             least_age_ms: see `condition`.
 

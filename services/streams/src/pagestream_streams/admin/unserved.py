@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 
 from pagestream_streams.admin.broker import Broker
 from pagestream_streams.connection.scripts import REGISTRY
@@ -51,11 +52,15 @@ class UnservedRequests:
         try:
             models = await self._broker.models()
             now = time.monotonic()
-            loadable = (await self._broker.roster.read()).loadable
+            view = await self._broker.roster.read()
+            loadable = view.loadable
             absent = {info.name for info in models if not info.engines and info.name not in loadable}
             self._absent_since = {name: self._absent_since.get(name, now) for name in absent}
             due = [name for name, since in self._absent_since.items() if now - since >= self._limit_s]
             for name in due:
+                reason = view.reason(name)
+                if reason is not None:
+                    await refuse_waiting(self._broker, name, reason)
                 await self._end_all(name)
         except Unavailable:
             self._absent_since.clear()
@@ -91,25 +96,46 @@ class UnservedRequests:
 
 
 async def refuse_waiting(broker: Broker, name: str, reason: str) -> int:
-    """End the requests of a model that no engine has begun, since none can: it does not load. Unavailable.
+    """End the queued requests of a model, also begun ones, since no engine can load it. Unavailable.
+
+    Only after the model has had no engine for long: a pool without a list of models may serve it, too.
 
     Returns:
-        How many were ended; 0 also where an engine serves the model after all.
+        How many were due; 0 also where an engine serves the model after all.
     """
-    partitions = await broker.directory.all_partitions(name)
+    try:
+        partitions = await broker.directory.all_partitions(name)
+    except ModelNotFound:  # was unpublished meanwhile
+        return 0
     if await broker.connection.run(REGISTRY, broker.connection.keyspace.engines(name), "", 0):
         return 0
-    waiting = (await _waiting(broker, partitions, 0))[:_AT_ONCE]
+    waiting = (await _waiting(broker, partitions, 0, await _begun(broker, partitions)))[:_MOST_A_QUEUE]
     error = f"{MODEL_UNAVAILABLE}\0the model {name!r} can't be loaded: {reason}"
-    await asyncio.gather(*(broker.end(where, each, "error", error=error) for where, each in waiting))
+    await asyncio.gather(
+        *(broker.end(where, each, "error", condition="queued", error=error) for where, each in waiting)
+    )
     return len(waiting)
 
 
-async def _waiting(broker: Broker, partitions: list[Partition], least_age_ms: int) -> list[tuple[Partition, str]]:
-    """Return the oldest queued requests of that age."""
+async def _begun(broker: Broker, partitions: list[Partition]) -> list[tuple[Partition, str]]:
+    """Return the queues of begun requests: that of none, and those of fingerprints."""
+    prints = await broker.connection.pipeline([("HGET", f"{where.prefix}meta", "prints") for where in partitions])
+    names = [("", *(f":{each.decode()}" for each in (found or b"").split())) for found in prints]
+    return [
+        (where, f"{where.prefix}queue:resume{each}")
+        for where, found in zip(partitions, names, strict=True)
+        for each in found
+    ]
+
+
+async def _waiting(
+    broker: Broker, partitions: list[Partition], least_age_ms: int, begun: Sequence[tuple[Partition, str]] = ()
+) -> list[tuple[Partition, str]]:
+    """Return the oldest queued requests of that age, also those of the queues of `begun`."""
     seconds, micros = await broker.connection.execute("TIME")
     until = int(seconds) * 1000 + int(micros) // 1000 - least_age_ms
     queues = [(where, f"{where.prefix}queue:{number}") for where in partitions for number in _CLASSES]
+    queues += begun
     replies = await broker.connection.pipeline(
         [("XRANGE", queue, "-", until, "COUNT", _MOST_A_QUEUE) for _, queue in queues]
     )

@@ -6,7 +6,7 @@
 --       [5] condition ('': none; 'deadlines' | 'graces' | 'verdicts': end it only if it is due there now; with
 --           'verdicts' it is also listed as quarantined)
 --           With 'unclaimed' it is ended only if it has no deadline, no engine has ever claimed it, and it was accepted
---           ARGV[8] ms ago.
+--           ARGV[8] ms ago; with 'queued' only if no engine runs it.
 --       [6] error ('': none), [7] most quarantined requests listed in the partition, [8] see [5]
 -- Returns: {1, reason, next index, readers, tenant} ended now; {2, reason, next index, '', tenant} had ended before;
 --          {0} not found; {3} not due.
@@ -28,6 +28,10 @@ end
 if condition == 'unclaimed' then
   local has_deadline, is_new = tonumber(found[13] or 0) > 0, tonumber(found[14] or 0) > now_ms() - ARGV[8]
   if state ~= 'queued' or tonumber(found[12] or 0) > 0 or has_deadline or is_new then
+    return {3}
+  end
+elseif condition == 'queued' then
+  if state ~= 'queued' then
     return {3}
   end
 elseif condition ~= '' then
