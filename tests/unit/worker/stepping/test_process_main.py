@@ -3,9 +3,12 @@
 import socket
 import threading
 
-from pagestream_worker.stepping import wire
-from pagestream_worker.stepping.process_main import Connection
-from pagestream_worker.stepping.reports import Ended
+import pytest
+from pagestream_engine.config import EngineConfig
+from pagestream_worker.stepping import process_main, wire
+from pagestream_worker.stepping.process_main import Commands, Connection
+from pagestream_worker.stepping.reports import Ended, ModelInspected
+from pagestream_worker.stepping.step_loop import CommandQueue
 
 LIMIT_S = 10.0
 NUM_REPORTS = 200
@@ -41,3 +44,29 @@ def test_what_is_sent_at_once_is_read_one_by_one() -> None:
         ours.sendall(wire.pack(["a"]) + wire.pack("b"))
         connection = Connection(theirs)
         assert [connection.read(), connection.read()] == [["a"], "b"]
+
+
+def test_a_model_whose_storage_hangs_holds_up_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_read = threading.Event()
+
+    def inspect(source: str, config: EngineConfig, *, is_deterministic: bool) -> ModelInspected:
+        if source == "slow":
+            is_read.wait(LIMIT_S)
+        return ModelInspected(source, None, "")
+
+    monkeypatch.setattr(process_main, "inspect_model", inspect)
+    ours, theirs = socket.socketpair()
+    frames = wire.Frames()
+    commands = Commands(Connection(theirs), CommandQueue(), None, EngineConfig.from_options({}))
+    for source in ("slow", "fast"):
+        commands._inspect(source)
+    ours.settimeout(LIMIT_S)
+    answers = []
+    for _ in range(2):
+        while not (bodies := frames.feed(ours.recv(1 << 16))):
+            pass
+        answers += [wire.unpack(body).source for body in bodies]
+        is_read.set()
+    assert answers == ["fast", "slow"]
+    ours.close()
+    theirs.close()

@@ -58,7 +58,9 @@ class RosterRow:
     wakes: bool = True
     """Whether requests make it load a model while it has none; False: only an operator does."""
     failed: Mapping[str, str] = field(default_factory=dict)
-    """Models that it could not load, with the reasons; it does not try again until an operator asks for it."""
+    """Models that can't be loaded, with the reasons; it does not try again until an operator asks for it."""
+    postponed: tuple[str, ...] = ()
+    """Models that it could not load, and tries again later."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,13 @@ def _row(text: str) -> RosterRow:
     """Read a row, also of a later version: fields that this one doesn't know are left out."""
     found: dict[str, Any] = json.loads(text)
     known = {each.name for each in fields(RosterRow)} & found.keys()
-    return RosterRow(**{**{name: found[name] for name in known}, "models": tuple(found["models"])})
+    return RosterRow(
+        **{
+            **{name: found[name] for name in known},
+            "models": tuple(found["models"]),
+            "postponed": tuple(found.get("postponed", ())),
+        }
+    )
 
 
 def _order(found: Mapping[str, Any]) -> Order | None:

@@ -1,5 +1,6 @@
 """Starts the engines of a process: its first, and a new one for each model that follows."""
 
+import asyncio
 from functools import partial
 
 from pagestream_worker.collector import spare_what_lives
@@ -25,6 +26,7 @@ class Cores:
         self._settings = settings
         self._make_engine = make_engine
         self._prepared: EngineProcess | None = None
+        self._preparing = asyncio.Lock()
         self.current: EngineCore | None = None
         """The last one that was told to load a model."""
 
@@ -46,10 +48,16 @@ class Cores:
         return thread
 
     async def prepare(self) -> None:
-        """Start a process that imports what an engine needs, while another one may still run."""
-        if self._prepared is None:
-            self._prepared = EngineProcess(None)
-            await self._prepared.start(load=False)
+        """Start a process that imports what an engine needs, while another one may still run; also where the one that
+        was prepared has ended.
+        """
+        async with self._preparing:
+            if self._prepared is not None and self._prepared.ended.done():
+                self._prepared.close()
+                self._prepared = None
+            if self._prepared is None:
+                self._prepared = EngineProcess(None)
+                await self._prepared.start(load=False)
 
     async def load(self, source: str) -> EngineProcess:
         """Have the prepared process load a model."""

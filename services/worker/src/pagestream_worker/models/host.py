@@ -7,29 +7,35 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 
-from pagestream_engine.errors import EngineError
+from pagestream.v1.records_pb2 import ModelCard
+from pagestream_engine.errors import EngineError, ModelError
 from pagestream_engine.models.folder import resolve_model
 from pagestream_streams.admin.roster import RosterRow, RosterView, Verb
-from pagestream_streams.admin.unserved import refuse_waiting
-from pagestream_streams.errors import ModelNotFound, Unavailable
+from pagestream_streams.errors import Unavailable
 from pagestream_streams.tasks import Periodic
 from pagestream_telemetry.process import process_age_s
 
 from pagestream_worker.card import ModelCardError, build_card
 from pagestream_worker.models.cores import Cores
+from pagestream_worker.models.failures import Failures
 from pagestream_worker.models.readings import read_demands, read_states
 from pagestream_worker.models.serving import LoadedModel, ModelService
 from pagestream_worker.models.sharing import SharingLimits, plan_changes
 from pagestream_worker.models.waiting import unless_stopped, when_redis_answers
 from pagestream_worker.stepping.engine_core import EngineCore, EngineCoreError
 from pagestream_worker.stepping.engine_process import EngineProcess
+from pagestream_worker.stepping.reports import EngineFacts, ModelFacts, ModelInspected
 from pagestream_worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
 BEAT_S = 1.0
-"""Seconds between two renewals of the row, each with a decision."""
-_LOAD_ERRORS = (EngineError, EngineCoreError, ModelCardError)
+"""Seconds between two renewals of the row, and between two decisions."""
+INSPECT_LIMIT_S = 30.0
+"""For the headers of a model, whose storage may hang."""
+_LOAD_ERRORS = (EngineError, EngineCoreError, ModelCardError, OSError)
+_PERMANENT = (ModelError, ModelCardError)
+"""Of these: files or options are at fault. The others may pass, and the model is tried again."""
 
 
 class ModelHost:
@@ -49,13 +55,17 @@ class ModelHost:
         self._limits = SharingLimits(min_serve_s=worker.min_serve_s)
         self._id = f"{worker.engine_id}:{secrets.token_hex(8)}"
         self._row = RosterRow(models=tuple(self._folders), wakes=worker.wake_on_demand)
-        self._failed: dict[str, tuple[str, int]] = {}  # with the time by Redis' clock
+        self._failures = Failures()
+        self._unchecked: set[str] = set()
+        self._view: RosterView | None = None
+        self._writing = asyncio.Lock()  # of the row: a renewal must not undo an intention
         self._clock_ms = 0.0  # that of Redis, less this process' monotonic one
         self._leave = asyncio.Event()
         self._target = ""
         self._model: LoadedModel | None = None
         self._worker: Worker | None = None
         self._beat = Periodic("roster", BEAT_S, self._renew)
+        self._decisions = Periodic("models", BEAT_S, self._decide)  # apart: what they wait for holds up no renewal
 
     async def run(self, first: LoadedModel) -> None:
         """Serve `first`, then what is asked for.
@@ -68,10 +78,12 @@ class ModelHost:
         stop = self._service.stop
         view = await unless_stopped(when_redis_answers(self._roster.read), stop)
         self._note_clock(view)
-        await unless_stopped(when_redis_answers(lambda: self._publish_others(first)), stop)
         self._model = first
+        self._unchecked = set(self._folders) - {first.name}
         self._row = replace(self._row, serving=first.name, is_loading=True)
+        await unless_stopped(when_redis_answers(self._publish_others), stop)
         self._beat.start()
+        self._decisions.start()
         try:
             while not stop.is_set():
                 if self._model is not None:
@@ -83,6 +95,7 @@ class ModelHost:
                 if not stop.is_set():
                     self._model = await self._change(self._model)
         finally:
+            await self._decisions.stop()
             await self._beat.stop()
             with suppress(Unavailable):
                 await self._roster.remove(self._id)
@@ -100,11 +113,12 @@ class ModelHost:
             try:
                 model = await unless_stopped(self._load(target, began_s), self._service.stop)
             except _LOAD_ERRORS as error:
-                self._note_failure(target, str(error))
+                self._note_failure(target, str(error), is_permanent=isinstance(error, _PERMANENT))
                 await _end(self._cores.current)
                 if old is not None:  # nothing is wrong with it
                     model = await unless_stopped(self._load(old.name, began_s), self._service.stop)
         name = "" if model is None else model.name
+        self._failures.forget(name)
         self._row = replace(self._row, serving=name, is_loading=model is not None)
         self._target = ""
         self._leave.clear()
@@ -113,7 +127,7 @@ class ModelHost:
     async def _load(self, name: str, began_s: float) -> LoadedModel:
         core = await self._cores.load(self._folders[name])
         facts = await asyncio.wrap_future(core.loaded)
-        card = build_card(resolve_model(self._folders[name]), name, facts)
+        card = await asyncio.to_thread(_card, self._folders[name], name, facts)
         return LoadedModel(name, core, facts, card, began_s, process_age_s())
 
     def _serve(self, worker: Worker) -> None:
@@ -125,78 +139,89 @@ class ModelHost:
         self._service.instruments.health.rest()
         logger.info("no model is loaded")
 
-    def _note_failure(self, name: str, reason: str) -> None:
-        logger.error("the model %s can't be loaded: %s", name, reason)
-        self._failed[name] = reason, self._now_ms()
+    def _note_failure(self, name: str, reason: str, *, is_permanent: bool) -> None:
+        logger.error("the model %s can't be loaded: %s", name, reason, extra={"is_permanent": is_permanent})
+        self._failures.note(name, reason, self._now_ms(), is_permanent=is_permanent)
 
-    async def _publish_others(self, first: LoadedModel) -> None:
-        """Check the headers of all other models, and publish the cards that are not published yet."""
-        for name, source in self._folders.items():
-            if name != first.name and await self._is_loadable(name, first):
-                facts = (await _process(first).inspect(source)).facts
-                if facts is None or await self._service.broker.directory.is_published(name):
-                    continue
+    async def _publish_others(self) -> None:
+        """Check the headers of the models that are not checked yet, and publish the cards that are not published."""
+        for name in sorted(self._unchecked - {*self._failures.permanent, *self._failures.postponed}):
+            found = await self._inspect(name)
+            if found is None:
+                continue
+            if found.facts is not None and not await self._service.broker.directory.is_published(name):
                 try:
-                    card = build_card(resolve_model(source), name, facts)
-                except ModelCardError as error:
-                    self._note_failure(name, str(error))
+                    card = await asyncio.to_thread(_card, self._folders[name], name, found.facts)
+                except (EngineError, ModelCardError, OSError) as error:
+                    self._note_failure(name, str(error), is_permanent=isinstance(error, _PERMANENT))
                     continue
                 await self._service.broker.publish_model(card, partitions=self._service.process.worker.partitions)
+            self._unchecked.discard(name)
 
-    async def _is_loadable(self, name: str, running: LoadedModel) -> bool:
-        """Check a model's headers by the engine that runs; note why it can't be loaded."""
-        found = await _process(running).inspect(self._folders[name])
+    async def _inspect(self, name: str) -> ModelInspected | None:
+        """Check a model's headers by the engine that runs; note why it can't be loaded, and return None then."""
+        if self._model is None:
+            return None
+        try:
+            found = await asyncio.wait_for(_process(self._model).inspect(self._folders[name]), INSPECT_LIMIT_S)
+        except TimeoutError:
+            self._note_failure(name, f"its headers were not read in {INSPECT_LIMIT_S:g} s", is_permanent=False)
+            return None
+        except EngineCoreError:  # the engine has ended, and says so elsewhere
+            return None
         if found.error:
-            self._note_failure(name, found.error)
-        return not found.error
+            self._note_failure(name, found.error, is_permanent=found.is_permanent)
+            return None
+        return found
 
     # -- the roster --
 
     async def _renew(self) -> None:
-        """Renew the row; while nothing changes, decide whether something is to."""
+        """Renew the row, and do what operators have asked for. A process that ends has no row."""
         active = 0 if self._worker is None else self._worker.num_requests
-        failed = {name: reason for name, (reason, _) in self._failed.items()}
-        self._row = replace(self._row, active=active, failed=failed)
-        view = await self._roster.renew(self._id, self._row)
-        self._note_clock(view)
-        await self._refuse(view)
-        await self._obey(view)
-        if not (self._row.is_loading or self._leave.is_set()):
-            await self._cores.prepare()  # for the next change
-            await self._decide(view)
+        async with self._writing:
+            if self._service.stop.is_set():
+                await self._roster.remove(self._id)
+                return
+            failures = self._failures
+            self._row = replace(self._row, active=active, failed=failures.permanent, postponed=failures.postponed)
+            self._view = await self._roster.renew(self._id, self._row)
+            self._note_clock(self._view)
+            await self._obey(self._view)
 
-    async def _decide(self, view: RosterView) -> None:
+    async def _decide(self) -> None:
+        """While nothing changes, decide whether something is to."""
+        view = self._view
+        if view is None or self._row.is_loading or self._leave.is_set() or self._service.stop.is_set():
+            return
+        await self._cores.prepare()  # for the next change
+        await self._publish_others()
         demands = await read_demands(self._service.broker, view)
         changes = plan_changes(read_states(view), demands, self._limits)
         target = next((change.model for change in changes if change.engine_id == self._id), "")
-        if not target or (self._model is not None and not await self._is_loadable(target, self._model)):
+        if not target or (self._model is not None and await self._inspect(target) is None):
             return
-        intended = replace(self._row, serving=target, is_loading=True, last="")
-        if self._leave.is_set() or not await self._roster.intend(self._id, intended, view.version):
-            return
-        logger.info("changes its model", extra={"model": target, "before": self._row.serving})
-        self._row, self._target = intended, target
-        self._leave.set()
+        async with self._writing:
+            intended = replace(self._row, serving=target, is_loading=True, last="")
+            if self._row.is_loading or self._leave.is_set() or self._service.stop.is_set():
+                return
+            if not await self._roster.intend(self._id, intended, view.version):
+                return
+            logger.info("changes its model", extra={"model": target, "before": self._row.serving})
+            self._row, self._target = intended, target
+            self._leave.set()
 
     async def _obey(self, view: RosterView) -> None:
         """Do what operators have asked for."""
         for name, order in view.orders.items():
             if order.verb is Verb.LOAD:
-                if self._failed.get(name, ("", order.at_ms))[1] < order.at_ms:
-                    del self._failed[name]
-                elif name in self._failed or (name == self._row.serving and not self._row.is_loading):
+                if self._failures.forget_before(name, order.at_ms):
+                    continue
+                if name in self._failures.permanent or (name == self._row.serving and not self._row.is_loading):
                     await self._roster.settle(name)
             elif name == self._row.serving and not self._row.is_loading and order.at_ms >= self._row.since_ms:
                 self._row, self._target = replace(self._row, is_loading=True, last=name), ""
                 self._leave.set()
-
-    async def _refuse(self, view: RosterView) -> None:
-        """End the requests of models that no engine of the roster can load."""
-        for name in list(self._failed):
-            reason = view.reason(name)
-            if reason is not None:
-                with suppress(ModelNotFound):
-                    await refuse_waiting(self._service.broker, name, reason)
 
     def _note_clock(self, view: RosterView) -> None:
         self._clock_ms = view.now_ms - time.monotonic() * 1000
@@ -217,3 +242,7 @@ def _process(model: LoadedModel) -> EngineProcess:
     if not isinstance(model.core, EngineProcess):
         raise TypeError("models change in processes alone, as the settings have been checked for")
     return model.core
+
+
+def _card(source: str, name: str, facts: EngineFacts | ModelFacts) -> ModelCard:
+    return build_card(resolve_model(source), name, facts)

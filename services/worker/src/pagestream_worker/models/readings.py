@@ -12,7 +12,7 @@ def read_states(view: RosterView) -> list[EngineState]:
     return [
         EngineState(
             engine_id,
-            frozenset(row.models) - set(row.failed),
+            frozenset(row.models) - set(row.failed) - set(row.postponed),
             serving=row.serving,
             is_loading=row.is_loading,
             served_s=(view.now_ms - row.since_ms) / 1000,

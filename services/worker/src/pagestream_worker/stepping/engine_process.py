@@ -5,12 +5,11 @@ import logging
 import socket
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import cast
 
-from pagestream_engine.errors import EngineError
+from pagestream_engine.errors import EngineError, ModelError
 
 from pagestream_worker.stepping import child, wire
 from pagestream_worker.stepping.commands import Command, InspectModel, StartProfile
@@ -58,7 +57,7 @@ class EngineProcess:
         self._exit_code: int | None = None
         self.exited = asyncio.Event()
         """Set when the process is gone and its memory is free."""
-        self._inspected: deque[asyncio.Future[ModelInspected]] = deque()
+        self._inspected: dict[str, asyncio.Future[ModelInspected]] = {}
         self._is_closed = False
 
     @property
@@ -101,10 +100,11 @@ class EngineProcess:
         """
         if self.ended.done():
             raise EngineCoreError("the engine's process has ended")
-        answer: asyncio.Future[ModelInspected] = asyncio.get_running_loop().create_future()
-        self._inspected.append(answer)
-        self._send(InspectModel(source))
-        return await answer
+        answer = self._inspected.get(source)
+        if answer is None:
+            answer = self._inspected[source] = asyncio.get_running_loop().create_future()
+            self._send(InspectModel(source))
+        return await asyncio.shield(answer)  # of one that was given up, the next waiter gets the answer
 
     def listen(
         self,
@@ -172,13 +172,11 @@ class EngineProcess:
             case Loaded():
                 self.loaded.set_result(report.facts)
             case LoadFailed():
-                self._end(EngineError(report.error) if report.is_option else EngineCoreError(report.error))
+                self._end(_load_error(report))
             case Ended():
                 self._end(EngineCoreError(report.error) if report.error else None)
             case ModelInspected():
-                answer = self._inspected.popleft()
-                if not answer.done():  # else its waiter was cancelled
-                    answer.set_result(report)
+                self._inspected.pop(report.source).set_result(report)
             case _:
                 self._reader.take(report)
                 self._acknowledgements.note(report)
@@ -217,15 +215,21 @@ class EngineProcess:
 
     def _end(self, error: Exception | None) -> None:
         self._reader.end()
-        for answer in self._inspected:
-            if not answer.done():
-                answer.set_exception(EngineCoreError("the engine's process has ended"))
+        for answer in self._inspected.values():
+            answer.set_exception(EngineCoreError("the engine's process has ended"))
+            answer.exception()  # its waiter may have given up
         if not self.loaded.done():
             self.loaded.set_exception(error or EngineCoreError("the engine's process has ended"))
         if error is None:
             self.ended.set_result(None)
         else:
             self.ended.set_exception(error)
+
+
+def _load_error(report: LoadFailed) -> Exception:
+    if report.is_permanent:
+        return ModelError(report.error)
+    return EngineError(report.error) if report.is_option else EngineCoreError(report.error)
 
 
 class _Reports(asyncio.Protocol):

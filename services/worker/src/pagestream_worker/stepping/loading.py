@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.engine import Engine
-from pagestream_engine.errors import EngineError, UnsupportedModel
+from pagestream_engine.errors import ConfigError, EngineError, ModelError, ModelNotFound, UnsupportedModel
 from pagestream_engine.models.folder import load_tokenizer, model_revision, resolve_model
 
 from pagestream_worker.collector import spare_what_lives
@@ -54,7 +54,19 @@ def inspect_model(source: str, config: EngineConfig, *, is_deterministic: bool) 
             takes_adapters=config.adapters.enable_lora,
         )
     except EngineError as error:
-        return ModelInspected(None, str(error))
+        return ModelInspected(source, None, str(error), is_permanent=is_permanent(error))
     except Exception as error:  # noqa: BLE001 - a file of another model must not end the engine that runs
-        return ModelInspected(None, f"{source}: {type(error).__name__}: {error}")
-    return ModelInspected(facts)
+        return ModelInspected(source, None, f"{source}: {type(error).__name__}: {error}")
+    return ModelInspected(source, facts)
+
+
+def is_permanent(error: EngineError) -> bool:
+    """Return whether files or options are at fault, so that no later attempt can succeed with the same ones.
+
+    A file that can't be read, a repository that can't be reached and a machine without memory may be well again.
+    """
+    if isinstance(error, ModelNotFound):
+        return error.__cause__ is None  # else the repository was asked for, in vain
+    cause = error.__cause__ or error.__context__
+    is_storage = isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
+    return isinstance(error, ModelError | ConfigError) and not is_storage

@@ -25,7 +25,7 @@ from setproctitle import setproctitle
 from pagestream_worker.stepping import wire
 from pagestream_worker.stepping.child import die_with_parent
 from pagestream_worker.stepping.commands import InspectModel, StartProfile
-from pagestream_worker.stepping.loading import inspect_model
+from pagestream_worker.stepping.loading import inspect_model, is_permanent
 from pagestream_worker.stepping.profiler import StepProfiler, answer_profile
 from pagestream_worker.stepping.reports import Ended, EngineFacts, Loaded, LoadFailed, Report
 from pagestream_worker.stepping.step_loop import CommandQueue, StepLoop
@@ -116,10 +116,7 @@ class Commands(threading.Thread):
                 if isinstance(command, StartProfile):
                     self._connection.report(answer_profile(self._profiler, command.steps))
                 elif isinstance(command, InspectModel):
-                    if self._config is None:
-                        raise RuntimeError("a model is to be inspected, and no configuration was given")
-                    found = inspect_model(command.source, self._config, is_deterministic=self.is_deterministic)
-                    self._connection.report(found)
+                    self._inspect(command.source)
                 elif isinstance(command, StepsTaken):
                     self._connection.note_taken(command.count)
                 else:
@@ -127,6 +124,17 @@ class Commands(threading.Thread):
         except BaseException as error:  # an engine that gets no command must not seem to work
             logger.critical("a command can't be read", exc_info=error)
             os._exit(EXIT_FAILED)
+
+    def _inspect(self, source: str) -> None:
+        """Read a model on a thread of its own: its storage may hang, and the engine's commands must not wait for it."""
+        config = self._config
+        if config is None:
+            raise RuntimeError("a model is to be inspected, and no configuration was given")
+
+        def answer() -> None:
+            self._connection.report(inspect_model(source, config, is_deterministic=self.is_deterministic))
+
+        threading.Thread(target=answer, name="inspect a model", daemon=True).start()
 
 
 def run(connection: Connection, program: Program) -> int:
@@ -140,7 +148,7 @@ def run(connection: Connection, program: Program) -> int:
         commands.is_deterministic = engine.is_deterministic
         connection.report(Loaded(EngineFacts.of(engine)))
     except EngineError as error:
-        connection.report(LoadFailed(str(error), is_option=True))
+        connection.report(LoadFailed(str(error), is_option=True, is_permanent=is_permanent(error)))
         return EXIT_FAILED
     except BaseException as error:  # also the panic of a library in Rust
         logger.critical("the model can't be loaded", exc_info=error)

@@ -116,6 +116,8 @@ class LoadFailed:
     error: str
     is_option: bool
     """Whether an option or the model is wrong (an EngineError), so that another start would fail as well."""
+    is_permanent: bool = False
+    """Whether files or options are at fault, see `stepping.loading.is_permanent`."""
 
 
 @dataclass(frozen=True)
@@ -171,9 +173,13 @@ class ProfileAnswer:
 class ModelInspected:
     """The answer to `InspectModel`."""
 
+    source: str
+    """As it was asked for."""
     facts: ModelFacts | None
     error: str = ""
     """Why the model can't be loaded, as far as its headers show."""
+    is_permanent: bool = False
+    """Whether files or options are at fault; False: the error may pass, such as one of storage or of the network."""
 
 
 @dataclass(frozen=True)
