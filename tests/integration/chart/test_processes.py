@@ -215,7 +215,7 @@ FORBIDDEN = {
     "get": ("secrets", "enginepools.pagestream.dev --namespace=kube-system", "nodes", "leases/other"),
     "create": ("pods", "pods/exec", "roles", "rolebindings", "enginepools.pagestream.dev", "cronjobs"),
     "delete": ("deployments", "pods", "jobs", "services", "enginepools.pagestream.dev", "persistentvolumeclaims"),
-    "patch": ("secrets", "statefulsets", "roles", "customresourcedefinitions", "nodes"),
+    "patch": ("secrets", "roles", "customresourcedefinitions", "nodes"),
 }
 """It makes secrets, those of groups of several nodes, and reads or changes none."""
 

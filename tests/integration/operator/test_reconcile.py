@@ -1,5 +1,6 @@
 """One operator, its pools, real controllers: from any state to the same objects, and nothing touched without need."""
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -371,6 +372,11 @@ def test_each_engine_of_several_nodes_has_pods_that_come_and_go_with_it(
         [container] = group["spec"]["template"]["spec"]["containers"]
         variables = {each["name"]: each.get("value") for each in container["env"]}
         assert variables["PAGESTREAM_ENGINE__MASTER_ADDR"] == f"10.0.0.{number + 1}"
+    moved = {"podIP": "10.0.0.9", "podIPs": [{"ip": "10.0.0.9"}]}
+    world.kube.merge(f"{world.path('pods', leaders[0])}/status", {"status": moved})
+    eventually(
+        lambda: '"10.0.0.9"' in json.dumps(followers_of(world, leaders[0])), "the address after the node's restart"
+    )
     place = f"{world.path('pods')}?labelSelector=pagestream.dev/leader={leaders[0]}"
     pods = eventually(lambda: len(world.kube.get(place)["items"]) == 2 and world.kube.get(place)["items"], "two pods")
     indices = sorted(pod["metadata"]["labels"]["apps.kubernetes.io/pod-index"] for pod in pods)

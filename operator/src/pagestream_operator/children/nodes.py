@@ -31,7 +31,8 @@ _ORDINAL = "metadata.labels['apps.kubernetes.io/pod-index']"
 _OPTION = "PAGESTREAM_ENGINE__"
 _NAME_CHARACTERS = 30
 """Of the pool's, in a StatefulSet's name: with a digest and the hash that its pods' label adds it stays below 63."""
-_LEADERS_OWN = frozenset({"PAGESTREAM_WORKER__REDIS", f"{_OPTION}MASTER_ADDR", f"{_OPTION}NODE_RANK"})
+_ADDRESS, _NODE_RANK, _NODE_GROUP = (f"{_OPTION}{name}" for name in ("MASTER_ADDR", "NODE_RANK", "NODE_GROUP"))
+_LEADERS_OWN = frozenset({"PAGESTREAM_WORKER__REDIS", _ADDRESS, _NODE_RANK, _NODE_GROUP})
 _POD_FIELDS = (
     "serviceAccountName",
     "automountServiceAccountToken",
@@ -72,10 +73,12 @@ def node_options(pool: EnginePool) -> dict[str, str]:
 
 
 def leader_variables(pool: EnginePool) -> list[dict[str, Any]]:
-    """The leader's variables: its own address, by which it finds the interface that the others reach."""
+    """The leader's variables: its own address, by which it finds the interface that the others reach, and its uid, by
+    which it refuses the pods of another leader that had this address."""
     if pool.spec.nodes == 1:
         return []
-    return [{"name": f"{_OPTION}MASTER_ADDR", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}]
+    fields = {_ADDRESS: "status.podIP", _NODE_GROUP: "metadata.uid"}
+    return [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()]
 
 
 def secret_volumes(pool: EnginePool) -> list[dict[str, Any]]:
@@ -145,19 +148,29 @@ def followers(pool_name: str, leader: Mapping[str, Any], release: str) -> Manife
     }
 
 
+def leader_address(group: Mapping[str, Any]) -> str:
+    """The address where the pods of a StatefulSet expect their leader."""
+    [container] = group["spec"]["template"]["spec"]["containers"]
+    found: str = next(each["value"] for each in container["env"] if each["name"] == _ADDRESS)
+    return found
+
+
 def _pod_spec(leader: Mapping[str, Any]) -> dict[str, Any]:
     spec = leader["spec"]
     [engine] = [each for each in spec["containers"] if each["name"] == ENGINE]
     kept = {name: spec[name] for name in _POD_FIELDS if name in spec}
-    return {**kept, "containers": [_container(engine, leader["status"]["podIP"])]}
+    return {**kept, "containers": [_container(engine, leader["status"]["podIP"], leader["metadata"]["uid"])]}
 
 
-def _container(engine: Mapping[str, Any], address: str) -> dict[str, Any]:
+def _container(engine: Mapping[str, Any], address: str, uid: str) -> dict[str, Any]:
     """The leader's container without probes, ports and Redis, and with its place in the group."""
-    shared = [each for each in engine.get("env") or [] if each["name"] not in _LEADERS_OWN]
+    variables = engine.get("env") or []
+    shared = [each for each in variables if each["name"] not in _LEADERS_OWN]
     place = [
-        {"name": f"{_OPTION}MASTER_ADDR", "value": address},
-        {"name": f"{_OPTION}NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _ORDINAL}}},
+        {"name": _ADDRESS, "value": address},
+        {"name": _NODE_RANK, "valueFrom": {"fieldRef": {"fieldPath": _ORDINAL}}},
     ]
+    if any(each["name"] == _NODE_GROUP for each in variables):  # not in the pods of an earlier release
+        place.append({"name": _NODE_GROUP, "value": uid})
     kept = {name: engine[name] for name in _CONTAINER_FIELDS if name in engine}
     return {**kept, "env": [*shared, *place]}

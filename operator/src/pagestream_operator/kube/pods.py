@@ -40,8 +40,8 @@ class Pod:
     """Why no node takes it, if so."""
     num_nodes: int = 1
     """Pods of its group, which it leads."""
-    has_address: bool = False
-    """Whether it has an address, so that others can join it."""
+    address: str = ""
+    """Where others can join it; empty: it has none yet."""
 
     @classmethod
     def from_object(cls, body: Mapping[str, Any]) -> Pod:
@@ -61,7 +61,7 @@ class Pod:
             scheduled_s=_scheduled_s(metadata, scheduled),
             waiting_reason=_waiting_reason(scheduled),
             num_nodes=int((metadata.get("labels") or {}).get(NODES_LABEL, "1")),
-            has_address=bool(status.get("podIP")),
+            address=status.get("podIP") or "",
         )
 
     @property

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pagestream_operator.api import EnginePool
-from pagestream_operator.children.nodes import followers, followers_name, node_secret
+from pagestream_operator.children.manifest import MANAGER
+from pagestream_operator.children.nodes import followers, followers_name, leader_address, node_secret
 from pagestream_operator.errors import Conflict, Gone
 from pagestream_operator.kube.client import KubeClient
 from pagestream_operator.kube.kinds import POD, SECRET, STATEFUL_SET, Kind
@@ -23,8 +24,9 @@ logger = logging.getLogger(__name__)
 class Groups:
     """Those of one pool.
 
-    A leader's pod owns its StatefulSet, which is never changed: another template makes another leader. So scale-in,
-    rollouts and deletion are the Deployment's, of leaders alone, and garbage collection does the rest.
+    A leader's pod owns its StatefulSet, of which only the leader's address ever changes: another template makes another
+    leader. So scale-in, rollouts and deletion are the Deployment's, of leaders alone, and garbage collection does the
+    rest.
     """
 
     client: KubeClient
@@ -46,25 +48,33 @@ class Groups:
         self._has_secret.add(pool.uid)
 
     async def complete(self, pool: EnginePool, view: PoolView, release: str) -> None:
-        """Make the StatefulSet of each leader that has none."""
+        """Make the StatefulSet of each leader that has none, and tell the others of a leader's new address."""
         for leader in view.active:
-            if leader.num_nodes == 1 or not leader.has_address:
+            if leader.num_nodes == 1 or not leader.address:
                 continue
             name = followers_name(pool.name, leader.uid)
-            if self.store.get(STATEFUL_SET, pool.namespace, name) is None:
-                await self._create(pool, leader, release)
+            group = self.store.get(STATEFUL_SET, pool.namespace, name)
+            if group is None or leader_address(group) != leader.address:
+                await self._write(pool, leader, release, exists=group is not None)
 
-    async def _create(self, pool: EnginePool, leader: Pod, release: str) -> None:
+    async def _write(self, pool: EnginePool, leader: Pod, release: str, *, exists: bool) -> None:
         try:
             body = await self.client.get(POD, pool.namespace, leader.name)
-            if body["metadata"]["uid"] != leader.uid:
+            if body["metadata"]["uid"] != leader.uid or not body["status"].get("podIP"):
                 return
+            wanted = followers(pool.name, body, release)
+            name, template = wanted["metadata"]["name"], {"template": {"spec": wanted["spec"]["template"]["spec"]}}
             async with self.leadership.act():
-                made = await self.client.create(STATEFUL_SET, followers(pool.name, body, release))
+                if exists:
+                    made = await self.client.merge(
+                        STATEFUL_SET, pool.namespace, name, {"spec": template}, manager=MANAGER
+                    )
+                else:
+                    made = await self.client.create(STATEFUL_SET, wanted)
         except Gone:
-            self.suspect(POD)
+            self.suspect(STATEFUL_SET if exists else POD)
             return
         except Conflict:
             return  # made already: the watch shows it
         self.store.put(STATEFUL_SET, made)
-        logger.info("made the other pods of a group", extra={"leader": leader.name, "nodes": leader.num_nodes})
+        logger.info("wrote the other pods of a group", extra={"leader": leader.name, "nodes": leader.num_nodes})

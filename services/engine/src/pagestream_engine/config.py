@@ -19,6 +19,7 @@ QUANTIZATIONS = ("int8",)
 """Of weights that are quantised while they are loaded."""
 MAX_RANKS = 64
 """Of a group."""
+_MAX_GROUP_NAME = 253
 MAX_SPECULATIVE_TOKENS = 15
 """With the last token, what one pass of attention over a decode takes."""
 MAX_LORAS, MAX_LORA_RANK = 256, 512
@@ -252,6 +253,8 @@ class ParallelConfig:
     node_secret_file: str | None = None
     """File with the secret, of at least 16 bytes, that the machines of a group prove to each other that they know.
     Needed with `nnodes` above one."""
+    node_group: str = ""
+    """Name of the group: a rank that gives another one than machine 0 is refused, for groups that share a secret."""
     node_join_timeout_s: float = 600.0
     """Seconds that machines wait for each other before they give up."""
 
@@ -271,6 +274,8 @@ class ParallelConfig:
         _between("master_port", self.master_port, 1, 65_535)
         if not isinstance(self.master_addr, str) or not self.master_addr:
             raise ConfigError("master_addr", self.master_addr, "a host name or an address")
+        if not isinstance(self.node_group, str) or len(self.node_group) > _MAX_GROUP_NAME:
+            raise ConfigError("node_group", self.node_group, f"a name of at most {_MAX_GROUP_NAME} characters")
         limit_s = self.node_join_timeout_s
         if not (_is_number(limit_s) and 0.0 < limit_s < inf):
             raise ConfigError("node_join_timeout_s", limit_s, "seconds above 0")
@@ -355,6 +360,7 @@ class EngineOptions(TypedDict, total=False):
     master_addr: str
     master_port: int
     node_secret_file: str | None
+    node_group: str
     node_join_timeout_s: float
     plugins: Sequence[str]
     swap_space: float

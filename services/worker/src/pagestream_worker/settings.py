@@ -143,6 +143,7 @@ _ENGINE_OPTIONS = (
     "master_addr",
     "master_port",
     "node_secret_file",
+    "node_group",
     "node_join_timeout_s",
     "plugins",
     "enable_lora",

@@ -177,6 +177,15 @@ def test_a_machine_with_other_options_is_refused_by_name(
     assert listener.missing == [1]
 
 
+def test_a_machine_of_another_group_is_refused_by_name(
+    tmp_path: Path, options: dict[str, Any], listener: RankListener
+) -> None:
+    """Groups of one pool share a secret, and may have had each other's addresses."""
+    with pytest.raises(NodeRefused, match="node_group: given 'another', expected ''"):
+        run_node(tmp_path, EngineConfig.from_options({**options, "node_rank": 1, "node_group": "another"}))
+    assert listener.missing == [1]
+
+
 SECRET = b"0123456789abcdef" * 2
 HELLO = Hello(1, 2, "the leader's")
 

@@ -71,7 +71,7 @@ def run_node(
     node = _Node(Progress(shared, options.num_ranks, create=True))
     try:
         for place in places_on(config, shared):
-            hello = Hello(place.rank, place.size, settings_digest(config))
+            hello = Hello(place.rank, place.size, settings_digest(config), options.node_group)
             end, admission, keys = _join(options.master_addr, options.master_port, secret, hello, until)
             host, here = end.getpeername()[0], end.getsockname()[0]
             host = f"[{host}]" if ":" in host else host

@@ -90,7 +90,13 @@ def places_on(
 def settings_digest(config: EngineConfig) -> str:
     """Return a digest of what all ranks of a group have to share: settings, and the form of the records."""
     parallel = replace(
-        config.parallel, nnodes=1, node_rank=0, master_addr="-", node_secret_file=None, node_join_timeout_s=1.0
+        config.parallel,
+        nnodes=1,
+        node_rank=0,
+        master_addr="-",
+        node_secret_file=None,
+        node_group="",
+        node_join_timeout_s=1.0,
     )
     nnodes, shared = config.parallel.nnodes, replace(config, parallel=parallel, place=RankPlace())
     return hashlib.sha256(f"{SCHEMA} {nnodes} {shared!r}".encode()).hexdigest()

@@ -13,14 +13,14 @@ import json
 import os
 import socket
 import struct
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pagestream_engine.errors import ConfigError, NodeProtocolError, NodeRefused
 from pagestream_engine.executor.nodes.link import LinkKeys
 
-PROTOCOL = 1
+PROTOCOL = 2
 HANDSHAKE_LIMIT_S = 5.0
 MIN_SECRET_BYTES = 16
 _MAX_BYTES = 4096
@@ -36,6 +36,8 @@ class Hello:
     """Ranks of its group."""
     settings: str
     """Digest of the engine's settings, which all ranks have to share."""
+    group: str = ""
+    """Name of its group, where groups have names."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Leader:
         if not _is_proven(answer, _prove(self._secret, b"join", self._transcript)):
             raise NodeProtocolError("it does not know this group's secret")
         try:
-            return Hello(int(answer["rank"]), int(answer["size"]), str(answer["settings"]))
+            return Hello(int(answer["rank"]), int(answer["size"]), str(answer["settings"]), str(answer["group"]))
         except (KeyError, ValueError, TypeError) as error:
             raise NodeProtocolError(f"it does not say what it is: {error!r}") from error
 
@@ -122,7 +124,7 @@ def join(end: socket.socket, secret: bytes, hello: Hello) -> tuple[Admission, Li
     challenge = _read(received)
     if challenge.get("protocol") != PROTOCOL:
         raise NodeRefused(f"the leader speaks protocol {challenge.get('protocol')!r:.20}, expected {PROTOCOL}")
-    said = {"rank": hello.rank, "size": hello.size, "settings": hello.settings, "challenge": os.urandom(16).hex()}
+    said = {**asdict(hello), "challenge": os.urandom(16).hex()}
     transcript = received + _body(said)
     _send(end, {**said, "proof": _prove(secret, b"join", transcript)})
     try:

@@ -44,7 +44,7 @@ class RankListener:
 
     def __init__(self, options: ParallelConfig, ranks: Iterable[int], settings: str, store_port: int) -> None:
         self._secret = read_secret(str(options.node_secret_file))
-        self._size, self._settings = options.num_ranks, settings
+        self._size, self._settings, self._group = options.num_ranks, settings, options.node_group
         self._free = set(ranks)
         self._taking = threading.Lock()
         self._joined: SimpleQueue[Joined] = SimpleQueue()
@@ -122,6 +122,8 @@ class RankListener:
 
     def _objection(self, hello: Hello) -> str:
         """Return why a rank may not join; empty: it may, and its place is taken."""
+        if hello.group != self._group:
+            return f"node_group: given {hello.group!r:.80}, expected {self._group!r}"
         if hello.size != self._size:
             return f"ranks: given a group of {hello.size}, expected {self._size}"
         if hello.settings != self._settings:
