@@ -363,7 +363,9 @@ def test_each_engine_of_several_nodes_has_pods_that_come_and_go_with_it(
 ) -> None:
     world.create("wide", replicas=2, nodes=3, parallel={"tensor": 3})
     leaders = world.make_ready("wide", 2)
-    assert world.kube.exists(world.path("secrets", "wide-engine-nodes"))
+    volumes = world.deployment("wide")["spec"]["template"]["spec"]["volumes"]
+    [secret] = [each["secret"]["secretName"] for each in volumes if each["name"] == "node-secret"]
+    assert world.kube.exists(world.path("secrets", secret))
     for number, leader in enumerate(leaders):
         assert not followers_of(world, leader), "nobody can join a leader without an address"
         address = {"podIP": f"10.0.0.{number + 1}", "podIPs": [{"ip": f"10.0.0.{number + 1}"}]}

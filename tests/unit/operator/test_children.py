@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -5,7 +6,7 @@ import pytest
 import yaml
 from pagestream_operator.children import children
 from pagestream_operator.children.manifest import HASH_ANNOTATION, Manifest
-from pagestream_operator.children.nodes import followers
+from pagestream_operator.children.nodes import followers, node_secret
 from pagestream_operator.children.unpublish import unpublish_job
 from pagestream_operator.settings import EngineDefaults
 from support.kubernetes.pool_objects import DEFAULTS, pool
@@ -118,6 +119,16 @@ def test_the_other_pods_of_a_group_are_as_their_leader() -> None:
     assert variables["PAGESTREAM_ENGINE__MASTER_ADDR"]["value"] == "10.0.0.7"
     assert "PAGESTREAM_WORKER__REDIS" not in variables
     assert "pagestream.dev/pool" not in group["spec"]["template"]["metadata"]["labels"], "it is no engine of the pool"
+
+
+def test_a_pool_made_anew_has_a_secret_of_its_own() -> None:
+    """That of the former pool of its name may still be there, until garbage collection takes it."""
+    former = pool(nodes=2, parallel={"tensor": 2}, template={"gpu": {"count": 1}})
+    made = [node_secret(each, DEFAULTS.release) for each in (former, replace(former, uid="another"))]
+    names = [each["metadata"]["name"] for each in made]
+    assert names[0] != names[1]
+    [volume] = [each for each in template(children(former, DEFAULTS))["spec"]["volumes"] if "secret" in each]
+    assert volume["secret"]["secretName"] == names[0]
 
 
 @pytest.mark.parametrize(

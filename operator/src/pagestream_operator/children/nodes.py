@@ -85,7 +85,7 @@ def secret_volumes(pool: EnginePool) -> list[dict[str, Any]]:
     """The volume with the secret that the pods of a group prove to each other."""
     if pool.spec.nodes == 1:
         return []
-    return [{"name": _VOLUME, "secret": {"secretName": secret_name(pool.name), "defaultMode": 0o440}}]
+    return [{"name": _VOLUME, "secret": {"secretName": secret_name(pool), "defaultMode": 0o440}}]
 
 
 def secret_mounts(pool: EnginePool) -> list[dict[str, Any]]:
@@ -95,14 +95,14 @@ def secret_mounts(pool: EnginePool) -> list[dict[str, Any]]:
     return [{"name": _VOLUME, "mountPath": SECRET_FILE.rpartition("/")[0], "readOnly": True}]
 
 
-def secret_name(pool_name: str) -> str:
-    """Name of the Secret of a pool's groups."""
-    return f"{engine_name(pool_name)}-nodes"
+def secret_name(pool: EnginePool) -> str:
+    """Name of the Secret of a pool's groups: not that of an earlier pool of its name, which goes with that pool."""
+    return f"{engine_name(pool.name)}-nodes-{digest(pool.uid)[:10]}"
 
 
 def node_secret(pool: EnginePool, release: str) -> Manifest:
     """A new Secret. It is created once, and never read or written again."""
-    made = manifest(pool, "v1", "Secret", secret_name(pool.name), {"type": "Opaque"})
+    made = manifest(pool, "v1", "Secret", secret_name(pool), {"type": "Opaque"})
     made["metadata"]["annotations"] = {CLASS_ANNOTATION: release}
     return {**made, "stringData": {"secret": secrets.token_hex(32)}}
 
