@@ -53,8 +53,8 @@ def test_a_spare_continues_the_streams_of_an_engine_that_is_killed(tmp_path: Pat
         asking.join()
         assert said == [expected]
         assert served.process("engine-1").pid == spare, "another process than the spare took over"
-        assert registered(served) == ["engine-1"]
         wait_until(lambda: list(spares(served)) == ["engine-0"], "the dead engine is the spare now", LIMIT_S)
         wait_until(lambda: stands_by(served, "engine-0"), "it stands by", LIMIT_S)
+        wait_until(lambda: registered(served) == ["engine-1"], "the dead engine's lease has lapsed", LIMIT_S)
         pids = [pid for part in served.record.processes if (pid := part.pid) is not None]
     assert not any(is_running(pid) for pid in pids)
