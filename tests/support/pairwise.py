@@ -32,7 +32,7 @@ def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[Case]:
     return [{name: values[row[index]] for index, (name, values) in enumerate(factors.items())} for row in rows]
 
 
-def sampled(cases: Sequence[Any], every: int = 3) -> list[Any]:
+def sampled(cases: Sequence[Any], every: int = 5) -> list[Any]:
     """Mark all cases as slow but one in `every`: `make test` runs these, `make kernel-test` the others."""
     return [
         pytest.param(*case, marks=() if place % every == 0 else pytest.mark.slow)

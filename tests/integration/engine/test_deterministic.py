@@ -173,7 +173,9 @@ def test_libraries_whose_bits_depend_on_the_number_of_rows(
 
 @needs_compiler
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize(
+    "limit", [pytest.param(limit, marks=() if limit == "AVX2" else pytest.mark.slow) for limit in LIMITS]
+)
 def test_with_instruction_sets_switched_off(limit: str) -> None:
     """The logits test, and its inverse, in a process that may not use all instruction sets of this processor."""
     environ = {**os.environ, "ONEDNN_MAX_CPU_ISA": limit}
@@ -238,6 +240,7 @@ def test_the_fingerprint_is_of_what_the_bits_depend_on(folder_of: Callable[[str]
     assert len({first, *others}) == len(others) + 1
 
 
+@pytest.mark.slow
 @pytest.mark.builds
 @pytest.mark.timeout(600)
 def test_the_triton_kernels_under_the_interpreter(tmp_path: Path) -> None:

@@ -35,9 +35,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_llm(folder: Path) -> Iterator[MakeLLM]:
     llms: list[LLM] = []
 
-    def make(**options: Any) -> LLM:
+    def make(model: Path = folder, **options: Any) -> LLM:
         defaults = {"dtype": "float32", "device": "cpu", "block_size": BLOCK_SIZE, "kv_cache_dtype": "fp8"}
-        llms.append(LLM(folder, **{"num_gpu_blocks_override": 128, **defaults, **options}))
+        llms.append(LLM(model, **{"num_gpu_blocks_override": 128, **defaults, **options}))
         return llms[-1]
 
     yield make
@@ -111,6 +111,25 @@ def test_tokens_stay_near_the_plain_caches(make_llm: MakeLLM, seed: int) -> None
     others = [mean_gap(plain, prompt, choices) for prompt, choices in zip(prompts, tokens[1:], strict=False)]
     print(f"seed {seed}: {max(gaps):.3f} beside {min(others):.3f} of another prompt's tokens")
     assert max(gaps) < NEAR < min(others)
+
+
+def prompt_logprobs(llm: LLM, prompts: list[list[int]]) -> torch.Tensor:
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=0))
+    rows = [row for output in outputs for row in output.prompt_logprobs or () if row is not None]
+    return torch.tensor([entry.logprob for row in rows for entry in row.values()])
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_have_the_scales_of_their_own_heads(tmp_path: Path, make_llm: MakeLLM, size: int) -> None:
+    """Two of four ranks have the same KV head. Sums of another order move few values over the edge of a rounding."""
+    model = make_model(tmp_path / "llama", "llama", head_dim=80, num_attention_heads=8, num_key_value_heads=2)
+    prompts = random_prompts([70, 3, 41, 17])
+    alone, plain = (prompt_logprobs(make_llm(model, kv_cache_dtype=name), prompts) for name in ("fp8", "auto"))
+    ranks = make_llm(model, tensor_parallel_size=size, max_num_batched_tokens=21)
+    found = prompt_logprobs(ranks, prompts)
+    assert len(found) == sum(map(len, prompts)) - len(prompts)
+    assert (found - alone).abs().mean() < 0.1 * (plain - alone).abs().mean()
+    assert torch.equal(prompt_logprobs(ranks, prompts[2:3]), found[71:111])
 
 
 @pytest.mark.parametrize("kept", [torch.float8_e4m3fn, None])

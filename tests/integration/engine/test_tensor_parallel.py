@@ -45,6 +45,8 @@ OPTIONS: dict[str, Any] = {
 TOLERANCE = 2e-5
 """Of log probabilities in float32, whose sums have another order of additions."""
 DRAFTS = {"speculative_method": "ngram", "prompt_lookup_min": 1}
+INT8 = {"quantization": "int8"}
+"""Of both, as it is another model."""
 FOUR_LAYERS = {"num_hidden_layers": 4}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
 
@@ -77,18 +79,19 @@ def check_close(found: list[RequestOutput], expected: list[RequestOutput], toler
     ("name", "changes", "sizes", "options"),
     [
         pytest.param("llama-tied", {}, (2, 1), {}, id="tied head, bias of the output"),
-        pytest.param("qwen3", {}, (2, 1), DRAFTS, id="norms, drafts"),
+        pytest.param("qwen3", {}, (2, 1), {**DRAFTS, **INT8}, id="norms, drafts, int8 weights"),
         pytest.param(
             "qwen2",
             HEADS,
             (4, 1),
-            {"swap_space": 0.001},
-            id="biases, KV heads on two ranks, host pages",
+            {"swap_space": 0.001, **INT8},
+            id="biases, KV heads on two ranks, host pages, int8 weights",
             marks=pytest.mark.slow,
         ),
         pytest.param(
             "mixtral", {"sliding_window": None}, (2, 2), {"nnodes": 2}, id="experts, stages of two ranks, machines"
         ),
+        pytest.param("mixtral", {}, (2, 2), INT8, id="experts, stages, int8 weights", marks=pytest.mark.slow),
         pytest.param("gemma3", {}, (1, 2), {"swap_space": 0.001}, id="stages, windows, tied head, host pages"),
         pytest.param("llama", {}, (1, 3), DRAFTS, id="stages, drafts"),
         pytest.param("qwen3-moe", FOUR_LAYERS, (1, 4), {}, id="stages of one layer", marks=pytest.mark.slow),
@@ -100,7 +103,8 @@ def test_ranks_give_the_tokens_of_one_process(
     """Of a stage, and the number of stages. Stages alone give the same bits: each sum has the same order."""
     size, num_stages = sizes
     folder = make_model(tmp_path / "model", name, **changes)
-    alone = LLM(folder, **OPTIONS)
+    shared = {**OPTIONS, **{name: value for name, value in options.items() if name in INT8}}
+    alone = LLM(folder, **shared)
     expected = generate(alone)
     assert alone.engine.stats().num_preemptions > 0
     ranks = {"tensor_parallel_size": size, "pipeline_parallel_size": num_stages, **options}

@@ -401,17 +401,13 @@ class EngineConfig:
             raise ConfigError("speculative_method", self.speculation.method, expected, hint)
 
     def _check_ranks(self) -> None:
-        of_tensors = {
-            "kv_cache_dtype fp8": self.cache.kv_cache_dtype in SCALED_CACHE_DTYPES,
-            "quantization": self.model.quantization is not None,
-        }
         of_all = {
             "cpu_offload_gb": bool(self.model.cpu_offload_gb),
             "a draft model": self.speculation.method == "draft_model",
         }
         of_stages = {"speculative_method grammar": self.speculation.method == "grammar"}
         sizes = {
-            "tensor_parallel_size": {**of_tensors, **of_all},
+            "tensor_parallel_size": of_all,
             "pipeline_parallel_size": {**of_stages, **of_all},
         }
         for option, refused in sizes.items():

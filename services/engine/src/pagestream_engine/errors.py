@@ -40,9 +40,13 @@ class ExecutorDied(EngineError, RuntimeError):  # noqa: N818
 class RankLost(ExecutorDied):
     """A rank of a group has died, hangs, or failed alone; the others were ended with it."""
 
-    def __init__(self, rank: int, size: int, how: str, exit_code: int | None = None) -> None:
+    def __init__(
+        self, rank: int, size: int, how: str, exit_code: int | None = None, *, is_link_lost: bool = False
+    ) -> None:
         self.rank = rank
         self.exit_code = exit_code
+        self.is_link_lost = is_link_lost
+        """Whether a machine fell silent: no request that its ranks ran can be the cause."""
         RuntimeError.__init__(
             self, f"rank {rank} of {size} {how}, and the others were ended; restart_executor() starts another group"
         )

@@ -143,8 +143,7 @@ def size_config(file: ConfigFile, config: EngineConfig) -> ModelSize:
     of_block = block_bytes(cache_shapes(layout, dtype, config.cache.kv_cache_dtype, own_layers))
     scheme = Scheme.read(file)
     if scheme is not None:
-        offloads = config.model.cpu_offload_gb > 0
-        scheme.check_options(config.model.quantization, offloads=offloads, num_ranks=num_ranks)
+        scheme.check_options(config.model.quantization, offloads=config.model.cpu_offload_gb > 0)
     weight_bytes, host_weight_bytes = stored_bytes(weights, dtype, config.model.quantization, scheme), 0
     if config.model.cpu_offload_gb:
         plan = plan_offload(weights, dtype, int(config.model.cpu_offload_gb * 2**30), pinned=True)

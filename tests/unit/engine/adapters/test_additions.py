@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -10,12 +11,16 @@ import torch
 from pagestream_engine.adapters.additions import CurrentRows, LinearAdapters, NativeAdditions, TorchAdditions
 from pagestream_engine.adapters.files import ModuleWeights
 from pagestream_engine.adapters.modules import ModuleSlice
-from pagestream_engine.adapters.native.library import native_lora
+from pagestream_engine.adapters.native.levels import library_for
+from pagestream_engine.adapters.native.library import NativeLora, native_lora
 from pagestream_engine.adapters.rows import NO_SLOT, AdapterRows, group_rows
+from pagestream_engine.cpu import instruction_sets, read_cpuinfo
+from pagestream_engine.native_build import cached
+from pagestream_engine.sampler.native.levels import levels_of
 from torch import Tensor
 
 CPU = torch.device("cpu")
-INPUTS, PARTS, OUTPUTS = 75, (70, 16, 33), 119
+INPUTS, PARTS, OUTPUTS = 75, (70, 63, 255), 388
 MODULES = [ModuleSlice("qkv", part, sum(PARTS[:part]), rows, INPUTS) for part, rows in enumerate(PARTS)]
 RANKS = [(8, 8, 8), (3, None, 1), (256, 16, 9)]
 """Of each slot's matrices for each part."""
@@ -82,6 +87,28 @@ def test_a_mixed_batch(make: Make, dtype: torch.dtype) -> None:
     assert torch.equal(got[slots == NO_SLOT], y[slots == NO_SLOT])
     for chosen in ([0], [3], [5, 2, 40], range(60, 82)):
         assert torch.equal(added(chosen), got[list(chosen)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_each_level_of_instructions_has_the_same_bits(dtype: torch.dtype) -> None:
+    levels = levels_of(instruction_sets(read_cpuinfo()))
+    if len(levels) < 2 or native_lora(dtype) is None:
+        pytest.skip("this processor has one level, or there is no C++ compiler")
+    weights = weights_of(dtype)
+    generator = torch.Generator().manual_seed(2)
+    slots = np.array([NO_SLOT, *[2] * 7, *[0] * 5, 1])
+    x = torch.randn(len(slots), INPUTS, generator=generator).to(dtype)
+    sums = []
+    for level in levels:
+        current = CurrentRows(is_exact=True)
+        linear = NativeAdditions(
+            current, MODULES, len(RANKS), NativeLora(ctypes.CDLL(str(cached(library_for(level)))), dtype)
+        )
+        for slot, each in enumerate(weights):
+            linear.put(slot, each)
+        current.rows = group_rows(slots, CPU)
+        sums.append(linear.add(torch.zeros(len(slots), OUTPUTS, dtype=dtype), x))
+    assert all(torch.equal(other, sums[0]) for other in sums[1:])
 
 
 def test_rows_are_grouped_by_adapter() -> None:

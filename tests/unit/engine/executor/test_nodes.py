@@ -106,8 +106,10 @@ def test_lost_machines_end_the_group_and_requests_go_on_with_the_next_generation
             subprocess.run(["kill", "-KILL", str(ranks[0])], check=True)
         else:
             process.send_signal(signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
-        with pytest.raises(RankLost, match=r"rank 1 of 2 (closed its|lost its|was killed|sent nothing|takes no)"):
+        reason = r"rank 1 of 2 (closed|lost|was killed|sent nothing|takes no|made no)"
+        with pytest.raises(RankLost, match=reason) as lost:
             run(engine, tokens)
+        assert lost.value.is_link_lost == (fault == "stopped"), "what a request can cause is a death"
         assert [rank.exitcode for rank in local] == [-signal.SIGKILL]
         process.send_signal(signal.SIGCONT)
         follower.end()
@@ -200,9 +202,10 @@ def test_what_was_recorded_of_a_rank_proves_nothing_to_the_next_generation(
     with socket.create_connection(address) as leader, near, far:
 
         def relay(source: socket.socket, target: socket.socket, record: bytearray) -> None:
-            while part := source.recv(4096):
-                record += part
-                target.sendall(part)
+            with suppress(OSError):  # the other direction may have closed both
+                while part := source.recv(4096):
+                    record += part
+                    target.sendall(part)
 
         for arguments in ((leader, far, bytearray()), (far, leader, recorded)):
             threading.Thread(target=relay, args=arguments, daemon=True).start()

@@ -54,6 +54,7 @@ def test_the_environment_rules_levels_out(limit: str, name: str) -> None:
 
 @needs_level
 @pytest.mark.builds
+@pytest.mark.slow
 @pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 def test_what_is_compiled_beforehand_is_loaded_without_a_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

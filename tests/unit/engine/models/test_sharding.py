@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from pagestream_engine.errors import ConfigError, UnsupportedOption, WeightsError
+from pagestream_engine.layers.quantised.weight import quantise_int8
 from pagestream_engine.models.config import ConfigFile
 from pagestream_engine.models.decoder_config import DecoderConfig
 from pagestream_engine.models.division.sharding import shard_config, shard_weights
@@ -35,11 +36,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(path, "phi3", num_attention_heads=HEADS, num_key_value_heads=KV_HEADS)
 
 
-def part_of(folder: Path, rank: int, size: int, dtype: torch.dtype) -> Parameters:
+def part_of(folder: Path, rank: int, size: int, dtype: torch.dtype, quantization: str | None = None) -> Parameters:
     family = Phi3()
     config = family.read(ConfigFile.read(folder))
     weights = shard_weights(family.weights(config), config, rank, size)
-    return load_parameters(folder, weights, Target(dtype, CPU, max_model_len=128))
+    return load_parameters(folder, weights, Target(dtype, CPU, max_model_len=128, quantization=quantization))
 
 
 def product(parameters: Parameters, name: str) -> torch.Tensor:
@@ -66,6 +67,16 @@ def test_ranks_read_heads_channels_and_tokens_of_their_own(folder: Path, dtype: 
             assert torch.equal(product(loaded, name), whole[f"{prefix}{tensor}.weight"].chunk(size)[rank])
         assert torch.equal(product(loaded, "head"), whole["lm_head.weight"].chunk(size, dim=1)[rank])
         assert torch.equal(loaded.tensor("embedding").T, whole["model.embed_tokens.weight"])
+
+
+def test_ranks_round_to_the_scales_of_whole_rows(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    size = 4
+    for rank in range(size):
+        loaded = part_of(folder, rank, size, torch.float32, "int8")
+        for name, tensor in (("1.output", "self_attn.o_proj"), ("1.down", "mlp.down_proj")):
+            whole = quantise_int8(tensors[f"model.layers.1.{tensor}.weight"]).dequantised(torch.float32)
+            assert torch.equal(product(loaded, name), whole.T.chunk(size)[rank])
 
 
 def config_of(**changes: object) -> DecoderConfig:

@@ -12,7 +12,7 @@ import pytest
 from support.engines import triton_steps
 from support.engines.tiny_models import make_model
 
-pytestmark = pytest.mark.builds
+pytestmark = [pytest.mark.builds, pytest.mark.slow]
 
 
 @pytest.mark.timeout(300)

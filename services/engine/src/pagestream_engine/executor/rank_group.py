@@ -256,8 +256,9 @@ class RankGroup:
         """
         if not how or isinstance(cause, (EOFError, ConnectionError)):  # not BlockingIOError, of a pipe that is full
             rank.join(_CLOSE_LIMIT_S)  # its exit code comes just after the end of its pipes
+        is_link_lost = any(each.is_cut_off() for each in self._ranks)  # others then fail or hang in their exchanges
         how = rank.end_reason or how or "has died"
-        self._lost = RankLost(rank.rank, self._size, how, rank.exit_code)
+        self._lost = RankLost(rank.rank, self._size, how, rank.exit_code, is_link_lost=is_link_lost)
         self._end()
         raise self._lost from cause
 

@@ -76,6 +76,10 @@ class Rank(Protocol):
         """How it ended; empty while it has not."""
         ...
 
+    def is_cut_off(self) -> bool:
+        """Whether it is another machine's, and nothing comes from there any more; may take a second."""
+        ...
+
     def send(self, message: Message) -> None:
         """Send a plan or a grammar; OSError where it takes none."""
         ...
@@ -150,6 +154,10 @@ class RankProcess:
         if code is None:
             return ""
         return f"was killed by signal {-code}" if code < 0 else f"exited: {code}"
+
+    def is_cut_off(self) -> bool:
+        """Return False: it is on this machine."""
+        return False
 
     def send(self, message: Message) -> None:
         """Send a plan or a grammar; OSError where the pipe has ended, or takes nothing for its limit."""

@@ -58,7 +58,7 @@ class FamilySource(ModelSource):
         is_alone_on_a_gpu = is_divided and target.device.type == "cuda"
         if target.quantization is None and not is_alone_on_a_gpu:  # ranks on a CPU share its memory
             return super().weight_bytes(target)
-        return stored_bytes(weights, target.dtype, target.quantization)
+        return stored_bytes(weights, target.dtype, target.quantization, self._scheme)
 
     def check_files(self) -> None:
         entries = read_folder(self.folder)

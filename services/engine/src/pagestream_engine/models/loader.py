@@ -67,7 +67,7 @@ def load_parameters(
     """
     whole = weights if whole is None else whole
     if scheme is not None:
-        scheme.check_options(target.quantization, offloads=target.offload is not None, num_ranks=target.ranks.size)
+        scheme.check_options(target.quantization, offloads=target.offload is not None)
     if target.offload is not None:
         pinned = target.device.type == "cuda"
         plan = plan_offload(weights, target.dtype, target.offload.max_bytes, pinned=pinned)
@@ -232,7 +232,10 @@ class WeightReader:
 
         Freed one by one they would leave holes among the copies, 60 MiB in a model of 536 MiB (glibc).
         """
-        sizes = [weight.num_rows * weight.in_features for weight in weights if isinstance(weight, LinearWeight)]
+        linears = [weight for weight in weights if isinstance(weight, LinearWeight)]
+        if self.target.quantization is not None:  # scales are those of whole rows
+            linears = [weight.with_all_columns() for weight in linears]
+        sizes = [weight.num_rows * weight.in_features for weight in linears]
         self._scratch = torch.empty(max(sizes, default=0), dtype=self.target.dtype, device=self.target.device)
 
     def matrix(self, weight: LinearWeight) -> Tensor:
@@ -374,9 +377,7 @@ def _method_of(weight: LinearWeight, reader: WeightReader) -> LinearMethod:
     target = reader.target
     quantised = reader.quantised(weight)
     if quantised is None:
-        matrix = reader.matrix(weight)
-        if target.quantization == "int8" and not weight.is_sensitive:
-            quantised = quantise_int8(matrix)
-    if quantised is not None:
-        return choose_quantised_method(quantised, target.dtype, exact=target.exact_linears, by_triton=target.by_triton)
-    return choose_method(matrix, exact=target.exact_linears, by_triton=target.by_triton)
+        if target.quantization is None or weight.is_sensitive:
+            return choose_method(reader.matrix(weight), exact=target.exact_linears, by_triton=target.by_triton)
+        quantised = quantise_int8(reader.matrix(weight.with_all_columns()), weight.columns)
+    return choose_quantised_method(quantised, target.dtype, exact=target.exact_linears, by_triton=target.by_triton)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import prod
+from math import ceil, prod
 
 import torch
 
@@ -45,7 +45,7 @@ def num_elements(weight: Weight) -> int:
 def _checkpoint_bytes(weight: Weight, dtype: torch.dtype, scheme: Scheme | None) -> int:
     if scheme is None or not isinstance(weight, LinearWeight) or weight.is_sensitive:
         return num_elements(weight) * dtype.itemsize
-    groups = weight.in_features // (scheme.group_size or weight.in_features)
+    groups = ceil(weight.in_features / (scheme.group_size or weight.in_features))
     of_group = _SCALE_BYTES + (scheme.bits == _WITH_ZEROS)
     return weight.num_rows * (weight.in_features * scheme.bits // 8 + groups * of_group + weight.bias * dtype.itemsize)
 

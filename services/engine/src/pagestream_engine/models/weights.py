@@ -7,7 +7,7 @@ A family declares its parameters as data, and the loader alone reads files: weig
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from torch import Tensor
@@ -63,6 +63,15 @@ class LinearWeight:
     def num_rows(self) -> int:
         """Out features of all parts."""
         return sum(part.rows for part in self.parts)
+
+    @property
+    def columns(self) -> slice:
+        """Columns that are read of each tensor."""
+        return slice(self.first_column, self.first_column + self.in_features)
+
+    def with_all_columns(self) -> LinearWeight:
+        """Return the same rows, undivided."""
+        return replace(self, in_features=self.all_columns or self.in_features, first_column=0, all_columns=None)
 
     @classmethod
     def of(cls, name: str, out_features: int, in_features: int, *, bias: bool = False) -> LinearWeight:

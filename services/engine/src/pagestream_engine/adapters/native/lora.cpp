@@ -2,8 +2,9 @@
 // adapter's matrices.
 //
 // Rows come grouped by adapter, so that each matrix is read once for all rows that want it. Every sum has one order,
-// on vectors of 16 and without contraction: over the inputs by lane, then over the lanes, then over the ranks. A row's
-// bits depend neither on the rows beside it, nor on threads, nor on the level of instructions.
+// on vectors of 16: over the inputs by lane, then over the lanes, then over the ranks. All products are fused with the
+// sum that they go to, at each level of instructions (levels.py). A row's bits depend neither on the rows beside it, nor
+// on threads, nor on that level.
 //
 //   shrink   hidden[row] = x[row] a^T, float32
 //   expand   y[row] = round(y[row] + hidden[row] b * scale)
@@ -12,6 +13,10 @@
 #include <cstdint>
 #include <cstring>
 #include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -37,6 +42,23 @@ struct Part {
   int64_t first_output, outputs;
   double scale;
 };
+
+// x * y + sum, rounded once. A compiler that may contract by itself does so in some copies of a loop and not in others.
+inline Vec fused(Vec x, Vec y, Vec sum) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)sum);
+#elif defined(__FMA__)
+  struct Halves { __m256 low, high; } a, b, c;
+  std::memcpy(&a, &x, sizeof x), std::memcpy(&b, &y, sizeof y), std::memcpy(&c, &sum, sizeof sum);
+  c = {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
+  std::memcpy(&sum, &c, sizeof sum);
+  return sum;
+#else
+  for (int64_t lane = 0; lane < W; ++lane) sum[lane] = __builtin_fmaf(x[lane], y[lane], sum[lane]);
+  return sum;
+#endif
+}
+inline Vec fused(Vec x, float y, Vec sum) { return fused(x, y - Vec{}, sum); }
 
 inline Vec load(const float* from) {
   Vec x;
@@ -85,7 +107,7 @@ void dot(const T* const* x, const T* a, int64_t inputs, float* to, int64_t to_st
     for (int n = 0; n < N; ++n) {
       const Vec weight = is_whole ? load(a + n * inputs + i) : load(a + n * inputs + i, left);
 #pragma GCC unroll 4
-      for (int m = 0; m < M; ++m) sums[m][n] += rows[m] * weight;
+      for (int m = 0; m < M; ++m) sums[m][n] = fused(rows[m], weight, sums[m][n]);
     }
   }
 #pragma GCC unroll 4
@@ -113,7 +135,7 @@ void add_product(T* const* y, const float* const* hidden, const T* b, const Part
     for (int c = 0; c < C; ++c) {
       const Vec weight = read(b + r * part.outputs, c);
 #pragma GCC unroll 4
-      for (int m = 0; m < M; ++m) sums[m][c] += weight * hidden[m][r];
+      for (int m = 0; m < M; ++m) sums[m][c] = fused(weight, hidden[m][r], sums[m][c]);
     }
   }
   const float scale = float(part.scale);
@@ -121,7 +143,7 @@ void add_product(T* const* y, const float* const* hidden, const T* b, const Part
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c) {
-      const Vec sum = read(y[m], c) + sums[m][c] * scale;
+      const Vec sum = fused(sums[m][c], scale, read(y[m], c));
       if (IS_WHOLE) {
         store(y[m] + c * W, sum);
       } else if (c * W < count) {

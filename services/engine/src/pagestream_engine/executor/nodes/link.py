@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hmac
 import socket
 import struct
@@ -9,12 +10,14 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from time import monotonic
 
 from pagestream_engine.errors import NodeProtocolError
 
 BEAT_S = 0.2
-SILENCE_LIMIT_S = 1.5
-"""Without a byte from the other side, while the group serves."""
+SILENCE_LIMIT_S = 5.0
+"""Without a byte from the other side, while the group serves. On a machine with too much to do, processes that only
+send heartbeats have waited for a processor for more than 1.5 s, and a group that ends has to load its model again."""
 LOADING_LIMIT_S = 30.0
 """The same until it does: a process that imports or compiles may hold its interpreter's lock for seconds."""
 MAX_BYTES = 1 << 28
@@ -22,6 +25,7 @@ MAX_BYTES = 1 << 28
 _LENGTH = struct.Struct(">I")
 _COUNT = struct.Struct(">Q")
 _PROOF_BYTES = 32
+_UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.ENETRESET}
 _BEAT, _MESSAGE, _SERVING, _END = b"B", b"M", b"S", b"E"
 
 
@@ -64,6 +68,9 @@ class Link:
         self._sending = threading.Lock()
         self._ending = threading.Lock()
         self._is_over = threading.Event()
+        self._heard_at = monotonic()
+        self.is_cut_off = False
+        """Whether it ended because nothing came any more. A process that dies has its connection closed instead."""
         self._reader = threading.Thread(target=self._receive, name="rank's link", daemon=True)
         self._limit(LOADING_LIMIT_S)
 
@@ -79,6 +86,11 @@ class Link:
             OSError: the link is over, or takes nothing for its limit.
         """
         self._send(_MESSAGE, message)
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the last byte from the other side."""
+        return monotonic() - self._heard_at
 
     def serve(self) -> None:
         """Note that the group serves, on both sides: silence has the shorter limit from now on."""
@@ -125,18 +137,20 @@ class Link:
             try:
                 self._send(_BEAT, _COUNT.pack(self._count()))
             except OSError as error:
-                self._end(f"takes no heartbeats: {error}")
+                self._end(f"takes no heartbeats: {error}", is_cut_off=error.errno in _UNREACHABLE)
 
     def _receive(self) -> None:
         try:
             while True:
                 self._take(self._frame())
         except TimeoutError:
-            self._end(f"sent nothing for {self._limit_s:g} s")
+            self._end(f"sent nothing for {self._limit_s:g} s", is_cut_off=True)
         except _Ended as end:
             self._end(str(end))
         except (EOFError, OSError, NodeProtocolError) as error:
-            self._end(f"lost its connection: {error}" if str(error) else "closed its connection")
+            is_cut_off = isinstance(error, OSError) and error.errno in _UNREACHABLE
+            reason = f"lost its connection: {error}" if str(error) else "closed its connection"
+            self._end(reason, is_cut_off=is_cut_off)
         except Exception as error:
             self._end(f"sent what can't be used: {type(error).__name__}: {error}")
             raise
@@ -169,13 +183,15 @@ class Link:
             num_read = self._socket.recv_into(view)
             if not num_read:
                 raise EOFError
+            self._heard_at = monotonic()
             view = view[num_read:]
         return bytes(data)
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str, *, is_cut_off: bool = False) -> None:
         with self._ending:
             if self._is_over.is_set():
                 return
+            self.is_cut_off = is_cut_off
             self._is_over.set()
         self.close()
         self._on_end(reason)

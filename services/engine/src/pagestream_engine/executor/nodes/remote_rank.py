@@ -7,9 +7,10 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from threading import Lock
+from time import monotonic, sleep
 
 from pagestream_engine.executor.nodes.codec import decode
-from pagestream_engine.executor.nodes.link import Link
+from pagestream_engine.executor.nodes.link import BEAT_S, SILENCE_LIMIT_S, Link
 from pagestream_engine.executor.nodes.listener import Joined
 from pagestream_engine.executor.preparations import Prepared
 from pagestream_engine.executor.rank_process import Answer, Message
@@ -99,6 +100,13 @@ class RemoteRank:
                 self.answers.append(message)
         if is_over:
             raise EOFError(self.end_reason)
+
+    def is_cut_off(self) -> bool:
+        """Return whether its machine has fallen silent. While heartbeats are missing, wait until it is known."""
+        until = monotonic() + SILENCE_LIMIT_S
+        while not self.end_reason and self._link.silence_s > 2 * BEAT_S and monotonic() < until:
+            sleep(BEAT_S / 4)
+        return self._link.is_cut_off
 
     def kill(self) -> None:
         """End the connection: the other machine then kills the rank."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 _CHUNK_ELEMENTS = 1 << 22
 """That are quantised at once: bounds the float32 copies."""
 _LARGEST = 127
+_ALL = slice(None)
 
 
 class Storage(IntEnum):
@@ -72,19 +74,44 @@ class QuantisedWeight:
             return weight
         return torch.empty_like(weight).index_copy_(1, self.order, weight)
 
+    def cut(self, rows: slice, columns: slice) -> QuantisedWeight | None:
+        """Return a range of the outputs and one of the inputs; None where this form can't say that.
+
+        Groups that are cut become smaller ones of one size, which is odd for odd sizes alone. Of inputs that have
+        another order there is no range.
+        """
+        first, end, _ = columns.indices(self.shape[1])
+        if self.order is not None and end - first < self.shape[1]:
+            return None
+        size = end - first
+        if first // self.group_size < (end - 1) // self.group_size:
+            size = gcd(self.group_size, first, size)
+            if size % 2:
+                return None
+        groups = torch.arange(first, end, size, device=self.scales.device) // self.group_size
+        return QuantisedWeight(
+            self.storage,
+            self.values[rows, columns].contiguous(),
+            self.scales[groups, rows].contiguous(),
+            size,
+            None if self.zeros is None else self.zeros[groups, rows].contiguous(),
+            self.order,
+        )
+
     def _of_inputs(self, of_groups: Tensor) -> Tensor:
         """(groups, outputs) -> (outputs, inputs)."""
         return of_groups.T.repeat_interleave(self.group_size, dim=1)[:, : self.shape[1]]
 
 
-def quantise_int8(weight: Tensor) -> QuantisedWeight:
+def quantise_int8(weight: Tensor, columns: slice = _ALL) -> QuantisedWeight:
     """Round a weight to int8 with one scale for each output: its largest magnitude / 127.
 
     Args:
         weight: (out features, in features), finite.
+        columns: that are kept; a rank's part has the scales of the whole weight.
     """
     outputs, inputs = weight.shape
-    values = torch.empty(outputs, inputs, dtype=torch.int8, device=weight.device)
+    values = torch.empty(outputs, len(range(inputs)[columns]), dtype=torch.int8, device=weight.device)
     scales = torch.empty(1, outputs, dtype=torch.float32, device=weight.device)
     step = max(1, _CHUNK_ELEMENTS // inputs)
     for begin in range(0, outputs, step):
@@ -92,8 +119,8 @@ def quantise_int8(weight: Tensor) -> QuantisedWeight:
         scale = rows.abs().amax(dim=1) / _LARGEST
         scales[0, begin : begin + step] = scale
         divisor = torch.where(scale > 0, scale, 1.0)[:, None]
-        values[begin : begin + step] = (rows / divisor).round_().clamp_(-_LARGEST, _LARGEST)
-    return QuantisedWeight(Storage.INT8, values, scales, inputs)
+        values[begin : begin + step] = (rows[:, columns] / divisor).round_().clamp_(-_LARGEST, _LARGEST)
+    return QuantisedWeight(Storage.INT8, values, scales, values.shape[1])
 
 
 def stack(weights: Sequence[QuantisedWeight]) -> QuantisedWeight:

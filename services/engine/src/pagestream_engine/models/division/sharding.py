@@ -4,6 +4,9 @@ Query, key and value projections, gates and up projections are divided by their 
 projections by their columns; the ranks' products of the latter are added up, twice a layer. Each expert of a mixture is
 divided in the same way, and the mixture's result is added up once. The head is divided by tokens of the vocabulary. The
 embedding, norms and routers are on every rank. With fewer KV heads than ranks, several ranks hold the same one.
+
+What is quantised while it is loaded has the scales of one process: those of an output belong to its whole row, of which
+a rank that divides columns reads all and keeps its own.
 """
 
 from __future__ import annotations

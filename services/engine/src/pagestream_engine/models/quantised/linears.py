@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from pagestream_engine.errors import UnsupportedModel
+from pagestream_engine.errors import ConfigError, UnsupportedModel
 from pagestream_engine.layers.quantised.weight import QuantisedWeight, stack
 from pagestream_engine.models.quantised.scheme import Scheme
 from pagestream_engine.models.quantised.tensors import TensorSource, is_quantised, read_projection
-from pagestream_engine.models.weights import LinearWeight
+from pagestream_engine.models.weights import LinearWeight, Part
 
 
 def read_quantised(
@@ -19,6 +19,7 @@ def read_quantised(
     """Read a linear from a quantised checkpoint; None where the checkpoint has it in floats.
 
     Raises:
+        ConfigError: it can't be divided among so many ranks.
         WeightsError: a tensor is missing or mis-shaped.
         UnsupportedModel: its projections are stored in different ways.
     """
@@ -32,11 +33,24 @@ def read_quantised(
             f"{plain}: given floats beside quantised {names[quantised.index(True)]}, expected one form for projections "
             "of one input"
         )
-    parts = [
-        read_projection(source, scheme, part.name, (part.rows, weight.in_features)).to(device) for part in weight.parts
-    ]
+    columns = weight.all_columns or weight.in_features
+    shapes = {part.name: (part.all_rows or part.rows, columns) for part in weight.parts}
+    whole = {name: read_projection(source, scheme, name, shape) for name, shape in shapes.items()}
+    parts = [_part_of(whole[part.name], part, weight).to(device) for part in weight.parts]
     _check_alike(names, parts)
     return stack(parts)
+
+
+def _part_of(projection: QuantisedWeight, part: Part, weight: LinearWeight) -> QuantisedWeight:
+    """Return what a rank has of a projection."""
+    found = projection.cut(slice(part.first_row, part.first_row + part.rows), weight.columns)
+    if found is None:
+        num_ranks = projection.shape[1] // weight.in_features
+        hint = f"groups of {projection.group_size} inputs would be cut into odd numbers of them"
+        if projection.order is not None:
+            hint = "its inputs are in an order of their own (g_idx, of desc_act), which has no parts"
+        raise ConfigError("tensor_parallel_size", num_ranks, f"1 for {part.name}", hint)
+    return found
 
 
 def _check_alike(names: Sequence[str], parts: Sequence[QuantisedWeight]) -> None:

@@ -54,13 +54,12 @@ class Scheme:
                 return _gptq(given)
         raise _refusal("quant_method", method, f"one of {', '.join(METHODS)}")
 
-    def check_options(self, quantization: str | None, *, offloads: bool, num_ranks: int = 1) -> None:
+    def check_options(self, quantization: str | None, *, offloads: bool) -> None:
         """Raise ConfigError for options that do not go with a quantised checkpoint.
 
         Args:
             quantization: `ModelConfig.quantization`.
             offloads: whether `cpu_offload_gb` is above 0.
-            num_ranks: among which linears are divided.
         """
         expected = f"for a checkpoint that is quantised by {self.method}"
         if quantization is not None:
@@ -68,9 +67,6 @@ class Scheme:
         if offloads:
             hint = "host memory holds weights in the model's dtype"
             raise ConfigError("cpu_offload_gb", "more", f"0 {expected}", hint)
-        if num_ranks > 1:
-            hint = "packed words and groups are not divided"
-            raise ConfigError("tensor_parallel_size", num_ranks, f"1 {expected}", hint)
 
 
 def _compressed_tensors(given: Mapping[str, Any]) -> Scheme:
