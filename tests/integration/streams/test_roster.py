@@ -45,7 +45,11 @@ async def test_a_row_lapses_and_an_order_stays_until_it_is_settled(
             break
         await asyncio.sleep(0.01)
     assert (dict(view.engines), view.orders["b"].verb) == ({}, Verb.LOAD)
-    await broker.roster.settle("b")
+    await broker.roster.order("b", Verb.UNLOAD)
+    await broker.roster.settle("b", view.orders["b"])
+    newer = (await broker.roster.read()).orders["b"]
+    assert newer.verb is Verb.UNLOAD, "an order that came in between was settled unread"
+    await broker.roster.settle("b", newer)
     assert not (await broker.roster.read()).orders
 
 

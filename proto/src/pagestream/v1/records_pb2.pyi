@@ -17,6 +17,7 @@ class ApiForm(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     API_FORM_EMBEDDINGS: _ClassVar[ApiForm]
     API_FORM_SCORE: _ClassVar[ApiForm]
     API_FORM_RERANK: _ClassVar[ApiForm]
+    API_FORM_RESPONSES: _ClassVar[ApiForm]
 
 class PoolingKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -31,13 +32,14 @@ API_FORM_CHAT_COMPLETIONS: ApiForm
 API_FORM_EMBEDDINGS: ApiForm
 API_FORM_SCORE: ApiForm
 API_FORM_RERANK: ApiForm
+API_FORM_RESPONSES: ApiForm
 POOLING_KIND_UNSPECIFIED: PoolingKind
 POOLING_KIND_LAST: PoolingKind
 POOLING_KIND_MEAN: PoolingKind
 POOLING_KIND_CLS: PoolingKind
 
 class AnswerForm(_message.Message):
-    __slots__ = ("api", "created", "include_usage", "echo_texts", "top_logprobs", "echo_logprobs", "vectors", "prompt_logprobs", "first_tokens", "output")
+    __slots__ = ("api", "created", "include_usage", "echo_texts", "top_logprobs", "echo_logprobs", "vectors", "prompt_logprobs", "first_tokens", "output", "response")
     API_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
     INCLUDE_USAGE_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +50,7 @@ class AnswerForm(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_FIELD_NUMBER: _ClassVar[int]
     api: ApiForm
     created: int
     include_usage: bool
@@ -58,7 +61,20 @@ class AnswerForm(_message.Message):
     prompt_logprobs: int
     first_tokens: _containers.RepeatedScalarFieldContainer[str]
     output: OutputForm
-    def __init__(self, api: _Optional[_Union[ApiForm, str]] = ..., created: _Optional[int] = ..., include_usage: _Optional[bool] = ..., echo_texts: _Optional[_Iterable[str]] = ..., top_logprobs: _Optional[int] = ..., echo_logprobs: _Optional[bool] = ..., vectors: _Optional[_Union[VectorForm, _Mapping]] = ..., prompt_logprobs: _Optional[int] = ..., first_tokens: _Optional[_Iterable[str]] = ..., output: _Optional[_Union[OutputForm, _Mapping]] = ...) -> None: ...
+    response: ResponseForm
+    def __init__(self, api: _Optional[_Union[ApiForm, str]] = ..., created: _Optional[int] = ..., include_usage: _Optional[bool] = ..., echo_texts: _Optional[_Iterable[str]] = ..., top_logprobs: _Optional[int] = ..., echo_logprobs: _Optional[bool] = ..., vectors: _Optional[_Union[VectorForm, _Mapping]] = ..., prompt_logprobs: _Optional[int] = ..., first_tokens: _Optional[_Iterable[str]] = ..., output: _Optional[_Union[OutputForm, _Mapping]] = ..., response: _Optional[_Union[ResponseForm, _Mapping]] = ...) -> None: ...
+
+class ResponseForm(_message.Message):
+    __slots__ = ("members_zlib", "input_zlib", "background", "unstored")
+    MEMBERS_ZLIB_FIELD_NUMBER: _ClassVar[int]
+    INPUT_ZLIB_FIELD_NUMBER: _ClassVar[int]
+    BACKGROUND_FIELD_NUMBER: _ClassVar[int]
+    UNSTORED_FIELD_NUMBER: _ClassVar[int]
+    members_zlib: bytes
+    input_zlib: bytes
+    background: bool
+    unstored: bool
+    def __init__(self, members_zlib: _Optional[bytes] = ..., input_zlib: _Optional[bytes] = ..., background: _Optional[bool] = ..., unstored: _Optional[bool] = ...) -> None: ...
 
 class OutputForm(_message.Message):
     __slots__ = ("tool_format", "tool_names", "one_call", "reasoning_format")

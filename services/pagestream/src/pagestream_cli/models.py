@@ -15,14 +15,18 @@ from pagestream_cli.errors import CliError, NotFoundError
 
 if TYPE_CHECKING:
     from pagestream_streams import Broker
-    from pagestream_streams.admin.roster import RosterRow, RosterView
+    from pagestream_streams.admin.roster import RosterRow, RosterView, Verb
     from pagestream_streams.protocol.records import ModelInfo
 
 
 _CHANGES = {
     "load": "have an engine that lists a model load it",
     "unload": "have engines free a model; requests load it again",
+    "sleep": "have engines free their models: all, or one",
+    "wake": "have engines load what they had before they slept: all, or one model",
 }
+_OF_ALL = {"sleep", "wake"}
+"""Which need no name."""
 _POLL_S = 0.1
 
 
@@ -43,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     for verb, text in _CHANGES.items():
         changing = actions.add_parser(verb, help=text)
-        changing.add_argument("name", metavar="NAME")
+        changing.add_argument("name", metavar="NAME", nargs="?" if verb in _OF_ALL else None)
         limit = "for it to be so (default: ask, and return)"
         changing.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help=limit)
         store.add_arguments(changing, argparse.SUPPRESS)
@@ -90,28 +94,46 @@ async def _list(broker: Broker, arguments: argparse.Namespace) -> None:
 async def _change(broker: Broker, arguments: argparse.Namespace) -> None:
     from pagestream_streams.admin.roster import Verb
 
-    name, action = arguments.name, arguments.action
-    view = await broker.roster.read()
-    listed = sorted({each for row in view.engines.values() for each in row.models})
-    if name not in listed:
-        raise NotFoundError(
-            f"no engine that changes its model lists {name!r}; listed are: {', '.join(listed) or 'none'}"
-        )
-    await broker.roster.order(name, Verb(action))
+    action = arguments.action
+    verb = Verb.LOAD if action in ("load", "wake") else Verb.UNLOAD
+    names = _named(await broker.roster.read(), action, arguments.name)
+    if not names:
+        say("no engine that may sleep serves a model" if action == "sleep" else "no engine sleeps")
+        return
+    for name in names:
+        await broker.roster.order(name, verb)
     until = time.monotonic() + arguments.wait
     while True:
-        done = _is_done(await broker.roster.read(), name, action)
+        view = await broker.roster.read()
+        done = all(_is_done(view, name, verb) for name in names)
         if done or time.monotonic() >= until:
             break
         await asyncio.sleep(_POLL_S)
     if arguments.wait and not done:
-        raise CliError(f"{name} is not changed after {arguments.wait:g} s", hint="see `pagestream models list`")
-    say(f"{name}: {action} is done" if done else f"{name}: engines were asked to {action}")
+        raise CliError(
+            f"{', '.join(names)}: not changed after {arguments.wait:g} s", hint="see `pagestream models list`"
+        )
+    say(f"{', '.join(names)}: {action} is done" if done else f"{', '.join(names)}: engines were asked to {action}")
 
 
-def _is_done(view: RosterView, name: str, action: str) -> bool:
+def _named(view: RosterView, action: str, name: str | None) -> list[str]:
+    """Return the models that an action is about. NotFoundError where no engine lists the one that was named."""
+    rows = view.engines.values()
+    if name is None:
+        return sorted({row.serving if action == "sleep" else row.last for row in rows} - {""})
+    listed = sorted({each for row in rows for each in row.models})
+    if name not in listed:
+        raise NotFoundError(
+            f"no engine that changes its model lists {name!r}; listed are: {', '.join(listed) or 'none'}"
+        )
+    return [name]
+
+
+def _is_done(view: RosterView, name: str, verb: Verb) -> bool:
+    from pagestream_streams.admin.roster import Verb
+
     serving = [row for row in view.engines.values() if row.serving == name]
-    if action == "load":
+    if verb is Verb.LOAD:
         return any(not row.is_loading for row in serving)
     return not serving
 

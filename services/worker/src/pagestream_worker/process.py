@@ -18,7 +18,7 @@ from pagestream_worker.health import Health
 from pagestream_worker.logs.library import load_library
 from pagestream_worker.models.cores import Cores
 from pagestream_worker.models.host import ModelHost
-from pagestream_worker.models.serving import Instruments, LoadedModel, ModelService
+from pagestream_worker.models.serving import Instruments, LoadedModel, ModelService, limit_exit
 from pagestream_worker.models.waiting import Stopped, unless_stopped, when_redis_answers
 from pagestream_worker.settings import ProcessSettings, WorkerSettings
 from pagestream_worker.standby import IMPORTED, LOADED, StandbyAbandoned, stand_by
@@ -52,6 +52,7 @@ async def run_process(settings: ProcessSettings, make_engine: EngineFactory = En
         with suppress(Stopped, StandbyAbandoned):
             await _observe(settings, cores, stop)
     finally:
+        limit_exit(settings.worker.exit_timeout_s)  # a thread that reads a model's files may hang in its storage
         cores.close()
 
 

@@ -88,8 +88,17 @@ class WorkerSettings:
     """Whether requests wake it; False: an operator does."""
     min_serve_s: float = 10.0
     """Seconds for which a model is served before another, for which requests wait, takes its engine."""
+    max_serve_s: float = 60.0
+    """Seconds after which it takes it although requests that the engine has begun have no token yet; twice as many the
+    next time, where they have none then, up to 16 times as many."""
     switch_finish_s: float = 2.0
     """Seconds in which running requests may end before an engine changes its model. The others are handed back."""
+    load_timeout_s: float = 600.0
+    """Seconds in which a model has to be loaded that takes the place of another. Then the engine goes back to the one
+    that it had, and tries again later."""
+    kill_timeout_s: float = 60.0
+    """Seconds in which a killed engine has to end and free its memory before a model is loaded. Then this process ends
+    as well."""
     kept_log_bytes: int = 128 * 1024 * 1024
     """Bytes of written entries that are kept to be sent again where Redis has lost them: about 3 million tokens without
     log probabilities, the last minutes of any engine.

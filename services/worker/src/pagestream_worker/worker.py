@@ -176,6 +176,11 @@ class Worker:
         """Requests that are claimed and not complete."""
         return len(self._requests)
 
+    @property
+    def prefilling(self) -> Collection[str]:
+        """Ids of the claimed sequences that have no token of this engine yet."""
+        return self._budget.prefilling
+
     # -- for the session --
 
     def drop(self, request_ids: Collection[str]) -> None:

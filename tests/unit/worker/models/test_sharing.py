@@ -3,12 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pagestream_worker.models.sharing import Change, Demand, EngineState, SharingLimits, plan_changes
+from pagestream_worker.models.turns import Turns
 
 MODELS = ("a", "b", "c", "d")
 LIMITS = SharingLimits(min_serve_s=10.0, spread_tokens=1000, gain=2.0)
+MAX_SERVE_S = 15.0
 LOAD_S = 3.0
 ANY = frozenset(MODELS)
 
@@ -31,6 +33,7 @@ def fleets(draw: st.DrawFn) -> list[EngineState]:
             is_loading=draw(st.booleans()),
             served_s=draw(st.floats(0, 30)),
             active=draw(st.integers(0, 4)),
+            owes=draw(st.booleans()),
         )
 
     return [engine(number) for number in range(draw(st.integers(1, 5)))]
@@ -52,7 +55,7 @@ def test_changes_are_those_of_any_reader_and_keep_the_limits(
         assert not engine.is_loading
         assert demand.requests
         is_idle = not engine.active and not waiting.get(engine.serving, Demand()).requests
-        assert not engine.serving or is_idle or engine.served_s >= LIMITS.min_serve_s
+        assert not engine.serving or is_idle or (engine.served_s >= LIMITS.min_serve_s and not engine.owes)
 
 
 @settings(max_examples=40, deadline=None)
@@ -66,13 +69,20 @@ def test_one_request_moves_one_engine(engines: list[EngineState], model: str) ->
 
 @dataclass
 class Fleet:
-    """Engines on virtual time, a second a step: each works off 300 tokens of its model's queue."""
+    """Engines on virtual time, a second a step: each works off 300 tokens of its model's queue, once it has computed a
+    prompt, anew in each turn.
+    """
 
     engines: dict[str, EngineState]
     queues: dict[str, int]
+    prefill_s: int = 0
     served_ms: dict[str, int] = field(default_factory=dict)
     now_s: float = 0.0
     changes: list[Change] = field(default_factory=list)
+    turns: dict[str, Turns] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.turns = {each: Turns(LIMITS.min_serve_s, MAX_SERVE_S) for each in self.engines}
 
     def step(self, arrivals: Mapping[str, int], rate: int = 300) -> None:
         for model, tokens in arrivals.items():
@@ -85,7 +95,7 @@ class Fleet:
         }
         for change in plan_changes(list(self.engines.values()), waiting, LIMITS):
             taken = replace(self.engines[change.engine_id], serving=change.model, is_loading=True, served_s=-LOAD_S)
-            self.engines[change.engine_id] = replace(taken, active=0)
+            self.engines[change.engine_id] = replace(taken, active=0, owes=False)
             self.changes.append(change)
         self.now_s += 1
 
@@ -93,10 +103,15 @@ class Fleet:
         served_s = engine.served_s + 1
         is_loading = engine.is_loading and served_s < 0
         if engine.serving and not is_loading:
+            turn = self.turns[engine.engine_id]
+            if engine.is_loading:
+                turn.begin(engine.serving, self.now_s)
             self.served_ms[engine.serving] = round(self.now_s * 1000)
-            done = min(rate, self.queues[engine.serving])
-            self.queues[engine.serving] -= done
-            engine = replace(engine, active=int(done > 0))
+            queue = self.queues[engine.serving]
+            is_prefilling = queue > 0 and served_s < self.prefill_s
+            self.queues[engine.serving] -= 0 if is_prefilling else min(rate, queue)
+            owes = turn.owes({"first"} if is_prefilling else (), self.now_s)
+            engine = replace(engine, active=int(queue > 0), owes=owes)
         self.engines[engine.engine_id] = replace(engine, served_s=served_s, is_loading=is_loading)
 
     def is_served(self, model: str) -> bool:
@@ -107,22 +122,30 @@ class Fleet:
 @given(
     st.lists(st.sets(st.sampled_from(MODELS), min_size=1).map(frozenset), min_size=1, max_size=4),
     st.lists(st.dictionaries(st.sampled_from(MODELS), st.integers(1, 3000)), min_size=20, max_size=120),
+    st.integers(0, 40),
 )
-def test_no_model_with_requests_is_unserved_for_longer_than_the_bound(
-    lists: list[frozenset[str]], arrivals: list[dict[str, int]]
+@example([ANY], [{"a": 5000, "b": 5000}], 30)
+def test_no_model_with_requests_is_unserved_for_longer_than_the_bound_and_all_end(
+    lists: list[frozenset[str]], arrivals: list[dict[str, int]], prefill_s: int
 ) -> None:
     fleet = Fleet(
-        {f"e{index}": EngineState(f"e{index}", models) for index, models in enumerate(lists)}, dict.fromkeys(MODELS, 0)
+        {f"e{index}": EngineState(f"e{index}", models) for index, models in enumerate(lists)},
+        dict.fromkeys(MODELS, 0),
+        prefill_s,
     )
     loadable = frozenset().union(*lists)
-    bound_s = (len(loadable) - 1) * (LIMITS.min_serve_s + LOAD_S + 1) + LOAD_S + 2
+    turn_s = LIMITS.min_serve_s + prefill_s + min(prefill_s, LIMITS.min_serve_s) + 1
+    bound_s = (len(loadable) - 1) * (turn_s + LOAD_S + 1) + LOAD_S + 2
     unserved_s = dict.fromkeys(MODELS, 0.0)
-    for step in [*arrivals, *[{}] * 20]:
+    for step in [*arrivals, *[{}] * 3000]:
+        if not step and not any(fleet.queues.values()):
+            break
         fleet.step({model: tokens for model, tokens in step.items() if model in loadable})
         for model in loadable:
             waits = fleet.queues[model] > 0 and not fleet.is_served(model)
             unserved_s[model] = unserved_s[model] + 1 if waits else 0.0
             assert unserved_s[model] <= bound_s, (model, fleet.now_s)
+    assert not any(fleet.queues.values()), f"prompts began again at each turn: {fleet.queues}"
 
 
 @settings(max_examples=25, deadline=None)

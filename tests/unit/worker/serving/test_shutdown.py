@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 from pagestream_engine.cache.kv_groups import full_attention
+from pagestream_engine.errors import RankLost
 from pagestream_streams import Append, AppendOutcome, Claim, EngineSession
 from pagestream_telemetry.process import silent_telemetry
 from pagestream_worker.health import Health
@@ -94,9 +95,20 @@ async def test_the_last_engine_of_a_fingerprint_waits_for_the_answer_of_its_last
     assert (session.waits, session.is_answered) == (False, True)
 
 
-@pytest.mark.parametrize("error", [KeyError("a defect"), StopIteration()])
-async def test_whatever_ends_the_engine_ends_the_worker(error: Exception) -> None:
-    """An asyncio future refuses StopIteration, which an engine can raise as any other error."""
+@pytest.mark.parametrize(
+    ("error", "is_death"),
+    [
+        (KeyError("a defect"), True),
+        (StopIteration(), True),
+        (RankLost(1, 2, "was killed by signal 9"), True),
+        (RankLost(1, 2, "sent nothing for 1.5 s", is_link_lost=True), False),
+    ],
+    ids=repr,
+)
+async def test_whatever_ends_the_engine_ends_the_worker(error: Exception, is_death: bool) -> None:
+    """An asyncio future refuses StopIteration, which an engine can raise as any other error. A machine that fell silent
+    is no death of which the requests are suspected.
+    """
     core, session = IdleCore(), ScriptedSession()
     session.waits = False
     telemetry = WorkerTelemetry(silent_telemetry(), "model", "engine")
@@ -107,4 +119,4 @@ async def test_whatever_ends_the_engine_ends_the_worker(error: Exception) -> Non
     async with asyncio.timeout(10):
         with pytest.raises(EngineFailed):
             await running
-    assert session.failed == [True]
+    assert session.failed == [is_death]

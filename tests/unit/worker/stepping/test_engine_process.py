@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 from pagestream_engine import Engine, EngineConfig, SamplingParams, Sibling, StepOutput
-from pagestream_engine.errors import ConfigError, EngineError
+from pagestream_engine.errors import ConfigError, EngineError, RankLost
 from pagestream_engine.step.pending import PendingResult
 from pagestream_engine.step.records import StepPlan
 from pagestream_telemetry.settings import TelemetrySettings
 from pagestream_worker.logs.token_columns import TokenColumns
 from pagestream_worker.stepping.commands import AddGroup, Stop
-from pagestream_worker.stepping.engine_core import EngineCoreError
+from pagestream_worker.stepping.engine_core import EngineCoreError, is_link_lost
 from pagestream_worker.stepping.engine_process import EngineProcess
 from pagestream_worker.stepping.process_main import TITLE, Program
 from pagestream_worker.stepping.steps_ahead import STEPS_AHEAD
@@ -47,6 +47,15 @@ class CrashingRunner(ArithmeticRunner):
     def execute(self, plan: StepPlan) -> PendingResult:
         if self.num_steps == 2:
             os._exit(7)
+        return super().execute(plan)
+
+
+class SilentRunner(ArithmeticRunner):
+    """Loses another machine in the third step."""
+
+    def execute(self, plan: StepPlan) -> PendingResult:
+        if self.num_steps == 2:
+            raise RankLost(1, 2, "sent nothing for 1.5 s", is_link_lost=True)
         return super().execute(plan)
 
 
@@ -153,14 +162,19 @@ async def test_it_waits_for_a_worker_that_takes_no_reports(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("runner", "reason"),
-    [(ExitingRunner, "SystemExit: a library has had enough"), (CrashingRunner, "exited with code 7")],
+    [
+        (ExitingRunner, "SystemExit: a library has had enough"),
+        (CrashingRunner, "exited with code 7"),
+        (SilentRunner, "sent nothing for 1.5 s"),
+    ],
 )
 async def test_a_process_that_ends_itself_says_why(tmp_path: Path, runner: type[ArithmeticRunner], reason: str) -> None:
     async with running(tmp_path, runner) as owner:
         owner.process.submit(AddGroup(PROMPT, [Sibling("a", PARAMS)]))
-        with pytest.raises(EngineCoreError, match=reason):
+        with pytest.raises(EngineCoreError, match=reason) as caught:
             await owner.ended()
         assert len(owner.outputs) == 2
+        assert is_link_lost(caught.value) == (runner is SilentRunner)
 
 
 @pytest.mark.parametrize(

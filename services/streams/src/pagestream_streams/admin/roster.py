@@ -55,6 +55,8 @@ class RosterRow:
     """When it began to serve `serving`, by Redis' clock; 0 while it loads."""
     active: int = 0
     """Requests that it runs."""
+    owes: bool = False
+    """Whether it keeps its model for requests that it has begun, whatever waits for others."""
     wakes: bool = True
     """Whether requests make it load a model while it has none; False: only an operator does."""
     failed: Mapping[str, str] = field(default_factory=dict)
@@ -82,6 +84,25 @@ class RosterView:
     def loadable(self) -> set[str]:
         """Names of the models that some engine serves or may load."""
         return {name for row in self.engines.values() for name in row.models if name not in row.failed}
+
+    @property
+    def awaited(self) -> set[str]:
+        """Names of the models that engines serve or load, or would load for a request or an order.
+
+        Not those whose engines all sleep until an operator wakes them.
+        """
+        ordered = {name for name, order in self.orders.items() if order.verb is Verb.LOAD}
+        return {
+            name
+            for row in self.engines.values()
+            for name in row.models
+            if name not in row.failed and (row.serving or row.wakes or name in ordered)
+        }
+
+    def is_to_wake(self, model: str) -> bool:
+        """Return whether an engine sleeps, or is about to, that had a model: it loads that once an operator asks."""
+        rows = self.engines.values()
+        return any(row.last == model and model not in row.failed and model not in row.postponed for row in rows)
 
     def reason(self, model: str) -> str | None:
         """Return why no engine can load a model, where all that list it have failed; None where one may."""
@@ -124,15 +145,17 @@ class Roster:
     async def order(self, model: str, verb: Verb) -> None:
         """Ask the engines for something. It replaces what was asked for the model before."""
         seconds, micros = await self._connection.execute("TIME")
-        order = {"verb": verb, "at_ms": int(seconds) * 1000 + int(micros) // 1000}
-        await self._connection.execute("HSET", self._key, _ORDER + model, json.dumps(order))
+        order = Order(verb, int(seconds) * 1000 + int(micros) // 1000)
+        await self._connection.execute("HSET", self._key, _ORDER + model, _order_text(order))
 
-    async def settle(self, model: str) -> None:
-        """Forget what was asked for a model: it is done."""
-        await self._connection.execute("HDEL", self._key, _ORDER + model)
+    async def settle(self, model: str, order: Order) -> None:
+        """Forget what was asked for a model: it is done. What was asked for since then stays."""
+        await self._run("", "", "", settled=(_ORDER + model, _order_text(order)))
 
-    async def _run(self, engine_id: str, row: str, version: str, serving: str = "") -> tuple[bool, RosterView]:
-        arguments = engine_id, row, _ROW_MS, version, serving
+    async def _run(
+        self, engine_id: str, row: str, version: str, serving: str = "", *, settled: tuple[str, str] = ("", "")
+    ) -> tuple[bool, RosterView]:
+        arguments = engine_id, row, _ROW_MS, version, serving, *settled
         is_written, found, now_ms, pairs = await self._connection.run(ROSTER, self._key, *arguments)
         values = {name.decode(): value.decode() for name, value in zip(pairs[::2], pairs[1::2], strict=True)}
         return bool(is_written), _view(int(now_ms), found, values)
@@ -169,6 +192,10 @@ def _row(text: str) -> RosterRow:
             "postponed": tuple(found.get("postponed", ())),
         }
     )
+
+
+def _order_text(order: Order) -> str:
+    return json.dumps({"verb": order.verb, "at_ms": order.at_ms})
 
 
 def _order(found: Mapping[str, Any]) -> Order | None:

@@ -53,28 +53,29 @@ class UnservedRequests:
             models = await self._broker.models()
             now = time.monotonic()
             view = await self._broker.roster.read()
-            loadable = view.loadable
-            absent = {info.name for info in models if not info.engines and info.name not in loadable}
+            awaited = view.awaited
+            absent = {info.name for info in models if not info.engines and info.name not in awaited}
             self._absent_since = {name: self._absent_since.get(name, now) for name in absent}
             due = [name for name, since in self._absent_since.items() if now - since >= self._limit_s]
             for name in due:
                 reason = view.reason(name)
                 if reason is not None:
                     await refuse_waiting(self._broker, name, reason)
-                await self._end_all(name)
+                await self._end_all(name, sleeps=name in view.loadable)
         except Unavailable:
             self._absent_since.clear()
             raise
 
-    async def _end_all(self, name: str) -> None:
+    async def _end_all(self, name: str, *, sleeps: bool) -> None:
         try:
             partitions = await self._broker.directory.all_partitions(name)
         except ModelNotFound:  # was unpublished meanwhile
             return
         least_age_ms = round(self._limit_s * 1000)
+        why = " (its engines sleep until an operator wakes them)" if sleeps else ""
         message = (
-            f"no engine has served the model {name!r} for {self._limit_s:g} s, and the request had no deadline of its "
-            "own; send it again when the list of models shows engines"
+            f"no engine has served the model {name!r} for {self._limit_s:g} s{why}, and the request had no deadline of "
+            "its own; send it again when the list of models shows engines"
         )
         waiting = await _waiting(self._broker, partitions, least_age_ms)
         num_ended = 0

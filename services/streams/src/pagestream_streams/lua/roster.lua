@@ -2,7 +2,8 @@
 -- Run by: admin/roster.py.
 -- KEYS: the roster.
 -- ARGV: [1] id of the process ('': only read), [2] its row ('': remove it), [3] time to live in ms, [4] the version
---   that the row was decided on ('': any), [5] the model that it serves ('': none)
+--   that the row was decided on ('': any), [5] the model that it serves ('': none), [6] the field of an order that is
+--   done ('': none), [7] its value, as it was read: another one stays
 -- Returns: whether the row was written, the version, the time, the roster's fields and values.
 -- Retry: harmless. A row with a version is written once; what a second run reads has it.
 local now = now_ms()
@@ -35,5 +36,8 @@ if id ~= '' and (ARGV[4] == '' or ARGV[4] == version) then
   if ARGV[5] ~= '' then
     call('HSET', roster, 'served:' .. ARGV[5], string.format('%.0f', now))
   end
+end
+if ARGV[6] ~= '' and call('HGET', roster, ARGV[6]) == ARGV[7] then
+  remove(ARGV[6])
 end
 return {is_written, version, now, call('HGETALL', roster)}

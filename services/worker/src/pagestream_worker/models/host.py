@@ -7,24 +7,25 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 
-from pagestream.v1.records_pb2 import ModelCard
 from pagestream_engine.errors import EngineError, ModelError
-from pagestream_engine.models.folder import resolve_model
 from pagestream_streams.admin.roster import RosterRow, RosterView, Verb
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.tasks import Periodic
 from pagestream_telemetry.process import process_age_s
 
-from pagestream_worker.card import ModelCardError, build_card
+from pagestream_worker.card import ModelCardError
 from pagestream_worker.models.cores import Cores
 from pagestream_worker.models.failures import Failures
+from pagestream_worker.models.loader import Loader
+from pagestream_worker.models.orders import read_duties
 from pagestream_worker.models.readings import read_demands, read_states
 from pagestream_worker.models.serving import LoadedModel, ModelService
 from pagestream_worker.models.sharing import SharingLimits, plan_changes
+from pagestream_worker.models.turns import Turns
 from pagestream_worker.models.waiting import unless_stopped, when_redis_answers
-from pagestream_worker.stepping.engine_core import EngineCore, EngineCoreError
+from pagestream_worker.stepping.engine_core import EngineCoreError
 from pagestream_worker.stepping.engine_process import EngineProcess
-from pagestream_worker.stepping.reports import EngineFacts, ModelFacts, ModelInspected
+from pagestream_worker.stepping.reports import ModelInspected
 from pagestream_worker.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -50,11 +51,13 @@ class ModelHost:
         worker = service.process.worker
         self._service = service
         self._cores = cores
+        self._loader = Loader(cores, worker)
         self._roster = service.broker.roster
         self._folders = worker.folders
         self._limits = SharingLimits(min_serve_s=worker.min_serve_s)
         self._id = f"{worker.engine_id}:{secrets.token_hex(8)}"
         self._row = RosterRow(models=tuple(self._folders), wakes=worker.wake_on_demand)
+        self._turns = Turns(worker.min_serve_s, worker.max_serve_s)
         self._failures = Failures()
         self._unchecked: set[str] = set()
         self._view: RosterView | None = None
@@ -74,6 +77,7 @@ class ModelHost:
             Stopped: the process was stopped while no worker ran.
             EngineFailed: an engine ended by an error, or its process was ended.
             EngineError: the model that it had before can't be loaded any more.
+            EngineCoreError: likewise; or an engine that was killed has not ended.
         """
         stop = self._service.stop
         view = await unless_stopped(when_redis_answers(self._roster.read), stop)
@@ -104,19 +108,20 @@ class ModelHost:
 
     async def _change(self, old: LoadedModel | None) -> LoadedModel | None:
         """End the engine that runs, and load the target; return None where there is none."""
+        stop = self._service.stop
         target = self._target
         began_s = process_age_s()
         if old is not None:
-            await _end(old.core)
+            await unless_stopped(self._loader.end(old.core), stop)
         model = None
         if target:
             try:
-                model = await unless_stopped(self._load(target, began_s), self._service.stop)
+                model = await unless_stopped(self._loader.load(target, began_s), stop)
             except _LOAD_ERRORS as error:
                 self._note_failure(target, str(error), is_permanent=isinstance(error, _PERMANENT))
-                await _end(self._cores.current)
+                await unless_stopped(self._loader.end(self._cores.current), stop)
                 if old is not None:  # nothing is wrong with it
-                    model = await unless_stopped(self._load(old.name, began_s), self._service.stop)
+                    model = await unless_stopped(self._loader.load(old.name, began_s), stop)
         name = "" if model is None else model.name
         self._failures.forget(name)
         self._row = replace(self._row, serving=name, is_loading=model is not None)
@@ -124,15 +129,10 @@ class ModelHost:
         self._leave.clear()
         return model
 
-    async def _load(self, name: str, began_s: float) -> LoadedModel:
-        core = await self._cores.load(self._folders[name])
-        facts = await asyncio.wrap_future(core.loaded)
-        card = await asyncio.to_thread(_card, self._folders[name], name, facts)
-        return LoadedModel(name, core, facts, card, began_s, process_age_s())
-
     def _serve(self, worker: Worker) -> None:
         self._worker = worker
-        self._row = replace(self._row, is_loading=False, since_ms=self._now_ms())
+        self._turns.begin(self._row.serving, time.monotonic())
+        self._row = replace(self._row, is_loading=False, owes=True, since_ms=self._now_ms())
 
     def _rest(self) -> None:
         self._row = replace(self._row, serving="", is_loading=False, since_ms=self._now_ms())
@@ -151,8 +151,8 @@ class ModelHost:
                 continue
             if found.facts is not None and not await self._service.broker.directory.is_published(name):
                 try:
-                    card = await asyncio.to_thread(_card, self._folders[name], name, found.facts)
-                except (EngineError, ModelCardError, OSError) as error:
+                    card = await self._loader.card(name, found.facts)
+                except _LOAD_ERRORS as error:
                     self._note_failure(name, str(error), is_permanent=isinstance(error, _PERMANENT))
                     continue
                 await self._service.broker.publish_model(card, partitions=self._service.process.worker.partitions)
@@ -178,13 +178,21 @@ class ModelHost:
 
     async def _renew(self) -> None:
         """Renew the row, and do what operators have asked for. A process that ends has no row."""
-        active = 0 if self._worker is None else self._worker.num_requests
+        worker = self._worker
+        active = 0 if worker is None else worker.num_requests
+        owes = worker is not None and self._turns.owes(worker.prefilling, time.monotonic())
         async with self._writing:
             if self._service.stop.is_set():
                 await self._roster.remove(self._id)
                 return
             failures = self._failures
-            self._row = replace(self._row, active=active, failed=failures.permanent, postponed=failures.postponed)
+            self._row = replace(
+                self._row,
+                active=active,
+                owes=owes,
+                failed=failures.permanent,
+                postponed=failures.postponed,
+            )
             self._view = await self._roster.renew(self._id, self._row)
             self._note_clock(self._view)
             await self._obey(self._view)
@@ -215,13 +223,19 @@ class ModelHost:
         """Do what operators have asked for."""
         for name, order in view.orders.items():
             if order.verb is Verb.LOAD:
-                if self._failures.forget_before(name, order.at_ms):
-                    continue
-                if name in self._failures.permanent or (name == self._row.serving and not self._row.is_loading):
-                    await self._roster.settle(name)
-            elif name == self._row.serving and not self._row.is_loading and order.at_ms >= self._row.since_ms:
-                self._row, self._target = replace(self._row, is_loading=True, last=name), ""
-                self._leave.set()
+                self._failures.forget_before(name, order.at_ms)
+        duties = read_duties(replace(self._row, failed=self._failures.permanent), view)
+        for name, order in duties.done.items():
+            await self._roster.settle(name, order)
+        if self._leave.is_set():
+            return
+        if duties.frees:
+            self._row, self._target = replace(self._row, is_loading=True, last=self._row.serving), ""
+            self._leave.set()
+        elif duties.wakes:
+            self._row = replace(self._row, serving=duties.wakes, is_loading=True, last="")
+            self._target = duties.wakes
+            self._leave.set()
 
     def _note_clock(self, view: RosterView) -> None:
         self._clock_ms = view.now_ms - time.monotonic() * 1000
@@ -230,19 +244,7 @@ class ModelHost:
         return round(time.monotonic() * 1000 + self._clock_ms)
 
 
-async def _end(core: EngineCore | None) -> None:
-    """Kill what is left of an engine, and wait until its memory is free."""
-    if core is not None:
-        core.close()
-    if isinstance(core, EngineProcess):
-        await core.exited.wait()
-
-
 def _process(model: LoadedModel) -> EngineProcess:
     if not isinstance(model.core, EngineProcess):
         raise TypeError("models change in processes alone, as the settings have been checked for")
     return model.core
-
-
-def _card(source: str, name: str, facts: EngineFacts | ModelFacts) -> ModelCard:
-    return build_card(resolve_model(source), name, facts)

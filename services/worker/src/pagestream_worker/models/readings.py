@@ -17,6 +17,7 @@ def read_states(view: RosterView) -> list[EngineState]:
             is_loading=row.is_loading,
             served_s=(view.now_ms - row.since_ms) / 1000,
             active=row.active,
+            owes=row.owes,
             wakes=row.wakes,
         )
         for engine_id, row in view.engines.items()
@@ -24,9 +25,12 @@ def read_states(view: RosterView) -> list[EngineState]:
 
 
 async def read_demands(broker: Broker, view: RosterView) -> dict[str, Demand]:
-    """Return what waits for the models of a roster, and what operators ask for. Unavailable."""
+    """Return what waits for the models of a roster, and what operators ask for. Unavailable.
+
+    What engines load that had it before they were put to sleep needs no other engine.
+    """
     states = await queue_states(broker, view.loadable)
-    ordered = {name for name, order in view.orders.items() if order.verb is Verb.LOAD}
+    ordered = {name for name, order in view.orders.items() if order.verb is Verb.LOAD and not view.is_to_wake(name)}
     return {
         name: _demand(states.get(name, []), view.served_ms.get(name, 0), is_ordered=name in ordered)
         for name in sorted(view.loadable)

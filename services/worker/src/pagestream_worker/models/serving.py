@@ -98,7 +98,7 @@ class ModelService:
                     registry.off_collect(gauges.update)
                     gauges.retire()
                 else:
-                    _limit_exit(settings.exit_timeout_s)
+                    limit_exit(settings.exit_timeout_s)
 
     def _session(self, model: LoadedModel, worker: Worker) -> EngineSession:
         return EngineSession(
@@ -125,7 +125,7 @@ def _readers(model: LoadedModel, worker: Worker, session: EngineSession) -> Engi
     )
 
 
-def _limit_exit(seconds: float) -> None:
+def limit_exit(seconds: float) -> None:
     """Exit the process after `seconds`, whatever still hangs: the lease then lapses, and the sweep hands back."""
     timer = threading.Timer(seconds, os._exit, [EXIT_FAILED])
     timer.daemon = True

@@ -43,6 +43,8 @@ class EngineState:
     """Seconds that it has served this model."""
     active: int = 0
     """Requests that it runs."""
+    owes: bool = False
+    """Whether it keeps its model for requests that it has begun, see `Turns`."""
     wakes: bool = True
     """Whether requests make it load a model while it has none; False: only an operator does."""
 
@@ -74,8 +76,8 @@ def plan_changes(
     """Return the changes to make now, at most one for each engine.
 
     1. A model that is asked for and has no engine gets one, the longest unserved first: one that does nothing, else one
-       of a model that has several, else one that has served its model for `min_serve_s`. So none waits for longer than
-       `min_serve_s` and a change for each other model that its engines may serve.
+       of a model that has several, else one that has served its model for `min_serve_s` and owes nothing there. So
+       none waits for longer than a turn and a change for each other model that its engines may serve.
     2. Where more than `spread_tokens` wait for each engine of a model, it gets one more: one that does nothing, or one
        of a model that has several and, afterwards, `gain` times less for each.
     """
@@ -130,7 +132,7 @@ class _Readings:
         current = self.demands.get(engine.serving, NO_DEMAND)
         if not current.wants_engine and not engine.active:
             return _IDLE, 0.0, -engine.served_s, engine.engine_id
-        if engine.served_s < self.limits.min_serve_s:
+        if engine.served_s < self.limits.min_serve_s or engine.owes:
             return None
         count = self._count(engine.serving)
         rank = _OF_SEVERAL if count > 1 else _LAST

@@ -158,6 +158,11 @@ class ClaimBudget:
         self.changed.set()
 
     @property
+    def prefilling(self) -> Collection[str]:
+        """Ids of the sequences that have generated no token here."""
+        return self._prefilling.keys()
+
+    @property
     def has_prefilling(self) -> bool:
         """Whether some sequence has generated no token here."""
         return bool(self._prefilling)

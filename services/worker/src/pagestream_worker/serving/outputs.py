@@ -10,6 +10,7 @@ from pagestream_engine.request.outputs import StepOutput
 from pagestream_worker.logs.token_columns import NO_TOKENS, TokenColumns
 from pagestream_worker.requests.claim_budget import ClaimBudget
 from pagestream_worker.serving.active_requests import ActiveRequests
+from pagestream_worker.stepping.engine_core import is_link_lost
 from pagestream_worker.stepping.step_members import request_id_of
 from pagestream_worker.telemetry import WorkerTelemetry
 
@@ -49,6 +50,12 @@ class StepOutputs:
     def has_failed(self) -> bool:
         """Whether the end was a failure."""
         return self.ended.done() and self.ended.exception() is not None
+
+    @property
+    def counts_as_death(self) -> bool:
+        """Whether the end was a failure that a request of the running step may have caused."""
+        failure = self.ended.exception() if self.ended.done() else None
+        return failure is not None and not is_link_lost(failure.__cause__)
 
     @property
     def has_deferred(self) -> bool:

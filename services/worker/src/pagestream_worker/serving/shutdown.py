@@ -73,17 +73,17 @@ class Shutdown:
         settings.drain_timeout_s. Claims and appends have been stopped.
         """
         self.core.submit(Stop())
-        has_failed = self.outputs.has_failed
+        is_death = self.outputs.counts_as_death
         try:
             async with asyncio.timeout(self.settings.drain_timeout_s):
-                if not has_failed:  # however this process ends now, no request is the cause
+                if not is_death:  # however this process ends now, no request is the cause
                     await self.session.mark(waiting=self.requests.ids())
                 await asyncio.wait([self.outputs.ended])
                 while self.requests.has_pending:
                     if not await self.appending.append_pending(self.session):
                         await asyncio.sleep(self.settings.retry_delay_s)
                 unfinished = self.requests.ids()
-                await self.session.hand_back(unfinished, failed=has_failed)
+                await self.session.hand_back(unfinished, failed=is_death)
                 self.telemetry.handed_back(unfinished)
                 logger.info("handed back %d requests", len(unfinished))
         except (TimeoutError, Unavailable) as error:

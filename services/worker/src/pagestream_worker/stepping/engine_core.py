@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from math import inf
 from typing import Protocol
 
+from pagestream_engine.errors import RankLost
 from pagestream_engine.request.outputs import StepOutput
 
 from pagestream_worker.logs.token_columns import NO_TOKENS, TokenColumns
@@ -27,7 +28,21 @@ PROFILE_LIMIT_S = 5.0
 
 
 class EngineCoreError(RuntimeError):
-    """The engine ended by an error, or its process was ended."""
+    """The engine ended by an error, or its process was ended.
+
+    Args:
+        message: what happened.
+        is_link_lost: whether it is because another machine of its group fell silent.
+    """
+
+    def __init__(self, message: str, *, is_link_lost: bool = False) -> None:
+        self.is_link_lost = is_link_lost
+        super().__init__(message)
+
+
+def is_link_lost(error: BaseException | None) -> bool:
+    """Return whether an engine ended because another machine of its group fell silent."""
+    return isinstance(error, EngineCoreError | RankLost) and error.is_link_lost
 
 
 class EngineCore(Protocol):

@@ -174,7 +174,8 @@ class EngineProcess:
             case LoadFailed():
                 self._end(_load_error(report))
             case Ended():
-                self._end(EngineCoreError(report.error) if report.error else None)
+                error = EngineCoreError(report.error, is_link_lost=report.is_link_lost)
+                self._end(error if report.error else None)
             case ModelInspected():
                 self._inspected.pop(report.source).set_result(report)
             case _:

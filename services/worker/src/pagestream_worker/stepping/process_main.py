@@ -25,6 +25,7 @@ from setproctitle import setproctitle
 from pagestream_worker.stepping import wire
 from pagestream_worker.stepping.child import die_with_parent
 from pagestream_worker.stepping.commands import InspectModel, StartProfile
+from pagestream_worker.stepping.engine_core import is_link_lost
 from pagestream_worker.stepping.loading import inspect_model, is_permanent
 from pagestream_worker.stepping.profiler import StepProfiler, answer_profile
 from pagestream_worker.stepping.reports import Ended, EngineFacts, Loaded, LoadFailed, Report
@@ -160,7 +161,7 @@ def run(connection: Connection, program: Program) -> int:
         engine.close()
     except BaseException as error:  # also SystemExit, KeyboardInterrupt, the panic of a library in Rust
         logger.critical("the engine failed", exc_info=error)
-        connection.report(Ended(_in_words(error)))
+        connection.report(Ended(_in_words(error), is_link_lost=is_link_lost(error)))
         return EXIT_FAILED
     connection.report(Ended())
     return 0

@@ -188,6 +188,8 @@ class Ended:
 
     error: str = ""
     """The error that ended it; "" after `Stop`."""
+    is_link_lost: bool = False
+    """Whether it ended because another machine of its group fell silent."""
 
 
 Report = Loaded | LoadFailed | Figures | StepBegun | StepDone | Refused | ProfileAnswer | ModelInspected | Ended

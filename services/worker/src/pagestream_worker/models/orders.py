@@ -1,0 +1,40 @@
+"""What an engine has to do because of what operators ask for: a function of its row and of the roster."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pagestream_streams.admin.roster import Order, RosterRow, RosterView, Verb
+
+
+@dataclass(frozen=True)
+class Duties:
+    """Of one engine, now."""
+
+    frees: bool = False
+    """It gives up the model that it serves."""
+    wakes: str = ""
+    """The model that it had when it was put to sleep, and loads again; "" for none."""
+    done: Mapping[str, Order] = field(default_factory=dict)
+    """Orders to settle."""
+
+
+def read_duties(row: RosterRow, view: RosterView) -> Duties:
+    """Return what an engine has to do.
+
+    An order to load a model is for each engine that had it when it was put to sleep, and stays until all of these have
+    read it. Where there is none, `plan_changes` finds an engine.
+
+    Args:
+        row: its own, as it is in the roster.
+        view: the roster.
+    """
+    frees, wakes, done = False, "", {}
+    serves = "" if row.is_loading else row.serving
+    for name, order in view.orders.items():
+        if order.verb is Verb.UNLOAD:
+            frees = frees or (name == serves and order.at_ms >= row.since_ms)
+        elif row.last == name and not row.is_loading and name not in (*row.failed, *row.postponed):
+            wakes = name
+        elif (name == serves or name in row.failed) and not view.is_to_wake(name):
+            done[name] = order
+    return Duties(frees, wakes, done)
