@@ -13,11 +13,32 @@ def pools(world: PoolWorld) -> PoolWorld:
     return world
 
 
+def hub(name: str, secret: str) -> dict[str, Any]:
+    return {"source": {"hub": {"name": f"org/{name}", "tokenSecret": secret}}, "servedName": name}
+
+
+OTHERS = [{"source": {"path": "/b"}, "servedName": "b"}]
+LORA = {"enableLora": True}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"minReplicas": 5, "maxReplicas": 2}, "raise maxReplicas, or lower minReplicas"),
     ({"minReplicas": 1, "maxReplicas": 2, "warmSpares": 2}, "raise maxReplicas, or lower warmSpares"),
     ({"adapters": [{"name": "a", "path": "/a"}]}, "adapters need engine.enableLora: set it to true"),
     ({"adapters": [{"name": "demo", "path": "/a"}], "engine": {"enableLora": True}}, "choose another name"),
+    ({"models": [{"source": {"path": "/b"}, "servedName": "demo"}]}, "leave out the one with model's servedName"),
+    ({"models": OTHERS, "adapters": [{"name": "a", "path": "/a"}], "engine": LORA}, "so a pool with models has none"),
+    ({"models": OTHERS, "nodes": 2, "parallel": {"tensor": 2}}, "nodes is 1 with models"),
+    ({"models": [{"source": {"path": "/b,c"}, "servedName": "b"}]}, "models has paths and revisions without ','"),
+    ({"models": [hub("b", "one"), hub("c", "other")]}, "models of the hub share one access token"),
+    ({"models": [{"source": {"path": "b"}, "servedName": "b"}]}, "write `/models/demo`"),
+    ({"models": [*OTHERS, *OTHERS]}, "Duplicate value"),
+    ({"template": {"env": [{"name": "PAGESTREAM_WORKER__MODELS"}]}}, "further models in `spec.models`"),
+    (
+        {
+            "models": [{"source": {"volume": {"claim": "c"}}, "servedName": "b"}],
+            "template": {"volumeMounts": [{"name": "v", "mountPath": "/models/volume-2"}]},
+        },
+        "the models' claims are mounted",
+    ),
     ({"replicas": 11}, "raise maxReplicas first, or pin the pool at fewer pods"),
     ({"model": {"source": {"path": None}}}, "exactly one of path, volume and hub: for example"),
     ({"model": {"source": {"hub": {"name": "org/name"}}}}, "exactly one of path, volume and hub"),
@@ -44,7 +65,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"nodes": 2, "parallel": {"tensor": 3}}, "nodes divides parallel.tensor times parallel.pipeline"),
     ({"parallel": {"tensor": 16, "pipeline": 8}}, "is at most 64, the ranks of an engine"),
     ({"parallel": {"pipeline": 2}, "engine": {"cpuOffloadGb": 1.5}}, "which ranks don't have yet"),
-    ({"parallel": {"tensor": 2}, "engine": {"kvCacheDtype": "fp8"}}, "which ranks of a layer don't have yet"),
     ({"parallel": {"tensor": 0}}, "should be greater than or equal to 1"),
     ({"template": {"labels": {"pagestream.dev/pool": "x"}}}, "choose another prefix"),
     (

@@ -42,6 +42,11 @@ def test_adapters_are_loaded_reported_and_unloaded(operator: OperatorProcess, wo
     world.change({"adapters": []}, "tuned")
     job = job_of(world, known)
     assert arguments(job) == ["--unload=sql=r1"]
+    world.end_job(job["metadata"]["name"], "Failed", exit_code=2)
+    eventually(lambda: "exit code 2" in world.pool("tuned")["status"]["adapters"][0]["message"], "the failure")
+    assert [each["revision"] for each in world.pool("tuned")["status"]["adapters"]] == ["r1"], "it is loaded still"
+    job = job_of(world, known)
+    assert arguments(job) == ["--unload=sql=r1"], "another try"
     world.end_job(job["metadata"]["name"], "Succeeded", message="{}")
     world.wait_condition("Degraded", "AsExpected", "tuned")
     world.change({"adapters": listed[:1]}, "tuned")

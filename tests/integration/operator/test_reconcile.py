@@ -437,15 +437,19 @@ def test_a_job_that_fails_does_not_hold_the_pool(operator: OperatorProcess, worl
 
 def test_a_model_that_another_pool_serves_stays_published(operator: OperatorProcess, world: PoolWorld) -> None:
     model = {"source": {"path": "/models/demo"}, "servedName": "common"}
-    world.create("canary", model=model, minReplicas=1)
+    own = {"source": {"path": "/models/own"}, "servedName": "canary-own"}
+    world.create("canary", model=model, models=[own], minReplicas=1)
     world.create("main", model=model, minReplicas=1)
     world.make_ready("canary", 1)
     world.wait_condition("Ready", "EnoughEngines", "canary")
     world.kube.delete(world.path("enginepools", "canary"))
     eventually(lambda: world.ending("canary"), "the pod is ending")
     world.end_pods("canary")
+    eventually(lambda: world.kube.exists(world.path("jobs", "canary-unpublish")), "a Job for the model of its own")
+    job = world.kube.get(world.path("jobs", "canary-unpublish"))
+    assert job["spec"]["template"]["spec"]["containers"][0]["args"][:2] == ["canary-own", "--wait"]
+    world.end_job("canary-unpublish", "Succeeded")
     eventually(lambda: not world.kube.exists(world.path("enginepools", "canary")), "the pool is gone")
-    assert not world.kube.exists(world.path("jobs", "canary-unpublish"))
 
 
 def test_deletion_does_not_wait_for_ever(operator: OperatorProcess, world: PoolWorld) -> None:

@@ -107,10 +107,11 @@ def test_a_pool_that_is_born_at_zero_has_one_engine_until_its_model_is_known(
     serves_and_ends()
 
 
-def test_an_idle_pool_goes_to_zero_and_one_message_brings_it_back(
+def test_an_idle_pool_goes_to_zero_and_one_message_for_any_of_its_models_brings_it_back(
     operator: OperatorProcess, world: PoolWorld, record_property: Callable[[str, object], None]
 ) -> None:
-    world.create("idle", minReplicas=0, maxReplicas=2, replicas=1, scaling=SWIFT)
+    models = [{"source": {"path": "/models/seldom"}, "servedName": "seldom"}]
+    world.create("idle", models=models, minReplicas=0, maxReplicas=2, replicas=1, scaling=SWIFT)
     names = world.make_ready("idle", 1)
     with exporting(world, operator, lambda: dict.fromkeys(names, 0.0), "idle"):
         world.change({"replicas": None}, "idle")
@@ -118,7 +119,7 @@ def test_an_idle_pool_goes_to_zero_and_one_message_brings_it_back(
         world.end_pods("idle")
         world.wait_condition("Ready", "ScaledToZero", "idle")
     start = time.monotonic()
-    world.load(operator, {}, pool="idle", waiting=1)
+    world.load(operator, {}, model="seldom", waiting=1)
     world.wait_replicas(1, "idle")
     took = time.monotonic() - start
     record_property("seconds_from_zero", took)

@@ -28,7 +28,7 @@ def environment(container: dict[str, Any], variables: dict[str, str], redis_url:
 async def test_the_job_removes_the_model_of_its_release(redis_url: str) -> None:
     defaults = EngineDefaults(**{**vars(DEFAULTS), "shared": {"PAGESTREAM_BROKER__KEY_PREFIX": PREFIX}})
     demo = pool(model={"source": {"path": "/m"}, "servedName": MODEL}, engine={"maxNumSeqs": 8})
-    (container,) = unpublish_job(demo, defaults)["spec"]["template"]["spec"]["containers"]
+    (container,) = unpublish_job(demo, defaults, ["gone", MODEL])["spec"]["template"]["spec"]["containers"]
     (options,) = (made["data"] for made in children(demo, defaults) if made["kind"] == "ConfigMap")
     given = environment(container, options, redis_url)
     scripts = tomllib.loads((ROOT / "services" / "worker" / "pyproject.toml").read_text())["project"]["scripts"]

@@ -267,6 +267,27 @@ def test_the_engine_is_told_where_its_model_is(model: dict[str, Any], argument: 
     assert (container["command"], container["args"]) == (["pagestream-engine"], [argument])
 
 
+def test_an_engine_of_several_models_has_their_list_and_each_claim_once() -> None:
+    models = [
+        {"source": {"volume": {"claim": "m", "path": "b"}}, "servedName": "b", "revision": "r1"},
+        {"source": {"volume": {"claim": "n"}}, "servedName": "c"},
+        {"source": {"hub": {"name": "org/d", "tokenSecret": "hub"}}, "servedName": "d", "revision": "main"},
+        {"source": {"path": "/models/e"}, "servedName": "e"},
+    ]
+    first = {"source": {"volume": {"claim": "m", "path": "a"}}, "servedName": "a"}
+    made = template(children(pool(model=first, models=models), DEFAULTS))
+    [engine] = made["spec"]["containers"]
+    assert engine["args"] == ["/models/volume/a"]
+    env = {each["name"]: each.get("value") for each in engine["env"]}
+    assert env["PAGESTREAM_WORKER__MODELS"] == "b=/models/volume/b,c=/models/volume-2,d=org/d@main,e=/models/e"
+    assert "HF_TOKEN" in env
+    mounts = {each["name"]: each["mountPath"] for each in engine["volumeMounts"]}
+    assert mounts == {"tmp": "/tmp", "model": "/models/volume", "model-2": "/models/volume-2"}  # noqa: S108
+    claims = [each["persistentVolumeClaim"]["claimName"] for each in made["spec"]["volumes"][1:]]
+    assert claims == ["m", "n"]
+    assert made["metadata"]["annotations"] == {"pagestream.dev/model-revision": ",r1,,main,"}
+
+
 def test_every_variable_is_set_once() -> None:
     env = template(children(pool(**GPU), SHARED))["spec"]["containers"][0]["env"]
     names = [variable["name"] for variable in env]
@@ -277,13 +298,13 @@ def test_every_variable_is_set_once() -> None:
 def test_the_job_that_unpublishes_is_no_engine_and_reaches_redis_as_one() -> None:
     served = {"source": {"path": "/m"}, "servedName": "org/llama"}
     given = {"template": {**GPU["template"], "env": [{"name": "PAGESTREAM_BROKER__RETENTION_S", "value": "5"}]}}
-    job = unpublish_job(pool("llama", **{**GPU, **given, "model": served}), SHARED)
+    job = unpublish_job(pool("llama", **{**GPU, **given, "model": served}), SHARED, ["org/llama", "other"])
     template_of_job = job["spec"]["template"]
     assert template_of_job["metadata"]["labels"]["app.kubernetes.io/name"] == "pagestream-engine"
     assert not template_of_job["metadata"]["labels"].keys() & {"pagestream.dev/pool", "app.kubernetes.io/managed-by"}
     (container,) = template_of_job["spec"]["containers"]
     assert container["command"] == ["pagestream-unpublish"]
-    assert container["args"][:2] == ["org/llama", "--wait"]
+    assert container["args"][:3] == ["org/llama", "other", "--wait"]
     variables = {each["name"]: each for each in container["env"]}
     redis = {"secretKeyRef": {"name": SHARED.redis_secret, "key": "url"}}
     assert variables["PAGESTREAM_WORKER__REDIS"]["valueFrom"] == redis
@@ -295,6 +316,6 @@ def test_the_job_that_unpublishes_is_no_engine_and_reaches_redis_as_one() -> Non
 
 
 def test_accepted_requests_are_ended_only_where_the_pool_says_so() -> None:
-    job = unpublish_job(pool("llama", drain={"whenDeleted": "EndRequests"}), DEFAULTS)
+    job = unpublish_job(pool("llama", drain={"whenDeleted": "EndRequests"}), DEFAULTS, ["demo"])
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert container["args"][1] == "--end-requests"

@@ -24,13 +24,13 @@ class PoolAdapter(ApiModel):
 
 
 class AdapterStatus(ApiModel):
-    """What became of an adapter of the spec."""
+    """What became of an adapter of the spec, or of one that has left it and could not be unloaded yet."""
 
     name: AdapterName
     """Its name."""
     path: Annotated[str, Field(max_length=512)]
     """Its folder."""
     revision: Annotated[str, Field(max_length=64)] = ""
-    """Digest of its files, by which engines know them. Empty: it was refused."""
+    """Digest of its files, by which engines know them. Empty: it is not loaded."""
     message: Annotated[str, Field(max_length=4096)] = ""
-    """Why it was refused. Empty: it is loaded."""
+    """Why the last try to load or unload it went wrong. Empty: it is loaded."""

@@ -71,8 +71,12 @@ class ModelSource(ApiModel):
     )
 
 
+MOST_MODELS = 16
+"""Beside the first: an engine reads the headers of all when it starts."""
+
+
 class Model(ApiModel):
-    """The model that a pool serves."""
+    """A model that a pool serves."""
 
     source: ModelSource
     """Where its files are."""

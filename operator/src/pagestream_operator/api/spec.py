@@ -10,7 +10,7 @@ from pagestream_operator.api.adapters import MOST_ADAPTERS, PoolAdapter
 from pagestream_operator.api.base import ApiModel, Rule
 from pagestream_operator.api.engine import EngineOptions
 from pagestream_operator.api.lifecycle import DrainPolicy, RolloutPolicy
-from pagestream_operator.api.model import Model
+from pagestream_operator.api.model import MOST_MODELS, Model
 from pagestream_operator.api.scaling import Scaling
 from pagestream_operator.api.template import PodTemplate
 
@@ -29,11 +29,66 @@ class Parallel(ApiModel):
     one by one."""
 
 
+_SEVERAL = "has(self.models) && size(self.models) > 0"
+_MODELS_RULES = (
+    Rule(
+        "!has(self.models) || self.models.all(each, each.servedName != self.model.servedName)",
+        "models lists the models beside model: leave out the one with model's servedName",
+        ".models",
+    ),
+    Rule(
+        f"!({_SEVERAL}) || !has(self.adapters) || size(self.adapters) == 0",
+        "adapters belong to one model, so a pool with models has none: leave out models, or load them by `pagestream "
+        "adapters load --model NAME`",
+        ".adapters",
+    ),
+    Rule(
+        f"!({_SEVERAL}) || self.nodes == 1",
+        "nodes is 1 with models, since a group of pods keeps its model: leave out one of them",
+        ".nodes",
+    ),
+    Rule(
+        "!has(self.models) || self.models.all(each, !(has(each.source.path) && each.source.path.contains(',')) && "
+        "!(has(each.source.volume) && each.source.volume.path.contains(',')) && "
+        "!(has(each.source.hub) && has(each.revision) && each.revision.contains(',')))",
+        "models has paths and revisions without ',', which separates them in the engine's settings: rename the folder",
+        ".models",
+    ),
+    Rule(
+        "!has(self.models) || self.models.all(each, !has(each.source.hub) || !has(each.source.hub.tokenSecret) || "
+        "(!has(self.model.source.hub) || !has(self.model.source.hub.tokenSecret) || "
+        "self.model.source.hub.tokenSecret == each.source.hub.tokenSecret) && "
+        "self.models.all(other, !has(other.source.hub) || !has(other.source.hub.tokenSecret) || "
+        "other.source.hub.tokenSecret == each.source.hub.tokenSecret))",
+        "models of the hub share one access token: name the same hub.tokenSecret for all that need one",
+        ".models",
+    ),
+    Rule(
+        "!has(self.models) || !has(self.template.volumeMounts) || "
+        "!(has(self.model.source.volume) || self.models.exists(each, has(each.source.volume))) || "
+        "self.template.volumeMounts.all(mount, !mount.mountPath.matches('^/models/volume(-[0-9]+)?/?$'))",
+        "template.volumeMounts can't use /models/volume and /models/volume-2 to -17, the models' claims are mounted "
+        "there: choose another mountPath",
+        ".template.volumeMounts",
+    ),
+)
+
+
 class EnginePoolSpec(ApiModel):
     """The desired state of a pool of engines."""
 
     model: Model
-    """The model that the pool serves."""
+    """The model that the pool serves; of several, the one that a new engine loads first."""
+    models: Annotated[
+        list[Model],
+        Field(
+            max_length=MOST_MODELS,
+            json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["servedName"]},
+        ),
+    ] = Field(default_factory=list)
+    """Further models, which the pool's engines share out by demand, one at a time each. All have the engine options of
+    the pool. A change replaces the pods, one by one. One that leaves the list stays published, until `pagestream models
+    rm` removes it."""
     controller_class: ControllerClass | None = None
     """The release whose operator serves the pool, as NAMESPACE.RELEASE of its chart. Unset: the first operator that
     sees the pool, which is then in `status.controllerClass`."""
@@ -78,11 +133,17 @@ class EnginePoolSpec(ApiModel):
     meanwhile."""
 
     @property
+    def all_models(self) -> tuple[Model, ...]:
+        """The models that an engine may load, the first one first."""
+        return (self.model, *self.models)
+
+    @property
     def num_spares(self) -> int:
         """Pods beyond what the load asks for; a pinned pool has none."""
         return 0 if self.replicas is not None else self.warm_spares
 
     rules: ClassVar[tuple[Rule, ...]] = (
+        *_MODELS_RULES,
         Rule(
             "!has(self.adapters) || size(self.adapters) == 0 || has(self.engine.enableLora) && self.engine.enableLora",
             "adapters need engine.enableLora: set it to true",
@@ -133,13 +194,6 @@ class EnginePoolSpec(ApiModel):
             "nodes divides parallel.tensor times parallel.pipeline, as each pod has as many ranks: with 4 ranks it is "
             "1, 2 or 4",
             ".nodes",
-        ),
-        Rule(
-            "self.parallel.tensor == 1 || !(has(self.engine.quantization) || "
-            "has(self.engine.kvCacheDtype) && self.engine.kvCacheDtype in ['fp8', 'fp8_e4m3'])",
-            "parallel.tensor is 1 with engine.quantization and a kvCacheDtype of fp8, which ranks of a layer don't "
-            "have yet: leave those out, or parallel.tensor",
-            ".parallel.tensor",
         ),
         Rule(
             "self.parallel.tensor * self.parallel.pipeline == 1 || !(has(self.engine.speculativeModel) || "

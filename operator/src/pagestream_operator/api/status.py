@@ -92,7 +92,8 @@ class EnginePoolStatus(ApiModel):
     adapters: list[AdapterStatus] = Field(default_factory=list)
     """The adapters that the operator last loaded, or could not."""
     adapters_applied: str | None = None
-    """Generation of the pool, and hash of `spec.adapters`, for which `adapters` holds."""
+    """Generation of the pool, and hash of `spec.adapters`, for which `adapters` holds; where Jobs for it have failed,
+    how many in a row, and when the last one did."""
     leader_term: int | None = None
     """Number of leadership changes when this was written. Each new leader writes its own, so that the API server
     refuses what an earlier one sends late."""

@@ -92,8 +92,8 @@ class Toleration(ApiModel):
 
 _OWN_VARIABLE = (
     "variable.name.startsWith('PAGESTREAM_ENGINE__') || variable.name in ['PAGESTREAM_WORKER__REDIS', "
-    "'PAGESTREAM_WORKER__SERVED_MODEL_NAME', 'PAGESTREAM_WORKER__METRICS_PORT', 'PAGESTREAM_WORKER__ENGINE_ID', "
-    "'OTEL_RESOURCE_ATTRIBUTES', 'POD_NAME', 'POD_NAMESPACE', 'POD_UID']"
+    "'PAGESTREAM_WORKER__SERVED_MODEL_NAME', 'PAGESTREAM_WORKER__MODELS', 'PAGESTREAM_WORKER__METRICS_PORT', "
+    "'PAGESTREAM_WORKER__ENGINE_ID', 'OTEL_RESOURCE_ATTRIBUTES', 'POD_NAME', 'POD_NAMESPACE', 'POD_UID']"
 )
 
 
@@ -144,7 +144,7 @@ class PodTemplate(ApiModel):
         Rule(
             f"!has(self.env) || self.env.all(variable, !({_OWN_VARIABLE}))",
             "template.env can't set variables that the operator sets: options of the engine are written in "
-            "`spec.engine`, such as `engine: {maxNumSeqs: 64}`",
+            "`spec.engine`, such as `engine: {maxNumSeqs: 64}`, and further models in `spec.models`",
             ".env",
         ),
         Rule(

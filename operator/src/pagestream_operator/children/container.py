@@ -6,7 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from pagestream_operator.api import EnginePool
-from pagestream_operator.children.model_files import model_argument, model_mounts, model_variables
+from pagestream_operator.children.model_files import (
+    model_argument,
+    model_list,
+    model_mounts,
+    model_variables,
+)
 from pagestream_operator.children.nodes import leader_variables, secret_mounts
 from pagestream_operator.settings import EngineDefaults
 
@@ -35,7 +40,7 @@ def engine_container(pool: EnginePool, defaults: EngineDefaults, config_map: str
         "name": "engine",
         **engine_image(pool, defaults),
         "command": ["pagestream-engine"],
-        "args": [model_argument(pool.spec.model)],
+        "args": [model_argument(pool.spec.model, pool.spec.all_models)],
         **environment(pool, defaults, config_map),
         "ports": [{"name": "metrics", "containerPort": METRICS_PORT, "protocol": "TCP"}],
         "startupProbe": _probe("/healthz", period_s=1, timeout_s=2, failures=_MAX_LOAD_S),
@@ -46,7 +51,7 @@ def engine_container(pool: EnginePool, defaults: EngineDefaults, config_map: str
         **container_security(pool),
         "volumeMounts": [
             {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108
-            *model_mounts(pool.spec.model),
+            *model_mounts(pool.spec.all_models),
             *secret_mounts(pool),
             *mounts,
         ],
@@ -107,11 +112,12 @@ def _env(pool: EnginePool, defaults: EngineDefaults) -> list[dict[str, Any]]:
             "valueFrom": {"secretKeyRef": {"name": defaults.redis_secret, "key": "url"}},
         },
         {"name": "PAGESTREAM_WORKER__SERVED_MODEL_NAME", "value": pool.spec.model.served_name},
+        *model_list(pool.spec.all_models),
         {"name": "PAGESTREAM_WORKER__ENGINE_ID", "value": "$(POD_NAME)"},
         {"name": "PAGESTREAM_WORKER__METRICS_PORT", "value": str(METRICS_PORT)},
         *_finish_timeout(pool),
         *_telemetry(defaults),
-        *model_variables(pool.spec.model),
+        *model_variables(pool.spec.all_models),
         *leader_variables(pool),
         *(variable.to_object() for variable in pool.spec.template.env or []),
     ]
@@ -136,8 +142,9 @@ def _resource_attributes(pool: EnginePool) -> str:
         "k8s.pod.name": "$(POD_NAME)",
         "k8s.pod.uid": "$(POD_UID)",
         "pagestream.pool": pool.name,
-        "pagestream.model": pool.spec.model.served_name,
     }
+    if not pool.spec.models:
+        attributes["pagestream.model"] = pool.spec.model.served_name
     return ",".join(f"{name}={value}" for name, value in attributes.items())
 
 

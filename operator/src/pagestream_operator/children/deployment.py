@@ -53,8 +53,9 @@ def pod_template(pool: EnginePool, defaults: EngineDefaults, options: Manifest) 
     own: dict[str, str] = {}
     if defaults.redis_login:
         own[REDIS_LOGIN] = defaults.redis_login
-    if pool.spec.model.revision is not None:
-        own[MODEL_REVISION] = pool.spec.model.revision
+    revisions = [each.revision or "" for each in pool.spec.all_models]
+    if any(revisions):
+        own[MODEL_REVISION] = ",".join(revisions)
     annotations = {**(given.annotations or {}), **own}
     metadata: dict[str, Any] = {"labels": {**given.extra_labels, **labels(pool.name), **leader_labels(pool)}}
     if annotations:
@@ -76,7 +77,7 @@ def _pod_spec(pool: EnginePool, defaults: EngineDefaults, config_map: str) -> di
         "containers": [engine_container(pool, defaults, config_map)],
         "volumes": [
             {"name": "tmp", "emptyDir": {}},
-            *model_volumes(pool.spec.model),
+            *model_volumes(pool.spec.all_models),
             *secret_volumes(pool),
             *(given.volumes or []),
         ],
@@ -88,10 +89,6 @@ def _pod_spec(pool: EnginePool, defaults: EngineDefaults, config_map: str) -> di
         "runtimeClassName": given.runtime_class_name,
     }
     return {name: value for name, value in spec.items() if value not in (None, [], {})}
-
-
-def _own_volumes(pool: EnginePool) -> list[dict[str, Any]]:
-    return [{"name": "tmp", "emptyDir": {}}, *model_volumes(pool.spec.model), *secret_volumes(pool)]
 
 
 def security_context(pool: EnginePool, defaults: EngineDefaults) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def job_template(
         "containers": [container],
         "volumes": [
             {"name": "tmp", "emptyDir": {}},
-            *(model_volumes(pool.spec.model) if with_model else []),
+            *(model_volumes(pool.spec.all_models) if with_model else []),
             *(given.volumes or []),
         ],
         "nodeSelector": given.node_selector,
@@ -65,7 +65,7 @@ def job_container(
         **container_security(pool),
         "volumeMounts": [
             {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108
-            *(model_mounts(pool.spec.model) if with_model else []),
+            *(model_mounts(pool.spec.all_models) if with_model else []),
             *mounts,
         ],
     }

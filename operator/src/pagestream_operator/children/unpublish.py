@@ -1,7 +1,8 @@
-"""The Job that removes the model of a deleted pool from Redis, which the operator itself keeps out of."""
+"""The Job that removes the models of a deleted pool from Redis, which the operator itself keeps out of."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pagestream_operator.api import EnginePool
@@ -24,25 +25,25 @@ def job_name(pool_name: str) -> str:
     return f"{pool_name}-unpublish"
 
 
-def unpublish_job(pool: EnginePool, defaults: EngineDefaults) -> Manifest:
-    """The Job, with the access to Redis that the pool's engines had."""
-    made = manifest(pool, "batch/v1", "Job", job_name(pool.name), {"spec": _job_spec(pool, defaults)})
+def unpublish_job(pool: EnginePool, defaults: EngineDefaults, models: Sequence[str]) -> Manifest:
+    """The Job for the models of these served names, with the access to Redis that the pool's engines had."""
+    made = manifest(pool, "batch/v1", "Job", job_name(pool.name), {"spec": _job_spec(pool, defaults, models)})
     made["metadata"]["labels"] = {**made["metadata"]["labels"], **job_labels(_COMPONENT)}
     made["metadata"]["annotations"][CLASS_ANNOTATION] = defaults.release
     return made
 
 
-def _job_spec(pool: EnginePool, defaults: EngineDefaults) -> dict[str, Any]:
+def _job_spec(pool: EnginePool, defaults: EngineDefaults, models: Sequence[str]) -> dict[str, Any]:
     final = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": _FINAL_EXIT_CODES}}
     return {
         "backoffLimit": _TRIES - 1,
         "activeDeadlineSeconds": LIMIT_S,
         "podFailurePolicy": {"rules": [final]},
-        "template": job_template(pool, defaults, _COMPONENT, _container(pool, defaults)),
+        "template": job_template(pool, defaults, _COMPONENT, _container(pool, defaults, models)),
     }
 
 
-def _container(pool: EnginePool, defaults: EngineDefaults) -> dict[str, Any]:
+def _container(pool: EnginePool, defaults: EngineDefaults, models: Sequence[str]) -> dict[str, Any]:
     ending = ["--end-requests"] if pool.spec.drain.when_deleted == "EndRequests" else []
-    command = ["pagestream-unpublish", pool.spec.model.served_name, *ending, "--wait", str(_WAIT_S)]
+    command = ["pagestream-unpublish", *models, *ending, "--wait", str(_WAIT_S)]
     return job_container(pool, defaults, _COMPONENT, command)

@@ -42,6 +42,8 @@ class Pod:
     """Pods of its group, which it leads."""
     address: str = ""
     """Where others can join it; empty: it has none yet."""
+    unready_s: float | None = None
+    """Since when it isn't ready; None if it is."""
 
     @classmethod
     def from_object(cls, body: Mapping[str, Any]) -> Pod:
@@ -62,6 +64,7 @@ class Pod:
             waiting_reason=_waiting_reason(scheduled),
             num_nodes=int((metadata.get("labels") or {}).get(NODES_LABEL, "1")),
             address=status.get("podIP") or "",
+            unready_s=unix_seconds(ready["lastTransitionTime"]) if ready.get("status") == "False" else None,
         )
 
     @property
@@ -71,15 +74,18 @@ class Pod:
             return PodState.DRAINING
         return PodState.STARTING if self.ready_s is None else PodState.READY
 
-    def observed(self, sample: PodSample | None, now_s: float) -> PodObservation:
+    def observed(self, sample: PodSample | None, now_s: float, *, starts_anew: bool = False) -> PodObservation:
         """Convert it to the scaling law's observation.
 
         A pod starts when it gets a node: while it waits for one it is neither late nor to be replaced, since another
-        pod would wait as well.
+        pod would wait as well. `starts_anew`: and when it loses its readiness, as an engine does that changes its
+        model; it is counted on for as long as a new one.
         """
         since_s = self.created_s
         if self.state is PodState.STARTING:
             since_s = now_s if self.waiting_reason is not None else self.scheduled_s or self.created_s
+            if starts_anew:
+                since_s = max(since_s, self.unready_s or since_s)
         return PodObservation(self.name, self.state, since_s, self.ready_s, sample)
 
 

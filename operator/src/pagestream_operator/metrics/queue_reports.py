@@ -30,10 +30,10 @@ def queue_sample(gateways: Iterable[Gauges], apart_s: float) -> QueueSample | No
         tokens=_highest(report.tokens for report in current),
         age_s=_highest(report.age_s for report in current),
         running=_highest(report.running for report in current),
-        drain_tokens_per_s=_highest_known(report.drain_tokens_per_s for report in current),
-        longest_tokens=_highest_known(report.longest_tokens for report in current),
-        drain_longest_per_s=_highest_known(report.drain_longest_per_s for report in current),
-        output_tokens=_highest_known(report.output_tokens for report in current),
+        drain_tokens_per_s=highest_known(report.drain_tokens_per_s for report in current),
+        longest_tokens=highest_known(report.longest_tokens for report in current),
+        drain_longest_per_s=highest_known(report.drain_longest_per_s for report in current),
+        output_tokens=highest_known(report.output_tokens for report in current),
         classes=_classes(current),
     )
 
@@ -60,7 +60,8 @@ def _highest(values: Iterable[float]) -> float:
     return math.nan if any(map(math.isnan, found)) else max(found)
 
 
-def _highest_known(values: Iterable[float | None]) -> float | None:
+def highest_known(values: Iterable[float | None]) -> float | None:
+    """The highest value of those that are known; None for none, NaN if any is NaN."""
     known = [value for value in values if value is not None]
     return _highest(known) if known else None
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,10 @@ from pagestream_operator.kube.kinds import JOB, POD
 from pagestream_operator.kube.lease import Leadership
 from pagestream_operator.settings import EngineDefaults
 
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 10, 3600
+"""From the end of a Job that failed to the next one, which doubles from one failure to the next."""
+_FAILED = re.compile(r"/(?P<wanted>\w+)/failed-(?P<count>\d+)-(?P<time_s>\d+)")
+_LONGEST_MESSAGE = 512
 _NO_RESULT = "its Job has left no result: see `kubectl logs job/{job}`"
 
 
@@ -26,16 +32,21 @@ class Adapters:
     client: KubeClient
     leadership: Leadership
     defaults: EngineDefaults
+    clock: Callable[[], float]
+    """Unix seconds."""
 
     async def step(self, pool: EnginePool) -> EnginePoolStatus | None:
         """Make the Job of the spec's adapters, or look at it. Returns the status with its results once it is over; None
-        while it isn't, or where nothing is to be done.
+        while it isn't, or where nothing is to be done. A Job that failed is followed by another one, after a while.
 
         Raises:
             ApiFailure: a call failed; Rejected where the Job is refused.
         """
         wanted, applied = wanted_adapters(pool), pool.status.adapters_applied
         if (applied is None and not pool.spec.adapters) or (applied or "").endswith(f"/{wanted}"):
+            return None
+        num_failed, due_s = _failures(applied or "", wanted)
+        if self.clock() < due_s:
             return None
         name = adapters_job_name(pool)
         try:
@@ -47,16 +58,12 @@ class Adapters:
         if ended is None:
             return None
         found = await self._results(pool.namespace, name) if ended == "" else {}
-        problem = ended or _NO_RESULT.format(job=name)
-        return pool.status.model_copy(
-            update={
-                "adapters": [
-                    _status(each.name, each.path, found.get(each.name) or {"error": problem})
-                    for each in pool.spec.adapters
-                ],
-                "adapters_applied": f"{pool.generation}/{wanted}",
-            }
-        )
+        problem = ended or (_NO_RESULT.format(job=name) if pool.spec.adapters and not found else "")
+        mark = f"{pool.generation}/{wanted}"
+        if problem:
+            mark += f"/failed-{num_failed + 1}-{int(self.clock())}"
+        adapters = _after_failure(pool, problem) if problem else _after_success(pool, found)
+        return pool.status.model_copy(update={"adapters": adapters, "adapters_applied": mark})
 
     async def _create(self, pool: EnginePool) -> None:
         try:
@@ -90,6 +97,37 @@ def _parsed(message: str) -> dict[str, dict[str, str]]:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _failures(applied: str, wanted: str) -> tuple[int, float]:
+    """Return how many Jobs for the list have failed in a row, and the time in Unix seconds of the next one."""
+    failed = _FAILED.search(applied)
+    if failed is None or failed["wanted"] != wanted:
+        return 0, 0.0
+    count = int(failed["count"])
+    # Beyond ten doublings the delay is at its limit.
+    return count, int(failed["time_s"]) + min(_FIRST_DELAY_S << min(count - 1, 10), _LONGEST_DELAY_S)
+
+
+def _after_success(pool: EnginePool, found: Mapping[str, dict[str, str]]) -> list[AdapterStatus]:
+    """What the Job has found. One that is refused now may still be loaded from an earlier time."""
+    loaded = {(each.name, each.path): each.revision for each in pool.status.adapters}
+    made = [
+        _status(each.name, each.path, found.get(each.name) or {"error": "it is missing in the result"})
+        for each in pool.spec.adapters
+    ]
+    return [
+        each if each.revision else each.model_copy(update={"revision": loaded.get((each.name, each.path), "")})
+        for each in made
+    ]
+
+
+def _after_failure(pool: EnginePool, problem: str) -> list[AdapterStatus]:
+    """What is known to be loaded stays, with its path, so that a later Job unloads what the spec no longer lists."""
+    loaded = [each for each in pool.status.adapters if each.revision]
+    names = {each.name for each in loaded}
+    new = [AdapterStatus(name=each.name, path=each.path) for each in pool.spec.adapters if each.name not in names]
+    return [each.model_copy(update={"message": problem[:_LONGEST_MESSAGE]}) for each in (*loaded, *new)]
 
 
 def _status(name: str, path: str, result: dict[str, str]) -> AdapterStatus:

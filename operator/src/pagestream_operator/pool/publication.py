@@ -1,5 +1,5 @@
-"""Whether a pool's model is known to gateways. The first engine of a model publishes its model card; the operator,
-which keeps out of Redis, sees that an engine became ready."""
+"""Whether a pool's models are known to gateways. The first engine of a model publishes its model card, and those of
+all models of its list, before it is ready; the operator, which keeps out of Redis, sees that an engine became ready."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pagestream_operator.pool.view import PoolView
 
 
 def card_digest(pool: EnginePool) -> str:
-    """Hash of what a model card comes from: the model and the engine's options."""
-    return digest([pool.spec.model.to_object(), pool.spec.engine.to_object()])
+    """Hash of what model cards come from: the models and the engine's options."""
+    models = [each.to_object() for each in pool.spec.all_models]
+    return digest([*models, pool.spec.engine.to_object()])
 
 
 def published_card(pool: EnginePool, view: PoolView) -> str | None:

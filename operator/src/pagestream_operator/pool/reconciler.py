@@ -102,7 +102,7 @@ class Reconciler:
         context = self.context
         self._scaler = Scaler(context.metrics, context.shares)
         self._old_config_maps = OldConfigMaps(context.client, context.store, context.leadership, context.clock)
-        self._adapters = Adapters(context.client, context.leadership, context.defaults)
+        self._adapters = Adapters(context.client, context.leadership, context.defaults, context.clock)
         self._groups = Groups(context.client, context.store, context.leadership, context.suspect)
         self._unpublishing = Unpublishing(
             context.client, context.store, context.leadership, context.defaults, context.clock
@@ -297,11 +297,11 @@ class Reconciler:
             await self._update_status(pool, body, None, None)
 
     async def _is_unpublished(self, pool: EnginePool, body: dict[str, Any]) -> bool:
-        """Whether the model is removed, is to stay, or can't be removed. The deletion goes on in each case."""
+        """Whether the models are removed, are to stay, or can't be removed. The deletion goes on in each case."""
         outcome = await self._unpublishing.step(pool)
         if outcome is not None and outcome.problem:
-            model = pool.spec.model.served_name
-            note = f"the model stays listed, remove it by `pagestream models rm {model}`: {outcome.problem}"
+            names = " or ".join(each.served_name for each in pool.spec.all_models)
+            note = f"a model stays listed, remove it by `pagestream models rm {names}`: {outcome.problem}"
             await self._event(body, "UnpublishFailed", note, action="Unpublish", warning=True)
         return outcome is not None
 

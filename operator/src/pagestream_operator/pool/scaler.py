@@ -4,7 +4,8 @@ only the leader carries the decision out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from pagestream_scaling import (
@@ -21,7 +22,8 @@ from pagestream_scaling.workload import work_capacity
 
 from pagestream_operator.api import EnginePool
 from pagestream_operator.kube.store import PoolKey
-from pagestream_operator.metrics import MetricsStore, PodRef
+from pagestream_operator.metrics import MetricsStore, PodRef, PoolMetrics
+from pagestream_operator.metrics.several_models import share_of_all, total_latencies, total_queue
 from pagestream_operator.pool.publication import awaits_card
 from pagestream_operator.pool.shares import Shares
 from pagestream_operator.pool.view import PoolView
@@ -44,10 +46,16 @@ class Scaler:
         self._metrics = metrics
         self._shares = shares
         self._memory = ScalingMemory()
+        self._is_first = True
 
     def decide(self, pool: EnginePool, policy: ScalingPolicy, view: PoolView, now_s: float) -> Verdict:
         """Observe the pool and decide. Call it about once a second."""
         observation = self._observe(pool, policy, view, now_s)
+        if self._is_first and pool.spec.models:
+            # What their Ready condition says may be the end of a change of their model, and not of their start.
+            ready = tuple(sorted(pod.name for pod in observation.pods if pod.ready_s is not None))
+            self._memory = replace(self._memory, lost=ready)
+        self._is_first = False
         decision, self._memory = decide(policy, observation, self._memory)
         self._report(pool, policy, decision, now_s)
         return Verdict(decision, observation, mean_utilization(observation, policy.samples))
@@ -60,28 +68,46 @@ class Scaler:
         key = PoolKey(pool.namespace, pool.name)
         most = policy.max_replicas if pool.spec.replicas is None else pool.spec.replicas
         is_at_limit = decision.inputs["need"] > most
-        self._shares.report(
-            key, pool.spec.model.served_name, pods=pods, each=each, now_s=now_s, is_at_limit=is_at_limit
-        )
+        names = [model.served_name for model in pool.spec.all_models]
+        self._shares.report(key, *names, pods=pods, each=each, now_s=now_s, is_at_limit=is_at_limit)
 
     def _observe(self, pool: EnginePool, policy: ScalingPolicy, view: PoolView, now_s: float) -> PoolObservation:
         pods = [pod for pod in view.pods if not pod.is_terminated]
-        known = self._metrics.observe(
-            namespace=pool.namespace,
-            pool=pool.name,
-            model=pool.spec.model.served_name,
-            pods=[PodRef(pod.name, pod.uid) for pod in pods],
-            now_s=now_s,
-            ttft_window_s=policy.ttft.window_s,
-        )
+        refs = [PodRef(pod.name, pod.uid) for pod in pods]
+        known, share = self._observe_models(pool, refs, now_s, policy.ttft.window_s)
         return PoolObservation(
             time_s=now_s,
             replicas=without_spares(pool, view.spec_replicas if view.deployment is not None else first_replicas(pool)),
-            pods=tuple(pod.observed(known.samples.get(pod.name), now_s) for pod in pods),
+            pods=tuple(
+                pod.observed(known.samples.get(pod.name), now_s, starts_anew=bool(pool.spec.models)) for pod in pods
+            ),
             queue=known.queue,
             ttft=known.ttft,
-            share=self._shares.share(PoolKey(pool.namespace, pool.name), pool.spec.model.served_name, now_s),
+            share=share,
         )
+
+    def _observe_models(
+        self, pool: EnginePool, pods: Sequence[PodRef], now_s: float, ttft_window_s: float
+    ) -> tuple[PoolMetrics, float]:
+        """Return the samples of all models of the pool together, and its share of their queues."""
+        key = PoolKey(pool.namespace, pool.name)
+        metrics: list[PoolMetrics] = []
+        shares: list[float] = []
+        for model in pool.spec.all_models:
+            name = model.served_name
+            found = self._metrics.observe(
+                namespace=pool.namespace,
+                pool=pool.name,
+                model=name,
+                pods=() if metrics else pods,  # their samples are the same for each model
+                now_s=now_s,
+                ttft_window_s=ttft_window_s,
+            )
+            metrics.append(found)
+            shares.append(self._shares.share(key, name, now_s))
+        queues = [each.queue for each in metrics]
+        total = PoolMetrics(metrics[0].samples, total_queue(queues), total_latencies([each.ttft for each in metrics]))
+        return total, share_of_all(queues, shares)
 
 
 def mean_utilization(observation: PoolObservation, policy: SamplesPolicy) -> float | None:

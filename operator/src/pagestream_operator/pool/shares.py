@@ -13,7 +13,7 @@ _FRESH_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class _Capacity:
-    model: str
+    models: tuple[str, ...]
     pods: int
     """That serve, or are expected to soon."""
     each: float | None
@@ -30,11 +30,11 @@ class Shares:
     _known: dict[PoolKey, _Capacity] = field(default_factory=dict)
 
     def report(
-        self, key: PoolKey, model: str, *, pods: int, each: float | None, now_s: float, is_at_limit: bool = False
+        self, key: PoolKey, *models: str, pods: int, each: float | None, now_s: float, is_at_limit: bool = False
     ) -> None:
-        """Replace what is known of a pool, and forget those that are gone."""
+        """Replace what is known of a pool with these served names, and forget those that are gone."""
         self._known = {name: pool for name, pool in self._known.items() if abs(now_s - pool.time_s) <= _FRESH_S}
-        self._known[key] = _Capacity(model, pods, each, is_at_limit, now_s)
+        self._known[key] = _Capacity(models, pods, each, is_at_limit, now_s)
 
     def share(self, key: PoolKey, model: str, now_s: float) -> float:
         """Return the part of the model's queue that falls to a pool.
@@ -46,7 +46,7 @@ class Shares:
         there = {
             name: pool
             for name, pool in self._known.items()
-            if pool.model == model and (name == key or abs(now_s - pool.time_s) <= _FRESH_S)
+            if model in pool.models and (name == key or abs(now_s - pool.time_s) <= _FRESH_S)
         }
         if key not in there:  # before its first decision
             return 0.0 if there else 1.0

@@ -1,8 +1,8 @@
-"""Unpublishing the model of a deleted pool, by a Job and for a limited time."""
+"""Unpublishing the models of a deleted pool, by a Job and for a limited time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ _GIVE_UP_S = LIMIT_S + 15.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How unpublishing has ended. `problem` is empty where the model is removed, or is to stay."""
+    """How unpublishing has ended. `problem` is empty where the models are removed, or are to stay."""
 
     problem: str = ""
 
@@ -40,26 +40,23 @@ class Unpublishing:
 
     async def step(self, pool: EnginePool) -> Outcome | None:
         """Make the Job, or look at it; None: it isn't over yet. Call it when no engine of the pool is left."""
-        if (
-            pool.spec.drain.when_deleted == "Keep"
-            or pool.status.published_card is None
-            or self._is_served_by_another(pool)
-        ):
+        models = self._own_models(pool)
+        if pool.spec.drain.when_deleted == "Keep" or pool.status.published_card is None or not models:
             return Outcome()
         try:
             job = await self.client.get(JOB, pool.namespace, job_name(pool.name))
         except Gone:
-            return await self._create(pool)
+            return await self._create(pool, models)
         except Rejected as error:
             return Outcome(str(error))
         if any(owner["uid"] == pool.uid for owner in job["metadata"].get("ownerReferences") or []):
             return self._outcome_of(job)
         return self._outcome_of_former(pool)
 
-    async def _create(self, pool: EnginePool) -> Outcome | None:
+    async def _create(self, pool: EnginePool, models: Sequence[str]) -> Outcome | None:
         try:
             async with self.leadership.act():
-                await self.client.create(JOB, unpublish_job(pool, self.defaults))
+                await self.client.create(JOB, unpublish_job(pool, self.defaults, models))
         except Conflict:
             return None  # made already: the next pass finds it
         except Rejected as error:
@@ -83,12 +80,15 @@ class Unpublishing:
             return Outcome(f"the Job {job_name(pool.name)} exists and isn't this pool's")
         return None
 
-    def _is_served_by_another(self, pool: EnginePool) -> bool:
-        bodies = (self.store.get(POOL, *key) for key in self.store.pools() if key != (pool.namespace, pool.name))
-        return any(
-            body is not None
-            and "deletionTimestamp" not in body["metadata"]
-            and body["spec"]["model"]["servedName"] == pool.spec.model.served_name
-            and claim_on(body, self.defaults.release).is_served
+    def _own_models(self, pool: EnginePool) -> list[str]:
+        """Return the served names that no other pool has."""
+        bodies = [self.store.get(POOL, *key) for key in self.store.pools() if key != (pool.namespace, pool.name)]
+        others = {
+            model["servedName"]
             for body in bodies
-        )
+            if body is not None
+            and "deletionTimestamp" not in body["metadata"]
+            and claim_on(body, self.defaults.release).is_served
+            for model in (body["spec"]["model"], *(body["spec"].get("models") or ()))
+        }
+        return [each.served_name for each in pool.spec.all_models if each.served_name not in others]

@@ -3,7 +3,10 @@ from typing import Any
 
 from pagestream_operator.api import EnginePoolStatus
 from pagestream_operator.kube.pods import Pod
-from pagestream_operator.pool.scaler import first_replicas, mean_utilization, without_spares
+from pagestream_operator.metrics import MetricsStore
+from pagestream_operator.pool.scaler import Scaler, first_replicas, mean_utilization, without_spares
+from pagestream_operator.pool.shares import Shares
+from pagestream_operator.pool.view import PoolView
 from pagestream_scaling import (
     PodObservation,
     PodSample,
@@ -11,11 +14,12 @@ from pagestream_scaling import (
     PoolObservation,
     SamplesPolicy,
     ScalingMemory,
+    ScalingPolicy,
     StartupPolicy,
 )
 from pagestream_scaling.samples import valid_samples
 from pagestream_scaling.supply import supply
-from support.kubernetes.pool_objects import pod_body, pool
+from support.kubernetes.pool_objects import deployment_body, pod_body, pool
 
 NOW = 1_767_225_600.0
 
@@ -55,6 +59,33 @@ def test_a_pod_without_a_node_is_counted_on_and_not_replaced() -> None:
     observation = PoolObservation(now_s, 1, (waits.observed(None, now_s),))
     counted = supply(observation, valid_samples(observation, SamplesPolicy()), ScalingMemory(), StartupPolicy())
     assert (counted.overdue, counted.expected) == (0, 1)
+
+
+def test_an_engine_that_changes_its_model_is_counted_on() -> None:
+    """By the time of its start it would be overdue at once, and another pod be ordered for each change."""
+    changes = Pod.from_object(pod_body("changes", ready=False))
+    now_s = changes.created_s + 35  # it lost its readiness 15 s ago
+    for starts_anew, expected in ((False, 0), (True, 1)):
+        seen = PoolObservation(now_s, 1, (changes.observed(None, now_s, starts_anew=starts_anew),))
+        policy = StartupPolicy(prior_s=10.0)
+        assert supply(seen, valid_samples(seen, SamplesPolicy()), ScalingMemory(), policy).expected == expected
+
+
+def test_the_last_change_of_a_model_is_no_start() -> None:
+    """What became ready before the operator was there may have changed its model hours after its start."""
+    body = pod_body("changed")
+    body["status"]["conditions"][0]["lastTransitionTime"] = "2026-01-01T00:30:00Z"
+    changed = Pod.from_object(body)
+    now_s = changed.created_s + 3600
+    view = PoolView(deployment_body(1), [changed])
+    one = pool(minReplicas=1, maxReplicas=4)
+    second = one.spec.model.model_copy(update={"served_name": "second"})
+    several = replace(one, spec=one.spec.model_copy(update={"models": [second]}))
+    starts = []
+    for asked in (one, several):
+        scaler = Scaler(MetricsStore(release="default.demo"), Shares())
+        starts.append(scaler.decide(asked, ScalingPolicy(), view, now_s).decision.inputs["startup_s"])
+    assert starts == [1800.0, StartupPolicy().prior_s]
 
 
 def test_a_pool_starts_anew_at_its_last_size_within_its_bounds() -> None:
