@@ -8,6 +8,7 @@ import httpx
 import pytest
 from pagestream_cli.__main__ import main
 from pagestream_streams import Broker
+from pagestream_streams.admin import roster
 from pagestream_streams.admin.roster import RosterRow, Verb
 from support.clients.gateway_clients import gateway_settings, running_address
 
@@ -15,7 +16,8 @@ MODELS = ("a", "b")
 
 
 @pytest.fixture
-async def broker(redis_url: str) -> AsyncIterator[Broker]:
+async def broker(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Broker]:
+    monkeypatch.setattr(roster, "_ROW_MS", 600_000)  # nothing renews the row, however slow the machine is
     async with await Broker.connect(redis_url) as broker:
         await broker.roster.renew("one", RosterRow(MODELS, serving="a", since_ms=1, failed={"b": "it is cut off"}))
         yield broker
@@ -24,8 +26,8 @@ async def broker(redis_url: str) -> AsyncIterator[Broker]:
 async def asked(broker: Broker) -> dict[str, Verb]:
     """Return what is asked for, and forget it."""
     orders = (await broker.roster.read()).orders
-    for name in orders:
-        await broker.roster.settle(name)
+    for name, order in orders.items():
+        await broker.roster.settle(name, order)
     return {name: order.verb for name, order in orders.items()}
 
 
@@ -65,8 +67,17 @@ async def test_the_command_asks_engines(broker: Broker, redis_url: str, capsys: 
     for verb, order in (("load", Verb.LOAD), ("unload", Verb.UNLOAD)):
         assert await models(verb, "a") == 0
         assert await asked(broker) == {"a": order}
+    assert await models("sleep") == 0
+    assert await asked(broker) == {"a": Verb.UNLOAD}
+    assert await models("wake", "b") == 0
+    assert await asked(broker) == {"b": Verb.LOAD}
+    assert await models("wake") == 0
+    assert await asked(broker) == {}, "no engine sleeps"
     assert await models("load", "c") != 0
     assert await models("list") == 0
+    await broker.roster.renew("one", RosterRow(MODELS, last="a"))
+    assert await models("wake") == 0
+    assert await asked(broker) == {"a": Verb.LOAD}
     shown = capsys.readouterr()
     assert "listed are: a, b" in shown.err
     assert "engine one serves a, of a, b; b can't be loaded: it is cut off" in shown.out

@@ -11,6 +11,7 @@ from pagestream_gateway import Settings
 from pagestream_gateway.settings import LimitSettings
 from pagestream_streams import Broker
 from pagestream_streams.admin.queues import queue_states
+from pagestream_streams.admin.roster import Order, RosterRow, Verb
 from support.clients.gateway_clients import Address, grpc_stub, post_events, running_address
 from support.engines.synthetic_engine import MODEL, running_engine, synthetic_card
 
@@ -52,6 +53,26 @@ async def test_requests_end_and_say_why(broker: Broker, settings: Settings) -> N
         assert chunks[-1].error.code == "no_engine"
         [choice] = own.json()["choices"]
         assert (own.status_code, choice["finish_reason"]) == (200, "deadline"), "its own deadline is the later one"
+
+
+async def test_a_model_that_no_request_wakes_counts_as_without_engines(broker: Broker, settings: Settings) -> None:
+    row = RosterRow((MODEL,), last=MODEL, wakes=False)
+    assert (await broker.roster.renew("one", replace(row, wakes=True))).awaited == {MODEL}
+    assert (await broker.roster.renew("one", replace(row, serving=MODEL, is_loading=True))).awaited == {MODEL}
+    asleep = await broker.roster.renew("one", row)
+    assert asleep.awaited == set()
+    assert replace(asleep, orders={MODEL: Order(Verb.LOAD, 1)}).awaited == {MODEL}
+    async with (
+        running_address(with_limit(settings, 0.4)) as address,
+        httpx.AsyncClient(base_url=address.url, timeout=LIMIT_S) as client,
+    ):
+        answer = asyncio.create_task(client.post("/v1/completions", json=BODY))
+        while not answer.done():
+            await broker.roster.renew("one", row)
+            await asyncio.wait([answer], timeout=0.1)
+        error = (await answer).json()["error"]
+        assert error["code"] == "no_engine"
+        assert "its engines sleep until an operator wakes them" in error["message"]
 
 
 async def over_grpc(address: Address) -> list[api.TokenChunk]:

@@ -19,6 +19,7 @@ from support.engines.synthetic_engine import FAILING_TOKEN, MODEL, SyntheticEngi
 Another = Callable[[Settings], AbstractAsyncContextManager[Address]]
 COMPLETION: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 3, "seed": 0}
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3, "seed": 0}
+LINES = {"Accept": "application/x-ndjson"}
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 REQUEST = "/v1/requests/{request_id}"
 PROBES = ("/healthz", "/health", "/ping", "/version", "/load", "/readyz", "/metrics")
@@ -47,6 +48,9 @@ class Document:
             for event in [each async for each in sse_events(answer)]:
                 if event.data != "[DONE]":
                     self._compare(event.body, schema)
+        elif kind == "application/x-ndjson":
+            for line in (await answer.aread()).splitlines():
+                self._compare(json.loads(line), schema)
         elif kind == "application/json":
             self._compare(json.loads(await answer.aread()), schema)
         else:
@@ -74,9 +78,29 @@ async def test_generations(http: httpx.AsyncClient, document: Document) -> None:
         assert {"x-request-id", "x-request-seed", "x-client-request-id"} <= set(answer.headers)
         async with http.stream("POST", path, json={**body, **USAGE}) as stream:
             await document.check(stream)
+        await document.check(await http.post(path, json={**body, **USAGE}, headers=LINES))
         for wrong in ({**body, "n": 0}, {**body, "model": "none"}, body | {"logit_bias": {str(FAILING_TOKEN): 100}}):
             await document.check(await http.post(path, json=wrong))
         await document.check(await http.post(path, content=b"", headers={"Content-Type": "text/plain"}))
+
+
+async def test_responses(http: httpx.AsyncClient, document: Document) -> None:
+    path, own = "/v1/responses", "/v1/responses/{response_id}"
+    body = {"model": MODEL, "input": "hello", "max_output_tokens": 3, "seed": 0}
+    made = await http.post(path, json=body)
+    of_made = f"{path}/{made.json()['id']}"
+    await document.check(made)
+    async with http.stream("POST", path, json={**body, "stream": True}) as stream:
+        await document.check(stream)
+    for wrong in ({**body, "input": []}, {**body, "model": "none"}, {**body, "background": True}):
+        await document.check(await http.post(path, json=wrong))
+    async with http.stream("GET", f"{of_made}?stream=true&starting_after=3") as stream:
+        await document.check(stream, own)
+    for of in (of_made, f"{path}/none", f"{of_made}?starting_after=3"):
+        await document.check(await http.get(of), own)
+    await document.check(await http.post(f"{of_made}/cancel"), f"{own}/cancel")
+    for of in (f"{of_made}/input_items", f"{of_made}/input_items?limit=0"):
+        await document.check(await http.get(of), f"{own}/input_items")
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

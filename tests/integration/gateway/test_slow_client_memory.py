@@ -76,6 +76,8 @@ class Client(ABC):
 class SseClient(Client):
     """Reads server-sent events from a socket with the smallest receive buffer."""
 
+    status = b" 200 "
+
     async def open(self) -> None:
         self._loop, self._unparsed = asyncio.get_running_loop(), b""
         self._socket = socket.socket()
@@ -83,13 +85,16 @@ class SseClient(Client):
         self._socket.setblocking(False)
         await self._loop.sock_connect(self._socket, ("127.0.0.1", self.gateway.http_port))
         asked = {"model": MODEL, "prompt": [self.number], "max_tokens": self.num_tokens, "stream": True}
-        body = json.dumps(asked)
-        head = f"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        await self._loop.sock_sendall(self._socket, (head + body).encode())
+        await self._loop.sock_sendall(self._socket, self.call(json.dumps(asked).encode()))
         received = b""
         while not received.endswith(b"\r\n\r\n"):
             received += await self._loop.sock_recv(self._socket, 1)
-        assert b" 200 " in received
+        assert self.status in received
+
+    def call(self, body: bytes) -> bytes:
+        """Return what asks for the stream."""
+        head = f"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        return head.encode() + body
 
     async def more(self) -> bool:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, MB)
@@ -102,6 +107,37 @@ class SseClient(Client):
         if not received:
             self._socket.close()
         return bool(received)
+
+
+class WebSocketClient(SseClient):
+    """Reads messages from a socket with the smallest receive buffer."""
+
+    status = b" 101 "
+
+    def call(self, body: bytes) -> bytes:
+        head = b"GET /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+        head += b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+        return head + bytes((0x81, 0x80 | len(body))) + bytes(4) + body  # masked with zeros
+
+    async def more(self) -> bool:
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, MB)
+        self._unparsed += await self._loop.sock_recv(self._socket, MB)
+        while len(self._unparsed) >= 4:
+            size, start = self._unparsed[1], 2
+            if size > 125:
+                start = 4 if size == 126 else 10
+                size = int.from_bytes(self._unparsed[2:start])
+            if len(self._unparsed) < start + size:
+                return True
+            opcode, payload = self._unparsed[0], self._unparsed[start : start + size]
+            self._unparsed = self._unparsed[start + size :]
+            if opcode == 0x88:
+                self._socket.close()
+                return False
+            if opcode == 0x81:
+                choices = json.loads(payload).get("choices", ())
+                self.take("".join(choice["text"] for choice in choices))
+        return True
 
 
 class GrpcClient(Client):
@@ -210,7 +246,7 @@ async def run(tmp_path: Path) -> AsyncIterator[Run]:
 
 async def test_what_slow_clients_have_not_read_stays_in_redis(run: Run) -> None:
     """41 MB are written for clients that have stopped reading."""
-    slow = run.clients(SseClient, GrpcClient, SseClient, GrpcClient, tokens_a_step=64)
+    slow = run.clients(SseClient, GrpcClient, WebSocketClient, GrpcClient, tokens_a_step=64)
     quick = run.clients(SseClient, GrpcClient, tokens_a_step=1)
     async with asyncio.timeout(LIMIT_S):
         assert await run.growth(slow, quick) < BOUND

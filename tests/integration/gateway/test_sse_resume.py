@@ -1,13 +1,15 @@
 """Streams over HTTP: positions, ids, resuming on another gateway, cancelling."""
 
 import asyncio
+import socket
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 from pagestream_gateway import Settings
-from pagestream_gateway.settings import StreamSettings
+from pagestream_gateway.settings import ShutdownSettings, StreamSettings
 from support.clients.gateway_clients import Address, chat_text, get_events, lose, post_events, sse_events
 from support.engines.synthetic_engine import MODEL, SyntheticEngine
 from support.protocol.token_streams import eventually
@@ -171,6 +173,33 @@ async def test_a_stopping_gateway_tells_its_streams_to_go_on_elsewhere(
     engine.go_on()
     request_id = response.headers["X-Request-Id"]
     assert chat_text(seen) + chat_text(await get_events(http, request_id, after=rest[-1].position)) == TEXT
+
+
+async def test_a_client_that_is_behind_when_its_gateway_stops_misses_nothing(
+    http: httpx.AsyncClient, engine: SyntheticEngine, settings: Settings, another: Any
+) -> None:
+    many = {**CHAT, "n": 8, "max_tokens": 100}
+    narrow = httpx.AsyncHTTPTransport(socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)])
+    async with httpx.AsyncClient(transport=narrow) as client, AsyncExitStack() as gateways:
+        address = await gateways.enter_async_context(another(replace(settings, shutdown=ShutdownSettings(drain_s=0.1))))
+        call = client.stream("POST", f"{address.url}/v1/chat/completions", json={**many, "stream": True})
+        response = await call.__aenter__()
+        events = sse_events(response)
+        seen = [await anext(events)]
+        await eventually(lambda: engine.num_tokens >= 800)  # of which the client reads none meanwhile
+        stopping = asyncio.create_task(gateways.aclose())
+        with pytest.raises(TimeoutError):  # the answer has been ended, and its last event waits for the client
+            await asyncio.wait_for(asyncio.shield(stopping), 1)
+        seen += [event async for event in events]
+        await stopping
+        await call.__aexit__(None, None, None)
+    last = seen.pop()
+    assert last.body["error"]["code"] == "gateway_stopping"
+    more = await get_events(http, response.headers["X-Request-Id"], after=last.position)
+    whole = await get_events(http, response.headers["X-Request-Id"])
+    assert last.next_index < 400, "the client was not behind"
+    for choice in range(8):
+        assert chat_text(seen, choice) + chat_text(more, choice) == chat_text(whole, choice)
 
 
 @pytest.mark.parametrize("stream", [True, False])

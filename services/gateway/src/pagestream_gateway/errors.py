@@ -7,6 +7,7 @@
     |- RequestDiffers         an id stands for a request with another body
     |- Unauthenticated        no API key, or an unknown one
     |- HostNotAllowed         the Host header is not a name of this server
+    |- OriginNotAllowed       a web page of this origin may not open a WebSocket
     |- BodyTooLarge           more bytes than the gateway reads
     |- WrongContentType       the body is of another type, or compressed
     |- HeaderTooLarge         more bytes or fields in a request's header than the gateway reads
@@ -81,6 +82,16 @@ class HostNotAllowed(GatewayError):
         super().__init__(
             f"{host[:100]!r} is not a name of this server, which asks for no API key and so answers to localhost "
             "alone; let it ask for keys (--api-keys), or name the host in PAGESTREAM_GATEWAY__ALLOWED_HOSTS"
+        )
+
+
+class OriginNotAllowed(GatewayError):
+    """A web page of another origin asks for a WebSocket, which browsers do not hold to CORS."""
+
+    def __init__(self, origin: str) -> None:
+        super().__init__(
+            f"pages of {origin[:100]!r} may not open a WebSocket here; "
+            "PAGESTREAM_GATEWAY__CORS_ORIGINS lists those that may"
         )
 
 

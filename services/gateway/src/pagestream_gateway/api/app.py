@@ -11,6 +11,8 @@ from pagestream_gateway.api.hosts import limit_hosts
 from pagestream_gateway.api.leniency import Lenient
 from pagestream_gateway.api.openai import chat_completions, completions, models, requests
 from pagestream_gateway.api.openai.errors import install_error_handlers
+from pagestream_gateway.api.openai.responses import body as responses_body
+from pagestream_gateway.api.openai.responses import routes as responses
 from pagestream_gateway.api.openai.vectors import embeddings, scoring
 from pagestream_gateway.api.pacing import Paced
 from pagestream_gateway.api.vllm import tokens
@@ -25,11 +27,12 @@ _ABOUT = (
 def build_app(gateway: Gateway) -> FastAPI:
     """Return the application of the HTTP port."""
     app = _bare_app(gateway)
-    for resource in (completions, chat_completions, embeddings, scoring, models, requests, tokens, health):
+    for resource in (completions, chat_completions, responses, embeddings, scoring, models, requests, tokens, health):
         app.include_router(resource.router(gateway))
     bodies: list[type[BaseModel]] = [
         completions.CompletionBody,
         chat_completions.ChatBody,
+        responses_body.ResponseBody,
         tokens.TokenizeBody,
         tokens.DetokenizeBody,
     ]

@@ -46,6 +46,10 @@ class CorsHeaders:
     def __init__(self, origins: Sequence[str]) -> None:
         self._rule = CORSMiddleware(_no_application, **_rule(origins)) if origins else None
 
+    def allows(self, origin: str) -> bool:
+        """Return whether pages of this origin may call the API."""
+        return self._rule is not None and (self._rule.allow_all_origins or self._rule.is_allowed_origin(origin))
+
     def of(self, origin: str | None) -> Mapping[str, str]:
         """Return the headers of an answer to a request with this Origin; None where it has none."""
         if self._rule is None:

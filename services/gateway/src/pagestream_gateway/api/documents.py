@@ -12,6 +12,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.responses import HTMLResponse, Response
 
 from pagestream_gateway.api import schemas
+from pagestream_gateway.api.transports.framing import NDJSON, SSE
 
 _STREAM_SWITCHES = {
     "X-Stream-Ids": "Give each event its position as its `id`, too.",
@@ -77,9 +78,14 @@ _FAILED = dict.fromkeys((400, 409, 429, 500, 503), _OWN)  # of what failed after
 _GENERATED = {200: (*_OWN, *_QUEUED), **_FAILED}
 _REQUEST = "/v1/requests/{request_id}"
 _EVENT_ERROR = schemas.ErrorEvent
+_LINES = (schemas.QueueLine, schemas.DoneLine)
 _EMPTY = _Answers()
 _TEXT = _Answers(texts=(200,))
 _REQUEST_READ = _Answers(schemas.RequestAnswer, errors=(401, 404), headers=_OWNED)
+_RESPONSE = "/v1/responses/{response_id}"
+_RESPONSE_READ = _Answers(
+    schemas.ResponseAnswer, errors=(401, 404, 409, 429), headers={200: (*_OWN, *_QUEUED), **_FAILED}
+)
 _VECTORS = _Answers(errors=_GENERATION_ERRORS, headers={200: _OWN, **_FAILED})
 _ANSWERS: Mapping[tuple[str, str], _Answers] = {
     ("post", "/v1/completions"): _Answers(
@@ -88,6 +94,14 @@ _ANSWERS: Mapping[tuple[str, str], _Answers] = {
     ("post", "/v1/chat/completions"): _Answers(
         schemas.ChatAnswer, (schemas.ChatChunk, _EVENT_ERROR), errors=_GENERATION_ERRORS, headers=_GENERATED
     ),
+    ("post", "/v1/responses"): _Answers(
+        schemas.ResponseAnswer, (schemas.ResponseEvent,), errors=_GENERATION_ERRORS, headers=_GENERATED
+    ),
+    ("get", _RESPONSE): _RESPONSE_READ._replace(
+        events=(schemas.ResponseEvent,), headers={200: (*_OWN, *_QUEUED, "X-Stream-Verified"), **_FAILED}
+    ),
+    ("post", f"{_RESPONSE}/cancel"): _RESPONSE_READ,
+    ("get", f"{_RESPONSE}/input_items"): _Answers(schemas.ResponseInput, errors=(401, 404)),
     ("post", "/v1/embeddings"): _VECTORS._replace(whole=schemas.EmbeddingAnswer),
     ("post", "/v1/score"): _VECTORS._replace(whole=schemas.ScoreAnswer),
     ("post", "/v1/rerank"): _VECTORS._replace(whole=schemas.RerankAnswer),
@@ -144,7 +158,7 @@ def _document(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> dict[str, Any]
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     shown: dict[str, type[BaseModel]] = {schemas.ErrorAnswer.__name__: schemas.ErrorAnswer}
     for answers in _ANSWERS.values():
-        shown |= {kind.__name__: kind for kind in (answers.whole, *answers.events) if kind is not None}
+        shown |= {kind.__name__: kind for kind in (answers.whole, *answers.events, *_LINES) if kind is not None}
     modes: list[tuple[type[BaseModel], Literal["validation", "serialization"]]] = []
     modes += [(body, "validation") for body in bodies]
     modes += [(answer, "serialization") for answer in shown.values()]
@@ -172,7 +186,9 @@ def _response(answers: _Answers, status: int) -> dict[str, Any]:
     whole = answers.whole if status == HTTPStatus.OK else schemas.ErrorAnswer
     content = {} if whole is None else {"application/json": {"schema": _reference(whole)}}
     if status == HTTPStatus.OK and answers.events:
-        content["text/event-stream"] = {"schema": _any_of(answers.events)}
+        content[SSE] = {"schema": _any_of(answers.events)}
+        if _EVENT_ERROR in answers.events:  # not those that name a response's changes
+            content[NDJSON] = {"schema": _any_of((*answers.events, *_LINES))}
     if status in answers.texts:
         content["text/plain"] = {"schema": {"type": "string"}}
     response: dict[str, Any] = {"description": HTTPStatus(status).phrase}

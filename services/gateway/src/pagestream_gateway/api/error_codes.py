@@ -48,6 +48,7 @@ ERROR_CODES: dict[type[Exception], ErrorCode] = {
     errors.InvalidRequest: ErrorCode(400, _Status.INVALID_ARGUMENT, _INVALID, "invalid_value"),
     errors.Unauthenticated: ErrorCode(401, _Status.UNAUTHENTICATED, _INVALID, "invalid_api_key"),
     errors.HostNotAllowed: ErrorCode(403, _Status.PERMISSION_DENIED, _INVALID, "host_not_allowed", "Host"),
+    errors.OriginNotAllowed: ErrorCode(403, _Status.PERMISSION_DENIED, _INVALID, "origin_not_allowed", "Origin"),
     errors.BodyTooLarge: ErrorCode(413, _Status.RESOURCE_EXHAUSTED, _INVALID, "body_too_large"),
     errors.WrongContentType: ErrorCode(415, _Status.INVALID_ARGUMENT, _INVALID, "wrong_content_type"),
     errors.HeaderTooLarge: ErrorCode(431, _Status.RESOURCE_EXHAUSTED, _INVALID, "header_too_large"),

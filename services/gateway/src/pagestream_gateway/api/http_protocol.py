@@ -1,12 +1,13 @@
 """HTTP/1.1 connections with limits on what a client sends, and on the time that it takes to send it."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import httptools
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, ASGISendEvent, Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -14,11 +15,13 @@ from uvicorn.server import ServerState
 from pagestream_gateway.api.cors import CorsHeaders
 from pagestream_gateway.api.error_codes import error_report
 from pagestream_gateway.api.openai.errors import error_response
+from pagestream_gateway.api.transports.websocket import WebSocket, is_handshake
 from pagestream_gateway.errors import (
     BodyTooLarge,
     GatewayError,
     HeaderTooLarge,
     MalformedHttp,
+    OriginNotAllowed,
     RequestTimeout,
     TooManyConnections,
 )
@@ -80,6 +83,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_chunks = 0
         self._dropped_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._socket: WebSocket | None = None
+        """What the connection carries after a handshake."""
 
     # -- what the transport calls
 
@@ -95,10 +100,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timer."""
         self._stop_timer()
+        if self._socket is not None:
+            self._socket.leave()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Parse what came; the requests that it completes begin."""
+        if self._socket is not None:
+            self._socket.feed(data)
+            return
         if self._is_refused:
             self._dropped_bytes += len(data)
             if self._dropped_bytes > _LINGER_BYTES:
@@ -112,13 +122,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             cause = error.__context__
             self._refuse(cause if isinstance(cause, GatewayError) else MalformedHttp())
             return
-        if self._unfinished_bytes > self._limits.settings.max_header_bytes:
+        if self._socket is None and self._unfinished_bytes > self._limits.settings.max_header_bytes:
             self._refuse(HeaderTooLarge(self._limits.settings.max_header_bytes))
-        else:
+        elif self._socket is None:
             self._time_header()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        super()._start_asgi_task(cycle, _without_chunks(cycle, app) if cycle.scope["http_version"] == "1.0" else app)
+        if self._in_body and not self.pipeline and is_handshake(cast(MutableMapping[str, Any], cycle.scope)):
+            self._socket = _socket_of(cycle, self._limits)
+            self._stop_timer()
+            app = _carried_by(self._socket, cycle, app)
+        elif cycle.scope["http_version"] == "1.0":
+            app = _without_chunks(cycle, app)
+        super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
         """End an answer; the header that came in part meanwhile is waited for from now on."""
@@ -193,6 +209,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             try:
                 self.parser.feed_data(data)
             except httptools.HttpParserUpgrade as stopped:
+                if self._socket is not None:
+                    self._socket.feed(data[stopped.args[0] :])
+                    return
                 if not _asks_for_upgrade(self.parser):  # CONNECT: what follows is no HTTP; answer, then close
                     self.cycle.keep_alive = False
                     return
@@ -276,6 +295,39 @@ def _framing(parser: httptools.HttpRequestParser, headers: list[tuple[bytes, byt
     fields = (field for field in headers if field[0] in (b"content-length", b"transfer-encoding"))
     version = parser.get_http_version().encode()
     return b"POST / HTTP/%b\r\n%b\r\n" % (version, b"".join(b"%b: %b\r\n" % field for field in fields))
+
+
+def _socket_of(cycle: RequestResponseCycle, limits: ConnectionLimits) -> WebSocket:
+    """Return what a connection carries from a handshake on.
+
+    Raises OriginNotAllowed: a page of any origin may ask for WebSocket, since browsers do not hold it to CORS.
+    """
+    headers = dict(cycle.scope["headers"])
+    origin, host = (headers.get(name, b"").decode("latin-1") for name in (b"origin", b"host"))
+    is_own = origin.partition("://")[2].lower() == host.lower()
+    if origin and not is_own and not limits.cors.allows(origin):
+        raise OriginNotAllowed(origin)
+    return WebSocket(
+        cast(MutableMapping[str, Any], cycle.scope),
+        cycle.transport,
+        cycle.flow,
+        body_timeout_s=limits.settings.body_timeout_s,
+        write_bytes=WRITE_BUFFER_BYTES,
+    )
+
+
+def _carried_by(socket: WebSocket, cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:
+    """Return an application whose calls and answers travel as messages."""
+    cycle.keep_alive = False
+    cycle.response_started = True
+
+    async def answer(_scope: Scope, _receive: ASGIReceiveCallable, _send: ASGISendCallable) -> None:
+        try:
+            await socket.run(cast(ASGIApp, app))
+        finally:
+            cycle.response_complete = True
+
+    return answer
 
 
 def _without_chunks(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:

@@ -26,6 +26,20 @@ class ErrorEvent(ErrorAnswer):
     stream_position: str = Field(description="The Last-Event-ID with which a reader goes on, on any gateway.")
 
 
+class QueueLine(BaseModel):
+    """A line of NDJSON before the first token, with X-Queue-Comments: where the request stands."""
+
+    queue_position: int
+    expected_wait_ms: int | None
+
+
+class DoneLine(BaseModel):
+    """The last line of NDJSON. A stream that ends without it is read on from its last stream_position."""
+
+    done: Literal[True]
+    stream_position: str
+
+
 class UsageSchema(BaseModel):
     """Tokens of a request."""
 
@@ -138,6 +152,81 @@ class ChatChunk(_Chunk):
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
+
+
+class ResponseUsage(BaseModel):
+    """Tokens of a response."""
+
+    input_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
+
+
+class ResponseAnswer(BaseModel):
+    """A response."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["queued", "in_progress", "completed", "incomplete", "cancelled", "failed"]
+    background: bool
+    error: dict[str, str] | None
+    incomplete_details: dict[str, str] | None
+    model: str
+    output: list[dict[str, Any]] = Field(description="Items: message, function_call, reasoning; none before the end.")
+    usage: ResponseUsage | None
+    service_tier: Literal["default"]
+    store: bool
+    temperature: float
+    top_p: float
+    truncation: Literal["disabled"]
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: Any = None
+    metadata: dict[str, str]
+    user: Any = None
+    prompt_cache_key: Any = None
+    safety_identifier: Any = None
+    previous_response_id: str | None
+    parallel_tool_calls: bool
+    reasoning: dict[str, Any]
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+
+
+class ResponseEvent(BaseModel):
+    """The data of an event of a response; members beside the first two are those of its type."""
+
+    type: str
+    sequence_number: int = Field(description="The starting_after with which a reader goes on after this.")
+    response: ResponseAnswer | None = None
+    output_index: int | None = None
+    content_index: int | None = None
+    item_id: str | None = None
+    item: dict[str, Any] | None = None
+    part: dict[str, Any] | None = None
+    delta: str | None = None
+    text: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    logprobs: list[Any] | None = None
+    code: str | None = None
+    message: str | None = None
+    param: str | None = None
+
+
+class ResponseInput(BaseModel):
+    """A page of the items of a response's conversation before its output."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class VectorUsage(BaseModel):

@@ -20,6 +20,7 @@ from pagestream.v1.records_pb2 import (
     AnswerForm,
     ApiForm,
     ChoiceFinish,
+    LogEnd,
     LogEntry,
     RequestSpec,
 )
@@ -47,7 +48,7 @@ def logprobs_of(text: str, num_best: int) -> TokenLogprobs:
 
 
 def parsed(body: WholeBody) -> dict[str, object]:
-    found: dict[str, object] = json.loads(b"".join(body.parts(USAGE)))
+    found: dict[str, object] = json.loads(b"".join(body.parts(LogEnd(usage=USAGE))))
     return found
 
 
@@ -116,7 +117,7 @@ def test_the_size_is_known_before_the_body(api: ApiForm, text: str, num_best: in
     for _ in range(8):
         body.add(run)
     assert body.num_bytes - empty <= 8 * body.size_of(of, run)
-    assert len(b"".join(body.parts(USAGE))) <= 2 * (empty + 8 * body.size_of(of, run))
+    assert len(b"".join(body.parts(LogEnd(usage=USAGE)))) <= 2 * (empty + 8 * body.size_of(of, run))
 
 
 def test_a_token_takes_bytes_not_objects() -> None:

@@ -42,6 +42,8 @@ class Reading:
     """Whether the chunk before the first entry is still to be sent."""
     with_ids: bool = True
     """Whether each event has its position as its `id` too, as an EventSource needs it."""
+    as_lines: bool = False
+    """Whether a stream is NDJSON in place of events."""
     with_queue_comments: bool = False
     """Whether comments say where the request stands until an engine's first entry."""
     is_complete: bool = False

@@ -23,6 +23,7 @@ from pagestream_gateway.api.openai.strict_body import Body, QueuedBody
 from pagestream_gateway.api.openai.whole_answer import WholeAnswer
 from pagestream_gateway.api.openai.whole_body import WholeBody
 from pagestream_gateway.api.openai.writer import AnswerBody, LogWriter
+from pagestream_gateway.api.transports.framing import accepts_lines
 from pagestream_gateway.core.calls import DISCONNECTED, Call
 from pagestream_gateway.core.drafts import Draft, now_s
 from pagestream_gateway.core.gateway import Gateway
@@ -67,7 +68,9 @@ class StreamOptions(Body):
 class GenerationBody(QueuedBody):
     """The fields of both bodies beside the sampling parameters."""
 
-    stream: bool | None = Field(None, description="Answer as server-sent events.")
+    stream: bool | None = Field(
+        None, description="Answer as a stream: server-sent events, or NDJSON where Accept says so."
+    )
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = Field(None, description="text, json_object or json_schema.")
     # Known fields that can't change the output.
@@ -183,7 +186,16 @@ async def generate(
         with_comments = switch(request.headers, "X-Queue-Comments")
         async with parsed_request(gateway, request, parse) as parsed:
             spec = await gateway.submission.submit(parsed.draft, tenant, call)
-        reading = Reading(spec, tenant, call, writer(spec), body, with_ids=with_ids, with_queue_comments=with_comments)
+        reading = Reading(
+            spec,
+            tenant,
+            call,
+            writer(spec),
+            body,
+            with_ids=with_ids,
+            as_lines=accepts_lines(request.headers.get("accept")),
+            with_queue_comments=with_comments,
+        )
         return EventStream(gateway, reading) if parsed.stream else WholeAnswer(gateway, reading)
     except asyncio.CancelledError:
         call.end(DISCONNECTED)

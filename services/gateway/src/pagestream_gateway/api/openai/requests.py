@@ -10,6 +10,7 @@ from pagestream.v1.records_pb2 import (
     API_FORM_CHAT_COMPLETIONS,
     API_FORM_EMBEDDINGS,
     API_FORM_RERANK,
+    API_FORM_RESPONSES,
     API_FORM_SCORE,
     RequestSpec,
 )
@@ -32,6 +33,7 @@ from pagestream_gateway.api.openai.vectors import embeddings, scoring
 from pagestream_gateway.api.openai.vectors.embeddings import EmbeddingWriter
 from pagestream_gateway.api.openai.vectors.scoring import RerankWriter, ScoreWriter
 from pagestream_gateway.api.openai.writer import LogWriter, finish_reason_body, usage_body
+from pagestream_gateway.api.transports.framing import accepts_lines
 from pagestream_gateway.core.calls import DISCONNECTED, OK, RESUME
 from pagestream_gateway.core.drafts import Draft
 from pagestream_gateway.core.gateway import Gateway
@@ -39,6 +41,7 @@ from pagestream_gateway.errors import InvalidRequest
 
 _WRITERS: Mapping[int, type[LogWriter]] = {
     API_FORM_CHAT_COMPLETIONS: ChatWriter,
+    API_FORM_RESPONSES: ChatWriter,
     API_FORM_EMBEDDINGS: EmbeddingWriter,
     API_FORM_SCORE: ScoreWriter,
     API_FORM_RERANK: RerankWriter,
@@ -185,6 +188,7 @@ def router(gateway: Gateway) -> APIRouter:
             writer_of(view.spec),
             start=position,
             with_opening=with_opening,
+            as_lines=accepts_lines(request.headers.get("accept")),
             with_queue_comments=with_comments,
             is_complete=is_complete,
             headers={"X-Stream-Verified": "true" if position.is_verified else "false"},

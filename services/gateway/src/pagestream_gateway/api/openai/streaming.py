@@ -1,4 +1,4 @@
-"""Server-sent events of a request's log, from any position."""
+"""Streams of a request's log, from any position: server-sent events, or a JSON document a line."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,20 +14,18 @@ from pagestream_gateway.api.failures import failure, is_failed
 from pagestream_gateway.api.openai.answers import LogAnswer, Reading, queue_headers
 from pagestream_gateway.api.openai.errors import error_data
 from pagestream_gateway.api.openai.position import position_after
-from pagestream_gateway.api.runs import split_runs
+from pagestream_gateway.api.runs import Run, split_runs
+from pagestream_gateway.api.transports.framing import EventFraming, Framing, LineFraming
 from pagestream_gateway.core.calls import OK
 from pagestream_gateway.core.gateway import Gateway
 from pagestream_gateway.errors import GatewayError
 
-KEEP_ALIVE = b"\n\n"
-"""Empty lines: every reader of events skips them, also those that take each other line for an event's JSON."""
-
 
 class EventStream(LogAnswer):
-    """An answer of events, each one `data:` line and an empty line, as OpenAI's.
+    """An answer of JSON chunks, written while the log grows.
 
-    Each chunk holds the position after its last log entry; with `Reading.with_ids` it is the event's `id` too. A client
-    that lost its connection reads on from there, on any gateway.
+    Each chunk holds the position after its last log entry. A client that lost its connection reads on from there, on
+    any gateway and over any transport.
     """
 
     def __init__(self, gateway: Gateway, reading: Reading) -> None:
@@ -35,6 +33,7 @@ class EventStream(LogAnswer):
         self._headers_sent = False
         self._owes_opening = reading.with_opening
         self._has_fingerprint = False
+        self._framing: Framing = LineFraming() if reading.as_lines else EventFraming(with_ids=reading.with_ids)
 
     async def write(self, scope: Scope, receive: Receive, send: Send) -> str:
         """Write all events; return the outcome for the metrics."""
@@ -45,22 +44,26 @@ class EventStream(LogAnswer):
                 await self._send_log(send)
         except (GatewayError, StreamsError) as error:
             # No [DONE]: a client that sees the end of the body without it resumes from its last position.
-            await self._send(send, (self._opening() + self._error(error)).encode(), more=False)
+            await self._send(send, (self._opening() + self.event(self.error(error))).encode(), more=False)
             return error_report(error).code
-        await self._send(send, (self._opening() + self._event("[DONE]")).encode(), more=False)
+        await self._send(send, (self._opening() + self.closing()).encode(), more=False)
         return OK
 
+    def closing(self) -> str:
+        """Return what stands after the last event."""
+        return self._framing.done(self._place())
+
     async def keep_alive(self, send: Send) -> None:
-        """Send empty lines, once the headers are out."""
+        """Send what readers skip, once the headers are out."""
         if self._headers_sent:
-            await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+            await send({"type": "http.response.body", "body": self._framing.keep_alive, "more_body": True})
 
     async def _start(self, send: Send) -> None:
         """Send the headers, which name the request and its place in the queue, before there is any event."""
         is_read_from = self._position.next_index or self._reading.is_complete
         place = None if is_read_from else await self._gateway.requests.place(self._reading.spec)
         headers = [
-            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"content-type", self._framing.media_type.encode()),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
             *self.header_pairs(**queue_headers(place)),
@@ -85,9 +88,7 @@ class EventStream(LogAnswer):
         while True:
             place = await self._gateway.requests.place(self._reading.spec)
             if place is not None:
-                wait = "unknown" if place.expected_wait_ms is None else place.expected_wait_ms
-                text = f": queue_position={place.position} expected_wait_ms={wait}\n\n"
-                await self._send(send, text.encode())
+                await self._send(send, self._framing.queue(place).encode())
             await asyncio.sleep(self._gateway.settings.stream.queue_comments_s)
 
     async def _send_log(self, send: Send) -> None:
@@ -101,9 +102,14 @@ class EventStream(LogAnswer):
                             await cancel(comments)
                         self._writer.set_fingerprint(await self._gateway.requests.fingerprint(self._reading.spec))
                         self._has_fingerprint = True
+                    before = self._position, self._owes_opening
                     body = self._events(batch).encode()
                     batch.clear()  # a client that has stopped reading holds the body alone
-                    await self._send(send, body)
+                    try:
+                        await self._send(send, body)
+                    except asyncio.CancelledError:  # it waited for the client, which has nothing of the body
+                        self._position, self._owes_opening = before
+                        raise
 
     async def _read_history(self) -> None:
         """Read what stands before the start position; wait for it where the log has not come so far."""
@@ -119,19 +125,19 @@ class EventStream(LogAnswer):
 
     def _events(self, batch: list[LogEntry]) -> str:
         events = [self._opening()]
-        runs = split_runs(self._position.next_index, batch)
+        runs = self._writer.split(self._position.next_index, batch)
         self._reading.call.tokens(sum(len(run.token_ids) for run in runs))
         for run in runs:
             if run.end is None:
                 data: str | None = self._writer.chunk(run)
             elif is_failed(self._reading.spec, run.end):
-                data = error_data(failure(run.end), position_after(run).event_id(self._request_id))
+                data = self.error(failure(run.end), run)
             else:
                 data = self._writer.usage(run.end, position_after(run))
             # An end that shows nothing has no event, so that [DONE] repeats the last id that was sent.
             if data is not None:
                 self._advance(run)
-                events.append(self._event(data))
+                events.append(self.event(data))
         return "".join(events)
 
     def _opening(self) -> str:
@@ -143,15 +149,19 @@ class EventStream(LogAnswer):
             return ""
         self._owes_opening = False
         opening = self._writer.opening()
-        return "" if opening is None else self._event(opening)
+        return "" if opening is None else self.event(opening)
 
-    def _error(self, error: Exception) -> str:
-        return self._event(error_data(error, self._position.event_id(self._request_id)))
+    def error(self, error: Exception, run: Run | None = None) -> str:
+        """Return the data of an error: that of the log's end where its run is given, else one of this reading."""
+        position = self._position if run is None else position_after(run)
+        return error_data(error, position.event_id(self._request_id))
 
-    def _event(self, data: str) -> str:
-        if not self._reading.with_ids:
-            return f"data: {data}\n\n"
-        return f"id: {self._position.event_id(self._request_id)}\ndata: {data}\n\n"
+    def event(self, data: str) -> str:
+        """Return an event with its data, and its `id` where the reader wants one; or a line of NDJSON."""
+        return self._framing.event(data, self._place())
+
+    def _place(self) -> str:
+        return self._position.event_id(self._request_id)
 
     async def _send(self, send: Send, body: bytes, *, more: bool = True) -> None:
         self._note_send()

@@ -1,5 +1,6 @@
 """Strict request bodies: how the bodies of all resources are declared, validated, and their mistakes reported."""
 
+from collections.abc import Callable, Container
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
@@ -59,10 +60,19 @@ class QueuedBody(Body):
 
 def with_sampling_parameters(kind: type[BodyModel]) -> type[BodyModel]:
     """Add a field for each sampling parameter that OpenAI bodies share."""
+    return with_parameters()(kind)
+
+
+def with_parameters(without: Container[str] = ()) -> Callable[[type[BodyModel]], type[BodyModel]]:
+    """Return what adds a field for each sampling parameter that OpenAI bodies share, but for those of `without`."""
+    return lambda kind: _with_parameters(kind, without)
+
+
+def _with_parameters(kind: type[BodyModel], without: Container[str]) -> type[BodyModel]:
     fields: dict[str, Any] = {
         parameter.name: (parameter.json_type | None, Field(None, description=parameter.description))
         for parameter in PARAMETERS
-        if parameter.json_type is not None
+        if parameter.json_type is not None and parameter.name not in without
     }
     return create_model(kind.__name__, __base__=kind, __module__=kind.__module__, __doc__=kind.__doc__, **fields)
 

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator
 from contextlib import aclosing
 
-from pagestream.v1.inference_pb2 import Usage
 from pagestream.v1.records_pb2 import LogEnd
 from pagestream_streams.byte_budget import ByteBudget
 from pagestream_streams.errors import DigestMismatch, StreamsError
@@ -17,7 +16,7 @@ from pagestream_gateway.api.openai.answers import LogAnswer, Reading
 from pagestream_gateway.api.openai.errors import error_response, log_unexpected
 from pagestream_gateway.api.openai.position import START
 from pagestream_gateway.api.openai.writer import AnswerBody
-from pagestream_gateway.api.runs import Run, split_runs
+from pagestream_gateway.api.runs import Run
 from pagestream_gateway.core.calls import OK
 from pagestream_gateway.core.gateway import Gateway
 from pagestream_gateway.errors import AnswerTooLarge, GatewayError, GenerationFailed, Overloaded
@@ -78,7 +77,7 @@ class WholeAnswer(LogAnswer):
         try:
             try:
                 with self._gateway.streams.entered():
-                    body, usage = await self._follow_log()
+                    body, end = await self._follow_log()
                 fingerprint = await self._gateway.requests.fingerprint(self._reading.spec)
                 self._writer.set_fingerprint(fingerprint)
                 body.set_fingerprint(fingerprint)
@@ -86,13 +85,13 @@ class WholeAnswer(LogAnswer):
                 log_unexpected(error, self._request_id)
                 await error_response(error, self.request_headers())(scope, receive, send)
                 return error_report(error).code
-            return await self._send(send, list(body.parts(usage)), usage)
+            return await self._send(send, list(body.parts(end)), end)
         finally:
             self._share.release()
 
     # -- build the body --
 
-    async def _follow_log(self) -> tuple[AnswerBody, Usage]:
+    async def _follow_log(self) -> tuple[AnswerBody, LogEnd]:
         """Follow the log to its end, and build the body: meanwhile where there is room, else afterwards."""
         num_bytes = self._reading.body.empty_bytes(self._writer)
         body = self._reading.body(self._writer.again()) if self._share.grow_to(num_bytes) else None
@@ -111,10 +110,14 @@ class WholeAnswer(LogAnswer):
                     raise AnswerTooLarge(self._request_id, self._share.budget.limit_bytes)
         raise GenerationFailed("log_without_end", "the log ended without its finish record")
 
-    async def _built(self, body: AnswerBody | None, end: LogEnd, num_bytes: int) -> tuple[AnswerBody, Usage]:
+    async def _built(self, body: AnswerBody | None, end: LogEnd, num_bytes: int) -> tuple[AnswerBody, LogEnd]:
+        self.check_end(end)
+        return (body, end) if body is not None else (await self._read_again(num_bytes), end)
+
+    def check_end(self, end: LogEnd) -> None:
+        """Raise the error of a log that ended with one."""
         if is_failed(self._reading.spec, end):
             raise failure(end)
-        return (body, end.usage) if body is not None else (await self._read_again(num_bytes), end.usage)
 
     async def _read_again(self, num_bytes: int) -> AnswerBody:
         """Build the body from the log, which has ended."""
@@ -141,13 +144,13 @@ class WholeAnswer(LogAnswer):
     async def _runs(self) -> AsyncGenerator[list[Run], None]:
         async with aclosing(self.follow()) as batches:
             async for batch in batches:
-                runs = split_runs(self._position.next_index, batch)
+                runs = self._writer.split(self._position.next_index, batch)
                 self._advance(runs[-1])
                 yield runs
 
     # -- send it --
 
-    async def _send(self, send: Send, parts: list[bytes], usage: Usage) -> str:
+    async def _send(self, send: Send, parts: list[bytes], end: LogEnd) -> str:
         """Send the body in pieces; return the outcome."""
         num_bytes, sent = sum(map(len, parts)), 0
         headers = [
@@ -170,20 +173,20 @@ class WholeAnswer(LogAnswer):
                 break
             try:
                 with self._gateway.streams.entered():
-                    pieces = await self._rest(sent, num_bytes, usage, rate)
+                    pieces = await self._rest(sent, num_bytes, end, rate)
             except (GatewayError, StreamsError) as error:
                 log_unexpected(error, self._request_id)
                 return error_report(error).code  # the body is not complete, so the server closes the connection
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         return OK
 
-    async def _rest(self, sent: int, num_bytes: int, usage: Usage, rate: float) -> Iterator[bytes]:
+    async def _rest(self, sent: int, num_bytes: int, end: LogEnd, rate: float) -> Iterator[bytes]:
         """Read the body again; return what follows the first `sent` bytes.
 
         While others wait only as much as a client that takes `rate` bytes a second has in half of _TURN_S.
         """
         budget = self._share.budget
-        parts = list((await self._read_again(min(num_bytes, budget.limit_bytes))).parts(usage))
+        parts = list((await self._read_again(min(num_bytes, budget.limit_bytes))).parts(end))
         pieces = _pieces(parts, sent)
         if not budget.is_waited_for:
             return pieces

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pagestream.v1.inference_pb2 import Usage
-from pagestream.v1.records_pb2 import ChoiceFinish
+from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd
 
 from pagestream_gateway.api.openai.writer import AnswerWriter
 from pagestream_gateway.api.runs import Run
@@ -90,12 +89,12 @@ class WholeBody:
             column += b"," + text if column else text
             self.num_bytes += len(text) + 1
 
-    def parts(self, usage: Usage) -> Iterator[bytes]:
+    def parts(self, end: LogEnd) -> Iterator[bytes]:
         """Yield the body, choice by choice; what is yielded is no longer held here."""
         of_prompt = b"[" + self._choices[0].prompt_logprobs + b"]"
         self._choices.reverse()
         opening = b"{"
-        for name, value in self._writer.whole(usage).items():
+        for name, value in self._writer.whole(end.usage).items():
             yield opening + _json(name) + b":"
             opening = b","
             if name != "choices":

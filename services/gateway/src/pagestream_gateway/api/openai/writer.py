@@ -6,16 +6,16 @@ each token.
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Protocol, Self
 
 from pagestream.v1.inference_pb2 import FinishReason, Usage
-from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, RequestSpec
+from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, RequestSpec
 from pagestream_streams.protocol.finish_reasons import finish_reason_name
 
 from pagestream_gateway.api.openai.logprobs import Logprobs, prompt_logprobs_body
 from pagestream_gateway.api.openai.position import START, Position, position_after
-from pagestream_gateway.api.runs import Run
+from pagestream_gateway.api.runs import Run, split_runs
 
 
 def finish_reason_body(reason: FinishReason) -> str | None:
@@ -59,8 +59,8 @@ class AnswerBody(Protocol):
     def add(self, run: Run) -> None:
         """Add a run that is not the log's end."""
 
-    def parts(self, usage: Usage) -> Iterator[bytes]:
-        """Yield the body; what is yielded is no longer held here."""
+    def parts(self, end: LogEnd) -> Iterator[bytes]:
+        """Yield the body of a log that ended so; what is yielded is no longer held here."""
 
 
 class LogWriter(ABC):
@@ -86,6 +86,10 @@ class LogWriter(ABC):
         fresh.set_fingerprint(self._fingerprint or "")
         fresh.logprobs.token_bytes = self.logprobs.token_bytes
         return fresh
+
+    def split(self, first_index: int, entries: Sequence[LogEntry]) -> list[Run]:
+        """Return the runs that are written together, of entries whose first has index `first_index`."""
+        return split_runs(first_index, entries)
 
     def skip(self, run: Run) -> None:  # noqa: B027 - most writers need no history
         """Take note of a run that the reader has already."""

@@ -1,6 +1,7 @@
 """One choice of a chat: its text as OpenAI's content, reasoning_content and tool_calls, whole or in deltas."""
 
 import hashlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pagestream.v1.inference_pb2 import FINISH_REASON_STOP
@@ -15,30 +16,53 @@ TOOL_CALLS = "tool_calls"
 """OpenAI's finish reason of an answer that calls tools."""
 
 
+class ChoiceReader:
+    """Divides a choice's text, in the order of the log, as the request's record says."""
+
+    def __init__(self, spec: RequestSpec, choice: int) -> None:
+        self.form = spec.answer.output
+        self.num_calls = 0
+        """Calls that have begun, with those that are left out."""
+        self._parser = parser_of(self.form)
+        self._prefix = f"{spec.request_id}:{choice}"
+
+    def read(self, text: str, *, is_last: bool) -> Iterator[Part]:
+        """Yield the parts that a piece of text completes, without calls beside the one that is wanted."""
+        for place in range(0, len(text), _PIECE_CHARS):
+            yield from self._shown(self._parser.feed(text[place : place + _PIECE_CHARS]))
+        if is_last:
+            yield from self._shown(self._parser.end())
+
+    def call_id(self) -> str:
+        """Return the id of the last call, the same for each reader; Mistral's templates take 9 characters alone."""
+        digest = hashlib.sha256(f"{self._prefix}:{self.num_calls}".encode()).hexdigest()
+        return digest[:9] if self.form.tool_format == "mistral" else f"call_{digest[:24]}"
+
+    def _shown(self, parts: Iterable[Part]) -> Iterator[Part]:
+        for part in parts:
+            if isinstance(part, CallBegin):
+                self.num_calls += 1
+            is_of_call = isinstance(part, CallBegin | Arguments)
+            if not (is_of_call and self.form.one_call and self.num_calls > 1):
+                yield part
+
+
 class ChoiceParts:
     """Turns a choice's text into members of deltas, in the order of the log."""
 
     def __init__(self, spec: RequestSpec, choice: int) -> None:
-        self._form = spec.answer.output
-        self._parser = parser_of(self._form)
-        self._prefix = f"{spec.request_id}:{choice}"
-        self._num_calls = 0
+        self._reader = ChoiceReader(spec, choice)
 
     def delta(self, text: str, *, is_last: bool) -> dict[str, Any]:
         """Return the delta of a piece of text; {} where it shows nothing yet."""
-        parts: list[Part] = []
-        for place in range(0, len(text), _PIECE_CHARS):
-            parts += self._parser.feed(text[place : place + _PIECE_CHARS])
-        if is_last:
-            parts += self._parser.end()
         delta: dict[str, Any] = {}
-        for part in parts:
+        for part in self._reader.read(text, is_last=is_last):
             self._add(part, delta)
         return delta
 
     def finish_reason(self, finish: ChoiceFinish) -> str:
         """Return OpenAI's finish reason: "stop" where the one tool to call was named."""
-        has_called = self._num_calls and self._form.tool_format != "named"
+        has_called = self._reader.num_calls and self._reader.form.tool_format != "named"
         return TOOL_CALLS if has_called and finish.reason == FINISH_REASON_STOP else finish_reason_name(finish.reason)
 
     def _add(self, part: Part, delta: dict[str, Any]) -> None:
@@ -48,30 +72,19 @@ class ChoiceParts:
             case Reasoning(text):
                 delta["reasoning_content"] = delta.get("reasoning_content", "") + text
             case CallBegin(name):
-                self._num_calls += 1
-                if not self._is_left_out:
-                    delta.setdefault(TOOL_CALLS, []).append(
-                        {
-                            "index": self._num_calls - 1,
-                            "id": self._call_id(),
-                            "type": "function",
-                            "function": {"name": name, "arguments": ""},
-                        }
-                    )
-            case Arguments(text) if not self._is_left_out:
-                calls = delta.setdefault(TOOL_CALLS, [])
-                if not calls or calls[-1]["index"] != self._num_calls - 1:
-                    calls.append({"index": self._num_calls - 1, "function": {"arguments": ""}})
+                delta.setdefault(TOOL_CALLS, []).append(
+                    {
+                        "index": self._reader.num_calls - 1,
+                        "id": self._reader.call_id(),
+                        "type": "function",
+                        "function": {"name": name, "arguments": ""},
+                    }
+                )
+            case Arguments(text):
+                calls, index = delta.setdefault(TOOL_CALLS, []), self._reader.num_calls - 1
+                if not calls or calls[-1]["index"] != index:
+                    calls.append({"index": index, "function": {"arguments": ""}})
                 calls[-1]["function"]["arguments"] += text
-
-    @property
-    def _is_left_out(self) -> bool:
-        return self._form.one_call and self._num_calls > 1
-
-    def _call_id(self) -> str:
-        """Return the id of the last call, the same for each reader; Mistral's templates take 9 characters alone."""
-        digest = hashlib.sha256(f"{self._prefix}:{self._num_calls}".encode()).hexdigest()
-        return digest[:9] if self._form.tool_format == "mistral" else f"call_{digest[:24]}"
 
 
 def whole_message(spec: RequestSpec, choice: int, text: str, finish: ChoiceFinish) -> tuple[dict[str, Any], str]:

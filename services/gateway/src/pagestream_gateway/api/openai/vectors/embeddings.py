@@ -112,9 +112,9 @@ class EmbeddingList:
             item = self._items[run.choice] = f"{self._writer.item(run)}}}".encode()
             self.num_bytes += len(item)
 
-    def parts(self, usage: Usage) -> Iterator[bytes]:
+    def parts(self, end: LogEnd) -> Iterator[bytes]:
         """See AnswerBody."""
-        members = json.dumps(self._writer.whole(usage), separators=(",", ":"))
+        members = json.dumps(self._writer.whole(end.usage), separators=(",", ":"))
         yield members[:-1].encode() + b',"data":['
         self._items.reverse()
         for number in range(len(self._items)):

@@ -135,9 +135,9 @@ class ScoreList:
         """See AnswerBody."""
         self.num_bytes += self._writer.similarities.add(run)
 
-    def parts(self, usage: Usage) -> Iterator[bytes]:
+    def parts(self, end: LogEnd) -> Iterator[bytes]:
         """See AnswerBody."""
-        yield json.dumps(self._writer.whole(usage), ensure_ascii=False, separators=(",", ":")).encode()
+        yield json.dumps(self._writer.whole(end.usage), ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def parse_score(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest:

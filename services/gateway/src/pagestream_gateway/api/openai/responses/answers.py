@@ -1,0 +1,58 @@
+"""Answers that are responses: streams of typed events, and stored responses."""
+
+from pagestream.v1.records_pb2 import LogEnd
+from starlette.types import Send
+
+from pagestream_gateway.api.error_codes import error_report
+from pagestream_gateway.api.openai.answers import Reading
+from pagestream_gateway.api.openai.responses.writer import ResponseWriter, framed
+from pagestream_gateway.api.openai.streaming import EventStream
+from pagestream_gateway.api.openai.whole_answer import WholeAnswer
+from pagestream_gateway.api.runs import Run
+from pagestream_gateway.core.gateway import Gateway
+from pagestream_gateway.errors import InvalidRequest
+
+
+class ResponseStream(EventStream):
+    """The events of a response, which its writer frames; there is no [DONE]."""
+
+    def __init__(self, gateway: Gateway, reading: Reading, writer: ResponseWriter) -> None:
+        super().__init__(gateway, reading)
+        self._events_of = writer
+        self._last_sent = writer.last_shown
+
+    async def _send_log(self, send: Send) -> None:
+        await self._send(send, self._opening().encode())  # at once: it names the response
+        await super()._send_log(send)
+
+    async def _send(self, send: Send, body: bytes, *, more: bool = True) -> None:
+        number = self._events_of.last_shown
+        await super()._send(send, body, more=more)
+        self._last_sent = number
+
+    def event(self, data: str) -> str:
+        return data
+
+    def closing(self) -> str:
+        if not self._events_of.is_past_end:
+            return ""
+        last = self._events_of.last_number
+        return self.error(InvalidRequest("starting_after", f"is past the last event, whose sequence_number is {last}"))
+
+    def error(self, error: Exception, run: Run | None = None) -> str:
+        """Return response.failed for a log that failed, else an error with the number of the last event that is sent.
+
+        A reader goes on after that number, here or on another gateway.
+        """
+        if run is not None and run.end is not None:
+            return self._events_of.usage(run.end, self._position) or ""
+        report = error_report(error)
+        body = {"type": "error", "code": report.code, "message": report.message, "param": report.field}
+        return framed({**body, "sequence_number": self._last_sent})
+
+
+class StoredAnswer(WholeAnswer):
+    """A response that has ended, also one that has failed."""
+
+    def check_end(self, end: LogEnd) -> None:
+        """Do nothing: the response says how it ended."""

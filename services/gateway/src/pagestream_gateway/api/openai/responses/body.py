@@ -1,0 +1,299 @@
+"""The body of POST /v1/responses."""
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+from pagestream.v1.inference_pb2 import ON_DISCONNECT_CONTINUE
+from pagestream.v1.records_pb2 import API_FORM_RESPONSES, AnswerForm, ResponseForm
+from pydantic import Field
+
+from pagestream_gateway.api.openai import generation
+from pagestream_gateway.api.openai.chat.tools import (
+    Function,
+    FunctionName,
+    NamedTool,
+    Tool,
+    ToolName,
+    check_formats,
+    tools_of,
+)
+from pagestream_gateway.api.openai.generation import named_as, queued_arguments, without_unsupported
+from pagestream_gateway.api.openai.responses.items import Item, chat_messages, items_of
+from pagestream_gateway.api.openai.strict_body import Body, QueuedBody, parse_body, with_parameters
+from pagestream_gateway.core.drafts import ChatPrompt, Draft, now_s
+from pagestream_gateway.core.sampling import parameters
+from pagestream_gateway.core.sampling.json_types import Items, expects
+from pagestream_gateway.core.sampling.resolution import sampling_from_json
+from pagestream_gateway.core.sampling.response_format import (
+    JsonObjectFormat,
+    JsonSchema,
+    JsonSchemaFormat,
+    TextFormat,
+    constraint_of,
+)
+from pagestream_gateway.errors import InvalidRequest, UnsupportedField
+
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    **generation.UNSUPPORTED,
+    "conversation": (),
+    "prompt": (),
+    "context_management": ([],),
+    "moderation": (),
+    "access_programs": (),
+    "image": (),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+    "chat_template": (),
+    "enable_response_messages": (False,),
+    "n": (1,),
+}
+"""See generation.UNSUPPORTED."""
+_WITHOUT = frozenset(
+    {
+        "n",
+        "max_tokens",
+        "best_of",
+        "use_beam_search",
+        "beam_width",
+        "length_penalty",
+        "early_stopping",
+        "prompt_logprobs",
+    }
+)
+"""Sampling parameters that responses don't have."""
+_ROOM = 200  # levels of nesting, and of calls, around what a response repeats when it is written
+_LOGPROBS = "message.output_text.logprobs"
+_FIELD_NAMES = {
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "response_format": "text.format",
+}
+_REPEATED = ("max_output_tokens", "max_tool_calls", "metadata", "user", "prompt_cache_key", "safety_identifier")
+
+
+class FunctionTool(Body):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="A JSON schema of the arguments; none: any object.")
+    strict: bool | None = None
+
+    def for_chat(self) -> Tool:
+        """Return it as chats have it."""
+        return Tool(type="function", function=Function(**self.model_dump(exclude={"type"})))
+
+
+class NamedFunction(Body):
+    """The function to call."""
+
+    type: Literal["function"]
+    name: str
+
+
+class FlatSchemaFormat(JsonSchema):
+    """JSON that validates against a schema."""
+
+    type: Literal["json_schema"]
+
+
+class TextOptions(Body):
+    """How the text is written."""
+
+    format: Annotated[TextFormat | JsonObjectFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
+    verbosity: Literal["medium"] | None = Field(None, description="The one that asks for nothing.")
+
+
+class Reasoning(Body):
+    """What is asked of reasoning: its text is shown in full, whatever summary is asked for."""
+
+    effort: None = None
+    summary: Any = None
+    generate_summary: Any = None
+    context: Any = None
+
+
+class ResponseStreamOptions(Body):
+    """stream_options; include_obfuscation changes no token and is ignored."""
+
+    include_obfuscation: bool | None = None
+
+
+@with_parameters(without=_WITHOUT)
+class ResponseBody(QueuedBody):
+    """POST /v1/responses."""
+
+    input: Annotated[str | Items[dict[str, Any]], expects("must be a string or a list of items")] = Field(
+        description="A user's text, or items: message, function_call, function_call_output, reasoning."
+    )
+    instructions: str | None = Field(None, description="A system message before all; not kept for later responses.")
+    previous_response_id: str | None = Field(None, description="The response whose conversation this goes on with.")
+    max_output_tokens: int | None = Field(None, description="Most tokens of the output, reasoning included.")
+    stream: bool | None = Field(None, description="Answer as server-sent events.")
+    background: bool | None = Field(None, description="Answer at once; the response goes on without readers.")
+    store: bool | None = Field(None, description="false: no later call of /v1/responses finds it. Default true.")
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    tools: Items[dict[str, Any]] | None = Field(None, description="Functions that the model may call.")
+    tool_choice: (
+        Annotated[
+            Literal["none", "auto", "required"] | NamedFunction,
+            expects('must be "none", "auto", "required" or {"type": "function", "name": ...}'),
+        ]
+        | None
+    ) = None
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call.")
+    include: Items[str] | None = Field(None, description="Names of what more is shown; nothing of it exists here.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Further values for the model's chat template."
+    )
+    metadata: dict[str, str] | None = Field(None, description="Kept with the response.")
+    # Known fields that can't change the output.
+    stream_options: ResponseStreamOptions | None = None
+    max_tool_calls: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    session_id: Any = None
+
+
+@dataclass(frozen=True)
+class ParsedResponse:
+    """A body and its headers."""
+
+    draft: Draft
+    """Without its conversation."""
+    stream: bool
+    background: bool
+    previous_id: str
+    items: Sequence[Item]
+    instructions: str
+    field_names: Mapping[str, str]
+
+    def going_on(self, earlier: Sequence[Item], max_bytes: int) -> Draft:
+        """Return the draft of a conversation that began with `earlier`.
+
+        Raises InvalidRequest for one of more than `max_bytes`: a body could not hold it either.
+        """
+        items = [*earlier, *self.items]
+        opening = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        prompt = self.draft.prompts[0]
+        if not isinstance(prompt, ChatPrompt):
+            raise TypeError("a response is a chat")
+        text = json.dumps(items, separators=(",", ":")).encode()
+        if len(text) > max_bytes:
+            raise InvalidRequest("input", f"the conversation has {len(text)} bytes of JSON, at most {max_bytes}")
+        self.draft.answer.response.input_zlib = zlib.compress(text)
+        return replace(self.draft, prompts=[replace(prompt, messages=[*opening, *chat_messages(items)])])
+
+
+def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedResponse:
+    """Read a body and its headers. Raises InvalidRequest."""
+    effort = document["reasoning"].get("effort") if isinstance(document.get("reasoning"), dict) else None
+    if effort is not None:
+        raise UnsupportedField("reasoning.effort", "chat_template_kwargs has what the model's template knows")
+    body = parse_body(ResponseBody, without_unsupported(document, UNSUPPORTED))
+    if body.include and _LOGPROBS in body.include:
+        raise UnsupportedField("include", f"{_LOGPROBS}; /v1/chat/completions has logprobs")
+    if body.background and body.store is False:
+        raise InvalidRequest("background", "needs store: such a response is read later")
+    field_names = dict(_FIELD_NAMES)
+    tools = tools_of(_chat_tools(body.tools or ()), _chat_choice(body.tool_choice), body.parallel_tool_calls)
+    with named_as(field_names):
+        given = {each.name: getattr(body, each.name, None) for each in parameters.PARAMETERS if each.json_type}
+        sampling = sampling_from_json({**given, "max_tokens": body.max_output_tokens})
+        constraint = constraint_of(_chat_format(body.text))
+        if constraint is not None and sampling.HasField("structured_outputs"):
+            raise InvalidRequest("response_format", "excludes structured_outputs")
+        if constraint is not None:
+            sampling.structured_outputs.CopyFrom(constraint)
+            field_names["structured_outputs"] = "text.format"
+        check_formats(tools, has_format=sampling.HasField("structured_outputs"), num_stop_strings=len(sampling.stop))
+        if (forced := tools.constraint()) is not None:
+            sampling.structured_outputs.CopyFrom(forced)
+            field_names["structured_outputs"] = "tools"
+        queued = queued_arguments(body, headers, document, API_FORM_RESPONSES)
+    if body.background:
+        queued["on_disconnect"] = ON_DISCONNECT_CONTINUE
+    form = ResponseForm(
+        members_zlib=zlib.compress(_dumped(_members(body)).encode()),
+        background=bool(body.background),
+        unstored=body.store is False,
+    )
+    prompt = ChatPrompt(
+        messages=[],
+        arguments=body.chat_template_kwargs or {},
+        add_special_tokens=bool(body.add_special_tokens),
+        tools=tools,
+    )
+    answer = AnswerForm(api=API_FORM_RESPONSES, created=now_s(), response=form)
+    draft = Draft(prompts=[prompt], prompt_field="input", sampling=sampling, answer=answer, **queued)
+    return ParsedResponse(
+        draft,
+        stream=bool(body.stream),
+        background=bool(body.background),
+        previous_id=body.previous_response_id or "",
+        items=items_of(body.input),
+        instructions=body.instructions or "",
+        field_names=field_names,
+    )
+
+
+def _chat_tools(tools: Sequence[dict[str, Any]]) -> list[Tool]:
+    found = []
+    for number, tool in enumerate(tools):
+        if tool.get("type") != "function":
+            raise UnsupportedField(f"tools.{number}.type", "functions are, which the caller runs")
+        try:
+            found.append(parse_body(FunctionTool, tool).for_chat())
+        except InvalidRequest as error:
+            error.field = f"tools.{number}" + (f".{error.field}" if error.field else "")
+            raise
+    return found
+
+
+def _chat_choice(choice: Any) -> Any:
+    if isinstance(choice, NamedFunction):
+        return NamedTool(type="function", function=FunctionName(name=choice.name))
+    return choice
+
+
+def _chat_format(text: TextOptions | None) -> TextFormat | JsonObjectFormat | JsonSchemaFormat | None:
+    form = text.format if text is not None else None
+    if not isinstance(form, FlatSchemaFormat):
+        return form
+    schema = JsonSchema.model_validate(form.model_dump(by_alias=True, exclude={"type"}))
+    return JsonSchemaFormat(type="json_schema", json_schema=schema)
+
+
+def _members(body: Any) -> dict[str, Any]:
+    """Return the members of a response that repeat its body."""
+    text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text is not None else {}
+    choice = body.tool_choice
+    return {
+        **{name: getattr(body, name) for name in _REPEATED},
+        "metadata": body.metadata or {},
+        "instructions": body.instructions,
+        "previous_response_id": body.previous_response_id,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "reasoning": {"effort": None, "summary": None},
+        "text": {"format": {"type": "text"}, **text},
+        "tool_choice": choice.model_dump() if isinstance(choice, NamedFunction) else choice or "auto",
+        "tools": [{"strict": None, "description": None, "parameters": None, **tool} for tool in body.tools or ()],
+        "top_logprobs": 0,
+    }
+
+
+def _dumped(members: dict[str, Any]) -> str:
+    """Return members as JSON. Raises InvalidRequest where they are nested too deeply to be written within an event."""
+    value: Any = members
+    for _ in range(_ROOM):
+        value = [value]
+    try:
+        return json.dumps(value)[_ROOM:-_ROOM]
+    except RecursionError as error:
+        raise InvalidRequest(None, "the body is nested too deeply") from error

@@ -1,0 +1,150 @@
+"""The items of a response's input, and the chat messages that they are."""
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from pagestream_gateway.api.openai.chat.tools import CalledFunction, ToolCall
+from pagestream_gateway.api.openai.strict_body import Body, parse_body
+from pagestream_gateway.core.models import check_unicode
+from pagestream_gateway.core.sampling.json_types import Items, expects
+from pagestream_gateway.errors import InvalidRequest, UnsupportedField
+
+_Id = Annotated[str, Field(max_length=512)]
+_CONTENT = 'must be a string or a list of {"type": "input_text", "text": ...} parts; other kinds are not supported'
+
+
+class InputText(Body):
+    """A text part; what else an answer's part has is ignored."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: Any = None
+    logprobs: Any = None
+
+
+_Content = Annotated[str | Items[InputText], expects(_CONTENT)]
+
+
+class InputMessage(Body):
+    """A message, also one of an earlier response."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: _Content
+    id: _Id | None = None
+    status: Any = None
+    phase: Any = None
+
+
+class FunctionCallItem(Body):
+    """A call of an earlier response."""
+
+    type: Literal["function_call"]
+    call_id: _Id
+    name: str
+    arguments: str
+    id: _Id | None = None
+    status: Any = None
+
+
+class FunctionOutputItem(Body):
+    """What a called function returned."""
+
+    type: Literal["function_call_output"]
+    call_id: _Id
+    output: _Content
+    id: _Id | None = None
+    status: Any = None
+
+
+class ReasoningText(Body):
+    """A part of a reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(Body):
+    """The reasoning of an earlier response; its summary is ignored."""
+
+    type: Literal["reasoning"]
+    content: Items[ReasoningText] | None = None
+    summary: Any = None
+    encrypted_content: None = None
+    id: _Id | None = None
+    status: Any = None
+
+
+_KINDS: dict[str, type[Body]] = {
+    "message": InputMessage,
+    "function_call": FunctionCallItem,
+    "function_call_output": FunctionOutputItem,
+    "reasoning": ReasoningItem,
+}
+Item = dict[str, Any]
+
+
+def items_of(given: str | Sequence[Item]) -> list[Item]:
+    """Return the items of `input` without what is ignored. Raises InvalidRequest, which names the item's field."""
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given}]
+    return [_item(number, item) for number, item in enumerate(given)]
+
+
+def _item(number: int, item: Item) -> Item:
+    kind = item.get("type") or "message"
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise UnsupportedField(f"input.{number}.type", f"known are {', '.join(_KINDS)}")
+    try:
+        found = parse_body(_KINDS[kind], {**item, "type": kind})
+    except InvalidRequest as error:
+        error.field = f"input.{number}" + (f".{error.field}" if error.field else "")
+        raise
+    kept = found.model_dump(exclude_none=True, exclude={"status", "phase", "summary"})
+    for name in ("content", "output"):
+        if isinstance(kept.get(name), list):
+            kept[name] = [{"type": part["type"], "text": part["text"]} for part in kept[name]]
+    check_unicode(json.dumps(kept, ensure_ascii=False), f"input.{number}")
+    return kept
+
+
+def chat_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
+    """Return the messages as chat templates take them.
+
+    Consecutive reasoning, text and calls of an assistant are one message, as the model wrote them.
+    """
+    messages: list[dict[str, Any]] = []
+    for item in items:
+        match item["type"]:
+            case "reasoning":
+                _assistants(messages, "reasoning_content")["reasoning_content"] = _text(item.get("content", ()))
+            case "function_call":
+                function = CalledFunction(name=item["name"], arguments=item["arguments"])
+                call = ToolCall(id=item["call_id"], type="function", function=function)
+                _assistants(messages, "").setdefault("tool_calls", []).append(call.for_template())
+            case "function_call_output":
+                text = _text(item["output"])
+                messages.append({"role": "tool", "content": text, "tool_call_id": item["call_id"]})
+            case _ if item["role"] == "assistant":
+                _assistants(messages, "content")["content"] = _text(item["content"])
+            case _:
+                messages.append({"role": item["role"], "content": _text(item["content"])})
+    return messages
+
+
+def _assistants(messages: list[dict[str, Any]], member: str) -> dict[str, Any]:
+    """Return the last message where it is an assistant's that a member may be added to, else a new one."""
+    order = ("reasoning_content", "content", "")
+    last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+    if last is None or (member and (last.get("tool_calls") or any(last.get(n) for n in order[order.index(member) :]))):
+        last = {"role": "assistant", "content": ""}
+        messages.append(last)
+    return last
+
+
+def _text(content: str | Iterable[Item]) -> str:
+    """Return a content's text; parts are joined as lines, as in chats."""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)

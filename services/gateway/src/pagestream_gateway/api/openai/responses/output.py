@@ -1,0 +1,107 @@
+"""The output items of a response, and the events that say how they grow."""
+
+import hashlib
+from typing import Any
+
+from pagestream.v1.inference_pb2 import FINISH_REASON_STOP
+from pagestream.v1.records_pb2 import RequestSpec
+
+from pagestream_gateway.api.openai.chat.parts import ChoiceReader
+from pagestream_gateway.api.runs import Run
+from pagestream_gateway.core.output.parts import Arguments, CallBegin, Content, Part, Reasoning
+
+Event = dict[str, Any]
+Item = dict[str, Any]
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_DELTAS = {
+    "message": "response.output_text",
+    "reasoning": "response.reasoning_text",
+    "function_call": "response.function_call_arguments",
+}
+
+
+class ResponseOutput:
+    """Divides a response's text into items. Events depend on how runs cut the text: give it one entry at a time."""
+
+    def __init__(self, spec: RequestSpec) -> None:
+        self.items: list[Item] = []
+        """The last one lacks its text while it grows."""
+        self.num_reasoning_tokens = 0
+        """Tokens before the first one of the answer, where there is reasoning: with its markers."""
+        self._request_id = spec.request_id
+        self._reader = ChoiceReader(spec, 0)
+        self._pieces: list[str] | None = None
+        self._num_tokens = 0
+        self._is_answering = False
+
+    def feed(self, run: Run) -> list[Event]:
+        """Add a run; return the events of what it shows, without their numbers."""
+        events: list[Event] = []
+        for part in self._reader.read(run.text, is_last=run.finish is not None):
+            self._add(part, events)
+        self._num_tokens += len(run.token_ids)
+        if self.items and not self._is_answering:
+            self.num_reasoning_tokens = self._num_tokens
+        if run.finish is not None:
+            self._close(events, is_complete=run.finish.reason == FINISH_REASON_STOP)
+        return events
+
+    def end(self) -> list[Event]:
+        """Close an item that the log's end cut off; return the events."""
+        events: list[Event] = []
+        self._close(events, is_complete=False)
+        return events
+
+    def _add(self, part: Part, events: list[Event]) -> None:
+        kind = {Reasoning: "reasoning", Content: "message"}.get(type(part), "function_call")
+        self._is_answering = self._is_answering or kind != "reasoning"
+        if isinstance(part, CallBegin) or self._pieces is None or self.items[-1]["type"] != kind:
+            self._close(events, is_complete=True)
+            self._open(kind, part.name if isinstance(part, CallBegin) else "", events)
+        if isinstance(part, Reasoning | Content | Arguments) and self._pieces is not None and part.text:
+            self._pieces.append(part.text)
+            events.append({"type": f"{_DELTAS[kind]}.delta", **self._place(), "delta": part.text, **self._logprobs()})
+
+    def _open(self, kind: str, name: str, events: list[Event]) -> None:
+        digest = hashlib.sha256(f"{self._request_id}:{len(self.items)}".encode()).hexdigest()
+        item: Item = {"id": f"{_PREFIXES[kind]}_{digest[:32]}", "type": kind, "status": "in_progress"}
+        if kind == "function_call":
+            item |= {"call_id": self._reader.call_id(), "name": name, "arguments": ""}
+        elif kind == "message":
+            item |= {"role": "assistant", "content": []}
+        else:
+            item |= {"summary": [], "content": [], "encrypted_content": None}
+        self.items.append(item)
+        self._pieces = []
+        events.append({"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": dict(item)})
+        if kind != "function_call":
+            events.append({"type": "response.content_part.added", **self._place(), "part": self._part("")})
+
+    def _close(self, events: list[Event], *, is_complete: bool) -> None:
+        if self._pieces is None:
+            return
+        text, self._pieces, item = "".join(self._pieces), None, self.items[-1]
+        done = {"type": f"{_DELTAS[item['type']]}.done", **self._place()}
+        if item["type"] == "function_call":
+            item["arguments"] = text
+            events.append({**done, "name": item["name"], "arguments": text})
+        else:
+            part = self._part(text)
+            item["content"] = [part]
+            events.append({**done, "text": text, **self._logprobs()})
+            events.append({"type": "response.content_part.done", **self._place(), "part": part})
+        item["status"] = "completed" if is_complete else "incomplete"
+        events.append({"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item})
+
+    def _place(self) -> Event:
+        item = self.items[-1]
+        in_item = {} if item["type"] == "function_call" else {"content_index": 0}
+        return {"item_id": item["id"], "output_index": len(self.items) - 1, **in_item}
+
+    def _logprobs(self) -> Event:
+        return {"logprobs": []} if self.items[-1]["type"] == "message" else {}
+
+    def _part(self, text: str) -> Item:
+        if self.items[-1]["type"] == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

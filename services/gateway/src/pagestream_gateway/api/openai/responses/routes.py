@@ -1,0 +1,223 @@
+"""/v1/responses: create, read from any event, cancel, and list the input of a response."""
+
+import asyncio
+import json
+import zlib
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter
+from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED, REQUEST_STATE_QUEUED
+from pagestream.v1.records_pb2 import API_FORM_RESPONSES, RequestSpec
+from pagestream_streams import RequestView
+from pagestream_streams.errors import RequestNotFound
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from pagestream_gateway.api.documents import body_of
+from pagestream_gateway.api.error_codes import error_report
+from pagestream_gateway.api.openai.answers import Reading, request_headers
+from pagestream_gateway.api.openai.generation import named_as, parsed_request, switch
+from pagestream_gateway.api.openai.responses.answers import ResponseStream, StoredAnswer
+from pagestream_gateway.api.openai.responses.body import ParsedResponse, ResponseBody, parse
+from pagestream_gateway.api.openai.responses.items import Item, items_of
+from pagestream_gateway.api.openai.responses.output import ResponseOutput
+from pagestream_gateway.api.openai.responses.writer import (
+    IN_PROGRESS,
+    QUEUED,
+    ResponseWriter,
+    WholeResponse,
+    response_body,
+)
+from pagestream_gateway.api.openai.whole_answer import WholeAnswer
+from pagestream_gateway.api.runs import split_runs
+from pagestream_gateway.core.calls import CHAT, DISCONNECTED, OK, RESUME, Call
+from pagestream_gateway.core.drafts import Draft
+from pagestream_gateway.core.gateway import Gateway
+from pagestream_gateway.errors import InvalidRequest
+
+_DEFAULT_LISTED, _MAX_LISTED = 20, 100
+_RESPONSE = "/v1/responses/{response_id}"
+_READ_PARAMETERS: dict[str, Any] = {
+    "parameters": [
+        {
+            "name": "stream",
+            "in": "query",
+            "schema": {"type": "boolean", "default": False},
+            "description": "Answer with the response's events, those that are still to come among them.",
+        },
+        {
+            "name": "starting_after",
+            "in": "query",
+            "schema": {"type": "integer", "minimum": 0},
+            "description": "The sequence_number of the last event that was seen; needs stream.",
+        },
+    ]
+}
+_LIST_PARAMETERS: dict[str, Any] = {
+    "parameters": [
+        {
+            "name": "limit",
+            "in": "query",
+            "schema": {"type": "integer", "minimum": 1, "maximum": _MAX_LISTED, "default": _DEFAULT_LISTED},
+            "description": "Most items of the page.",
+        },
+        {
+            "name": "order",
+            "in": "query",
+            "schema": {"type": "string", "enum": ["asc", "desc"], "default": "desc"},
+            "description": "From the first item, or from the last.",
+        },
+        {
+            "name": "after",
+            "in": "query",
+            "schema": {"type": "string"},
+            "description": "The id of the last item of the page before.",
+        },
+    ]
+}
+
+
+def router(gateway: Gateway) -> APIRouter:
+    """Return the resource's routes. The id of another tenant's response is answered as an unknown one: 404."""
+    routes = APIRouter(tags=["responses"])
+
+    @routes.post("/v1/responses", openapi_extra=body_of(ResponseBody), summary="Answer a conversation as a response")
+    async def create(request: Request) -> Response:
+        call = gateway.calls.begin("responses", CHAT, request.headers)
+        try:
+            return await _create(gateway, request, call)
+        except asyncio.CancelledError:
+            call.end(DISCONNECTED)
+            raise
+        except Exception as error:
+            call.end(error_report(error).code)
+            raise
+
+    @routes.get(_RESPONSE, openapi_extra=_READ_PARAMETERS, summary="A response, or its events from any of them on")
+    async def retrieve(request: Request, response_id: str) -> Response:
+        tenant = gateway.tenant(request.headers.get("authorization"))
+        is_stream = switch(request.query_params, "stream")
+        after = _number(request.query_params.get("starting_after"), is_stream=is_stream)
+        view = await _stored(gateway, response_id, tenant)
+        call = gateway.calls.begin("resume", RESUME, request.headers)
+        call.resumed(view.spec)
+        if not is_stream:
+            return _state_answer(gateway, view, tenant, call)
+        return _stream(gateway, view.spec, tenant, call, after)
+
+    @routes.post(f"{_RESPONSE}/cancel", summary="End a response")
+    async def cancel(request: Request, response_id: str) -> Response:
+        tenant = gateway.tenant(request.headers.get("authorization"))
+        await _stored(gateway, response_id, tenant)
+        await gateway.requests.cancel(response_id, tenant)
+        view = await _stored(gateway, response_id, tenant)
+        call = gateway.calls.begin("resume", RESUME, request.headers)
+        call.resumed(view.spec)
+        return _state_answer(gateway, view, tenant, call)
+
+    @routes.get(f"{_RESPONSE}/input_items", openapi_extra=_LIST_PARAMETERS, summary="The input of a response")
+    async def input_items(request: Request, response_id: str) -> Response:
+        tenant = gateway.tenant(request.headers.get("authorization"))
+        view = await _stored(gateway, response_id, tenant)
+        return await gateway.pool.run(lambda: _item_page(_input_of(view.spec), request))
+
+    return routes
+
+
+async def _create(gateway: Gateway, request: Request, call: Call) -> Response:
+    tenant = gateway.tenant(request.headers.get("authorization"))
+    async with parsed_request(gateway, request, parse) as parsed:
+        with named_as(parsed.field_names):
+            spec = await gateway.submission.submit(await _draft(gateway, parsed, tenant), tenant, call)
+    if parsed.stream:
+        return _stream(gateway, spec, tenant, call)
+    if parsed.background:
+        return _state_answer(gateway, await gateway.requests.view(spec.request_id, tenant), tenant, call)
+    return WholeAnswer(gateway, Reading(spec, tenant, call, ResponseWriter(spec), WholeResponse))
+
+
+async def _draft(gateway: Gateway, parsed: ParsedResponse, tenant: str) -> Draft:
+    """Return the draft with the conversation before it. Raises InvalidRequest for a response that can't go on."""
+    max_bytes = gateway.settings.limits.max_body_bytes
+    if not parsed.previous_id:
+        return await gateway.pool.run(lambda: parsed.going_on((), max_bytes))
+    field = "previous_response_id"
+    try:
+        view = await _stored(gateway, parsed.previous_id, tenant)
+    except RequestNotFound as error:
+        raise InvalidRequest(field, f"{parsed.previous_id[:200]!r} does not exist, or its log has expired") from error
+    if view.state != REQUEST_STATE_FINISHED:
+        raise InvalidRequest(field, "is of a response that has not ended")
+    output = ResponseOutput(view.spec)
+    with gateway.streams.entered():
+        async with aclosing(gateway.requests.follow(view.spec)) as batches:
+            async for batch in batches:
+                for run in split_runs(0, batch):
+                    if run.end is None:
+                        output.feed(run)
+    output.end()
+    return await gateway.pool.run(lambda: parsed.going_on([*_input_of(view.spec), *items_of(output.items)], max_bytes))
+
+
+async def _stored(gateway: Gateway, response_id: str, tenant: str) -> RequestView:
+    """Return the request of a response. Raises RequestNotFound, also for a request of another API."""
+    view = await gateway.requests.view(response_id, tenant)
+    answer = view.spec.answer
+    if answer.api != API_FORM_RESPONSES or answer.response.unstored:
+        raise RequestNotFound(response_id)
+    return view
+
+
+def _stream(gateway: Gateway, spec: RequestSpec, tenant: str, call: Call, after: int = -1) -> Response:
+    writer = ResponseWriter(spec, after)
+    verified = {} if after < 0 else {"X-Stream-Verified": "false"}  # a number says nothing about the text before it
+    return ResponseStream(gateway, Reading(spec, tenant, call, writer, headers=verified), writer)
+
+
+def _state_answer(gateway: Gateway, view: RequestView, tenant: str, call: Call) -> Response:
+    """Return the whole response where it has ended, else what is known of it; ends the call, or lets the answer."""
+    spec = view.spec
+    if view.state == REQUEST_STATE_FINISHED:
+        return StoredAnswer(gateway, Reading(spec, tenant, call, ResponseWriter(spec), WholeResponse))
+    call.end(OK)
+    status = QUEUED if view.state == REQUEST_STATE_QUEUED else IN_PROGRESS
+    body = json.dumps(response_body(spec, status))
+    return Response(body, media_type="application/json", headers=request_headers(spec))
+
+
+def _input_of(spec: RequestSpec) -> list[Item]:
+    items: list[Item] = json.loads(zlib.decompress(spec.answer.response.input_zlib))
+    return items
+
+
+def _item_page(items: list[Item], request: Request) -> Response:
+    shown = [{"id": f"item_{number}", **item} for number, item in enumerate(items)]
+    order = request.query_params.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest("order", f"must be asc or desc, got {order[:40]!r}")
+    if order == "desc":
+        shown.reverse()
+    after, text = request.query_params.get("after"), request.query_params.get("limit", str(_DEFAULT_LISTED))
+    if after is not None:
+        names = [item["id"] for item in shown]
+        if after not in names:
+            raise InvalidRequest("after", f"{after[:100]!r} is not in the list; begin with its first page")
+        shown = shown[names.index(after) + 1 :]
+    limit = int(text) if text.isascii() and text.isdigit() and len(text) <= 3 else 0
+    if not 1 <= limit <= _MAX_LISTED:
+        raise InvalidRequest("limit", f"expected a number from 1 to {_MAX_LISTED}, got {text[:40]!r}")
+    page = shown[:limit]
+    ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
+    return JSONResponse({"object": "list", "data": page, **ends, "has_more": len(shown) > limit})
+
+
+def _number(text: str | None, *, is_stream: bool) -> int:
+    """Return the number of the last event that a reader has; -1 for none."""
+    if text is None:
+        return -1
+    if not is_stream:
+        raise InvalidRequest("starting_after", "needs stream=true")
+    if not (text.isascii() and text.isdigit()) or len(text) > 18:
+        raise InvalidRequest("starting_after", f"expected the number of an event (0 or more), got {text[:40]!r}")
+    return int(text)

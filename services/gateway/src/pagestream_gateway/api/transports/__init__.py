@@ -1,0 +1,1 @@
+"""How streams are framed on the wire."""

@@ -1,0 +1,90 @@
+"""Framings of a stream over chunked HTTP: server-sent events, and a JSON document a line.
+
+Both carry the same JSON, with the same positions: a reader may begin with one and go on with the other.
+"""
+
+import json
+from typing import Protocol
+
+from pagestream_gateway.core.requests import QueuePlace
+
+NDJSON = "application/x-ndjson"
+SSE = "text/event-stream"
+
+
+class Framing(Protocol):
+    """Writes the parts of one stream. Every method returns whole frames."""
+
+    media_type: str
+    """The answer's Content-Type."""
+    keep_alive: bytes
+    """Bytes that every reader skips."""
+
+    def event(self, data: str, position: str) -> str:
+        """Return a frame of JSON text; `position` is where its reader goes on."""
+
+    def done(self, position: str) -> str:
+        """Return what ends a complete stream. A stream that ends without it is resumed from its last position."""
+
+    def queue(self, place: QueuePlace) -> str:
+        """Return a frame that says where the request stands."""
+
+
+class EventFraming:
+    """Server-sent events, each one `data:` line and an empty line, as OpenAI's."""
+
+    media_type = f"{SSE}; charset=utf-8"
+    keep_alive = b"\n\n"
+    """Empty lines: every reader of events skips them, also those that take each other line for an event's JSON."""
+
+    def __init__(self, *, with_ids: bool) -> None:
+        """`with_ids`: whether each event has its position as its `id` too, as an EventSource needs it."""
+        self._with_ids = with_ids
+
+    def event(self, data: str, position: str) -> str:
+        return f"id: {position}\ndata: {data}\n\n" if self._with_ids else f"data: {data}\n\n"
+
+    def done(self, position: str) -> str:
+        return self.event("[DONE]", position)
+
+    def queue(self, place: QueuePlace) -> str:
+        wait = "unknown" if place.expected_wait_ms is None else place.expected_wait_ms
+        return f": queue_position={place.position} expected_wait_ms={wait}\n\n"
+
+
+class LineFraming:
+    """NDJSON: one JSON object a line, which never holds a line break itself. Positions are in the JSON alone."""
+
+    media_type = NDJSON
+    keep_alive = b"\n"
+
+    def event(self, data: str, position: str) -> str:
+        return f"{data}\n"
+
+    def done(self, position: str) -> str:
+        return json.dumps({"done": True, "stream_position": position}) + "\n"
+
+    def queue(self, place: QueuePlace) -> str:
+        return json.dumps({"queue_position": place.position, "expected_wait_ms": place.expected_wait_ms}) + "\n"
+
+
+def accepts_lines(accept: str | None) -> bool:
+    """Return whether an Accept header prefers NDJSON to events: it has a higher weight, or an equal one and is first.
+
+    Media types that a stream never has are passed over, and so are wildcards, so that events stay the default.
+    """
+    weights = dict[str, float]()
+    for part in (accept or "").split(","):
+        media_type, *parameters = (each.strip().lower() for each in part.split(";"))
+        if media_type in (NDJSON, SSE):
+            weights.setdefault(media_type, _weight(parameters))
+    lines, events = weights.get(NDJSON, 0.0), weights.get(SSE, 0.0)
+    return lines > events or (lines == events > 0 and next(iter(weights)) == NDJSON)
+
+
+def _weight(parameters: list[str]) -> float:
+    text = next((each[2:] for each in parameters if each.startswith("q=")), "1")
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0

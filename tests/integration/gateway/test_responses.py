@@ -1,0 +1,254 @@
+"""/v1/responses by the official client, over a real Redis with an engine that writes what the test asks for."""
+
+import hashlib
+import json
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from support.clients.gateway_clients import Address, gateway_settings, running_address
+from support.engines.synthetic_engine import ECHO_MODEL, FAILING_TOKEN, SyntheticEngine, running_engine, synthetic_card
+
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}<tool_call></tool_call>{% endif %}"
+    "{% for m in messages %}{{ m.role }}({{ m.reasoning_content }}): {{ m.content }}"
+    "{% for c in m.tool_calls or () %}{{ c.function.name }}({{ c.function.arguments.items() | list }}){% endfor %}"
+    "{% endfor %}{% if think %}<think>{% endif %}"
+)
+WEATHER: Any = {
+    "type": "function",
+    "name": "get_weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    "strict": True,
+}
+OUTPUT = (
+    "<think>\nTwo cities.\n</think>\n\nI look.\n"
+    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bergen"}}\n</tool_call>'
+)
+
+
+@pytest.fixture
+async def engine(redis_url: str) -> AsyncIterator[SyntheticEngine]:
+    card = synthetic_card(ECHO_MODEL, max_model_len=4096, chat_template=TEMPLATE)
+    async with running_engine(redis_url, card) as running:
+        yield running
+
+
+@pytest.fixture
+async def client(gateway: Address) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def asking_for(output: str, **more: Any) -> dict[str, Any]:
+    return {"model": ECHO_MODEL, "input": f"[say]{output}[said]", "max_output_tokens": 1000, **more}
+
+
+async def events_of(stream: Any) -> list[dict[str, Any]]:
+    async with aclosing(stream.__aiter__()) as events:
+        return [event.model_dump(exclude_unset=True) async for event in events]
+
+
+async def test_an_answer_has_its_items(client: openai.AsyncOpenAI) -> None:
+    response = await client.responses.create(
+        **asking_for(OUTPUT, tools=[WEATHER], metadata={"a": "b"}, temperature=0.5)
+    )
+    reasoning, message, *calls = response.output
+    assert reasoning.type == "reasoning"
+    assert [part.text for part in reasoning.content or ()] == ["Two cities."]
+    assert (message.type, response.output_text) == ("message", "I look.")
+    assert [call.type == "function_call" and (call.name, call.arguments) for call in calls] == [
+        ("get_weather", '{"city": "Oslo"}'),
+        ("get_weather", '{"city": "Bergen"}'),
+    ]
+    assert (response.status, response.metadata, response.temperature) == ("completed", {"a": "b"}, 0.5)
+    assert response.usage is not None
+    assert response.usage.output_tokens == len(OUTPUT)
+    assert response.usage.output_tokens_details.reasoning_tokens == OUTPUT.index("I look")
+    assert await client.responses.retrieve(response.id) == response
+    cut = await client.responses.create(**asking_for("abcdef") | {"max_output_tokens": 3})
+    assert (cut.status, cut.output_text) == ("incomplete", "abc")
+    assert cut.incomplete_details is not None
+    assert cut.incomplete_details.reason == "max_output_tokens"
+
+
+async def test_a_stream_has_typed_events_from_any_of_them_on_any_gateway(
+    client: openai.AsyncOpenAI, other_gateway: Address
+) -> None:
+    async with client.responses.stream(**asking_for(OUTPUT, tools=[WEATHER])) as stream:
+        final = await stream.get_final_response()
+    assert [item.type for item in final.output] == ["reasoning", "message", "function_call", "function_call"]
+    created = await client.responses.create(**asking_for(OUTPUT, tools=[WEATHER], stream=True))
+    events = await events_of(created)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert kinds[-4:] == [
+        "function_call_arguments.delta",
+        "function_call_arguments.done",
+        "output_item.done",
+        "completed",
+    ]
+    last = events[-1]["response"]
+    response_id = events[0]["response"]["id"]
+    text = "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
+    assert text == "I look."
+    assert last == (await client.responses.retrieve(response_id)).model_dump(exclude_unset=True)
+    other = client.with_options(base_url=f"{other_gateway.url}/v1")
+    for after in (0, 40, len(events) - 1):
+        rest = await other.responses.retrieve(response_id, stream=True, starting_after=after)
+        assert await events_of(rest) == events[after + 1 :]
+
+
+async def test_a_background_response_goes_on_alone_and_is_cancelled(
+    client: openai.AsyncOpenAI, engine: SyntheticEngine
+) -> None:
+    engine.hold_at = 3
+    kept, ended = [await client.responses.create(**asking_for("abcdef", background=True)) for _ in range(2)]
+    assert kept.status in ("queued", "in_progress")
+    stream = await client.responses.retrieve(kept.id, stream=True)
+    async with aclosing(stream.__aiter__()) as events:
+        async for event in events:
+            if event.type == "response.output_text.delta":
+                break
+    cancelled = await client.responses.cancel(ended.id)
+    assert (cancelled.status, (await client.responses.retrieve(ended.id)).status) == ("cancelled", "cancelled")
+    with pytest.raises(openai.BadRequestError, match="has not ended"):
+        await client.responses.create(**asking_for("x", previous_response_id=kept.id))
+    engine.go_on()
+    *_, last = await events_of(await client.responses.retrieve(kept.id, stream=True))
+    found = await client.responses.retrieve(kept.id)
+    assert (last["type"], found.status) == ("response.completed", "completed")
+    assert found.output_text == "abcdef"
+
+
+async def test_conversations_go_on_by_id_or_by_items(client: openai.AsyncOpenAI, engine: SyntheticEngine) -> None:
+    first = await client.responses.create(**asking_for(OUTPUT, tools=[WEATHER], instructions="Be kind."))
+    results: list[Any] = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "7 degrees"}
+        for item in first.output
+        if item.type == "function_call"
+    ]
+    said = {"role": "user", "content": [{"type": "input_text", "text": "[say]ok[said]"}]}
+    second = await client.responses.create(
+        model=ECHO_MODEL, input=[*results, said], previous_response_id=first.id, max_output_tokens=5
+    )
+    assert (second.output_text, second.previous_response_id, second.instructions) == ("ok", first.id, None)
+    asked = {"role": "user", "content": f"[say]{OUTPUT}[said]"}
+    again = await client.responses.create(
+        model=ECHO_MODEL,
+        input=[asked, *(item.model_dump(exclude_none=True) for item in first.output), *results, said],
+        max_output_tokens=5,
+    )
+    assert again.output_text == "ok"
+    specs = {spec.request_id: spec for spec in engine.claimed}
+    assert specs[second.id].prompts == specs[again.id].prompts
+    third = await client.responses.create(**asking_for("end", previous_response_id=second.id))
+    items = [item async for item in client.responses.input_items.list(third.id, order="asc", limit=3)]
+    assert [item.type for item in items] == [
+        *("message", "reasoning", "message", "function_call", "function_call"),
+        *("function_call_output", "function_call_output", "message", "message", "message"),
+    ]
+
+
+async def test_an_answer_may_be_held_to_a_schema(client: openai.AsyncOpenAI, engine: SyntheticEngine) -> None:
+    form: Any = {"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}, "strict": True}}
+    answer = await client.responses.create(**asking_for("{}", text=form))
+    assert answer.output_text == "{}"
+    assert engine.claimed[-1].sampling.structured_outputs.json == '{"type": "object"}'
+    assert answer.model_dump(by_alias=True)["text"]["format"]["schema"] == {"type": "object"}
+    forced = await client.responses.create(
+        **asking_for('{"city": "Oslo"}', tools=[WEATHER], tool_choice={"type": "function", "name": "get_weather"})
+    )
+    assert [item.type == "function_call" and item.arguments for item in forced.output] == ['{"city": "Oslo"}']
+
+
+async def test_a_failure_is_the_responses_own(client: openai.AsyncOpenAI) -> None:
+    """The failing token is a special one of the synthetic tokenizer, which a prompt may spell."""
+    body = {"model": ECHO_MODEL, "input": f"<unused{FAILING_TOKEN - 2}>"}
+    with pytest.raises(openai.InternalServerError, match="told to fail"):
+        await client.responses.create(**body)
+    stream = await client.responses.create(**body, stream=True)
+    *_, last = await events_of(stream)
+    assert (last["type"], last["response"]["error"]["code"]) == ("response.failed", "server_error")
+    found = await client.responses.retrieve(last["response"]["id"])
+    assert found.status == "failed"
+
+
+REFUSED: list[tuple[dict[str, Any], str | None]] = [
+    ({"conversation": "c"}, "conversation"),
+    ({"max_tokens": 3}, "max_tokens"),
+    ({"truncation": "auto"}, "truncation"),
+    ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
+    ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+    ({"include": ["message.output_text.logprobs"]}, "include"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content"),
+    ({"input": []}, "input"),
+    ({"input": [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": "\ud800"}]}]}, "input.0"),
+    ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "x"}}}}, "text.format"),
+    ({"background": True, "store": False}, "background"),
+    ({"previous_response_id": "none"}, "previous_response_id"),
+    ({"max_tool_calls": "NESTED"}, None),
+]
+
+
+async def test_what_is_not_supported_is_refused_by_name(http: httpx.AsyncClient) -> None:
+    nested = "[" * 900 + "]" * 900
+    for more, field in REFUSED:
+        body = json.dumps(asking_for("x") | more).replace('"NESTED"', nested)
+        answer = await http.post("/v1/responses", content=body, headers={"Content-Type": "application/json"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
+
+
+async def test_a_conversation_has_no_more_bytes_than_a_body(
+    client: openai.AsyncOpenAI, redis_url: str, gateway: Address
+) -> None:
+    """Also where none of it is shown to the model."""
+    hidden: Any = {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "x" * 100}]}
+    hidden["content"] = [{"type": "reasoning_text", "text": "x" * 900}]
+    first = await client.responses.create(
+        **asking_for("a") | {"input": [hidden, {"role": "user", "content": "[say]a[said]"}]}
+    )
+    small = gateway_settings(redis_url)
+    small = replace(small, limits=replace(small.limits, max_body_bytes=1000))
+    async with running_address(small) as address, httpx.AsyncClient(base_url=address.url) as other:
+        answer = await other.post("/v1/responses", json=asking_for("b", previous_response_id=first.id))
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input"), answer.text
+
+
+async def test_what_follows_the_last_event_is_an_error(client: openai.AsyncOpenAI, http: httpx.AsyncClient) -> None:
+    made = await client.responses.create(**asking_for("a"))
+    url = f"/v1/responses/{made.id}?stream=true"
+    last = [line for line in (await http.get(url)).text.splitlines() if line.startswith("data: ")][-1]
+    number = json.loads(last.removeprefix("data: "))["sequence_number"]
+    after = await http.get(f"{url}&starting_after={number}")
+    assert (after.text, after.headers["X-Stream-Verified"]) == ("", "false")
+    beyond = (await http.get(f"{url}&starting_after={number + 1}")).text
+    assert '"type":"error"' in beyond
+    assert '"param":"starting_after"' in beyond
+
+
+async def test_others_requests_are_not_found(http: httpx.AsyncClient, redis_url: str, tmp_path: Path) -> None:
+    chat = {"model": ECHO_MODEL, "messages": [{"role": "user", "content": "[say]x[said]"}]}
+    of_chat = (await http.post("/v1/chat/completions", json=chat)).json()["id"]
+    unstored = (await http.post("/v1/responses", json=asking_for("x", store=False))).json()["id"]
+    own = (await http.post("/v1/responses", json=asking_for("x"))).json()["id"]
+    keys = tmp_path / "keys"
+    keys.write_text(f"{hashlib.sha256(b'k').hexdigest()} -> another\n")
+    guarded = gateway_settings(redis_url, keys=keys)
+    async with running_address(guarded) as address, httpx.AsyncClient(base_url=address.url) as other:
+        headers = {"Authorization": "Bearer k"}
+        answers = [await other.get(f"/v1/responses/{own}", headers=headers)]
+        answers.append(await other.post(f"/v1/responses/{own}/cancel", headers=headers))
+    for response_id in (of_chat, unstored):
+        answers += [await http.get(f"/v1/responses/{response_id}")]
+    assert [answer.status_code for answer in answers] == [404] * 4
+    assert (await http.get(f"/v1/responses/{own}")).json()["status"] == "completed"
