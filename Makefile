@@ -14,6 +14,9 @@ TORCH_INDEX ?=
 PYTEST_ARGS ?=
 # What takes an API server, or helm.
 KUBE_TESTS = tests/integration/chart tests/integration/operator
+# What builds or interprets kernels for half a minute, beside their own tests.
+BUILDS = tests/integration/engine/test_deterministic.py tests/unit/engine/layers/test_linear_levels.py \
+         tests/unit/engine/runner/test_triton_steps.py
 # pytest's exit status where a choice of ours leaves one of the two parts without a test; without a choice that fails.
 NOTHING_FOUND = $(if $(PYTEST_ARGS),5,none)
 # Test files that run at once, more than there are cores, since many wait; 0 is one after the other. Tests that kill
@@ -53,7 +56,7 @@ kube-test: $(STAMP) ## The chart and the operator against a real API server, wit
 	$(SHARED_CORES) $(PYTEST) -n $(WORKERS) --dist loadfile -m 'not slow' $(KUBE_TESTS) $(PYTEST_ARGS)
 
 kernel-test: $(STAMP) ## The builds and interpreted cases of the kernels' cover that `make test` leaves out (minutes)
-	$(SHARED_CORES) $(PYTEST) -n $(WORKERS) --dist loadfile -m 'slow and not gpu' tests/unit/kernels $(PYTEST_ARGS)
+	$(SHARED_CORES) $(PYTEST) -n $(WORKERS) --dist loadfile -m 'slow and not gpu' tests/unit/kernels $(BUILDS) $(PYTEST_ARGS)
 
 test-fast: $(STAMP) ## Run at each change: the unit tests but interpreted kernels and C++ builds (under 5 minutes)
 	$(SHARED_CORES) $(PYTEST) -n $(WORKERS) --dist loadfile -m 'not slow and not gpu and not builds' tests/unit $(PYTEST_ARGS)
@@ -69,7 +72,7 @@ check: $(STAMP) ## Lint, format, types, layer order, sizes of folders and classe
 bench: $(STAMP) ## Print the benchmarks' ratios (minutes; a quiet machine is best)
 	$(BIN)/python tests/benchmarks/run.py $(ARGS)
 
-faults: $(STAMP) ## Kill, stop, cut off and fill every part at every moment: 147 cells, and a table (15 minutes)
+faults: $(STAMP) ## Kill, stop, cut off and fill every part at every moment: 168 cells, and a table (25 minutes)
 	$(BIN)/python tests/campaigns/fault_matrix.py $(ARGS)
 
 properties: $(STAMP) ## All pairs of an engine's features, then the property tests with fresh examples, ROUNDS times over (a minute a round)

@@ -260,10 +260,16 @@ class PoolWorld:
         return [event["note"] for event in sorted(found, key=lambda event: str(event["eventTime"]))]
 
     def load(
-        self, operator: OperatorProcess, shares: Mapping[str, float], *, pool: str = "demo", waiting: int = 0
+        self,
+        operator: OperatorProcess,
+        shares: Mapping[str, float],
+        *,
+        pool: str = "demo",
+        model: str = "",
+        waiting: int = 0,
     ) -> None:
-        """Export what engines and a gateway would: KV utilization by pod, and the number of requests that wait for the
-        model of the pool's name.
+        """Export what engines and a gateway would: KV utilization by pod, and the number of requests that wait for a
+        model, which is that of the pool's name unless it is given.
         """
         now, own = time.time(), {"namespace": self.namespace}
         engines = [
@@ -281,8 +287,8 @@ class PoolWorld:
             for pod, share in shares.items()
         ]
         queue = {"depth": waiting, "tokens": 10 * waiting, "age": float(waiting > 0), "running": 0, "drain_rate": 0}
-        model = {"gen_ai.request.model": pool}
-        reported = [gauge(f"pagestream.queue.{name}", now, value, model) for name, value in queue.items()]
+        attributes = {"gen_ai.request.model": model or pool}
+        reported = [gauge(f"pagestream.queue.{name}", now, value, attributes) for name, value in queue.items()]
         operator.export_metrics(export(*engines, resource(reported, **own, instance="gateway-0")))
 
     def manager_of_replicas(self, name: str = "demo") -> set[str]:

@@ -92,7 +92,7 @@ def wait_for_pool(name: str, replicas: int, space: Namespace = NAMESPACE, *, lim
 
 @dataclass(frozen=True)
 class Scene:
-    """The release with its demo pool, and streams whose answers are known."""
+    """The release with one of its pools, and streams whose answers are known."""
 
     release: Release
     target: str
@@ -101,39 +101,46 @@ class Scene:
     questions: list[Question]
     answers: dict[int, Content]
     times: Times
-    engines: str = "pagestream.dev/pool=demo"
-    """Labels of the demo pool's pods."""
+    name: str = "demo"
+    """The pool's."""
+    width: int = WIDTH
+    """Streams that are open at any time."""
+
+    @property
+    def engines(self) -> str:
+        """Labels of the pool's pods."""
+        return f"pagestream.dev/pool={self.name}"
 
     @property
     def pool(self) -> Object:
-        """The demo pool."""
-        return NAMESPACE.get("enginepool", "demo")
+        """The pool."""
+        return NAMESPACE.get("enginepool", self.name)
 
     def patch(self, **spec: object) -> None:
-        """Change the demo pool's spec."""
+        """Change the pool's spec."""
         change = json.dumps({"spec": spec})
-        NAMESPACE.kubectl("patch", "enginepool", "demo", "--type=merge", "--patch", change)
+        NAMESPACE.kubectl("patch", "enginepool", self.name, "--type=merge", "--patch", change)
 
     def pin(self, replicas: int) -> None:
         """`kubectl scale`."""
-        NAMESPACE.kubectl("scale", "enginepool", "demo", f"--replicas={replicas}")
+        NAMESPACE.kubectl("scale", "enginepool", self.name, f"--replicas={replicas}")
 
     def pods(self) -> set[str]:
-        """Names of the demo pool's pods."""
+        """Names of the pool's pods."""
         return {name_of(pod) for pod in NAMESPACE.pods(self.engines)}
 
     async def settled(self, replicas: int, *, limit_s: float = 120.0) -> None:
-        """Wait until the demo pool has `replicas` ready pods of the newest template."""
-        await asyncio.to_thread(wait_for_pool, "demo", replicas, limit_s=limit_s)
+        """Wait until the pool has `replicas` ready pods of the newest template."""
+        await asyncio.to_thread(wait_for_pool, self.name, replicas, limit_s=limit_s)
 
     async def until(self, what: str, condition: Callable[[], object], *, limit_s: float = 60.0) -> None:
         """Wait for a condition beside the streams."""
         await asyncio.to_thread(wait_for, what, lambda: condition() or None, limit_s=limit_s)
 
-    def load(self, *, width: int = WIDTH, compared: bool = True) -> AbstractAsyncContextManager[Load]:
+    def load(self, *, width: int | None = None, compared: bool = True) -> AbstractAsyncContextManager[Load]:
         """Run streams for the length of a block. Each must end with the known tokens."""
         answers = self.answers if compared else None
-        return steady_load([self.target], self.api_key, self.questions, answers, width=width)
+        return steady_load([self.target], self.api_key, self.questions, answers, width=width or self.width)
 
     @asynccontextmanager
     async def disturbed(self, what: str, disturb: Callable[[], object]) -> AsyncIterator[Load]:
