@@ -3,8 +3,9 @@
 {engine, gateway, Redis, two at once} x {SIGKILL, SIGSTOP past the lease, network cut} x {queued, claimed, prefill,
 first token, middle, last token, finish}; at each of these moments also Redis at its memory limit, and SIGKILL and
 SIGSTOP of the process of the engine alone, and of its executor alone; SIGKILL of engines with int8 weights and a draft
-model, and of engines of two ranks, one of which is also killed and stopped alone. In each cell every feature over both
-APIs at once, compared with an undisturbed run.
+model, of engines of two ranks, one of which is also killed and stopped alone, of two stages, one of which is killed
+alone, and of engines that change between two models. In each cell every feature over both APIs at once, compared with
+an undisturbed run.
 """
 
 from __future__ import annotations

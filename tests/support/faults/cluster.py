@@ -24,20 +24,20 @@ from support.faults.fault_points import FaultPointController
 from support.faults.feature_clients import FeatureClient, GrpcClient, Transcript, clients_of
 from support.faults.feature_rows import FEATURE_ROWS, FeatureRow
 from support.faults.parts import RankPart
-from support.faults.setups import ENGINE_OPTIONS, SETUPS, Engines, write_adapter
+from support.faults.setups import ENGINE_OPTIONS, SETUPS, Engines, write_adapter, write_other_model
 from support.network.tcp_proxy import TcpProxy
 from support.processes.fork_server import ForkedPart, ForkServer
 from support.processes.stack import DEMO_MODEL, Part, StackError, free_port
 from support.processes.waiting import descendants_of
 
 MODEL = "demo"
-ADAPTER = "adapter"
+ADAPTER, OTHER_MODEL = "adapter", "other"
 NUM_ENGINES = 2
 TENANT = "default"
 MODULES = ("pagestream_worker.__main__", "pagestream_gateway.__main__", "transformers.models.llama")
 TEXTS_DTYPE = "float32"
 """In which the answers have the stop strings of their rows; in another one no row's finish is known beforehand."""
-READY_LIMIT_S = 60.0
+READY_LIMIT_S = 240.0
 POLL_S = 0.05
 PAST_LEASE_S = 2.6
 """A lease (1.5 s) and the time until a sweep finds that it has lapsed."""
@@ -123,6 +123,8 @@ class FaultCluster:
         arguments = [str(DEMO_MODEL), "--redis", f"redis://127.0.0.1:{proxy.port}/0", "--served-model-name", MODEL]
         arguments += ["--engine-id", name, "--dtype", self._dtype]
         mode = self._setup.modes[len(self.engines) % len(self._setup.modes)]
+        if self._setup.has_other_model:
+            arguments += ["--models", f"{OTHER_MODEL}={self.folder / OTHER_MODEL}"]
         command = [MODULES[0], *arguments, *ENGINE_OPTIONS, *self._setup.options, *mode]
         part = ForkedPart(name, command, self.folder / f"{name}.log", server=self._fork_server)
         self.engines.append(Member(part, (proxy,), {}))
@@ -140,15 +142,16 @@ class FaultCluster:
         self.gateways.append(Member(part, proxies, addresses))
         part.start()
 
-    def engines_with_executor(self) -> list[Member]:
-        """Return the engines whose executor has a process of its own."""
-        modes = self._setup.modes
-        return [engine for place, engine in enumerate(self.engines) if "process" in modes[place % len(modes)]]
+    def engines_with(self, options: Collection[str]) -> list[Member]:
+        """Return the engines whose command has one of these options, or of their values."""
+        return [engine for engine in self.engines if not set(options).isdisjoint(engine.part.command)]
 
-    @property
-    def rows(self) -> Sequence[FeatureRow]:
-        """The rows that the engines support."""
-        return [row for row in FEATURE_ROWS if self._setup.has_adapters or not row.is_adapted]
+    def model_of(self, row: FeatureRow) -> str:
+        """Return the model that a row asks for."""
+        if row.is_adapted:
+            return ADAPTER
+        place = [each.name for each in FEATURE_ROWS].index(row.name)
+        return OTHER_MODEL if self._setup.has_other_model and place % 2 else MODEL
 
     async def load_adapter(self) -> None:
         """Let requests name the adapter that rows ask for."""
@@ -292,7 +295,9 @@ class FaultCluster:
 
     async def num_quarantined(self) -> int:
         """Return the number of quarantined requests."""
-        return len(await (await self.broker()).quarantined(MODEL))
+        broker = await self.broker()
+        models = (MODEL, OTHER_MODEL) if self._setup.has_other_model else (MODEL,)
+        return sum([len(await broker.quarantined(model)) for model in models])
 
     # -- clients and references --
 
@@ -308,9 +313,9 @@ class FaultCluster:
         self._number += 1
         addresses = [gateway.addresses[kind.api] for gateway in self.gateways]
         addresses = [*addresses[first:], *addresses[:first]]
+        model = self.model_of(row)
         if not self._has_texts:
             row = replace(row, finish=None)
-        model = ADAPTER if row.is_adapted else MODEL
         return kind(row, addresses, model=model, key=f"{row.name} {self._number}", seed=seed)
 
     def clients(self) -> list[FeatureClient]:
@@ -318,7 +323,7 @@ class FaultCluster:
         number = len(self.gateways)
         return [
             self.client(kind, row, first=(place + shift) % number)
-            for place, row in enumerate(self.rows)
+            for place, row in enumerate(FEATURE_ROWS)
             for shift, kind in enumerate(clients_of(row))
         ]
 
@@ -333,11 +338,11 @@ class FaultCluster:
 
     async def record_references(self) -> None:
         """Run every row undisturbed, one after another, so that no row depends on others in its batch."""
-        for row in self.rows:
+        for row in FEATURE_ROWS:
             if not row.seed_is_chosen:
                 for kind in clients_of(row):
                     await self.reference(self.client(kind, row))
-        for row in self.rows:
+        for row in FEATURE_ROWS:
             if not row.seed_is_chosen and not row.is_list:
                 self._compare_apis(row)
 
@@ -371,6 +376,8 @@ async def running_cluster(
         stack.push_async_callback(cluster.close)
         try:
             await cluster.broker()
+            if SETUPS[engines].has_other_model:
+                await asyncio.to_thread(write_other_model, folder / OTHER_MODEL)
             for _ in range(NUM_ENGINES):
                 await cluster.add_engine(stack)
             for _ in range(gateways):

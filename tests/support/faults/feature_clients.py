@@ -22,7 +22,7 @@ from support.clients.stream_clients import StreamBrokenError
 from support.faults.feature_rows import FeatureRow, grpc_request, http_body
 
 RETRY_S = 0.1
-LIMIT_S = 90.0
+LIMIT_S = 240.0
 SILENCE_LIMIT_S = 20.0  # above the longest cut: after more silence a client tries another gateway
 RETRYABLE = {
     grpc.StatusCode.UNAVAILABLE,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -23,7 +23,7 @@ from support.processes.fork_server import ForkedPart
 from support.processes.stack import StackError
 from support.processes.waiting import descendants_of
 
-PAUSE_LIMIT_S = 30.0
+PAUSE_LIMIT_S = 120.0
 SETTLE_LIMIT_S = 15.0
 POLL_S = 0.01
 
@@ -97,14 +97,21 @@ class Cell:
 
 ALONE = (Target.ENGINE_PROCESS, Target.EXECUTOR)
 _PARTS = {Target.ENGINE_PROCESS: EnginePart, Target.EXECUTOR: ExecutorPart, Target.RANK: RankPart}
+_NEEDED = {Target.EXECUTOR: {"process"}, Target.RANK: {"--tensor-parallel-size", "--pipeline-parallel-size"}}
+"""Options, one of which an engine has that has such a process; any engine has the others."""
 _OTHERS = (
     Cell(Target.REDIS, Fault.FILL, Moment.MIDDLE),
     *(Cell(target, Fault.KILL, Moment.MIDDLE) for target in ALONE),
 )
-_OTHER_ENGINES = (
-    Cell(Target.ENGINE, Fault.KILL, Moment.MIDDLE, Engines.INT8_AND_DRAFTS),
+_COVER_OF_RANKS = (
     Cell(Target.RANK, Fault.KILL, Moment.MIDDLE, Engines.RANKS),
+    Cell(Target.RANK, Fault.KILL, Moment.PREFILL, Engines.STAGES),
 )
+_COVER_OF_ENGINES = {
+    Moment.MIDDLE: Engines.INT8_AND_DRAFTS,
+    Moment.FIRST_TOKEN: Engines.MODELS,
+}
+"""Whose engine the cover kills at a moment, in place of a plain one."""
 
 
 @dataclass
@@ -127,9 +134,9 @@ class CellResult:
 
 
 def all_cells() -> list[Cell]:
-    """Return all 147 cells: the combinations, Redis at its memory limit, and the processes of engine and executor
-    killed and stopped alone, at each moment; then engines killed that have int8 weights and a draft model, or two
-    ranks, and one of the ranks killed and stopped alone.
+    """Return all 168 cells: the combinations, Redis at its memory limit, and the processes of engine and executor
+    killed and stopped alone, at each moment; then engines of each other set-up killed, one of two ranks killed and
+    stopped alone, and one of two stages killed.
     """
     combinations = [Cell(**case) for case in product(FACTORS)]
     filled = [Cell(Target.REDIS, Fault.FILL, moment) for moment in Moment]
@@ -138,27 +145,38 @@ def all_cells() -> list[Cell]:
 
 
 def _cells_of_other_engines() -> Iterator[Cell]:
-    for engines in (Engines.INT8_AND_DRAFTS, Engines.RANKS):
+    for engines in (each for each in Engines if each is not Engines.PLAIN):
         yield from (Cell(Target.ENGINE, Fault.KILL, moment, engines) for moment in Moment)
-    for fault in (Fault.KILL, Fault.STOP):
-        yield from (Cell(Target.RANK, fault, moment, Engines.RANKS) for moment in Moment)
+    # A stage has nobody to be compared with: its group takes it for stopped after 10 s only.
+    for fault, engines in ((Fault.KILL, Engines.RANKS), (Fault.STOP, Engines.RANKS), (Fault.KILL, Engines.STAGES)):
+        yield from (Cell(Target.RANK, fault, moment, engines) for moment in Moment)
 
 
 def covering_cells() -> list[Cell]:
-    """Return 28 cells in which each pair of target, fault and moment occurs, one with a full Redis, two in which the
-    process of the engine, and that of the executor, is killed alone, and two of engines with other options.
+    """Return 33 cells in which each pair of target, fault and moment occurs: 28 of the combinations, where the engines
+    that are killed are of several set-ups, one with a full Redis, two in which the process of the engine, and that of
+    the executor, is killed alone, and two in which a rank is, and a stage.
     """
-    return [*(Cell(**case) for case in pairwise(FACTORS)), *_OTHERS, *_OTHER_ENGINES]
+    return [*(_with_engines(Cell(**case)) for case in pairwise(FACTORS)), *_OTHERS, *_COVER_OF_RANKS]
+
+
+def _with_engines(cell: Cell) -> Cell:
+    """Return the cell with the engines that the cover has in it: what kills them does not know what they compute."""
+    if (cell.target, cell.fault) != (Target.ENGINE, Fault.KILL):
+        return cell
+    return replace(cell, engines=_COVER_OF_ENGINES.get(cell.moment, Engines.PLAIN))
 
 
 def brief_cells() -> list[Cell]:
-    """Return 7 cells in which each target and each fault occurs; `make faults ARGS=--cover` has their pairs."""
+    """Return 5 cells: a kill, a stop or a cut of each part, and a kill of the engine's process alone. The cover has all
+    pairs, a full Redis, and an executor, a rank and a stage alone.
+    """
     return [
         Cell(Target.ENGINE, Fault.KILL, Moment.PREFILL),
         Cell(Target.GATEWAY, Fault.KILL, Moment.MIDDLE),
         Cell(Target.REDIS, Fault.STOP, Moment.CLAIMED),
         Cell(Target.TWO, Fault.CUT, Moment.LAST_TOKEN),
-        *_OTHERS,
+        Cell(Target.ENGINE_PROCESS, Fault.KILL, Moment.MIDDLE),
     ]
 
 
@@ -264,18 +282,22 @@ async def _wait_accepted(clients: Sequence[FeatureClient], running: Sequence[asy
             await asyncio.sleep(POLL_S)
 
 
+def _able(cluster: FaultCluster, cell: Cell) -> list[Member]:
+    """Return the engines that have the process that the cell hits."""
+    return cluster.engines_with(_NEEDED[cell.target]) if cell.target in _NEEDED else cluster.engines
+
+
 def _others(cluster: FaultCluster, cell: Cell) -> list[Member]:
     """Return the engines that claim nothing before the fault, so that the one that it hits has enough to do."""
-    if cell.target is not Target.EXECUTOR:
-        return []
-    return [engine for engine in cluster.engines if engine not in cluster.engines_with_executor()]
+    able = _able(cluster, cell)
+    return [engine for engine in cluster.engines if engine not in able]
 
 
 def _armed(cluster: FaultCluster, cell: Cell) -> list[int] | None:
-    """Return the processes that may pause; None: all. Not every engine has a process for its executor."""
-    if cell.target is not Target.EXECUTOR:
+    """Return the processes that may pause; None: all."""
+    if cell.target not in _NEEDED:
         return None
-    return [pid for engine in cluster.engines_with_executor() for pid in (engine.pid, *descendants_of(engine.pid))]
+    return [pid for engine in _able(cluster, cell) for pid in (engine.pid, *descendants_of(engine.pid))]
 
 
 def _victims(cluster: FaultCluster, cell: Cell, pause: Pause) -> list[Member]:
@@ -287,13 +309,12 @@ def _victims(cluster: FaultCluster, cell: Cell, pause: Pause) -> list[Member]:
     match cell.target:
         case Target.ENGINE:
             return [engine]
-        case Target.ENGINE_PROCESS | Target.RANK:
-            return [Member(_PARTS[cell.target](engine.part), (), {})]
-        case Target.EXECUTOR:
-            (other,) = cluster.engines_with_executor()
-            if not isinstance(other.part, ForkedPart):
-                raise StackError(f"{other.name} is no engine")
-            return [Member(_PARTS[cell.target](other.part), (), {})]
+        case Target.ENGINE_PROCESS | Target.EXECUTOR | Target.RANK:
+            able = _able(cluster, cell)
+            hit = (engine if engine in able else able[0]).part
+            if not isinstance(hit, ForkedPart):
+                raise StackError(f"{hit.name} is no engine")
+            return [Member(_PARTS[cell.target](hit), (), {})]
         case Target.GATEWAY:
             return [gateway]
         case Target.REDIS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -15,6 +16,7 @@ NUM_SEATS, NUM_BLOCKS = 8, 56
 """Of an engine: too few for a cell's requests, so that those of class 2 are interrupted, and their blocks evicted."""
 ENGINE_OPTIONS = (
     "--deterministic",
+    "--enable-lora",
     *("--scheduling-policy", "priority"),
     *("--max-num-seqs", str(NUM_SEATS)),
     *("--num-gpu-blocks-override", str(NUM_BLOCKS)),
@@ -32,31 +34,48 @@ class Engines(StrEnum):
     """int8 weights on both engines, and a draft model on one."""
     RANKS = "two ranks"
     """Each engine divides each layer between two processes."""
+    STAGES = "two stages"
+    """One engine has half of the layers in each of two processes, the other one all in one: the bits are the same."""
+    MODELS = "two models"
+    """Each engine serves one of two models at a time, and changes it by what waits."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What its two engines have beside ENGINE_OPTIONS."""
+    """What its two engines have beside ENGINE_OPTIONS and adapters."""
 
     options: tuple[str, ...]
     """Of both."""
     modes: tuple[tuple[str, ...], tuple[str, ...]]
     """Of the one and the other. They change no token."""
-    has_adapters: bool = True
-    """Whether requests may name an adapter."""
+    has_other_model: bool = False
+    """Whether they list a second model, which every second row asks for."""
 
 
 SETUPS = {
     # Both have two steps in flight, in one process and over two, and one of them speculates.
-    Engines.PLAIN: Setup(
-        ("--enable-lora",), (("--async-scheduling",), ("--executor", "process", "--speculative-method", "ngram"))
-    ),
+    Engines.PLAIN: Setup((), (("--async-scheduling",), ("--executor", "process", "--speculative-method", "ngram"))),
     Engines.INT8_AND_DRAFTS: Setup(
-        ("--enable-lora", "--quantization", "int8"),
-        (("--executor", "process"), ("--speculative-model", str(DEMO_MODEL), "--num-speculative-tokens", "3")),
+        ("--quantization", "int8"),
+        (
+            ("--executor", "process", "--speculative-method", "grammar"),
+            ("--speculative-model", str(DEMO_MODEL), "--num-speculative-tokens", "3"),
+        ),
     ),
-    Engines.RANKS: Setup(("--tensor-parallel-size", "2"), ((), ("--speculative-method", "ngram")), has_adapters=False),
+    Engines.RANKS: Setup(
+        ("--tensor-parallel-size", "2"), (("--speculative-method", "grammar"), ("--speculative-method", "ngram"))
+    ),
+    Engines.STAGES: Setup((), (("--pipeline-parallel-size", "2", "--speculative-method", "ngram"), ())),
+    Engines.MODELS: Setup((), ((), ()), has_other_model=True),
 }
+
+
+def write_other_model(folder: Path) -> Path:
+    """Write a model of other weights with the demo model's tokenizer, and return its folder."""
+    shutil.copytree(DEMO_MODEL.with_name("draft"), folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_MODEL / name, folder)
+    return folder
 
 
 def write_adapter(folder: Path) -> Path:

@@ -17,7 +17,7 @@ from support.processes.stack import Part, StackError
 from support.processes.waiting import descendants_of
 
 SERVER = Path(__file__).with_name("fork_server_main.py")
-END_LIMIT_S = 15.0
+END_LIMIT_S = 60.0
 
 
 class ForkServer:
