@@ -1,15 +1,16 @@
 """Inter-token latency of running streams while a long prompt arrives, with and without `itl_bound_ms`.
 
 32 streams of the reference model (engine_throughput.py, its context raised) decode; then a prompt of 8,000 tokens
-comes. The bound is twice a step of decodes alone, measured in the same run. Times are taken at each step's outputs:
-what a client of a stream would wait for. Rounds with the bound and without alternate, and each has streams anew, since
-decodes take longer the longer the streams are; steps of decodes alone are measured before and after each arrival. The
-streams get longer while the prompt is computed, and a step of decodes alone longer with them, so that the bound is
-exceeded by decodes alone in the end; each interval is therefore also taken in bounds of its own time: twice a step of
-decodes alone, between its median before the prompt and after it. With `--processor-time` one thread computes, and its
-processor time stands for time everywhere, in the engine, too: for a machine with other load.
+comes. The streams' own prompts are as long as those of the Azure conversation trace in the mean, 1,155 tokens, or as
+`--stream-tokens` says: with 64 they more than triple their length while the long prompt is computed. The bound is
+twice a step of decodes alone, measured in the same run. Times are taken at each step's outputs: what a client of a
+stream would wait for. Rounds with the bound and without alternate, and each has streams anew, since decodes take
+longer the longer the streams are; steps of decodes alone are measured before and after each arrival. Each interval is
+also taken in bounds of its own time: twice a step of decodes alone, between its median before the prompt and after it.
+With `--processor-time` one thread computes, and its processor time stands for time everywhere, in the engine, too: for
+a machine with other load.
 
-    PYTHONPATH=tests python tests/benchmarks/itl_bound.py [--short] [--rounds 3] [--processor-time]
+    PYTHONPATH=tests python tests/benchmarks/itl_bound.py [--short] [--rounds 3] [--stream-tokens 64] [--processor-time]
     PYTHONPATH=tests python tests/benchmarks/itl_bound.py --by-chunk --processor-time: a step by chunk and context
 """
 
@@ -30,7 +31,6 @@ from engine_throughput import DTYPES, SHAPE
 from goals import print_goal
 
 NUM_STREAMS = 32
-STREAM_PROMPT_TOKENS = 64
 NUM_WARM_UP_STEPS = 20
 BOUND_STEPS = 2.0
 """The bound in steps of decodes alone."""
@@ -107,18 +107,25 @@ def make_engine(folder: Path, bound_ms: float | None) -> Any:
     return Engine(folder, EngineConfig.from_options(options))
 
 
-def start_streams(engine: Any) -> None:
-    """End the streams of an earlier round, and bring new ones to where they decode."""
+def start_streams(engine: Any, num_tokens: int) -> None:
+    """End the streams of an earlier round, and bring new ones with prompts of `num_tokens` to where they decode.
+
+    Their prompts have no bound: under it the first streams would have grown long before the last one has begun.
+    """
     from pagestream_engine import SamplingParams
 
     for number in range(NUM_STREAMS):
         engine.abort_request(str(number))
     params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
     for number in range(NUM_STREAMS):
-        engine.add_request(str(number), [3 + number] * STREAM_PROMPT_TOKENS, params)
-    num_begun = 0
-    while num_begun < NUM_STREAMS:
-        num_begun += sum(output.token_id is not None for output in engine.step())
+        engine.add_request(str(number), [3 + number] * num_tokens, params)
+    scheduler = engine._scheduler
+    bounded = scheduler.prefill_budget
+    scheduler.prefill_budget = FixedChunks(engine.config.scheduler.max_num_batched_tokens)
+    begun: set[str] = set()
+    while len(begun) < NUM_STREAMS:
+        begun.update(output.seq_id for output in engine.step() if output.token_id is not None)
+    scheduler.prefill_budget = bounded
     for _ in range(NUM_WARM_UP_STEPS):
         engine.step()
 
@@ -155,8 +162,8 @@ def arrival(engine: Any, num_tokens: int) -> Round:
 class FixedChunks:
     """Takes the place of the engine's PrefillBudget."""
 
-    def __init__(self) -> None:
-        self.num_tokens = 512
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
 
     def begin(self, _num_decodes: int, num_tokens: int) -> Any:
         """Return a budget of `num_tokens` tokens."""
@@ -172,7 +179,7 @@ def print_by_chunk(engine: Any, num_tokens: int) -> None:
     """Print the least of five steps beside the streams, in ms, by a chunk's size and the tokens before it."""
     from pagestream_engine import SamplingParams
 
-    chunks = engine._scheduler.prefill_budget = FixedChunks()
+    chunks = engine._scheduler.prefill_budget = FixedChunks(512)
     prompt = [5 + number % 1000 for number in range(num_tokens + 1024)]
     engine.add_request(LONG, prompt, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
     sizes = (0, 1, 8, 16, 32, 64)
@@ -207,6 +214,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="a prompt of 1,000 tokens; its figures mean nothing")
     parser.add_argument("--tokens", type=int, default=8000, help="of the long prompt")
+    parser.add_argument("--stream-tokens", type=int, default=1155, help="of each stream's own prompt")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of torch")
@@ -220,7 +228,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = make_model(Path(name) / "model", options.dtype, 2 * num_tokens + 4096)
         free = make_engine(folder, None)
-        start_streams(free)
+        start_streams(free, options.stream_tokens)
         if options.by_chunk:
             print_by_chunk(free, num_tokens)
             return
@@ -231,7 +239,7 @@ def main() -> None:
         shares, shares_of_time = [], []
         for _ in range(rounds):
             for what, engine in (("without", free), ("with", bounded)):
-                start_streams(engine)
+                start_streams(engine, options.stream_tokens)
                 before = decode_steps(engine)
                 found = arrival(engine, num_tokens)
                 after = decode_steps(engine)
