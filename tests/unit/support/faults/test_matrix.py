@@ -23,7 +23,7 @@ FAULTS = {
 
 def test_has_every_combination_once() -> None:
     cells = all_cells()
-    assert len({str(cell) for cell in cells}) == len(cells) == 147
+    assert len({str(cell) for cell in cells}) == len(cells) == 168
     assert {cell.target for cell in cells} == set(Target)
     for target, faults in FAULTS.items():
         expected = set(itertools.product(faults, Moment))
@@ -37,17 +37,18 @@ def test_the_cover_has_every_pair_of_values() -> None:
     assert any(cell.fault is Fault.FILL for cell in cells)
     assert set(ALONE) < {cell.target for cell in cells}
     assert {cell.engines for cell in cells} == set(Engines)
-    cells = [cell for cell in cells if cell.fault is not Fault.FILL and cell.target not in ALONE]
-    cells = [cell for cell in cells if cell.engines is Engines.PLAIN]
+    assert set(cells) <= set(all_cells())
+    assert len(cells) == 33
+    cells = [cell for cell in cells if cell.fault is not Fault.FILL and cell.target in FACTORS["target"]]
     for first, second in itertools.combinations(FACTORS, 2):
         seen = {(getattr(cell, first), getattr(cell, second)) for cell in cells}
         assert seen == set(itertools.product(FACTORS[first], FACTORS[second]))
 
 
-def test_the_part_of_make_test_has_every_target_of_plain_engines_and_every_fault() -> None:
+def test_the_part_of_make_test_has_every_part_and_every_fault_that_parts_share() -> None:
     cells = brief_cells()
-    assert {cell.target for cell in cells} == set(Target) - {Target.RANK}
-    assert {cell.fault for cell in cells} == set(Fault)
+    assert {cell.target for cell in cells} == {*FACTORS["target"], Target.ENGINE_PROCESS}
+    assert {cell.fault for cell in cells} == set(DISTURBED)
     assert set(cells) < set(all_cells())
 
 
