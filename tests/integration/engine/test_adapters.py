@@ -153,6 +153,7 @@ def test_preemption_and_small_steps(model: Path, adapters: list[LoRARequest]) ->
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=24, ignore_eos=True)
     roomy = start(model).generate(prompts, params, lora_request=wanted)
     tight = start(model, num_gpu_blocks_override=14, max_model_len=64, max_num_batched_tokens=16)
+    tight.generate(prompts, SamplingParams(max_tokens=1), lora_request=wanted)  # then no request waits for an adapter
     assert token_ids(tight.generate(prompts, params, lora_request=wanted)) == token_ids(roomy)
     assert tight.engine.stats().num_preemptions > 0
 

@@ -44,7 +44,8 @@ OPTIONS: dict[str, Any] = {
 """A pool that preempts, and chunks of prompts."""
 TOLERANCE = 2e-5
 """Of log probabilities in float32, whose sums have another order of additions."""
-DRAFTS = {"speculative_method": "ngram", "prompt_lookup_min": 1}
+DRAFTS = {"speculative_method": "ngram", "prompt_lookup_min": 1, "num_gpu_blocks_override": 20}
+"""With a smaller pool: accepted drafts end sequences early, and few of them run at once."""
 INT8 = {"quantization": "int8"}
 """Of both, as it is another model."""
 FOUR_LAYERS = {"num_hidden_layers": 4}
@@ -112,7 +113,7 @@ def test_ranks_give_the_tokens_of_one_process(
     if "nnodes" in options:
         ranks = node_options(tmp_path, **ranks)
         other_machine = start_node(folder, {**OPTIONS, **ranks})
-    llm = LLM(folder, **OPTIONS, **ranks)
+    llm = LLM(folder, **{**OPTIONS, **ranks})
     try:
         assert llm.engine.is_deterministic == alone.engine.is_deterministic
         found = generate(llm)
