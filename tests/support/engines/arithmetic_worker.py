@@ -43,7 +43,7 @@ from support.engines.arithmetic_model import (
 MODEL = "arithmetic"
 TENANT = "tenant"
 FACTS = ArithmeticFacts()
-LIMIT_S = 20.0
+LIMIT_S = 40.0
 
 
 class SlowRunner(ArithmeticRunner):
