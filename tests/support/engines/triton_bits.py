@@ -15,6 +15,7 @@ import torch
 from pagestream_engine.attention.triton.deterministic_attention import DeterministicTritonAttention
 from support.engines.recorded_logits import Run, differences
 from support.engines.tiny_models import random_prompts
+from support.kernels.interpreter import fix_order_of_additions
 
 SMALL = {
     "hidden_size": 32,
@@ -88,4 +89,5 @@ def main(folder: Path) -> dict[str, dict[str, int]]:
 
 
 if __name__ == "__main__":
+    fix_order_of_additions()
     print(json.dumps(main(Path(sys.argv[1]))))
