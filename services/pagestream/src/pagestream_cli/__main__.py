@@ -32,6 +32,12 @@ COMMANDS = (
         "serve.options",
         "serve.command",
     ),
+    Command(
+        "demo",
+        "read streams while engines, gateways and Redis are killed, and compare them with undisturbed ones",
+        "demo.options",
+        "demo.command",
+    ),
     Command("generate", "complete a prompt, streaming", "generate", "generate"),
     Command("chat", "talk to the model in the terminal", "chat", "chat"),
     Command("bench", "put a running server under load and measure it", "bench.options", "bench.command"),

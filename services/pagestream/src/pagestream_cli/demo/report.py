@@ -1,0 +1,72 @@
+"""What a demonstration shows: while it runs, and in the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from pagestream_cli.demo.streams import DemoStream
+from pagestream_cli.demo.timeline import ENDED, NOBODY, UNKNOWN, Timeline
+
+WIDTH = 60
+_LEGEND = (
+    f"0, 1: the engine that has the stream   {NOBODY}: none   {UNKNOWN}: Redis is away   "
+    "E, G, R: kill -9 of an engine, a gateway, Redis"
+)
+
+
+def picture(streams: Sequence[DemoStream], timeline: Timeline, width: int = WIDTH) -> str:
+    """Return the streams as rows: who had them when, and how far they are."""
+    end_s = timeline.times_s[-1] if timeline.times_s else 0.0
+    lines = [f"{'':>8}  {timeline.marks(width)}  {end_s:.1f} s"]
+    for number, stream in enumerate(streams):
+        row = timeline.row(number, width) if timeline.times_s else ENDED * width
+        done = 100 if stream.is_ended else min(99, 100 * stream.num_entries // stream.num_tokens)
+        lines.append(f"stream {number + 1:>2} {row}  {done:>3} %")
+    return "\n".join([*lines, _LEGEND])
+
+
+def table(undisturbed: Sequence[DemoStream], killed: Sequence[DemoStream]) -> str:
+    """Return a row for each stream, with both digests."""
+    lines = [f"{'stream':>6}{'tokens':>8}{'attempts':>10}{'longest gap':>13}  {'undisturbed':<16}  {'with kills':<16}"]
+    for number, (first, second) in enumerate(zip(undisturbed, killed, strict=True), 1):
+        same = "identical" if is_identical(first, second) else "DIFFERENT"
+        gap = f"{second.longest_gap_s * 1000:.0f} ms"
+        lines.append(
+            f"{number:>6}{second.num_read:>8}{second.attempts:>10}{gap:>13}  {first.digest}  {second.digest}  {same}"
+        )
+    return "\n".join(lines)
+
+
+def verdict(undisturbed: Sequence[DemoStream], killed: Sequence[DemoStream], timeline: Timeline) -> str:
+    """Return the last line."""
+    same = sum(is_identical(*pair) for pair in zip(undisturbed, killed, strict=True))
+    died = ", ".join(kill.part for kill in timeline.kills) or "nothing"
+    return f"{same} of {len(killed)} streams are identical to the undisturbed ones; killed: {died}"
+
+
+def as_json(undisturbed: Sequence[DemoStream], killed: Sequence[DemoStream], timeline: Timeline) -> str:
+    """Return everything as JSON."""
+    streams: list[dict[str, Any]] = [
+        {
+            "request_id": second.request_id,
+            "seed": second.seed,
+            "tokens": second.num_read,
+            "attempts": second.attempts,
+            "longest_gap_s": round(second.longest_gap_s, 4),
+            "undisturbed_digest": first.digest,
+            "digest": second.digest,
+            "identical": is_identical(first, second),
+            "owners": timeline.row(number, WIDTH) if timeline.times_s else "",
+        }
+        for number, (first, second) in enumerate(zip(undisturbed, killed, strict=True))
+    ]
+    return json.dumps({"streams": streams, "kills": [asdict(kill) for kill in timeline.kills]}, indent=2)
+
+
+def is_identical(first: DemoStream, second: DemoStream) -> bool:
+    """Whether two streams have ended with the same text and as many tokens."""
+    ended = first.is_ended and second.is_ended
+    return ended and (first.digest, first.num_read) == (second.digest, second.num_read)
