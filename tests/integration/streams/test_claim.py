@@ -7,6 +7,7 @@ import re
 import pytest
 from pagestream.v1.inference_pb2 import REQUEST_STATE_RUNNING
 from pagestream_streams import Broker, EngineSession, GatewaySession, RequestView
+from pagestream_streams.admin.ownership import read_owners
 from pagestream_streams.connection.scripts import CLAIM
 from pagestream_streams.gateway.placing import Placed
 from support.protocol.token_streams import FAST, MODEL, TENANT, card, spec, worker
@@ -34,6 +35,9 @@ async def test_claim_takes_the_entry_and_names_the_owner_in_one_step(broker: Bro
         assert (await execute("XPENDING", prefix + "queue:0", "engines"))["pending"] == 0
         owned = await execute("SMEMBERS", f"{prefix}owned:{engine.session.engine_id}")
         assert owned == {request.request_id.encode()}
+        queued = spec()
+        await gateway.accept(queued)
+        assert await read_owners(broker, [queued.request_id, request.request_id]) == ["", engine.session.engine_id]
 
 
 async def test_each_request_goes_to_one_engine(broker: Broker) -> None:

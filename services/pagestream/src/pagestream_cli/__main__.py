@@ -48,6 +48,7 @@ COMMANDS = (
         "simulate",
         "simulate",
     ),
+    Command("top", "show engines, KV caches and queues of the running models, live", "top", "top"),
     Command("models", "list the models, load and unload them, remove one without engines", "models", "models"),
     Command("adapters", "list, load and unload LoRA adapters", "adapters", "adapters"),
     Command("keys", "make, list and revoke API keys", "keys", "keys"),

@@ -1,0 +1,169 @@
+"""`pagestream top`: the models of a deployment with their engines and queues, as they change."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from pagestream_cli import store
+from pagestream_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pagestream_streams import Broker
+    from pagestream_streams.admin.engine_loads import EngineLoad
+    from pagestream_streams.admin.queues import QueueState
+
+MOST_ENGINES_SHOWN = 40
+_BAR = 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of top."""
+    parser.add_argument(
+        "--interval", type=float, default=1.0, metavar="SECONDS", help="between two readings (default: %(default)g)"
+    )
+    parser.add_argument("--once", action="store_true", help="print one reading, as in a pipe")
+    parser.add_argument("--json", action="store_true", help="print one reading as JSON")
+    store.add_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Show the readings until Ctrl-C; one where stdout is no terminal.
+
+    Raises:
+        CliError: Redis does not answer.
+        UsageError: the interval is no positive number.
+    """
+    if not 0.1 <= arguments.interval <= 3600:
+        raise UsageError(f"--interval {arguments.interval:g} was given, expected are 0.1 to 3600 seconds")
+    asyncio.run(_show(arguments))
+    return 0
+
+
+@dataclass(frozen=True)
+class QueueRow:
+    """A queue of a model, over all partitions."""
+
+    name: str
+    """A priority class, "resume" or "suspect"."""
+    requests: int
+    tokens: int
+    """Of their prompts."""
+    oldest_s: float
+    drain_rate: float
+    """Prompt tokens a second that engines take from it."""
+
+
+@dataclass(frozen=True)
+class ModelRow:
+    """A model."""
+
+    name: str
+    running: int
+    """Requests that engines have claimed."""
+    engines: Sequence[EngineLoad]
+    queues: Sequence[QueueRow]
+
+
+async def read_models(broker: Broker) -> list[ModelRow]:
+    """Return the models by name, in a few round trips. Unavailable."""
+    from pagestream_streams.admin.engine_loads import read_engine_loads
+    from pagestream_streams.admin.queues import queue_states
+
+    states = await queue_states(broker)
+    loads = await read_engine_loads(broker, list(states))
+    return [
+        ModelRow(name, sum(each.running for each in found), loads[name], _queues(found))
+        for name, found in sorted(states.items())
+    ]
+
+
+def _queues(states: Sequence[QueueState]) -> list[QueueRow]:
+    names = sorted({each.queue for state in states for each in state.waiting})
+    rows = []
+    for name in names:
+        parts = [each for state in states for each in state.waiting if each.queue == name]
+        oldest_s = max(each.oldest_s for each in parts)
+        drain_rate = sum(each.drain_rate for each in parts)
+        rows.append(
+            QueueRow(name, sum(p.requests for p in parts), sum(p.tokens for p in parts), round(oldest_s, 3), drain_rate)
+        )
+    return rows
+
+
+def picture(models: Sequence[ModelRow]) -> str:
+    """Return a reading as text."""
+    if not models:
+        return "no model is published"
+    return "\n\n".join(_model(model) for model in models)
+
+
+def _model(model: ModelRow) -> str:
+    waiting = sum(queue.requests for queue in model.queues)
+    lines = [f"{model.name}: {len(model.engines)} engines, {model.running} requests running, {waiting} queued"]
+    if model.engines:
+        lines.append(f"  {'engine':<24}{'KV cache in use':<{_BAR + 8}}{'running':>8}{'waiting':>8}{'context':>9}")
+    lines += [_engine(each) for each in model.engines[:MOST_ENGINES_SHOWN]]
+    if (more := len(model.engines) - MOST_ENGINES_SHOWN) > 0:
+        lines.append(f"  and {more} more engines")
+    if waiting:
+        lines.append(f"  {'queue':<24}{'requests':>9}{'tokens':>10}{'oldest':>10}{'tokens/s taken':>16}")
+    for queue in model.queues:
+        if queue.requests:
+            name = f"class {queue.name}" if queue.name.isdigit() else queue.name
+            lines.append(
+                f"  {name:<24}{queue.requests:>9}{queue.tokens:>10}{queue.oldest_s:>8.1f} s{queue.drain_rate:>16.0f}"
+            )
+    return "\n".join(lines)
+
+
+def _engine(load: EngineLoad) -> str:
+    name = load.engine_id.partition(":")[0]
+    if load.kv_utilization is None:
+        bar = "not known yet".ljust(_BAR + 8)
+    else:
+        full = round(min(max(load.kv_utilization, 0.0), 1.0) * _BAR)
+        bar = f"{'█' * full}{'░' * (_BAR - full)} {load.kv_utilization:>5.0%}  "
+    figures = [load.running, load.waiting, load.max_model_len]
+    running, waiting, context = ("-" if each is None else str(each) for each in figures)
+    return f"  {name:<24}{bar}{running:>8}{waiting:>8}{context:>9}"
+
+
+def as_json(models: Sequence[ModelRow]) -> str:
+    """Return a reading as JSON."""
+    found: list[dict[str, Any]] = [asdict(model) for model in models]
+    return json.dumps(found, indent=2)
+
+
+async def _show(arguments: argparse.Namespace) -> None:
+    async with store.opened(store.redis_url(arguments)) as broker:
+        models = await read_models(broker)
+        if arguments.json:
+            print(as_json(models))
+        elif arguments.once or not sys.stdout.isatty():
+            print(picture(models))
+        else:
+            await _follow(broker, models, arguments.interval)
+
+
+async def _follow(broker: Broker, models: Sequence[ModelRow], interval_s: float) -> None:
+    """Show readings until the task is cancelled; while Redis is away, the last one with a line that says so."""
+    from pagestream_streams import Unavailable
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(Text(picture(models)), auto_refresh=False, screen=True) as live:
+        while True:
+            await asyncio.sleep(interval_s)
+            trouble = ""
+            try:
+                models = await read_models(broker)
+            except Unavailable as error:
+                trouble = f"\n\nRedis does not answer: {error}"
+            live.update(Text(f"{picture(models)}{trouble}\n\nCtrl-C ends it"), refresh=True)
