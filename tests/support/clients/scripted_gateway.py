@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -138,3 +141,25 @@ async def _read_call(reader: asyncio.StreamReader) -> Call:
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:]) if name}
     content = await reader.readexactly(int(headers.get("content-length", 0)))
     return Call(method, path, headers, json.loads(content) if content else None)
+
+
+@contextmanager
+def served(gateway: ScriptedGateway) -> Iterator[ScriptedGateway]:
+    """Runs a gateway beside the code under test, which has an event loop of its own."""
+    loop, stop = asyncio.new_event_loop(), asyncio.Event()
+    up = threading.Event()
+
+    async def serve() -> None:
+        async with gateway:
+            up.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    try:
+        assert up.wait(10)
+        yield gateway
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(10)
+        loop.close()

@@ -1,44 +1,18 @@
 """The command as a person types it."""
 
-import asyncio
 import json
 import pkgutil
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
 import pagestream_cli
 import pytest
 from pagestream_cli.__main__ import COMMANDS, main
-from support.clients.scripted_gateway import ScriptedGateway
+from support.clients.scripted_gateway import ScriptedGateway, served
 
 HEAVY = ("torch", "transformers", "httpx2", "grpc", "matplotlib", "redis", "rich", "numpy", "kopf")
-
-
-@contextmanager
-def served(gateway: ScriptedGateway) -> Iterator[ScriptedGateway]:
-    """Runs a gateway beside the code under test, which has an event loop of its own."""
-    loop, stop = asyncio.new_event_loop(), asyncio.Event()
-    up = threading.Event()
-
-    async def serve() -> None:
-        async with gateway:
-            up.set()
-            await stop.wait()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
-    thread.start()
-    try:
-        assert up.wait(10)
-        yield gateway
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join(10)
-        loop.close()
 
 
 def run(*arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -80,7 +54,8 @@ def test_the_supervisor_of_serve_never_loads_torch() -> None:
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == main(["help"]) == 0
     shown = capsys.readouterr().out
-    assert all(f"    {command.verb} " in shown for command in COMMANDS)
+    shown_verbs = {line.split()[0] for line in shown.splitlines() if line.startswith("    ") and line[4] != " "}
+    assert shown_verbs >= {command.verb for command in COMMANDS}
 
 
 @pytest.mark.parametrize("verb", [command.verb for command in COMMANDS])

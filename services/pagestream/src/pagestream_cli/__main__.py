@@ -38,8 +38,8 @@ COMMANDS = (
         "demo.options",
         "demo.command",
     ),
-    Command("generate", "complete a prompt, streaming", "generate", "generate"),
-    Command("chat", "talk to the model in the terminal", "chat", "chat"),
+    Command("generate", "complete a prompt, streaming", "generation.generate", "generation.generate"),
+    Command("chat", "talk to the model in the terminal", "generation.chat", "generation.chat"),
     Command("bench", "put a running server under load and measure it", "bench.options", "bench.command"),
     Command("replay", "generate a past request again and compare token by token", "replay.command", "replay.command"),
     Command(
@@ -53,6 +53,7 @@ COMMANDS = (
     Command("adapters", "list, load and unload LoRA adapters", "adapters", "adapters"),
     Command("keys", "make, list and revoke API keys", "keys", "keys"),
     Command("dead", "show quarantined requests, and requeue them", "quarantine", "quarantine"),
+    Command("completion", "print what a shell needs to complete commands", "completion", "completion"),
     Command(
         "doctor", "report what this machine has, what is wrong, and what to do", "doctor.command", "doctor.command"
     ),

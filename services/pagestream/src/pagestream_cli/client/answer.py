@@ -61,6 +61,21 @@ async def show_answer(endpoint: Endpoint, request: Mapping[str, Any]) -> str:
     return "".join(pieces)
 
 
+async def show_formatted_answer(endpoint: Endpoint, request: Mapping[str, Any]) -> str:
+    """Show an answer that grows, as Markdown, in a terminal; return its text. Else as `show_answer`."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.markdown import Markdown
+
+    pieces: list[str] = []
+    with Live(console=Console(), refresh_per_second=12, vertical_overflow="visible") as live:
+        async with aclosing(stream_answer(endpoint, request)) as chunks:
+            async for chunk in chunks:
+                pieces.append(chunk.text)
+                live.update(Markdown("".join(pieces)))
+    return "".join(pieces)
+
+
 async def cancel(client: AsyncHttpClient, request_id: str) -> None:
     """Cancel a request. A server that does not answer is left alone: its grace period ends the request."""
     with suppress(PagestreamError, TimeoutError):

@@ -8,10 +8,10 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from pagestream_cli import sampling
 from pagestream_cli.console import say
 from pagestream_cli.datadir import DataDir
 from pagestream_cli.errors import CliError, RequestRejectedError, UsageError
+from pagestream_cli.generation import sampling
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -118,8 +118,8 @@ def _picked(endpoint: Endpoint) -> str:
             given = input("model: ").strip()
         except (EOFError, KeyboardInterrupt) as error:
             raise UsageError("no model was picked", hint="name one with --model") from error
-        if (name := choice_of(given, names)) is not None:
-            return name
+        if (picked := choice_of(given, names)) is not None:
+            return picked
         say(f"{given!r} is neither a number from 1 to {len(names)} nor a model's name")
 
 

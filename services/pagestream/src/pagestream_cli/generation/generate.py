@@ -8,10 +8,10 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from pagestream_cli import sampling
 from pagestream_cli.console import show
 from pagestream_cli.datadir import DataDir
 from pagestream_cli.errors import CliError, UsageError
+from pagestream_cli.generation import sampling
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

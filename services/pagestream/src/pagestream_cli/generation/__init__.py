@@ -1,0 +1,1 @@
+"""The commands that ask a server for text, and their options."""
