@@ -1,0 +1,118 @@
+"""Write docs/fields.md: what becomes of each field of a request's body.
+
+    python tools/write_fields.py [--check]
+
+The fields come from the gateway's own declarations; the names of those that it does not know from the parameters of
+OpenAI's Python client.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from openai.types import completion_create_params, embedding_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+from pagestream_gateway.api.openai import chat_completions, completions
+from pagestream_gateway.api.openai.vectors import embeddings, scoring
+from pagestream_gateway.api.vllm import tokens
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "fields.md"
+_HEAD = """\
+# Fields of requests
+
+Written by `python tools/write_fields.py`. A field *works*, or is *ignored* because it can't change the output, or is
+*refused* with an error that names it: nothing that was asked for is dropped silently. Values that ask for nothing are
+always taken, since client libraries send them unasked. A field that is on no list is refused as unknown. The fields of
+`/v1/responses` are in [responses.md](responses.md).
+"""
+
+_ORDER = ("works", "ignored", "refused")
+_IGNORED, _REFUSED = (_ORDER[1], ""), _ORDER[2]
+
+
+class Resource(NamedTuple):
+    """A body."""
+
+    title: str
+    body: type[BaseModel]
+    refused: Mapping[str, tuple[Any, ...]]
+    """With the values that ask for nothing."""
+    known_elsewhere: frozenset[str]
+    """Names of OpenAI's own fields."""
+
+
+def _names(*declared: Any) -> frozenset[str]:
+    return frozenset(name for each in declared for name in each.__annotations__)
+
+
+RESOURCES = (
+    Resource(
+        "POST /v1/chat/completions",
+        chat_completions.ChatBody,
+        chat_completions.UNSUPPORTED,
+        _names(chat_create_params.CompletionCreateParamsBase, chat_create_params.CompletionCreateParamsStreaming),
+    ),
+    Resource(
+        "POST /v1/completions",
+        completions.CompletionBody,
+        completions.UNSUPPORTED,
+        _names(completion_create_params.CompletionCreateParamsBase),
+    ),
+    Resource(
+        "POST /v1/embeddings",
+        embeddings.EmbeddingBody,
+        getattr(embeddings, "UNSUPPORTED", {}),
+        _names(embedding_create_params.EmbeddingCreateParams),
+    ),
+    Resource("POST /v1/score", scoring.ScoreBody, getattr(scoring, "UNSUPPORTED", {}), frozenset()),
+    Resource("POST /v1/rerank", scoring.RerankBody, getattr(scoring, "UNSUPPORTED", {}), frozenset()),
+    Resource("POST /tokenize", tokens.TokenizeBody, {}, frozenset()),
+    Resource("POST /detokenize", tokens.DetokenizeBody, {}, frozenset()),
+)
+
+
+def page() -> str:
+    """Return the page."""
+    return "\n".join([_HEAD, *(_section(resource) for resource in RESOURCES)])
+
+
+def _section(resource: Resource) -> str:
+    rows = {name: _row(field) for name, field in resource.body.model_fields.items()}
+    rows |= {name: (_REFUSED, _neutral(values)) for name, values in resource.refused.items()}
+    for name in resource.known_elsewhere:
+        rows.setdefault(name, (_REFUSED, ""))
+    lines = [f"## {resource.title}", "", "| field | | |", "|---|---|---|"]
+    for name, (status, text) in sorted(rows.items(), key=lambda row: (_ORDER.index(row[1][0]), row[0])):
+        lines.append(f"| `{name}` | {status} | {text} |")
+    return "\n".join([*lines, ""])
+
+
+def _row(field: FieldInfo) -> tuple[str, str]:
+    return _IGNORED if field.annotation is Any else (_ORDER[0], (field.description or "").replace("|", "\\|"))
+
+
+def _neutral(values: tuple[Any, ...]) -> str:
+    said = " or ".join(f"`{json.dumps(value)}`" for value in values)
+    return f"{said} asks for nothing and is taken" if said else ""
+
+
+def main() -> int:
+    """Write the page, or check that it is as it would be written."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where the page differs")
+    text = page()
+    if parser.parse_args().check:
+        return int(PAGE.read_text() != text)
+    PAGE.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
