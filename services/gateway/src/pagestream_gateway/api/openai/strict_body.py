@@ -43,7 +43,7 @@ class QueuedBody(Body):
     priority: int | None = Field(None, description="0 is served first.")
     on_disconnect: Literal["cancel", "continue"] | None = Field(
         None,
-        description='While no client reads the answer: "cancel" after the disconnect grace (default), or "continue".',
+        description='Without a reader: "cancel" after the disconnect grace (default), or "continue".',
     )
     request_id: str | None = Field(None, description="The caller's own id, kept as metadata.")
     cache_salt: str | None = Field(
