@@ -190,7 +190,7 @@ PARAMETERS = (
     Parameter(
         "prompt_logprobs",
         int,
-        "Show the log probabilities of the prompt's tokens, and of so many likeliest ones at each.",
+        "Show the log probabilities of the prompt's tokens, and so many likeliest ones at each.",
         check=in_range(0, "max_logprobs"),
     ),
 )
