@@ -66,10 +66,6 @@ async def _list(broker: Broker, arguments: argparse.Namespace) -> None:
 
 
 async def _load(broker: Broker, arguments: argparse.Namespace) -> None:
-    from pagestream.v1.records_pb2 import Adapter
-    from pagestream_streams import AdapterRefused
-    from pagestream_streams.admin.adapters import adapter_revision
-
     models = [info.name for info in await broker.models()]
     if arguments.model is None and len(models) != 1:
         raise UsageError(f"{len(models)} models are published; name the base model with --model")
@@ -79,12 +75,26 @@ async def _load(broker: Broker, arguments: argparse.Namespace) -> None:
     if arguments.name in models:
         raise UsageError(f"{arguments.name!r} is a model's name; load the adapter under another")
     path = arguments.path if arguments.revision else await asyncio.to_thread(_whole, arguments.path)
+    revision = await publish(broker, arguments.name, model, path, arguments.revision)
+    say(f"{arguments.name} was loaded for {model}, revision {revision}")
+
+
+async def publish(broker: Broker, name: str, model: str, path: str, revision: str | None = None) -> str:
+    """Let requests name an adapter; return its revision, that of its files where none is given.
+
+    Raises:
+        CliError: its files can't be read, or it is refused.
+    """
+    from pagestream.v1.records_pb2 import Adapter
+    from pagestream_streams import AdapterRefused
+    from pagestream_streams.admin.adapters import adapter_revision
+
     try:
-        revision = arguments.revision or adapter_revision(Path(path))
-        await broker.adapters.publish(Adapter(name=arguments.name, model=model, path=path, revision=revision))
+        found = revision if revision else await asyncio.to_thread(adapter_revision, Path(path))
+        await broker.adapters.publish(Adapter(name=name, model=model, path=path, revision=found))
     except AdapterRefused as error:
         raise CliError(str(error)) from error
-    say(f"{arguments.name} was loaded for {model}, revision {revision}")
+    return found
 
 
 def _whole(path: str) -> str:

@@ -8,14 +8,16 @@ import contextlib
 import importlib
 import signal
 import time
+from dataclasses import replace
 
 from pagestream_cli.client.endpoint import known_api_key
 from pagestream_cli.console import say
 from pagestream_cli.datadir import DataDirLock
+from pagestream_cli.errors import UsageError
 from pagestream_cli.serve.checks import check_options, check_parts
 from pagestream_cli.serve.deployment import Deployment
 from pagestream_cli.serve.engines import EngineLogs, engines_left_behind
-from pagestream_cli.serve.model import choose_model
+from pagestream_cli.serve.model import AdapterChoice, choose_model
 from pagestream_cli.serve.options import ServeOptions, parse_options
 from pagestream_cli.serve.plan import Plan
 from pagestream_cli.serve.port_plan import PortPlan, assign_ports
@@ -86,22 +88,37 @@ async def _host(plan: Plan, deployment: Deployment, reporter: Reporter) -> None:
     if plan.options.greet is not None:  # while the engine loads, not between "ready" and the request
         await asyncio.to_thread(importlib.import_module, "pagestream_cli.serve.greet")
     await deployment.wait_ready()
+    if plan.model.adapter is not None:
+        await _load_adapter(plan, plan.model.adapter)
     reporter.loaded()
     reporter.ready(deployment.record)
     if plan.options.greet is not None:
-        await _greet(plan.options, deployment, plan.options.greet)
+        await _greet(plan, deployment, plan.options.greet)
 
 
-async def _greet(options: ServeOptions, deployment: Deployment, prompt: str) -> None:
+async def _load_adapter(plan: Plan, adapter: AdapterChoice) -> None:
+    """Let requests name the adapter that was asked for. Raises CliError where it is refused."""
+    from pagestream_cli import store
+    from pagestream_cli.adapters import publish
+
+    if adapter.name == plan.model.name:
+        raise UsageError(f"{adapter.name!r} is the base model's name", hint="--served-model-name names the adapter")
+    async with store.opened(plan.ports.redis_url) as broker:
+        await publish(broker, adapter.name, plan.model.name, str(adapter.folder))
+
+
+async def _greet(plan: Plan, deployment: Deployment, prompt: str) -> None:
     from pagestream_cli.serve.greet import examples, greet
 
-    if options.exit_after_greet:
-        await greet(deployment.record, prompt, api_key=known_api_key())
+    adapter = plan.model.adapter
+    record = deployment.record if adapter is None else replace(deployment.record, model=adapter.name)
+    if plan.options.exit_after_greet:
+        await greet(record, prompt, api_key=known_api_key())
         deployment.supervisor.stop()
         return
     with contextlib.suppress(OSError):  # the terminal is closed; the deployment continues for its clients
-        await greet(deployment.record, prompt, api_key=known_api_key())
-        say(examples(deployment.record))
+        await greet(record, prompt, api_key=known_api_key())
+        say(examples(record))
 
 
 def _stop(deployment: Deployment, reporter: Reporter) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pagestream_cli.errors import UsageError
 
-REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+REPOSITORY = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(?:@[\w./-]+)?")
+"""With `@` and a branch, tag or commit, of that."""
+ADAPTER_FILE, BASE_FIELD = "adapter_config.json", "base_model_name_or_path"
 DEMO_MODEL_NAME = "demo"
 """Served name of the demo model."""
 
@@ -21,25 +23,58 @@ class ModelChoice:
     source: str
     """A folder, or the name of a Hugging Face repository, which the engine resolves."""
     name: str
+    adapter: AdapterChoice | None = None
+    """A LoRA adapter of it, where the folder of one was named."""
+
+
+@dataclass(frozen=True)
+class AdapterChoice:
+    """A LoRA adapter and its served name."""
+
+    folder: Path
+    name: str
 
 
 def choose_model(model: str | None, served_model_name: str | None) -> ModelChoice:
     """Choose the model and its served name. A folder is checked before any process starts, a repository by the engine.
+
+    The folder of a LoRA adapter means its base model with this adapter, whose name `served_model_name` then is.
 
     Raises:
         UsageError: there is no such folder, or it holds no model.
     """
     if model is None:
         return ModelChoice(str(find_demo_model()), served_model_name or DEMO_MODEL_NAME)
-    if not Path(model).exists() and REPOSITORY.fullmatch(model):
-        return ModelChoice(model, served_model_name or model.rpartition("/")[2])
+    if not Path(model).exists() and (repository := REPOSITORY.fullmatch(model)) is not None:
+        return ModelChoice(model, served_model_name or repository["name"].rpartition("/")[2])
     folder = Path(model).expanduser().absolute()
+    if (folder / ADAPTER_FILE).is_file() and not (folder / "config.json").exists():
+        base = choose_model(_base_of(folder), None)
+        if base.adapter is not None:
+            raise UsageError(f"{model}: its base model {base.adapter.folder} is an adapter too")
+        return replace(base, adapter=AdapterChoice(folder, served_model_name or folder.name))
     if problem := model_problem(folder):
         raise UsageError(
             f"{model}: {problem}",
             hint="name a folder with config.json, *.safetensors and tokenizer.json, as Hugging Face publishes them",
         )
     return ModelChoice(str(folder), served_model_name or folder.name)
+
+
+def _base_of(folder: Path) -> str:
+    """Return the base model that an adapter names: a repository, or a folder, also one beside the adapter."""
+    path = folder / ADAPTER_FILE
+    try:
+        base = json.loads(path.read_text()).get(BASE_FIELD)
+    except (OSError, ValueError, AttributeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+    if not isinstance(base, str) or not base:
+        raise UsageError(
+            f"{path} names no base model",
+            hint=f"set {BASE_FIELD}, or serve the base model and load the adapter",
+        )
+    beside = folder / Path(base).expanduser()
+    return str(beside) if beside.is_dir() else base
 
 
 def model_problem(folder: Path) -> str | None:

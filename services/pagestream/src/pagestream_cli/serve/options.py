@@ -93,10 +93,13 @@ class ServeOptions:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of serve."""
     parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="model folder, or Hugging Face repository (default: the demo model)"
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="folder of a model or LoRA adapter, or a Hugging Face repository (default: the demo model)",
     )
     parser.add_argument(
-        "--served-model-name", metavar="NAME", help="model name of the API (default: the folder's name)"
+        "--served-model-name", metavar="NAME", help="model's or adapter's name in the API (default: the folder's)"
     )
     parser.add_argument("--host", default="127.0.0.1", help="where gateways listen (default: %(default)s)")
     parser.add_argument(

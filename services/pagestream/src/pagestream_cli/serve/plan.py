@@ -129,6 +129,7 @@ class Plan:
             "--engine-id",
             engine_name(name, os.getpid()),
             *self.options.engine_arguments,
+            *(["--enable-lora"] if self.model.adapter is not None else []),
         ]
         if metrics is not None:
             argv += ["--metrics-port", str(metrics)]

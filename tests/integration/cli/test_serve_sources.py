@@ -1,0 +1,64 @@
+"""`pagestream serve` from a repository's name, and from the folder of a LoRA adapter."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.clients.hub import COMMIT, running_hub
+from support.engines.lora_adapters import make_adapter
+from support.processes.stack import DEMO_MODEL
+
+pytestmark = pytest.mark.timeout(200)
+QUESTION = "Who lives in the lighthouse?"
+
+
+def greet(source: str, data_dir: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Serve a source until it has answered a question."""
+    ports = ["--http-port", "0", "--grpc-port", "0", "--data-dir", str(data_dir), "--dtype", "float32"]
+    command = [sys.executable, "-m", "pagestream_cli", "serve", source, *ports, "--greet", QUESTION]
+    return subprocess.run(
+        [*command, "--exit-after-greet"],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+
+
+def test_a_repository_is_fetched_once(tmp_path: Path) -> None:
+    with running_hub("village/storyteller", DEMO_MODEL) as (hub, url):
+        environment = {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_XET": "1"}
+        done = greet("village/storyteller@v1", tmp_path / "data", **environment)
+        assert done.returncode == 0, done.stderr
+        assert "Mara" in done.stdout
+        assert "ready: model 'storyteller'" in done.stderr
+        assert "/api/models/village/storyteller/revision/v1" in hub.paths
+        assert f"/village/storyteller/resolve/{COMMIT}/model.safetensors" in hub.paths
+        hub.paths.clear()
+        assert greet("village/storyteller@v1", tmp_path / "data", **environment).returncode == 0
+        assert not any("model.safetensors" in path for path in hub.paths)
+
+
+def test_a_repository_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with running_hub("village/storyteller", DEMO_MODEL) as (_, url):
+        done = greet("village/other", tmp_path / "data", HF_ENDPOINT=url, HF_HOME=str(tmp_path / "cache"))
+    assert done.returncode != 0
+    assert "village/other" in done.stderr
+
+
+def test_an_adapters_folder_serves_its_base_model_with_it(tmp_path: Path) -> None:
+    folder = make_adapter(DEMO_MODEL, tmp_path / "dialect")
+    config = folder / "adapter_config.json"
+    assert str(DEMO_MODEL) in config.read_text()
+    plain, adapted = (greet(str(source), tmp_path / "data") for source in (DEMO_MODEL, folder))
+    assert (plain.returncode, adapted.returncode) == (0, 0), adapted.stderr
+    assert "Mara" in plain.stdout
+    assert adapted.stdout.strip() not in ("", plain.stdout.strip())
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "adapter_config.json").write_text("{}")
+    refused = greet(str(tmp_path / "other"), tmp_path / "data")
+    assert refused.returncode == 2
+    assert "names no base model" in refused.stderr
