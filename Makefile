@@ -32,7 +32,7 @@ ROUNDS ?= 10
 # docker, buildah, or a command: see deploy/images/build.sh.
 IMAGE_BUILDER ?= $(PAGESTREAM_IMAGE_BUILDER)
 
-.PHONY: help setup run test kube-test kernel-test clients test-fast check bench faults faults-campaign families topologies properties model-check gpu images cluster-test operator-scale proto demo-model kernels kernel-tables constraints clean
+.PHONY: help setup run test kube-test kernel-test clients browser-test test-fast check bench faults faults-campaign families topologies properties model-check gpu images cluster-test operator-scale proto demo-model kernels kernel-tables constraints clean
 
 help: ## List the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -61,6 +61,9 @@ kernel-test: $(STAMP) ## The builds and interpreted cases of the kernels' cover 
 clients: $(STAMP) ## Clients that others wrote, for Python and JavaScript, against the demo model (needs npm; minutes)
 	PYTHON="$(PYTHON)" tests/clients/prepare.sh .clients
 	$(PYTEST) tests/clients $(PYTEST_ARGS)
+
+browser-test: $(STAMP) ## The page in Chromium, while its buttons kill processes (needs chromium and chromium-driver)
+	$(PYTEST) tests/browser $(PYTEST_ARGS)
 
 test-fast: $(STAMP) ## Run at each change: the unit tests but interpreted kernels and C++ builds (under 5 minutes)
 	$(SHARED_CORES) $(PYTEST) -n $(WORKERS) --dist loadfile -m 'not slow and not gpu and not builds' tests/unit $(PYTEST_ARGS)

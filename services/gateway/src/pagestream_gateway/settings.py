@@ -63,6 +63,8 @@ class GatewaySettings:
     folder that holds one."""
     allow_model_changes: bool = False
     """Whether callers may have engines load and unload the models of their lists, sleep and wake."""
+    page: bool = True
+    """Whether `/` is a page to chat with the models; it needs a key where keys are asked for."""
     api_keys: Path | None = None
     """File of `sha256 of the key -> tenant`. None: no key is asked for, and every caller is the tenant "default"."""
     tls_certificate: Path | None = None

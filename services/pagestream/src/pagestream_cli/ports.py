@@ -6,11 +6,20 @@ import errno
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from ipaddress import ip_address
 from typing import Any
 
 from pagestream_cli.errors import PortTakenError, UsageError
 
 LAST_PORT = 65535
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address, or the name localhost, is this machine's own alone."""
+    try:
+        return host == "localhost" or ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def is_free(host: str, port: int) -> bool:

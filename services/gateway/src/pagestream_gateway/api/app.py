@@ -3,7 +3,7 @@
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from pagestream_gateway.api import documents, health
+from pagestream_gateway.api import documents, health, page
 from pagestream_gateway.api.changes import adapters
 from pagestream_gateway.api.changes import models as model_changes
 from pagestream_gateway.api.cors import allow_origins
@@ -42,6 +42,8 @@ def build_app(gateway: Gateway) -> FastAPI:
     if gateway.settings.gateway.allow_model_changes:
         app.include_router(model_changes.router(gateway))
         bodies += [model_changes.ModelBody]
+    if gateway.settings.gateway.page:
+        app.include_router(page.router())
     allow_origins(app, gateway.settings.gateway.origins)
     app.add_middleware(Paced, turns=gateway.turns)
     vectors = (embeddings.EmbeddingBody, scoring.ScoreBody, scoring.RerankBody)

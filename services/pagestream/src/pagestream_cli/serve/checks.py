@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pagestream_cli.errors import UsageError
+from pagestream_cli.ports import is_loopback
 from pagestream_cli.serve.options import ServeOptions
 from pagestream_cli.supervisor import PartSpec
 
@@ -25,6 +26,10 @@ def check_options(options: ServeOptions) -> None:
     """
     if options.exit_after_greet and options.greet is None:
         raise UsageError("--exit-after-greet needs --greet PROMPT")
+    if options.demo and not is_loopback(options.host):
+        raise UsageError(f"--demo is for this machine alone, and --host is {options.host}")
+    if options.demo and (options.tls_certificate is not None or options.redis_url is not None):
+        raise UsageError("--demo serves without TLS, from a Redis of its own")
     if (options.tls_certificate is None) != (options.tls_key is None):
         raise UsageError("--tls-certificate and --tls-key go together", hint="give both, or neither")
     files = {

@@ -94,6 +94,19 @@ async def _host(plan: Plan, deployment: Deployment, reporter: Reporter) -> None:
     reporter.ready(deployment.record)
     if plan.options.greet is not None:
         await _greet(plan, deployment, plan.options.greet)
+    if plan.options.demo:
+        await _control(plan, deployment, reporter)
+
+
+async def _control(plan: Plan, deployment: Deployment, reporter: Reporter) -> None:
+    """Let the page kill processes, until serve ends."""
+    from pagestream_cli.page.control import Control, running
+
+    urls = deployment.record.http_urls()
+    control = Control(lambda: deployment.record, plan.ports.redis_url)
+    async with running(control, [*urls, *(url.replace("127.0.0.1", "localhost") for url in urls)]) as port:
+        reporter.say(f"page: {urls[0]}/#demo={port}.{control.token} (good once)")
+        await asyncio.Event().wait()
 
 
 async def _load_adapter(plan: Plan, adapter: AdapterChoice) -> None:

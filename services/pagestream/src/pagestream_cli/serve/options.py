@@ -48,6 +48,9 @@ ENGINE_OPTIONS: tuple[tuple[str, str, str], ...] = (
     ("--partitions", "N", "partitions of a model that is new to Redis"),
 )
 """Flag, metavar and help text of options that are passed to every engine, which checks them."""
+_DEMO_ENGINES, _DEMO_GATEWAYS = 2, 3
+"""Least numbers with --demo. A browser has at most six connections to a gateway, and the page reads eight streams, also
+while a gateway is dead."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,8 @@ class ServeOptions:
     greet: str | None
     """A first prompt, whose answer is shown; None: none."""
     exit_after_greet: bool
+    demo: bool
+    """Whether the page at `/` may kill processes: see _DEMO_ENGINES."""
     help_all: bool
     """Print every setting, and serve nothing."""
     verbose: bool
@@ -140,6 +145,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key (PEM)")
     parser.add_argument("--greet", metavar="PROMPT", help="send this prompt when ready, and show the answer")
     parser.add_argument("--exit-after-greet", action="store_true", help="shut down after that answer")
+    parser.add_argument(
+        "--demo", action="store_true", help="let the page at / kill engines, gateways and Redis (loopback alone)"
+    )
     parser.add_argument("--help-all", action="store_true", help="list every setting of every process, with its default")
     parser.add_argument("--verbose", "-v", action="store_true", help="show the whole output of the parts")
     engine = parser.add_argument_group("engine options, passed to every engine")
@@ -164,9 +172,9 @@ def parse_options(arguments: argparse.Namespace) -> ServeOptions:
         grpc_port=arguments.grpc_port,
         metrics_port=arguments.metrics_port,
         redis_url=arguments.redis_url,
-        engines=arguments.engines,
+        engines=max(arguments.engines, _DEMO_ENGINES if arguments.demo else 1),
         warm_spares=arguments.warm_spares,
-        gateways=arguments.gateways,
+        gateways=max(arguments.gateways, _DEMO_GATEWAYS if arguments.demo else 1),
         data_dir=DataDir.at(arguments.data_dir),
         api_keys=arguments.api_keys or _file_of_gateways("api_keys"),
         tls_certificate=arguments.tls_certificate or _file_of_gateways("tls_certificate"),
@@ -174,6 +182,7 @@ def parse_options(arguments: argparse.Namespace) -> ServeOptions:
         engine_arguments=_engine_arguments(arguments),
         greet=arguments.greet,
         exit_after_greet=arguments.exit_after_greet,
+        demo=arguments.demo,
         help_all=arguments.help_all,
         verbose=arguments.verbose,
     )

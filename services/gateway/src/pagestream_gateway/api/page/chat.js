@@ -1,0 +1,71 @@
+// A conversation with a model.
+
+const MAX_TOKENS = 512;
+const $ = (id) => document.getElementById(id);
+
+export class Chat {
+  constructor(api, model) {
+    this.api = api;
+    this.model = model;
+    this.messages = [];
+    this.abort = null;
+    $("ask").addEventListener("submit", (event) => {
+      event.preventDefault();
+      const prompt = $("prompt").value.trim();
+      if (prompt && !this.abort) this.send(prompt);
+    });
+    $("prompt").addEventListener("keydown", (event) => {
+      if (event.key === "Enter" && !event.shiftKey) {
+        event.preventDefault();
+        $("ask").requestSubmit();
+      }
+    });
+    $("stop").addEventListener("click", () => this.abort?.abort());
+    $("forget").addEventListener("click", () => {
+      this.messages = [];
+      $("messages").replaceChildren();
+    });
+  }
+
+  show(role, text) {
+    const message = document.createElement("div");
+    message.className = `message ${role}`;
+    message.textContent = text;
+    $("messages").append(message);
+    message.scrollIntoView({ block: "nearest" });
+    return message;
+  }
+
+  async send(prompt) {
+    $("prompt").value = "";
+    this.show("user", prompt);
+    const shown = this.show("assistant", ""), note = document.createElement("span");
+    note.className = "note";
+    const system = $("system").value.trim();
+    const messages = [...this.messages, { role: "user", content: prompt }];
+    const opening = system ? [{ role: "system", content: system }] : [];
+    this.abort = new AbortController();
+    $("stop").hidden = false;
+    $("send").disabled = true;
+    let text = "", request = "";
+    const began = performance.now();
+    try {
+      const body = { model: this.model(), messages: [...opening, ...messages], max_tokens: MAX_TOKENS };
+      for await (const piece of this.api.chat(body, { signal: this.abort.signal })) {
+        request = piece.id;
+        text += piece.text;
+        shown.textContent = text;
+      }
+      this.messages = [...messages, { role: "assistant", content: text }];
+      note.textContent = `${((performance.now() - began) / 1000).toFixed(1)} s`;
+    } catch (error) {
+      note.textContent = this.abort.signal.aborted ? "stopped" : error.message;
+      if (request) this.api.request("DELETE", `/v1/requests/${request}`).catch(() => {});
+    } finally {
+      shown.append(note);
+      this.abort = null;
+      $("stop").hidden = true;
+      $("send").disabled = false;
+    }
+  }
+}

@@ -1,0 +1,146 @@
+// The demonstration: streams read undisturbed, and again while processes are killed.
+
+import { Timeline } from "./timeline.js";
+
+const PROMPTS = ["the lighthouse", "the baker", "the harbour", "the mill"];
+const SAMPLE_MS = 100;
+const $ = (id) => document.getElementById(id);
+
+class Stream {
+  constructor(number, tokens) {
+    this.number = number;
+    this.tokens = tokens;
+    this.text = "";
+    this.id = "";
+    this.pieces = 0;
+    this.gap = 0;
+    this.ended = false;
+  }
+
+  get share() {
+    return this.ended ? 1 : Math.min(0.99, this.pieces / this.tokens);
+  }
+
+  async read(api, model) {
+    const body = {
+      model, seed: 100 + this.number, temperature: 0.9, max_tokens: this.tokens, ignore_eos: true,
+      messages: [{ role: "user", content: `Tell me a story about ${PROMPTS[this.number % PROMPTS.length]}.` }],
+    };
+    let last = null;
+    for await (const { text, id } of api.chat(body, { first: this.number })) {
+      this.id = id;
+      if (!text) continue;
+      const now = performance.now();
+      if (last !== null) this.gap = Math.max(this.gap, now - last);
+      last = now;
+      this.text += text;
+      this.pieces += 1;
+    }
+    this.ended = true;
+    const bytes = await crypto.subtle.digest("SHA-256", new TextEncoder().encode(this.text));
+    this.digest = [...new Uint8Array(bytes)].slice(0, 8).map((each) => each.toString(16).padStart(2, "0")).join("");
+    const state = await api.request("GET", `/v1/requests/${this.id}`);
+    this.read_tokens = state.usage.completion_tokens;
+    this.attempts = state.attempts;
+  }
+}
+
+export class Demonstration {
+  constructor(api, control, model) {
+    this.api = api;
+    this.control = control;
+    this.model = model;
+    this.timeline = null;
+    $("start").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.run(Number($("count").value), Number($("tokens").value)).catch((error) => {
+        $("phase").textContent = `failed: ${error.message}`;
+        $("run").disabled = false;
+      });
+    });
+  }
+
+  async showParts() {
+    const { processes } = await this.control.processes();
+    const buttons = processes.map(({ name, pid, restarts }) => {
+      const button = document.createElement("button");
+      button.textContent = `${name}${restarts ? ` (restarted ${restarts} times)` : ""}`;
+      button.dataset.part = name;
+      button.disabled = pid === null;
+      button.addEventListener("click", async () => {
+        button.disabled = true;
+        await this.control.kill(name);
+        this.timeline?.kills.push({ at: performance.now() - this.began, part: name });
+      });
+      return button;
+    });
+    $("parts").replaceChildren(...buttons);
+  }
+
+  async run(count, tokens) {
+    $("run").disabled = true;
+    $("results").hidden = true;
+    $("verdict").textContent = "";
+    $("phase").textContent = "reading the streams undisturbed";
+    const first = await this.readAll(count, tokens);
+    $("phase").textContent = this.control ? "reading them again: kill what you like" : "reading them again";
+    const second = await this.readAll(count, tokens);
+    $("phase").textContent = "";
+    this.report(first, second);
+    $("run").disabled = false;
+  }
+
+  async readAll(count, tokens) {
+    const streams = Array.from({ length: count }, (_, number) => new Stream(number, tokens));
+    this.timeline = new Timeline($("timeline"), count);
+    this.began = performance.now();
+    let reading = true;
+    const sampling = (async () => {
+      while (reading) {
+        await this.sample(streams);
+        await new Promise((done) => setTimeout(done, SAMPLE_MS));
+      }
+    })();
+    try {
+      await Promise.all(streams.map((stream) => stream.read(this.api, this.model())));
+    } finally {
+      reading = false;
+      await sampling;
+    }
+    this.timeline.draw(streams);
+    return streams;
+  }
+
+  async sample(streams) {
+    const known = streams.filter((stream) => stream.id && !stream.ended);
+    let owners = {};
+    if (this.control && known.length) {
+      const found = await this.control.owners(known.map((stream) => stream.id)).catch(() => known.map(() => ""));
+      owners = Object.fromEntries(known.map((stream, index) => [stream.number, found[index]]));
+    }
+    const at = performance.now() - this.began;
+    this.timeline.samples.push({ at, owners: streams.map((each) => (each.ended ? null : (owners[each.number] ?? ""))) });
+    this.timeline.draw(streams);
+  }
+
+  report(first, second) {
+    const rows = second.map((stream, number) => {
+      const before = first[number], row = document.createElement("tr");
+      const same = stream.digest === before.digest && stream.read_tokens === before.read_tokens;
+      for (const value of [number + 1, stream.read_tokens, stream.attempts, `${Math.round(stream.gap)} ms`,
+        before.digest, stream.digest, same ? "identical" : "DIFFERENT"]) {
+        const cell = document.createElement("td");
+        cell.textContent = value;
+        row.append(cell);
+      }
+      row.lastElementChild.className = same ? "good" : "bad";
+      return [row, same];
+    });
+    $("results").tBodies[0].replaceChildren(...rows.map(([row]) => row));
+    $("results").hidden = false;
+    const same = rows.filter(([, is]) => is).length;
+    const killed = this.timeline.kills.map((kill) => kill.part).join(", ") || "nothing";
+    $("verdict").textContent = `${same} of ${rows.length} streams are identical to the undisturbed ones; killed: ${killed}`;
+    $("verdict").className = same === rows.length ? "good" : "bad";
+  }
+}

@@ -1,0 +1,1 @@
+"""What `pagestream serve --demo` adds to the page at `/`."""

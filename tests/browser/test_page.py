@@ -1,0 +1,132 @@
+"""The page in a real browser: streams go on through each kill that its buttons make."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import Select, WebDriverWait
+from support.redis.servers import skip_for_want_of
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+DRIVER = shutil.which("chromedriver")
+SHOTS = os.environ.get("PAGESTREAM_SCREENSHOTS")
+"""Folder for screenshots; none are made without it."""
+LIMIT_S = 90.0
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Run `pagestream serve --demo`; yield the page's address with its token."""
+    folder = tmp_path_factory.mktemp("page")
+    ports = ["--http-port", "0", "--grpc-port", "0", "--data-dir", str(folder / "data"), "--dtype", "float32"]
+    command = [sys.executable, "-m", "pagestream_cli", "serve", "--demo", *ports]
+    with (folder / "said").open("w+") as said:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True)
+        try:
+            for line in _lines(folder / "said", process):
+                if (found := re.search(r"page: (\S+)", line)) is not None:
+                    yield found[1]
+                    break
+        finally:
+            os.killpg(process.pid, signal.SIGINT)
+            assert process.wait(60) == 0
+
+
+def _lines(file: Path, process: subprocess.Popen[bytes]) -> Iterator[str]:
+    with file.open() as reader:
+        while process.poll() is None:
+            yield reader.readline()
+    raise RuntimeError(file.read_text())
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[webdriver.Chrome]:
+    """Open Chromium, without anything outside this machine."""
+    if not (CHROMIUM and DRIVER):
+        skip_for_want_of("chromium", "there is no Chromium with its driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(CHROMIUM)
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1100,1000"):
+        options.add_argument(argument)
+    options.add_argument(f"--user-data-dir={tmp_path / 'profile'}")
+    options.add_argument("--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(str(DRIVER)))
+    try:
+        yield driver
+    finally:
+        driver.quit()
+
+
+def shot(browser: webdriver.Chrome, name: str) -> None:
+    if SHOTS:
+        browser.save_screenshot(str(Path(SHOTS) / f"{name}.png"))
+
+
+def text(browser: webdriver.Chrome, place: str) -> str:
+    return str(browser.find_element(By.ID, place).text)
+
+
+def open_page(browser: webdriver.Chrome, address: str) -> WebDriverWait[webdriver.Chrome]:
+    browser.get(address)
+    waiting = WebDriverWait(browser, LIMIT_S, poll_frequency=0.1)
+    waiting.until(lambda it: it.find_element(By.TAG_NAME, "body").get_attribute("data-ready") == "true")
+    return waiting
+
+
+def test_streams_survive_each_kill_on_the_page(browser: webdriver.Chrome, address: str) -> None:
+    waiting = open_page(browser, address)
+    assert "#" not in browser.current_url  # the token is no part of what is copied
+    browser.execute_script("document.getElementById('tokens').value = 400")
+    browser.find_element(By.ID, "run").click()
+    waiting.until(lambda it: "kill" in text(it, "phase"))
+    for number, kind in enumerate(("engine-0", "gateway-0", "redis"), 1):
+        share = 20 * number
+        waiting.until(lambda it, least=share: _read(it) >= least)
+        button = browser.find_element(By.CSS_SELECTOR, f"[data-part='{kind}']")
+        browser.execute_script("arguments[0].click()", button)
+        if kind == "gateway-0":
+            shot(browser, "streams-running")
+    waiting.until(lambda it: text(it, "verdict"))
+    shot(browser, "streams")
+    assert text(browser, "verdict") == (
+        "8 of 8 streams are identical to the undisturbed ones; killed: engine-0, gateway-0, redis"
+    )
+    rows = browser.find_elements(By.CSS_SELECTOR, "#results tbody tr")
+    assert len({row.find_elements(By.TAG_NAME, "td")[5].text for row in rows}) == 8
+    assert max(int(row.find_elements(By.TAG_NAME, "td")[2].text) for row in rows) >= 2
+
+
+def test_a_conversation_and_a_used_token(browser: webdriver.Chrome, address: str) -> None:
+    waiting = open_page(browser, address)
+    assert "token was used" in text(browser, "trouble")
+    waiting = open_page(browser, address.partition("#")[0])
+    assert not text(browser, "trouble")
+    assert browser.find_element(By.ID, "kills").get_attribute("hidden")
+    waiting.until(lambda it: Select(it.find_element(By.ID, "model")).options)
+    browser.find_element(By.ID, "prompt").send_keys("Who lives in the lighthouse?")
+    browser.find_element(By.ID, "send").click()
+    waiting.until(lambda it: it.find_elements(By.CSS_SELECTOR, ".assistant .note"))
+    answer = browser.find_elements(By.CSS_SELECTOR, ".assistant")[0].text
+    assert answer.startswith("Mara lives in the lighthouse.")
+    shot(browser, "chat")
+    wrong = [each for each in browser.get_log("browser") if "Content Security" in each["message"]]
+    assert not wrong
+
+
+def _read(browser: webdriver.Chrome) -> float:
+    """Return the least share of a stream, in percent."""
+    shares = browser.find_elements(By.CSS_SELECTOR, "#timeline .lane span:last-child")
+    found = [float(each.text.split()[0]) for each in shares if each.text]
+    return sum(found) / len(found) if found else 0.0
