@@ -56,7 +56,12 @@ class EventStream(LogAnswer):
     async def keep_alive(self, send: Send) -> None:
         """Send what readers skip, once the headers are out."""
         if self._headers_sent:
-            await send({"type": "http.response.body", "body": self._framing.keep_alive, "more_body": True})
+            await send({"type": "http.response.body", "body": self.idle_frame, "more_body": True})
+
+    @property
+    def idle_frame(self) -> bytes:
+        """Return the bytes that keep the connection alive."""
+        return self._framing.keep_alive
 
     async def _start(self, send: Send) -> None:
         """Send the headers, which name the request and its place in the queue, before there is any event."""
