@@ -112,15 +112,17 @@ def _blocks(content: str | Sequence[dict[str, Any]], place: str, kinds: Mapping[
             kind = block.get("type")
             if not isinstance(kind, str) or kind not in kinds:
                 raise UnsupportedField("type", f"known are {', '.join(kinds)}")
-            found.append(parse_body(kinds[kind], block))
+            parsed = parse_body(kinds[kind], block)
+            if isinstance(parsed, ToolResultBlock):
+                parsed.content = _text(parsed.content or "", "content")
+            found.append(parsed)
     return found
 
 
 def _add(chat: Chat, role: str, block: Body) -> None:
     match block:
         case ToolResultBlock():
-            result = {"content": _text(block.content or "", "content"), "tool_call_id": block.tool_use_id}
-            chat.append({"role": "tool", **result})
+            chat.append({"role": "tool", "content": block.content, "tool_call_id": block.tool_use_id})
         case ToolUseBlock():
             function = {"name": block.name, "arguments": block.input}
             call = {"id": block.id, "type": "function", "function": function}

@@ -52,10 +52,10 @@ class MessageOutput:
             name = "max_tokens"
         elif reason != FINISH_REASON_STOP:
             name = finish_reason_name(reason)
-        elif self._reader.num_calls:
-            name = "tool_use"
+        elif sequence is not None:
+            name = "stop_sequence"  # also within a call, which is not complete then
         else:
-            name = "end_turn" if sequence is None else "stop_sequence"
+            name = "tool_use" if self._reader.num_calls else "end_turn"
         return {"stop_reason": name, "stop_sequence": sequence}
 
     def _add(self, part: Part, events: list[Event]) -> None:

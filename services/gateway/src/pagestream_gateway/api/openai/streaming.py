@@ -30,6 +30,8 @@ class EventStream(LogAnswer):
 
     def __init__(self, gateway: Gateway, reading: Reading) -> None:
         super().__init__(gateway, reading)
+        self._next_index = reading.start.next_index
+        """Of the entry that is read next: `_position` may be before it, where the last runs showed nothing."""
         self._headers_sent = False
         self._owes_opening = reading.with_opening
         self._has_fingerprint = False
@@ -130,7 +132,8 @@ class EventStream(LogAnswer):
 
     def _events(self, batch: list[LogEntry]) -> str:
         events = [self._opening()]
-        runs = self._writer.split(self._position.next_index, batch)
+        runs = self._writer.split(self._next_index, batch)
+        self._next_index += len(batch)
         self._reading.call.tokens(sum(len(run.token_ids) for run in runs))
         for run in runs:
             if run.end is None:
