@@ -30,7 +30,7 @@ _HEAD = """\
 Written by `python tools/write_fields.py`. A field *works*, or is *ignored* because it can't change the output, or is
 *refused* with an error that names it: nothing that was asked for is dropped silently. Values that ask for nothing are
 always taken, since client libraries send them unasked. A field that is on no list is refused as unknown. The fields of
-`/v1/responses` are in [responses.md](responses.md).
+`/v1/responses` are in [responses.md](responses.md), those of `/v1/messages` in [messages.md](messages.md).
 """
 
 _ORDER = ("works", "ignored", "refused")

@@ -103,6 +103,24 @@ async def test_responses(http: httpx.AsyncClient, document: Document) -> None:
         await document.check(await http.get(of), f"{own}/input_items")
 
 
+async def test_messages(http: httpx.AsyncClient, document: Document) -> None:
+    path, body = "/v1/messages", CHAT
+    made = await http.post(path, json=body)
+    await document.check(made)
+    for headers in ({}, LINES):
+        async with http.stream("POST", path, json={**body, "stream": True}, headers=headers) as stream:
+            await document.check(stream)
+    own = f"{REQUEST}/events"
+    async with http.stream("GET", f"/v1/requests/{made.json()['id']}/events") as stream:
+        await document.check(stream, own)
+    failing = {**body, "logit_bias": {str(FAILING_TOKEN): 100}}
+    for wrong in ({**body, "max_tokens": 0}, {**body, "model": "none"}, {"messages": []}, failing):
+        await document.check(await http.post(path, json=wrong))
+    counted = {"model": MODEL, "messages": CHAT["messages"]}
+    for given in (counted, {**counted, "model": "none"}, {**counted, "max_tokens": 1}):
+        await document.check(await http.post(f"{path}/count_tokens", json=given))
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_the_events_of_a_request_are_those_of_its_kind(
     http: httpx.AsyncClient, document: Document, path: str

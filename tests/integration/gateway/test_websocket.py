@@ -85,6 +85,18 @@ async def test_errors_are_those_of_http(
             assert [each["error"]["code"] for each in messages if "error" in each] == [error]
 
 
+async def test_a_messages_events_end_as_a_chats_do(
+    web: aiohttp.ClientSession, gateway: Address, http: httpx.AsyncClient
+) -> None:
+    for text, kind, expected in (("hello", "message_stop", 1000), (f"<unused{FAILING_TOKEN - 2}>", "error", 4500)):
+        asked = {"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 3}
+        request_id = (await http.post("/v1/messages", json=asked)).headers["request-id"]
+        async with web.ws_connect(f"{gateway.url}/v1/requests/{request_id}/events") as socket:
+            messages, code = await rest(socket)
+        types = [message["type"] for message in messages if "type" in message]
+        assert (types[0], types[-1], code) == ("message_start", kind, expected)
+
+
 async def test_misuse_is_closed_with_its_code(web: aiohttp.ClientSession, gateway: Address) -> None:
     async with web.ws_connect(gateway.url + POST) as socket:
         await socket.send_bytes(b"{}")

@@ -18,6 +18,7 @@ class ApiForm(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     API_FORM_SCORE: _ClassVar[ApiForm]
     API_FORM_RERANK: _ClassVar[ApiForm]
     API_FORM_RESPONSES: _ClassVar[ApiForm]
+    API_FORM_MESSAGES: _ClassVar[ApiForm]
 
 class PoolingKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -33,6 +34,7 @@ API_FORM_EMBEDDINGS: ApiForm
 API_FORM_SCORE: ApiForm
 API_FORM_RERANK: ApiForm
 API_FORM_RESPONSES: ApiForm
+API_FORM_MESSAGES: ApiForm
 POOLING_KIND_UNSPECIFIED: PoolingKind
 POOLING_KIND_LAST: PoolingKind
 POOLING_KIND_MEAN: PoolingKind

@@ -4,6 +4,9 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from pagestream_gateway.api import documents, health, page
+from pagestream_gateway.api.anthropic import body as messages_body
+from pagestream_gateway.api.anthropic import errors as messages_errors
+from pagestream_gateway.api.anthropic import routes as messages
 from pagestream_gateway.api.changes import adapters
 from pagestream_gateway.api.changes import models as model_changes
 from pagestream_gateway.api.cors import allow_origins
@@ -19,20 +22,24 @@ from pagestream_gateway.api.vllm import tokens
 from pagestream_gateway.core.gateway import Gateway
 
 _ABOUT = (
-    "OpenAI's API over a durable token stream. Each answer's X-Request-Id names its request; each event's "
-    "stream_position is a Last-Event-ID with which GET /v1/requests/<request id>/events goes on, on any gateway."
+    "OpenAI's API, and Anthropic's messages, over a durable token stream. Each answer's X-Request-Id names its "
+    "request; each event's stream_position is a Last-Event-ID with which GET /v1/requests/<request id>/events goes "
+    "on, on any gateway."
 )
 
 
 def build_app(gateway: Gateway) -> FastAPI:
     """Return the application of the HTTP port."""
     app = _bare_app(gateway)
-    for resource in (completions, chat_completions, responses, embeddings, scoring, models, requests, tokens, health):
+    generations = (completions, chat_completions, responses, messages, embeddings, scoring)
+    for resource in (*generations, models, requests, tokens, health):
         app.include_router(resource.router(gateway))
     bodies: list[type[BaseModel]] = [
         completions.CompletionBody,
         chat_completions.ChatBody,
         responses_body.ResponseBody,
+        messages_body.MessageBody,
+        messages_body.CountBody,
         tokens.TokenizeBody,
         tokens.DetokenizeBody,
     ]
@@ -70,5 +77,5 @@ def _bare_app(gateway: Gateway) -> FastAPI:
     )
     app.add_middleware(Lenient)
     limit_hosts(app, gateway.settings.gateway)
-    install_error_handlers(app)
+    install_error_handlers(app, {messages.PATH: messages_errors.respond})
     return app

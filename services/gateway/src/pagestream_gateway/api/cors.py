@@ -13,6 +13,7 @@ from pagestream_gateway.settings import LOCALHOST
 _LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?"
 _READABLE = [
     "X-Request-Id",
+    "request-id",
     "X-Request-Seed",
     "X-Client-Request-Id",
     "X-Queue-Position",

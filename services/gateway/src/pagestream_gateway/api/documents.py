@@ -65,6 +65,8 @@ class _Answers(NamedTuple):
     """Statuses of answers with an error."""
     headers: Mapping[int, Sequence[str]] = {}
     """Headers by status, of those in _HEADERS."""
+    refusals: Sequence[type[BaseModel]] = (schemas.ErrorAnswer,)
+    """The JSON of an error, which is one of these."""
 
 
 _ALWAYS = (400, 403, 408, 431, 500, 503)
@@ -82,6 +84,9 @@ _LINES = (schemas.QueueLine, schemas.DoneLine)
 _EMPTY = _Answers()
 _TEXT = _Answers(texts=(200,))
 _REQUEST_READ = _Answers(schemas.RequestAnswer, errors=(401, 404), headers=_OWNED)
+_MESSAGE_REFUSALS = (schemas.MessageError, schemas.ErrorAnswer)
+"""Refusals of the protocol, which come before a path is looked at, are OpenAI's also for messages."""
+_NAMED = {status: (*names, "request-id") for status, names in _GENERATED.items()}
 _RESPONSE = "/v1/responses/{response_id}"
 _RESPONSE_READ = _Answers(
     schemas.ResponseAnswer, errors=(401, 404, 409, 429), headers={200: (*_OWN, *_QUEUED), **_FAILED}
@@ -102,6 +107,16 @@ _ANSWERS: Mapping[tuple[str, str], _Answers] = {
     ),
     ("post", f"{_RESPONSE}/cancel"): _RESPONSE_READ,
     ("get", f"{_RESPONSE}/input_items"): _Answers(schemas.ResponseInput, errors=(401, 404)),
+    ("post", "/v1/messages"): _Answers(
+        schemas.MessageAnswer,
+        (schemas.MessageEvent,),
+        errors=_GENERATION_ERRORS,
+        headers=_NAMED,
+        refusals=_MESSAGE_REFUSALS,
+    ),
+    ("post", "/v1/messages/count_tokens"): _Answers(
+        schemas.MessageTokens, errors=(401, 404, 413, 415, 429), refusals=_MESSAGE_REFUSALS
+    ),
     ("post", "/v1/embeddings"): _VECTORS._replace(whole=schemas.EmbeddingAnswer),
     ("post", "/v1/score"): _VECTORS._replace(whole=schemas.ScoreAnswer),
     ("post", "/v1/rerank"): _VECTORS._replace(whole=schemas.RerankAnswer),
@@ -117,6 +132,7 @@ _ANSWERS: Mapping[tuple[str, str], _Answers] = {
         events=(
             schemas.ChatChunk,
             schemas.CompletionChunk,
+            schemas.MessageEvent,
             schemas.EmbeddingEvent,
             schemas.EmbeddingAnswer,
             schemas.ScoreAnswer,
@@ -124,7 +140,7 @@ _ANSWERS: Mapping[tuple[str, str], _Answers] = {
             _EVENT_ERROR,
         ),
         errors=(401, 404, 409, 416),
-        headers={200: (*_OWN, *_QUEUED, "X-Stream-Verified")},
+        headers={200: (*_OWN, "request-id", *_QUEUED, "X-Stream-Verified")},
     ),
     ("post", "/v1/load_lora_adapter"): _Answers(texts=(200,), errors=(400, 401, 404)),
     ("post", "/v1/unload_lora_adapter"): _Answers(texts=(200,), errors=(400, 401, 404)),
@@ -144,6 +160,7 @@ _ANSWERS: Mapping[tuple[str, str], _Answers] = {
 """By method and path."""
 _HEADERS = {
     "X-Request-Id": ("string", "The request's id, by which it is read, resumed and cancelled."),
+    "request-id": ("string", "The same, for Anthropic's clients."),
     "X-Request-Seed": ("integer", "The request's seed, with which it can be accepted again."),
     "X-Client-Request-Id": ("string", "The caller's own id, where one was given that a header can hold."),
     "X-Queue-Position": ("integer", "Requests before it; only of streams of queued requests."),
@@ -156,9 +173,10 @@ _HEADERS = {
 
 def _document(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> dict[str, Any]:
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-    shown: dict[str, type[BaseModel]] = {schemas.ErrorAnswer.__name__: schemas.ErrorAnswer}
+    shown: dict[str, type[BaseModel]] = {}
     for answers in _ANSWERS.values():
-        shown |= {kind.__name__: kind for kind in (answers.whole, *answers.events, *_LINES) if kind is not None}
+        kinds = (answers.whole, *answers.events, *answers.refusals, *_LINES)
+        shown |= {kind.__name__: kind for kind in kinds if kind is not None}
     modes: list[tuple[type[BaseModel], Literal["validation", "serialization"]]] = []
     modes += [(body, "validation") for body in bodies]
     modes += [(answer, "serialization") for answer in shown.values()]
@@ -168,8 +186,11 @@ def _document(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> dict[str, Any]
     components["headers"] = {
         name: {"description": text, "schema": {"type": kind}} for name, (kind, text) in _HEADERS.items()
     }
-    components["securitySchemes"] = {"apiKey": {"type": "http", "scheme": "bearer"}}
-    document["security"] = [{"apiKey": []}, {}]
+    components["securitySchemes"] = {
+        "apiKey": {"type": "http", "scheme": "bearer"},
+        "anthropicKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    }
+    document["security"] = [{"apiKey": []}, {"anthropicKey": []}, {}]
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             operation["responses"] = _responses(_ANSWERS[method, path])
@@ -183,11 +204,11 @@ def _responses(answers: _Answers) -> dict[str, Any]:
 
 
 def _response(answers: _Answers, status: int) -> dict[str, Any]:
-    whole = answers.whole if status == HTTPStatus.OK else schemas.ErrorAnswer
-    content = {} if whole is None else {"application/json": {"schema": _reference(whole)}}
+    whole = answers.refusals if status != HTTPStatus.OK else () if answers.whole is None else (answers.whole,)
+    content = {"application/json": {"schema": _any_of(whole)}} if whole else {}
     if status == HTTPStatus.OK and answers.events:
         content[SSE] = {"schema": _any_of(answers.events)}
-        if _EVENT_ERROR in answers.events:  # not those that name a response's changes
+        if schemas.ResponseEvent not in answers.events:  # those that name a response's changes
             content[NDJSON] = {"schema": _any_of((*answers.events, *_LINES))}
     if status in answers.texts:
         content["text/plain"] = {"schema": {"type": "string"}}

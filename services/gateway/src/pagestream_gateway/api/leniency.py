@@ -1,4 +1,7 @@
-"""What every route accepts beside its own form: HEAD where there is GET, and a slash at the end of the path."""
+"""What every route accepts beside its own form.
+
+That is HEAD where there is GET, a slash at the end of the path, and a key as Anthropic's clients send it.
+"""
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -17,11 +20,20 @@ class Lenient:
         path = scope["path"]
         if path != "/" and path.endswith("/"):
             scope = {**scope, "path": path.rstrip("/") or "/"}
+        scope = _with_authorization(scope)
         if scope["method"] != "HEAD":
             await self._app(scope, receive, send)
             return
         answer = _HeadersAlone(receive, send)
         await self._app({**scope, "method": "GET"}, answer.receive, answer.send)
+
+
+def _with_authorization(scope: Scope) -> Scope:
+    """Return a call with `x-api-key` as its Authorization, where it has none."""
+    headers = dict(scope["headers"])
+    if b"x-api-key" not in headers or b"authorization" in headers:
+        return scope
+    return {**scope, "headers": [*scope["headers"], (b"authorization", b"Bearer " + headers[b"x-api-key"])]}
 
 
 class _HeadersAlone:

@@ -229,6 +229,66 @@ class ResponseInput(BaseModel):
     has_more: bool
 
 
+class MessageErrorDetail(BaseModel):
+    """What is wrong."""
+
+    type: str
+    message: str
+
+
+class MessageError(BaseModel):
+    """Anthropic's form of an error."""
+
+    type: Literal["error"]
+    error: MessageErrorDetail
+    request_id: str | None = Field(description="null before the request is accepted.")
+
+
+class MessageUsage(BaseModel):
+    """Tokens of a message; those of the prompt are the sum of the first three."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+    service_tier: Literal["standard"] | None = None
+
+
+class MessageAnswer(BaseModel):
+    """A message."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]] = Field(description="Blocks: text, thinking, tool_use.")
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "cancelled", "deadline"] | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class MessageEvent(BaseModel):
+    """The data of an event of a message; members beside the first two are those of its type."""
+
+    type: str
+    stream_position: str | None = Field(
+        None, description="The Last-Event-ID with which a reader goes on after this; not each event has one."
+    )
+    message: MessageAnswer | None = None
+    index: int | None = None
+    content_block: dict[str, Any] | None = None
+    delta: dict[str, Any] | None = None
+    usage: MessageUsage | None = None
+    error: MessageErrorDetail | None = None
+    request_id: str | None = None
+
+
+class MessageTokens(BaseModel):
+    """The tokens of a message's prompt."""
+
+    input_tokens: int
+
+
 class VectorUsage(BaseModel):
     """Tokens of a request for vectors."""
 

@@ -43,6 +43,8 @@ class ChatPrompt:
     tools: Tools = field(default_factory=Tools)
     separate_reasoning: bool = True
     """Whether reasoning is told from the answer, where the template knows any."""
+    reasons: bool | None = None
+    """Whether the template is to ask for reasoning; None leaves it to the template and `arguments`."""
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt

@@ -1,8 +1,9 @@
 """Turn a draft into the record that the queue carries: render, tokenize, check against the model."""
 
 import hashlib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pagestream.v1.inference_pb2 import ON_DISCONNECT_CANCEL, ON_DISCONNECT_UNSPECIFIED, SamplingParams, TokenIds
 from pagestream.v1.records_pb2 import Adapter, Pooling, RequestSpec
@@ -11,6 +12,7 @@ from pagestream_telemetry.context import NO_TRACE, TraceContext
 from pagestream_gateway.core.drafts import ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt
 from pagestream_gateway.core.models import LoadedModel
 from pagestream_gateway.core.output.form import set_output_form
+from pagestream_gateway.core.output.select import reasoning_arguments
 from pagestream_gateway.core.sampling.pooling import check_inputs, resolve_pooling, sampling_of_vectors
 from pagestream_gateway.core.sampling.resolution import fit_context, resolve_sampling
 from pagestream_gateway.core.text.encoder import Encoded, EncodingJob
@@ -202,9 +204,19 @@ def _render(chat: ChatPrompt, prompt_field: str, model: LoadedModel) -> str:
         chat.messages,
         add_generation_prompt=opens,
         continue_final_message=chat.continue_final_message,
-        arguments=chat.arguments,
+        arguments=_arguments(chat, model),
         tools=chat.tools.definitions,
     )
+
+
+def _arguments(chat: ChatPrompt, model: LoadedModel) -> Mapping[str, Any]:
+    if chat.reasons is None:
+        return chat.arguments
+    own = reasoning_arguments(model.card.chat_template, reasons=chat.reasons)
+    if own is None:
+        hint = f"model {model.name}: its chat template has no enable_thinking; leave it out"
+        raise UnsupportedField("thinking.type", f"{hint}, or see what chat_template_kwargs the template knows")
+    return {**chat.arguments, **own}
 
 
 def _echo(prompt: Prompt, model: LoadedModel) -> str:

@@ -3,7 +3,7 @@
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,16 +17,18 @@ from pagestream_gateway.api.error_codes import INTERNAL_ERROR, ErrorReport, erro
 from pagestream_gateway.errors import GatewayError
 
 logger = logging.getLogger(__name__)
+ErrorForm = Callable[[Request, Exception], Response]
+"""Makes the answer to an error that a route, or the search for one, raised."""
 
 
 def error_body(report: ErrorReport) -> dict[str, Any]:
     """Return the body that OpenAI's clients know."""
-    field = None if report.field is None else _writable(report.field)
-    message = _writable(report.message)
+    field = None if report.field is None else writable(report.field)
+    message = writable(report.message)
     return {"error": {"message": message, "type": report.type, "param": field, "code": report.code}}
 
 
-def _writable(text: str) -> str:
+def writable(text: str) -> str:
     """Escape halves of surrogate pairs, which JSON can spell and UTF-8 can't encode."""
     return text.encode("utf-8", "backslashreplace").decode()
 
@@ -41,12 +43,17 @@ def error_response(
     report = error_report(error)
     if field is not None:
         report = replace(report, field=field)
+    return JSONResponse(error_body(report), report.http_status, error_headers(report, more_headers))
+
+
+def error_headers(report: ErrorReport, more_headers: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the headers of an answer that reports an error."""
     headers = dict(more_headers or {})
     if report.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(report.retry_after_s)))
     if report.http_status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(error_body(report), report.http_status, headers)
+    return headers
 
 
 def error_data(error: Exception, stream_position: str) -> str:
@@ -60,24 +67,22 @@ def log_unexpected(error: Exception, request_id: str = "") -> None:
         logger.error("request failed", exc_info=error, extra={"request_id": request_id})
 
 
-def install_error_handlers(app: FastAPI) -> None:
-    """Answer every error of `app` in OpenAI's form."""
+def install_error_handlers(app: FastAPI, others: Mapping[str, ErrorForm]) -> None:
+    """Answer every error of `app` in OpenAI's form, but at and below the paths of `others` in theirs."""
 
-    async def known(_: Request, error: Exception) -> Response:
-        return error_response(error)
+    async def answer(request: Request, error: Exception) -> Response:
+        path = request.url.path
+        form = next((form for place, form in others.items() if f"{path}/".startswith(f"{place}/")), _respond)
+        return form(request, error)
 
-    async def unexpected(_: Request, error: Exception) -> Response:
-        log_unexpected(error)
-        return error_response(error)
+    for kind in (GatewayError, StreamsError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer)
 
-    async def routing(request: Request, error: Exception) -> Response:
-        if not isinstance(error, HTTPException):
-            return error_response(error)
+
+def _respond(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
         message = f"{request.method} {request.url.path}: {error.detail}"
         body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}
         return JSONResponse(body, error.status_code, error.headers)
-
-    app.add_exception_handler(GatewayError, known)
-    app.add_exception_handler(StreamsError, known)
-    app.add_exception_handler(HTTPException, routing)
-    app.add_exception_handler(Exception, unexpected)
+    log_unexpected(error)
+    return error_response(error)

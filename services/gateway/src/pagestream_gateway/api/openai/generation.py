@@ -175,6 +175,8 @@ async def generate(
     *,
     writer: type[LogWriter],
     body: type[AnswerBody] = WholeBody,
+    stream: type[EventStream] = EventStream,
+    whole: type[WholeAnswer] = WholeAnswer,
 ) -> Response:
     """Answer a POST whose answer is made of a request's log.
 
@@ -196,7 +198,7 @@ async def generate(
             as_lines=accepts_lines(request.headers.get("accept")),
             with_queue_comments=with_comments,
         )
-        return EventStream(gateway, reading) if parsed.stream else WholeAnswer(gateway, reading)
+        return stream(gateway, reading) if parsed.stream else whole(gateway, reading)
     except asyncio.CancelledError:
         call.end(DISCONNECTED)
         raise

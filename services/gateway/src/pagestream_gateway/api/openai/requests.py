@@ -9,6 +9,7 @@ from pagestream.v1.inference_pb2 import RequestState
 from pagestream.v1.records_pb2 import (
     API_FORM_CHAT_COMPLETIONS,
     API_FORM_EMBEDDINGS,
+    API_FORM_MESSAGES,
     API_FORM_RERANK,
     API_FORM_RESPONSES,
     API_FORM_SCORE,
@@ -19,6 +20,9 @@ from pagestream_streams.errors import DigestMismatch, OffsetOutOfRange, RequestN
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from pagestream_gateway.api.anthropic import body as messages
+from pagestream_gateway.api.anthropic.answers import MessageStream
+from pagestream_gateway.api.anthropic.writer import MessageWriter
 from pagestream_gateway.api.documents import body_of
 from pagestream_gateway.api.error_codes import error_report
 from pagestream_gateway.api.openai import chat_completions, completions
@@ -42,6 +46,7 @@ from pagestream_gateway.errors import InvalidRequest
 _WRITERS: Mapping[int, type[LogWriter]] = {
     API_FORM_CHAT_COMPLETIONS: ChatWriter,
     API_FORM_RESPONSES: ChatWriter,
+    API_FORM_MESSAGES: MessageWriter,
     API_FORM_EMBEDDINGS: EmbeddingWriter,
     API_FORM_SCORE: ScoreWriter,
     API_FORM_RERANK: RerankWriter,
@@ -97,17 +102,24 @@ _AGAIN: dict[str, Any] = {
     **body_of(
         completions.CompletionBody,
         chat_completions.ChatBody,
+        messages.MessageBody,
         embeddings.EmbeddingBody,
         scoring.ScoreBody,
         scoring.RerankBody,
     ),
     "parameters": [
         {
+            "name": "anthropic-version",
+            "in": "header",
+            "schema": {"type": "string"},
+            "description": "Any value: `messages` are a body of /v1/messages, not of chat completions.",
+        },
+        {
             "name": "X-Request-Seed",
             "in": "header",
             "schema": {"type": "integer"},
             "description": "This header of the first answer; may be left out where the body has a seed.",
-        }
+        },
     ],
 }
 
@@ -193,7 +205,8 @@ def router(gateway: Gateway) -> APIRouter:
             is_complete=is_complete,
             headers={"X-Stream-Verified": "true" if position.is_verified else "false"},
         )
-        return EventStream(gateway, reading)
+        stream = MessageStream if view.spec.answer.api == API_FORM_MESSAGES else EventStream
+        return stream(gateway, reading)
 
     return routes
 
@@ -222,7 +235,9 @@ def _limit(text: str | None) -> int:
 
 
 def _parse_any(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest:
-    """Read a body of any resource, which is known by a field that it alone has."""
+    """Read a body of any resource, which is known by a field that it alone has, or by Anthropic's header."""
+    if "messages" in document and "anthropic-version" in headers:
+        return messages.parse(document, headers)
     for name, parse in _PARSERS.items():
         if name in document:
             return parse(document, headers)

@@ -30,6 +30,8 @@ class EventStream(LogAnswer):
 
     def __init__(self, gateway: Gateway, reading: Reading) -> None:
         super().__init__(gateway, reading)
+        self._next_index = reading.start.next_index
+        """Of the entry that is read next: `_position` may be before it, where the last runs showed nothing."""
         self._headers_sent = False
         self._owes_opening = reading.with_opening
         self._has_fingerprint = False
@@ -56,7 +58,12 @@ class EventStream(LogAnswer):
     async def keep_alive(self, send: Send) -> None:
         """Send what readers skip, once the headers are out."""
         if self._headers_sent:
-            await send({"type": "http.response.body", "body": self._framing.keep_alive, "more_body": True})
+            await send({"type": "http.response.body", "body": self.idle_frame, "more_body": True})
+
+    @property
+    def idle_frame(self) -> bytes:
+        """Return the bytes that keep the connection alive."""
+        return self._framing.keep_alive
 
     async def _start(self, send: Send) -> None:
         """Send the headers, which name the request and its place in the queue, before there is any event."""
@@ -125,7 +132,8 @@ class EventStream(LogAnswer):
 
     def _events(self, batch: list[LogEntry]) -> str:
         events = [self._opening()]
-        runs = self._writer.split(self._position.next_index, batch)
+        runs = self._writer.split(self._next_index, batch)
+        self._next_index += len(batch)
         self._reading.call.tokens(sum(len(run.token_ids) for run in runs))
         for run in runs:
             if run.end is None:

@@ -8,6 +8,7 @@ from pagestream.v1.records_pb2 import LogEnd
 from pagestream_streams.byte_budget import ByteBudget
 from pagestream_streams.errors import DigestMismatch, StreamsError
 from pagestream_streams.tasks import cancel
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pagestream_gateway.api.error_codes import error_report
@@ -83,11 +84,15 @@ class WholeAnswer(LogAnswer):
                 body.set_fingerprint(fingerprint)
             except (GatewayError, StreamsError) as error:
                 log_unexpected(error, self._request_id)
-                await error_response(error, self.request_headers())(scope, receive, send)
+                await self.refusal(error)(scope, receive, send)
                 return error_report(error).code
             return await self._send(send, list(body.parts(end)), end)
         finally:
             self._share.release()
+
+    def refusal(self, error: Exception) -> Response:
+        """Return the answer to an error that came after the request's acceptance."""
+        return error_response(error, self.request_headers())
 
     # -- build the body --
 

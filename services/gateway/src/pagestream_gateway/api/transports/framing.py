@@ -20,8 +20,8 @@ class Framing(Protocol):
     keep_alive: bytes
     """Bytes that every reader skips."""
 
-    def event(self, data: str, position: str) -> str:
-        """Return a frame of JSON text; `position` is where its reader goes on."""
+    def event(self, data: str, position: str, name: str = "") -> str:
+        """Return a frame of JSON text; `position` is where its reader goes on, "" where that is said later."""
 
     def done(self, position: str) -> str:
         """Return what ends a complete stream. A stream that ends without it is resumed from its last position."""
@@ -41,8 +41,10 @@ class EventFraming:
         """`with_ids`: whether each event has its position as its `id` too, as an EventSource needs it."""
         self._with_ids = with_ids
 
-    def event(self, data: str, position: str) -> str:
-        return f"id: {position}\ndata: {data}\n\n" if self._with_ids else f"data: {data}\n\n"
+    def event(self, data: str, position: str, name: str = "") -> str:
+        head = f"event: {name}\n" if name else ""
+        place = f"id: {position}\n" if self._with_ids and position else ""
+        return f"{head}{place}data: {data}\n\n"
 
     def done(self, position: str) -> str:
         return self.event("[DONE]", position)
@@ -58,7 +60,7 @@ class LineFraming:
     media_type = NDJSON
     keep_alive = b"\n"
 
-    def event(self, data: str, position: str) -> str:
+    def event(self, data: str, position: str, name: str = "") -> str:
         return f"{data}\n"
 
     def done(self, position: str) -> str:

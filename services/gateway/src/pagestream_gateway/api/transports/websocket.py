@@ -32,6 +32,7 @@ _UNREAD_BYTES = 64 * 1024  # of a first message, before the client has to wait
 _LINGER_S = 2.0  # until the client has answered the close
 _LINGER_BYTES = 1024 * 1024
 _STREAM_FAILED = 4500
+_ERRORS = (b'{"error"', b'{"type":"error"')
 _HTTP_CODES = 4000  # and the status
 
 
@@ -196,8 +197,9 @@ class WebSocket:
         lines = [line for line in body.split(b"\n") if line]
         self._transport.write(b"".join(frame(Opcode.TEXT, line) for line in lines))
         for line in lines:
-            if line.startswith(b'{"error"'):
-                is_stopping = json.loads(line)["error"]["code"] == "gateway_stopping"
+            if line.startswith(_ERRORS):
+                error = json.loads(line)["error"]
+                is_stopping = error.get("code", error["type"]) in ("gateway_stopping", "overloaded_error")
                 self._close_code = CloseCode.RESTART if is_stopping else _STREAM_FAILED
 
     def _send_piece(self, body: bytes, *, is_last: bool) -> None:

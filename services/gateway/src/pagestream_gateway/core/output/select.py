@@ -10,6 +10,7 @@ from pagestream_gateway.core.output.reasoning import BEGIN, END, Think
 
 _OTHERS = ("<function=", "<arg_key>")
 """Of formats that are not known here: Qwen3-Coder's and GLM's."""
+_SWITCH = "enable_thinking"
 _PYTHONIC = re.compile(r"\[func_name\d?\(")
 
 
@@ -37,6 +38,16 @@ def reasoning_format(template: str, prompt: str, *, continues: bool = False) -> 
         return ""
     is_within = continues and prompt.rfind(BEGIN) > prompt.rfind(END)
     return "open" if is_within or prompt.rstrip().endswith(BEGIN) else "think"
+
+
+def reasoning_arguments(template: str, *, reasons: bool) -> dict[str, bool] | None:
+    """Return the values with which a chat template asks for reasoning or for none; None where it can't be asked.
+
+    A template without the switch that most have asks for what it always does.
+    """
+    if _SWITCH in template:
+        return {_SWITCH: reasons}
+    return {} if (BEGIN in template or END in template) is reasons else None
 
 
 def parser_of(form: OutputForm) -> OutputParser:

@@ -1,0 +1,253 @@
+"""The bodies of POST /v1/messages and /v1/messages/count_tokens."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pagestream.v1.inference_pb2 import SamplingParams, StructuredOutputs
+from pagestream.v1.records_pb2 import API_FORM_MESSAGES, AnswerForm
+from pydantic import Field
+
+from pagestream_gateway.api.anthropic.content import Blocks, chat_messages, within
+from pagestream_gateway.api.openai import generation
+from pagestream_gateway.api.openai.chat.tools import (
+    Function,
+    FunctionName,
+    NamedTool,
+    Tool,
+    ToolName,
+    check_formats,
+    tools_of,
+)
+from pagestream_gateway.api.openai.generation import (
+    ParsedRequest,
+    named_as,
+    queued_arguments,
+    without_unsupported,
+)
+from pagestream_gateway.api.openai.strict_body import Body, QueuedBody, parse_body, with_parameters
+from pagestream_gateway.core.drafts import ChatPrompt, Draft, now_s
+from pagestream_gateway.core.sampling import parameters
+from pagestream_gateway.core.sampling.json_types import Items
+from pagestream_gateway.core.sampling.resolution import sampling_from_json
+from pagestream_gateway.core.sampling.response_format import JsonSchema, JsonSchemaFormat, constraint_of
+from pagestream_gateway.errors import InvalidRequest, UnsupportedField
+
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    **generation.UNSUPPORTED,
+    "container": (),
+    "context_management": (),
+    "diagnostics": (),
+    "inference_geo": (),
+    "mcp_servers": ([],),
+    "speed": ("standard",),
+    "user_profile_id": (),
+    "workspace_id": (),
+    "chat_template": (),
+    "n": (1,),
+}
+"""See generation.UNSUPPORTED."""
+_UNSUPPORTED_OF_TOOLS: Mapping[str, tuple[Any, ...]] = {
+    "allowed_callers": (["direct"],),
+    "defer_loading": (False,),
+    "input_examples": ([],),
+}
+_WITHOUT = frozenset(
+    {
+        "n",
+        "max_tokens",
+        "stop",
+        "best_of",
+        "use_beam_search",
+        "beam_width",
+        "length_penalty",
+        "early_stopping",
+        "prompt_logprobs",
+    }
+)
+"""Sampling parameters that messages don't have, or under another name."""
+_FORMAT = "output_config.format"
+_FIELD_NAMES = {"stop": "stop_sequences", "response_format": _FORMAT, "continue_final_message": "messages"}
+
+
+class CustomTool(Body):
+    """A tool that the caller runs."""
+
+    type: Literal["custom"] | None = None
+    name: ToolName
+    description: str | None = None
+    input_schema: dict[str, Any] = Field(description="A JSON schema of the arguments.")
+    strict: bool | None = None
+    cache_control: Any = None
+    eager_input_streaming: Any = None
+
+    def for_chat(self) -> Tool:
+        """Return it as chats have it."""
+        function = Function(
+            name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
+        )
+        return Tool(type="function", function=function)
+
+
+class ToolChoice(Body):
+    """Which tools are called; a grammar forces `any` and `tool`."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = Field(None, description="With `tool`: which one.")
+    disable_parallel_tool_use: bool | None = Field(None, description="At most one call.")
+
+
+class Thinking(Body):
+    """Whether the model reasons before it answers, where its template can switch that."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=1, description="A target: it is not held to.")
+    display: Literal["summarized"] | None = Field(None, description="Reasoning is shown in full.")
+
+
+class OutputFormat(Body):
+    """JSON that validates against a schema."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """What the output must be."""
+
+    effort: None = None
+    format: OutputFormat | None = None
+
+
+class PromptBody(Body):
+    """What a prompt is made of."""
+
+    messages: Items[dict[str, Any]] = Field(
+        description="Of a role (user, assistant, system), with text or blocks: text, tool_use, tool_result, thinking. "
+        "The answer goes on with a last message of the assistant's."
+    )
+    system: Blocks | None = Field(None, description="A system message before all: text, or blocks of text.")
+    tools: Items[dict[str, Any]] | None = Field(None, description="Tools that the caller runs.")
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = Field(None, description="Left out: as the model's template has it.")
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Further values for the model's chat template."
+    )
+    # Known fields that can't change the output.
+    cache_control: Any = None
+
+    def constraint(self) -> StructuredOutputs | None:
+        """Return what the output must match. Raises InvalidRequest."""
+        form = self.output_config.format if self.output_config is not None else None
+        if form is None:
+            return None
+        schema = JsonSchema.model_validate({"name": "output", "schema": form.schema_})
+        return constraint_of(JsonSchemaFormat(type="json_schema", json_schema=schema))
+
+    def prompt(self, *, add_special_tokens: bool) -> ChatPrompt:
+        """Return the conversation. Raises InvalidRequest."""
+        choice, is_reasoning_asked = self.tool_choice, None
+        is_parallel = choice is None or not choice.disable_parallel_tool_use
+        tools = tools_of(_chat_tools(self.tools or ()), _chat_choice(choice), is_parallel)
+        if self.thinking is not None and self.thinking.type != "adaptive":
+            is_reasoning_asked = self.thinking.type == "enabled"
+        if is_reasoning_asked and tools.is_forced:
+            raise InvalidRequest("thinking", "excludes a forced tool call, which leaves no room for it")
+        messages = chat_messages(self.messages, self.system)
+        return ChatPrompt(
+            messages=messages,
+            continue_final_message=messages[-1]["role"] == "assistant",
+            arguments=self.chat_template_kwargs or {},
+            add_special_tokens=add_special_tokens,
+            tools=tools,
+            reasons=is_reasoning_asked,
+        )
+
+
+@with_parameters(without=_WITHOUT)
+class MessageBody(PromptBody, QueuedBody):
+    """POST /v1/messages."""
+
+    max_tokens: int = Field(description="Most tokens of the answer, reasoning included.")
+    stop_sequences: Items[str] | None = Field(None, description="The answer ends before any of these.")
+    stream: bool | None = Field(
+        None, description="Answer as a stream: server-sent events, or NDJSON where Accept says so."
+    )
+    service_tier: Literal["auto", "standard_only"] | None = Field(  # type: ignore[assignment]
+        None, description='There is one tier: answers say "standard".'
+    )
+
+
+class CountBody(PromptBody):
+    """POST /v1/messages/count_tokens."""
+
+    model: str | None = Field(None, description="Served name; may be left out where exactly one model is served.")
+    add_special_tokens: bool | None = None
+
+
+def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest:
+    """Read a body and its headers. Raises InvalidRequest."""
+    _check_effort(document)
+    body = parse_body(MessageBody, without_unsupported(document, UNSUPPORTED))
+    field_names = dict(_FIELD_NAMES)
+    with named_as(field_names):
+        prompt = body.prompt(add_special_tokens=bool(body.add_special_tokens))
+        given = {each.name: getattr(body, each.name, None) for each in parameters.PARAMETERS if each.json_type}
+        sampling = sampling_from_json({**given, "max_tokens": body.max_tokens, "stop": body.stop_sequences})
+        if (constraint := body.constraint()) is not None:
+            if sampling.HasField("structured_outputs"):
+                raise InvalidRequest("response_format", "excludes structured_outputs")
+            sampling.structured_outputs.CopyFrom(constraint)
+            field_names["structured_outputs"] = _FORMAT
+        has_format = sampling.HasField("structured_outputs")
+        check_formats(prompt.tools, has_format=has_format, num_stop_strings=len(sampling.stop))
+        if (forced := prompt.tools.constraint()) is not None:
+            sampling.structured_outputs.CopyFrom(forced)
+            field_names["structured_outputs"] = "tools"
+        queued = queued_arguments(body, headers, document, API_FORM_MESSAGES)
+    answer = AnswerForm(api=API_FORM_MESSAGES, created=now_s())
+    draft = Draft(prompts=[prompt], prompt_field="messages", sampling=sampling, answer=answer, **queued)
+    return ParsedRequest(draft, stream=bool(body.stream), field_names=field_names)
+
+
+def parse_count(document: dict[str, Any], _: Mapping[str, str]) -> Draft:
+    """Return what would be generated from. Raises InvalidRequest."""
+    _check_effort(document)
+    body = parse_body(CountBody, without_unsupported(document, UNSUPPORTED))
+    return Draft(
+        model=body.model or "",
+        prompts=[body.prompt(add_special_tokens=bool(body.add_special_tokens))],
+        prompt_field="messages",
+        sampling=SamplingParams(),
+        answer=AnswerForm(),
+    )
+
+
+def _check_effort(document: Mapping[str, Any]) -> None:
+    config = document.get("output_config")
+    if isinstance(config, dict) and config.get("effort") is not None:
+        raise UnsupportedField("output_config.effort", "chat_template_kwargs has what the model's template knows")
+
+
+def _chat_tools(tools: Sequence[dict[str, Any]]) -> list[Tool]:
+    found = []
+    for number, tool in enumerate(tools):
+        with within(f"tools.{number}"):
+            if tool.get("type") not in (None, "custom"):
+                raise UnsupportedField("type", "tools are, which the caller runs")
+            found.append(parse_body(CustomTool, without_unsupported(tool, _UNSUPPORTED_OF_TOOLS)).for_chat())
+    return found
+
+
+def _chat_choice(choice: ToolChoice | None) -> Literal["none", "auto", "required"] | NamedTool:
+    if choice is None:
+        return "auto"
+    if (choice.type == "tool") != (choice.name is not None):
+        raise InvalidRequest("tool_choice.name", 'is needed with the type "tool", and with it alone')
+    match choice.type:
+        case "tool":
+            return NamedTool(type="function", function=FunctionName(name=choice.name or ""))
+        case "any":
+            return "required"
+        case other:
+            return other

@@ -1,0 +1,151 @@
+"""The messages of a body, and the chat messages that they are."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from pagestream_gateway.api.openai.strict_body import Body, parse_body
+from pagestream_gateway.core.sampling.json_types import Items, expects
+from pagestream_gateway.errors import InvalidRequest, UnsupportedField
+
+_Id = Annotated[str, Field(max_length=512)]
+Blocks = Annotated[str | Items[dict[str, Any]], expects("must be a string or a list of blocks")]
+"""Text, or what `_KINDS` names."""
+
+
+class TextBlock(Body):
+    """Text."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: Any = None
+    citations: Any = None
+
+
+class ThinkingBlock(Body):
+    """The reasoning of an earlier answer; nothing is signed here, so the signature is ignored."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: Any = None
+
+
+class ToolUseBlock(Body):
+    """A call of an earlier answer."""
+
+    type: Literal["tool_use"]
+    id: _Id
+    name: str
+    input: dict[str, Any]
+    cache_control: Any = None
+    caller: Any = None
+    toolset_name: None = None
+
+
+class ToolResultBlock(Body):
+    """What a called tool returned; chat templates have no place for is_error."""
+
+    type: Literal["tool_result"]
+    tool_use_id: _Id
+    content: Blocks | None = None
+    is_error: bool | None = None
+    cache_control: Any = None
+    toolset_name: None = None
+
+
+class MessageParam(Body):
+    """One message of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Blocks
+
+
+_TEXT: Mapping[str, type[Body]] = {"text": TextBlock}
+_KINDS: Mapping[str, Mapping[str, type[Body]]] = {
+    "user": {**_TEXT, "tool_result": ToolResultBlock},
+    "assistant": {**_TEXT, "thinking": ThinkingBlock, "tool_use": ToolUseBlock},
+    "system": _TEXT,
+}
+"""Blocks by the role of their message."""
+Chat = list[dict[str, Any]]
+
+
+@contextmanager
+def within(place: str) -> Iterator[None]:
+    """Let errors name the fields of a part of the body by their path in all of it."""
+    try:
+        yield
+    except InvalidRequest as error:
+        error.field = f"{place}.{error.field}" if error.field else place
+        raise
+
+
+def chat_messages(messages: Sequence[dict[str, Any]], system: str | Sequence[dict[str, Any]] | None) -> Chat:
+    """Return the messages as chat templates take them.
+
+    Neighbours of one role become one message, as Anthropic has it: many templates refuse roles that don't alternate.
+    Raises InvalidRequest, which names the block's field.
+    """
+    if not messages:
+        raise InvalidRequest("messages", "must not be empty")
+    chat: Chat = []
+    if system:
+        chat.append({"role": "system", "content": _text(system, "system")})
+    for number, given in enumerate(messages):
+        with within(f"messages.{number}"):
+            message = parse_body(MessageParam, given)
+            for block in _blocks(message.content or "", "content", _KINDS[message.role]):
+                _add(chat, message.role, block)
+    if messages[-1]["role"] == "assistant" and chat[-1].get("tool_calls"):
+        raise InvalidRequest(f"messages.{len(messages) - 1}", "calls a tool, whose tool_result is needed")
+    return chat
+
+
+def _blocks(content: str | Sequence[dict[str, Any]], place: str, kinds: Mapping[str, type[Body]]) -> list[Body]:
+    if isinstance(content, str):
+        return [TextBlock(type="text", text=content)]
+    found = []
+    for number, block in enumerate(content):
+        with within(f"{place}.{number}"):
+            kind = block.get("type")
+            if not isinstance(kind, str) or kind not in kinds:
+                raise UnsupportedField("type", f"known are {', '.join(kinds)}")
+            parsed = parse_body(kinds[kind], block)
+            if isinstance(parsed, ToolResultBlock):
+                parsed.content = _text(parsed.content or "", "content")
+            found.append(parsed)
+    return found
+
+
+def _add(chat: Chat, role: str, block: Body) -> None:
+    match block:
+        case ToolResultBlock():
+            chat.append({"role": "tool", "content": block.content, "tool_call_id": block.tool_use_id})
+        case ToolUseBlock():
+            function = {"name": block.name, "arguments": block.input}
+            call = {"id": block.id, "type": "function", "function": function}
+            _last(chat, role).setdefault("tool_calls", []).append(call)
+        case ThinkingBlock():
+            _append(_last(chat, role), "reasoning_content", block.thinking)
+        case TextBlock():
+            _append(_last(chat, role), "content", block.text)
+
+
+def _last(chat: Chat, role: str) -> dict[str, Any]:
+    """Return the last message where it is of a role, else a new one."""
+    if not chat or chat[-1]["role"] != role:
+        chat.append({"role": role, "content": ""})
+    return chat[-1]
+
+
+def _append(message: dict[str, Any], member: str, text: str) -> None:
+    """Add a text; texts are joined as lines, as in chats."""
+    before = message.get(member)
+    message[member] = f"{before}\n{text}" if before else text
+
+
+def _text(content: str | Sequence[dict[str, Any]], place: str) -> str:
+    """Return the text of a content that has nothing else."""
+    return "\n".join(block.text for block in _blocks(content, place, _TEXT) if isinstance(block, TextBlock))
