@@ -6,10 +6,16 @@ here=$(cd "$(dirname "$0")" && pwd)
 folder=$1
 mkdir -p "$folder"
 stamp="$folder/.prepared"
-digest=$(cat "$here/requirements.txt" "$here/package-lock.json" "$here"/programs/*.mjs | sha256sum)
+example="$here/../../services/client/examples/resume.ts"
+digest=$(cat "$here/requirements.txt" "$here/package-lock.json" "$here"/programs/*.mjs "$example" | sha256sum)
 [ "$(cat "$stamp" 2>/dev/null || true)" = "$digest" ] && exit 0
 [ -x "$folder/python/bin/python" ] || "${PYTHON:-python3}" -m venv "$folder/python"
 "$folder/python/bin/python" -m pip install --quiet --no-deps -r "$here/requirements.txt"
 cp "$here/package.json" "$here/package-lock.json" "$here"/programs/*.mjs "$folder"
-(cd "$folder" && npm ci --silent --no-audit --no-fund)
+cp "$example" "$folder"
+(
+  cd "$folder"
+  npm ci --silent --no-audit --no-fund
+  npx tsc --strict --target es2022 --module nodenext --types node --outDir built resume.ts
+)
 echo "$digest" > "$stamp"
