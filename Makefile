@@ -58,7 +58,7 @@ kube-test: $(STAMP) ## The chart and the operator against a real API server, wit
 kernel-test: $(STAMP) ## The builds and interpreted cases of the kernels' cover that `make test` leaves out (minutes)
 	$(SHARED_CORES) $(PYTEST) -n $(WORKERS) --dist loadfile -m 'slow and not gpu' tests/unit/kernels $(BUILDS) $(PYTEST_ARGS)
 
-clients: $(STAMP) ## Clients that others wrote, for Python and JavaScript, against the demo model (needs npm; minutes)
+clients: $(STAMP) ## Clients that others wrote, for Python and JavaScript, against the demo model (needs npm; 3 minutes)
 	PYTHON="$(PYTHON)" tests/clients/prepare.sh .clients
 	$(PYTEST) tests/clients $(PYTEST_ARGS)
 
