@@ -7,7 +7,7 @@ from pathlib import Path
 from urllib.parse import quote_plus
 
 import pytest
-from pagestream_gateway.core.auth import KeyFile
+from pagestream_gateway.core.identities.api_keys import KeyFile
 from support.kubernetes.api import Administrator
 from support.kubernetes.chart import CHART, one, render
 
@@ -51,7 +51,7 @@ def test_the_gateway_knows_the_key_by_its_hash_alone(admin: Administrator, insta
     assert hashlib.sha256(key["key"].encode()).hexdigest() in hashes["keys"]
     file = tmp_path / "keys"
     file.write_text(hashes["keys"])
-    assert KeyFile(file).authenticator.tenant(f"Bearer {key['key']}") == key["tenant"]
+    assert KeyFile(file).keys.identity(key["key"]).tenant == key["tenant"]
 
 
 def test_the_password_opens_the_address(admin: Administrator, installed: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from pagestream_cli.__main__ import main
-from pagestream_gateway.core.auth import KeyFile
+from pagestream_gateway.core.identities.api_keys import KeyFile
 from pagestream_gateway.errors import Unauthenticated
 
 
@@ -27,18 +27,18 @@ def test_a_key_is_made_listed_used_and_revoked(tmp_path: Path, capsys: pytest.Ca
     assert file.stat().st_mode & 0o777 == 0o600
     assert not any(key in file.read_text() for key in made)
     gateway = KeyFile(file)
-    assert [gateway.authenticator.tenant(f"Bearer {key}") for key in made] == ["a", "b"]
+    assert [gateway.keys.identity(key).tenant for key in made] == ["a", "b"]
     assert keys(file, "list") == 0
     shown = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in shown] == ["a", "b"]
     assert keys(file, "revoke", made[0]) == 0
     assert gateway.refresh()
     with pytest.raises(Unauthenticated):
-        gateway.authenticator.tenant(f"Bearer {made[0]}")
+        gateway.keys.identity(made[0])
     assert keys(file, "revoke", shown[1].split()[0]) == 0
     assert gateway.refresh()
     with pytest.raises(Unauthenticated):
-        gateway.authenticator.tenant(f"Bearer {made[1]}")
+        gateway.keys.identity(made[1])
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,10 @@ from pagestream_gateway.api.cors import CorsHeaders
 from pagestream_gateway.api.grpc.server import GrpcServer
 from pagestream_gateway.api.http_protocol import ConnectionLimits
 from pagestream_gateway.api.http_server import HttpServer
-from pagestream_gateway.core.auth import Authenticator, KeyFile
 from pagestream_gateway.core.calls import Calls
 from pagestream_gateway.core.gateway import Gateway
+from pagestream_gateway.core.identities.api_keys import KeyFile
+from pagestream_gateway.core.identities.authenticator import Authenticator
 from pagestream_gateway.core.memory_monitor import MemoryMonitor
 from pagestream_gateway.core.models import Models
 from pagestream_gateway.core.open_streams import OpenStreams
@@ -76,7 +77,7 @@ async def running_gateway(
     """
     api_keys = settings.gateway.api_keys
     key_file = None if api_keys is None else KeyFile(api_keys)
-    authenticator = Authenticator(None) if key_file is None else key_file.authenticator
+    authenticator = Authenticator(None if key_file is None else key_file.keys)
     certificate = _certificate(settings)
     watched = [file for file in (key_file, certificate) if file is not None]
     async with (

@@ -204,9 +204,9 @@ class ClassSettings:
     first_of: Mapping[str, int] = field(default_factory=dict)
     """The best class of a tenant: "tenant=0,other=2"."""
 
-    def allowed(self, tenant: str, asked: int) -> int:
-        """Return the class that a tenant's request gets."""
-        return max(asked, self.first_of.get(tenant, self.first))
+    def allowed(self, tenant: str, asked: int, best: int | None = None) -> int:
+        """Return the class that a tenant's request gets; `best` is the best that its credential allows, None any."""
+        return max(asked, self.first_of.get(tenant, self.first), best or 0)
 
 
 @dataclass(frozen=True)

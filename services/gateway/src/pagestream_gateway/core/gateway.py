@@ -9,8 +9,9 @@ from pagestream_streams.errors import Unavailable
 from pagestream_streams.tasks import Turns
 from pagestream_telemetry.process import Telemetry
 
-from pagestream_gateway.core.auth import Authenticator
 from pagestream_gateway.core.calls import Calls
+from pagestream_gateway.core.identities.authenticator import Authenticator
+from pagestream_gateway.core.identities.identity import Credentials, Identity
 from pagestream_gateway.core.memory_monitor import MemoryMonitor
 from pagestream_gateway.core.models import Models
 from pagestream_gateway.core.open_streams import OpenStreams
@@ -46,11 +47,11 @@ class Gateway:
     turns: Turns
     """Of requests that are read and checked: a burst of them must not hold up the streams."""
 
-    def tenant(self, authorization: str | None) -> str:
-        """Return the tenant of a call with this Authorization header. Raises GatewayStopping or Unauthenticated."""
+    async def identify(self, credentials: Credentials) -> Identity:
+        """Return who makes a call with these credentials. Raises GatewayStopping or Unauthenticated."""
         if self.streams.is_stopping:
             raise GatewayStopping
-        return self.authenticator.tenant(authorization)
+        return await self.authenticator.identify(credentials)
 
     async def is_ready(self) -> bool:
         """Return whether Redis answers, a model is known, and the process is not stopping."""

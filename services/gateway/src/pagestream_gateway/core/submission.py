@@ -13,6 +13,7 @@ from pagestream_telemetry.context import TraceContext
 from pagestream_gateway.core.cache_salts import adapted_salt, cache_salt
 from pagestream_gateway.core.calls import Call
 from pagestream_gateway.core.drafts import Draft, TokenPrompt, check_draft
+from pagestream_gateway.core.identities.identity import Identity
 from pagestream_gateway.core.models import LoadedModel, Models
 from pagestream_gateway.core.preparation import PreparedRequest, build_spec, prepare
 from pagestream_gateway.core.redis_timeout import RedisTimeout
@@ -36,17 +37,18 @@ class Submission:
     limit: RedisTimeout
     settings: Settings
 
-    async def submit(self, draft: Draft, tenant: str, call: Call) -> RequestSpec:
+    async def submit(self, draft: Draft, identity: Identity, call: Call) -> RequestSpec:
         """Check a request and accept it durably.
 
         Returns what runs: an earlier request where the idempotency key joins this one to it. Raises InvalidRequest,
         ModelNotFound, QueueFull, IdempotencyConflict, Overloaded, Unavailable. An accepted request that is never
         followed counts as one without a reader.
         """
+        tenant = identity.tenant
         model, prepared = await self._prepare(draft, tenant)
         salt = adapted_salt(cache_salt(tenant, draft.cache_salt, self.settings.cache), model.adapter)
         request_id = await self.limit.wait(self.session.place(model.name, prepared.prompts[0], tenant, cache_salt=salt))
-        spec = self._spec(draft, prepared, request_id, tenant=tenant, model=model, trace=call.context)
+        spec = self._spec(draft, prepared, request_id, identity=identity, model=model, trace=call.context)
         if not draft.idempotency_key:
             await self.limit.wait(self.session.accept(spec))
         else:
@@ -58,6 +60,7 @@ class Submission:
             extra={
                 "request_id": spec.request_id,
                 "tenant": tenant,
+                "key": identity.key,
                 "model": model.name,
                 "prompt_tokens": sum(len(ids) for ids in prepared.prompts),
                 "choices": len(prepared.prompts) * prepared.sampling.n,
@@ -66,7 +69,7 @@ class Submission:
         return spec
 
     async def submit_again(
-        self, draft: Draft, tenant: str, request_id: str, call: Call, *, is_compared: bool = False
+        self, draft: Draft, identity: Identity, request_id: str, call: Call, *, is_compared: bool = False
     ) -> RequestSpec:
         """Accept a request that Redis has lost, under the id that it had; one that is there stays as it is.
 
@@ -77,6 +80,7 @@ class Submission:
         """
         if not draft.sampling.HasField("seed") and draft.chosen_seed is None:
             raise InvalidRequest("seed", "is needed: repeat the seed that the first answer gave")
+        tenant = identity.tenant
         model, prepared = await self._prepare(draft, tenant)
         name = ids.parse(request_id)
         partitions = await self.limit.wait(self.broker.partitions(model.name))
@@ -87,7 +91,7 @@ class Submission:
             or not name.is_of(tenant)
         ):
             raise RequestNotFound(request_id)
-        spec = self._spec(draft, prepared, request_id, tenant=tenant, model=model, trace=call.context)
+        spec = self._spec(draft, prepared, request_id, identity=identity, model=model, trace=call.context)
         if not await self.limit.wait(self.session.accept(spec)):  # another reader was sooner
             found = await self.limit.wait(self.broker.spec(request_id, tenant))
             if is_compared and _asked(found) != _asked(spec):
@@ -116,10 +120,11 @@ class Submission:
         prepared: PreparedRequest,
         request_id: str,
         *,
-        tenant: str,
+        identity: Identity,
         model: LoadedModel,
         trace: TraceContext,
     ) -> RequestSpec:
+        tenant = identity.tenant
         return build_spec(
             draft,
             prepared,
@@ -128,7 +133,7 @@ class Submission:
             adapter=model.adapter,
             tenant=tenant,
             grace_ms=round(self.settings.stream.disconnect_grace_s * 1000),
-            priority=self.settings.classes.allowed(tenant, draft.priority),
+            priority=self.settings.classes.allowed(tenant, draft.priority, identity.best_class),
             cache_salt=adapted_salt(cache_salt(tenant, draft.cache_salt, self.settings.cache), model.adapter),
             trace=trace,
         )

@@ -7,6 +7,7 @@ from starlette.responses import JSONResponse, Response
 from pagestream_gateway.api.anthropic.answers import MessageStream, WholeMessageAnswer
 from pagestream_gateway.api.anthropic.body import CountBody, MessageBody, parse, parse_count
 from pagestream_gateway.api.anthropic.writer import MessageWriter, WholeMessage
+from pagestream_gateway.api.callers import identify
 from pagestream_gateway.api.documents import body_of, stream_body_of
 from pagestream_gateway.api.openai import generation
 from pagestream_gateway.api.openai.generation import parsed_request
@@ -36,7 +37,7 @@ def router(gateway: Gateway) -> APIRouter:
 
     @routes.post(f"{PATH}/count_tokens", openapi_extra=body_of(CountBody), summary="The tokens of a message's prompt")
     async def count_tokens(request: Request) -> Response:
-        tenant = gateway.tenant(request.headers.get("authorization"))
+        tenant = (await identify(gateway, request)).tenant
         async with parsed_request(gateway, request, parse_count) as draft:
             _, tokens = await gateway.submission.tokens(draft, tenant)
         return JSONResponse({"input_tokens": len(tokens)})

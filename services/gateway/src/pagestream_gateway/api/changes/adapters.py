@@ -10,6 +10,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from pagestream_gateway.api.callers import identify
 from pagestream_gateway.api.documents import body_of
 from pagestream_gateway.api.openai.body import parse_json, read_body
 from pagestream_gateway.api.openai.strict_body import Body, parse_body
@@ -46,7 +47,7 @@ def router(gateway: Gateway) -> APIRouter:
 
     @routes.post("/v1/load_lora_adapter", openapi_extra=body_of(LoadBody), summary="Let requests name a LoRA adapter")
     async def load(request: Request) -> Response:
-        gateway.tenant(request.headers.get("authorization"))
+        await identify(gateway, request)
         body = parse_body(LoadBody, parse_json(await read_body(request, _MAX_BYTES)))
         if any(info.name == body.lora_name for info, _ in await gateway.models.list_models()):
             raise InvalidRequest("lora_name", f"{body.lora_name!r} is a model's name; load the adapter under another")
@@ -60,7 +61,7 @@ def router(gateway: Gateway) -> APIRouter:
 
     @routes.post("/v1/unload_lora_adapter", openapi_extra=body_of(UnloadBody), summary="Let none name it any more")
     async def unload(request: Request) -> Response:
-        gateway.tenant(request.headers.get("authorization"))
+        await identify(gateway, request)
         body = parse_body(UnloadBody, parse_json(await read_body(request, _MAX_BYTES)))
         await gateway.limit.wait(gateway.broker.adapters.withdraw(body.lora_name))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

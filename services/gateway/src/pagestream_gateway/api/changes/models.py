@@ -10,6 +10,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from pagestream_gateway.api.callers import identify
 from pagestream_gateway.api.documents import body_of
 from pagestream_gateway.api.openai.body import parse_json, read_body
 from pagestream_gateway.api.openai.strict_body import Body, parse_body
@@ -37,7 +38,7 @@ def router(gateway: Gateway) -> APIRouter:
             await gateway.limit.wait(roster.order(name, verb))
 
     async def view(request: Request) -> RosterView:
-        gateway.tenant(request.headers.get("authorization"))
+        await identify(gateway, request)
         return await gateway.limit.wait(roster.read())
 
     @routes.post("/v1/models/load", openapi_extra=body_of(ModelBody), summary="Have an engine load a model")

@@ -23,6 +23,7 @@ from pagestream_gateway.api.grpc.wire import parse_message
 from pagestream_gateway.api.runs import Run, split_runs
 from pagestream_gateway.core.calls import CHAT, DISCONNECTED, EMBEDDINGS, OK, RESUME, TEXT_COMPLETION, Call
 from pagestream_gateway.core.gateway import Gateway
+from pagestream_gateway.core.identities.identity import Credentials, Identity
 from pagestream_gateway.errors import GatewayError, InvalidRequest
 
 logger = logging.getLogger(__name__)
@@ -31,11 +32,11 @@ _MAX_INDEX = 2**63
 _OPERATIONS = {"grpc": TEXT_COMPLETION, "grpc_resume": RESUME, "grpc_embed": EMBEDDINGS, "grpc_score": EMBEDDINGS}
 SERVICE_NAME = api.DESCRIPTOR.services_by_name["Inference"].full_name
 Context = grpc.aio.ServicerContext[bytes, bytes]
-Method = Callable[[Context, str, Call], Awaitable[Any]]
+Method = Callable[[Context, Identity, Call], Awaitable[Any]]
 
 
 class InferenceServicer:
-    """The service's methods, each called with the caller's tenant."""
+    """The service's methods, each called with the caller's identity."""
 
     def __init__(self, gateway: Gateway, receiver: Receiver) -> None:
         self._gateway = gateway
@@ -60,10 +61,10 @@ class InferenceServicer:
         }
         return grpc.method_handlers_generic_handler(SERVICE_NAME, methods)
 
-    async def generate(self, context: Context, tenant: str, call: Call) -> None:
+    async def generate(self, context: Context, identity: Identity, call: Call) -> None:
         """Accept a request and stream its log. The first message has the request id, its place, and no token."""
         await self._gateway.turns.take()
-        spec = await self._accept(context, tenant, call)
+        spec = await self._accept(context, identity, call)
         place = await self._gateway.requests.place(spec)
         first = api.GenerateResponse(
             chunk=api.TokenChunk(request_id=spec.request_id),
@@ -74,25 +75,25 @@ class InferenceServicer:
         await context.write(first)  # type: ignore[arg-type]
         await self._stream(context, spec, call, message=api.GenerateResponse)
 
-    async def resume(self, context: Context, tenant: str, call: Call) -> None:
+    async def resume(self, context: Context, identity: Identity, call: Call) -> None:
         """Stream a log from an offset; accept the request again where Redis has lost it and the caller repeats it."""
-        spec, is_complete, index, digest = await self._resumed(context, tenant, call)
+        spec, is_complete, index, digest = await self._resumed(context, identity, call)
         call.resumed(spec)
         if not is_complete:
             await self._stream(context, spec, call, next_index=index, digest=digest, message=api.ResumeResponse)
 
-    async def _accept(self, context: Context, tenant: str, call: Call) -> RequestSpec:
+    async def _accept(self, context: Context, identity: Identity, call: Call) -> RequestSpec:
         """Accept a request. Its message is not kept for its stream's life."""
         async with self._receiver.message(context) as data:
             request = parse_message(api.GenerateRequest, data)
             try:
                 draft = generate_draft(request, deadline_ms=_deadline_ms(context))
                 call.name_operation(CHAT if request.HasField("chat") else TEXT_COMPLETION)
-                return await self._gateway.submission.submit(draft, tenant, call)
+                return await self._gateway.submission.submit(draft, identity, call)
             except InvalidRequest as error:
                 raise with_message_path(error) from error.__cause__
 
-    async def _resumed(self, context: Context, tenant: str, call: Call) -> tuple[RequestSpec, bool, int, str]:
+    async def _resumed(self, context: Context, identity: Identity, call: Call) -> tuple[RequestSpec, bool, int, str]:
         """Return the request, whether the caller has all of its log, and the position to go on from."""
         async with self._receiver.message(context) as data:
             request = parse_message(api.ResumeRequest, data)
@@ -101,34 +102,38 @@ class InferenceServicer:
                 raise InvalidRequest("next_index", f"expected the index of a log entry, got {index}")
             try:
                 view, is_complete = await self._gateway.requests.resume(
-                    request.request_id, tenant, from_index=index, digest=digest
+                    request.request_id, identity.tenant, from_index=index, digest=digest
                 )
             except RequestNotFound:
                 if not request.HasField("request"):
                     raise
-                return await self._accept_again(request, context, tenant, call), False, index, digest
+                return await self._accept_again(request, context, identity, call), False, index, digest
             return view.spec, is_complete, index, digest
 
-    async def _accept_again(self, request: api.ResumeRequest, context: Context, tenant: str, call: Call) -> RequestSpec:
+    async def _accept_again(
+        self, request: api.ResumeRequest, context: Context, identity: Identity, call: Call
+    ) -> RequestSpec:
         try:
             draft = generate_draft(request.request, deadline_ms=_deadline_ms(context))
-            return await self._gateway.submission.submit_again(draft, tenant, request.request_id, call)
+            return await self._gateway.submission.submit_again(draft, identity, request.request_id, call)
         except InvalidRequest as error:
             named = with_message_path(error)
             named.field = f"request.{named.field}"
             raise named from error.__cause__
 
-    async def cancel(self, context: Context, tenant: str, call: Call) -> api.CancelResponse:
+    async def cancel(self, context: Context, identity: Identity, call: Call) -> api.CancelResponse:
         """End a request; idempotent."""
         async with self._receiver.message(context) as data:
             request = parse_message(api.CancelRequest, data)
-        return api.CancelResponse(finish_reason=await self._gateway.requests.cancel(request.request_id, tenant))
+        return api.CancelResponse(
+            finish_reason=await self._gateway.requests.cancel(request.request_id, identity.tenant)
+        )
 
-    async def get_request(self, context: Context, tenant: str, call: Call) -> api.GetRequestResponse:
+    async def get_request(self, context: Context, identity: Identity, call: Call) -> api.GetRequestResponse:
         """Return a request's state."""
         async with self._receiver.message(context) as data:
             request = parse_message(api.GetRequestRequest, data)
-        view = await self._gateway.requests.view(request.request_id, tenant)
+        view = await self._gateway.requests.view(request.request_id, identity.tenant)
         return api.GetRequestResponse(
             request_id=view.request_id,
             model=view.model,
@@ -141,23 +146,23 @@ class InferenceServicer:
             attempts=view.attempts,
         )
 
-    async def embed(self, context: Context, tenant: str, call: Call) -> api.EmbedResponse:
+    async def embed(self, context: Context, identity: Identity, call: Call) -> api.EmbedResponse:
         """Accept a request for vectors, and return them when all are known."""
         await self._gateway.turns.take()
         async with self._receiver.message(context) as data:
             draft = embed_draft(parse_message(api.EmbedRequest, data), deadline_ms=_deadline_ms(context))
-            spec = await self._gateway.submission.submit(draft, tenant, call)
+            spec = await self._gateway.submission.submit(draft, identity, call)
         return await embed_response(self._gateway, spec)
 
-    async def score(self, context: Context, tenant: str, call: Call) -> api.ScoreResponse:
+    async def score(self, context: Context, identity: Identity, call: Call) -> api.ScoreResponse:
         """Accept a request for scores, and return them when all are known."""
         await self._gateway.turns.take()
         async with self._receiver.message(context) as data:
             draft = score_draft(parse_message(api.ScoreRequest, data), deadline_ms=_deadline_ms(context))
-            spec = await self._gateway.submission.submit(draft, tenant, call)
+            spec = await self._gateway.submission.submit(draft, identity, call)
         return await score_response(self._gateway, spec)
 
-    async def list_models(self, context: Context, tenant: str, call: Call) -> api.ListModelsResponse:
+    async def list_models(self, context: Context, identity: Identity, call: Call) -> api.ListModelsResponse:
         """Return all models by name."""
         async with self._receiver.message(context) as data:
             parse_message(api.ListModelsRequest, data)
@@ -196,7 +201,8 @@ class InferenceServicer:
             metadata = _metadata(context)
             call = self._gateway.calls.begin(name, _OPERATIONS.get(name, ""), metadata)
             try:
-                answer = await method(context, self._gateway.tenant(metadata.get("authorization")), call)
+                identity = await self._gateway.identify(Credentials(metadata.get("authorization")))
+                answer = await method(context, identity, call)
                 outcome = OK
             except (GatewayError, StreamsError) as error:
                 report = error_report(error)

@@ -17,6 +17,7 @@ from pagestream_gateway.api.openai.writer import AnswerBody, LogWriter
 from pagestream_gateway.api.runs import Run
 from pagestream_gateway.core.calls import DISCONNECTED, Call
 from pagestream_gateway.core.gateway import Gateway
+from pagestream_gateway.core.identities.identity import Identity
 from pagestream_gateway.core.requests import QueuePlace
 from pagestream_gateway.core.text.token_bytes import TokenBytes
 from pagestream_gateway.errors import GatewayError
@@ -30,7 +31,7 @@ class Reading:
 
     spec: RequestSpec
     """The request as it was accepted."""
-    tenant: str
+    identity: Identity
     call: Call
     """What is measured; the answer ends it."""
     writer: LogWriter
@@ -121,7 +122,7 @@ class LogAnswer(Response):
                 "answered",
                 extra={
                     "request_id": self._request_id,
-                    "tenant": self._reading.tenant,
+                    "tenant": self._reading.identity.tenant,
                     "api": self._reading.call.api,
                     "outcome": outcome,
                 },

@@ -15,6 +15,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 
+from pagestream_gateway.api.callers import identify
 from pagestream_gateway.api.error_codes import error_report
 from pagestream_gateway.api.openai.answers import Reading
 from pagestream_gateway.api.openai.body import parse_json, read_body
@@ -183,14 +184,14 @@ async def generate(
     Ends the call where it is refused before there is an answer; the answer ends its own.
     """
     try:
-        tenant = gateway.tenant(request.headers.get("authorization"))
+        identity = await identify(gateway, request)
         with_ids = switch(request.headers, "X-Stream-Ids")
         with_comments = switch(request.headers, "X-Queue-Comments")
         async with parsed_request(gateway, request, parse) as parsed:
-            spec = await gateway.submission.submit(parsed.draft, tenant, call)
+            spec = await gateway.submission.submit(parsed.draft, identity, call)
         reading = Reading(
             spec,
-            tenant,
+            identity,
             call,
             writer(spec),
             body,

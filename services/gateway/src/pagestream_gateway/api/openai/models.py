@@ -7,6 +7,7 @@ from pagestream_streams.errors import ModelNotFound
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from pagestream_gateway.api.callers import identify
 from pagestream_gateway.core.gateway import Gateway
 
 
@@ -16,12 +17,12 @@ def router(gateway: Gateway) -> APIRouter:
 
     @routes.get("/v1/models", summary="The models that this deployment knows")
     async def models(request: Request) -> Response:
-        gateway.tenant(request.headers.get("authorization"))
+        await identify(gateway, request)
         return JSONResponse({"object": "list", "data": await _models(gateway)})
 
     @routes.get("/v1/models/{name:path}", summary="One model")
     async def model(request: Request, name: str) -> Response:
-        gateway.tenant(request.headers.get("authorization"))
+        await identify(gateway, request)
         found = next((card for card in await _models(gateway) if card["id"] == name), None)
         if found is None:
             raise ModelNotFound(name)

@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse, Response
 from pagestream_gateway.api.anthropic import body as messages
 from pagestream_gateway.api.anthropic.answers import MessageStream
 from pagestream_gateway.api.anthropic.writer import MessageWriter
+from pagestream_gateway.api.callers import identify
 from pagestream_gateway.api.documents import body_of
 from pagestream_gateway.api.error_codes import error_report
 from pagestream_gateway.api.openai import chat_completions, completions
@@ -130,7 +131,7 @@ def router(gateway: Gateway) -> APIRouter:
 
     @routes.get("/v1/requests", openapi_extra=_LIST_PARAMETERS, summary="The caller's requests, newest first")
     async def list_requests(request: Request) -> Response:
-        tenant = gateway.tenant(request.headers.get("authorization"))
+        tenant = (await identify(gateway, request)).tenant
         limit, after = _limit(request.query_params.get("limit")), request.query_params.get("after", "")
         try:
             page = await gateway.requests.list(tenant, limit=limit, after=after)
@@ -142,7 +143,7 @@ def router(gateway: Gateway) -> APIRouter:
 
     @routes.get("/v1/requests/{request_id}", summary="Where a request stands")
     async def get_request(request: Request, request_id: str) -> Response:
-        tenant = gateway.tenant(request.headers.get("authorization"))
+        tenant = (await identify(gateway, request)).tenant
         return _view_answer(await gateway.requests.view(request_id, tenant))
 
     @routes.put(
@@ -154,11 +155,11 @@ def router(gateway: Gateway) -> APIRouter:
         call = gateway.calls.begin("accept_again", "", request.headers)
         outcome = DISCONNECTED
         try:
-            tenant = gateway.tenant(request.headers.get("authorization"))
+            identity = await identify(gateway, request)
             async with parsed_request(gateway, request, _parse_any) as parsed:
                 draft = replace(parsed.draft, chosen_seed=_seed(request.headers.get("x-request-seed"), parsed.draft))
-                await gateway.submission.submit_again(draft, tenant, request_id, call, is_compared=True)
-            view = await gateway.requests.view(request_id, tenant)
+                await gateway.submission.submit_again(draft, identity, request_id, call, is_compared=True)
+            view = await gateway.requests.view(request_id, identity.tenant)
             outcome = OK
         except Exception as error:
             outcome = error_report(error).code
@@ -169,7 +170,7 @@ def router(gateway: Gateway) -> APIRouter:
 
     @routes.delete("/v1/requests/{request_id}", summary="End a request")
     async def cancel_request(request: Request, request_id: str) -> Response:
-        tenant = gateway.tenant(request.headers.get("authorization"))
+        tenant = (await identify(gateway, request)).tenant
         await gateway.requests.cancel(request_id, tenant)
         return _view_answer(await gateway.requests.view(request_id, tenant))
 
@@ -179,12 +180,12 @@ def router(gateway: Gateway) -> APIRouter:
         summary="A request's events from an offset",
     )
     async def events(request: Request, request_id: str) -> Response:
-        tenant = gateway.tenant(request.headers.get("authorization"))
+        identity = await identify(gateway, request)
         position = _position(request, request_id)
         with_comments = switch(request.query_params, "queue_comments")
         try:
             view, is_complete = await gateway.requests.resume(
-                request_id, tenant, from_index=position.next_index, digest=position.digest
+                request_id, identity.tenant, from_index=position.next_index, digest=position.digest
             )
             if position.digest and not position.next_index:  # nothing is before the start
                 raise DigestMismatch(request_id, 0)
@@ -195,7 +196,7 @@ def router(gateway: Gateway) -> APIRouter:
         call.resumed(view.spec)
         reading = Reading(
             view.spec,
-            tenant,
+            identity,
             call,
             writer_of(view.spec),
             start=position,

@@ -9,6 +9,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from pagestream_gateway.api.callers import identify
 from pagestream_gateway.api.documents import body_of
 from pagestream_gateway.api.openai.chat.tools import Tool, tools_of
 from pagestream_gateway.api.openai.chat_completions import Message
@@ -47,7 +48,7 @@ def router(gateway: Gateway) -> APIRouter:
 
     @routes.post("/tokenize", openapi_extra=body_of(TokenizeBody), summary="The tokens of a text or a conversation")
     async def tokenize(request: Request) -> Response:
-        tenant = gateway.tenant(request.headers.get("authorization"))
+        tenant = (await identify(gateway, request)).tenant
         async with parsed_request(gateway, request, lambda document, _: parse_body(TokenizeBody, document)) as body:
             model, tokens = await gateway.submission.tokens(_draft(body), tenant)
         spelled = [model.tokenizer.id_to_token(token) or "" for token in tokens] if body.return_token_strs else None
@@ -56,7 +57,7 @@ def router(gateway: Gateway) -> APIRouter:
 
     @routes.post("/detokenize", openapi_extra=body_of(DetokenizeBody), summary="The text of tokens")
     async def detokenize(request: Request) -> Response:
-        gateway.tenant(request.headers.get("authorization"))
+        await identify(gateway, request)
         async with parsed_request(gateway, request, lambda document, _: parse_body(DetokenizeBody, document)) as body:
             model = await gateway.models.resolve(body.model or "")
             if len(body.tokens) > model.max_model_len:

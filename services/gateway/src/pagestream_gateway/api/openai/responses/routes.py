@@ -14,6 +14,7 @@ from pagestream_streams.errors import RequestNotFound
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from pagestream_gateway.api.callers import identify
 from pagestream_gateway.api.documents import body_of
 from pagestream_gateway.api.error_codes import error_report
 from pagestream_gateway.api.openai.answers import Reading, request_headers
@@ -34,6 +35,7 @@ from pagestream_gateway.api.runs import split_runs
 from pagestream_gateway.core.calls import CHAT, DISCONNECTED, OK, RESUME, Call
 from pagestream_gateway.core.drafts import Draft
 from pagestream_gateway.core.gateway import Gateway
+from pagestream_gateway.core.identities.identity import Identity
 from pagestream_gateway.errors import InvalidRequest
 
 _DEFAULT_LISTED, _MAX_LISTED = 20, 100
@@ -96,29 +98,29 @@ def router(gateway: Gateway) -> APIRouter:
 
     @routes.get(_RESPONSE, openapi_extra=_READ_PARAMETERS, summary="A response, or its events from any of them on")
     async def retrieve(request: Request, response_id: str) -> Response:
-        tenant = gateway.tenant(request.headers.get("authorization"))
+        identity = await identify(gateway, request)
         is_stream = switch(request.query_params, "stream")
         after = _number(request.query_params.get("starting_after"), is_stream=is_stream)
-        view = await _stored(gateway, response_id, tenant)
+        view = await _stored(gateway, response_id, identity.tenant)
         call = gateway.calls.begin("resume", RESUME, request.headers)
         call.resumed(view.spec)
         if not is_stream:
-            return _state_answer(gateway, view, tenant, call)
-        return _stream(gateway, view.spec, tenant, call, after)
+            return _state_answer(gateway, view, identity, call)
+        return _stream(gateway, view.spec, identity, call, after)
 
     @routes.post(f"{_RESPONSE}/cancel", summary="End a response")
     async def cancel(request: Request, response_id: str) -> Response:
-        tenant = gateway.tenant(request.headers.get("authorization"))
-        await _stored(gateway, response_id, tenant)
-        await gateway.requests.cancel(response_id, tenant)
-        view = await _stored(gateway, response_id, tenant)
+        identity = await identify(gateway, request)
+        await _stored(gateway, response_id, identity.tenant)
+        await gateway.requests.cancel(response_id, identity.tenant)
+        view = await _stored(gateway, response_id, identity.tenant)
         call = gateway.calls.begin("resume", RESUME, request.headers)
         call.resumed(view.spec)
-        return _state_answer(gateway, view, tenant, call)
+        return _state_answer(gateway, view, identity, call)
 
     @routes.get(f"{_RESPONSE}/input_items", openapi_extra=_LIST_PARAMETERS, summary="The input of a response")
     async def input_items(request: Request, response_id: str) -> Response:
-        tenant = gateway.tenant(request.headers.get("authorization"))
+        tenant = (await identify(gateway, request)).tenant
         view = await _stored(gateway, response_id, tenant)
         return await gateway.pool.run(lambda: _item_page(_input_of(view.spec), request))
 
@@ -126,15 +128,15 @@ def router(gateway: Gateway) -> APIRouter:
 
 
 async def _create(gateway: Gateway, request: Request, call: Call) -> Response:
-    tenant = gateway.tenant(request.headers.get("authorization"))
+    identity = await identify(gateway, request)
     async with parsed_request(gateway, request, parse) as parsed:
         with named_as(parsed.field_names):
-            spec = await gateway.submission.submit(await _draft(gateway, parsed, tenant), tenant, call)
+            spec = await gateway.submission.submit(await _draft(gateway, parsed, identity.tenant), identity, call)
     if parsed.stream:
-        return _stream(gateway, spec, tenant, call)
+        return _stream(gateway, spec, identity, call)
     if parsed.background:
-        return _state_answer(gateway, await gateway.requests.view(spec.request_id, tenant), tenant, call)
-    return WholeAnswer(gateway, Reading(spec, tenant, call, ResponseWriter(spec), WholeResponse))
+        return _state_answer(gateway, await gateway.requests.view(spec.request_id, identity.tenant), identity, call)
+    return WholeAnswer(gateway, Reading(spec, identity, call, ResponseWriter(spec), WholeResponse))
 
 
 async def _draft(gateway: Gateway, parsed: ParsedResponse, tenant: str) -> Draft:
@@ -169,17 +171,17 @@ async def _stored(gateway: Gateway, response_id: str, tenant: str) -> RequestVie
     return view
 
 
-def _stream(gateway: Gateway, spec: RequestSpec, tenant: str, call: Call, after: int = -1) -> Response:
+def _stream(gateway: Gateway, spec: RequestSpec, identity: Identity, call: Call, after: int = -1) -> Response:
     writer = ResponseWriter(spec, after)
     verified = {} if after < 0 else {"X-Stream-Verified": "false"}  # a number says nothing about the text before it
-    return ResponseStream(gateway, Reading(spec, tenant, call, writer, headers=verified), writer)
+    return ResponseStream(gateway, Reading(spec, identity, call, writer, headers=verified), writer)
 
 
-def _state_answer(gateway: Gateway, view: RequestView, tenant: str, call: Call) -> Response:
+def _state_answer(gateway: Gateway, view: RequestView, identity: Identity, call: Call) -> Response:
     """Return the whole response where it has ended, else what is known of it; ends the call, or lets the answer."""
     spec = view.spec
     if view.state == REQUEST_STATE_FINISHED:
-        return StoredAnswer(gateway, Reading(spec, tenant, call, ResponseWriter(spec), WholeResponse))
+        return StoredAnswer(gateway, Reading(spec, identity, call, ResponseWriter(spec), WholeResponse))
     call.end(OK)
     status = QUEUED if view.state == REQUEST_STATE_QUEUED else IN_PROGRESS
     body = json.dumps(response_body(spec, status))

@@ -3,17 +3,13 @@ import json
 from pathlib import Path
 
 import pytest
-from pagestream_gateway.core.auth import Authenticator, KeyFile, read_key_file
+from pagestream_gateway.core.identities.api_keys import KeyFile, read_key_file
+from pagestream_gateway.core.identities.identity import Identity
 from pagestream_gateway.errors import SettingsError, Unauthenticated
 
 
 def sha256(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
-
-
-def test_without_keys_every_caller_is_the_default_tenant() -> None:
-    authenticator = Authenticator(None)
-    assert authenticator.tenant(None) == authenticator.tenant("Bearer anything") == "default"
 
 
 @pytest.mark.parametrize(
@@ -26,14 +22,12 @@ def test_without_keys_every_caller_is_the_default_tenant() -> None:
 def test_lines_and_json(tmp_path: Path, text: str) -> None:
     path = tmp_path / "keys"
     path.write_text(text)
-    authenticator = KeyFile(path).authenticator
-    assert [authenticator.tenant(f"{scheme} {key}") for scheme, key in (("Bearer", "ka"), ("bearer", "kb"))] == [
-        "a",
-        "b",
-    ]
-    for wrong in (None, "", "Bearer", "Bearer ", "Basic ka", "ka", f"Bearer {sha256('ka')}", "Bearer \xff"):
+    keys = KeyFile(path).keys
+    assert keys.identity("ka") == Identity("a", sha256("ka")[:12])
+    assert keys.identity("kb") == Identity("b", sha256("kb")[:12])
+    for wrong in ("", "kA", sha256("ka"), "\xff", "\udcff"):
         with pytest.raises(Unauthenticated):
-            authenticator.tenant(wrong)
+            keys.identity(wrong)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +41,7 @@ def test_lines_and_json(tmp_path: Path, text: str) -> None:
         ("{", "not valid JSON"),
         (json.dumps({f"{sha256('k')}\n": "a"}), "expected the 64 hexadecimal"),
         (json.dumps({sha256("k"): "a\n"}), "not a tenant name"),
+        (json.dumps({sha256("k"): "\N{CYRILLIC SMALL LETTER A}cme"}), "not a tenant name"),
         ('{"x": 5}', "must be an object"),
     ],
 )
@@ -68,21 +63,24 @@ def test_a_changed_file_holds_at_once_and_a_wrong_one_not_at_all(tmp_path: Path)
     path = tmp_path / "keys"
     path.write_text(f"{sha256('a')} -> a\n")
     file = KeyFile(path)
-    tenant = file.authenticator.tenant
+
+    def tenant(key: str) -> str:
+        return file.keys.identity(key).tenant
+
     path.write_text(f"{sha256('b')} -> b\n")
-    assert tenant("Bearer a") == "a"
+    assert tenant("a") == "a"
     assert file.refresh()
-    assert tenant("Bearer b") == "b"
+    assert tenant("b") == "b"
     with pytest.raises(Unauthenticated):
-        tenant("Bearer a")
+        tenant("a")
     for wrong in ("no hash -> x\n", "{"):
         path.write_text(wrong)
         assert not file.refresh()
-        assert tenant("Bearer b") == "b"
+        assert tenant("b") == "b"
     path.unlink()
     assert not file.refresh()
-    assert tenant("Bearer b") == "b"
+    assert tenant("b") == "b"
     path.write_text("# the last key was revoked\n")
     assert file.refresh()
     with pytest.raises(Unauthenticated):
-        tenant("Bearer b")
+        tenant("b")

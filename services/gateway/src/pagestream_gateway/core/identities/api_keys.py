@@ -1,4 +1,4 @@
-"""Authentication by API key."""
+"""API keys: a file of their digests, and the tenants that they stand for."""
 
 import hashlib
 import hmac
@@ -10,41 +10,34 @@ from pathlib import Path
 
 from pagestream_streams.tasks import Periodic
 
+from pagestream_gateway.core.identities.identity import TENANT_FORM, Identity, is_tenant
 from pagestream_gateway.errors import SettingsError, Unauthenticated
 
 logger = logging.getLogger(__name__)
 _RELOAD_PERIOD_S = 5.0  # one small file; a revoked key is refused within this time
 
-DEFAULT_TENANT = "default"
 _HASH = re.compile(r"[0-9a-f]{64}")
-_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,127}")
+_NAME_DIGITS = 12  # of a key's SHA-256, in its name: enough to find its line in the file
 
 
-class Authenticator:
-    """Maps API keys to tenants by the keys' SHA-256. Keys themselves are never held."""
+class ApiKeys:
+    """Maps API keys to identities by the keys' SHA-256. Keys themselves are never held."""
 
-    def __init__(self, tenants: Mapping[str, str] | None) -> None:
-        """`tenants`: lower-case hexadecimal SHA-256 -> tenant; None: every caller is the default tenant."""
-        self._tenants = None if tenants is None else _by_digest(tenants)
+    def __init__(self, tenants: Mapping[str, str]) -> None:
+        """`tenants`: lower-case hexadecimal SHA-256 -> tenant."""
+        self._identities = _by_digest(tenants)
 
     def replace(self, tenants: Mapping[str, str]) -> None:
         """Accept these keys from now on, and no others."""
-        self._tenants = _by_digest(tenants)
+        self._identities = _by_digest(tenants)
 
-    def tenant(self, authorization: str | None) -> str:
-        """Return the tenant of an Authorization header or metadata value. Raises Unauthenticated."""
-        if self._tenants is None:
-            return DEFAULT_TENANT
-        if not authorization:
-            raise Unauthenticated("an API key is needed: send the header 'Authorization: Bearer <key>'")
-        scheme, _, key = authorization.partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
-            raise Unauthenticated("the Authorization header must be 'Bearer <key>'")
-        digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
-        found: str | None = None
-        for known, name in self._tenants.items():  # every key, whichever matches, so that the time reveals nothing
+    def identity(self, key: str) -> Identity:
+        """Return whose key this is. Raises Unauthenticated."""
+        digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+        found: Identity | None = None
+        for known, identity in self._identities.items():  # every key, whichever matches: the time reveals nothing
             if hmac.compare_digest(known, digest):
-                found = name
+                found = identity
         if found is None:
             raise Unauthenticated("the API key is not known")
         return found
@@ -60,7 +53,7 @@ class KeyFile:
         tenants = read_key_file(path, self._text)
         if not tenants:
             raise SettingsError(f"--api-keys: {path} holds no key; leave the option out to serve without keys")
-        self.authenticator = Authenticator(tenants)
+        self.keys = ApiKeys(tenants)
 
     def refresh(self) -> bool:
         """Read the file; return whether it has changed. One that is wrong is logged and ignored until it changes; one
@@ -75,7 +68,7 @@ class KeyFile:
         except SettingsError as error:
             logger.warning("the API keys stay as they were: %s", error)
             return False
-        self.authenticator.replace(tenants)
+        self.keys.replace(tenants)
         logger.info("loaded %d API keys from %s", len(tenants), self._path)
         return True
 
@@ -88,8 +81,8 @@ class KeyFile:
         return Periodic("API keys", _RELOAD_PERIOD_S, work)
 
 
-def _by_digest(tenants: Mapping[str, str]) -> dict[bytes, str]:
-    return {bytes.fromhex(digest): name for digest, name in tenants.items()}
+def _by_digest(tenants: Mapping[str, str]) -> dict[bytes, Identity]:
+    return {bytes.fromhex(digest): Identity(name, digest[:_NAME_DIGITS]) for digest, name in tenants.items()}
 
 
 def _text_of(path: Path) -> str:
@@ -115,10 +108,8 @@ def read_key_file(path: Path, text: str | None = None) -> dict[str, str]:
             raise SettingsError(
                 f"--api-keys: {place}: expected the 64 hexadecimal digits of a key's SHA-256 (never the key itself)"
             )
-        if not _TENANT.fullmatch(tenant):
-            raise SettingsError(
-                f"--api-keys: {place}: {tenant!r} is not a tenant name (letters, digits, '.', '_', '@', '-')"
-            )
+        if not is_tenant(tenant):
+            raise SettingsError(f"--api-keys: {place}: {tenant!r} is not a tenant name ({TENANT_FORM})")
         if tenants.setdefault(bare, tenant) != tenant:
             raise SettingsError(f"--api-keys: {place}: the same key belongs to two tenants")
     return tenants

@@ -1,0 +1,1 @@
+"""Who a caller is: what its credentials say, checked."""

@@ -1,0 +1,35 @@
+"""Who a caller is, and what a call carries to show it."""
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+DEFAULT_TENANT = "default"
+TENANT_FORM = "letters, digits, '.', '_', '@', '-', of ASCII; at most 128, the first a letter or digit"
+_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,127}")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The caller of one call, as its credential names it."""
+
+    tenant: str
+    """Whose requests these are. Names are compared exactly: "A" and "a" are two tenants."""
+    key: str = ""
+    """Name of the credential, stable and no secret: the first 12 hexadecimal digits of an API key's SHA-256. Empty
+    where no credential is asked for.
+    """
+    best_class: int | None = None
+    """The best priority class that the credential allows; None where it sets no bound of its own."""
+
+
+class Credentials(NamedTuple):
+    """What a call carries to show who its caller is."""
+
+    authorization: str | None = None
+    """The Authorization header, or the metadata value of that name."""
+
+
+def is_tenant(name: str) -> bool:
+    """Return whether `name` may be a tenant's: ASCII alone, so that no two names look alike and differ."""
+    return _TENANT.fullmatch(name) is not None
