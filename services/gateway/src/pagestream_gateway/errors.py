@@ -5,7 +5,8 @@
     |  |- PromptTooLong       prompt and output don't fit the model's context
     |  `- UnsupportedField    the field is known, but not supported
     |- RequestDiffers         an id stands for a request with another body
-    |- Unauthenticated        no API key, or an unknown one
+    |- Unauthenticated        no credential, or one that is not good
+    |- CredentialsUnavailable what a credential is checked against is not there yet
     |- HostNotAllowed         the Host header is not a name of this server
     |- OriginNotAllowed       a web page of this origin may not open a WebSocket
     |- BodyTooLarge           more bytes than the gateway reads
@@ -72,7 +73,11 @@ class RequestDiffers(GatewayError):
 
 
 class Unauthenticated(GatewayError):
-    """The call carries no API key, or one that is not known."""
+    """The call carries no credential, or one that is not good. The message never holds any of it."""
+
+
+class CredentialsUnavailable(GatewayError):
+    """The keys that a token is checked with have not been loaded yet; try again."""
 
 
 class HostNotAllowed(GatewayError):
@@ -80,8 +85,9 @@ class HostNotAllowed(GatewayError):
 
     def __init__(self, host: str) -> None:
         super().__init__(
-            f"{host[:100]!r} is not a name of this server, which asks for no API key and so answers to localhost "
-            "alone; let it ask for keys (--api-keys), or name the host in PAGESTREAM_GATEWAY__ALLOWED_HOSTS"
+            f"{host[:100]!r} is not a name of this server, which asks for no credential and so answers to localhost "
+            "alone; let it ask for credentials (--api-keys, --jwt-issuers), or name the host in "
+            "PAGESTREAM_GATEWAY__ALLOWED_HOSTS"
         )
 
 

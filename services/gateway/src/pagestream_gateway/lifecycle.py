@@ -27,8 +27,7 @@ from pagestream_gateway.api.http_protocol import ConnectionLimits
 from pagestream_gateway.api.http_server import HttpServer
 from pagestream_gateway.core.calls import Calls
 from pagestream_gateway.core.gateway import Gateway
-from pagestream_gateway.core.identities.api_keys import KeyFile
-from pagestream_gateway.core.identities.authenticator import Authenticator
+from pagestream_gateway.core.identities.loading import Identities, load_identities
 from pagestream_gateway.core.memory_monitor import MemoryMonitor
 from pagestream_gateway.core.models import Models
 from pagestream_gateway.core.open_streams import OpenStreams
@@ -72,17 +71,15 @@ async def running_gateway(
 
     `before_binding` is awaited when all but the ports is ready; what it raises ends the gateway.
 
-    Raises SettingsError for a key file or a certificate that is wrong, StartupError when Redis does not answer or a
-    port is taken.
+    Raises SettingsError for a file of credentials or a certificate that is wrong, StartupError when Redis does not
+    answer or a port is taken.
     """
-    api_keys = settings.gateway.api_keys
-    key_file = None if api_keys is None else KeyFile(api_keys)
-    authenticator = Authenticator(None if key_file is None else key_file.keys)
+    identities = load_identities(settings.gateway)
     certificate = _certificate(settings)
-    watched = [file for file in (key_file, certificate) if file is not None]
+    watches = [*identities.watches, *([] if certificate is None else [certificate.watch()])]
     async with (
-        _gateway(settings, authenticator) as gateway,
-        _servers(gateway, certificate, watched, before_binding) as ports,
+        _gateway(settings, identities) as gateway,
+        _servers(gateway, certificate, watches, before_binding) as ports,
     ):
         try:
             yield ports
@@ -129,7 +126,7 @@ def _exists(file: Path | None) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def _gateway(settings: Settings, authenticator: Authenticator) -> AsyncIterator[Gateway]:
+async def _gateway(settings: Settings, identities: Identities) -> AsyncIterator[Gateway]:
     broker = await _connect(settings)
     limits = settings.limits
     pool = TokenizePool(
@@ -147,7 +144,7 @@ async def _gateway(settings: Settings, authenticator: Authenticator) -> AsyncIte
                 settings=settings,
                 broker=broker,
                 limit=limit,
-                authenticator=authenticator,
+                authenticator=identities.authenticator,
                 models=models,
                 submission=Submission(broker, session, models, EncoderPool(pool, limits), limit, settings),
                 requests=AcceptedRequests(broker, session, metrics, limit),
@@ -191,7 +188,7 @@ def _count_reclaims(telemetry: Telemetry, session: GatewaySession) -> None:
 async def _servers(
     gateway: Gateway,
     certificate: Certificate | None,
-    watched: Sequence[KeyFile | Certificate],
+    watches: Sequence[Periodic],
     before_binding: Callable[[], Awaitable[None]] | None,
 ) -> AsyncIterator[Ports]:
     listen, limit_s = gateway.settings.gateway, gateway.settings.shutdown.close_limit_s
@@ -223,7 +220,7 @@ async def _servers(
             Periodic("health", _HEALTH_PERIOD_S, lambda: _set_health(gateway, grpc_server))
         ]
         timers.append(Periodic("preload models", _PRELOAD_PERIOD_S, gateway.models.preload))
-        timers += [file.watch() for file in watched]
+        timers += watches
         timers.append(UnservedRequests(gateway.broker, gateway.settings.limits.no_engine_deadline_s))
         if gateway.settings.telemetry.exports:
             interval_s = gateway.settings.telemetry.export_interval_s

@@ -66,11 +66,20 @@ class GatewaySettings:
     page: bool = True
     """Whether `/` is a page to chat with the models; it needs a key where keys are asked for."""
     api_keys: Path | None = None
-    """File of `sha256 of the key -> tenant`. None: no key is asked for, and every caller is the tenant "default"."""
+    """File of `sha256 of the key -> tenant`, read again when it changes. None: no key is accepted; where tokens are not
+    either, every caller is the tenant "default"."""
+    jwt_issuers: Path | None = None
+    """JSON file of the issuers whose JSON Web Tokens are accepted; docs/identities.md has its fields. None: no token.
+    """
     tls_certificate: Path | None = None
     """PEM file of the certificate chain for both APIs, reloaded when it changes. None: no TLS."""
     tls_key: Path | None = None
     """PEM file of the certificate's private key, without a passphrase."""
+
+    @property
+    def asks_for_credentials(self) -> bool:
+        """Whether a caller has to show who it is."""
+        return self.api_keys is not None or self.jwt_issuers is not None
 
     @property
     def origins(self) -> list[str]:
@@ -310,6 +319,7 @@ def _parser() -> argparse.ArgumentParser:
     flag("--grpc-port", "gateway.grpc_port", int, f"gRPC port (default {defaults.gateway.grpc_port}; 0 = a free one)")
     flag("--metrics-port", "gateway.metrics_port", int, "second port with /metrics, /healthz and /readyz alone")
     flag("--api-keys", "gateway.api_keys", Path, "file of sha256(key) -> tenant; without it no key is asked for")
+    flag("--jwt-issuers", "gateway.jwt_issuers", Path, "JSON file of the issuers whose tokens are accepted")
     flag("--tls-certificate", "gateway.tls_certificate", Path, "PEM file; both APIs then speak TLS")
     flag("--tls-key", "gateway.tls_key", Path, "PEM file of the certificate's private key")
     flag("--gateway-id", "gateway.id", str, "name of this process in Redis (default: random)")

@@ -47,6 +47,7 @@ ERROR_CODES: dict[type[Exception], ErrorCode] = {
     errors.UnsupportedField: ErrorCode(400, _Status.INVALID_ARGUMENT, _INVALID, "unsupported_parameter"),
     errors.InvalidRequest: ErrorCode(400, _Status.INVALID_ARGUMENT, _INVALID, "invalid_value"),
     errors.Unauthenticated: ErrorCode(401, _Status.UNAUTHENTICATED, _INVALID, "invalid_api_key"),
+    errors.CredentialsUnavailable: ErrorCode(503, _Status.UNAVAILABLE, _SERVER, "credentials_unavailable"),
     errors.HostNotAllowed: ErrorCode(403, _Status.PERMISSION_DENIED, _INVALID, "host_not_allowed", "Host"),
     errors.OriginNotAllowed: ErrorCode(403, _Status.PERMISSION_DENIED, _INVALID, "origin_not_allowed", "Origin"),
     errors.BodyTooLarge: ErrorCode(413, _Status.RESOURCE_EXHAUSTED, _INVALID, "body_too_large"),
@@ -124,6 +125,7 @@ def _retry_after_s(error: Exception) -> float | None:
         return error.retry_after_s
     if isinstance(error, streams.StorageFull):
         return _FULL_RETRY_S
-    if isinstance(error, errors.GatewayStopping | errors.TooManyConnections | streams.Unavailable):
+    soon = errors.GatewayStopping | errors.TooManyConnections | errors.CredentialsUnavailable | streams.Unavailable
+    if isinstance(error, soon):
         return _UNAVAILABLE_RETRY_S
     return None

@@ -18,8 +18,8 @@ _ANY = "*"
 
 
 def limit_hosts(app: FastAPI, settings: GatewaySettings) -> None:
-    """Refuse other hosts than this machine's where the address is loopback and no API key is asked for."""
-    if settings.api_keys is None and is_loopback(settings.host) and _ANY not in settings.hosts:
+    """Refuse other hosts than this machine's where the address is loopback and no credential is asked for."""
+    if not settings.asks_for_credentials and is_loopback(settings.host) and _ANY not in settings.hosts:
         app.add_middleware(LimitedHosts, more=[settings.host, *settings.hosts])
 
 

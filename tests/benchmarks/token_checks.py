@@ -1,0 +1,50 @@
+"""What checking a JSON Web Token costs the gateway's event loop: for the first time, and again.
+
+PYTHONPATH=tests python tests/benchmarks/token_checks.py [--tokens 1000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+from pathlib import Path
+from time import perf_counter
+
+from pagestream_gateway.core.identities.issuers import Issuer
+from pagestream_gateway.core.identities.tokens import Tokens
+from support.network.token_issuer import AUDIENCE, ISSUER, Signer, key_set
+
+ALGORITHMS = ("RS256", "PS256", "ES256", "ES384", "EdDSA")
+
+
+async def microseconds(tokens: Tokens, texts: list[str]) -> float:
+    """Return the mean time of a check."""
+    start = perf_counter()
+    for text in texts:
+        await tokens.identity(text)
+    return (perf_counter() - start) / len(texts) * 1e6
+
+
+async def measure(folder: Path, num_tokens: int) -> None:
+    """Print a row for each algorithm."""
+    print("| algorithm | first, us | again, us |\n|---|---|---|")
+    for algorithm in ALGORITHMS:
+        signer, file = Signer(algorithm=algorithm), folder / algorithm
+        file.write_bytes(key_set(signer))
+        given = {"issuer": ISSUER, "audiences": [AUDIENCE], "tenant_claim": "tenant", "algorithms": [algorithm]}
+        tokens = Tokens([Issuer.model_validate({**given, "jwks_file": str(file)})])
+        texts = [signer.token(jti=str(number)) for number in range(num_tokens)]
+        first = await microseconds(tokens, texts)
+        print(f"| {algorithm} | {first:.0f} | {await microseconds(tokens, texts):.1f} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=1000, help="different tokens, at most 4096")
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(measure(Path(folder), parser.parse_args().tokens))
+
+
+if __name__ == "__main__":
+    main()
