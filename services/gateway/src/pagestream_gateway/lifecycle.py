@@ -40,7 +40,7 @@ from pagestream_gateway.core.tokenization import PendingRequests, TokenizePool
 from pagestream_gateway.errors import StartupError
 from pagestream_gateway.metrics import Metrics
 from pagestream_gateway.settings import Settings
-from pagestream_gateway.tls import Certificate
+from pagestream_gateway.tls import Certificate, load_certificate
 
 logger = logging.getLogger(__name__)
 _HEALTH_PERIOD_S = 1.0
@@ -75,7 +75,7 @@ async def running_gateway(
     answer or a port is taken.
     """
     identities = load_identities(settings.gateway)
-    certificate = _certificate(settings)
+    certificate = load_certificate(settings.gateway)
     watches = [*identities.watches, *([] if certificate is None else [certificate.watch()])]
     async with (
         _gateway(settings, identities) as gateway,
@@ -169,11 +169,6 @@ async def _connect(settings: Settings) -> Broker:
         ) from error
     except ValueError as error:
         raise StartupError(f"--redis: {error}") from error
-
-
-def _certificate(settings: Settings) -> Certificate | None:
-    certificate, key = settings.gateway.tls_certificate, settings.gateway.tls_key
-    return None if certificate is None or key is None else Certificate(certificate, key)
 
 
 def _instance_id(settings: Settings) -> str:

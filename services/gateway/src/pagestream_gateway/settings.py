@@ -18,6 +18,7 @@ from pagestream_gateway.errors import SettingsError
 
 LOCALHOST = "localhost"
 """In `cors_origins`: pages of this machine, on any port."""
+CERTIFICATES_REQUIRED, CERTIFICATES_OPTIONAL = "required", "optional"
 _HOST = re.compile(r"[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]")
 _ORIGIN = re.compile(r"https?://[A-Za-z0-9.\[\]:-]+")
 
@@ -75,11 +76,23 @@ class GatewaySettings:
     """PEM file of the certificate chain for both APIs, reloaded when it changes. None: no TLS."""
     tls_key: Path | None = None
     """PEM file of the certificate's private key, without a passphrase."""
+    tls_client_ca: Path | None = None
+    """PEM file of the authorities whose certificates clients have, reloaded when it changes. None: clients are not
+    asked for any.
+    """
+    tls_client_certificates: str = CERTIFICATES_REQUIRED
+    """"required": a client without one can't connect. "optional": one that has none needs a key or a token; over gRPC
+    clients are then not asked for certificates.
+    """
+    tls_client_tenants: Path | None = None
+    """File of rules that map the names in certificates to tenants, such as `URI:spiffe://example.org/ns/{tenant}/sa/*
+    -> {tenant}`, read again when it changes. None: a certificate lets a client connect, and names no tenant.
+    """
 
     @property
     def asks_for_credentials(self) -> bool:
         """Whether a caller has to show who it is."""
-        return self.api_keys is not None or self.jwt_issuers is not None
+        return any(each is not None for each in (self.api_keys, self.jwt_issuers, self.tls_client_tenants))
 
     @property
     def origins(self) -> list[str]:
@@ -322,6 +335,12 @@ def _parser() -> argparse.ArgumentParser:
     flag("--jwt-issuers", "gateway.jwt_issuers", Path, "JSON file of the issuers whose tokens are accepted")
     flag("--tls-certificate", "gateway.tls_certificate", Path, "PEM file; both APIs then speak TLS")
     flag("--tls-key", "gateway.tls_key", Path, "PEM file of the certificate's private key")
+    flag(
+        "--tls-client-ca",
+        "gateway.tls_client_ca",
+        Path,
+        "PEM file; clients then need a certificate of these authorities",
+    )
     flag("--gateway-id", "gateway.id", str, "name of this process in Redis (default: random)")
     flag("--otlp-endpoint", "telemetry.otlp_endpoint", str, "send metrics and spans there, by OTLP/gRPC")
     flag("--log-level", "telemetry.log_level", str, f"lowest level written (default {defaults.telemetry.log_level})")
@@ -336,6 +355,7 @@ def _check(settings: Settings) -> None:
     _check_names(settings.gateway)
     if (settings.gateway.tls_certificate is None) != (settings.gateway.tls_key is None):
         raise SettingsError("gateway.tls_certificate (--tls-certificate) and gateway.tls_key (--tls-key) go together")
+    _check_client_certificates(settings.gateway)
     scheme, separator, _ = settings.gateway.redis.partition("://")
     if f"{scheme}{separator}" not in SCHEMES:
         raise SettingsError(f"gateway.redis (--redis): expected {', '.join(SCHEMES)}..., got {scheme[:40]!r}")
@@ -368,3 +388,15 @@ def _check_names(settings: GatewaySettings) -> None:
             raise SettingsError(
                 f"gateway.allowed_hosts: {each!r} was given, a name without scheme and port, or *, is expected"
             )
+
+
+def _check_client_certificates(settings: GatewaySettings) -> None:
+    if settings.tls_client_ca is not None and settings.tls_certificate is None:
+        raise SettingsError("gateway.tls_client_ca (--tls-client-ca) needs --tls-certificate and --tls-key")
+    if settings.tls_client_tenants is not None and settings.tls_client_ca is None:
+        raise SettingsError("gateway.tls_client_tenants needs gateway.tls_client_ca (--tls-client-ca)")
+    if settings.tls_client_certificates not in (CERTIFICATES_REQUIRED, CERTIFICATES_OPTIONAL):
+        raise SettingsError(
+            f"gateway.tls_client_certificates: expected {CERTIFICATES_REQUIRED!r} or {CERTIFICATES_OPTIONAL!r}, "
+            f"got {settings.tls_client_certificates[:40]!r}"
+        )

@@ -1,6 +1,7 @@
 """HTTP/1.1 connections with limits on what a client sends, and on the time that it takes to send it."""
 
 import asyncio
+import ssl
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -83,6 +84,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_chunks = 0
         self._dropped_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._client_certificate: str | None = None
         self._socket: WebSocket | None = None
         """What the connection carries after a handshake."""
 
@@ -92,6 +94,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Begin to wait for the first request, or refuse the connection where there are too many."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        self._client_certificate = _client_certificate(transport)
         if len(self.connections) > self._limits.max_connections:
             self._refuse(TooManyConnections(self._limits.max_connections))
         else:
@@ -151,6 +154,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= _MAX_PIPELINED:
             raise MalformedHttp
         super().on_message_begin()
+        if self._client_certificate is not None:
+            scope = cast(MutableMapping[str, Any], self.scope)
+            scope["extensions"] = {"tls": {"client_cert_chain": [self._client_certificate]}}
         self._header_bytes = self._body_bytes = self._num_chunks = 0
 
     def on_url(self, url: bytes) -> None:
@@ -283,6 +289,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.write_eof()
         self.flow.resume_reading()
         self._timer = self.loop.call_later(_LINGER_S, self.transport.abort)
+
+
+def _client_certificate(transport: asyncio.Transport) -> str | None:
+    """Return the PEM of the certificate that the handshake has checked, None where there is none."""
+    tls = transport.get_extra_info("ssl_object")
+    certificate = None if tls is None else tls.getpeercert(binary_form=True)
+    return None if certificate is None else ssl.DER_cert_to_PEM_cert(certificate)
 
 
 def _asks_for_upgrade(parser: httptools.HttpRequestParser) -> bool:

@@ -5,7 +5,7 @@ itself answers an undecodable message and an unexpected error alike, with INTERN
 """
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -201,7 +201,7 @@ class InferenceServicer:
             metadata = _metadata(context)
             call = self._gateway.calls.begin(name, _OPERATIONS.get(name, ""), metadata)
             try:
-                identity = await self._gateway.identify(Credentials(metadata.get("authorization")))
+                identity = await self._gateway.identify(_credentials(context, metadata))
                 answer = await method(context, identity, call)
                 outcome = OK
             except (GatewayError, StreamsError) as error:
@@ -251,6 +251,12 @@ def _fill_chunk(chunk: api.TokenChunk, request_id: str, run: Run) -> None:
 def _metadata(context: Context) -> dict[str, str]:
     given = dict(context.invocation_metadata() or ())
     return {name: value.decode("latin-1") if isinstance(value, bytes) else value for name, value in given.items()}
+
+
+def _credentials(context: Context, metadata: Mapping[str, str]) -> Credentials:
+    certificates = context.auth_context().get("x509_pem_cert", ())  # is there where one is required and checked
+    certificate = next(iter(certificates), None)
+    return Credentials(metadata.get("authorization"), None if certificate is None else certificate.decode("ascii"))
 
 
 def _deadline_ms(context: Context) -> int:

@@ -10,27 +10,47 @@ _ANYBODY = Identity(DEFAULT_TENANT)
 
 
 class TokenChecker(Protocol):
-    """Checks JSON Web Tokens. Its module is imported where tokens are accepted: its libraries take 0.1 s."""
+    """Checks JSON Web Tokens. Its module is imported where they are accepted: its libraries take 0.1 s."""
 
     async def identity(self, token: str) -> Identity:
         """Return whose token this is. Raises Unauthenticated, CredentialsUnavailable."""
 
 
-class Authenticator:
-    """Checks the credentials of calls."""
+class CertificateChecker(Protocol):
+    """Maps client certificates to tenants; imported likewise."""
 
-    def __init__(self, keys: ApiKeys | None = None, tokens: TokenChecker | None = None) -> None:
+    def identity(self, pem: str) -> Identity:
+        """Return whose certificate this is. Raises Unauthenticated."""
+
+
+class Authenticator:
+    """Checks the credentials of calls. A key or a token goes before a certificate: who has one acts for its owner."""
+
+    def __init__(
+        self,
+        keys: ApiKeys | None = None,
+        tokens: TokenChecker | None = None,
+        certificates: CertificateChecker | None = None,
+    ) -> None:
         """What is None is not accepted; where all are, every caller is the default tenant."""
         self._keys = keys
         self._tokens = tokens
+        self._certificates = certificates
 
     async def identify(self, credentials: Credentials) -> Identity:
         """Return who calls. Raises Unauthenticated, CredentialsUnavailable."""
-        if self._keys is None and self._tokens is None:
-            return _ANYBODY
-        return await self._bearer(_bearer(credentials.authorization))
+        takes_bearers = self._keys is not None or self._tokens is not None
+        if credentials.authorization and takes_bearers:
+            return await self._of_bearer(bearer_of(credentials.authorization))
+        if self._certificates is not None and credentials.certificate is not None:
+            return self._certificates.identity(credentials.certificate)
+        if takes_bearers:
+            raise Unauthenticated("a key or token is needed: send the header 'Authorization: Bearer <key>'")
+        if self._certificates is not None:
+            raise Unauthenticated("a client certificate is needed, over TLS")
+        return _ANYBODY
 
-    async def _bearer(self, bearer: str) -> Identity:
+    async def _of_bearer(self, bearer: str) -> Identity:
         if self._tokens is not None and (self._keys is None or bearer.count(".") == 2):
             return await self._tokens.identity(bearer)
         if self._keys is None:
@@ -38,9 +58,8 @@ class Authenticator:
         return self._keys.identity(bearer)
 
 
-def _bearer(authorization: str | None) -> str:
-    if not authorization:
-        raise Unauthenticated("a key or token is needed: send the header 'Authorization: Bearer <key>'")
+def bearer_of(authorization: str) -> str:
+    """Return what an Authorization header carries. Raises Unauthenticated for another form."""
     scheme, _, key = authorization.partition(" ")
     if scheme.lower() != "bearer" or not key.strip():
         raise Unauthenticated("the Authorization header must be 'Bearer <key>'")

@@ -16,8 +16,8 @@ class Identity:
     tenant: str
     """Whose requests these are. Names are compared exactly: "A" and "a" are two tenants."""
     key: str = ""
-    """Name of the credential, stable and no secret: the first 12 hexadecimal digits of an API key's SHA-256. Empty
-    where no credential is asked for.
+    """Name of the credential, stable and no secret: the first 12 hexadecimal digits of an API key's SHA-256, a token's
+    issuer and subject, or the certificate's name that named the tenant. Empty where no credential is asked for.
     """
     best_class: int | None = None
     """The best priority class that the credential allows; None where it sets no bound of its own."""
@@ -28,6 +28,9 @@ class Credentials(NamedTuple):
 
     authorization: str | None = None
     """The Authorization header, or the metadata value of that name."""
+    certificate: str | None = None
+    """PEM of the client's certificate, which the handshake has checked; None where it was not asked for, or has none.
+    """
 
 
 def is_tenant(name: str) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pagestream_streams.tasks import Periodic
 
 from pagestream_gateway.core.identities.api_keys import KeyFile
-from pagestream_gateway.core.identities.authenticator import Authenticator, TokenChecker
+from pagestream_gateway.core.identities.authenticator import Authenticator, CertificateChecker, TokenChecker
 from pagestream_gateway.settings import GatewaySettings
 
 
@@ -30,4 +30,11 @@ def load_identities(settings: GatewaySettings) -> Identities:
 
         tokens = Tokens(read_issuers(settings.jwt_issuers))
         watches += tokens.watches()
-    return Identities(Authenticator(None if key_file is None else key_file.keys, tokens), watches)
+    certificates: CertificateChecker | None = None
+    if settings.tls_client_tenants is not None:
+        from pagestream_gateway.core.identities.certificates import CertificateRules
+
+        rules = CertificateRules(settings.tls_client_tenants)
+        watches.append(rules.watch())
+        certificates = rules
+    return Identities(Authenticator(None if key_file is None else key_file.keys, tokens, certificates), watches)
