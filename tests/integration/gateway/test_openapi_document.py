@@ -131,6 +131,8 @@ async def test_the_events_of_a_request_are_those_of_its_kind(
     async with http.stream("GET", events) as stream:
         await document.check(stream, own)
         assert "x-stream-verified" in stream.headers
+    answer = await http.get(f"/v1/requests/{request_id}/answer")
+    await document.check(answer, f"{REQUEST}/answer")
     refused = [await http.get(events, headers={"Last-Event-ID": f"{request_id}/{place}"}) for place in ("99/", "2/0")]
     refused.append(await http.get("/v1/requests/none/events"))
     for answer in refused:

@@ -67,6 +67,7 @@ async def test_another_tenants_request_does_not_exist_over_http(guarded: Address
         for method, place in (
             ("GET", path),
             ("DELETE", path),
+            ("GET", f"{path}/answer"),
             ("GET", f"{path}/events"),
             ("GET", f"{path}/events?from=1"),
         ):

@@ -56,8 +56,11 @@ def check(data: Any, texts: list[str]) -> None:
 def test_embeddings_are_those_of_transformers(demo_client: openai.OpenAI, given: Any) -> None:
     """The client asks for base64 where it is not told otherwise, and decodes it."""
     texts = {TEXTS[0]: TEXTS[:1], str(encode(TEXTS[1])): TEXTS[1:2]}.get(str(given), TEXTS)
-    answer = demo_client.embeddings.create(model=MODEL, input=given)
+    raw = demo_client.embeddings.with_raw_response.create(model=MODEL, input=given)
+    answer = raw.parse()
     check(answer.data, texts)
+    again = demo_client.get(f"/requests/{raw.headers['X-Request-Id']}/answer", cast_to=httpx.Response)
+    assert again.json() == raw.http_response.json()
     assert answer.object == "list"
     assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(len(encode(text)) for text in texts)
     as_numbers = demo_client.embeddings.create(model=MODEL, input=given, encoding_format="float")

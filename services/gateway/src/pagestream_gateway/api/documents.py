@@ -67,6 +67,10 @@ class _Answers(NamedTuple):
     """Headers by status, of those in _HEADERS."""
     refusals: Sequence[type[BaseModel]] = (schemas.ErrorAnswer,)
     """The JSON of an error, which is one of these."""
+    one_of: Sequence[type[BaseModel]] = ()
+    """The JSON of 200, which is one of these, in place of `whole`."""
+    unfinished: type[BaseModel] | None = None
+    """The JSON of 202."""
 
 
 _ALWAYS = (400, 403, 408, 431, 500, 503)
@@ -87,6 +91,16 @@ _REQUEST_READ = _Answers(schemas.RequestAnswer, errors=(401, 404), headers=_OWNE
 _MESSAGE_REFUSALS = (schemas.MessageError, schemas.ErrorAnswer)
 """Refusals of the protocol, which come before a path is looked at, are OpenAI's also for messages."""
 _NAMED = {status: (*names, "request-id") for status, names in _GENERATED.items()}
+_NAMED_FAILED = {status: (*names, "request-id") for status, names in _FAILED.items()}
+_WHOLE_ANSWERS = (
+    schemas.CompletionAnswer,
+    schemas.ChatAnswer,
+    schemas.ResponseAnswer,
+    schemas.MessageAnswer,
+    schemas.EmbeddingAnswer,
+    schemas.ScoreAnswer,
+    schemas.RerankAnswer,
+)
 _RESPONSE = "/v1/responses/{response_id}"
 _RESPONSE_READ = _Answers(
     schemas.ResponseAnswer, errors=(401, 404, 409, 429), headers={200: (*_OWN, *_QUEUED), **_FAILED}
@@ -128,6 +142,13 @@ _ANSWERS: Mapping[tuple[str, str], _Answers] = {
     ("get", _REQUEST): _REQUEST_READ,
     ("put", _REQUEST): _REQUEST_READ._replace(errors=_GENERATION_ERRORS),
     ("delete", _REQUEST): _REQUEST_READ,
+    ("get", f"{_REQUEST}/answer"): _Answers(
+        one_of=_WHOLE_ANSWERS,
+        unfinished=schemas.RequestAnswer,
+        errors=(401, 404, 409, 429),
+        headers={200: (*_OWN, "request-id"), 202: (*_OWN, "Retry-After"), 404: _OWN, **_NAMED_FAILED},
+        refusals=_MESSAGE_REFUSALS,
+    ),
     ("get", f"{_REQUEST}/events"): _Answers(
         events=(
             schemas.ChatChunk,
@@ -175,7 +196,7 @@ def _document(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> dict[str, Any]
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     shown: dict[str, type[BaseModel]] = {}
     for answers in _ANSWERS.values():
-        kinds = (answers.whole, *answers.events, *answers.refusals, *_LINES)
+        kinds = (answers.whole, answers.unfinished, *answers.one_of, *answers.events, *answers.refusals, *_LINES)
         shown |= {kind.__name__: kind for kind in kinds if kind is not None}
     modes: list[tuple[type[BaseModel], Literal["validation", "serialization"]]] = []
     modes += [(body, "validation") for body in bodies]
@@ -198,13 +219,13 @@ def _document(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> dict[str, Any]
 
 
 def _responses(answers: _Answers) -> dict[str, Any]:
-    return {
-        str(status): _response(answers, status) for status in sorted({200, *_ALWAYS, *answers.errors, *answers.texts})
-    }
+    unfinished = () if answers.unfinished is None else (202,)
+    statuses = {200, *unfinished, *_ALWAYS, *answers.errors, *answers.texts}
+    return {str(status): _response(answers, status) for status in sorted(statuses)}
 
 
 def _response(answers: _Answers, status: int) -> dict[str, Any]:
-    whole = answers.refusals if status != HTTPStatus.OK else () if answers.whole is None else (answers.whole,)
+    whole = _bodies(answers, status)
     content = {"application/json": {"schema": _any_of(whole)}} if whole else {}
     if status == HTTPStatus.OK and answers.events:
         content[SSE] = {"schema": _any_of(answers.events)}
@@ -217,6 +238,15 @@ def _response(answers: _Answers, status: int) -> dict[str, Any]:
     if names:
         response["headers"] = {name: {"$ref": f"#/components/headers/{name}"} for name in names}
     return response | ({"content": content} if content else {})
+
+
+def _bodies(answers: _Answers, status: int) -> Sequence[type[BaseModel]]:
+    """Return the JSON of an answer with this status, which is one of these."""
+    if status == HTTPStatus.ACCEPTED and answers.unfinished is not None:
+        return (answers.unfinished,)
+    if status != HTTPStatus.OK:
+        return answers.refusals
+    return answers.one_of if answers.whole is None else (answers.whole,)
 
 
 def _any_of(models: Sequence[type[BaseModel]]) -> dict[str, Any]:

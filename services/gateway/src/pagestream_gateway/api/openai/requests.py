@@ -1,11 +1,11 @@
-"""/v1/requests: a tenant's requests, and of each its state, its events from any position, its end and its return."""
+"""/v1/requests: a tenant's requests, and of each its state, answer, events from any position, end and return."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter
-from pagestream.v1.inference_pb2 import RequestState
+from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED, RequestState
 from pagestream.v1.records_pb2 import (
     API_FORM_CHAT_COMPLETIONS,
     API_FORM_EMBEDDINGS,
@@ -26,6 +26,7 @@ from pagestream_gateway.api.anthropic.writer import MessageWriter
 from pagestream_gateway.api.callers import identify
 from pagestream_gateway.api.documents import body_of
 from pagestream_gateway.api.error_codes import error_report
+from pagestream_gateway.api.finished.kinds import kind_of
 from pagestream_gateway.api.openai import chat_completions, completions
 from pagestream_gateway.api.openai.answers import Reading, request_headers
 from pagestream_gateway.api.openai.chat_completions import ChatWriter
@@ -42,6 +43,7 @@ from pagestream_gateway.api.transports.framing import accepts_lines
 from pagestream_gateway.core.calls import DISCONNECTED, OK, RESUME
 from pagestream_gateway.core.drafts import Draft
 from pagestream_gateway.core.gateway import Gateway
+from pagestream_gateway.core.identities.identity import Identity
 from pagestream_gateway.errors import InvalidRequest
 
 _WRITERS: Mapping[int, type[LogWriter]] = {
@@ -53,6 +55,7 @@ _WRITERS: Mapping[int, type[LogWriter]] = {
     API_FORM_RERANK: RerankWriter,
 }
 _DEFAULT_LISTED, _MAX_LISTED = 20, 100
+_ANSWER_RETRY_S = "1"  # after which the answer to a request that runs may be asked for again
 
 _EVENTS_PARAMETERS: dict[str, Any] = {
     "parameters": [
@@ -175,6 +178,17 @@ def router(gateway: Gateway) -> APIRouter:
         return _view_answer(await gateway.requests.view(request_id, tenant))
 
     @routes.get(
+        "/v1/requests/{request_id}/answer",
+        summary="A finished request's whole answer, in the form of the API that accepted it",
+    )
+    async def whole_answer(request: Request, request_id: str) -> Response:
+        identity = await identify(gateway, request)
+        view = await gateway.requests.view(request_id, identity.tenant)
+        if view.state != REQUEST_STATE_FINISHED:
+            return _view_answer(view, 202, {"Retry-After": _ANSWER_RETRY_S})
+        return _whole_answer(gateway, request, identity, view)
+
+    @routes.get(
         "/v1/requests/{request_id}/events",
         openapi_extra=_EVENTS_PARAMETERS,
         summary="A request's events from an offset",
@@ -210,6 +224,13 @@ def router(gateway: Gateway) -> APIRouter:
         return stream(gateway, reading)
 
     return routes
+
+
+def _whole_answer(gateway: Gateway, request: Request, identity: Identity, view: RequestView) -> Response:
+    call = gateway.calls.begin("resume", RESUME, request.headers)
+    call.resumed(view.spec)
+    kind = kind_of(view.spec)
+    return kind.whole(gateway, Reading(view.spec, identity, call, kind.writer(view.spec), kind.body))
 
 
 def writer_of(spec: RequestSpec) -> LogWriter:
@@ -262,7 +283,7 @@ def _seed(text: str | None, draft: Draft) -> int | None:
     return seed if own is None else None
 
 
-def _view_answer(view: RequestView) -> Response:
+def _view_answer(view: RequestView, status: int = 200, more_headers: Mapping[str, str] | None = None) -> Response:
     body = {
         "id": view.request_id,
         "model": view.model,
@@ -275,7 +296,7 @@ def _view_answer(view: RequestView) -> Response:
         "attempts": view.attempts,
         "client_request_id": view.spec.client_request_id or None,
     }
-    return JSONResponse(body, headers=request_headers(view.spec))
+    return JSONResponse(body, status, {**request_headers(view.spec), **(more_headers or {})})
 
 
 def _summary_body(summary: RequestSummary) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Answers of requests that have ended, in the form of the API that accepted them."""
