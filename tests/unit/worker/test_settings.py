@@ -74,6 +74,7 @@ def test_the_model_may_come_from_the_environment_and_names_have_defaults() -> No
         ("PAGESTREAM_WORKER__FINISH_TIMEOUT_S", "-1"),
         ("PAGESTREAM_WORKER__FINISH_TIMEOUT_S", "inf"),
         ("PAGESTREAM_WORKER__ENGINE_ID", "a b"),
+        ("PAGESTREAM_WORKER__TOOL_CALL_PARSER", "herms"),
         ("PAGESTREAM_ENGINE__MAX_NUM_SEQ", "8"),
         ("PAGESTREAM_ENGINE__MAX_NUM_SEQS", "eight"),
         ("PAGESTREAM_ENGINE__MAX_NUM_SEQS", "0"),

@@ -79,16 +79,36 @@ class ResponseForm(_message.Message):
     def __init__(self, members_zlib: _Optional[bytes] = ..., input_zlib: _Optional[bytes] = ..., background: _Optional[bool] = ..., unstored: _Optional[bool] = ...) -> None: ...
 
 class OutputForm(_message.Message):
-    __slots__ = ("tool_format", "tool_names", "one_call", "reasoning_format")
+    __slots__ = ("tool_format", "tool_names", "one_call", "reasoning_format", "opening", "typed_tools")
     TOOL_FORMAT_FIELD_NUMBER: _ClassVar[int]
     TOOL_NAMES_FIELD_NUMBER: _ClassVar[int]
     ONE_CALL_FIELD_NUMBER: _ClassVar[int]
     REASONING_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    OPENING_FIELD_NUMBER: _ClassVar[int]
+    TYPED_TOOLS_FIELD_NUMBER: _ClassVar[int]
     tool_format: str
     tool_names: _containers.RepeatedScalarFieldContainer[str]
     one_call: bool
     reasoning_format: str
-    def __init__(self, tool_format: _Optional[str] = ..., tool_names: _Optional[_Iterable[str]] = ..., one_call: _Optional[bool] = ..., reasoning_format: _Optional[str] = ...) -> None: ...
+    opening: str
+    typed_tools: _containers.RepeatedCompositeFieldContainer[TypedTool]
+    def __init__(self, tool_format: _Optional[str] = ..., tool_names: _Optional[_Iterable[str]] = ..., one_call: _Optional[bool] = ..., reasoning_format: _Optional[str] = ..., opening: _Optional[str] = ..., typed_tools: _Optional[_Iterable[_Union[TypedTool, _Mapping]]] = ...) -> None: ...
+
+class TypedTool(_message.Message):
+    __slots__ = ("name", "parameters")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    parameters: _containers.RepeatedCompositeFieldContainer[TypedParameter]
+    def __init__(self, name: _Optional[str] = ..., parameters: _Optional[_Iterable[_Union[TypedParameter, _Mapping]]] = ...) -> None: ...
+
+class TypedParameter(_message.Message):
+    __slots__ = ("name", "types")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TYPES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    types: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., types: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class VectorForm(_message.Message):
     __slots__ = ("base64", "num_queries", "top_n", "documents")
@@ -183,7 +203,7 @@ class EmbeddingCard(_message.Message):
     def __init__(self, size: _Optional[int] = ..., pooling: _Optional[_Union[Pooling, _Mapping]] = ..., is_matryoshka: _Optional[bool] = ..., dimensions: _Optional[_Iterable[int]] = ..., unsupported: _Optional[str] = ...) -> None: ...
 
 class ModelCard(_message.Message):
-    __slots__ = ("name", "tokenizer_json_zlib", "chat_template", "special_tokens", "max_model_len", "vocab_size", "eos_token_ids", "architecture", "revision", "default_sampling", "default_model_len", "deterministic", "embedding", "takes_adapters")
+    __slots__ = ("name", "tokenizer_json_zlib", "chat_template", "special_tokens", "max_model_len", "vocab_size", "eos_token_ids", "architecture", "revision", "default_sampling", "default_model_len", "deterministic", "embedding", "takes_adapters", "tool_call_parser", "reasoning_parser")
     class SpecialTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -205,6 +225,8 @@ class ModelCard(_message.Message):
     DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
     EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     TAKES_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALL_PARSER_FIELD_NUMBER: _ClassVar[int]
+    REASONING_PARSER_FIELD_NUMBER: _ClassVar[int]
     name: str
     tokenizer_json_zlib: bytes
     chat_template: str
@@ -219,7 +241,9 @@ class ModelCard(_message.Message):
     deterministic: bool
     embedding: EmbeddingCard
     takes_adapters: bool
-    def __init__(self, name: _Optional[str] = ..., tokenizer_json_zlib: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., architecture: _Optional[str] = ..., revision: _Optional[str] = ..., default_sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., default_model_len: _Optional[int] = ..., deterministic: _Optional[bool] = ..., embedding: _Optional[_Union[EmbeddingCard, _Mapping]] = ..., takes_adapters: _Optional[bool] = ...) -> None: ...
+    tool_call_parser: str
+    reasoning_parser: str
+    def __init__(self, name: _Optional[str] = ..., tokenizer_json_zlib: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., architecture: _Optional[str] = ..., revision: _Optional[str] = ..., default_sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., default_model_len: _Optional[int] = ..., deterministic: _Optional[bool] = ..., embedding: _Optional[_Union[EmbeddingCard, _Mapping]] = ..., takes_adapters: _Optional[bool] = ..., tool_call_parser: _Optional[str] = ..., reasoning_parser: _Optional[str] = ...) -> None: ...
 
 class LogSlice(_message.Message):
     __slots__ = ("request_id", "first_index", "entries", "previous_digest")

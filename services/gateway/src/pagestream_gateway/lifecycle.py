@@ -139,7 +139,7 @@ async def _gateway(settings: Settings, identities: Identities) -> AsyncIterator[
             telemetry.registry.on_collect(lambda: _count_reclaims(telemetry, session))
             metrics = Metrics(telemetry.registry)
             limit = RedisTimeout(settings.gateway.answer_limit_s)
-            models = Models(broker, pool, limit)
+            models = Models(broker, pool, limit, settings.formats)
             yield Gateway(
                 settings=settings,
                 broker=broker,

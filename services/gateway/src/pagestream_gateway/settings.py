@@ -11,6 +11,7 @@ from typing import Any
 
 from pagestream_streams import StreamsSettings, settings_from_environment
 from pagestream_streams.connection.schemes import SCHEMES
+from pagestream_streams.protocol.output_formats import OutputParsers
 from pagestream_telemetry.environment import fields_of, read_environment
 from pagestream_telemetry.settings import TelemetrySettings, telemetry_settings
 
@@ -232,6 +233,20 @@ class ClassSettings:
 
 
 @dataclass(frozen=True)
+class FormatSettings:
+    """In which formats models write tool calls and reasoning, in place of what their cards and chat templates say."""
+
+    tool_call_parser_of: Mapping[str, str] = field(default_factory=dict)
+    """By a model's name the name of vLLM's parser: "llama=pythonic,other=none". "none": calls are content."""
+    reasoning_parser_of: Mapping[str, str] = field(default_factory=dict)
+    """Likewise: "llama=deepseek_r1"."""
+
+    def parsers_of(self, model: str) -> OutputParsers:
+        """Return the parsers of a model; empty names where none are set."""
+        return OutputParsers(self.tool_call_parser_of.get(model, ""), self.reasoning_parser_of.get(model, ""))
+
+
+@dataclass(frozen=True)
 class StreamSettings:
     """How answers are streamed."""
 
@@ -271,6 +286,7 @@ class Settings:
     connections: ConnectionSettings = field(default_factory=ConnectionSettings)
     cache: CacheSettings = field(default_factory=CacheSettings)
     classes: ClassSettings = field(default_factory=ClassSettings)
+    formats: FormatSettings = field(default_factory=FormatSettings)
     stream: StreamSettings = field(default_factory=StreamSettings)
     shutdown: ShutdownSettings = field(default_factory=ShutdownSettings)
     telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
@@ -284,6 +300,7 @@ OWN_GROUPS = {
     "connections": ConnectionSettings,
     "cache": CacheSettings,
     "classes": ClassSettings,
+    "formats": FormatSettings,
     "stream": StreamSettings,
     "shutdown": ShutdownSettings,
 }
@@ -368,12 +385,19 @@ def _check(settings: Settings) -> None:
         if first not in PRIORITIES:
             name = f"classes.first_of[{tenant!r}]" if tenant else "classes.first"
             raise SettingsError(f"{name}: expected one of {', '.join(map(str, PRIORITIES))}, got {first}")
+    _check_formats(settings.formats)
     if not settings.gateway.answer_limit_s > 0:
         raise SettingsError(f"gateway.answer_limit_s: {settings.gateway.answer_limit_s} must be above 0")
     for group in ("limits", "connections", "stream", "shutdown"):
         for name, value in dataclasses.asdict(getattr(settings, group)).items():
             if not value > 0:
                 raise SettingsError(f"{group}.{name}: {value} must be above 0")
+
+
+def _check_formats(settings: FormatSettings) -> None:
+    for model in {**settings.tool_call_parser_of, **settings.reasoning_parser_of}:
+        if (fault := settings.parsers_of(model).fault()) is not None:
+            raise SettingsError(f"formats.{fault[0]}_of[{model!r}]: {fault[1]}")
 
 
 def _check_names(settings: GatewaySettings) -> None:

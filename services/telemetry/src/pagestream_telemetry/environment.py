@@ -28,6 +28,7 @@ GROUPS: Mapping[str, str] = {
     "CLASSES": "which priority classes callers may use",
     "CONNECTIONS": "what one connection to a gateway may take",
     "CACHE": "whose prefixes share KV blocks",
+    "FORMATS": "in which formats models write tool calls and reasoning",
     "STREAM": "how a gateway streams",
     "SHUTDOWN": "how a gateway ends",
     "BROKER": "the durable streams, equal in all processes",
@@ -94,7 +95,7 @@ def parse_value(variable: str, text: str, kind: Any) -> Any:
         variable: name, for the error.
         text: as given.
         kind: str, int, float, bool, Path, each also with None (which an empty text then means), Mapping[str, int],
-            written "name=2,other=1", or Sequence[str], written "name,other".
+            written "name=2,other=1", Mapping[str, str], written "name=text", or Sequence[str], written "name,other".
 
     Raises:
         VariableError: the text is malformed, or a number not finite.
@@ -110,7 +111,8 @@ def parse_value(variable: str, text: str, kind: Any) -> Any:
         if kind is bool:
             return _BOOLEANS[text.lower()]
         if typing.get_origin(kind) is Mapping:
-            return dict(_named_number(part) for part in text.split(",") if part)
+            of_number = typing.get_args(kind)[1] is int
+            return dict((_named_number if of_number else _named_text)(part) for part in text.split(",") if part)
         value = kind(text)
         if math.isfinite(value):
             return value
@@ -131,12 +133,21 @@ def _named_number(part: str) -> tuple[str, int]:
     return name, int(number)
 
 
+def _named_text(part: str) -> tuple[str, str]:
+    name, _, value = part.strip().rpartition("=")
+    if not name or not value:
+        raise ValueError
+    return name, value
+
+
 def _expected(kind: Any) -> str:
     if kind is bool:
         return "true or false"
     if kind is int:
         return "a whole number"
-    return "a finite number" if kind is float else 'a list like "name=2,other=1"'
+    if kind is float:
+        return "a finite number"
+    return f"a list like {'name=2,other=1' if typing.get_args(kind)[1] is int else 'name=text,other=text'!r}"
 
 
 def _without_none(kind: Any) -> tuple[Any, bool]:

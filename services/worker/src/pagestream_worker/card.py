@@ -16,6 +16,7 @@ from pagestream.v1.records_pb2 import (
     Pooling,
 )
 from pagestream_engine.pooling.config import read_pooling
+from pagestream_streams.protocol.output_formats import BY_TEMPLATE, OutputParsers
 
 from pagestream_worker.stepping.reports import ModelFacts
 
@@ -85,8 +86,8 @@ def _embedding(folder: Path, engine: ModelFacts) -> EmbeddingCard:
     )
 
 
-def build_card(folder: Path, name: str, engine: ModelFacts) -> ModelCard:
-    """Build the card of a model that an engine has loaded, or may load.
+def build_card(folder: Path, name: str, engine: ModelFacts, parsers: OutputParsers = BY_TEMPLATE) -> ModelCard:
+    """Build the card of a model that an engine has loaded, or may load, with the parsers of its outputs.
 
     Raises:
         ModelCardError: tokenizer.json is missing, or a JSON file can't be read.
@@ -111,5 +112,7 @@ def build_card(folder: Path, name: str, engine: ModelFacts) -> ModelCard:
         deterministic=engine.is_deterministic,
         takes_adapters=engine.takes_adapters,
         embedding=_embedding(folder, engine),
+        tool_call_parser=parsers.tool_call_parser,
+        reasoning_parser=parsers.reasoning_parser,
         default_sampling=_default_sampling(_read_json(folder / "generation_config.json")),
     )

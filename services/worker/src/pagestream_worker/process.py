@@ -118,7 +118,12 @@ async def _load(cores: Cores, settings: WorkerSettings, instruments: Instruments
         core.load()
     facts = await asyncio.wrap_future(core.loaded)
     age_s = process_age_s() - stood_by_s
-    card = build_card(resolve_model(settings.model), settings.served_model_name, facts)
+    card = build_card(
+        resolve_model(settings.model),
+        settings.served_model_name,
+        facts,
+        settings.parsers_of(settings.served_model_name),
+    )
     instruments.open_port()
     if settings.standby == LOADED:
         instruments.health.stand_by()

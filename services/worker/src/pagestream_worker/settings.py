@@ -25,6 +25,13 @@ from pagestream_engine.config import (
 from pagestream_engine.errors import ConfigError
 from pagestream_streams import StreamsSettings, settings_from_environment
 from pagestream_streams.protocol.ids import DEFAULT_PARTITIONS, MAX_PARTITIONS
+from pagestream_streams.protocol.output_formats import (
+    BY_TEMPLATE,
+    NONE,
+    REASONING_PARSERS,
+    TOOL_CALL_PARSERS,
+    OutputParsers,
+)
 from pagestream_telemetry.environment import fields_of, out_of_range, read_environment, split_names, variable_of
 from pagestream_telemetry.errors import VariableError
 from pagestream_telemetry.settings import TelemetrySettings, telemetry_settings
@@ -54,6 +61,11 @@ class WorkerSettings:
     standby: str = ""
     """How far to start before waiting for a line on standard input, and only then joining: "imported": the modules are
     imported; "loaded": the model is loaded too. Not given: join at once."""
+    tool_call_parser: str = ""
+    """Format of the model's tool calls, by the name of vLLM's parser; "none": calls are content. Not given: as the chat
+    template says. Models of `models` have what their templates say."""
+    reasoning_parser: str = ""
+    """Format of its reasoning, likewise."""
     partitions: int = DEFAULT_PARTITIONS
     """Partitions of a model that Redis does not know yet; a published number stays."""
     metrics_port: int | None = None
@@ -103,6 +115,11 @@ class WorkerSettings:
     """Bytes of written entries that are kept to be sent again where Redis has lost them: about 3 million tokens without
     log probabilities, the last minutes of any engine.
     """
+
+    def parsers_of(self, name: str) -> OutputParsers:
+        """Return which parsers the card of a model names."""
+        is_first = name == self.served_model_name
+        return OutputParsers(self.tool_call_parser, self.reasoning_parser) if is_first else BY_TEMPLATE
 
     @property
     def changes_models(self) -> bool:
@@ -312,6 +329,18 @@ def build_parser() -> argparse.ArgumentParser:
         default=None,
         help="let operators put this engine to sleep, and load and unload its model",
     )
+    parser.add_argument(
+        "--tool-call-parser",
+        choices=(*TOOL_CALL_PARSERS, NONE),
+        metavar="NAME",
+        help="format of the model's tool calls (default: as its chat template says)",
+    )
+    parser.add_argument(
+        "--reasoning-parser",
+        choices=(*REASONING_PARSERS, NONE),
+        metavar="NAME",
+        help="format of its reasoning (default: as its chat template says)",
+    )
     parser.add_argument("--metrics-port", type=_count, metavar="PORT", help="serve /healthz, /readyz and /metrics")
     parser.add_argument("--profile-dir", type=Path, metavar="DIR", help="for profiles on demand (default: none)")
     parser.add_argument("--otlp-endpoint", metavar="URL", help="send metrics and spans there, by OTLP/gRPC")
@@ -363,7 +392,12 @@ def _named_folder(text: str) -> tuple[str, str]:
 
 
 _CHECKED_TEXTS = {"engine_id": _engine_name}
-_CHOICES = {"engine_core": ENGINE_CORES, "standby": STANDBY_STATES}
+_CHOICES = {
+    "engine_core": ENGINE_CORES,
+    "standby": STANDBY_STATES,
+    "tool_call_parser": ("", *TOOL_CALL_PARSERS, NONE),
+    "reasoning_parser": ("", *REASONING_PARSERS, NONE),
+}
 _MAY_BE_ZERO = {"finish_timeout_s", "min_serve_s", "switch_finish_s"}
 
 

@@ -45,6 +45,10 @@ class ChatPrompt:
     """Whether reasoning is told from the answer, where the template knows any."""
     reasons: bool | None = None
     """Whether the template is to ask for reasoning; None leaves it to the template and `arguments`."""
+    effort: str | None = None
+    """How much reasoning the template is to ask for; None likewise."""
+    effort_field: str = "reasoning_effort"
+    """The field of the body that says so, for error messages."""
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt

@@ -14,6 +14,7 @@ from pagestream.v1.inference_pb2 import SamplingParams
 from pagestream.v1.records_pb2 import Adapter, ModelCard
 from pagestream_streams import Broker, ModelInfo
 from pagestream_streams.errors import ModelNotFound, ModelUnavailable
+from pagestream_streams.protocol.output_formats import BY_TEMPLATE, OutputParsers
 from tokenizers import Tokenizer
 
 from pagestream_gateway.core.chat_templates import ChatTemplate
@@ -28,6 +29,7 @@ from pagestream_gateway.core.text.encoder import (
 )
 from pagestream_gateway.core.tokenization import TokenizePool
 from pagestream_gateway.errors import InvalidRequest, Overloaded, PromptTooLong
+from pagestream_gateway.settings import FormatSettings
 
 logger = logging.getLogger(__name__)
 _MOST_PRELOADED = 4  # tokenizers of 10 to 60 MB each
@@ -46,6 +48,10 @@ class LoadedModel:
     tokenizer: Tokenizer
     encoder: TextEncoder
     chat_template: ChatTemplate | None
+    special_tokens: frozenset[str] = frozenset()
+    """Texts of the tokenizer's special tokens."""
+    parsers: OutputParsers = BY_TEMPLATE
+    """Of its outputs, as this gateway's settings have them, else the card; empty names are as the template says."""
     adapter: Adapter | None = None
     """The LoRA adapter that a request has named in place of the model."""
 
@@ -106,7 +112,10 @@ def load_model(card: ModelCard) -> LoadedModel:
         raise ValueError(f"the tokenizer of model {card.name!r} is broken: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return LoadedModel(card, tokenizer, TextEncoder(tokenizer), template)
+    added = tokenizer.get_added_tokens_decoder().values()
+    parsers = OutputParsers(card.tool_call_parser, card.reasoning_parser)
+    special = frozenset(token.content for token in added if token.special)
+    return LoadedModel(card, tokenizer, TextEncoder(tokenizer), template, special, parsers)
 
 
 def _without_contexts(card: ModelCard) -> ModelCard:
@@ -168,10 +177,13 @@ class ModelCache:
 class Models:
     """The models that a deployment serves."""
 
-    def __init__(self, broker: Broker, pool: TokenizePool, limit: RedisTimeout) -> None:
+    def __init__(
+        self, broker: Broker, pool: TokenizePool, limit: RedisTimeout, formats: FormatSettings | None = None
+    ) -> None:
         self._broker = broker
         self._pool = pool
         self._limit = limit
+        self._formats = formats or FormatSettings()
         self._cache = ModelCache()
         self._broken: dict[str, ModelCard] = {}
 
@@ -201,7 +213,10 @@ class Models:
                 "model", f"{name!r} is an adapter of {card.name!r}, whose engines take none: enable_lora is off"
             )
         model = await self._cache.load(card, self._pool.run)
-        return model if adapter is None else replace(model, adapter=adapter)
+        named = self._formats.parsers_of(card.name)
+        if adapter is None and named == BY_TEMPLATE:
+            return model
+        return replace(model, adapter=adapter, parsers=named.over(model.parsers))
 
     async def _check_loadable(self, name: str) -> None:
         """Raise ModelUnavailable where engines list a model and none of them can load it."""

@@ -11,8 +11,9 @@ from pagestream_telemetry.context import NO_TRACE, TraceContext
 
 from pagestream_gateway.core.drafts import ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt
 from pagestream_gateway.core.models import LoadedModel
-from pagestream_gateway.core.output.form import set_output_form
-from pagestream_gateway.core.output.select import reasoning_arguments
+from pagestream_gateway.core.output.form import set_output_form, shows_special_tokens
+from pagestream_gateway.core.output.history import harmony_messages
+from pagestream_gateway.core.output.select import is_harmony, reasoning_arguments
 from pagestream_gateway.core.sampling.pooling import check_inputs, resolve_pooling, sampling_of_vectors
 from pagestream_gateway.core.sampling.resolution import fit_context, resolve_sampling
 from pagestream_gateway.core.text.encoder import Encoded, EncodingJob
@@ -34,6 +35,8 @@ class PreparedRequest:
     """How vectors are made of the prompts; None: they have outputs."""
 
 
+EFFORT = "reasoning_effort"
+"""The value by which a chat template knows how much reasoning to ask for."""
 Preparation = Generator[list[EncodingJob], list[Encoded], PreparedRequest]
 
 
@@ -66,6 +69,8 @@ def preparing(draft: Draft, model: LoadedModel, limits: LimitSettings, scope: by
     if num_choices > limits.max_choices:
         raise InvalidRequest("n", f"prompts times n is {num_choices}, at most {limits.max_choices} are served at once")
     prompts = yield from _encoding(draft, model, scope)
+    if shows_special_tokens(draft.answer.output, model):
+        sampling.skip_special_tokens = False
     _check_prompt_logprobs(sampling, sum(map(len, prompts)), limits)
     fit_context(
         sampling,
@@ -173,7 +178,7 @@ def _begin(prompt: Prompt, draft: Draft, model: LoadedModel, scope: bytes) -> En
         case ChatPrompt(add_special_tokens=add_special_tokens):
             text = _render(prompt, prompt_field, model)
             is_free = not draft.sampling.HasField("structured_outputs")
-            set_output_form(draft.answer, prompt, model, text, is_free=is_free)
+            text += set_output_form(draft.answer, prompt, model, text, is_free=is_free)
     # One token of the context is left for the output.
     return model.check(EncodingJob(text, add_special_tokens, model.max_model_len - 1, prompt_field, scope))
 
@@ -200,8 +205,9 @@ def _render(chat: ChatPrompt, prompt_field: str, model: LoadedModel) -> str:
     if chat.continue_final_message and chat.add_generation_prompt:
         raise InvalidRequest("continue_final_message", "excludes add_generation_prompt")
     opens = not chat.continue_final_message if chat.add_generation_prompt is None else chat.add_generation_prompt
+    messages = harmony_messages(chat.messages) if is_harmony(model.card.chat_template) else chat.messages
     return model.chat_template.render(
-        chat.messages,
+        messages,
         add_generation_prompt=opens,
         continue_final_message=chat.continue_final_message,
         arguments=_arguments(chat, model),
@@ -210,13 +216,19 @@ def _render(chat: ChatPrompt, prompt_field: str, model: LoadedModel) -> str:
 
 
 def _arguments(chat: ChatPrompt, model: LoadedModel) -> Mapping[str, Any]:
+    arguments = chat.arguments
+    if chat.effort is not None:
+        if EFFORT not in model.card.chat_template:
+            hint = "see what chat_template_kwargs the template knows"
+            raise UnsupportedField(chat.effort_field, f"model {model.name}: its chat template has none; {hint}")
+        arguments = {EFFORT: chat.effort, **arguments}
     if chat.reasons is None:
-        return chat.arguments
+        return arguments
     own = reasoning_arguments(model.card.chat_template, reasons=chat.reasons)
     if own is None:
         hint = f"model {model.name}: its chat template has no enable_thinking; leave it out"
         raise UnsupportedField("thinking.type", f"{hint}, or see what chat_template_kwargs the template knows")
-    return {**chat.arguments, **own}
+    return {**arguments, **own}
 
 
 def _echo(prompt: Prompt, model: LoadedModel) -> str:

@@ -40,6 +40,8 @@ ENGINE_OPTIONS: tuple[tuple[str, str, str], ...] = (
     ("--speculative-method", "NAME", "of drafts that a step checks together: ngram, grammar (default: none)"),
     ("--speculative-model", "MODEL", "that drafts: a folder or repository, of the model's vocabulary (default: none)"),
     ("--num-speculative-tokens", "N", "most drafts of a sequence in a step"),
+    ("--tool-call-parser", "NAME", "format of the model's tool calls, such as hermes (default: by its chat template)"),
+    ("--reasoning-parser", "NAME", "format of its reasoning, such as deepseek_r1 (default: by its chat template)"),
     ("--models", "LIST", "further models that engines serve, one at a time, by demand: NAME=FOLDER,NAME=FOLDER"),
     ("--max-loras", "N", "LoRA adapters that run at once"),
     ("--max-lora-rank", "N", "largest rank of an adapter"),

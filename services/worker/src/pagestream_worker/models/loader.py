@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from pagestream.v1.records_pb2 import ModelCard
 from pagestream_engine.models.folder import resolve_model
+from pagestream_streams.protocol.output_formats import OutputParsers
 from pagestream_telemetry.process import process_age_s
 
 from pagestream_worker.card import build_card
@@ -38,6 +39,7 @@ class Loader:
     def __init__(self, cores: Cores, settings: WorkerSettings) -> None:
         self._cores = cores
         self._folders: Mapping[str, str] = settings.folders
+        self._parsers_of = settings.parsers_of
         self._load_timeout_s = settings.load_timeout_s
         self._kill_timeout_s = settings.kill_timeout_s
 
@@ -74,7 +76,7 @@ class Loader:
         """Return the card of a model. Raises LoadTimeoutError, EngineError, ModelCardError, OSError."""
         try:
             async with asyncio.timeout(CARD_LIMIT_S):
-                return await asyncio.to_thread(_card, self._folders[name], name, facts)
+                return await asyncio.to_thread(_card, self._folders[name], name, facts, self._parsers_of(name))
         except TimeoutError as error:
             raise LoadTimeoutError(f"its tokenizer was not read in {CARD_LIMIT_S:g} s; look at its storage") from error
 
@@ -97,5 +99,5 @@ class Loader:
                 ) from error
 
 
-def _card(source: str, name: str, facts: EngineFacts | ModelFacts) -> ModelCard:
-    return build_card(resolve_model(source), name, facts)
+def _card(source: str, name: str, facts: EngineFacts | ModelFacts, parsers: OutputParsers) -> ModelCard:
+    return build_card(resolve_model(source), name, facts, parsers)

@@ -10,6 +10,7 @@ from pydantic import Field
 from pagestream_gateway.api.anthropic.content import Blocks, chat_messages, within
 from pagestream_gateway.api.openai import generation
 from pagestream_gateway.api.openai.chat.tools import (
+    Effort,
     Function,
     FunctionName,
     NamedTool,
@@ -114,7 +115,7 @@ class OutputFormat(Body):
 class OutputConfig(Body):
     """What the output must be."""
 
-    effort: None = None
+    effort: Effort | None = Field(None, description="low, medium or high, where the model's template knows it.")
     format: OutputFormat | None = None
 
 
@@ -161,6 +162,8 @@ class PromptBody(Body):
             add_special_tokens=add_special_tokens,
             tools=tools,
             reasons=is_reasoning_asked,
+            effort=self.output_config.effort if self.output_config is not None else None,
+            effort_field="output_config.effort",
         )
 
 
@@ -187,7 +190,6 @@ class CountBody(PromptBody):
 
 def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest:
     """Read a body and its headers. Raises InvalidRequest."""
-    _check_effort(document)
     body = parse_body(MessageBody, without_unsupported(document, UNSUPPORTED))
     field_names = dict(_FIELD_NAMES)
     with named_as(field_names):
@@ -212,7 +214,6 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest
 
 def parse_count(document: dict[str, Any], _: Mapping[str, str]) -> Draft:
     """Return what would be generated from. Raises InvalidRequest."""
-    _check_effort(document)
     body = parse_body(CountBody, without_unsupported(document, UNSUPPORTED))
     return Draft(
         model=body.model or "",
@@ -221,12 +222,6 @@ def parse_count(document: dict[str, Any], _: Mapping[str, str]) -> Draft:
         sampling=SamplingParams(),
         answer=AnswerForm(),
     )
-
-
-def _check_effort(document: Mapping[str, Any]) -> None:
-    config = document.get("output_config")
-    if isinstance(config, dict) and config.get("effort") is not None:
-        raise UnsupportedField("output_config.effort", "chat_template_kwargs has what the model's template knows")
 
 
 def _chat_tools(tools: Sequence[dict[str, Any]]) -> list[Tool]:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from pagestream_gateway.api.documents import stream_body_of
 from pagestream_gateway.api.openai import generation
 from pagestream_gateway.api.openai.chat.parts import ChoiceParts, whole_message
-from pagestream_gateway.api.openai.chat.tools import Tool, ToolCall, ToolChoice, check_formats, tools_of
+from pagestream_gateway.api.openai.chat.tools import Effort, Tool, ToolCall, ToolChoice, check_formats, tools_of
 from pagestream_gateway.api.openai.generation import (
     GenerationBody,
     ParsedRequest,
@@ -40,7 +40,6 @@ UNSUPPORTED = {
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
-    "reasoning_effort": (),
     "verbosity": (),
     "echo": (False,),
     "documents": ([],),
@@ -118,8 +117,9 @@ class ChatBody(GenerationBody):
     continue_final_message: bool | None = Field(
         None, description="Go on with the last message instead of answering it."
     )
-    separate_reasoning: bool | None = Field(
-        None, description="false: reasoning between <think> and </think> stays in the content."
+    separate_reasoning: bool | None = Field(None, description="false: reasoning stays in the content.")
+    reasoning_effort: Effort | None = Field(
+        None, description="low, medium or high; refused where the model's template has no `reasoning_effort`."
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Further values for the model's chat template."
@@ -195,6 +195,7 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest
         add_special_tokens=bool(body.add_special_tokens),
         tools=tools,
         separate_reasoning=body.separate_reasoning is not False,
+        effort=body.reasoning_effort,
     )
     with named_as(field_names):
         shared = shared_draft(body, headers, document, API_FORM_CHAT_COMPLETIONS, **own_parameters)

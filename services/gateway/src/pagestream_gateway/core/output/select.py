@@ -1,27 +1,57 @@
-"""Which format a model's tool calls and reasoning have, by its chat template."""
+"""Which format a model's tool calls and reasoning have, by its card or a setting, else by its chat template."""
 
 import re
 
-from pagestream.v1.records_pb2 import OutputForm
+from pagestream_streams.protocol.output_formats import (
+    BY_TEMPLATE,
+    NONE,
+    REASONING_PARSERS,
+    TOOL_CALL_PARSERS,
+    OutputParsers,
+)
 
-from pagestream_gateway.core.output.formats import parser_of_calls
-from pagestream_gateway.core.output.parts import OutputParser
-from pagestream_gateway.core.output.reasoning import BEGIN, END, Think
+from pagestream_gateway.core.output.calls.deepseek import CALLS_BEGIN
+from pagestream_gateway.core.output.formats import HARMONY, HARMONY_REASONING
+from pagestream_gateway.core.output.harmony import CHANNEL, MESSAGE
+from pagestream_gateway.core.output.reasoning import BEGIN, END
 
-_OTHERS = ("<function=", "<arg_key>")
-"""Of formats that are not known here: Qwen3-Coder's and GLM's."""
-_SWITCH = "enable_thinking"
+_SWITCHES = ("enable_thinking", "thinking")
+"""Values of templates that ask for reasoning: of Qwen3 and GLM, and of DeepSeek-V3.1."""
+_THINKING = re.compile(r"\bthinking\b")
 _PYTHONIC = re.compile(r"\[func_name\d?\(")
+_ALWAYS_REASONS = "deepseek_r1"
 
 
-def tool_format(template: str) -> str | None:
-    """Return the format of tool calls that a chat template teaches; None where it takes no tools, or in another one."""
-    if "tools" not in template or any(each in template for each in _OTHERS):
+def is_harmony(template: str) -> bool:
+    """Return whether a chat template has the channels of gpt-oss."""
+    return CHANNEL in template and MESSAGE in template
+
+
+def tool_format(template: str, parsers: OutputParsers = BY_TEMPLATE) -> str | None:
+    """Return the format of tool calls, "" for none.
+
+    None where no parser is named and the chat template takes no tools, or in a format that is not known here.
+    """
+    named = parsers.tool_call_parser
+    if named == NONE:
+        return ""
+    return TOOL_CALL_PARSERS.get(named) or _taught_format(template)
+
+
+def _taught_format(template: str) -> str | None:
+    if "tools" not in template:
         return None
-    if "[TOOL_CALLS]" in template:
-        return "mistral"
-    if "<tool_call>" in template:
-        return "hermes"
+    if is_harmony(template):
+        return HARMONY
+    for marker, name in (
+        (CALLS_BEGIN, "deepseek_v3"),
+        ("[TOOL_CALLS]", "mistral"),
+        ("<function=", "qwen3_coder"),
+        ("<arg_key>", "glm45"),
+        ("<tool_call>", "hermes"),
+    ):
+        if marker in template:
+            return name
     if _PYTHONIC.search(template):
         return "pythonic"
     if "<|python_tag|>" in template or ('"parameters"' in template and "ipython" in template):
@@ -29,28 +59,36 @@ def tool_format(template: str) -> str | None:
     return None
 
 
-def reasoning_format(template: str, prompt: str, *, continues: bool = False) -> str:
-    """Return how an output's reasoning is told from its answer; "" where the template knows none.
+def reasoning_format(
+    template: str, prompt: str, *, continues: bool = False, parsers: OutputParsers = BY_TEMPLATE
+) -> str:
+    """Return how an output's reasoning is told from its answer; "" where it has none.
 
     `prompt`: the rendered one, which may open the reasoning; `continues`: whether it ends within a message.
     """
-    if BEGIN not in template and END not in template:
+    named = parsers.reasoning_parser
+    if named == NONE:
+        return ""
+    if named == HARMONY_REASONING or (named not in REASONING_PARSERS and is_harmony(template)):
+        return HARMONY_REASONING
+    if named not in REASONING_PARSERS and BEGIN not in template and END not in template:
         return ""
     is_within = continues and prompt.rfind(BEGIN) > prompt.rfind(END)
-    return "open" if is_within or prompt.rstrip().endswith(BEGIN) else "think"
+    is_open = is_within or prompt.rstrip().endswith(BEGIN)
+    is_closed = continues or prompt.rstrip().endswith(END)
+    return "open" if is_open or (named == _ALWAYS_REASONS and not is_closed) else "think"
 
 
 def reasoning_arguments(template: str, *, reasons: bool) -> dict[str, bool] | None:
     """Return the values with which a chat template asks for reasoning or for none; None where it can't be asked.
 
-    A template without the switch that most have asks for what it always does.
+    A template without a switch asks for what it always does.
     """
-    if _SWITCH in template:
-        return {_SWITCH: reasons}
+    switch, other = _SWITCHES
+    if switch in template:
+        return {switch: reasons}
+    if is_harmony(template):
+        return {} if reasons else None
+    if (BEGIN in template or END in template) and _THINKING.search(template):
+        return {other: reasons}
     return {} if (BEGIN in template or END in template) is reasons else None
-
-
-def parser_of(form: OutputForm) -> OutputParser:
-    """Return a new parser of one choice's text."""
-    inner = parser_of_calls(form.tool_format, frozenset(form.tool_names))
-    return Think(inner, is_open=form.reasoning_format == "open") if form.reasoning_format else inner

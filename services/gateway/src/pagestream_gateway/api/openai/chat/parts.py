@@ -8,8 +8,8 @@ from pagestream.v1.inference_pb2 import FINISH_REASON_STOP
 from pagestream.v1.records_pb2 import ChoiceFinish, RequestSpec
 from pagestream_streams.protocol.finish_reasons import finish_reason_name
 
+from pagestream_gateway.core.output.formats import parser_of
 from pagestream_gateway.core.output.parts import Arguments, CallBegin, Content, Part, Reasoning
-from pagestream_gateway.core.output.select import parser_of
 
 _PIECE_CHARS = 4096  # at once: looking for calls takes time by its square
 TOOL_CALLS = "tool_calls"

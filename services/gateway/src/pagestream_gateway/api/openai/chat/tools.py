@@ -11,6 +11,8 @@ from pagestream_gateway.core.sampling.json_types import Items, expects
 from pagestream_gateway.errors import InvalidRequest, UnsupportedField
 
 _MOST_TOOLS = 128  # OpenAI's
+Effort = Annotated[Literal["low", "medium", "high"], expects('must be "low", "medium" or "high"')]
+"""How much reasoning is asked for, where the model's template knows `reasoning_effort`."""
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from pagestream_gateway.api.openai import generation
 from pagestream_gateway.api.openai.chat.tools import (
+    Effort,
     Function,
     FunctionName,
     NamedTool,
@@ -111,7 +112,7 @@ class TextOptions(Body):
 class Reasoning(Body):
     """What is asked of reasoning: its text is shown in full, whatever summary is asked for."""
 
-    effort: None = None
+    effort: Effort | None = Field(None, description="low, medium or high, where the model's template knows it.")
     summary: Any = None
     generate_summary: Any = None
     context: Any = None
@@ -193,9 +194,6 @@ class ParsedResponse:
 
 def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedResponse:
     """Read a body and its headers. Raises InvalidRequest."""
-    effort = document["reasoning"].get("effort") if isinstance(document.get("reasoning"), dict) else None
-    if effort is not None:
-        raise UnsupportedField("reasoning.effort", "chat_template_kwargs has what the model's template knows")
     body = parse_body(ResponseBody, without_unsupported(document, UNSUPPORTED))
     if body.include and _LOGPROBS in body.include:
         raise UnsupportedField("include", f"{_LOGPROBS}; /v1/chat/completions has logprobs")
@@ -229,6 +227,8 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRespons
         arguments=body.chat_template_kwargs or {},
         add_special_tokens=bool(body.add_special_tokens),
         tools=tools,
+        effort=body.reasoning.effort if body.reasoning is not None else None,
+        effort_field="reasoning.effort",
     )
     answer = AnswerForm(api=API_FORM_RESPONSES, created=now_s(), response=form)
     draft = Draft(prompts=[prompt], prompt_field="input", sampling=sampling, answer=answer, **queued)
@@ -280,7 +280,7 @@ def _members(body: Any) -> dict[str, Any]:
         "instructions": body.instructions,
         "previous_response_id": body.previous_response_id,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
         "text": {"format": {"type": "text"}, **text},
         "tool_choice": choice.model_dump() if isinstance(choice, NamedFunction) else choice or "auto",
         "tools": [{"strict": None, "description": None, "parameters": None, **tool} for tool in body.tools or ()],

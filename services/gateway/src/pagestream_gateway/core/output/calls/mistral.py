@@ -2,7 +2,8 @@
 
 import re
 
-from pagestream_gateway.core.output.call_list import CallList
+from pagestream_gateway.core.output.calls.call_list import CallList
+from pagestream_gateway.core.output.calls.object_text import ObjectText
 from pagestream_gateway.core.output.parts import (
     MOST_NAME_CHARS,
     NAME,
@@ -29,8 +30,7 @@ class Mistral:
         self._list = CallList(names)
         self._state = "begin"
         self._held = ""
-        self._depth = 0
-        self._in_string = self._escaped = False
+        self._object = ObjectText()
 
     def feed(self, text: str) -> list[Part]:
         """See OutputParser."""
@@ -109,23 +109,13 @@ class Mistral:
         if not behind.startswith("{"):
             return None if behind else ""
         parts.append(CallBegin(name.group()))
-        self._state, self._depth = "arguments", 0
+        self._state, self._object = "arguments", ObjectText()
         return behind
 
     def _feed_arguments(self, text: str, parts: list[Part]) -> str:
-        for place, char in enumerate(text):
-            if self._in_string:
-                self._in_string = self._escaped or char != '"'
-                self._escaped = char == "\\" and not self._escaped
-            elif char == '"':
-                self._in_string = True
-            elif char in "{[":
-                self._depth += 1
-            elif char in "}]":
-                self._depth -= 1
-                if not self._depth:
-                    parts.append(Arguments(text[: place + 1]))
-                    self._state = "between"
-                    return text[place + 1 :]
-        parts.append(Arguments(text))
-        return ""
+        end = self._object.end(text)
+        parts.append(Arguments(text[:end]))
+        if end is None:
+            return ""
+        self._state = "between"
+        return text[end:]

@@ -1,6 +1,6 @@
 """Outputs that are tool calls from their beginning: Llama 3's JSON, and what a grammar forces."""
 
-from pagestream_gateway.core.output.call_list import CallList
+from pagestream_gateway.core.output.calls.call_list import CallList
 from pagestream_gateway.core.output.parts import Arguments, CallBegin, Content, Part, joined
 
 

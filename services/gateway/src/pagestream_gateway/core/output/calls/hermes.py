@@ -1,6 +1,6 @@
 """Tool calls as Hermes and Qwen write them."""
 
-from pagestream_gateway.core.output.call_object import CallObject
+from pagestream_gateway.core.output.calls.call_object import CallObject
 from pagestream_gateway.core.output.parts import Content, Part, held_prefix, joined
 
 

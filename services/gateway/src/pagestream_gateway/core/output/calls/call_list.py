@@ -1,6 +1,6 @@
 """Reads tool calls written as JSON objects one after the other, as they arrive."""
 
-from pagestream_gateway.core.output.call_object import CallObject
+from pagestream_gateway.core.output.calls.call_object import CallObject
 from pagestream_gateway.core.output.parts import Content, Part
 
 _BETWEEN = " \t\r\n,;"

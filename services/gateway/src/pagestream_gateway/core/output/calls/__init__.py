@@ -1,0 +1,1 @@
+"""The spellings in which models write tool calls."""

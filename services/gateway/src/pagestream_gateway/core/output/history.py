@@ -1,0 +1,37 @@
+"""Turns a conversation into the messages that a kind of chat template takes."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Message = Mapping[str, Any]
+
+
+def harmony_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages as the template of gpt-oss takes them.
+
+    Reasoning is the member `thinking`. A message has one call, which its result follows: further calls become messages
+    of their own. Beside a call the template takes one text, so that what was said is added to the reasoning.
+    """
+    results = {each.get("tool_call_id"): each for each in messages if each.get("role") == "tool"}
+    moved: set[Any] = set()
+    found: list[dict[str, Any]] = []
+    for given in messages:
+        if given.get("role") == "tool" and given.get("tool_call_id") in moved:
+            continue
+        message = dict(given)
+        thinking = message.pop("reasoning_content", None)
+        calls = message.get("tool_calls") or ()
+        if calls:
+            thinking = "\n".join(each for each in (thinking, message.get("content")) if each)
+            message["content"] = ""
+        if thinking:
+            message["thinking"] = thinking
+        if len(calls) < 2:
+            found.append(message)
+            continue
+        for number, call in enumerate(calls):
+            found.append({**(message if not number else {"role": "assistant", "content": ""}), "tool_calls": [call]})
+            if call.get("id") in results and call.get("id") not in moved:
+                found.append(dict(results[call["id"]]))
+                moved.add(call["id"])
+    return found
