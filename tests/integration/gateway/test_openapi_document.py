@@ -121,6 +121,17 @@ async def test_messages(http: httpx.AsyncClient, document: Document) -> None:
         await document.check(await http.post(f"{path}/count_tokens", json=given))
 
 
+async def test_files(http: httpx.AsyncClient, document: Document) -> None:
+    path, own = "/v1/files", "/v1/files/{file_id}"
+    made = await http.post(path, files={"file": b"x"}, data={"purpose": "batch"})
+    of_made = f"{path}/{made.json()['id']}"
+    for answer in (made, await http.get(path), await http.post(path, json={}), await http.get(f"{path}?limit=0")):
+        await document.check(answer, path)
+    for answer in (await http.get(of_made), await http.delete(of_made), await http.get(of_made)):
+        await document.check(answer, own)
+    await document.check(await http.get(f"{of_made}/content"), f"{own}/content")
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_the_events_of_a_request_are_those_of_its_kind(
     http: httpx.AsyncClient, document: Document, path: str

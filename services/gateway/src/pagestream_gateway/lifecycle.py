@@ -25,6 +25,7 @@ from pagestream_gateway.api.cors import CorsHeaders
 from pagestream_gateway.api.grpc.server import GrpcServer
 from pagestream_gateway.api.http_protocol import ConnectionLimits
 from pagestream_gateway.api.http_server import HttpServer
+from pagestream_gateway.core.batches.service import Batches
 from pagestream_gateway.core.calls import Calls
 from pagestream_gateway.core.gateway import Gateway
 from pagestream_gateway.core.identities.loading import Identities, load_identities
@@ -156,6 +157,7 @@ async def _gateway(settings: Settings, identities: Identities) -> AsyncIterator[
                 memory=MemoryMonitor(broker, session, telemetry.registry),
                 telemetry=telemetry,
                 answer_budget=ByteBudget(settings.stream.whole_answers_bytes),
+                batches=Batches(broker, limit, settings.batches),
                 turns=Turns(),
             )
 

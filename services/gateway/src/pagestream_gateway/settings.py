@@ -266,6 +266,38 @@ class StreamSettings:
 
 
 @dataclass(frozen=True)
+class BatchSettings:
+    """Batches and the files that they read and write, which Redis keeps in its memory. Equal in all gateways."""
+
+    max_file_bytes: int = 64 * 1024 * 1024
+    """Bytes of an uploaded file: 50,000 lines of 1.3 kB."""
+    max_tenant_bytes: int = 256 * 1024 * 1024
+    """Bytes of all files of a tenant, and of the output of its batches: while they are reached no further jobs run."""
+    max_bytes: int = 1024 * 1024 * 1024
+    """Bytes of all files that may be uploaded, of all tenants. Set it by the memory that Redis may use."""
+    max_files: int = 1000
+    """Files of a tenant."""
+    max_batches: int = 200
+    """Batches of a tenant that are kept; the oldest that has ended gives way to a new one."""
+    max_lines: int = 50_000
+    """Jobs of a batch, as in OpenAI's API."""
+    max_answer_bytes: int = 4 * 1024 * 1024
+    """Bytes of one job's answer. A larger one is an error of its job."""
+    jobs_in_flight: int = 64
+    """Jobs of a batch that are in the queue or run at once: enough for an engine, and few beside the queue's bounds."""
+    driven: int = 8
+    """Batches that a gateway drives at once; further ones wait, unless other gateways take them."""
+    lease_s: float = 4.0
+    """Seconds after which another gateway goes on with a batch whose gateway has died."""
+    file_lifetime_s: int = 7 * 24 * 3600
+    """Seconds for which a file is kept where its upload, or its batch, does not say; and a batch that has ended."""
+    max_uploads: int = 8
+    """Files that a gateway receives at once; each takes about 0.5 MiB."""
+    upload_timeout_s: float = 600.0
+    """Seconds from an upload's header until its body is complete: the largest file then needs 112 kB a second."""
+
+
+@dataclass(frozen=True)
 class ShutdownSettings:
     """How the process ends on SIGTERM or SIGINT."""
 
@@ -288,6 +320,7 @@ class Settings:
     classes: ClassSettings = field(default_factory=ClassSettings)
     formats: FormatSettings = field(default_factory=FormatSettings)
     stream: StreamSettings = field(default_factory=StreamSettings)
+    batches: BatchSettings = field(default_factory=BatchSettings)
     shutdown: ShutdownSettings = field(default_factory=ShutdownSettings)
     telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
     broker: StreamsSettings = field(default_factory=StreamsSettings)
@@ -302,6 +335,7 @@ OWN_GROUPS = {
     "classes": ClassSettings,
     "formats": FormatSettings,
     "stream": StreamSettings,
+    "batches": BatchSettings,
     "shutdown": ShutdownSettings,
 }
 
@@ -388,7 +422,7 @@ def _check(settings: Settings) -> None:
     _check_formats(settings.formats)
     if not settings.gateway.answer_limit_s > 0:
         raise SettingsError(f"gateway.answer_limit_s: {settings.gateway.answer_limit_s} must be above 0")
-    for group in ("limits", "connections", "stream", "shutdown"):
+    for group in ("limits", "connections", "stream", "batches", "shutdown"):
         for name, value in dataclasses.asdict(getattr(settings, group)).items():
             if not value > 0:
                 raise SettingsError(f"{group}.{name}: {value} must be above 0")

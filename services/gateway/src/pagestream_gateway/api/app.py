@@ -13,6 +13,7 @@ from pagestream_gateway.api.cors import allow_origins
 from pagestream_gateway.api.hosts import limit_hosts
 from pagestream_gateway.api.leniency import Lenient
 from pagestream_gateway.api.openai import chat_completions, completions, models, requests
+from pagestream_gateway.api.openai.batches import files
 from pagestream_gateway.api.openai.errors import install_error_handlers
 from pagestream_gateway.api.openai.responses import body as responses_body
 from pagestream_gateway.api.openai.responses import routes as responses
@@ -32,7 +33,7 @@ def build_app(gateway: Gateway) -> FastAPI:
     """Return the application of the HTTP port."""
     app = _bare_app(gateway)
     generations = (completions, chat_completions, responses, messages, embeddings, scoring)
-    for resource in (*generations, models, requests, tokens, health):
+    for resource in (*generations, models, requests, files, tokens, health):
         app.include_router(resource.router(gateway))
     bodies: list[type[BaseModel]] = [
         completions.CompletionBody,

@@ -71,6 +71,8 @@ class _Answers(NamedTuple):
     """The JSON of 200, which is one of these, in place of `whole`."""
     unfinished: type[BaseModel] | None = None
     """The JSON of 202."""
+    lines: Sequence[int] = ()
+    """Statuses of answers that are files: a JSON document in each line."""
 
 
 _ALWAYS = (400, 403, 408, 431, 500, 503)
@@ -134,6 +136,11 @@ _ANSWERS: Mapping[tuple[str, str], _Answers] = {
     ("post", "/v1/embeddings"): _VECTORS._replace(whole=schemas.EmbeddingAnswer),
     ("post", "/v1/score"): _VECTORS._replace(whole=schemas.ScoreAnswer),
     ("post", "/v1/rerank"): _VECTORS._replace(whole=schemas.RerankAnswer),
+    ("post", "/v1/files"): _Answers(schemas.FileAnswer, errors=(401, 413, 415, 429)),
+    ("get", "/v1/files"): _Answers(schemas.FileList, errors=(401,)),
+    ("get", "/v1/files/{file_id}"): _Answers(schemas.FileAnswer, errors=(401, 404)),
+    ("get", "/v1/files/{file_id}/content"): _Answers(lines=(200,), errors=(401, 404)),
+    ("delete", "/v1/files/{file_id}"): _Answers(schemas.FileDeleted, errors=(401, 404, 409)),
     ("post", "/tokenize"): _Answers(schemas.TokenizeAnswer, errors=(401, 404, 413, 415, 429)),
     ("post", "/detokenize"): _Answers(schemas.DetokenizeAnswer, errors=(401, 404, 413, 415, 429)),
     ("get", "/v1/models"): _Answers(schemas.ModelList, errors=(401,)),
@@ -233,6 +240,8 @@ def _response(answers: _Answers, status: int) -> dict[str, Any]:
             content[NDJSON] = {"schema": _any_of((*answers.events, *_LINES))}
     if status in answers.texts:
         content["text/plain"] = {"schema": {"type": "string"}}
+    if status in answers.lines:
+        content["application/jsonl"] = {"schema": {"type": "string"}}
     response: dict[str, Any] = {"description": HTTPStatus(status).phrase}
     names = (*answers.headers.get(status, ()), *_RETRIED.get(status, ()))
     if names:

@@ -4,6 +4,7 @@ import asyncio
 import ssl
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import httptools
@@ -34,6 +35,9 @@ _MAX_PIPELINED = 8
 # parser calls back for each chunk.
 _MAX_SMALL_CHUNKS = 1024
 _SMALL_CHUNK_BYTES = 16
+EXTEND_BODY_TIME = "pagestream.extend_body_time"
+"""Name of the ASGI extension by which a route, once it knows who uploads, gives a body more time: it is called with
+seconds from now on."""
 WRITE_BUFFER_BYTES = 16 * 1024
 """Bytes of an answer that wait for a client before the answer waits itself, in the process and again in its kernel."""
 # After a refusal the connection stays for so long, and drops so much, that a client which is still sending sees the
@@ -81,6 +85,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._unfinished_bytes = 0  # since the parser last completed a header, a part of a body, or a request
         self._header_bytes = 0
         self._body_bytes = 0
+        self._body_timeout_s = limits.settings.body_timeout_s
         self._num_chunks = 0
         self._dropped_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -154,9 +159,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= _MAX_PIPELINED:
             raise MalformedHttp
         super().on_message_begin()
+        scope = cast(MutableMapping[str, Any], self.scope)
+        scope["extensions"] = {EXTEND_BODY_TIME: partial(_extend_body_time, self, scope)}
         if self._client_certificate is not None:
-            scope = cast(MutableMapping[str, Any], self.scope)
-            scope["extensions"] = {"tls": {"client_cert_chain": [self._client_certificate]}}
+            scope["extensions"]["tls"] = {"client_cert_chain": [self._client_certificate]}
         self._header_bytes = self._body_bytes = self._num_chunks = 0
 
     def on_url(self, url: bytes) -> None:
@@ -181,7 +187,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         self._unfinished_bytes = 0
         self._in_body = True
-        self._start_timer(self._limits.settings.body_timeout_s)
+        self._body_timeout_s = self._limits.settings.body_timeout_s
+        self._start_timer(self._body_timeout_s)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -259,7 +266,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._in_body and self.pipeline:  # is not read before the answers ahead of it are written
             self._start_timer(settings.body_timeout_s)
         elif self._in_body:
-            self._refuse(RequestTimeout(f"the request's body took longer than {settings.body_timeout_s:g} s"))
+            self._refuse(RequestTimeout(f"the request's body took longer than {self._body_timeout_s:g} s"))
         elif self._unfinished_bytes:
             self._refuse(RequestTimeout(f"the request's header took longer than {settings.header_timeout_s:g} s"))
         else:  # never asked for anything: an answer might be read as that of a later request
@@ -296,6 +303,13 @@ def _client_certificate(transport: asyncio.Transport) -> str | None:
     tls = transport.get_extra_info("ssl_object")
     certificate = None if tls is None else tls.getpeercert(binary_form=True)
     return None if certificate is None else ssl.DER_cert_to_PEM_cert(certificate)
+
+
+def _extend_body_time(protocol: BoundedHttpProtocol, scope: MutableMapping[str, Any], seconds: float) -> None:
+    """Give the body of the request with this scope so many seconds from now on, unless it is complete."""
+    if protocol._in_body and scope is protocol.scope and not protocol._is_refused:
+        protocol._body_timeout_s = seconds
+        protocol._start_timer(seconds)
 
 
 def _asks_for_upgrade(parser: httptools.HttpRequestParser) -> bool:

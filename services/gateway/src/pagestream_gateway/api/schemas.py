@@ -433,6 +433,37 @@ class RequestAnswer(BaseModel):
     client_request_id: str | None = Field(description="The caller's own id.")
 
 
+class FileAnswer(BaseModel):
+    """A file."""
+
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: Literal["batch", "batch_output"]
+    status: Literal["processed"]
+
+
+class FileList(BaseModel):
+    """A page of a tenant's files."""
+
+    object: Literal["list"]
+    data: list[FileAnswer]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileDeleted(BaseModel):
+    """The end of a file."""
+
+    id: str
+    object: Literal["file"]
+    deleted: Literal[True]
+
+
 class VersionAnswer(BaseModel):
     """The version of the gateway."""
 

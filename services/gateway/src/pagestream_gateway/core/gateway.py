@@ -9,6 +9,7 @@ from pagestream_streams.errors import Unavailable
 from pagestream_streams.tasks import Turns
 from pagestream_telemetry.process import Telemetry
 
+from pagestream_gateway.core.batches.service import Batches
 from pagestream_gateway.core.calls import Calls
 from pagestream_gateway.core.identities.authenticator import Authenticator
 from pagestream_gateway.core.identities.identity import Credentials, Identity
@@ -44,6 +45,7 @@ class Gateway:
     telemetry: Telemetry
     answer_budget: ByteBudget
     """Bytes of answers that are not streamed."""
+    batches: Batches
     turns: Turns
     """Of requests that are read and checked: a burst of them must not hold up the streams."""
 

@@ -73,7 +73,7 @@ async def list_requests(broker: Broker, tenant: str, *, limit: int, after: str =
         if not members:
             break
         ids = [member.decode() for member in members]
-        summaries = await _read(broker, ids, tenant)
+        summaries = await summaries_of(broker, ids, tenant)
         found += [summary for summary in summaries if summary is not None]
         gone = [request_id for request_id, summary in zip(ids, summaries, strict=True) if summary is None]
         start += len(ids) - len(gone)
@@ -82,8 +82,8 @@ async def list_requests(broker: Broker, tenant: str, *, limit: int, after: str =
     return RequestPage(found[:limit], has_more=len(found) > limit)
 
 
-async def _read(broker: Broker, ids: Sequence[str], tenant: str) -> list[RequestSummary | None]:
-    """Return the state of each request; None where its record is gone."""
+async def summaries_of(broker: Broker, ids: Sequence[str], tenant: str) -> list[RequestSummary | None]:
+    """Return the state of each of a tenant's requests; None where its record is gone. Unavailable."""
     places = [await _locate(broker, request_id) for request_id in ids]
     known = [(request_id, where) for request_id, where in zip(ids, places, strict=True) if where is not None]
     replies = await broker.connection.pipeline(

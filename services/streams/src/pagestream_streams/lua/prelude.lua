@@ -381,3 +381,45 @@ local function unreserve(id)
     call('DECRBY', prefix .. 'held', bytes)
   end
 end
+
+-- == A tenant's files and batches, see lua/batches/ ==
+--
+-- Beside a tenant's prefix: files and batches (sorted sets of ids by the time of their creation), expiries (both, by
+-- when they are removed), held (bytes of all data), and for each id file:<id>, data:<id>, batch:<id>, jobs:<id>.
+local SWEPT_AT_ONCE = 100
+
+-- Removes a file. Its first write needs no memory, so that it works when Redis is full.
+local function drop_file(id)
+  call('ZREM', prefix .. 'files', id)
+  call('ZREM', prefix .. 'expiries', id)
+  local bytes = call('STRLEN', prefix .. 'data:' .. id)
+  call('UNLINK', prefix .. 'data:' .. id, prefix .. 'file:' .. id)
+  if bytes > 0 then
+    call('DECRBY', prefix .. 'held', bytes)
+  end
+end
+
+local function drop_batch(id)
+  call('ZREM', prefix .. 'batches', id)
+  call('ZREM', prefix .. 'expiries', id)
+  call('UNLINK', prefix .. 'batch:' .. id, prefix .. 'jobs:' .. id)
+end
+
+-- Removes what has expired; a file that a batch still reads stays. Returns the bytes that are held.
+local function sweep_files(now)
+  for _, id in ipairs(call('ZRANGEBYSCORE', prefix .. 'expiries', '-inf', now, 'LIMIT', 0, SWEPT_AT_ONCE)) do
+    if string.sub(id, 1, 6) == 'batch_' then
+      drop_batch(id)
+    elseif tonumber(call('HGET', prefix .. 'file:' .. id, 'uses') or 0) > 0 then
+      call('ZADD', prefix .. 'expiries', now + 60000, id)
+    else
+      drop_file(id)
+    end
+  end
+  return tonumber(call('GET', prefix .. 'held') or 0)
+end
+
+-- Whether a driver holds the lease of a batch. What another one has taken over is fenced by its token.
+local function drives(id, token)
+  return call('HGET', prefix .. 'batch:' .. id, 'owner') == token
+end

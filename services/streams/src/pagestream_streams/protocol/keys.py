@@ -132,3 +132,22 @@ class Keyspace:
     def tenant_logs(self, tenant: str) -> str:
         """Return the prefix of the keys that count what a tenant's logs take; they are on one node."""
         return f"{self.prefix}:logs:{{{hashlib.sha256(tenant.encode()).hexdigest()}}}:"
+
+    def batches(self, tag: str) -> str:
+        """Return the prefix of the keys of a tenant's files and batches, by its tag; they are on one node."""
+        return f"{self.prefix}:batches:{{{tag}}}:"
+
+    @property
+    def active_batches(self) -> str:
+        """The sorted set of the batches of all tenants that have not ended: "<tenant tag>/<batch id>" by creation."""
+        return f"{self.prefix}:active-batches"
+
+    @property
+    def stored_bytes(self) -> str:
+        """The hash of what each tenant's files take: tenant tag -> bytes."""
+        return f"{self.prefix}:stored-bytes"
+
+
+def tenant_tag(tenant: str) -> str:
+    """Return what stands for a tenant in the names of its files and batches: names come from others, of any form."""
+    return hashlib.sha256(tenant.encode()).hexdigest()

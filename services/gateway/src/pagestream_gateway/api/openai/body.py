@@ -80,7 +80,7 @@ async def _read(request: Request, max_bytes: int) -> bytes:
     announced = request.headers.get("content-length", "0")
     if announced.isdigit() and int(announced) > max_bytes:
         if "expect" not in request.headers:
-            await _discard(request)
+            await discard_body(request)
         raise BodyTooLarge(max_bytes)
     body = bytearray()
     try:
@@ -88,14 +88,15 @@ async def _read(request: Request, max_bytes: int) -> bytes:
             body += chunk
             if len(body) > max_bytes:
                 body.clear()
-                await _discard(request)
+                await discard_body(request)
                 raise BodyTooLarge(max_bytes)
     except ClientDisconnect as error:
         raise InvalidRequest(None, "the body ended early") from error
     return bytes(body)
 
 
-async def _discard(request: Request) -> None:
+async def discard_body(request: Request) -> None:
+    """Read and drop the rest of a body, for a few seconds: its client sees the refusal once it has sent it."""
     try:
         async with asyncio.timeout(_DISCARD_LIMIT_S):
             while True:

@@ -1,0 +1,206 @@
+"""/v1/files: upload, list, read and delete the files of batches."""
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter
+from pagestream_streams.batches.records import StoredFile
+from pagestream_streams.errors import FileNotFound, FileTooLarge
+from pagestream_streams.protocol.keys import tenant_tag
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from pagestream_gateway.api.callers import identify
+from pagestream_gateway.api.http_protocol import EXTEND_BODY_TIME
+from pagestream_gateway.api.openai.batches.expiry import ExpiresAfter
+from pagestream_gateway.api.openai.batches.multipart import FORM_BYTES, UploadForm, file_parts
+from pagestream_gateway.api.openai.body import discard_body
+from pagestream_gateway.api.openai.strict_body import parse_body
+from pagestream_gateway.core.gateway import Gateway
+from pagestream_gateway.errors import InvalidRequest
+
+PURPOSE = "batch"
+_SLICE_BYTES = 64 * 1024  # of a file that is read, for each of many slow readers
+_MOST_LISTED = 10_000  # OpenAI's bound and default
+_FILE = "/v1/files/{file_id}"
+_PREFIX = "expires_after["
+_UPLOAD: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["file", "purpose"],
+                    "properties": {
+                        "file": {"type": "string", "format": "binary", "description": "A job in each line, as JSON."},
+                        "purpose": {"type": "string", "enum": [PURPOSE]},
+                        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+                        "expires_after[seconds]": {"type": "integer"},
+                    },
+                }
+            }
+        },
+    }
+}
+_LIST_PARAMETERS: dict[str, Any] = {
+    "parameters": [
+        {
+            "name": "limit",
+            "in": "query",
+            "schema": {"type": "integer", "minimum": 1, "maximum": _MOST_LISTED, "default": _MOST_LISTED},
+            "description": "Most files of the page.",
+        },
+        {
+            "name": "after",
+            "in": "query",
+            "schema": {"type": "string"},
+            "description": "The id of the last file of the page before.",
+        },
+        {
+            "name": "order",
+            "in": "query",
+            "schema": {"type": "string", "enum": ["asc", "desc"], "default": "desc"},
+            "description": "By the time of their creation.",
+        },
+        {
+            "name": "purpose",
+            "in": "query",
+            "schema": {"type": "string"},
+            "description": "Only files with this purpose.",
+        },
+    ]
+}
+
+
+def router(gateway: Gateway) -> APIRouter:
+    """Return the resource's routes. The id of another tenant's file is answered as an unknown one: 404."""
+    routes = APIRouter(tags=["batches"])
+
+    @routes.post("/v1/files", openapi_extra=_UPLOAD, summary="Upload a file of jobs")
+    async def upload(request: Request) -> Response:
+        tenant = (await identify(gateway, request)).tenant
+        return JSONResponse(file_body(await _upload(gateway, request, tenant)))
+
+    @routes.get("/v1/files", openapi_extra=_LIST_PARAMETERS, summary="The caller's files")
+    async def list_files(request: Request) -> Response:
+        tenant, query = (await identify(gateway, request)).tenant, request.query_params
+        order, after = query.get("order", "desc"), query.get("after", "")
+        if order not in ("asc", "desc"):
+            raise InvalidRequest("order", f"must be asc or desc, got {order[:40]!r}")
+        limit = listed(query.get("limit"), _MOST_LISTED, _MOST_LISTED)
+        try:
+            page = await gateway.limit.wait(
+                gateway.batches.files.page(
+                    tenant,
+                    limit=limit,
+                    after=after,
+                    purpose=query.get("purpose", ""),
+                    newest_first=order == "desc",
+                )
+            )
+        except FileNotFound as error:
+            raise InvalidRequest("after", f"{after[:100]!r} is not in the list; begin with its first page") from error
+        return JSONResponse(list_body([file_body(each) for each in page.files], has_more=page.has_more))
+
+    @routes.get(_FILE, summary="What is known of a file")
+    async def retrieve(request: Request, file_id: str) -> Response:
+        tenant = (await identify(gateway, request)).tenant
+        return JSONResponse(file_body(await gateway.limit.wait(gateway.batches.files.get(tenant, file_id))))
+
+    @routes.get(f"{_FILE}/content", summary="The bytes of a file")
+    async def content(request: Request, file_id: str) -> Response:
+        tenant = (await identify(gateway, request)).tenant
+        file = await gateway.limit.wait(gateway.batches.files.get(tenant, file_id))
+        headers = {"Content-Length": str(file.num_bytes)}
+        return StreamingResponse(_content(gateway, tenant, file), headers=headers, media_type="application/jsonl")
+
+    @routes.delete(_FILE, summary="Delete a file")
+    async def delete(request: Request, file_id: str) -> Response:
+        tenant = (await identify(gateway, request)).tenant
+        await gateway.limit.wait(gateway.batches.files.delete(tenant, file_id))
+        return JSONResponse({"id": file_id, "object": "file", "deleted": True})
+
+    return routes
+
+
+def file_body(file: StoredFile) -> dict[str, Any]:
+    """Return OpenAI's object of a file."""
+    return {
+        "id": file.file_id,
+        "object": "file",
+        "bytes": file.num_bytes,
+        "created_at": file.created_s,
+        "expires_at": file.expires_ms // 1000,
+        "filename": file.name,
+        "purpose": file.purpose,
+        "status": "processed",
+    }
+
+
+def list_body(data: list[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
+    """Return OpenAI's page of a list."""
+    ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+    return {"object": "list", "data": data, **ends, "has_more": has_more}
+
+
+def listed(text: str | None, default: int, most: int) -> int:
+    """Return the number of items that a page may have. Raises InvalidRequest."""
+    if text is None:
+        return default
+    number = int(text) if text.isascii() and text.isdigit() and len(text) <= len(str(most)) else 0
+    if not 1 <= number <= most:
+        raise InvalidRequest("limit", f"expected a number from 1 to {most}, got {text[:40]!r}")
+    return number
+
+
+async def _upload(gateway: Gateway, request: Request, tenant: str) -> StoredFile:
+    settings = gateway.settings.batches
+    form = UploadForm(request.headers.get("content-type", ""))
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > settings.max_file_bytes + FORM_BYTES:
+        if "expect" not in request.headers:
+            await discard_body(request)
+        raise FileTooLarge(settings.max_file_bytes)
+    async with gateway.batches.uploads.begun(tenant) as upload:
+        if extend := request.scope.get("extensions", {}).get(EXTEND_BODY_TIME):
+            extend(settings.upload_timeout_s)
+        async with aclosing(file_parts(request, form)) as parts:
+            async for part in parts:
+                await upload.write(part)
+        lifetime_s = _lifetime_s(form, settings.file_lifetime_s)
+        purpose = form.fields.get("purpose", "")
+        if purpose != PURPOSE:
+            raise InvalidRequest("purpose", f"must be {PURPOSE!r}, got {purpose[:40]!r}")
+        return await upload.end(name=form.file_name or "file", purpose=purpose, lifetime_s=lifetime_s)
+
+
+def _lifetime_s(form: UploadForm, default_s: int) -> int:
+    for name in form.fields:
+        if name != "purpose" and not name.startswith(_PREFIX):
+            raise InvalidRequest(name[:100], "unknown field")
+    given: dict[str, Any] = {
+        name[len(_PREFIX) :].rstrip("]"): value for name, value in form.fields.items() if name.startswith(_PREFIX)
+    }
+    if not given:
+        return default_s
+    seconds = given.get("seconds", "")
+    if seconds.isascii() and seconds.isdigit() and len(seconds) <= 10:
+        given["seconds"] = int(seconds)
+    try:
+        return parse_body(ExpiresAfter, given).seconds
+    except InvalidRequest as error:
+        error.field = f"expires_after.{error.field}"
+        raise
+
+
+async def _content(gateway: Gateway, tenant: str, file: StoredFile) -> AsyncIterator[bytes]:
+    """Yield a file; it ends early, and with it the connection, where the file is deleted meanwhile."""
+    offset, tag = 0, tenant_tag(tenant)
+    while offset < file.num_bytes:
+        part = await gateway.limit.wait(gateway.batches.files.read(tag, file.file_id, offset, _SLICE_BYTES))
+        if not part:
+            raise FileNotFound(file.file_id)
+        offset += len(part)
+        yield part

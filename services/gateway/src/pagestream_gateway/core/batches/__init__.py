@@ -1,0 +1,1 @@
+"""Batches: files that are uploaded, and jobs that run of them without their caller."""

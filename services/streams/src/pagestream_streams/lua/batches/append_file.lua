@@ -1,0 +1,26 @@
+-- Append a part to a file that has begun.
+-- Run by: batches/files.py.
+-- KEYS: the prefix of the tenant's files and batches, and a second name in its slot (see prelude.lua).
+-- ARGV: [1] file id, [2] bytes before the part, [3] the part, [4] most bytes of the file, [5] of all of the tenant's
+-- Returns: {1, bytes held}; {0}: there is no such file; {2}: the file would be too long; {3, bytes held}: the tenant's
+--          files would take too much; {4, bytes}: the file has so many, not those of ARGV[2].
+-- Retry: harmless, a part that is there is not appended again.
+local data, offset, part = prefix .. 'data:' .. ARGV[1], tonumber(ARGV[2]), ARGV[3]
+if call('HGET', prefix .. 'file:' .. ARGV[1], 'state') ~= 'uploading' then
+  return {0}
+end
+local bytes, held = call('STRLEN', data), tonumber(call('GET', prefix .. 'held') or 0)
+if #part > 0 and bytes == offset + #part then
+  return {1, held}
+end
+if bytes ~= offset then
+  return {4, bytes}
+end
+if bytes + #part > tonumber(ARGV[4]) then
+  return {2}
+end
+if held + #part > tonumber(ARGV[5]) then
+  return {3, held}
+end
+call('APPEND', data, part)
+return {1, call('INCRBY', prefix .. 'held', #part)}
