@@ -6,6 +6,7 @@
     |  `- UnsupportedField    the field is known, but not supported
     |- RequestDiffers         an id stands for a request with another body
     |- Unauthenticated        no credential, or one that is not good
+    |- WrongCredential        a good credential that does not open this
     |- CredentialsUnavailable what a credential is checked against is not there yet
     |- HostNotAllowed         the Host header is not a name of this server
     |- OriginNotAllowed       a web page of this origin may not open a WebSocket
@@ -74,6 +75,10 @@ class RequestDiffers(GatewayError):
 
 class Unauthenticated(GatewayError):
     """The call carries no credential, or one that is not good. The message never holds any of it."""
+
+
+class WrongCredential(GatewayError):
+    """The credential is good, and does not open this: a tenant's key for administration, or the other way round."""
 
 
 class CredentialsUnavailable(GatewayError):

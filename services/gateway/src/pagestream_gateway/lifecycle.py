@@ -20,7 +20,7 @@ from pagestream_streams.tasks import Periodic, Turns
 from pagestream_telemetry import catalog
 from pagestream_telemetry.process import Telemetry, running_telemetry
 
-from pagestream_gateway.api.app import build_app, build_metrics_app
+from pagestream_gateway.api.app import build_admin_app, build_app, build_metrics_app
 from pagestream_gateway.api.cors import CorsHeaders
 from pagestream_gateway.api.grpc.server import GrpcServer
 from pagestream_gateway.api.http_protocol import ConnectionLimits
@@ -28,7 +28,8 @@ from pagestream_gateway.api.http_server import HttpServer
 from pagestream_gateway.core.batches.service import Batches
 from pagestream_gateway.core.calls import Calls
 from pagestream_gateway.core.gateway import Gateway
-from pagestream_gateway.core.identities.loading import Identities, load_identities
+from pagestream_gateway.core.identities.audit import Audit
+from pagestream_gateway.core.identities.loading import Identities
 from pagestream_gateway.core.memory_monitor import MemoryMonitor
 from pagestream_gateway.core.models import Models
 from pagestream_gateway.core.open_streams import OpenStreams
@@ -62,6 +63,7 @@ class Ports:
     http: int
     grpc: int
     metrics: int | None
+    admin: int | None = None
 
 
 @contextlib.asynccontextmanager
@@ -75,7 +77,7 @@ async def running_gateway(
     Raises SettingsError for a file of credentials or a certificate that is wrong, StartupError when Redis does not
     answer or a port is taken.
     """
-    identities = load_identities(settings.gateway)
+    identities = Identities(settings.gateway)
     certificate = load_certificate(settings.gateway)
     watches = [*identities.watches, *([] if certificate is None else [certificate.watch()])]
     async with (
@@ -104,6 +106,7 @@ async def serve(settings: Settings) -> None:
                     "http_port": ports.http,
                     "grpc_port": ports.grpc,
                     "metrics_port": ports.metrics,
+                    "admin_port": ports.admin,
                 },
             )
             await stop.wait()
@@ -133,9 +136,12 @@ async def _gateway(settings: Settings, identities: Identities) -> AsyncIterator[
     pool = TokenizePool(
         workers=limits.tokenize_workers, max_pending=limits.tokenize_queue, limit_s=limits.tokenize_limit_s
     )
-    with running_telemetry(
-        settings.telemetry, service=_SERVICE, instance_id=_instance_id(settings), environ=os.environ
-    ) as telemetry:
+    with (
+        running_telemetry(
+            settings.telemetry, service=_SERVICE, instance_id=_instance_id(settings), environ=os.environ
+        ) as telemetry,
+        contextlib.closing(Audit(settings.audit)) as audit,
+    ):
         async with broker, GatewaySession(broker, settings.gateway.id) as session, pool:
             telemetry.registry.on_collect(lambda: _count_reclaims(telemetry, session))
             metrics = Metrics(telemetry.registry)
@@ -152,12 +158,14 @@ async def _gateway(settings: Settings, identities: Identities) -> AsyncIterator[
                 pool=pool,
                 pending=PendingRequests(limits.max_pending_bytes, limit_s=limits.tokenize_limit_s),
                 streams=OpenStreams(metrics),
-                calls=Calls(metrics, telemetry.tracer),
+                calls=Calls(metrics, telemetry.tracer, audit),
                 queue=QueueMonitor(broker, telemetry.registry),
                 memory=MemoryMonitor(broker, session, telemetry.registry),
                 telemetry=telemetry,
                 answer_budget=ByteBudget(settings.stream.whole_answers_bytes),
                 batches=Batches(broker, limit, settings.batches),
+                audit=audit,
+                reloads=identities.reloads,
                 turns=Turns(),
             )
 
@@ -210,6 +218,11 @@ async def _servers(
             metrics = HttpServer(build_metrics_app(gateway), unreadable, close_limit_s=limit_s)
             metrics_port = await metrics.start(listen.host, listen.metrics_port)
             stack.push_async_callback(metrics.stop)
+        admin_port = None
+        if listen.admin_port is not None:
+            admin = HttpServer(build_admin_app(gateway), limits, close_limit_s=limit_s, tls=tls)
+            admin_port = await admin.start(listen.host, listen.admin_port)
+            stack.push_async_callback(admin.stop)
         grpc_server = GrpcServer(gateway, max_connections=max_connections)
         stack.push_async_callback(grpc_server.stop, limit_s)
         grpc_port = await grpc_server.start(listen.host, listen.grpc_port, credentials)
@@ -225,7 +238,7 @@ async def _servers(
         for timer in timers:
             timer.start()
             stack.push_async_callback(timer.stop)
-        yield Ports(http_port, grpc_port, metrics_port)
+        yield Ports(http_port, grpc_port, metrics_port, admin_port)
 
 
 def _max_connections(settings: Settings) -> int:

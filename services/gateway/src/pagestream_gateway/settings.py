@@ -61,10 +61,11 @@ class GatewaySettings:
     resolves to this machine.
     """
     allow_runtime_lora: bool = False
-    """Whether callers may load and unload LoRA adapters: each who may call this gateway may then let engines read any
-    folder that holds one."""
+    """Whether callers, and not administrators alone, may load and unload LoRA adapters: each who may call this gateway
+    may then let engines read any folder that holds one."""
     allow_model_changes: bool = False
-    """Whether callers may have engines load and unload the models of their lists, sleep and wake."""
+    """Whether callers, and not administrators alone, may have engines load and unload the models of their lists, sleep
+    and wake."""
     page: bool = True
     """Whether `/` is a page to chat with the models; it needs a key where keys are asked for."""
     api_keys: Path | None = None
@@ -73,6 +74,11 @@ class GatewaySettings:
     jwt_issuers: Path | None = None
     """JSON file of the issuers whose JSON Web Tokens are accepted; docs/identities.md has its fields. None: no token.
     """
+    admin_keys: Path | None = None
+    """File of `sha256 of the key -> name of the administrator`, read again when it changes: these keys open /admin/v1,
+    and nothing that tenants' keys do. None: there is no such API."""
+    admin_port: int | None = None
+    """A further TCP port that serves /admin/v1, which the HTTP port then does not. None: the HTTP port serves it."""
     tls_certificate: Path | None = None
     """PEM file of the certificate chain for both APIs, reloaded when it changes. None: no TLS."""
     tls_key: Path | None = None
@@ -247,6 +253,25 @@ class FormatSettings:
 
 
 @dataclass(frozen=True)
+class AuditSettings:
+    """The audit log: who asked for what, without prompts, outputs and credentials."""
+
+    enabled: bool = True
+    """Whether it is written."""
+    file: Path | None = None
+    """File of JSON lines of this process alone. None: they go to stderr with the other logs, by the logger
+    `pagestream.audit`."""
+    max_file_bytes: int = 64 * 1024 * 1024
+    """Bytes after which a file is closed and numbered, and the next one begins."""
+    max_files: int = 8
+    """Files that are kept, the one that is written among them."""
+    max_failures_per_minute: int = 60
+    """Calls with wrong credentials that are noted; of further ones their number is."""
+    max_refusals_per_minute: int = 600
+    """Refused calls of callers with good credentials, likewise."""
+
+
+@dataclass(frozen=True)
 class StreamSettings:
     """How answers are streamed."""
 
@@ -319,6 +344,7 @@ class Settings:
     cache: CacheSettings = field(default_factory=CacheSettings)
     classes: ClassSettings = field(default_factory=ClassSettings)
     formats: FormatSettings = field(default_factory=FormatSettings)
+    audit: AuditSettings = field(default_factory=AuditSettings)
     stream: StreamSettings = field(default_factory=StreamSettings)
     batches: BatchSettings = field(default_factory=BatchSettings)
     shutdown: ShutdownSettings = field(default_factory=ShutdownSettings)
@@ -334,6 +360,7 @@ OWN_GROUPS = {
     "cache": CacheSettings,
     "classes": ClassSettings,
     "formats": FormatSettings,
+    "audit": AuditSettings,
     "stream": StreamSettings,
     "batches": BatchSettings,
     "shutdown": ShutdownSettings,
@@ -384,6 +411,7 @@ def _parser() -> argparse.ArgumentParser:
     flag("--metrics-port", "gateway.metrics_port", int, "second port with /metrics, /healthz and /readyz alone")
     flag("--api-keys", "gateway.api_keys", Path, "file of sha256(key) -> tenant; without it no key is asked for")
     flag("--jwt-issuers", "gateway.jwt_issuers", Path, "JSON file of the issuers whose tokens are accepted")
+    flag("--admin-keys", "gateway.admin_keys", Path, "file of sha256(key) -> administrator; opens /admin/v1")
     flag("--tls-certificate", "gateway.tls_certificate", Path, "PEM file; both APIs then speak TLS")
     flag("--tls-key", "gateway.tls_key", Path, "PEM file of the certificate's private key")
     flag(
@@ -406,7 +434,8 @@ def _check(settings: Settings) -> None:
     _check_names(settings.gateway)
     if (settings.gateway.tls_certificate is None) != (settings.gateway.tls_key is None):
         raise SettingsError("gateway.tls_certificate (--tls-certificate) and gateway.tls_key (--tls-key) go together")
-    _check_client_certificates(settings.gateway)
+    _check_credentials(settings.gateway)
+    _check_audit(settings.audit)
     scheme, separator, _ = settings.gateway.redis.partition("://")
     if f"{scheme}{separator}" not in SCHEMES:
         raise SettingsError(f"gateway.redis (--redis): expected {', '.join(SCHEMES)}..., got {scheme[:40]!r}")
@@ -448,7 +477,9 @@ def _check_names(settings: GatewaySettings) -> None:
             )
 
 
-def _check_client_certificates(settings: GatewaySettings) -> None:
+def _check_credentials(settings: GatewaySettings) -> None:
+    if settings.admin_port is not None and settings.admin_keys is None:
+        raise SettingsError("gateway.admin_port needs gateway.admin_keys (--admin-keys)")
     if settings.tls_client_ca is not None and settings.tls_certificate is None:
         raise SettingsError("gateway.tls_client_ca (--tls-client-ca) needs --tls-certificate and --tls-key")
     if settings.tls_client_tenants is not None and settings.tls_client_ca is None:
@@ -458,3 +489,9 @@ def _check_client_certificates(settings: GatewaySettings) -> None:
             f"gateway.tls_client_certificates: expected {CERTIFICATES_REQUIRED!r} or {CERTIFICATES_OPTIONAL!r}, "
             f"got {settings.tls_client_certificates[:40]!r}"
         )
+
+
+def _check_audit(settings: AuditSettings) -> None:
+    for name in ("max_file_bytes", "max_files", "max_failures_per_minute", "max_refusals_per_minute"):
+        if not getattr(settings, name) > 0:
+            raise SettingsError(f"audit.{name}: {getattr(settings, name)} must be above 0")

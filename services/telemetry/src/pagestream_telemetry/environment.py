@@ -25,6 +25,7 @@ GROUPS: Mapping[str, str] = {
     "DEGRADATION": "what the engine gives up while memory is short",
     "GATEWAY": "a gateway process",
     "LIMITS": "what one request may take at a gateway",
+    "AUDIT": "what a gateway notes of its callers, and where",
     "CLASSES": "which priority classes callers may use",
     "CONNECTIONS": "what one connection to a gateway may take",
     "CACHE": "whose prefixes share KV blocks",

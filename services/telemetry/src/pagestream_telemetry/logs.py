@@ -20,14 +20,16 @@ _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime
 def configure_logs(settings: TelemetrySettings) -> None:
     """Log to stderr from the settings' level on; a record's `extra` becomes fields of its object."""
     handler = logging.StreamHandler()
-    formatter: logging.Formatter = JsonFormatter(_JSON, rename_fields=_NAMES)
-    if settings.log_format == "text":
-        formatter = TextFormatter(_TEXT)
-    handler.setFormatter(formatter)
+    handler.setFormatter(TextFormatter(_TEXT) if settings.log_format == "text" else json_formatter())
     handler.addFilter(add_trace)
     logging.basicConfig(level=settings.log_level, handlers=[handler], force=True)
     for name, level in _QUIET.items():
         logging.getLogger(name).setLevel(level)
+
+
+def json_formatter() -> logging.Formatter:
+    """Return what makes a record an object of JSON."""
+    return JsonFormatter(_JSON, rename_fields=_NAMES)
 
 
 def add_trace(record: logging.LogRecord) -> bool:

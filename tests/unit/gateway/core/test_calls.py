@@ -7,7 +7,9 @@ import pytest
 from pagestream.v1.inference_pb2 import SamplingParams
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_gateway.core.calls import CHAT, DISCONNECTED, OK, RESUME, Call, Calls
+from pagestream_gateway.core.identities.audit import Audit
 from pagestream_gateway.metrics import Metrics
+from pagestream_gateway.settings import AuditSettings
 from pagestream_telemetry.context import NO_TRACE, TraceContext, current_trace, set_trace
 from pagestream_telemetry.instruments import Registry
 from pagestream_telemetry.spans import NO_ATTRIBUTES, Attributes, Span, SpanKind
@@ -72,7 +74,7 @@ class RecordedCalls:
     tracer: KeepingTracer = field(default_factory=KeepingTracer)
 
     def __post_init__(self) -> None:
-        self.calls = Calls(Metrics(self.registry), self.tracer)
+        self.calls = Calls(Metrics(self.registry), self.tracer, Audit(AuditSettings()))
 
     def begin(self, operation: str = CHAT, headers: Mapping[str, str] | None = None) -> Call:
         return self.calls.begin("api", operation, headers or {})

@@ -4,6 +4,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from pagestream_gateway.api import documents, health, page
+from pagestream_gateway.api.admin import routes as administration
 from pagestream_gateway.api.anthropic import body as messages_body
 from pagestream_gateway.api.anthropic import errors as messages_errors
 from pagestream_gateway.api.anthropic import routes as messages
@@ -44,18 +45,30 @@ def build_app(gateway: Gateway) -> FastAPI:
         tokens.TokenizeBody,
         tokens.DetokenizeBody,
     ]
-    if gateway.settings.gateway.allow_runtime_lora:
+    settings = gateway.settings.gateway
+    has_administrators = settings.admin_keys is not None
+    if settings.allow_runtime_lora or has_administrators:
         app.include_router(adapters.router(gateway))
         bodies += [adapters.LoadBody, adapters.UnloadBody]
-    if gateway.settings.gateway.allow_model_changes:
+    if settings.allow_model_changes or has_administrators:
         app.include_router(model_changes.router(gateway))
         bodies += [model_changes.ModelBody]
-    if gateway.settings.gateway.page:
+    if has_administrators and settings.admin_port is None:
+        app.include_router(administration.router(gateway))
+    if settings.page:
         app.include_router(page.router())
-    allow_origins(app, gateway.settings.gateway.origins)
+    allow_origins(app, settings.origins)
     app.add_middleware(Paced, turns=gateway.turns)
     vectors = (embeddings.EmbeddingBody, scoring.ScoreBody, scoring.RerankBody)
     documents.install(app, [*bodies, *vectors])
+    return app
+
+
+def build_admin_app(gateway: Gateway) -> FastAPI:
+    """Return the application of the administrators' port."""
+    app = _bare_app(gateway)
+    app.include_router(administration.router(gateway))
+    documents.install(app, [])
     return app
 
 

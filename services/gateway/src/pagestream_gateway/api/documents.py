@@ -12,6 +12,8 @@ from pydantic.json_schema import models_json_schema
 from starlette.responses import HTMLResponse, Response
 
 from pagestream_gateway.api import schemas
+from pagestream_gateway.api.admin import schemas as admin
+from pagestream_gateway.api.admin.routing import PREFIX as ADMIN
 from pagestream_gateway.api.transports.framing import NDJSON, SSE
 
 _STREAM_SWITCHES = {
@@ -177,6 +179,15 @@ _ANSWERS: Mapping[tuple[str, str], _Answers] = {
     ("post", "/sleep"): _Answers(errors=(400, 401)),
     ("post", "/wake_up"): _Answers(errors=(400, 401)),
     ("get", "/is_sleeping"): _Answers(schemas.SleepAnswer, errors=(401,)),
+    ("get", f"{ADMIN}/engines"): _Answers(admin.AdminEngines, errors=(401,)),
+    ("get", f"{ADMIN}/models"): _Answers(admin.AdminModels, errors=(401,)),
+    ("get", f"{ADMIN}/queues"): _Answers(admin.AdminQueues, errors=(401,)),
+    ("get", f"{ADMIN}/tenants/{{tenant}}/requests"): _Answers(schemas.RequestList, errors=(401,)),
+    ("get", f"{ADMIN}/requests/{{request_id}}"): _Answers(admin.AdminRequest, errors=(401, 404)),
+    ("delete", f"{ADMIN}/requests/{{request_id}}"): _Answers(admin.AdminRequest, errors=(401, 404)),
+    ("get", f"{ADMIN}/quarantine"): _Answers(admin.AdminQuarantine, errors=(401, 404)),
+    ("post", f"{ADMIN}/quarantine/{{request_id}}/release"): _Answers(admin.AdminRelease, errors=(401, 404)),
+    ("post", f"{ADMIN}/keys/reload"): _Answers(admin.AdminReloads, errors=(401,)),
     ("get", "/healthz"): _TEXT,
     ("get", "/health"): _EMPTY,
     ("get", "/ping"): _EMPTY,
@@ -216,12 +227,15 @@ def _document(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> dict[str, Any]
     }
     components["securitySchemes"] = {
         "apiKey": {"type": "http", "scheme": "bearer"},
+        "adminKey": {"type": "http", "scheme": "bearer", "description": "An administrator's key."},
         "anthropicKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
     }
     document["security"] = [{"apiKey": []}, {"anthropicKey": []}, {}]
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             operation["responses"] = _responses(_ANSWERS[method, path])
+            if path.startswith(ADMIN):
+                operation["security"] = [{"adminKey": []}]
     return document
 
 

@@ -47,6 +47,7 @@ ERROR_CODES: dict[type[Exception], ErrorCode] = {
     errors.UnsupportedField: ErrorCode(400, _Status.INVALID_ARGUMENT, _INVALID, "unsupported_parameter"),
     errors.InvalidRequest: ErrorCode(400, _Status.INVALID_ARGUMENT, _INVALID, "invalid_value"),
     errors.Unauthenticated: ErrorCode(401, _Status.UNAUTHENTICATED, _INVALID, "invalid_api_key"),
+    errors.WrongCredential: ErrorCode(403, _Status.PERMISSION_DENIED, _INVALID, "wrong_credential"),
     errors.CredentialsUnavailable: ErrorCode(503, _Status.UNAVAILABLE, _SERVER, "credentials_unavailable"),
     errors.HostNotAllowed: ErrorCode(403, _Status.PERMISSION_DENIED, _INVALID, "host_not_allowed", "Host"),
     errors.OriginNotAllowed: ErrorCode(403, _Status.PERMISSION_DENIED, _INVALID, "origin_not_allowed", "Origin"),

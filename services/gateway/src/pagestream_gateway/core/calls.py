@@ -7,6 +7,8 @@ from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_telemetry.context import TraceContext, caller_context, set_trace
 from pagestream_telemetry.spans import NoSpan, Span, SpanKind, Tracer
 
+from pagestream_gateway.core.identities.audit import Audit
+from pagestream_gateway.core.identities.identity import Identity
 from pagestream_gateway.metrics import Metrics
 
 OK, DISCONNECTED = "ok", "disconnected"
@@ -17,8 +19,13 @@ CHAT, TEXT_COMPLETION, EMBEDDINGS, RESUME = "chat", "text_completion", "embeddin
 class Call:
     """One call. `Calls.begin` makes it, the tasks that answer the call use it, `end` ends it once."""
 
-    def __init__(self, metrics: Metrics, tracer: Tracer, caller: TraceContext, *, api: str, operation: str) -> None:
+    def __init__(
+        self, metrics: Metrics, tracer: Tracer, audit: Audit, caller: TraceContext, *, api: str, operation: str
+    ) -> None:
         self.api = api
+        self._audit = audit
+        self._identity: Identity | None = None
+        self._spec: RequestSpec | None = None
         self._metrics = metrics
         self._tracer = tracer
         self._caller = caller
@@ -50,9 +57,15 @@ class Call:
         """Set the operation, where the body decides it."""
         self._operation = operation
 
+    def identified(self, identity: Identity) -> None:
+        """Note who calls: what becomes of the call is audited from here on."""
+        self._identity = identity
+
     def accepted(self, spec: RequestSpec) -> None:
         """Note that the request is in the queue."""
         self._describe(spec)
+        if self._identity is not None:
+            self._audit.accepted(self._identity, spec)
         self._span.event("accepted")
 
     def resumed(self, spec: RequestSpec) -> None:
@@ -61,7 +74,7 @@ class Call:
         self._describe(spec)
 
     def _describe(self, spec: RequestSpec) -> None:
-        self._model = spec.model
+        self._model, self._spec = spec.model, spec
         self._span.set(
             {
                 "gen_ai.request.model": spec.model,
@@ -91,6 +104,7 @@ class Call:
         self._is_open = False
         self._metrics.count_request(self.api, outcome)
         self._end_span(outcome)
+        self._end_audit(outcome)
         if outcome == DISCONNECTED:
             self._metrics.cancelled(self._model)
         elif outcome != OK:
@@ -102,6 +116,14 @@ class Call:
         more = self._tokens - self._first_count
         if outcome == OK and more > 0:
             self._metrics.per_token(self._model, self._operation, (self._last_at - self._first_at) / more)
+
+    def _end_audit(self, outcome: str) -> None:
+        if self._identity is None:
+            return
+        if self._spec is not None:
+            self._audit.ended(self._identity, self.api, self._spec, outcome, self._tokens)
+        elif outcome != OK:
+            self._audit.refused(self._identity, self.api, outcome)
 
     def _begin_tokens(self, now: float, number: int) -> None:
         self._first_at, self._first_count = now, number
@@ -119,8 +141,9 @@ class Call:
 class Calls:
     """Makes the calls of one process."""
 
-    def __init__(self, metrics: Metrics, tracer: Tracer) -> None:
+    def __init__(self, metrics: Metrics, tracer: Tracer, audit: Audit) -> None:
         self._metrics = metrics
+        self._audit = audit
         self._tracer = tracer
 
     def begin(self, api: str, operation: str, headers: Mapping[str, str]) -> Call:
@@ -132,7 +155,7 @@ class Calls:
             headers: those of an HTTP request, or a gRPC call's metadata, with names in lower case.
         """
         caller = caller_context(headers.get("traceparent", ""), headers.get("tracestate", ""))
-        call = Call(self._metrics, self._tracer, caller, api=api, operation=operation)
+        call = Call(self._metrics, self._tracer, self._audit, caller, api=api, operation=operation)
         if operation not in ("", RESUME):
             call.begin_span(caller)
         return call

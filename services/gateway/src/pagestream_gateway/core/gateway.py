@@ -1,8 +1,11 @@
 """The gateway without its protocols: what the APIs call."""
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
+from pagestream.v1.inference_pb2 import FinishReason
 from pagestream_streams import Broker
 from pagestream_streams.byte_budget import ByteBudget
 from pagestream_streams.errors import Unavailable
@@ -11,8 +14,10 @@ from pagestream_telemetry.process import Telemetry
 
 from pagestream_gateway.core.batches.service import Batches
 from pagestream_gateway.core.calls import Calls
+from pagestream_gateway.core.identities.audit import Audit
 from pagestream_gateway.core.identities.authenticator import Authenticator
-from pagestream_gateway.core.identities.identity import Credentials, Identity
+from pagestream_gateway.core.identities.identity import Administrator, Credentials, Identity
+from pagestream_gateway.core.identities.loading import Reload
 from pagestream_gateway.core.memory_monitor import MemoryMonitor
 from pagestream_gateway.core.models import Models
 from pagestream_gateway.core.open_streams import OpenStreams
@@ -21,7 +26,7 @@ from pagestream_gateway.core.redis_timeout import RedisTimeout
 from pagestream_gateway.core.requests import AcceptedRequests
 from pagestream_gateway.core.submission import Submission
 from pagestream_gateway.core.tokenization import PendingRequests, TokenizePool
-from pagestream_gateway.errors import GatewayStopping
+from pagestream_gateway.errors import GatewayStopping, Unauthenticated, WrongCredential
 from pagestream_gateway.settings import Settings
 
 
@@ -46,14 +51,40 @@ class Gateway:
     answer_budget: ByteBudget
     """Bytes of answers that are not streamed."""
     batches: Batches
+    audit: Audit
+    reloads: Sequence[Reload]
+    """What is read again when an administrator asks for it."""
     turns: Turns
     """Of requests that are read and checked: a burst of them must not hold up the streams."""
 
     async def identify(self, credentials: Credentials) -> Identity:
-        """Return who makes a call with these credentials. Raises GatewayStopping or Unauthenticated."""
+        """Return who makes a call with these credentials.
+
+        Raises GatewayStopping, Unauthenticated, WrongCredential, CredentialsUnavailable.
+        """
+        with self._checking(credentials):
+            return replace(await self.authenticator.identify(credentials), peer=credentials.peer)
+
+    async def identify_administrator(self, credentials: Credentials) -> Administrator:
+        """Return which administrator makes a call. Raises as `identify`."""
+        with self._checking(credentials):
+            return await self.authenticator.administrator(credentials)
+
+    async def cancel(self, request_id: str, identity: Identity) -> FinishReason:
+        """End a caller's request in whatever state it is; return how it ended. Raises RequestNotFound, Unavailable."""
+        reason = await self.requests.cancel(request_id, identity.tenant)
+        self.audit.cancelled(identity, request_id)
+        return reason
+
+    @contextmanager
+    def _checking(self, credentials: Credentials) -> Iterator[None]:
         if self.streams.is_stopping:
             raise GatewayStopping
-        return await self.authenticator.identify(credentials)
+        try:
+            yield
+        except (Unauthenticated, WrongCredential) as error:
+            self.audit.failed(credentials.peer, str(error))
+            raise
 
     async def is_ready(self) -> bool:
         """Return whether Redis answers, a model is known, and the process is not stopping."""

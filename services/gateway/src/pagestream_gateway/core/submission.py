@@ -97,6 +97,7 @@ class Submission:
             if is_compared and _asked(found) != _asked(spec):
                 raise RequestDiffers(request_id)
             return found
+        call.accepted(spec)
         await enlist(self.broker, request_id, tenant)
         logger.warning("accepted again", extra={"request_id": request_id, "tenant": tenant, "model": model.name})
         return spec

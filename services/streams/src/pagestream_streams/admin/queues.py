@@ -12,6 +12,7 @@ from pagestream_streams.connection.scripts import QUEUE, REGISTRY
 from pagestream_streams.protocol.records import CONTEXT_FIELD, FINGERPRINT_FIELD
 
 _MAX_SAMPLED_ENTRIES = 32  # entries of a queue that are looked at; the rest is extrapolated
+_CLASSES = ("0", "1", "2")
 _SHORTEST_SPAN_S = 1.0  # shorter spans give no meaningful rate
 
 
@@ -36,6 +37,19 @@ class QueueDepth:
     """Output tokens that are expected of them, see protocol/expected_lengths.py; 0 for begun requests."""
     drain_rate: float
     """Prompt tokens a second that engines claimed from it, over settings.drain_window_ms."""
+
+
+@dataclass(frozen=True)
+class TenantQueue:
+    """What waits of one tenant's requests in one class of a model; begun requests are counted no more."""
+
+    model: str
+    tenant: str
+    queue: str
+    """The priority class."""
+    requests: int
+    tokens: int
+    """Of their prompts."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +104,29 @@ async def queue_states(broker: Broker, only: Collection[str] | None = None) -> d
     for where, reply in zip(partitions, replies, strict=True):
         states[where.model].append(_state(where.number, reply))
     return states
+
+
+async def tenant_queues(broker: Broker) -> list[TenantQueue]:
+    """Return what waits, ordered by model, class and tenant: one command for each partition and class. Unavailable."""
+    places = [
+        (model, name, f"{where.prefix}tenants:{name}")
+        for model in await broker.directory.names()
+        for where in await broker.directory.all_partitions(model)
+        for name in _CLASSES
+    ]
+    replies = await broker.connection.pipeline([("HGETALL", key) for *_, key in places]) if places else []
+    requests: dict[tuple[str, str, str], int] = {}
+    tokens: dict[tuple[str, str, str], int] = {}
+    for (model, name, _), reply in zip(places, replies, strict=True):
+        for field, number in ((name.decode(), int(value)) for name, value in reply.items()):
+            sums = {"r": requests, "t": tokens}.get(field[:1])
+            if sums is not None:
+                row = model, name, field[1:]
+                sums[row] = sums.get(row, 0) + number
+    return [
+        TenantQueue(model, tenant, name, number, tokens.get((model, name, tenant), 0))
+        for (model, name, tenant), number in sorted(requests.items())
+    ]
 
 
 async def _read_living(broker: Broker, names: Sequence[str]) -> dict[str, _Living]:

@@ -47,6 +47,15 @@ async def enlist(broker: Broker, request_id: str, tenant: str) -> None:
         logger.warning("not listed", extra={"request_id": request_id, "tenant": tenant, "reason": str(error)})
 
 
+async def tenant_of(broker: Broker, request_id: str) -> str:
+    """Return whose a request is. RequestNotFound, also for a malformed id; Unavailable."""
+    where = await broker.directory.locate(request_id)
+    tenant = await broker.connection.execute("HGET", where.request(request_id), "tenant")
+    if tenant is None:
+        raise RequestNotFound(request_id)
+    return str(tenant.decode())
+
+
 async def list_requests(broker: Broker, tenant: str, *, limit: int, after: str = "") -> RequestPage:
     """Return up to `limit` of a tenant's requests, newest first.
 

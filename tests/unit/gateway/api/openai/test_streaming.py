@@ -11,6 +11,7 @@ from pagestream_gateway import Settings
 from pagestream_gateway.api.openai.answers import Reading
 from pagestream_gateway.api.openai.completions import CompletionWriter
 from pagestream_gateway.api.openai.streaming import EventStream
+from pagestream_gateway.core.identities.identity import Identity
 from starlette.types import Receive, Scope, Send
 
 
@@ -62,7 +63,8 @@ def test_empty_lines_come_when_nothing_was_sent_for_so_long() -> None:
     async def talk() -> None:
         gateway: Any = SimpleNamespace(settings=Settings(), requests=SimpleNamespace(place=place))
         call: Any = SimpleNamespace(api="completions", end=lambda outcome: None)
-        await Talk(gateway, Reading(RequestSpec(), "t", call, CompletionWriter(RequestSpec())))({}, receive, send)
+        reading = Reading(RequestSpec(), Identity("t"), call, CompletionWriter(RequestSpec()))
+        await Talk(gateway, reading)({}, receive, send)
 
     with asyncio.Runner(loop_factory=SkippingLoop) as runner:
         runner.run(talk())

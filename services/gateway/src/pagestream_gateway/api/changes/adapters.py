@@ -1,4 +1,4 @@
-"""/v1/load_lora_adapter and /v1/unload_lora_adapter: vLLM's calls. They exist where a setting allows them."""
+"""/v1/load_lora_adapter and /v1/unload_lora_adapter: vLLM's calls."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from pagestream_gateway.api.callers import identify
+from pagestream_gateway.api.callers import check_operator
 from pagestream_gateway.api.documents import body_of
 from pagestream_gateway.api.openai.body import parse_json, read_body
 from pagestream_gateway.api.openai.strict_body import Body, parse_body
@@ -43,11 +43,12 @@ class UnloadBody(Body):
 
 def router(gateway: Gateway) -> APIRouter:
     """Return the resource's routes."""
+    is_open = gateway.settings.gateway.allow_runtime_lora
     routes = APIRouter(tags=["generation"])
 
     @routes.post("/v1/load_lora_adapter", openapi_extra=body_of(LoadBody), summary="Let requests name a LoRA adapter")
     async def load(request: Request) -> Response:
-        await identify(gateway, request)
+        await check_operator(gateway, request, is_open=is_open)
         body = parse_body(LoadBody, parse_json(await read_body(request, _MAX_BYTES)))
         if any(info.name == body.lora_name for info, _ in await gateway.models.list_models()):
             raise InvalidRequest("lora_name", f"{body.lora_name!r} is a model's name; load the adapter under another")
@@ -61,7 +62,7 @@ def router(gateway: Gateway) -> APIRouter:
 
     @routes.post("/v1/unload_lora_adapter", openapi_extra=body_of(UnloadBody), summary="Let none name it any more")
     async def unload(request: Request) -> Response:
-        await identify(gateway, request)
+        await check_operator(gateway, request, is_open=is_open)
         body = parse_body(UnloadBody, parse_json(await read_body(request, _MAX_BYTES)))
         await gateway.limit.wait(gateway.broker.adapters.withdraw(body.lora_name))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

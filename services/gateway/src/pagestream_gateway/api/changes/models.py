@@ -1,4 +1,4 @@
-"""Load and unload models. The calls exist where a setting allows them.
+"""Load and unload models.
 
 Bodies and paths are those of llama.cpp's router (/models/load, /models/unload, below /v1 here) and of vLLM's sleep mode
 (/sleep, /wake_up, /is_sleeping), with a model's name where more than one is served.
@@ -10,7 +10,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from pagestream_gateway.api.callers import identify
+from pagestream_gateway.api.callers import check_operator
 from pagestream_gateway.api.documents import body_of
 from pagestream_gateway.api.openai.body import parse_json, read_body
 from pagestream_gateway.api.openai.strict_body import Body, parse_body
@@ -30,6 +30,7 @@ class ModelBody(Body):
 
 def router(gateway: Gateway) -> APIRouter:
     """Return the resource's routes."""
+    is_open = gateway.settings.gateway.allow_model_changes
     routes = APIRouter(tags=["operation"])
     roster = gateway.broker.roster
 
@@ -38,7 +39,7 @@ def router(gateway: Gateway) -> APIRouter:
             await gateway.limit.wait(roster.order(name, verb))
 
     async def view(request: Request) -> RosterView:
-        await identify(gateway, request)
+        await check_operator(gateway, request, is_open=is_open)
         return await gateway.limit.wait(roster.read())
 
     @routes.post("/v1/models/load", openapi_extra=body_of(ModelBody), summary="Have an engine load a model")

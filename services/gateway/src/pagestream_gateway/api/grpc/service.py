@@ -202,6 +202,7 @@ class InferenceServicer:
             call = self._gateway.calls.begin(name, _OPERATIONS.get(name, ""), metadata)
             try:
                 identity = await self._gateway.identify(_credentials(context, metadata))
+                call.identified(identity)
                 answer = await method(context, identity, call)
                 outcome = OK
             except (GatewayError, StreamsError) as error:
@@ -256,7 +257,9 @@ def _metadata(context: Context) -> dict[str, str]:
 def _credentials(context: Context, metadata: Mapping[str, str]) -> Credentials:
     certificates = context.auth_context().get("x509_pem_cert", ())  # is there where one is required and checked
     certificate = next(iter(certificates), None)
-    return Credentials(metadata.get("authorization"), None if certificate is None else certificate.decode("ascii"))
+    return Credentials(
+        metadata.get("authorization"), None if certificate is None else certificate.decode("ascii"), context.peer()
+    )
 
 
 def _deadline_ms(context: Context) -> int:

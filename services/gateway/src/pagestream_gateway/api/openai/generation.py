@@ -185,6 +185,7 @@ async def generate(
     """
     try:
         identity = await identify(gateway, request)
+        call.identified(identity)
         with_ids = switch(request.headers, "X-Stream-Ids")
         with_comments = switch(request.headers, "X-Queue-Comments")
         async with parsed_request(gateway, request, parse) as parsed:

@@ -79,7 +79,7 @@ _EVENTS_PARAMETERS: dict[str, Any] = {
         },
     ]
 }
-_LIST_PARAMETERS: dict[str, Any] = {
+LIST_PARAMETERS: dict[str, Any] = {
     "parameters": [
         {
             "name": "limit",
@@ -132,16 +132,16 @@ def router(gateway: Gateway) -> APIRouter:
     """Return the resource's routes. The id of another tenant's request is answered as an unknown one: 404."""
     routes = APIRouter(tags=["requests"])
 
-    @routes.get("/v1/requests", openapi_extra=_LIST_PARAMETERS, summary="The caller's requests, newest first")
+    @routes.get("/v1/requests", openapi_extra=LIST_PARAMETERS, summary="The caller's requests, newest first")
     async def list_requests(request: Request) -> Response:
         tenant = (await identify(gateway, request)).tenant
-        limit, after = _limit(request.query_params.get("limit")), request.query_params.get("after", "")
+        limit, after = listed_limit(request.query_params.get("limit")), request.query_params.get("after", "")
         try:
             page = await gateway.requests.list(tenant, limit=limit, after=after)
         except RequestNotFound as error:
             raise InvalidRequest("after", f"{after[:100]!r} is not in the list; begin with its first page") from error
         return JSONResponse(
-            {"object": "list", "data": [_summary_body(each) for each in page.requests], "has_more": page.has_more}
+            {"object": "list", "data": [summary_body(each) for each in page.requests], "has_more": page.has_more}
         )
 
     @routes.get("/v1/requests/{request_id}", summary="Where a request stands")
@@ -159,6 +159,7 @@ def router(gateway: Gateway) -> APIRouter:
         outcome = DISCONNECTED
         try:
             identity = await identify(gateway, request)
+            call.identified(identity)
             async with parsed_request(gateway, request, _parse_any) as parsed:
                 draft = replace(parsed.draft, chosen_seed=_seed(request.headers.get("x-request-seed"), parsed.draft))
                 await gateway.submission.submit_again(draft, identity, request_id, call, is_compared=True)
@@ -173,9 +174,9 @@ def router(gateway: Gateway) -> APIRouter:
 
     @routes.delete("/v1/requests/{request_id}", summary="End a request")
     async def cancel_request(request: Request, request_id: str) -> Response:
-        tenant = (await identify(gateway, request)).tenant
-        await gateway.requests.cancel(request_id, tenant)
-        return _view_answer(await gateway.requests.view(request_id, tenant))
+        identity = await identify(gateway, request)
+        await gateway.cancel(request_id, identity)
+        return _view_answer(await gateway.requests.view(request_id, identity.tenant))
 
     @routes.get(
         "/v1/requests/{request_id}/answer",
@@ -207,6 +208,7 @@ def router(gateway: Gateway) -> APIRouter:
             return error_response(error, field=position.source)
         with_opening = request.headers.get("last-event-id") is None and position.next_index == 0
         call = gateway.calls.begin("resume", RESUME, request.headers)
+        call.identified(identity)
         call.resumed(view.spec)
         reading = Reading(
             view.spec,
@@ -228,6 +230,7 @@ def router(gateway: Gateway) -> APIRouter:
 
 def _whole_answer(gateway: Gateway, request: Request, identity: Identity, view: RequestView) -> Response:
     call = gateway.calls.begin("resume", RESUME, request.headers)
+    call.identified(identity)
     call.resumed(view.spec)
     kind = kind_of(view.spec)
     return kind.whole(gateway, Reading(view.spec, identity, call, kind.writer(view.spec), kind.body))
@@ -247,7 +250,8 @@ def _position(request: Request, request_id: str) -> Position:
     return Position() if text is None else Position.parse_index(text)
 
 
-def _limit(text: str | None) -> int:
+def listed_limit(text: str | None) -> int:
+    """Return the number of listed requests that a query asks for. Raises InvalidRequest."""
     if text is None:
         return _DEFAULT_LISTED
     number = int(text) if text.isascii() and text.isdigit() and len(text) <= len(str(_MAX_LISTED)) else 0
@@ -283,8 +287,9 @@ def _seed(text: str | None, draft: Draft) -> int | None:
     return seed if own is None else None
 
 
-def _view_answer(view: RequestView, status: int = 200, more_headers: Mapping[str, str] | None = None) -> Response:
-    body = {
+def view_body(view: RequestView) -> dict[str, Any]:
+    """Return what shows where a request stands."""
+    return {
         "id": view.request_id,
         "model": view.model,
         "state": _state_name(view.state),
@@ -296,10 +301,14 @@ def _view_answer(view: RequestView, status: int = 200, more_headers: Mapping[str
         "attempts": view.attempts,
         "client_request_id": view.spec.client_request_id or None,
     }
-    return JSONResponse(body, status, {**request_headers(view.spec), **(more_headers or {})})
 
 
-def _summary_body(summary: RequestSummary) -> dict[str, Any]:
+def _view_answer(view: RequestView, status: int = 200, more_headers: Mapping[str, str] | None = None) -> Response:
+    return JSONResponse(view_body(view), status, {**request_headers(view.spec), **(more_headers or {})})
+
+
+def summary_body(summary: RequestSummary) -> dict[str, Any]:
+    """Return what a list shows of a request."""
     return {
         "id": summary.request_id,
         "model": summary.model,

@@ -3,8 +3,8 @@
 from typing import Protocol
 
 from pagestream_gateway.core.identities.api_keys import ApiKeys
-from pagestream_gateway.core.identities.identity import DEFAULT_TENANT, Credentials, Identity
-from pagestream_gateway.errors import Unauthenticated
+from pagestream_gateway.core.identities.identity import DEFAULT_TENANT, Administrator, Credentials, Identity
+from pagestream_gateway.errors import Unauthenticated, WrongCredential
 
 _ANYBODY = Identity(DEFAULT_TENANT)
 
@@ -31,14 +31,18 @@ class Authenticator:
         keys: ApiKeys | None = None,
         tokens: TokenChecker | None = None,
         certificates: CertificateChecker | None = None,
+        administrators: ApiKeys | None = None,
     ) -> None:
-        """What is None is not accepted; where all are, every caller is the default tenant."""
+        """What is None is not accepted; where the first three are, every caller is the default tenant."""
         self._keys = keys
         self._tokens = tokens
         self._certificates = certificates
+        self._administrators = administrators
 
     async def identify(self, credentials: Credentials) -> Identity:
-        """Return who calls. Raises Unauthenticated, CredentialsUnavailable."""
+        """Return who calls. Raises Unauthenticated, CredentialsUnavailable, WrongCredential for an administrator."""
+        if self.find_administrator(credentials) is not None:
+            raise WrongCredential("an administrator's key opens /admin/v1 alone; use a tenant's key here")
         takes_bearers = self._keys is not None or self._tokens is not None
         if credentials.authorization and takes_bearers:
             return await self._of_bearer(bearer_of(credentials.authorization))
@@ -49,6 +53,25 @@ class Authenticator:
         if self._certificates is not None:
             raise Unauthenticated("a client certificate is needed, over TLS")
         return _ANYBODY
+
+    def find_administrator(self, credentials: Credentials) -> Administrator | None:
+        """Return which administrator calls, None where none does."""
+        scheme, _, key = (credentials.authorization or "").partition(" ")
+        if self._administrators is None or scheme.lower() != "bearer":
+            return None
+        found = self._administrators.find(key.strip())
+        return None if found is None else Administrator(found.tenant, found.key, credentials.peer)
+
+    async def administrator(self, credentials: Credentials) -> Administrator:
+        """Return which administrator calls. Raises Unauthenticated, and WrongCredential for a tenant."""
+        found = self.find_administrator(credentials)
+        if found is not None:
+            return found
+        if not credentials.authorization and credentials.certificate is None:
+            raise Unauthenticated("an administrator's key is needed: send the header 'Authorization: Bearer <key>'")
+        if await self.identify(credentials) == _ANYBODY:
+            raise Unauthenticated("the administrator's key is not known")
+        raise WrongCredential("this is for administrators; a tenant's credential does not open it")
 
     async def _of_bearer(self, bearer: str) -> Identity:
         if self._tokens is not None and (self._keys is None or bearer.count(".") == 2):

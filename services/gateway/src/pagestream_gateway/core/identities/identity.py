@@ -1,7 +1,7 @@
 """Who a caller is, and what a call carries to show it."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 DEFAULT_TENANT = "default"
@@ -21,6 +21,19 @@ class Identity:
     """
     best_class: int | None = None
     """The best priority class that the credential allows; None where it sets no bound of its own."""
+    peer: str = field(default="", compare=False)
+    """Address that the call came from; a proxy's where there is one between."""
+
+
+@dataclass(frozen=True)
+class Administrator:
+    """Who makes a call that concerns all tenants."""
+
+    name: str
+    key: str
+    """As an Identity's."""
+    peer: str = field(default="", compare=False)
+    """Likewise."""
 
 
 class Credentials(NamedTuple):
@@ -31,6 +44,8 @@ class Credentials(NamedTuple):
     certificate: str | None = None
     """PEM of the client's certificate, which the handshake has checked; None where it was not asked for, or has none.
     """
+    peer: str = ""
+    """Address that the call came from."""
 
 
 def is_tenant(name: str) -> bool:

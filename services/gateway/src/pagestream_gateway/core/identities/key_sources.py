@@ -40,6 +40,9 @@ class KeySource(Protocol):
     async def renewed(self) -> KeySet | None:
         """Return the keys after a try to renew them, for a token whose key is not there."""
 
+    async def reload(self) -> None:
+        """Read or fetch the keys now. A failure is logged, and leaves them."""
+
     def watch(self) -> Periodic:
         """Return the task that keeps them up to date, once it is started."""
 
@@ -63,6 +66,10 @@ class FileSource:
     async def renewed(self) -> KeySet:
         """Return the keys; the file is read periodically alone."""
         return self._set
+
+    async def reload(self) -> None:
+        """Read the file now."""
+        self.refresh()
 
     def refresh(self) -> bool:
         """Read the file; return whether it has changed. A file that can't be used is logged, and leaves the keys."""
@@ -98,7 +105,7 @@ class UrlSource:
         self._set: KeySet | None = None
         self._fetched = asyncio.Event()
         self._asked_at = -_REFETCH_S
-        self._task = Periodic("JWKS", _URL_PERIOD_S, self.fetch)
+        self._task = Periodic("JWKS", _URL_PERIOD_S, self.reload)
 
     @property
     def current(self) -> KeySet | None:
@@ -114,7 +121,7 @@ class UrlSource:
         await wait_for_event(self._fetched, _WAIT_S)  # calls that come meanwhile wait for the same fetch
         return self._set
 
-    async def fetch(self) -> None:
+    async def reload(self) -> None:
         """Fetch the keys once. A failure is logged."""
         fetched = self._fetched
         try:

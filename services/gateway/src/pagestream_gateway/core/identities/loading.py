@@ -1,6 +1,7 @@
 """What callers are checked against, as the settings name it."""
 
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple, Protocol
 
 from pagestream_streams.tasks import Periodic
 
@@ -9,32 +10,67 @@ from pagestream_gateway.core.identities.authenticator import Authenticator, Cert
 from pagestream_gateway.settings import GatewaySettings
 
 
-@dataclass(frozen=True)
+class Reload(NamedTuple):
+    """Something that is read again when it changes."""
+
+    name: str
+    """The setting that names it."""
+    run: Callable[[], Awaitable[bool]]
+    """Reads it now; returns whether it has changed. What is wrong with it is logged."""
+
+
+class Refreshable(Protocol):
+    """A file that is read again when it changes."""
+
+    def refresh(self) -> bool:
+        """Read the file; return whether it has changed."""
+
+    def watch(self) -> Periodic:
+        """Return a task that calls `refresh` periodically, once it is started."""
+
+
 class Identities:
     """The checks of a process' callers, and the tasks that keep them up to date once they are started."""
 
-    authenticator: Authenticator
-    watches: list[Periodic] = field(default_factory=list)
+    def __init__(self, settings: GatewaySettings) -> None:
+        """Read the files that the settings name. Raises SettingsError for one that is wrong."""
+        self.watches: list[Periodic] = []
+        self.reloads: list[Reload] = []
+        keys = None if settings.api_keys is None else KeyFile(settings.api_keys)
+        administrators = None if settings.admin_keys is None else KeyFile(settings.admin_keys, "--admin-keys")
+        for name, file in (("api_keys", keys), ("admin_keys", administrators)):
+            if file is not None:
+                self._watch(name, file)
+        self.authenticator = Authenticator(
+            None if keys is None else keys.keys,
+            self._tokens(settings),
+            self._certificates(settings),
+            None if administrators is None else administrators.keys,
+        )
 
-
-def load_identities(settings: GatewaySettings) -> Identities:
-    """Read the files that the settings name. Raises SettingsError for one that is wrong."""
-    watches: list[Periodic] = []
-    key_file = None if settings.api_keys is None else KeyFile(settings.api_keys)
-    if key_file is not None:
-        watches.append(key_file.watch())
-    tokens: TokenChecker | None = None
-    if settings.jwt_issuers is not None:
+    def _tokens(self, settings: GatewaySettings) -> TokenChecker | None:
+        if settings.jwt_issuers is None:
+            return None
         from pagestream_gateway.core.identities.issuers import read_issuers
         from pagestream_gateway.core.identities.tokens import Tokens
 
         tokens = Tokens(read_issuers(settings.jwt_issuers))
-        watches += tokens.watches()
-    certificates: CertificateChecker | None = None
-    if settings.tls_client_tenants is not None:
+        self.watches += tokens.watches()
+        self.reloads.append(Reload("jwt_issuers", tokens.reload))
+        return tokens
+
+    def _certificates(self, settings: GatewaySettings) -> CertificateChecker | None:
+        if settings.tls_client_tenants is None:
+            return None
         from pagestream_gateway.core.identities.certificates import CertificateRules
 
         rules = CertificateRules(settings.tls_client_tenants)
-        watches.append(rules.watch())
-        certificates = rules
-    return Identities(Authenticator(None if key_file is None else key_file.keys, tokens, certificates), watches)
+        self._watch("tls_client_tenants", rules)
+        return rules
+
+    def _watch(self, name: str, file: Refreshable) -> None:
+        async def run() -> bool:
+            return file.refresh()
+
+        self.watches.append(file.watch())
+        self.reloads.append(Reload(name, run))

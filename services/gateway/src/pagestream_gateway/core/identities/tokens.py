@@ -1,5 +1,6 @@
 """JSON Web Tokens as credentials: signature, times and audience are checked, claims become an identity."""
 
+import asyncio
 import hashlib
 import time
 from collections import OrderedDict
@@ -44,6 +45,12 @@ class Tokens:
     def watches(self) -> list[Periodic]:
         """Return the tasks that keep the keys up to date, once they are started."""
         return [source.watch() for _, source in self._issuers.values()]
+
+    async def reload(self) -> bool:
+        """Read or fetch the keys of all issuers now; return whether any have changed."""
+        before = [source.current for _, source in self._issuers.values()]
+        await asyncio.gather(*(source.reload() for _, source in self._issuers.values()))
+        return any(old is not source.current for old, (_, source) in zip(before, self._issuers.values(), strict=True))
 
     async def identity(self, token: str) -> Identity:
         """Return whose token this is. Raises Unauthenticated, CredentialsUnavailable while there are no keys yet."""

@@ -103,6 +103,7 @@ def router(gateway: Gateway) -> APIRouter:
         after = _number(request.query_params.get("starting_after"), is_stream=is_stream)
         view = await _stored(gateway, response_id, identity.tenant)
         call = gateway.calls.begin("resume", RESUME, request.headers)
+        call.identified(identity)
         call.resumed(view.spec)
         if not is_stream:
             return _state_answer(gateway, view, identity, call)
@@ -112,9 +113,10 @@ def router(gateway: Gateway) -> APIRouter:
     async def cancel(request: Request, response_id: str) -> Response:
         identity = await identify(gateway, request)
         await _stored(gateway, response_id, identity.tenant)
-        await gateway.requests.cancel(response_id, identity.tenant)
+        await gateway.cancel(response_id, identity)
         view = await _stored(gateway, response_id, identity.tenant)
         call = gateway.calls.begin("resume", RESUME, request.headers)
+        call.identified(identity)
         call.resumed(view.spec)
         return _state_answer(gateway, view, identity, call)
 
@@ -129,6 +131,7 @@ def router(gateway: Gateway) -> APIRouter:
 
 async def _create(gateway: Gateway, request: Request, call: Call) -> Response:
     identity = await identify(gateway, request)
+    call.identified(identity)
     async with parsed_request(gateway, request, parse) as parsed:
         with named_as(parsed.field_names):
             spec = await gateway.submission.submit(await _draft(gateway, parsed, identity.tenant), identity, call)

@@ -1,0 +1,123 @@
+"""The audit log of real calls; what it and every other log must never hold."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from pagestream.v1 import inference_pb2 as api
+from pagestream_gateway import Settings
+from pagestream_gateway.settings import AuditSettings
+from pagestream_telemetry.logs import json_formatter
+from support.clients.gateway_clients import Address, gateway_settings, grpc_stub, running_address
+from support.engines.synthetic_engine import FAILING_TOKEN, MODEL, SyntheticEngine
+from support.network.token_issuer import AUDIENCE, ISSUER, Signer, key_set
+
+PROMPT = "sentinel-prompt-7f3a"
+KEY, WRONG_KEY, ADMIN_KEY = "sentinel-key-good", "sentinel-key-wrong", "sentinel-key-admin"
+NAME = hashlib.sha256(KEY.encode()).hexdigest()[:12]
+SIGNER = Signer()
+
+
+@pytest.fixture
+def settings(redis_url: str, tmp_path: Path) -> Settings:
+    for name, key in (("keys", KEY), ("administrators", ADMIN_KEY)):
+        (tmp_path / name).write_text(f"{hashlib.sha256(key.encode()).hexdigest()} -> {name}\n")
+    (tmp_path / "jwks").write_bytes(key_set(SIGNER))
+    issuer = {"issuer": ISSUER, "audiences": [AUDIENCE], "tenant_claim": "tenant", "jwks_file": str(tmp_path / "jwks")}
+    (tmp_path / "issuers").write_text(json.dumps({"issuers": [issuer]}))
+    base = gateway_settings(redis_url, keys=tmp_path / "keys")
+    gateway = dataclasses.replace(
+        base.gateway, admin_keys=tmp_path / "administrators", jwt_issuers=tmp_path / "issuers"
+    )
+    return dataclasses.replace(base, gateway=gateway, audit=AuditSettings(file=tmp_path / "audit.jsonl"))
+
+
+@pytest.fixture
+async def address(settings: Settings, engine: SyntheticEngine) -> AsyncIterator[Address]:
+    async with running_address(settings) as address:
+        yield address
+
+
+def audited(settings: Settings) -> list[dict[str, Any]]:
+    assert settings.audit.file is not None
+    return [json.loads(line) for line in settings.audit.file.read_text().splitlines()]
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+async def test_a_calls_way_is_noted(address: Address, settings: Settings) -> None:
+    async with httpx.AsyncClient(base_url=address.url, headers=bearer(KEY)) as http:
+        body = {"model": MODEL, "prompt": [11, 12, 13], "max_tokens": 4}
+        answer = await http.post("/v1/completions", json=body)
+        request_id = answer.headers["X-Request-Id"]
+        await http.delete(f"/v1/requests/{request_id}")
+        assert (await http.post("/v1/completions", json=body | {"temperature": -1})).status_code == 400
+        await http.get("/admin/v1/queues", headers=bearer(ADMIN_KEY))
+        await http.get("/v1/models", headers=bearer(WRONG_KEY))
+    async with grpc_stub(address, key=SIGNER.token()) as stub:
+        sampling = api.SamplingParams(max_tokens=2)
+        async for _ in stub.Generate(api.GenerateRequest(model=MODEL, prompt="x", sampling=sampling), timeout=10):
+            pass
+    accept, end, cancel, refuse, admin, failure, accept_grpc, end_grpc = audited(settings)
+    caller = {"tenant": "keys", "key": NAME, "peer": "127.0.0.1"}
+    request = {"request_id": request_id, "model": MODEL, "prompt_tokens": 3}
+    assert accept.items() >= {"event": "accept", **caller, **request}.items()
+    assert end.items() >= {"event": "end", **caller, **request, "outcome": "ok", "output_tokens": 4}.items()
+    assert cancel.items() >= {"event": "cancel", **caller, "request_id": request_id}.items()
+    assert refuse.items() >= {"event": "refuse", **caller, "code": "invalid_value"}.items()
+    assert admin.items() >= {"event": "admin", "administrator": "administrators", "code": "ok"}.items()
+    assert failure.items() >= {"event": "auth_failure", "peer": "127.0.0.1"}.items()
+    assert accept_grpc.items() >= {"event": "accept", "tenant": "a", "key": f"{ISSUER} u1"}.items()
+    assert end_grpc.items() >= {"event": "end", "api": "grpc", "output_tokens": 2}.items()
+    assert accept_grpc["peer"].startswith("ipv4:127.0.0.1:")
+
+
+async def test_no_log_holds_a_prompt_or_a_credential(
+    address: Address, settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    token = SIGNER.token()
+    bad_token = SIGNER.token(aud=PROMPT, tenant=PROMPT)
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 2}
+    bodies: list[tuple[str, Any]] = [
+        ("/v1/chat/completions", chat),
+        ("/v1/chat/completions", {**chat, "stream": True}),
+        ("/v1/chat/completions", {**chat, "temperature": PROMPT}),
+        ("/v1/chat/completions", {**chat, "max_tokens": 10_000}),
+        ("/v1/chat/completions", {**chat, "messages": [{"role": "tool", "content": PROMPT}]}),
+        ("/v1/completions", {"model": PROMPT, "prompt": PROMPT}),
+        ("/v1/completions", {"model": MODEL, "prompt": PROMPT, PROMPT: 1}),
+        ("/v1/completions", {"model": MODEL, "prompt": [FAILING_TOKEN], "user": PROMPT}),
+        ("/v1/responses", {"model": MODEL, "input": PROMPT}),
+        ("/v1/messages", {"model": MODEL, "max_tokens": 2, "messages": [{"role": "user", "content": PROMPT}]}),
+        ("/tokenize", {"model": MODEL, "prompt": PROMPT}),
+        (f"/v1/requests/{KEY}/events", None),
+        ("/admin/v1/requests/x", None),
+    ]
+    async with httpx.AsyncClient(base_url=address.url) as http:
+        for key in (KEY, WRONG_KEY, token, bad_token, ADMIN_KEY):
+            for path, body in bodies:
+                headers = bearer(key) | {"Idempotency-Key": f"{PROMPT}{len(key)}", "X-Api-Key": WRONG_KEY}
+                answer = await http.request("GET" if body is None else "POST", path, json=body, headers=headers)
+                assert answer.status_code < 500 or FAILING_TOKEN in body["prompt"]
+    request = api.GenerateRequest(model=MODEL, prompt=PROMPT, sampling=api.SamplingParams(max_tokens=2))
+    for key in (KEY, WRONG_KEY, token, bad_token):
+        async with grpc_stub(address, key=key) as stub:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                async for _ in stub.Generate(request, timeout=10):
+                    pass
+    own = [each for each in caplog.records if each.name.startswith("pagestream")]
+    written = [json_formatter().format(each) for each in own] + [json.dumps(each) for each in audited(settings)]
+    assert len(written) > 50
+    secrets = (PROMPT, KEY, WRONG_KEY, ADMIN_KEY, *token.split("."), *bad_token.split("."))
+    assert [line for line in written if any(each in line for each in secrets)] == []
