@@ -2,8 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from support.clients.gateway_clients import Address, gateway_settings, running_address
+from pagestream_gateway import Settings
+from support.clients.gateway_clients import Address, gateway_settings, post_events, running_address, sse_events
 from support.engines.synthetic_engine import ECHO_MODEL, FAILING_TOKEN, SyntheticEngine, running_engine, synthetic_card
 
 TEMPLATE = (
@@ -128,6 +129,69 @@ async def test_a_background_response_goes_on_alone_and_is_cancelled(
     assert found.output_text == "abcdef"
 
 
+async def test_a_position_proves_what_was_read(http: httpx.AsyncClient, engine: SyntheticEngine) -> None:
+    response_id, events = await post_events(http, "/v1/responses", asking_for("abcdef"))
+    bodies = [event.body for event in events]
+    path = f"/v1/responses/{response_id}?stream=true"
+    for place in (1, 6, len(bodies) - 1):
+        headers = {"Last-Event-ID": bodies[place]["stream_position"]}
+        for more in ("", f"&starting_after={place}"):
+            async with http.stream("GET", path + more, headers=headers) as answer:
+                assert "x-stream-verified" not in answer.headers
+                assert [event.body async for event in sse_events(answer)] == bodies[place + 1 :]
+    refused = await http.get(path, headers={"Last-Event-ID": f"{response_id}/4/0123456789abcdef"})
+    assert refused.json()["error"]["code"] == "digest_mismatch"
+    engine.hold_at = 2
+    running = await http.post("/v1/responses", json=asking_for("abcdef", background=True))
+    path = f"/v1/responses/{running.json()['id']}"
+    headers = {"Last-Event-ID": f"{running.json()['id']}/4/0123456789abcdef"}
+    async with http.stream("GET", f"{path}?stream=true", headers=headers) as answer:
+        engine.go_on()
+        [error] = [event.body async for event in sse_events(answer)]
+    assert (error["type"], error["code"]) == ("error", "digest_mismatch")
+
+
+async def test_log_probabilities_stand_beside_the_text(client: openai.AsyncOpenAI) -> None:
+    body = asking_for("abc", top_logprobs=1, include=["message.output_text.logprobs"])
+    events = await events_of(await client.responses.create(**body, stream=True))
+    deltas = [each for event in events if event["type"].endswith("delta") for each in event["logprobs"]]
+    [done] = [event for event in events if event["type"] == "response.output_text.done"]
+    [item] = events[-1]["response"]["output"]
+    assert deltas == done["logprobs"] == item["content"][0]["logprobs"]
+    found = await client.responses.retrieve(events[-1]["response"]["id"])
+    assert found.model_dump(exclude_unset=True)["output"] == [item]
+
+
+async def test_a_deleted_response_is_gone(client: openai.AsyncOpenAI, engine: SyntheticEngine) -> None:
+    engine.hold_at = 2
+    kept, deleted = [await client.responses.create(**asking_for("abcdef", background=True)) for _ in range(2)]
+    await client.responses.delete(deleted.id)
+    for call in (client.responses.retrieve(deleted.id), client.responses.delete(deleted.id)):
+        with pytest.raises(openai.NotFoundError):
+            await call
+    with pytest.raises(openai.BadRequestError, match="does not exist"):
+        await client.responses.create(**asking_for("x", previous_response_id=deleted.id))
+    engine.go_on()
+    *_, last = await events_of(await client.responses.retrieve(kept.id, stream=True))
+    assert last["response"]["output"][0]["content"][0]["text"] == "abcdef"
+
+
+async def test_streams_hold_their_text_within_the_memory_of_whole_answers(
+    engine: SyntheticEngine, settings: Settings, another: Callable[[Settings], AbstractAsyncContextManager[Address]]
+) -> None:
+    small = replace(settings, stream=replace(settings.stream, whole_answers_bytes=40))
+    async with another(small) as address, httpx.AsyncClient(base_url=address.url) as http:
+        _, events = await post_events(http, "/v1/responses", asking_for("a" * 100, stream=True))
+        last = events[-1].body
+        assert (last["type"], last["code"]) == ("error", "overloaded")
+        path = f"/v1/responses/{events[0].body['response']['id']}?stream=true&starting_after={last['sequence_number']}"
+    async with another(settings) as address, httpx.AsyncClient(base_url=address.url) as http:
+        async with http.stream("GET", path) as answer:
+            rest = [event.body async for event in sse_events(answer)]
+    deltas = [event.body["delta"] for event in events[:-1] if "delta" in event.body]
+    assert "".join([*deltas, *(event["delta"] for event in rest if "delta" in event)]) == "a" * 100
+
+
 async def test_conversations_go_on_by_id_or_by_items(client: openai.AsyncOpenAI, engine: SyntheticEngine) -> None:
     first = await client.responses.create(**asking_for(OUTPUT, tools=[WEATHER], instructions="Be kind."))
     results: list[Any] = [
@@ -187,7 +251,7 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"truncation": "auto"}, "truncation"),
     ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
     ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
-    ({"include": ["message.output_text.logprobs"]}, "include"),
+    ({"top_logprobs": -1}, "top_logprobs"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content"),
     ({"input": []}, "input"),

@@ -36,6 +36,7 @@ EXPECTED = [
     "StreamsSettings",
     "Sweeper",
     "Unavailable",
+    "discard_request",
     "enlist",
     "expire_engine",
     "find_server",

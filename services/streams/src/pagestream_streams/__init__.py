@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pagestream_streams.admin.broker import Broker, expire_engine
+    from pagestream_streams.admin.broker import Broker, discard_request, expire_engine
     from pagestream_streams.admin.request_lists import RequestPage, enlist, list_requests
     from pagestream_streams.admin.sweeper import Sweeper
     from pagestream_streams.admin.unpublishing import unpublish
@@ -79,6 +79,7 @@ __all__ = [
     "StreamsSettings",
     "Sweeper",
     "Unavailable",
+    "discard_request",
     "enlist",
     "expire_engine",
     "find_server",
@@ -89,7 +90,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    **dict.fromkeys(("Broker", "expire_engine"), "admin.broker"),
+    **dict.fromkeys(("Broker", "discard_request", "expire_engine"), "admin.broker"),
     **dict.fromkeys(("RequestPage", "enlist", "list_requests"), "admin.request_lists"),
     "Sweeper": "admin.sweeper",
     "unpublish": "admin.unpublishing",

@@ -124,6 +124,7 @@ _ANSWERS: Mapping[tuple[str, str], _Answers] = {
         events=(schemas.ResponseEvent,), headers={200: (*_OWN, *_QUEUED, "X-Stream-Verified"), **_FAILED}
     ),
     ("post", f"{_RESPONSE}/cancel"): _RESPONSE_READ,
+    ("delete", _RESPONSE): _Answers(schemas.ResponseDeletion, errors=(401, 404)),
     ("get", f"{_RESPONSE}/input_items"): _Answers(schemas.ResponseInput, errors=(401, 404)),
     ("post", "/v1/messages"): _Answers(
         schemas.MessageAnswer,

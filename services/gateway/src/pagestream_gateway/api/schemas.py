@@ -203,6 +203,9 @@ class ResponseEvent(BaseModel):
 
     type: str
     sequence_number: int = Field(description="The starting_after with which a reader goes on after this.")
+    stream_position: str | None = Field(
+        None, description="The Last-Event-ID that proves what was read; not each event has one."
+    )
     response: ResponseAnswer | None = None
     output_index: int | None = None
     content_index: int | None = None
@@ -217,6 +220,14 @@ class ResponseEvent(BaseModel):
     code: str | None = None
     message: str | None = None
     param: str | None = None
+
+
+class ResponseDeletion(BaseModel):
+    """A response that is gone."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
 
 
 class ResponseInput(BaseModel):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED, FinishReason
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
-from pagestream_streams import Broker, GatewaySession, RequestPage, RequestView, list_requests
+from pagestream_streams import Broker, GatewaySession, RequestPage, RequestView, discard_request, list_requests
 from pagestream_streams.errors import DigestMismatch, OffsetOutOfRange, StreamsError
 
 from pagestream_gateway.core.redis_timeout import RedisTimeout
@@ -93,6 +93,11 @@ class AcceptedRequests:
         self.metrics.cancelled((await self.broker.directory.locate(request_id)).model)
         logger.info("cancelled", extra={"request_id": request_id, "tenant": tenant})
         return reason
+
+    async def discard(self, request_id: str, tenant: str) -> None:
+        """End a request, and let its record and log expire within a minute. Raises RequestNotFound, Unavailable."""
+        await self.limit.wait(discard_request(self.broker, request_id, tenant))
+        logger.info("discarded", extra={"request_id": request_id, "tenant": tenant})
 
     async def _check_digest(self, spec: RequestSpec, from_index: int, digest: str) -> None:
         async with aclosing(self.follow(spec, from_index=from_index, digest=digest)) as batches:

@@ -23,7 +23,7 @@ from pagestream_streams.admin.queue_positions import EntryId, Place, QueuePositi
 from pagestream_streams.admin.roster import Roster
 from pagestream_streams.connection import wakeups
 from pagestream_streams.connection.connection import Call, Connection
-from pagestream_streams.connection.scripts import END, EXPIRE, VIEW
+from pagestream_streams.connection.scripts import DISCARD, END, EXPIRE, VIEW
 from pagestream_streams.errors import RequestNotFound
 from pagestream_streams.protocol import ids
 from pagestream_streams.protocol.finish_reasons import parse_finish_reason
@@ -37,6 +37,8 @@ STATES: dict[bytes, RequestState] = {
     b"finished": REQUEST_STATE_FINISHED,
 }
 """By the word that a request's record has."""
+DISCARDED_KEPT_S = 60
+"""For those who read a discarded request's log, a gateway that has just restarted among them."""
 
 
 class Broker:
@@ -129,9 +131,8 @@ class Broker:
         found = await self.connection.run(VIEW, where.prefix, request_id, tenant)
         if found is None:
             raise RequestNotFound(request_id)
-        spec, state, reason, next_index, digest, prompt, completion, cached, attempts, queue, entry, print_, rank = (
-            found
-        )
+        spec, state, reason, next_index, digest, prompt, completion, cached, attempts, *found = found
+        queue, entry, print_, rank, discarded = found
         place = await self._place(where.model, state, queue, entry, rank) if with_position or not queue else None
         return RequestView(
             request_id=request_id,
@@ -147,6 +148,7 @@ class Broker:
             attempts=int(attempts),
             spec=RequestSpec.FromString(spec),
             fingerprint=print_.decode(),
+            is_discarded=discarded == b"1",
         )
 
     async def place(self, request_id: str, tenant: str) -> Place | None:
@@ -263,3 +265,14 @@ async def expire_engine(broker: Broker, engine_id: str) -> None:
             arguments = engine_id, where.doorbell, where.number, broker.settings.control_ms
             calls.append(Call(EXPIRE, where.prefix, arguments))
     await broker.connection.run_many(calls)
+
+
+async def discard_request(broker: Broker, request_id: str, tenant: str) -> None:
+    """End a request, and let its record and log expire soon. RequestNotFound, Unavailable.
+
+    Views say at once that it is discarded. A reader has `DISCARDED_KEPT_S` seconds to see its end.
+    """
+    await broker.cancel(request_id, tenant)
+    where = await broker.directory.locate(request_id)
+    if not await broker.connection.run(DISCARD, where.prefix, request_id, tenant, DISCARDED_KEPT_S * 1000):
+        raise RequestNotFound(request_id)

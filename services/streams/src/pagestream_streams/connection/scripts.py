@@ -51,6 +51,7 @@ DELIST = _load("delist")
 CLAIM = _load("claim", repeat=False)  # a second run would claim more
 APPEND = _load("append")
 END = _load("end")
+DISCARD = _load("discard")
 HAND_BACK = _load("hand_back")
 HEARTBEAT = _load("heartbeat", num_arguments=12)
 ISOLATE = _load("isolate")

@@ -61,6 +61,8 @@ class RequestView:
     spec: RequestSpec
     fingerprint: str = ""
     """Fingerprint of the engine that claimed it last."""
+    is_discarded: bool = False
+    """Whether its tenant has discarded it: it is about to expire."""
 
 
 @dataclass(frozen=True)

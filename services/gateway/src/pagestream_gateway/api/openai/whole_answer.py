@@ -26,10 +26,10 @@ _PIECE_BYTES = 64 * 1024  # handed to the server at once
 STALL_S = 5.0  # without a piece taken: the rest is dropped, and read again when the client reads on
 _TURN_S = 30.0  # a sender that others wait for must be fast enough to be done in; else the rest is dropped alike
 _LEAST_PART_BYTES = 4 * _PIECE_BYTES  # of the rest that is read again while others wait
-_RETRY_AFTER_S = 5.0
+RETRY_AFTER_S = 5.0
 
 
-class _Share:
+class BudgetShare:
     """What one answer holds of the budget."""
 
     def __init__(self, budget: ByteBudget) -> None:
@@ -70,7 +70,7 @@ class WholeAnswer(LogAnswer):
 
     def __init__(self, gateway: Gateway, reading: Reading) -> None:
         super().__init__(gateway, reading)
-        self._share = _Share(gateway.answer_budget)
+        self._share = BudgetShare(gateway.answer_budget)
 
     async def write(self, scope: Scope, receive: Receive, send: Send) -> str:
         """Write the body, or the error that the log or this gateway ended with; return the outcome."""
@@ -133,7 +133,7 @@ class WholeAnswer(LogAnswer):
             raise Overloaded(
                 f"the answer is complete, but other answers that are not streamed have used this gateway's memory "
                 f"for {limit_s:g} s; read it as events from GET /v1/requests/{self._request_id}/events, or stream",
-                _RETRY_AFTER_S,
+                RETRY_AFTER_S,
             ) from error
         self._position = START
         body = self._reading.body(self._writer.again())

@@ -1,16 +1,16 @@
 """Answers that are responses: streams of typed events, and stored responses."""
 
-from pagestream.v1.records_pb2 import LogEnd
-from starlette.types import Send
+from pagestream.v1.records_pb2 import LogEnd, LogEntry
+from starlette.types import Receive, Scope, Send
 
 from pagestream_gateway.api.error_codes import error_report
 from pagestream_gateway.api.openai.answers import Reading
 from pagestream_gateway.api.openai.responses.writer import ResponseWriter, framed
 from pagestream_gateway.api.openai.streaming import EventStream
-from pagestream_gateway.api.openai.whole_answer import WholeAnswer
+from pagestream_gateway.api.openai.whole_answer import RETRY_AFTER_S, BudgetShare, WholeAnswer
 from pagestream_gateway.api.runs import Run
 from pagestream_gateway.core.gateway import Gateway
-from pagestream_gateway.errors import InvalidRequest
+from pagestream_gateway.errors import InvalidRequest, Overloaded
 
 
 class ResponseStream(EventStream):
@@ -20,6 +20,24 @@ class ResponseStream(EventStream):
         super().__init__(gateway, reading)
         self._events_of = writer
         self._last_sent = writer.last_shown
+        self._share = BudgetShare(gateway.answer_budget)
+
+    async def write(self, scope: Scope, receive: Receive, send: Send) -> str:
+        """Write all events; their text is held for the last of them, within the memory that whole answers have."""
+        try:
+            return await super().write(scope, receive, send)
+        finally:
+            self._share.release()
+
+    def _events(self, batch: list[LogEntry]) -> str:
+        text = super()._events(batch)
+        if not self._share.grow_to(self._events_of.output.num_bytes):
+            raise Overloaded(
+                "answers whose text is held have used this gateway's memory; read on by starting_after, or read "
+                f"GET /v1/requests/{self._request_id}/events, whose text is not held",
+                RETRY_AFTER_S,
+            )
+        return text
 
     async def _send_log(self, send: Send) -> None:
         await self._send(send, self._opening().encode())  # at once: it names the response

@@ -45,7 +45,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "moderation": (),
     "access_programs": (),
     "image": (),
-    "top_logprobs": (0,),
     "truncation": ("disabled",),
     "chat_template": (),
     "enable_response_messages": (False,),
@@ -69,6 +68,7 @@ _ROOM = 200  # levels of nesting, and of calls, around what a response repeats w
 _LOGPROBS = "message.output_text.logprobs"
 _FIELD_NAMES = {
     "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
     "messages": "input",
     "response_format": "text.format",
 }
@@ -148,7 +148,12 @@ class ResponseBody(QueuedBody):
         | None
     ) = None
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call.")
-    include: Items[str] | None = Field(None, description="Names of what more is shown; nothing of it exists here.")
+    include: Items[str] | None = Field(
+        None, description='Names of what more is shown: "message.output_text.logprobs"; nothing else of it exists here.'
+    )
+    top_logprobs: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="Likeliest tokens at each position of the text; they are shown with log probabilities."
+    )
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Further values for the model's chat template."
     )
@@ -195,15 +200,13 @@ class ParsedResponse:
 def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedResponse:
     """Read a body and its headers. Raises InvalidRequest."""
     body = parse_body(ResponseBody, without_unsupported(document, UNSUPPORTED))
-    if body.include and _LOGPROBS in body.include:
-        raise UnsupportedField("include", f"{_LOGPROBS}; /v1/chat/completions has logprobs")
     if body.background and body.store is False:
         raise InvalidRequest("background", "needs store: such a response is read later")
     field_names = dict(_FIELD_NAMES)
     tools = tools_of(_chat_tools(body.tools or ()), _chat_choice(body.tool_choice), body.parallel_tool_calls)
     with named_as(field_names):
         given = {each.name: getattr(body, each.name, None) for each in parameters.PARAMETERS if each.json_type}
-        sampling = sampling_from_json({**given, "max_tokens": body.max_output_tokens})
+        sampling = sampling_from_json({**given, "max_tokens": body.max_output_tokens, "logprobs": _num_logprobs(body)})
         constraint = constraint_of(_chat_format(body.text))
         if constraint is not None and sampling.HasField("structured_outputs"):
             raise InvalidRequest("response_format", "excludes structured_outputs")
@@ -230,7 +233,7 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRespons
         effort=body.reasoning.effort if body.reasoning is not None else None,
         effort_field="reasoning.effort",
     )
-    answer = AnswerForm(api=API_FORM_RESPONSES, created=now_s(), response=form)
+    answer = AnswerForm(api=API_FORM_RESPONSES, created=now_s(), response=form, top_logprobs=body.top_logprobs or 0)
     draft = Draft(prompts=[prompt], prompt_field="input", sampling=sampling, answer=answer, **queued)
     return ParsedResponse(
         draft,
@@ -241,6 +244,12 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRespons
         instructions=body.instructions or "",
         field_names=field_names,
     )
+
+
+def _num_logprobs(body: ResponseBody) -> int | None:
+    """Return the number of likeliest tokens; None where log probabilities were not asked for."""
+    is_asked = bool(body.top_logprobs) or _LOGPROBS in (body.include or ())
+    return body.top_logprobs or 0 if is_asked else None
 
 
 def _chat_tools(tools: Sequence[dict[str, Any]]) -> list[Tool]:
@@ -284,7 +293,7 @@ def _members(body: Any) -> dict[str, Any]:
         "text": {"format": {"type": "text"}, **text},
         "tool_choice": choice.model_dump() if isinstance(choice, NamedFunction) else choice or "auto",
         "tools": [{"strict": None, "description": None, "parameters": None, **tool} for tool in body.tools or ()],
-        "top_logprobs": 0,
+        "top_logprobs": body.top_logprobs or 0,
     }
 
 

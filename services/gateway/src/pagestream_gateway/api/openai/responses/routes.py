@@ -19,6 +19,7 @@ from pagestream_gateway.api.documents import body_of
 from pagestream_gateway.api.error_codes import error_report
 from pagestream_gateway.api.openai.answers import Reading, request_headers
 from pagestream_gateway.api.openai.generation import named_as, parsed_request, switch
+from pagestream_gateway.api.openai.position import Position
 from pagestream_gateway.api.openai.responses.answers import ResponseStream, StoredAnswer
 from pagestream_gateway.api.openai.responses.body import ParsedResponse, ResponseBody, parse
 from pagestream_gateway.api.openai.responses.items import Item, items_of
@@ -53,6 +54,13 @@ _READ_PARAMETERS: dict[str, Any] = {
             "in": "query",
             "schema": {"type": "integer", "minimum": 0},
             "description": "The sequence_number of the last event that was seen; needs stream.",
+        },
+        {
+            "name": "Last-Event-ID",
+            "in": "header",
+            "schema": {"type": "string"},
+            "description": "The last stream_position that was seen: what stands before it must still be the same. "
+            "Without starting_after the events after it are sent.",
         },
     ]
 }
@@ -101,13 +109,25 @@ def router(gateway: Gateway) -> APIRouter:
         identity = await identify(gateway, request)
         is_stream = switch(request.query_params, "stream")
         after = _number(request.query_params.get("starting_after"), is_stream=is_stream)
+        event_id = request.headers.get("last-event-id") if is_stream else None
+        seen = None if event_id is None else Position.parse(event_id, response_id)
         view = await _stored(gateway, response_id, identity.tenant)
+        if seen is not None:
+            place, digest = seen.next_index, seen.digest
+            await gateway.requests.resume(response_id, identity.tenant, from_index=place, digest=digest)
         call = gateway.calls.begin("resume", RESUME, request.headers)
         call.identified(identity)
         call.resumed(view.spec)
         if not is_stream:
             return _state_answer(gateway, view, identity, call)
-        return _stream(gateway, view.spec, identity, call, after)
+        return _stream(gateway, identity, call, ResponseWriter(view.spec, after, seen))
+
+    @routes.delete(_RESPONSE, summary="End a response and forget it")
+    async def delete(request: Request, response_id: str) -> Response:
+        tenant = (await identify(gateway, request)).tenant
+        await _stored(gateway, response_id, tenant)
+        await gateway.requests.discard(response_id, tenant)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     @routes.post(f"{_RESPONSE}/cancel", summary="End a response")
     async def cancel(request: Request, response_id: str) -> Response:
@@ -136,7 +156,7 @@ async def _create(gateway: Gateway, request: Request, call: Call) -> Response:
         with named_as(parsed.field_names):
             spec = await gateway.submission.submit(await _draft(gateway, parsed, identity.tenant), identity, call)
     if parsed.stream:
-        return _stream(gateway, spec, identity, call)
+        return _stream(gateway, identity, call, ResponseWriter(spec))
     if parsed.background:
         return _state_answer(gateway, await gateway.requests.view(spec.request_id, identity.tenant), identity, call)
     return WholeAnswer(gateway, Reading(spec, identity, call, ResponseWriter(spec), WholeResponse))
@@ -169,15 +189,14 @@ async def _stored(gateway: Gateway, response_id: str, tenant: str) -> RequestVie
     """Return the request of a response. Raises RequestNotFound, also for a request of another API."""
     view = await gateway.requests.view(response_id, tenant)
     answer = view.spec.answer
-    if answer.api != API_FORM_RESPONSES or answer.response.unstored:
+    if answer.api != API_FORM_RESPONSES or answer.response.unstored or view.is_discarded:
         raise RequestNotFound(response_id)
     return view
 
 
-def _stream(gateway: Gateway, spec: RequestSpec, identity: Identity, call: Call, after: int = -1) -> Response:
-    writer = ResponseWriter(spec, after)
-    verified = {} if after < 0 else {"X-Stream-Verified": "false"}  # a number says nothing about the text before it
-    return ResponseStream(gateway, Reading(spec, identity, call, writer, headers=verified), writer)
+def _stream(gateway: Gateway, identity: Identity, call: Call, writer: ResponseWriter) -> Response:
+    headers = {} if writer.is_verified else {"X-Stream-Verified": "false"}
+    return ResponseStream(gateway, Reading(writer.spec, identity, call, writer, headers=headers), writer)
 
 
 def _state_answer(gateway: Gateway, view: RequestView, identity: Identity, call: Call) -> Response:

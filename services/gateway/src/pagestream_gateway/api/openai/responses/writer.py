@@ -7,12 +7,14 @@ from typing import Any
 
 from pagestream.v1.inference_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_LENGTH, FINISH_REASON_STOP, Usage
 from pagestream.v1.records_pb2 import LogEnd, LogEntry, RequestSpec
+from pagestream_streams.errors import DigestMismatch
 from pagestream_streams.protocol.finish_reasons import finish_reason_name
 
 from pagestream_gateway.api.error_codes import error_report
 from pagestream_gateway.api.failures import failure, is_failed
-from pagestream_gateway.api.openai.position import Position
-from pagestream_gateway.api.openai.responses.output import Event, Item, ResponseOutput
+from pagestream_gateway.api.openai.logprobs import ChatLogprobs
+from pagestream_gateway.api.openai.position import START, Position, position_after
+from pagestream_gateway.api.openai.responses.output import Event, Item, ResponseOutput, run_bytes
 from pagestream_gateway.api.openai.writer import LogWriter
 from pagestream_gateway.api.runs import Run, split_runs
 
@@ -71,17 +73,26 @@ def framed(event: Event) -> str:
 class ResponseWriter(LogWriter):
     """Writes the events of a response, numbered alike for each reader: each entry of the log is read apart.
 
+    The last event of an entry has the position after it.
+
     Args:
         spec: of the request.
         after: the number of the last event that the reader has; -1 for none.
+        seen: the position that the reader has read up to. Its digest is compared when the log comes there; without
+            `after` the reader has the events before it.
     """
 
-    def __init__(self, spec: RequestSpec, after: int = -1) -> None:
+    logprobs_form = ChatLogprobs
+
+    def __init__(self, spec: RequestSpec, after: int = -1, seen: Position | None = None) -> None:
         super().__init__(spec)
-        self.output = ResponseOutput(spec)
+        self.output = ResponseOutput(spec, self.logprobs)
         self.last_number = -1
         """Of the last event that was made."""
         self._after = after
+        self._seen = seen
+        self._skips = seen is not None and after < 0
+        """Whether the reader has all events up to `seen`, which has not come yet."""
 
     def split(self, first_index: int, entries: Sequence[LogEntry]) -> list[Run]:
         """Return a run for each entry."""
@@ -93,16 +104,16 @@ class ResponseWriter(LogWriter):
             {"type": "response.created", "response": body},
             {"type": "response.in_progress", "response": {**body, "status": IN_PROGRESS}},
         ]
-        return self._written(events)
+        return self._written(events, START)
 
     def chunk(self, run: Run) -> str | None:
-        return self._written(self.output.feed(run))
+        return self._written(self.output.feed(run), position_after(run))
 
     def usage(self, end: LogEnd, position: Position) -> str | None:
         events = self.output.end()
         body = ended_body(self.spec, self.output, end)
         name = body["status"] if body["status"] in ("completed", "failed") else "incomplete"
-        return self._written([*events, {"type": f"response.{name}", "response": body}])
+        return self._written([*events, {"type": f"response.{name}", "response": body}], position)
 
     @property
     def is_past_end(self) -> bool:
@@ -110,16 +121,28 @@ class ResponseWriter(LogWriter):
         return self._after > self.last_number
 
     @property
+    def is_verified(self) -> bool:
+        """Whether a reader is refused whose log is another one: a number says nothing about the text before it."""
+        return self._after < 0 if self._seen is None else bool(self._seen.digest) or self._seen.next_index == 0
+
+    @property
     def last_shown(self) -> int:
         """Return the number of the last event that the reader has."""
         return max(0, self._after, self.last_number)
 
-    def _written(self, events: Sequence[Event]) -> str | None:
-        shown = []
-        for event in events:
+    def _written(self, events: Sequence[Event], position: Position) -> str | None:
+        """Frame the events of an entry, behind which `position` is. Raises DigestMismatch."""
+        shown, last = [], len(events) - 1
+        for place, event in enumerate(events):
             self.last_number += 1
-            if self.last_number > self._after:
-                shown.append(framed({**event, "sequence_number": self.last_number}))
+            if self.last_number > self._after and not self._skips:
+                placed = {"stream_position": position.event_id(self.spec.request_id)} if place == last else {}
+                shown.append(framed({**event, "sequence_number": self.last_number, **placed}))
+        if self._seen is not None and self._seen.next_index == position.next_index:
+            if self._seen.digest not in ("", position.digest):
+                raise DigestMismatch(self.spec.request_id, position.next_index)
+            self._after = max(self._after, self.last_number) if self._skips else self._after
+            self._skips, self._seen = False, None
         return "".join(shown) or None
 
 
@@ -128,8 +151,9 @@ class WholeResponse:
 
     def __init__(self, writer: ResponseWriter) -> None:
         self._spec = writer.spec
-        self._output = ResponseOutput(writer.spec)
-        self.num_bytes = self.empty_bytes(writer)
+        self._output = ResponseOutput(writer.spec, writer.logprobs)
+        self._empty_bytes = self.empty_bytes(writer)
+        self.num_bytes = self._empty_bytes
 
     @staticmethod
     def empty_bytes(writer: ResponseWriter) -> int:
@@ -138,8 +162,8 @@ class WholeResponse:
 
     @staticmethod
     def size_of(writer: ResponseWriter, run: Run) -> int:
-        """Return the bytes of a run's text."""
-        return len(run.text.encode())
+        """Return the bytes of a run's text and log probabilities."""
+        return run_bytes(run, with_logprobs=writer.logprobs.is_asked)
 
     def set_fingerprint(self, fingerprint: str) -> None:
         """Do nothing: a response has no place for it."""
@@ -147,7 +171,7 @@ class WholeResponse:
     def add(self, run: Run) -> None:
         """Add a run that is not the log's end."""
         self._output.feed(run)
-        self.num_bytes += len(run.text.encode())
+        self.num_bytes = self._empty_bytes + self._output.num_bytes
 
     def parts(self, end: LogEnd) -> Iterator[bytes]:
         """Yield the body."""
