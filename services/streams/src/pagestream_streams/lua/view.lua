@@ -3,8 +3,8 @@
 -- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] request id, [2] tenant
 -- Returns: {spec, state, reason, next index, digest, prompt tokens, completion tokens, cached tokens, attempts, its
---          queue and its entry there ('': it is not in a queue), fingerprint, its rank there ('': none), '1': discarded},
---          or nothing where the tenant has no such request.
+--          queue and its entry there ('': it is not in a queue), fingerprint, its rank there ('': none), '1' where it
+--          is discarded}, or nothing where the tenant has no such request.
 -- Retry: harmless, it only reads.
 local found = call('HMGET', prefix .. 'req:' .. ARGV[1], 'spec', 'state', 'reason', 'next', 'digest', 'ptok', 'others',
   'cached', 'attempts', 'tenant', 'queue', 'entry', 'print', 'rank',
