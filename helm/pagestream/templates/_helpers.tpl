@@ -213,6 +213,21 @@ topologySpreadConstraints:
 {{- end -}}
 {{- end -}}
 
+{{/* Not empty where gateways take tokens, or rules for client certificates. */}}
+{{- define "pagestream.hasIdentities" -}}
+{{- if or .Values.identities.issuers .Values.gateway.tls.clientCertificates.tenants }}true{{ end -}}
+{{- end -}}
+
+{{/* The files that say so. */}}
+{{- define "pagestream.identities" -}}
+{{- with .Values.identities.issuers }}
+issuers.json: {{ dict "issuers" . | toJson | quote }}
+{{- end }}
+{{- with .Values.gateway.tls.clientCertificates.tenants }}
+client-tenants: {{ . | quote }}
+{{- end }}
+{{- end -}}
+
 {{/* The Secret with the gateway's certificate. */}}
 {{- define "pagestream.tlsSecret" -}}
 {{- .Values.gateway.tls.existingSecret | default (printf "%s-gateway-tls" (include "pagestream.fullname" .)) -}}
@@ -318,6 +333,14 @@ http://{{ include "pagestream.fullname" . }}-operator-sink.{{ .Release.Namespace
 {{- end -}}
 {{- if and .Values.gateway.tls.certificate.enabled (not .Values.gateway.tls.certificate.issuerRef.name) -}}
 {{- fail "gateway.tls.certificate: issuerRef.name is empty; name the cert-manager issuer" -}}
+{{- end -}}
+{{- $clients := .Values.gateway.tls.clientCertificates -}}
+{{- if and $clients.existingSecret (not $tls.enabled) -}}
+{{- fail "gateway.tls.clientCertificates: clients show certificates over TLS alone; set gateway.tls.enabled=true" -}}
+{{- end -}}
+{{- if and $clients.tenants (not $clients.existingSecret) -}}
+{{- fail (print "gateway.tls.clientCertificates: tenants are named by certificates of authorities; "
+  "name the Secret that has them (existingSecret)") -}}
 {{- end -}}
 {{- $fewest := int .Values.gateway.autoscaling.minReplicas -}}
 {{- $most := int .Values.gateway.autoscaling.maxReplicas -}}

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+from pagestream_gateway.core.identities.certificates import CertificateRules
+from pagestream_gateway.core.identities.issuers import read_issuers
 from pagestream_gateway.settings import load_settings as gateway_settings
 from pagestream_operator.__main__ import main as operator_main
 from pagestream_operator.settings import load_settings as operator_settings
@@ -70,6 +72,31 @@ def test_a_gateway_takes_its_environment() -> None:
     for file in (gateway.api_keys, gateway.tls_certificate, gateway.tls_key):
         assert file is not None
         assert str(file.parent) in {mount["mountPath"] for mount in mounts}
+
+
+def test_a_gateway_takes_its_identities(tmp_path: Path) -> None:
+    """Each file that its environment names is mounted, and what the chart writes into them can be read."""
+    issuer = {"issuer": "https://x", "audiences": ["a"], "tenant_claim": "t", "jwks_url": "https://x/keys"}
+    tls = {"enabled": True, "existingSecret": "tls"}
+    clients = {"existingSecret": "ca", "required": False, "tenants": "CN:x -> a\n"}
+    values = {
+        "gateway": {"tls": {**tls, "clientCertificates": clients}},
+        "identities": {"issuers": [issuer], "administrators": {"existingSecret": "admins"}},
+    }
+    file = tmp_path / "values.yaml"
+    file.write_text(json.dumps(values))
+    manifests = render("--values", str(file))
+    gateway = gateway_settings([], environment(manifests, "Deployment/pagestream-gateway")).gateway
+    assert gateway.admin_port == container_ports(manifests, "Deployment/pagestream-gateway")["admin"]
+    assert gateway.tls_client_certificates == "optional"
+    mounts = pods(manifests)["Deployment/pagestream-gateway"]["spec"]["containers"][0]["volumeMounts"]
+    for named in (gateway.jwt_issuers, gateway.admin_keys, gateway.tls_client_ca, gateway.tls_client_tenants):
+        assert named is not None
+        assert str(named.parent) in {mount["mountPath"] for mount in mounts}
+    for name, text in one(manifests, "ConfigMap", "pagestream-identities")["data"].items():
+        (tmp_path / name).write_text(text)
+    assert [each.issuer for each in read_issuers(tmp_path / "issuers.json")] == ["https://x"]
+    assert not CertificateRules(tmp_path / "client-tenants").refresh()
 
 
 def test_an_operator_takes_its_environment() -> None:

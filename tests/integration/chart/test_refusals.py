@@ -15,6 +15,8 @@ SENSELESS = {
     "operator.prometheus.tokenKey=token": "tokenKey and caKey are keys of existingSecret, which is empty",
     "gateway.tls.enabled=true": "name a Secret (gateway.tls.existingSecret) or let cert-manager make one",
     "gateway.tls.enabled=true,gateway.tls.certificate.enabled=true": "name the cert-manager issuer",
+    "gateway.tls.clientCertificates.existingSecret=ca": "set gateway.tls.enabled=true",
+    "gateway.tls.clientCertificates.tenants=CN:a -> a": "name the Secret that has them (existingSecret)",
     "gateway.autoscaling.minReplicas=20": "minReplicas (20) is above maxReplicas (10)",
     "gateway.httpRoute.enabled=true": "name the Gateway to attach to",
     "gateway.grpcRoute.enabled=true": "name the Gateway to attach to",

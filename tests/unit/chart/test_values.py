@@ -12,9 +12,10 @@ from support.kubernetes.chart import CHART
 
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
-# Where Kubernetes itself takes any name, and the two places that others check: the collector, and Helm.
+# Where Kubernetes itself takes any name, and places that others check: the collector, Helm, and gateways their issuers.
 TENANTS = ("tenantWeights", "tenantLogLimits")
-OPEN = ("strings", "fragment", "quantities", "hashes", "pools", *TENANTS, "exporters", "global")
+CLAIMS = ("tenants", "classes", "required_claims")
+OPEN = ("strings", "fragment", "quantities", "hashes", "pools", *TENANTS, *CLAIMS, "exporters", "global")
 
 
 def objects(schema: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
