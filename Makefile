@@ -32,7 +32,7 @@ ROUNDS ?= 10
 # docker, buildah, or a command: see deploy/images/build.sh.
 IMAGE_BUILDER ?= $(PAGESTREAM_IMAGE_BUILDER)
 
-.PHONY: help setup run test kube-test kernel-test clients browser-test test-fast check bench faults faults-campaign families topologies properties model-check gpu images cluster-test operator-scale proto demo-model kernels kernel-tables constraints clean
+.PHONY: help setup run test kube-test kernel-test clients schemas browser-test test-fast check bench faults faults-campaign families topologies properties model-check gpu images cluster-test operator-scale proto demo-model kernels kernel-tables constraints clean
 
 help: ## List the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -61,6 +61,10 @@ kernel-test: $(STAMP) ## The builds and interpreted cases of the kernels' cover 
 clients: $(STAMP) ## Clients that others wrote, for Python and JavaScript, against the demo model (needs npm; 3 minutes)
 	PYTHON="$(PYTHON)" tests/clients/prepare.sh .clients
 	$(PYTEST) tests/clients $(PYTEST_ARGS)
+
+schemas: $(STAMP) ## Call every operation of the OpenAPI document by schemathesis (3 minutes; ARGS="--examples 200")
+	PYTHON="$(PYTHON)" tests/schemas/prepare.sh .schemas
+	$(BIN)/python tests/campaigns/schemas.py $(ARGS)
 
 browser-test: $(STAMP) ## The page in Chromium, while its buttons kill processes (needs chromium and chromium-driver)
 	$(PYTEST) tests/browser $(PYTEST_ARGS)
@@ -128,5 +132,5 @@ constraints: $(STAMP) ## Write the exact versions of .venv to constraints.txt
 	$(BIN)/python tools/write_constraints.py
 
 clean: ## Remove what the other verbs made
-	rm -rf build .venv .clients .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .kernel-cache .fault-campaign
+	rm -rf build .venv .clients .schemas .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .kernel-cache .fault-campaign
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -45,9 +45,11 @@ class Document:
             return
         schema = declared["content"][kind]["schema"]
         if kind == "text/event-stream":
+            data = schema["properties"]["data"]
+            *_, declared_end = data.get("anyOf", [{}])
             for event in [each async for each in sse_events(answer)]:
-                if event.data != "[DONE]":
-                    self._compare(event.body, schema)
+                if event.data != declared_end.get("const"):
+                    self._compare(event.body, data.get("anyOf", [data])[0]["contentSchema"])
         elif kind == "application/x-ndjson":
             for line in (await answer.aread()).splitlines():
                 self._compare(json.loads(line), schema)
@@ -226,3 +228,14 @@ async def test_every_operation_declares_its_answers(document: Document) -> None:
     for path, statuses in responses():
         assert {"200", "400", "408", "431", "500", "503"} <= statuses, path
         assert "422" not in statuses, path
+
+
+async def test_a_405_names_all_methods_of_its_path(http: httpx.AsyncClient) -> None:
+    async def allowed(path: str) -> list[str]:
+        answer = await http.request("PATCH", path)
+        assert answer.status_code == 405
+        return sorted(answer.headers["Allow"].split(", "))
+
+    assert await allowed("/v1/requests/none") == ["DELETE", "GET", "PUT"]
+    assert await allowed("/v1/messages") == ["POST"]
+    assert await allowed("/healthz") == ["GET"]

@@ -84,10 +84,12 @@ _OWN = ("X-Request-Id", "X-Request-Seed", "X-Client-Request-Id")
 _OWNED = {200: _OWN}
 _QUEUED = ("X-Queue-Position", "X-Expected-Wait-Ms")
 _GENERATION_ERRORS = (401, 404, 409, 413, 415, 429)
+_CHANGE_ERRORS = (401, 404, 413, 415)
 _FAILED = dict.fromkeys((400, 409, 429, 500, 503), _OWN)  # of what failed after its acceptance
 _GENERATED = {200: (*_OWN, *_QUEUED), **_FAILED}
 _REQUEST = "/v1/requests/{request_id}"
 _EVENT_ERROR = schemas.ErrorEvent
+_DONE = "[DONE]"
 _LINES = (schemas.QueueLine, schemas.DoneLine)
 _EMPTY = _Answers()
 _TEXT = _Answers(texts=(200,))
@@ -173,10 +175,10 @@ _ANSWERS: Mapping[tuple[str, str], _Answers] = {
         errors=(401, 404, 409, 416),
         headers={200: (*_OWN, "request-id", *_QUEUED, "X-Stream-Verified")},
     ),
-    ("post", "/v1/load_lora_adapter"): _Answers(texts=(200,), errors=(400, 401, 404)),
-    ("post", "/v1/unload_lora_adapter"): _Answers(texts=(200,), errors=(400, 401, 404)),
-    ("post", "/v1/models/load"): _Answers(schemas.ModelChangeAnswer, errors=(400, 401)),
-    ("post", "/v1/models/unload"): _Answers(schemas.ModelChangeAnswer, errors=(400, 401)),
+    ("post", "/v1/load_lora_adapter"): _Answers(texts=(200,), errors=_CHANGE_ERRORS),
+    ("post", "/v1/unload_lora_adapter"): _Answers(texts=(200,), errors=_CHANGE_ERRORS),
+    ("post", "/v1/models/load"): _Answers(schemas.ModelChangeAnswer, errors=_CHANGE_ERRORS),
+    ("post", "/v1/models/unload"): _Answers(schemas.ModelChangeAnswer, errors=_CHANGE_ERRORS),
     ("post", "/sleep"): _Answers(errors=(400, 401)),
     ("post", "/wake_up"): _Answers(errors=(400, 401)),
     ("get", "/is_sleeping"): _Answers(schemas.SleepAnswer, errors=(401,)),
@@ -250,7 +252,7 @@ def _response(answers: _Answers, status: int) -> dict[str, Any]:
     whole = _bodies(answers, status)
     content = {"application/json": {"schema": _any_of(whole)}} if whole else {}
     if status == HTTPStatus.OK and answers.events:
-        content[SSE] = {"schema": _any_of(answers.events)}
+        content[SSE] = {"schema": _event(answers.events)}
         if schemas.ResponseEvent not in answers.events:  # those that name a response's changes
             content[NDJSON] = {"schema": _any_of((*answers.events, *_LINES))}
     if status in answers.texts:
@@ -262,6 +264,15 @@ def _response(answers: _Answers, status: int) -> dict[str, Any]:
     if names:
         response["headers"] = {name: {"$ref": f"#/components/headers/{name}"} for name in names}
     return response | ({"content": content} if content else {})
+
+
+def _event(models: Sequence[type[BaseModel]]) -> dict[str, Any]:
+    """Return the schema of one event of a stream, as OpenAPI describes those: its fields, with the data as text."""
+    data: dict[str, Any] = {"type": "string", "contentMediaType": "application/json", "contentSchema": _any_of(models)}
+    if _EVENT_ERROR in models:  # OpenAI's forms
+        data = {"anyOf": [data, {"const": _DONE, "description": "The last event."}]}
+    text = {"type": "string"}
+    return {"type": "object", "required": ["data"], "properties": {"data": data, "id": text, "event": text}}
 
 
 def _bodies(answers: _Answers, status: int) -> Sequence[type[BaseModel]]:

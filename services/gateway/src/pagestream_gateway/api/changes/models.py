@@ -4,6 +4,8 @@ Bodies and paths are those of llama.cpp's router (/models/load, /models/unload, 
 (/sleep, /wake_up, /is_sleeping), with a model's name where more than one is served.
 """
 
+from typing import Any
+
 from fastapi import APIRouter
 from pagestream_streams.admin.roster import RosterView, Verb
 from pydantic import Field
@@ -20,6 +22,21 @@ from pagestream_gateway.errors import InvalidRequest
 _MAX_BYTES = 64 * 1024
 _LEVEL = "2"
 """Of vLLM's sleep mode: nothing is kept. With level 1 weights would stay in host memory."""
+
+_MODEL_PARAMETER = {
+    "name": "model",
+    "in": "query",
+    "schema": {"type": "string"},
+    "description": "Its name; without it all.",
+}
+_LEVEL_PARAMETER = {
+    "name": "level",
+    "in": "query",
+    "schema": {"enum": [_LEVEL]},
+    "description": "Of vLLM's sleep mode: 2 keeps no weights in memory, and is the only one.",
+}
+_WAKE_PARAMETERS: dict[str, Any] = {"parameters": [_MODEL_PARAMETER]}
+_SLEEP_PARAMETERS: dict[str, Any] = {"parameters": [_LEVEL_PARAMETER, _MODEL_PARAMETER]}
 
 
 class ModelBody(Body):
@@ -56,7 +73,7 @@ def router(gateway: Gateway) -> APIRouter:
         await order([_known(found, body.model)], Verb.UNLOAD)
         return JSONResponse({"success": True})
 
-    @routes.post("/sleep", summary="Have engines unload their models: level 2 alone")
+    @routes.post("/sleep", openapi_extra=_SLEEP_PARAMETERS, summary="Have engines unload their models: level 2 alone")
     async def sleep(request: Request) -> Response:
         found = await view(request)
         level = request.query_params.get("level", _LEVEL)
@@ -67,7 +84,7 @@ def router(gateway: Gateway) -> APIRouter:
         await order([_known(found, name)] if name else sorted(serving), Verb.UNLOAD)
         return Response()
 
-    @routes.post("/wake_up", summary="Have engines load the models that they had")
+    @routes.post("/wake_up", openapi_extra=_WAKE_PARAMETERS, summary="Have engines load the models that they had")
     async def wake_up(request: Request) -> Response:
         found = await view(request)
         name = request.query_params.get("model", "")

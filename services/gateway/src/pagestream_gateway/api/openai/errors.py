@@ -5,6 +5,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI
@@ -12,10 +13,12 @@ from pagestream_streams.errors import StreamsError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Match
 
 from pagestream_gateway.api.error_codes import INTERNAL_ERROR, ErrorReport, error_report
 from pagestream_gateway.errors import GatewayError
 
+_METHODS = ("DELETE", "GET", "PATCH", "POST", "PUT")
 logger = logging.getLogger(__name__)
 ErrorForm = Callable[[Request, Exception], Response]
 """Makes the answer to an error that a route, or the search for one, raised."""
@@ -73,10 +76,20 @@ def install_error_handlers(app: FastAPI, others: Mapping[str, ErrorForm]) -> Non
     async def answer(request: Request, error: Exception) -> Response:
         path = request.url.path
         form = next((form for place, form in others.items() if f"{path}/".startswith(f"{place}/")), _respond)
-        return form(request, error)
+        response = form(request, error)
+        if response.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+            response.headers["Allow"] = ", ".join(_allowed_methods(app, request))
+        return response
 
     for kind in (GatewayError, StreamsError, HTTPException, Exception):
         app.add_exception_handler(kind, answer)
+
+
+def _allowed_methods(app: FastAPI, request: Request) -> list[str]:
+    """Return the methods that the path has. A route of the framework names its own alone, not those beside it."""
+    calls = {method: {**request.scope, "method": method} for method in _METHODS}
+    routes = app.router.routes
+    return [method for method, call in calls.items() if any(each.matches(call)[0] is Match.FULL for each in routes)]
 
 
 def _respond(request: Request, error: Exception) -> Response:
