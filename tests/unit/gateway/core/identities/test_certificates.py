@@ -52,6 +52,7 @@ def test_the_first_rule_that_fits_a_name_holds(authority: Authority, rules: Cert
         {"hosts": ["clients.test"]},
         {"common_names": ["batch runner", "x"]},
         {"common_names": ["a.b"]},
+        {"common_names": ["a\nb"]},
     ],
 )
 def test_other_names_are_no_tenants(authority: Authority, rules: CertificateRules, names: dict[str, list[str]]) -> None:

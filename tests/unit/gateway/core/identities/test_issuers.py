@@ -30,6 +30,7 @@ def test_addresses_that_are_read(tmp_path: Path) -> None:
         ({"jwks_url": "http://issuer.test/keys"}, "must be https"),
         ({"jwks_url": "http://127.0.0.1.evil.test/keys"}, "must be https"),
         ({"jwks_url": "file:///etc/passwd"}, "must be https"),
+        ({"jwks_url": "https://user:password@issuer.test/keys"}, "without a password"),
         ({"jwks_file": "keys"}, "either jwks_url or jwks_file"),
         ({"jwks_url": None}, "either jwks_url or jwks_file"),
         ({"algorithms": ["HS256"]}, "issuers.0.algorithms.0"),

@@ -150,4 +150,4 @@ def _names_of(pem: str) -> Sequence[_Name]:
     common = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     if len(common) == 1:
         names.append(_Name("CN", str(common[0].value)))
-    return names[:_MAX_NAMES]
+    return [name for name in names if name.value.isprintable()][:_MAX_NAMES]

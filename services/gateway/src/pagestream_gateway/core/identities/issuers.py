@@ -59,7 +59,7 @@ class Issuer(BaseModel):
         if (self.jwks_url is None) == (self.jwks_file is None):
             raise ValueError("give either jwks_url or jwks_file")
         if self.jwks_url is not None and not _is_safe(self.jwks_url):
-            raise ValueError("jwks_url must be https://..., or http:// on a loopback address")
+            raise ValueError("jwks_url must be https://..., or http:// on a loopback address, without a password")
         if self.jwks_ca is not None and self.jwks_url is None:
             raise ValueError("jwks_ca goes with jwks_url")
         for tenant in (self.tenants or {}).values():
@@ -115,12 +115,13 @@ def _is_safe(url: str) -> bool:
     try:
         parts = urlsplit(url)
         host = parts.hostname or ""
+        has_password = parts.username is not None or parts.password is not None
     except ValueError:
         return False
+    if has_password or parts.scheme not in ("http", "https"):
+        return False  # the address is logged
     if parts.scheme == "https":
         return bool(host)
-    if parts.scheme != "http":
-        return False
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -132,7 +132,7 @@ class UrlSource:
                     self._asked_at = -_REFETCH_S  # calls asked for the first set, not for a new key
                 self._set = found
                 logger.info("loaded %d keys from %s", len(self._set.keys), self._url)
-        except (httpx2.HTTPError, httpx2.InvalidURL, OSError, TimeoutError, KeySetError) as error:
+        except (httpx2.HTTPError, httpx2.InvalidURL, OSError, TimeoutError, KeySetError, SettingsError) as error:
             logger.warning("cannot load keys from %s: %s: %s", self._url, type(error).__name__, error)
         finally:
             fetched.set()
@@ -142,10 +142,11 @@ class UrlSource:
         return self._task
 
     async def _read(self) -> bytes:
+        context = await asyncio.to_thread(self._context)  # reads the system's authorities
         async with (
             asyncio.timeout(_FETCH_LIMIT_S),
             httpx2.AsyncClient(
-                verify=self._context(), timeout=_FETCH_LIMIT_S, follow_redirects=False, trust_env=not self._is_local
+                verify=context, timeout=_FETCH_LIMIT_S, follow_redirects=False, trust_env=not self._is_local
             ) as client,
             client.stream("GET", self._url, headers={"Accept-Encoding": "identity"}) as answer,
         ):
