@@ -286,7 +286,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools.0.defer_loading"),
     ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice"),
     ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
-    ({"tools": [WEATHER], "output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config.format"),
+    (
+        {"tools": [WEATHER], "tool_choice": {"type": "any"}, "structured_outputs": {"json_object": True}},
+        "structured_outputs",
+    ),
     ({"tools": [WEATHER], "tool_choice": {"type": "any"}, "thinking": {"type": "enabled"}}, "thinking"),
     ({"output_config": {"effort": "low"}}, "output_config.effort"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "output_config.format"),

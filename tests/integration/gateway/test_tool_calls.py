@@ -118,6 +118,20 @@ async def test_forced_calls_have_a_grammar(
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
 
 
+@pytest.mark.parametrize(("output", "num_calls"), [('{"a": 1}', 0), (CALLS.partition("I look.\n")[2], 2)])
+async def test_an_answer_of_a_form_or_calls(client: openai.AsyncOpenAI, output: str, num_calls: int) -> None:
+    """The grammar is tested apart: the echoing engine has none."""
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+    answer = await client.chat.completions.create(**asking_for(output, tools=[WEATHER], response_format=form))
+    [choice] = answer.choices
+    assert len(choice.message.tool_calls or []) == num_calls
+    assert num_calls or choice.message.content == output
+    forced = '[{"name": "get_weather", "parameters": {}}]'
+    body = asking_for(forced, tools=[WEATHER], response_format=form, tool_choice="required")
+    [choice] = (await client.chat.completions.create(**body)).choices
+    assert len(choice.message.tool_calls or []) == 1
+
+
 async def test_one_call_where_parallel_ones_are_not_wanted(client: openai.AsyncOpenAI) -> None:
     body = asking_for(CALLS, tools=[WEATHER], parallel_tool_calls=False)
     answer = await client.chat.completions.create(**body)

@@ -11,6 +11,7 @@ from pagestream_telemetry.context import NO_TRACE, TraceContext
 
 from pagestream_gateway.core.drafts import ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt
 from pagestream_gateway.core.models import LoadedModel
+from pagestream_gateway.core.output.choice import with_calls
 from pagestream_gateway.core.output.form import set_output_form, shows_special_tokens
 from pagestream_gateway.core.output.history import harmony_messages
 from pagestream_gateway.core.output.select import is_harmony, reasoning_arguments
@@ -62,7 +63,8 @@ def preparing(draft: Draft, model: LoadedModel, limits: LimitSettings, scope: by
         prompts = yield from _encoding(draft, model, scope)
         check_inputs(prompts, draft.prompt_field, pooling, draft.answer, limits)
         return PreparedRequest(prompts, sampling_of_vectors(), [], pooling=pooling)
-    sampling = resolve_sampling(draft.sampling, model.default_sampling, limits=limits, vocab_size=model.card.vocab_size)
+    given = _constrained(draft, model)
+    sampling = resolve_sampling(given, model.default_sampling, limits=limits, vocab_size=model.card.vocab_size)
     if draft.chosen_seed is not None:
         sampling.seed = draft.chosen_seed
     num_choices = len(draft.prompts) * sampling.n
@@ -83,6 +85,19 @@ def preparing(draft: Draft, model: LoadedModel, limits: LimitSettings, scope: by
     echo_texts = [_echo(prompt, model) for prompt in draft.prompts] if draft.echo else []
     first_tokens = [model.decode([ids[0]]) for ids in prompts] if draft.answer.echo_logprobs else []
     return PreparedRequest(prompts, sampling, echo_texts, first_tokens)
+
+
+def _constrained(draft: Draft, model: LoadedModel) -> SamplingParams:
+    """Return what the caller asks for; where a form is asked for beside tools that may be called, a grammar of both."""
+    for prompt in draft.prompts:
+        has_calls = isinstance(prompt, ChatPrompt) and prompt.tools.definitions and not prompt.tools.is_forced
+        if isinstance(prompt, ChatPrompt) and has_calls and draft.sampling.HasField("structured_outputs"):
+            both = with_calls(draft.sampling.structured_outputs, prompt.tools, model, "structured_outputs")
+            given = SamplingParams()
+            given.CopyFrom(draft.sampling)
+            given.structured_outputs.CopyFrom(both)
+            return given
+    return draft.sampling
 
 
 def _encoding(

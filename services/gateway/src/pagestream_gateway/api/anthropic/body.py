@@ -16,7 +16,7 @@ from pagestream_gateway.api.openai.chat.tools import (
     NamedTool,
     Tool,
     ToolName,
-    check_formats,
+    check_forced,
     tools_of,
 )
 from pagestream_gateway.api.openai.generation import (
@@ -201,8 +201,7 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest
                 raise InvalidRequest("response_format", "excludes structured_outputs")
             sampling.structured_outputs.CopyFrom(constraint)
             field_names["structured_outputs"] = _FORMAT
-        has_format = sampling.HasField("structured_outputs")
-        check_formats(prompt.tools, has_format=has_format, num_stop_strings=len(sampling.stop))
+        check_forced(prompt.tools, sampling.stop, given=given["structured_outputs"])
         if (forced := prompt.tools.constraint()) is not None:
             sampling.structured_outputs.CopyFrom(forced)
             field_names["structured_outputs"] = "tools"

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from pagestream_gateway.api.documents import stream_body_of
 from pagestream_gateway.api.openai import generation
 from pagestream_gateway.api.openai.chat.parts import ChoiceParts, whole_message
-from pagestream_gateway.api.openai.chat.tools import Effort, Tool, ToolCall, ToolChoice, check_formats, tools_of
+from pagestream_gateway.api.openai.chat.tools import Effort, Tool, ToolCall, ToolChoice, check_forced, tools_of
 from pagestream_gateway.api.openai.generation import (
     GenerationBody,
     ParsedRequest,
@@ -200,7 +200,7 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest
     with named_as(field_names):
         shared = shared_draft(body, headers, document, API_FORM_CHAT_COMPLETIONS, **own_parameters)
         sampling = shared["sampling"]
-        check_formats(tools, has_format=sampling.HasField("structured_outputs"), num_stop_strings=len(sampling.stop))
+        check_forced(tools, sampling.stop, given=getattr(body, "structured_outputs", None))
         if (constraint := tools.constraint()) is not None:
             sampling.structured_outputs.CopyFrom(constraint)
             field_names["structured_outputs"] = "tools"

@@ -39,30 +39,35 @@ class Tools:
         """Return the grammar of forced calls; None where none is forced. Raises InvalidRequest."""
         if not self.is_forced:
             return None
-        schemas = {each["function"]["name"]: each["function"].get("parameters") for each in self.definitions}
         if self.forced_name:
+            schemas = {each["function"]["name"]: each["function"].get("parameters") for each in self.definitions}
             schema: Any = schemas[self.forced_name] or {"type": "object"}
         else:
-            schema = _calls_schema(schemas, self.one_call)
+            call = call_schema(self, "parameters")
+            most = {"maxItems": 1} if self.one_call else {}
+            schema = {"type": "array", "minItems": 1, **most, "items": {"anyOf": call["anyOf"]}, "$defs": call["$defs"]}
         return StructuredOutputs(json=schema_text(schema, "tools"))
 
 
-def _calls_schema(schemas: Mapping[str, Any], one_call: bool) -> dict[str, Any]:
-    """Return the schema of a list of calls. Each tool's schema is a definition, and its references begin there."""
+def call_schema(tools: Tools, arguments: str) -> dict[str, Any]:
+    """Return the schema of a call as an object of "name" and `arguments`. Raises InvalidRequest.
+
+    Each tool's schema is a definition, and its references begin there.
+    """
     roots, calls = {}, []
-    for name, given in schemas.items():
+    for tool in tools.definitions:
+        name, given = tool["function"]["name"], tool["function"].get("parameters")
         place = f"#/$defs/{name}"
         roots[name] = _moved(given or {"type": "object"}, place)
         calls.append(
             {
                 "type": "object",
-                "properties": {"name": {"const": name}, "parameters": {"$ref": place}},
-                "required": ["name", "parameters"],
+                "properties": {"name": {"const": name}, arguments: {"$ref": place}},
+                "required": ["name", arguments],
                 "additionalProperties": False,
             }
         )
-    most = {"maxItems": 1} if one_call else {}
-    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": roots}
+    return {"anyOf": calls, "$defs": roots}
 
 
 def _moved(schema: Any, place: str) -> Any:

@@ -95,7 +95,7 @@ def _size_fault(value: StructuredOutputs, kind: str, most: int) -> str | None:
     num_bytes = value.choice.ByteSize() if kind == "choice" else len(_text(value, kind).encode())
     if not 0 < num_bytes <= most:
         return f"{kind} has {num_bytes} bytes, must have 1 to {most}"
-    return _schema_fault(value.json) if kind == "json" else None
+    return schema_fault(value.json) if kind == "json" else None
 
 
 def _compile_fault(kind: str, text: str) -> str | None:
@@ -108,7 +108,8 @@ def _compile_fault(kind: str, text: str) -> str | None:
     return f"{kind} can't be compiled: {messages[0].strip()[:400]}" if is_wrong else None
 
 
-def _schema_fault(text: str) -> str | None:
+def schema_fault(text: str) -> str | None:
+    """Return what is wrong with a schema before it is compiled: what would take long, or can't be read."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:

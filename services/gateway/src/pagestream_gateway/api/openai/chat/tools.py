@@ -1,6 +1,7 @@
 """OpenAI's tools in the bodies of chats."""
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -102,11 +103,12 @@ def tools_of(
     )
 
 
-def check_formats(tools: Tools, *, has_format: bool, num_stop_strings: int) -> None:
-    """Refuse what would keep tool calls from being written. Raises UnsupportedField."""
-    if tools.definitions and has_format:
-        raise UnsupportedField(
-            "response_format", 'with tools, whose calls it would forbid; use tool_choice "none" for the last answer'
-        )
-    if tools.is_forced and num_stop_strings:
+def check_forced(tools: Tools, stop: Sequence[str], *, given: object) -> None:
+    """Refuse what would keep forced calls from being written. Raises UnsupportedField.
+
+    `given`: what the body says of the whole output. A form of the answer says nothing of calls, and is not in the way.
+    """
+    if tools.is_forced and stop:
         raise UnsupportedField("stop", "with a forced tool call, which it could cut")
+    if tools.is_forced and given is not None:
+        raise UnsupportedField("structured_outputs", "with a forced tool call, which has a form of its own")

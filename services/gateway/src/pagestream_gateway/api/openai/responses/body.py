@@ -18,7 +18,7 @@ from pagestream_gateway.api.openai.chat.tools import (
     NamedTool,
     Tool,
     ToolName,
-    check_formats,
+    check_forced,
     tools_of,
 )
 from pagestream_gateway.api.openai.generation import named_as, queued_arguments, without_unsupported
@@ -213,7 +213,7 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRespons
         if constraint is not None:
             sampling.structured_outputs.CopyFrom(constraint)
             field_names["structured_outputs"] = "text.format"
-        check_formats(tools, has_format=sampling.HasField("structured_outputs"), num_stop_strings=len(sampling.stop))
+        check_forced(tools, sampling.stop, given=given["structured_outputs"])
         if (forced := tools.constraint()) is not None:
             sampling.structured_outputs.CopyFrom(forced)
             field_names["structured_outputs"] = "tools"
