@@ -140,7 +140,7 @@ async def _gateway(settings: Settings, identities: Identities) -> AsyncIterator[
         running_telemetry(
             settings.telemetry, service=_SERVICE, instance_id=_instance_id(settings), environ=os.environ
         ) as telemetry,
-        contextlib.closing(Audit(settings.audit)) as audit,
+        contextlib.closing(Audit(settings.audit, is_on=settings.audits)) as audit,
     ):
         async with broker, GatewaySession(broker, settings.gateway.id) as session, pool:
             telemetry.registry.on_collect(lambda: _count_reclaims(telemetry, session))

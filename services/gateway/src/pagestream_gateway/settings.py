@@ -256,8 +256,8 @@ class FormatSettings:
 class AuditSettings:
     """The audit log: who asked for what, without prompts, outputs and credentials."""
 
-    enabled: bool = True
-    """Whether it is written."""
+    enabled: bool | None = None
+    """Whether it is written. None: where callers need a credential, or administrators have keys."""
     file: Path | None = None
     """File of JSON lines of this process alone. None: they go to stderr with the other logs, by the logger
     `pagestream.audit`."""
@@ -351,6 +351,13 @@ class Settings:
     telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
     broker: StreamsSettings = field(default_factory=StreamsSettings)
     """Settings of the durable streams: queue bounds, leases, retention. Equal in all processes of a deployment."""
+
+    @property
+    def audits(self) -> bool:
+        """Whether the audit log is written."""
+        if self.audit.enabled is not None:
+            return self.audit.enabled
+        return self.gateway.asks_for_credentials or self.gateway.admin_keys is not None
 
 
 OWN_GROUPS = {

@@ -11,7 +11,7 @@ from pagestream_gateway.core.identities import audit as module
 from pagestream_gateway.core.identities.audit import Audit
 from pagestream_gateway.core.identities.identity import Identity
 from pagestream_gateway.errors import SettingsError
-from pagestream_gateway.settings import AuditSettings
+from pagestream_gateway.settings import AuditSettings, load_settings
 
 CALLER = Identity("a", "key", peer="10.0.0.1")
 SPEC = RequestSpec(request_id="r", model="m", tenant="a", prompts=[{"ids": [1, 2]}, {"ids": [3]}])
@@ -70,7 +70,7 @@ def test_without_a_file_it_is_with_the_other_logs_whatever_their_level(
     with closing(Audit(AuditSettings())) as audit:
         audit.refused(CALLER, "completions", "queue_full")
     assert [vars(each)["code"] for each in caplog.records] == ["queue_full"]
-    with closing(Audit(AuditSettings(enabled=False, file=file))) as silent:
+    with closing(Audit(AuditSettings(file=file), is_on=False)) as silent:
         silent.accepted(CALLER, SPEC)
     assert not file.exists()
 
@@ -78,3 +78,14 @@ def test_without_a_file_it_is_with_the_other_logs_whatever_their_level(
 def test_a_file_that_can_not_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"audit\.file: cannot write"):
         Audit(AuditSettings(file=tmp_path / "no" / "folder"))
+
+
+def test_it_is_on_where_callers_have_names() -> None:
+    for flags, environ, expected in (
+        ([], {}, False),
+        (["--api-keys", "keys"], {}, True),
+        (["--admin-keys", "keys"], {}, True),
+        (["--jwt-issuers", "issuers"], {"PAGESTREAM_AUDIT__ENABLED": "false"}, False),
+        ([], {"PAGESTREAM_AUDIT__ENABLED": "true"}, True),
+    ):
+        assert load_settings(flags, environ).audits is expected

@@ -25,12 +25,15 @@ _MAX_TEXT = 256  # characters of a path or an address
 class Audit:
     """Writes the log of one process; `close` ends its file."""
 
-    def __init__(self, settings: AuditSettings) -> None:
-        """Open the file, where the settings name one. Raises SettingsError where that fails."""
-        self._is_on = settings.enabled
+    def __init__(self, settings: AuditSettings, *, is_on: bool = True) -> None:
+        """Open the file, where the settings name one. Raises SettingsError where that fails.
+
+        `is_on`: whether anything is written.
+        """
+        self._is_on = is_on
         self._failures = _Bound(settings.max_failures_per_minute, "failures")
         self._refusals = _Bound(settings.max_refusals_per_minute, "refusals")
-        file = settings.file if settings.enabled else None
+        file = settings.file if is_on else None
         self._handler = None if file is None else _file_handler(file, settings)
         if self._handler is not None:
             logger.addHandler(self._handler)

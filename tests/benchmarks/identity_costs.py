@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import tempfile
+from contextlib import closing
 from pathlib import Path
 from time import perf_counter
 
+from pagestream.v1.records_pb2 import RequestSpec
+from pagestream_gateway.core.identities.audit import Audit
+from pagestream_gateway.core.identities.identity import Identity
 from pagestream_gateway.core.identities.issuers import Issuer
 from pagestream_gateway.core.identities.tokens import Tokens
+from pagestream_gateway.settings import AuditSettings
 from support.network.token_issuer import AUDIENCE, ISSUER, Signer, key_set
 
 ALGORITHMS = ("RS256", "PS256", "ES256", "ES384", "EdDSA")
@@ -39,11 +45,25 @@ async def measure(folder: Path, num_tokens: int) -> None:
         print(f"| {algorithm} | {first:.0f} | {await microseconds(tokens, texts):.1f} |")
 
 
+def audit_microseconds(num_requests: int) -> float:
+    """Return the mean time of the lines of one request."""
+    with closing(Audit(AuditSettings(file=Path(os.devnull)))) as audit:
+        caller = Identity("a", "0123456789ab", peer="10.0.0.1")
+        spec = RequestSpec(request_id="r" * 42, model="demo", prompts=[{"ids": range(1000)}])
+        start = perf_counter()
+        for _ in range(num_requests):
+            audit.accepted(caller, spec)
+            audit.ended(caller, "completions", spec, "ok", 100)
+        return (perf_counter() - start) / num_requests * 1e6
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1000, help="different tokens, at most 4096")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(measure(Path(folder), parser.parse_args().tokens))
+        asyncio.run(measure(Path(folder), options.tokens))
+    print(f"\naudit log: {audit_microseconds(5000):.0f} us a request")
 
 
 if __name__ == "__main__":
