@@ -15,6 +15,7 @@ from pagestream_gateway.settings import ConnectionSettings, LimitSettings
 from pagestream_streams import StreamsSettings
 from support.clients.gateway_clients import Address, sse_events
 from support.engines.synthetic_engine import FAILING_TOKEN, MODEL, SyntheticEngine
+from support.protocol.token_streams import eventually
 
 Another = Callable[[Settings], AbstractAsyncContextManager[Address]]
 COMPLETION: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 3, "seed": 0}
@@ -132,6 +133,22 @@ async def test_files(http: httpx.AsyncClient, document: Document) -> None:
     for answer in (await http.get(of_made), await http.delete(of_made), await http.get(of_made)):
         await document.check(answer, own)
     await document.check(await http.get(f"{of_made}/content"), f"{own}/content")
+
+
+async def test_batches(http: httpx.AsyncClient, document: Document) -> None:
+    path, own = "/v1/batches", "/v1/batches/{batch_id}"
+    made = await http.post(path, json={"endpoint": "/v1/completions", "requests": [{"custom_id": "a", "body": {}}]})
+    of_made = f"{path}/{made.json()['id']}"
+    for answer in (made, await http.post(path, json={}), await http.get(path), await http.get(f"{path}?limit=0")):
+        await document.check(answer, path)
+
+    async def has_failed() -> bool:
+        return bool((await http.get(of_made)).json()["status"] == "failed")
+
+    await eventually(has_failed)
+    for of in (of_made, f"{path}/none"):
+        await document.check(await http.get(of), own)
+        await document.check(await http.post(f"{of}/cancel"), f"{own}/cancel")
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

@@ -25,6 +25,8 @@ from pagestream_gateway.api.cors import CorsHeaders
 from pagestream_gateway.api.grpc.server import GrpcServer
 from pagestream_gateway.api.http_protocol import ConnectionLimits
 from pagestream_gateway.api.http_server import HttpServer
+from pagestream_gateway.api.openai.batches.jobs import HttpJobApi
+from pagestream_gateway.core.batches.dispatcher import BatchDispatcher
 from pagestream_gateway.core.batches.service import Batches
 from pagestream_gateway.core.calls import Calls
 from pagestream_gateway.core.gateway import Gateway
@@ -226,11 +228,12 @@ async def _servers(
         grpc_server = GrpcServer(gateway, max_connections=max_connections)
         stack.push_async_callback(grpc_server.stop, limit_s)
         grpc_port = await grpc_server.start(listen.host, listen.grpc_port, credentials)
-        timers: list[Periodic | UnservedRequests] = [
+        timers: list[Periodic | UnservedRequests | BatchDispatcher] = [
             Periodic("health", _HEALTH_PERIOD_S, lambda: _set_health(gateway, grpc_server))
         ]
         timers.append(Periodic("preload models", _PRELOAD_PERIOD_S, gateway.models.preload))
         timers += watches
+        timers.append(BatchDispatcher(gateway, HttpJobApi(gateway)))
         timers.append(UnservedRequests(gateway.broker, gateway.settings.limits.no_engine_deadline_s))
         if gateway.settings.telemetry.exports:
             interval_s = gateway.settings.telemetry.export_interval_s

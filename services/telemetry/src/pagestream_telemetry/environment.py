@@ -31,6 +31,7 @@ GROUPS: Mapping[str, str] = {
     "CACHE": "whose prefixes share KV blocks",
     "FORMATS": "in which formats models write tool calls and reasoning",
     "STREAM": "how a gateway streams",
+    "BATCHES": "batches and their files in Redis",
     "SHUTDOWN": "how a gateway ends",
     "BROKER": "the durable streams, equal in all processes",
     "TELEMETRY": "what is measured, traced and logged, and where it goes",

@@ -15,6 +15,7 @@ from pagestream_gateway.api.hosts import limit_hosts
 from pagestream_gateway.api.leniency import Lenient
 from pagestream_gateway.api.openai import chat_completions, completions, models, requests
 from pagestream_gateway.api.openai.batches import files
+from pagestream_gateway.api.openai.batches import routes as batches
 from pagestream_gateway.api.openai.errors import install_error_handlers
 from pagestream_gateway.api.openai.responses import body as responses_body
 from pagestream_gateway.api.openai.responses import routes as responses
@@ -34,7 +35,7 @@ def build_app(gateway: Gateway) -> FastAPI:
     """Return the application of the HTTP port."""
     app = _bare_app(gateway)
     generations = (completions, chat_completions, responses, messages, embeddings, scoring)
-    for resource in (*generations, models, requests, files, tokens, health):
+    for resource in (*generations, models, requests, files, batches, tokens, health):
         app.include_router(resource.router(gateway))
     bodies: list[type[BaseModel]] = [
         completions.CompletionBody,
@@ -42,6 +43,7 @@ def build_app(gateway: Gateway) -> FastAPI:
         responses_body.ResponseBody,
         messages_body.MessageBody,
         messages_body.CountBody,
+        batches.BatchBody,
         tokens.TokenizeBody,
         tokens.DetokenizeBody,
     ]

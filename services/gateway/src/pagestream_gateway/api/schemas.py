@@ -475,6 +475,63 @@ class FileDeleted(BaseModel):
     deleted: Literal[True]
 
 
+class BatchCounts(BaseModel):
+    """Jobs of a batch."""
+
+    total: int = Field(description="0 before they are counted.")
+    completed: int
+    failed: int
+
+
+class BatchUsage(BaseModel):
+    """Tokens of a batch's jobs."""
+
+    input_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
+
+
+class BatchAnswer(BaseModel):
+    """A batch."""
+
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    errors: dict[str, Any] | None = Field(description="Why it has failed, by lines.")
+    input_file_id: str
+    completion_window: str
+    status: Literal[
+        "validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"
+    ]
+    output_file_id: str | None = Field(description="The results; null before the end, and where there is none.")
+    error_file_id: str | None = Field(description="The jobs that have an error in place of a result; likewise.")
+    created_at: int
+    expires_at: int = Field(description="The end of its completion window.")
+    in_progress_at: int | None
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: BatchCounts
+    metadata: dict[str, str] | None
+    usage: BatchUsage
+    waits_for: str | None = Field(description="The error's code that keeps further jobs waiting now.")
+
+
+class BatchList(BaseModel):
+    """A page of a tenant's batches, newest first."""
+
+    object: Literal["list"]
+    data: list[BatchAnswer]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class VersionAnswer(BaseModel):
     """The version of the gateway."""
 

@@ -63,13 +63,7 @@ def preparing(draft: Draft, model: LoadedModel, limits: LimitSettings, scope: by
         prompts = yield from _encoding(draft, model, scope)
         check_inputs(prompts, draft.prompt_field, pooling, draft.answer, limits)
         return PreparedRequest(prompts, sampling_of_vectors(), [], pooling=pooling)
-    given = _constrained(draft, model)
-    sampling = resolve_sampling(given, model.default_sampling, limits=limits, vocab_size=model.card.vocab_size)
-    if draft.chosen_seed is not None:
-        sampling.seed = draft.chosen_seed
-    num_choices = len(draft.prompts) * sampling.n
-    if num_choices > limits.max_choices:
-        raise InvalidRequest("n", f"prompts times n is {num_choices}, at most {limits.max_choices} are served at once")
+    sampling = _sampling_of(draft, model, limits)
     prompts = yield from _encoding(draft, model, scope)
     if shows_special_tokens(draft.answer.output, model):
         sampling.skip_special_tokens = False
@@ -85,6 +79,25 @@ def preparing(draft: Draft, model: LoadedModel, limits: LimitSettings, scope: by
     echo_texts = [_echo(prompt, model) for prompt in draft.prompts] if draft.echo else []
     first_tokens = [model.decode([ids[0]]) for ids in prompts] if draft.answer.echo_logprobs else []
     return PreparedRequest(prompts, sampling, echo_texts, first_tokens)
+
+
+def check_parameters(draft: Draft, model: LoadedModel, limits: LimitSettings) -> None:
+    """Check what a draft asks for, but not whether its prompts fit the model. Raises InvalidRequest."""
+    if draft.pooling is not None:
+        resolve_pooling(draft.pooling, model.card)
+    else:
+        _sampling_of(draft, model, limits)
+
+
+def _sampling_of(draft: Draft, model: LoadedModel, limits: LimitSettings) -> SamplingParams:
+    given = _constrained(draft, model)
+    sampling = resolve_sampling(given, model.default_sampling, limits=limits, vocab_size=model.card.vocab_size)
+    if draft.chosen_seed is not None:
+        sampling.seed = draft.chosen_seed
+    num_choices = len(draft.prompts) * sampling.n
+    if num_choices > limits.max_choices:
+        raise InvalidRequest("n", f"prompts times n is {num_choices}, at most {limits.max_choices} are served at once")
+    return sampling
 
 
 def _constrained(draft: Draft, model: LoadedModel) -> SamplingParams:

@@ -52,6 +52,12 @@ async def reserve(connection: Connection, spec: RequestSpec, *, body_digest: str
     return Reservation(prefix, _name(connection.keyspace, spec), found.decode(), attempt)
 
 
+async def reserved_id(connection: Connection, tenant: str, key: str) -> str | None:
+    """Return the request id that a tenant's key stands for, accepted or not; None for none. Unavailable."""
+    found = await connection.execute("GET", connection.keyspace.idempotency(tenant, key))
+    return None if found is None else found.decode().partition(" ")[0]
+
+
 async def release(connection: Connection, reservation: Reservation) -> None:
     """Free the key after a refusal, unless another try may have been accepted under it."""
     try:

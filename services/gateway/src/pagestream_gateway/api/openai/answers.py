@@ -98,14 +98,7 @@ class LogAnswer(Response):
 
     async def learn_token_bytes(self) -> None:
         """Let the writer find the bytes of tokens in the model's tokenizer, where the answer shows any."""
-        logprobs = self._writer.logprobs
-        if not (logprobs.is_asked and logprobs.shows_bytes):
-            return
-        try:
-            model = await self._gateway.models.resolve(self._reading.spec.model)
-        except (GatewayError, StreamsError):
-            return  # an answer is worth more than the bytes of its split characters
-        logprobs.token_bytes = TokenBytes(model.tokenizer).get
+        await learn_token_bytes(self._gateway, self._writer)
 
     def follow(self) -> AsyncGenerator[list[LogEntry], None]:
         """Yield the log from the start position, in batches."""
@@ -150,6 +143,18 @@ class LogAnswer(Response):
 
     def _advance(self, run: Run) -> None:
         self._position = position_after(run)
+
+
+async def learn_token_bytes(gateway: Gateway, writer: LogWriter) -> None:
+    """Let a writer find the bytes of tokens in the model's tokenizer, where the answer shows any."""
+    logprobs = writer.logprobs
+    if not (logprobs.is_asked and logprobs.shows_bytes):
+        return
+    try:
+        model = await gateway.models.resolve(writer.spec.model)
+    except (GatewayError, StreamsError):
+        return  # an answer is worth more than the bytes of its split characters
+    logprobs.token_bytes = TokenBytes(model.tokenizer).get
 
 
 def request_headers(spec: RequestSpec) -> dict[str, str]:
