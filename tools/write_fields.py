@@ -3,7 +3,7 @@
     python tools/write_fields.py [--check]
 
 The fields come from the gateway's own declarations; the names of those that it does not know from the parameters of
-OpenAI's Python client.
+OpenAI's and Anthropic's Python clients.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from anthropic.types import message_count_tokens_params, message_create_params
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
+from pagestream_gateway.api.anthropic import body as messages
 from pagestream_gateway.api.openai import chat_completions, completions
+from pagestream_gateway.api.openai.responses import body as responses
 from pagestream_gateway.api.openai.vectors import embeddings, scoring
 from pagestream_gateway.api.vllm import tokens
 from pydantic import BaseModel
@@ -29,8 +33,9 @@ _HEAD = """\
 
 Written by `python tools/write_fields.py`. A field *works*, or is *ignored* because it can't change the output, or is
 *refused* with an error that names it: nothing that was asked for is dropped silently. Values that ask for nothing are
-always taken, since client libraries send them unasked. A field that is on no list is refused as unknown. The fields of
-`/v1/responses` are in [responses.md](responses.md), those of `/v1/messages` in [messages.md](messages.md).
+always taken, since client libraries send them unasked. A field that is on no list is refused as unknown. What stands
+inside of fields is in [responses.md](responses.md) for `/v1/responses`, in [messages.md](messages.md) for
+`/v1/messages`.
 """
 
 _ORDER = ("works", "ignored", "refused")
@@ -45,7 +50,7 @@ class Resource(NamedTuple):
     refused: Mapping[str, tuple[Any, ...]]
     """With the values that ask for nothing."""
     known_elsewhere: frozenset[str]
-    """Names of OpenAI's own fields."""
+    """Names of OpenAI's, or Anthropic's, own fields."""
 
 
 def _names(*declared: Any) -> frozenset[str]:
@@ -64,6 +69,24 @@ RESOURCES = (
         completions.CompletionBody,
         completions.UNSUPPORTED,
         _names(completion_create_params.CompletionCreateParamsBase),
+    ),
+    Resource(
+        "POST /v1/responses",
+        responses.ResponseBody,
+        responses.UNSUPPORTED,
+        _names(response_create_params.ResponseCreateParamsBase, response_create_params.ResponseCreateParamsStreaming),
+    ),
+    Resource(
+        "POST /v1/messages",
+        messages.MessageBody,
+        messages.UNSUPPORTED,
+        _names(message_create_params.MessageCreateParamsBase, message_create_params.MessageCreateParamsStreaming),
+    ),
+    Resource(
+        "POST /v1/messages/count_tokens",
+        messages.CountBody,
+        messages.UNSUPPORTED,
+        _names(message_count_tokens_params.MessageCountTokensParams),
     ),
     Resource(
         "POST /v1/embeddings",

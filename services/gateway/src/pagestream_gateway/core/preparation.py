@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagestream.v1.inference_pb2 import ON_DISCONNECT_CANCEL, ON_DISCONNECT_UNSPECIFIED, SamplingParams, TokenIds
-from pagestream.v1.records_pb2 import Adapter, Pooling, RequestSpec
+from pagestream.v1.records_pb2 import API_FORM_GRPC, Adapter, Pooling, RequestSpec
 from pagestream_telemetry.context import NO_TRACE, TraceContext
 
 from pagestream_gateway.core.drafts import ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt
@@ -65,7 +65,7 @@ def preparing(draft: Draft, model: LoadedModel, limits: LimitSettings, scope: by
         return PreparedRequest(prompts, sampling_of_vectors(), [], pooling=pooling)
     sampling = _sampling_of(draft, model, limits)
     prompts = yield from _encoding(draft, model, scope)
-    if shows_special_tokens(draft.answer.output, model):
+    if draft.answer.api != API_FORM_GRPC and shows_special_tokens(draft.answer.output, model):
         sampling.skip_special_tokens = False
     _check_prompt_logprobs(sampling, sum(map(len, prompts)), limits)
     fit_context(

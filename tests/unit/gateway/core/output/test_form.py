@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from pagestream.v1.inference_pb2 import SamplingParams, StructuredOutputs
-from pagestream.v1.records_pb2 import AnswerForm
+from pagestream.v1.records_pb2 import API_FORM_CHAT_COMPLETIONS, API_FORM_GRPC, AnswerForm
 from pagestream_gateway.core.drafts import ChatPrompt, Draft
 from pagestream_gateway.core.models import load_model
 from pagestream_gateway.core.output.tools import Tools
@@ -36,8 +36,9 @@ def prepared(
     sampling = SamplingParams()
     if schema:
         sampling.structured_outputs.CopyFrom(StructuredOutputs(json=schema))
+    answer = AnswerForm(api=more.pop("api", API_FORM_CHAT_COMPLETIONS))
     prompt = ChatPrompt([USER] if messages is None else messages, **{"tools": TOOLS, **more})
-    draft = Draft("m", [prompt], "messages", sampling, AnswerForm())
+    draft = Draft("m", [prompt], "messages", sampling, answer)
     found = prepare(draft, model, LimitSettings())
     return model.decode(list(found.prompts[0])), draft, found
 
@@ -67,6 +68,7 @@ def test_the_format_is_that_of_the_template_or_the_one_that_is_named(
 
 def test_special_tokens_are_shown_where_they_tell_the_format() -> None:
     assert not prepared(GPT_OSS, special="<|channel|>")[2].sampling.skip_special_tokens
+    assert prepared(GPT_OSS, special="<|channel|>", api=API_FORM_GRPC)[2].sampling.skip_special_tokens
     assert not prepared(GLM, special="<think>", tools=Tools())[2].sampling.skip_special_tokens
     assert prepared(GLM, special="<|user|>")[2].sampling.skip_special_tokens
     forced = replace(TOOLS, is_forced=True)

@@ -123,14 +123,13 @@ class PromptBody(Body):
     """What a prompt is made of."""
 
     messages: Items[dict[str, Any]] = Field(
-        description="Of a role (user, assistant, system), with text or blocks: text, tool_use, tool_result, thinking. "
-        "The answer goes on with a last message of the assistant's."
+        description="Text or blocks of user, assistant or system; the answer goes on with one of the assistant."
     )
     system: Blocks | None = Field(None, description="A system message before all: text, or blocks of text.")
     tools: Items[dict[str, Any]] | None = Field(None, description="Tools that the caller runs.")
-    tool_choice: ToolChoice | None = None
+    tool_choice: ToolChoice | None = Field(None, description="auto, none, or any and tool, which a grammar forces.")
     thinking: Thinking | None = Field(None, description="Left out: as the model's template has it.")
-    output_config: OutputConfig | None = None
+    output_config: OutputConfig | None = Field(None, description="format: json_schema; effort, where it is known.")
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Further values for the model's chat template."
     )

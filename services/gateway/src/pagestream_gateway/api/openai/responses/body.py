@@ -137,8 +137,8 @@ class ResponseBody(QueuedBody):
     stream: bool | None = Field(None, description="Answer as server-sent events.")
     background: bool | None = Field(None, description="Answer at once; the response goes on without readers.")
     store: bool | None = Field(None, description="false: no later call of /v1/responses finds it. Default true.")
-    text: TextOptions | None = None
-    reasoning: Reasoning | None = None
+    text: TextOptions | None = Field(None, description="format: text, json_object or json_schema.")
+    reasoning: Reasoning | None = Field(None, description="effort, where the model's template knows it.")
     tools: Items[dict[str, Any]] | None = Field(None, description="Functions that the model may call.")
     tool_choice: (
         Annotated[
@@ -146,7 +146,7 @@ class ResponseBody(QueuedBody):
             expects('must be "none", "auto", "required" or {"type": "function", "name": ...}'),
         ]
         | None
-    ) = None
+    ) = Field(None, description='"auto" (default), "none", "required" or the function to call; a grammar forces those.')
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call.")
     include: Items[str] | None = Field(
         None, description='Names of what more is shown: "message.output_text.logprobs"; nothing else of it exists here.'
@@ -159,7 +159,7 @@ class ResponseBody(QueuedBody):
     )
     metadata: dict[str, str] | None = Field(None, description="Kept with the response.")
     # Known fields that can't change the output.
-    stream_options: ResponseStreamOptions | None = None
+    stream_options: ResponseStreamOptions | None = Field(None, description="include_obfuscation is ignored.")
     max_tool_calls: Any = None
     prompt_cache_key: Any = None
     prompt_cache_options: Any = None
