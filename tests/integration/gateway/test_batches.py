@@ -241,6 +241,22 @@ async def test_another_gateway_goes_on_after_a_kill(
     assert requests_of_each_job(engine) == {1}
 
 
+async def test_a_gateway_that_stops_leaves_its_batches_at_once(
+    engine: SyntheticEngine, settings: Settings, another: Another
+) -> None:
+    """Its lease would last longer than the test."""
+    lasting = replace(settings, batches=replace(QUICK, lease_s=600.0))
+    engine.hold_at = 2
+    async with another(settings) as address, client_of(address) as client:
+        async with another(lasting) as stopping, client_of(stopping) as other:
+            batch = await begun(other, lines(80))
+            await eventually(lambda: len(engine.claimed) >= 64, limit_s=LIMIT_S)
+        engine.go_on()
+        ended = await at(client, batch, "completed")
+        assert len(await results(client, ended.output_file_id)) == 80
+    assert requests_of_each_job(engine) == {1}
+
+
 async def test_a_full_queue_and_a_full_redis_are_waited_for(
     engine: SyntheticEngine,
     settings: Settings,

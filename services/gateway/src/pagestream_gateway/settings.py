@@ -296,10 +296,11 @@ class BatchSettings:
 
     max_file_bytes: int = 64 * 1024 * 1024
     """Bytes of an uploaded file: 50,000 lines of 1.3 kB."""
-    max_tenant_bytes: int = 256 * 1024 * 1024
-    """Bytes of all files of a tenant, and of the output of its batches: while they are reached no further jobs run."""
-    max_bytes: int = 1024 * 1024 * 1024
-    """Bytes of all files that may be uploaded, of all tenants. Set it by the memory that Redis may use."""
+    max_tenant_bytes: int = 128 * 1024 * 1024
+    """Bytes of all files of a tenant. Once they are reached no file is taken, and no further job of its batches begins:
+    the answers of those in flight may pass them."""
+    max_bytes: int = 256 * 1024 * 1024
+    """The same of all tenants together: a third of the memory that the chart gives Redis."""
     max_files: int = 1000
     """Files of a tenant."""
     max_batches: int = 200

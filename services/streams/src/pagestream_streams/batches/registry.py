@@ -67,8 +67,7 @@ class BatchRegistry:
         names = self.connection.keyspace.active_batches
         if await self.connection.execute("ZCARD", names) >= _MOST_ACTIVE:
             raise BatchesFull("all tenants have", _MOST_ACTIVE)
-        now_s, _ = await self.connection.execute("TIME")
-        await self.connection.execute("ZADD", names, "NX", now_s, active.member)
+        await self.connection.execute("ZADD", names, "NX", await self._now_us(), active.member)
         code = await self.connection.run_acknowledged(
             CREATE_BATCH,
             self.connection.keyspace.batches(active.tag),
@@ -128,11 +127,14 @@ class BatchRegistry:
         """Take a batch out of those that have not ended, if it was created so long ago."""
         names = self.connection.keyspace.active_batches
         if least_age_s:
-            now_s, _ = await self.connection.execute("TIME")
             created = await self.connection.execute("ZSCORE", names, active.member)
-            if created is None or float(created) + least_age_s > float(now_s):
+            if created is None or float(created) + least_age_s * 1_000_000 > await self._now_us():
                 return
         await self.connection.execute("ZREM", names, active.member)
+
+    async def _now_us(self) -> int:
+        seconds, micros = await self.connection.execute("TIME")
+        return int(seconds) * 1_000_000 + int(micros)
 
     async def _read(self, tag: str, batch_ids: Sequence[str]) -> list[Batch | None]:
         prefix = self.connection.keyspace.batches(tag)

@@ -16,6 +16,11 @@ async def report(connection: Connection, tag: str, num_bytes: int) -> int:
     return total
 
 
+async def all_bytes(connection: Connection) -> int:
+    """Return the bytes of all tenants, as they were reported. Unavailable."""
+    return int(await connection.execute("HGET", connection.keyspace.stored_bytes, "") or 0)
+
+
 async def sweep(connection: Connection) -> None:
     """Remove what has expired of all tenants, and record anew what each one's files take. Unavailable."""
     keyspace = connection.keyspace

@@ -1,5 +1,6 @@
 """The whole answer of a request that has ended, as bytes, for a reader that is no client."""
 
+import asyncio
 from contextlib import aclosing
 
 from pagestream.v1.inference_pb2 import Usage
@@ -31,8 +32,12 @@ async def collect(gateway: Gateway, spec: RequestSpec, *, max_bytes: int) -> tup
     kind = kind_of(spec)
     writer = kind.writer(spec)
     await learn_token_bytes(gateway, writer)
-    if not budget.try_take(num_bytes):
-        raise Overloaded("other answers use the memory for whole ones", _RETRY_AFTER_S)
+    limit_s = gateway.settings.stream.whole_answer_wait_s
+    try:
+        async with asyncio.timeout(limit_s):
+            await budget.take(num_bytes)
+    except TimeoutError as error:
+        raise Overloaded(f"other answers have used this gateway's memory for {limit_s:g} s", _RETRY_AFTER_S) from error
     try:
         return await _collect(gateway, spec, writer, kind.body, num_bytes)
     finally:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, fields
 
 from pagestream_gateway.core.identities.identity import Identity
 
@@ -19,7 +19,7 @@ class BatchAbout:
     """Whose requests its jobs are."""
     output_lifetime_s: int
     """Seconds for which its output is kept."""
-    metadata: Mapping[str, str] | None = field(default=None)
+    metadata: Mapping[str, str] | None = None
 
     def dumped(self) -> str:
         """Return it as the text that Redis keeps."""
@@ -33,7 +33,7 @@ def about_of(text: str) -> BatchAbout:
     return BatchAbout(
         endpoint=given["endpoint"],
         window=given["window"],
-        identity=Identity(caller["tenant"], caller.get("key", ""), caller.get("best_class")),
+        identity=Identity(**{each.name: caller[each.name] for each in fields(Identity) if each.name in caller}),
         output_lifetime_s=given["output_lifetime_s"],
         metadata=given.get("metadata"),
     )

@@ -22,6 +22,7 @@ _LOOK_S = 1.0  # one short command of Redis
 _SWEEP_S = 60.0  # how late what has expired may go
 _UNKNOWN_S = 60  # a batch's name stands in Redis before the batch; after so long its creator has died
 _GIVE_BACK_S = 1.0
+_HELD_S = 2.0  # for which another's lease is believed: it may give it back
 _AFTER_DEFECT_S = 30.0  # a batch that was given up because of a defect is left to others for so long
 
 
@@ -77,7 +78,7 @@ class BatchDispatcher:
             try:
                 batch, now_ms = await lease.take()
             except Held as held:
-                self._not_before[active.member] = time.monotonic() + held.rest_ms / 1000
+                self._not_before[active.member] = time.monotonic() + min(held.rest_ms / 1000, _HELD_S)
             except Gone as gone:
                 await registry.forget(active, least_age_s=_UNKNOWN_S if gone.is_missing else 0)
             else:

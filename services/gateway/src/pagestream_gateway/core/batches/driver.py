@@ -20,6 +20,7 @@ from pagestream_streams.batches.records import (
     Batch,
     Job,
 )
+from pagestream_streams.batches.stored_bytes import all_bytes
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.tasks import cancel
 
@@ -150,10 +151,15 @@ class BatchDriver:
         await self._advance(FINALIZING)
 
     async def _taken(self, lines: Sequence[Line], offset: int, running: set[asyncio.Task[None]]) -> list[Job]:
-        """Take lines as jobs, once the tenant's files leave room for their output."""
+        """Take lines as jobs, once the files of the tenant, and of all, leave room for their output."""
         jobs = [Job(line.number, line.offset, len(line.data)) for line in lines]
-        room = self._settings.max_tenant_bytes
-        while jobs and not await self._waits.for_success(lambda: self._lease.take_lines(jobs, offset, room_bytes=room)):
+
+        async def take() -> bool:
+            if await all_bytes(self._gateway.broker.connection) >= self._settings.max_bytes:
+                return False
+            return await self._lease.take_lines(jobs, offset, room_bytes=self._settings.max_tenant_bytes)
+
+        while jobs and not await self._waits.for_success(take):
             self._waits.reason = "files_full"
             await asyncio.wait(running, timeout=_ROOM_WAIT_S) if running else await asyncio.sleep(_ROOM_WAIT_S)
         return jobs

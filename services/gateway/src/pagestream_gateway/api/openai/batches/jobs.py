@@ -1,8 +1,8 @@
 """The jobs of batches as calls of the HTTP API: what a line may say, and how its result is written."""
 
+import asyncio
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from pagestream_streams.batches.records import Tokens
@@ -23,6 +23,7 @@ from pagestream_gateway.core.identities.identity import Identity
 from pagestream_gateway.errors import InvalidRequest, UnsupportedField
 
 _MAX_NAME_CHARS = 512
+_ANSWERS_AT_ONCE = 4  # are read from their logs: callers' own answers need the same memory
 _Parser = Callable[[dict[str, Any], Mapping[str, str]], ParsedRequest]
 
 
@@ -54,11 +55,12 @@ PARSERS: Mapping[str, _Parser] = {
 """By endpoint."""
 
 
-@dataclass(frozen=True)
 class HttpJobApi:
     """See JobApi."""
 
-    gateway: Gateway
+    def __init__(self, gateway: Gateway) -> None:
+        self.gateway = gateway
+        self._turns = asyncio.Semaphore(_ANSWERS_AT_ONCE)
 
     def parse(self, endpoint: str, data: bytes) -> ParsedJob:
         """See JobApi. Errors name the fields of the line: "custom_id", "body.max_tokens"."""
@@ -82,7 +84,8 @@ class HttpJobApi:
         """See JobApi."""
         view = await self.gateway.requests.view(request_id, identity.tenant)
         most = self.gateway.settings.batches.max_answer_bytes
-        body, usage = await collect(self.gateway, view.spec, max_bytes=most)
+        async with self._turns:
+            body, usage = await collect(self.gateway, view.spec, max_bytes=most)
         tokens = Tokens(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
         return JobResult(200, body, request_id, tokens)
 
