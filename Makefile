@@ -32,7 +32,7 @@ ROUNDS ?= 10
 # docker, buildah, or a command: see deploy/images/build.sh.
 IMAGE_BUILDER ?= $(PAGESTREAM_IMAGE_BUILDER)
 
-.PHONY: help setup run test kube-test kernel-test clients schemas browser-test test-fast check bench faults faults-campaign families topologies properties model-check gpu images cluster-test operator-scale proto demo-model kernels kernel-tables constraints clean
+.PHONY: help setup run test kube-test kernel-test clients schemas malformed browser-test test-fast check bench faults faults-campaign families topologies properties model-check gpu images cluster-test operator-scale proto demo-model kernels kernel-tables constraints clean
 
 help: ## List the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -65,6 +65,9 @@ clients: $(STAMP) ## Clients that others wrote, for Python and JavaScript, again
 schemas: $(STAMP) ## Call every operation of the OpenAPI document by schemathesis (3 minutes; ARGS="--examples 200")
 	PYTHON="$(PYTHON)" tests/schemas/prepare.sh .schemas
 	$(BIN)/python tests/campaigns/schemas.py $(ARGS)
+
+malformed: $(STAMP) ## Malformed inputs over HTTP, WebSocket and gRPC (20,000 a minute; ARGS="--count 1000000 --seed 1")
+	$(BIN)/python tests/campaigns/malformed.py $(ARGS)
 
 browser-test: $(STAMP) ## The page in Chromium, while its buttons kill processes (needs chromium and chromium-driver)
 	$(PYTEST) tests/browser $(PYTEST_ARGS)

@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "tests" / "schemas"
 DEFAULT_EXAMPLES = 20
 KEYLESS_EXAMPLES = 5
+ADMIN_KEY = "sk-admin"
 MAX_MODEL_LEN = 64  # tokens; an answer without max_tokens is as long
 REQUEST_LIMIT_S = 20
 RUN_LIMIT_S = 3600.0
@@ -62,6 +63,7 @@ def run(
         "HYPOTHESIS_STORAGE_DIRECTORY": str(gateway.log.with_suffix(".hypothesis")),
         "SCHEMAS_MODEL": synthetic_engine.MODEL,
         "SCHEMAS_STATUSES": str(statuses),
+        "SCHEMAS_ADMIN_KEY": "" if is_keyless else ADMIN_KEY,
         "SCHEMAS_KEYLESS": str(int(is_keyless)),
     }
     call = [str(options.program), "--config-file", str(FOLDER / "schemathesis.toml"), "run"]
@@ -105,15 +107,17 @@ def campaign(options: argparse.Namespace, folder: Path) -> bool:
     engine_command += ["--rate", "100000", "--max-model-len", str(MAX_MODEL_LEN), "--report-s", "60"]
     paths = [str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     engine = Part("engine", engine_command, folder / "engine.log", {"PYTHONPATH": os.pathsep.join(filter(None, paths))})
-    keys = folder / "keys"
+    keys, admin_keys = folder / "keys", folder / "admin-keys"
     keys.write_text(f"{sha256(b'a key that no one sends').hexdigest()} somebody\n")
+    admin_keys.write_text(f"{sha256(ADMIN_KEY.encode()).hexdigest()} root\n")
     try:
         stack.redis.start()
         engine.start()
         wait_until(engine.has_said_ready, limit_s=30, what="engine")
         is_right = True
         for is_keyless in (False, True):
-            gateway = stack.add_gateway(*(("--api-keys", str(keys)) if is_keyless else ()))
+            more = ("--api-keys", str(keys)) if is_keyless else ()
+            gateway = stack.add_gateway("--admin-keys", str(admin_keys), *more)
             wait_until(gateway.has_become_ready, limit_s=30, what="gateway")
             found_nothing, counts = run(gateway, options, is_keyless=is_keyless)
             failed = [] if is_keyless else report(counts)

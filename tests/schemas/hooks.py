@@ -19,6 +19,7 @@ from schemathesis import GenerationMode
 MODEL = os.environ["SCHEMAS_MODEL"]
 STATUSES = Path(os.environ["SCHEMAS_STATUSES"])
 """File that gets the number of answers by operation and status."""
+ADMIN_KEY = os.environ.get("SCHEMAS_ADMIN_KEY", "")
 IS_KEYLESS = os.environ.get("SCHEMAS_KEYLESS") == "1"
 """Whether the server asks for a key and gets none."""
 PROBES = ("/healthz", "/health", "/ping", "/version", "/load", "/readyz", "/metrics")
@@ -53,6 +54,8 @@ def before_call(_context: Any, case: Any, _kwargs: dict[str, Any]) -> None:
     draw = zlib.crc32(repr((case.operation.label, case.body, case.query)).encode())
     if draw % 16 < 4:
         case.headers = {**(case.headers or {}), "Accept": LINES}
+    if ADMIN_KEY and case.operation.path.startswith("/admin/"):
+        case.headers = {**(case.headers or {}), "Authorization": f"Bearer {ADMIN_KEY}"}
     if case.meta is None or case.meta.generation.mode is not GenerationMode.POSITIVE:
         return
     if "name" in (case.path_parameters or {}) and draw % 2:

@@ -1,6 +1,7 @@
 """The gRPC API of a gateway."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
@@ -245,3 +246,17 @@ async def test_a_stopping_gateway_ends_streams_with_unavailable(
         place = api.ResumeRequest(request_id=chunks[0].request_id, next_index=4, digest=chunks[-1].digest)
         more = [answer.chunk async for answer in stub.Resume(place)]
     assert text_of(chunks) + text_of(more) == "abcdefghijkl"
+
+
+@pytest.mark.parametrize(
+    "service", ["grpc.health.v1.Health/Check", "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"]
+)
+async def test_undecodable_messages_of_other_services_are_refused_and_not_logged(
+    gateway: Address, service: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with grpc.aio.insecure_channel(gateway.target) as channel:
+        call = channel.stream_stream(f"/{service}")(iter([b"\n\xff"]))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call.read()
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert not [each for each in caplog.records if each.levelno >= logging.ERROR]

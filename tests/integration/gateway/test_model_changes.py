@@ -1,6 +1,7 @@
 """What operators ask of engines that change their models, by HTTP and by the command line: it stands in the roster."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -58,6 +59,24 @@ async def test_calls_exist_by_a_setting_and_ask_engines(broker: Broker, redis_ur
         assert (await client.get("/is_sleeping")).json() == {"is_sleeping": True}
         await client.post("/wake_up")
         assert await asked(broker) == {"a": Verb.LOAD}
+
+
+async def test_adapters_names_are_text(broker: Broker, redis_url: str) -> None:
+    settings = gateway_settings(redis_url)
+    settings = replace(settings, gateway=replace(settings.gateway, allow_runtime_lora=True))
+    half = "\ud800"
+    async with running_address(settings) as address, httpx.AsyncClient(base_url=address.url) as client:
+        for path, body, field in (
+            ("/v1/unload_lora_adapter", {"lora_name": half}, "lora_name"),
+            (
+                "/v1/load_lora_adapter",
+                {"lora_name": "a", "lora_path": "/a", "base_model_name": half},
+                "base_model_name",
+            ),
+        ):
+            headers = {"Content-Type": "application/json"}
+            answer = await client.post(path, content=json.dumps(body), headers=headers)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
 
 
 async def test_the_command_asks_engines(broker: Broker, redis_url: str, capsys: pytest.CaptureFixture[str]) -> None:

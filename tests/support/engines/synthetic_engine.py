@@ -266,7 +266,7 @@ async def running_engine(redis_url: str, card: ModelCard | None = None) -> Async
 
 async def _serve(options: argparse.Namespace) -> None:
     """Publish the card, serve, and print reports."""
-    card = synthetic_card(max_model_len=options.max_model_len)
+    card = synthetic_card(options.name, max_model_len=options.max_model_len)
     async with await Broker.connect(options.redis) as broker:
         await broker.publish_model(card)
         engine = SyntheticEngine(broker, card, rate=options.rate, step=options.step)
@@ -285,6 +285,7 @@ def main() -> None:
     parser.add_argument("--redis", required=True)
     parser.add_argument("--rate", type=float, default=5.0, help="tokens a second of each stream")
     parser.add_argument("--step", type=int, default=256, help="streams in a step, at most")
+    parser.add_argument("--name", default=MODEL, help="of the model")
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--report-s", type=float, default=1.0)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -28,7 +28,9 @@ class LoadBody(Body):
     lora_path: str = Field(
         pattern=r"^[^\x00]{1,4096}$", description="Its folder in PEFT's format, where engines find it."
     )
-    base_model_name: str = Field("", description="The model that it changes; may be left out where there is one.")
+    base_model_name: str = Field(
+        "", max_length=256, description="The model that it changes; may be left out where there is one."
+    )
     revision: str = Field(
         "", pattern="^([0-9a-f]{32})?$", description="Digest of its files, where this gateway can't read them."
     )
@@ -37,7 +39,7 @@ class LoadBody(Body):
 class UnloadBody(Body):
     """An adapter to unload."""
 
-    lora_name: str
+    lora_name: str = Field(min_length=1, max_length=256)
     lora_int_id: int | None = Field(None, description="vLLM's number; means nothing here.")
 
 

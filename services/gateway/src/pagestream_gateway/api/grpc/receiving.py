@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from pagestream_gateway.api.error_codes import error_report
 from pagestream_gateway.api.grpc.status import abort
@@ -24,6 +25,7 @@ _PATIENCE_S = 0.1
 small one, and those must not wait for large ones.
 """
 Context = grpc.aio.ServicerContext[Any, Any]
+Parser = Callable[[bytes], Any]
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[Any, Any] | None"]]
 
 
@@ -91,43 +93,45 @@ class ReceivingInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None or details.method.startswith(self._own_prefix):
             return handler
-        coding = {
-            "request_deserializer": handler.request_deserializer,
-            "response_serializer": handler.response_serializer,
-        }
         inner: Any = handler
+        # Without a deserializer messages come as bytes: gRPC logs a traceback of each that it can't parse.
+        coding = {"request_deserializer": None, "response_serializer": handler.response_serializer}
+        parse: Parser = inner.request_deserializer
         if handler.unary_unary is not None:
 
             async def answered(_: Any, context: Context) -> Any:
-                return await inner.unary_unary(await self._only(context), context)
+                return await inner.unary_unary(await self._only(context, parse), context)
 
             return grpc.stream_unary_rpc_method_handler(answered, **coding)
         if handler.unary_stream is not None:
 
             async def streamed(_: Any, context: Context) -> None:
-                await inner.unary_stream(await self._only(context), context)
+                await inner.unary_stream(await self._only(context, parse), context)
 
             return grpc.stream_stream_rpc_method_handler(streamed, **coding)
 
         async def exchanged(_: Any, context: Context) -> AsyncIterator[Any]:
-            async for response in inner.stream_stream(self._all(context), context):
+            async for response in inner.stream_stream(self._all(context, parse), context):
                 yield response
 
         return grpc.stream_stream_rpc_method_handler(exchanged, **coding)
 
-    async def _next(self, context: Context) -> Any:
-        """Return the call's next message, or grpc.aio.EOF; end the call where it does not arrive."""
+    async def _next(self, context: Context, parse: Parser) -> Any:
+        """Return the call's next message, or grpc.aio.EOF; end the call where it does not arrive or is none."""
         try:
-            return await self._receiver.receive(context)
+            data = await self._receiver.receive(context)
+            return data if data is grpc.aio.EOF else parse(data)
         except GatewayError as error:
             await abort(context, error_report(error))
+        except DecodeError:
+            await abort(context, error_report(InvalidRequest(None, "the bytes are not a message of this method")))
 
-    async def _only(self, context: Context) -> Any:
-        message = await self._next(context)
+    async def _only(self, context: Context, parse: Parser) -> Any:
+        message = await self._next(context, parse)
         if message is grpc.aio.EOF:
             await abort(context, error_report(InvalidRequest(None, "the call has no message")))
         return message
 
-    async def _all(self, context: Context) -> AsyncIterator[Any]:
-        while (message := await self._next(context)) is not grpc.aio.EOF:
+    async def _all(self, context: Context, parse: Parser) -> AsyncIterator[Any]:
+        while (message := await self._next(context, parse)) is not grpc.aio.EOF:
             yield message
