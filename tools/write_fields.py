@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from anthropic.types import message_count_tokens_params, message_create_params
-from openai.types import completion_create_params, embedding_create_params
+from openai.types import batch_create_params, completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 from pagestream_gateway.api.anthropic import body as messages
 from pagestream_gateway.api.openai import chat_completions, completions
+from pagestream_gateway.api.openai.batches import routes as batches
 from pagestream_gateway.api.openai.responses import body as responses
 from pagestream_gateway.api.openai.vectors import embeddings, scoring
 from pagestream_gateway.api.vllm import tokens
@@ -96,6 +97,7 @@ RESOURCES = (
     ),
     Resource("POST /v1/score", scoring.ScoreBody, getattr(scoring, "UNSUPPORTED", {}), frozenset()),
     Resource("POST /v1/rerank", scoring.RerankBody, getattr(scoring, "UNSUPPORTED", {}), frozenset()),
+    Resource("POST /v1/batches", batches.BatchBody, {}, _names(batch_create_params.BatchCreateParams)),
     Resource("POST /tokenize", tokens.TokenizeBody, {}, frozenset()),
     Resource("POST /detokenize", tokens.DetokenizeBody, {}, frozenset()),
 )

@@ -184,10 +184,7 @@ def router(gateway: Gateway) -> APIRouter:
     )
     async def whole_answer(request: Request, request_id: str) -> Response:
         identity = await identify(gateway, request)
-        view = await gateway.requests.view(request_id, identity.tenant)
-        if view.state != REQUEST_STATE_FINISHED:
-            return _view_answer(view, 202, {"Retry-After": _ANSWER_RETRY_S})
-        return _whole_answer(gateway, request, identity, view)
+        return _whole_answer(gateway, request, identity, await gateway.requests.view(request_id, identity.tenant))
 
     @routes.get(
         "/v1/requests/{request_id}/events",
@@ -229,6 +226,10 @@ def router(gateway: Gateway) -> APIRouter:
 
 
 def _whole_answer(gateway: Gateway, request: Request, identity: Identity, view: RequestView) -> Response:
+    if view.is_discarded:
+        raise RequestNotFound(view.request_id)
+    if view.state != REQUEST_STATE_FINISHED:
+        return _view_answer(view, 202, {"Retry-After": _ANSWER_RETRY_S})
     call = gateway.calls.begin("resume", RESUME, request.headers)
     call.identified(identity)
     call.resumed(view.spec)
