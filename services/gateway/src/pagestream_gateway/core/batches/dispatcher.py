@@ -50,9 +50,7 @@ class BatchDispatcher:
         await self._sweeper.stop()
         if self._task is not None:
             await cancel(self._task)
-        for task in (driven := list(self._driven.values())):
-            task.cancel()
-        await asyncio.gather(*driven, return_exceptions=True)
+        await asyncio.gather(*map(cancel, self._driven.values()))
 
     async def _run(self) -> None:
         changed = self._gateway.batches.changed

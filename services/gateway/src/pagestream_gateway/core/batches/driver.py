@@ -145,9 +145,7 @@ class BatchDriver:
                     task.result()
                 running.discard(ends)
         finally:
-            for task in (*running, ends):
-                task.cancel()
-            await asyncio.gather(*running, ends, return_exceptions=True)
+            await asyncio.gather(*map(cancel, (*running, ends)), return_exceptions=True)
         await self._advance(FINALIZING)
 
     async def _taken(self, lines: Sequence[Line], offset: int, running: set[asyncio.Task[None]]) -> list[Job]:
