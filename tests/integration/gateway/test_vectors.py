@@ -68,6 +68,20 @@ def test_embeddings_are_those_of_transformers(demo_client: openai.OpenAI, given:
         torch.testing.assert_close(torch.tensor(one.embedding), torch.tensor(other.embedding), atol=1e-6, rtol=0.0)
 
 
+def test_a_batch_has_the_embeddings_of_its_jobs(demo_client: openai.OpenAI) -> None:
+    body = {"model": MODEL, "encoding_format": "float"}
+    lines = [{"custom_id": text, "body": {**body, "input": text}} for text in TEXTS]
+    file = demo_client.files.create(file=("jobs", "\n".join(map(json.dumps, lines)).encode()), purpose="batch")
+    made = demo_client.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
+    wait_until(lambda: demo_client.batches.retrieve(made.id).status == "completed", "the batch")
+    output = demo_client.batches.retrieve(made.id).output_file_id or ""
+    found = [json.loads(line) for line in demo_client.files.content(output).text.splitlines()]
+    answers = {each["custom_id"]: each["response"]["body"]["data"][0]["embedding"] for each in found}
+    assert sorted(answers) == sorted(TEXTS)
+    for text, vector in answers.items():
+        torch.testing.assert_close(torch.tensor(vector), expected(text), atol=TOLERANCE, rtol=0.0)
+
+
 def test_a_vector_may_keep_its_length(demo_client: openai.OpenAI) -> None:
     answer = demo_client.embeddings.create(model=MODEL, input=TEXTS[0], extra_body={"normalize": False})
     length = torch.tensor(answer.data[0].embedding).norm()

@@ -158,8 +158,8 @@ class BatchDriver:
             return await self._lease.take_lines(jobs, offset, room_bytes=self._settings.max_tenant_bytes)
 
         while jobs and not await self._waits.for_success(take):
-            self._waits.reason = "files_full"
-            await asyncio.wait(running, timeout=_ROOM_WAIT_S) if running else await asyncio.sleep(_ROOM_WAIT_S)
+            with self._waits.shown("files_full"):
+                await asyncio.wait(running, timeout=_ROOM_WAIT_S) if running else await asyncio.sleep(_ROOM_WAIT_S)
         return jobs
 
     async def _stop(self, status: str) -> None:
