@@ -19,7 +19,7 @@ from pagestream_gateway.core.batches.job_api import JobApi, JobResult, ParsedJob
 from pagestream_gateway.core.batches.lines import Line
 from pagestream_gateway.core.batches.validation import parsed_lines
 from pagestream_gateway.core.batches.waiting import Waits
-from pagestream_gateway.core.calls import OK
+from pagestream_gateway.core.calls import DISCONNECTED, OK
 from pagestream_gateway.core.drafts import Draft
 from pagestream_gateway.core.gateway import Gateway
 from pagestream_gateway.errors import GatewayError, InvalidRequest
@@ -126,12 +126,13 @@ class JobRunner:
     async def _accepted(self, job: Job, parsed: ParsedJob) -> str:
         """Have a job accepted; return the id of what runs, which a try before this one may have begun."""
         call = self._gateway.calls.begin("batches", "", {})
-        outcome = OK
+        outcome = DISCONNECTED
         try:
             async with self._turn:
                 spec = await self._waits.for_success(
                     lambda: self._gateway.submission.submit(self._draft(job, parsed), self._about.identity, call)
                 )
+            outcome = OK
         except Exception as error:
             outcome = self._api.code(error)
             raise

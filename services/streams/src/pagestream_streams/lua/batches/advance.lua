@@ -38,4 +38,5 @@ call('HSET', batch, 'owner', '', 'until', 0, 'waits', '')
 call('HINCRBY', prefix .. 'file:' .. found[2], 'uses', -1)
 call('UNLINK', prefix .. 'jobs:' .. id)
 call('ZADD', prefix .. 'expiries', now + ARGV[6], id)
+call('PEXPIRE', batch, ARGV[6]) -- also where its tenant holds no bytes any more, whom no sweep finds
 return 1
