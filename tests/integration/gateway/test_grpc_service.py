@@ -13,6 +13,18 @@ from pagestream.v1 import inference_pb2 as api
 from pagestream_gateway import Settings
 from support.clients.gateway_clients import Address, grpc_stub, lose, refusal
 from support.engines.synthetic_engine import MODEL, SyntheticEngine
+from support.malformed.frames import (
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    call_fields,
+    field_of,
+    frame,
+    header_block,
+    message,
+    opening,
+)
 
 Another = Callable[[Settings], AbstractAsyncContextManager[Address]]
 
@@ -260,3 +272,19 @@ async def test_undecodable_messages_of_other_services_are_refused_and_not_logged
             await call.read()
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
+
+
+async def test_a_method_whose_name_is_no_text_ends_no_server(gateway: Address) -> None:
+    unknown = ("/pagestream.v1.Inference/\udcff", "/pagestream.v1.Inference/Nothing", "/\udcf6.Nothing/Check")
+    for name in unknown:
+        block = header_block(call_fields(name))
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.grpc_port)
+        writer.write(opening() + frame(HEADERS, END_HEADERS, 1, block) + frame(DATA, END_STREAM, 1, message(b"")))
+        answer = b""
+        async with asyncio.timeout(10):
+            while b"grpc-status" not in answer:
+                answer += await reader.read(4096)
+        assert field_of(answer, b"grpc-status") == b"12"  # UNIMPLEMENTED
+        writer.close()
+    async with grpc_stub(gateway) as stub:
+        assert [each.name for each in (await stub.ListModels(api.ListModelsRequest())).models] == [MODEL]

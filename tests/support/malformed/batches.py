@@ -50,6 +50,8 @@ class Batch:
     reader: AnswerReader
     is_grpc: bool = False
     """Whether it goes to the gRPC port."""
+    leaves_after_s: float | None = None
+    """Seconds after which the client goes away, whatever has come."""
 
 
 @dataclass

@@ -48,7 +48,7 @@ def call_fields(method: str, *more: tuple[bytes, bytes]) -> Fields:
     return (
         (b":method", b"POST"),
         (b":scheme", b"http"),
-        (b":path", method.encode()),
+        (b":path", method.encode("utf-8", "surrogateescape")),
         (b":authority", b"localhost"),
         (b"te", b"trailers"),
         (b"content-type", b"application/grpc"),

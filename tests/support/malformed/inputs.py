@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
@@ -15,6 +16,7 @@ from support.malformed.websocket_bytes import SocketInputs
 
 CONNECT_LIMIT_S = 20.0
 _READ_BYTES = 65536
+_LEAVING = 0.08  # share of connections whose client does not wait for its answers
 
 
 class Inputs:
@@ -44,7 +46,11 @@ class Inputs:
         """Return a batch."""
         chance = Random(f"{self._seed}/{number}")
         weights, makers = zip(*self._makers, strict=True)
-        return chance.choices(makers, weights)[0](chance)
+        batch = chance.choices(makers, weights)[0](chance)
+        if chance.random() < _LEAVING:
+            batch.kind = f"{batch.kind.partition(':')[0]}: clients that leave"
+            batch.leaves_after_s = chance.choice((0.0, 0.001, 0.003, 0.01, 0.03, 0.1))
+        return batch
 
 
 class Sender:
@@ -75,9 +81,12 @@ class Sender:
         batch = self._inputs.batch(number)
         await exchange(batch, self._ports[batch.is_grpc])
         outcomes = batch.reader.outcomes()
+        if batch.leaves_after_s is not None:
+            outcomes = Counter({Outcome.UNANSWERED: batch.num_inputs})
         self.tally.add(batch.kind, outcomes)
         if outcomes[Outcome.FAILED] and len(self.failures) < 20:
             self.failures.append(f"batch {number}, {batch.kind}: {batch.data[:1500]!r}")
+            print(f"batch {number}, {batch.kind}: {outcomes}", flush=True)
 
 
 async def exchange(batch: Batch, port: int) -> None:
@@ -86,13 +95,15 @@ async def exchange(batch: Batch, port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(batch.data)
-        async with asyncio.timeout(batch.reader.patience_s) as patience:
+        patience_s = batch.reader.patience_s if batch.leaves_after_s is None else batch.leaves_after_s
+        async with asyncio.timeout(patience_s) as patience:
             loop = asyncio.get_running_loop()
             while True:
                 data = await reader.read(_READ_BYTES)
                 if batch.reader.feed(data):
                     return
-                patience.reschedule(loop.time() + batch.reader.patience_s)
+                if batch.leaves_after_s is None:
+                    patience.reschedule(loop.time() + patience_s)
     except TimeoutError:
         return
     except ConnectionError:  # a reset, after which nothing comes

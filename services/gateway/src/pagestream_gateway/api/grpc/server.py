@@ -5,6 +5,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
+from pagestream_gateway.api.grpc.named_calls import named_calls_server
 from pagestream_gateway.api.grpc.receiving import WINDOW_BYTES, Receiver, ReceivingInterceptor
 from pagestream_gateway.api.grpc.service import SERVICE_NAME, InferenceServicer
 from pagestream_gateway.core.gateway import Gateway
@@ -38,8 +39,8 @@ class GrpcServer:
         )
         receiver = Receiver(gateway.settings, gateway.pending)
         interceptor = ReceivingInterceptor(receiver, own_service=SERVICE_NAME)
-        self._server = grpc.aio.server(options=options, interceptors=(interceptor,))
-        self._server.add_generic_rpc_handlers((InferenceServicer(gateway, receiver).handler(),))
+        self._server = named_calls_server(options=options, interceptors=(interceptor,))
+        self._server.add_registered_method_handlers(SERVICE_NAME, InferenceServicer(gateway, receiver).handlers())
         self._health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(

@@ -42,11 +42,11 @@ class InferenceServicer:
         self._gateway = gateway
         self._receiver = receiver
 
-    def handler(self) -> grpc.GenericRpcHandler:
-        """Return the handler that a server is given."""
+    def handlers(self) -> dict[str, "grpc.RpcMethodHandler[Any, Any]"]:
+        """Return the methods' handlers by their names, as a server registers them."""
         # Methods of one message: as handlers of streams they receive it when they ask for it.
         unary, stream = grpc.stream_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
-        methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+        return {
             "Generate": stream(self._guarded("grpc", self.generate), None, api.GenerateResponse.SerializeToString),
             "Resume": stream(self._guarded("grpc_resume", self.resume), None, api.ResumeResponse.SerializeToString),
             "Cancel": unary(self._guarded("grpc_cancel", self.cancel), None, api.CancelResponse.SerializeToString),
@@ -59,7 +59,6 @@ class InferenceServicer:
                 self._guarded("grpc_list_models", self.list_models), None, api.ListModelsResponse.SerializeToString
             ),
         }
-        return grpc.method_handlers_generic_handler(SERVICE_NAME, methods)
 
     async def generate(self, context: Context, identity: Identity, call: Call) -> None:
         """Accept a request and stream its log. The first message has the request id, its place, and no token."""
