@@ -1,5 +1,5 @@
 """Ranks that divide layers, or have some of them each, compute what one process computes: with the prefix cache,
-preemption, chunks of prompts and drafts.
+preemption, chunks of prompts and drafts, and after sleep.
 
 A group of ranks takes seconds of processor to start, so each model has one for all that it is asked.
 """
@@ -130,6 +130,9 @@ def test_ranks_give_the_tokens_of_one_process(
         num_hits = llm.engine.stats().prefix_hit_tokens
         check_close(generate(llm, range(2, 3)), found[2:3], 0.0)
         assert llm.engine.stats().prefix_hit_tokens > num_hits
+        llm.sleep()
+        llm.wake_up()
+        check_close(generate(llm, range(2, 3)), found[2:3], 0.0)
         llm.engine.check_invariants()
         assert isinstance(llm.engine._steps.executor, RankGroup)
         os.kill(llm.engine._steps.executor.pids[0], signal.SIGKILL)

@@ -45,20 +45,23 @@ async def test_calls_exist_by_a_setting_and_ask_engines(broker: Broker, redis_ur
             ("/v1/models/load", {"model": "b"}, {"b": Verb.LOAD}),
             ("/v1/models/unload", {"model": "a"}, {"a": Verb.UNLOAD}),
             ("/sleep?level=2", None, {"a": Verb.UNLOAD}),
+            ("/sleep", None, {"a": Verb.SLEEP}),
             ("/wake_up?model=a", None, {"a": Verb.LOAD}),
         ):
             answer = await client.post(path, json=body)
             assert answer.status_code == 200, answer.text
             assert await asked(broker) == orders
-        for path in ("/sleep?level=1", "/sleep?model=c"):
+        for path in ("/sleep?level=3", "/sleep?model=c"):
             assert (await client.post(path)).status_code == 400
         unknown = await client.post("/v1/models/load", json={"model": "c"})
         assert "one of a, b is expected" in unknown.json()["error"]["message"]
         assert (await client.get("/is_sleeping")).json() == {"is_sleeping": False}
-        await broker.roster.renew("one", RosterRow(MODELS, last="a"))
+        await broker.roster.renew("one", RosterRow(MODELS, last="a", keeps="a"))
         assert (await client.get("/is_sleeping")).json() == {"is_sleeping": True}
         await client.post("/wake_up")
         assert await asked(broker) == {"a": Verb.LOAD}
+        await client.post("/sleep?level=2")
+        assert await asked(broker) == {"a": Verb.UNLOAD}, "the weights that it keeps are freed, too"
 
 
 async def test_adapters_names_are_text(broker: Broker, redis_url: str) -> None:
@@ -86,17 +89,24 @@ async def test_the_command_asks_engines(broker: Broker, redis_url: str, capsys: 
     for verb, order in (("load", Verb.LOAD), ("unload", Verb.UNLOAD)):
         assert await models(verb, "a") == 0
         assert await asked(broker) == {"a": order}
-    assert await models("sleep") == 0
-    assert await asked(broker) == {"a": Verb.UNLOAD}
+    for level, order in (("1", Verb.SLEEP), ("2", Verb.UNLOAD)):
+        assert await models("sleep", "--level", level) == 0
+        assert await asked(broker) == {"a": order}
     assert await models("wake", "b") == 0
     assert await asked(broker) == {"b": Verb.LOAD}
     assert await models("wake") == 0
     assert await asked(broker) == {}, "no engine sleeps"
     assert await models("load", "c") != 0
     assert await models("list") == 0
-    await broker.roster.renew("one", RosterRow(MODELS, last="a"))
+    await broker.roster.renew("one", RosterRow(MODELS, last="a", keeps="a"))
+    assert await models("list") == 0
+    assert await models("sleep") == 0
+    assert await asked(broker) == {}, "it sleeps"
+    assert await models("sleep", "--level", "2") == 0
+    assert await asked(broker) == {"a": Verb.UNLOAD}
     assert await models("wake") == 0
     assert await asked(broker) == {"a": Verb.LOAD}
     shown = capsys.readouterr()
     assert "listed are: a, b" in shown.err
     assert "engine one serves a, of a, b; b can't be loaded: it is cut off" in shown.out
+    assert "engine one sleeps with the weights of a, of a, b" in shown.out

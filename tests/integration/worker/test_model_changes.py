@@ -106,6 +106,28 @@ async def test_an_engine_killed_as_it_changes_its_model_loses_no_request_of_eith
         )
 
 
+async def test_an_engine_sleeps_with_its_weights_and_requests_wake_it(stack: Stack, folders: dict[str, Path]) -> None:
+    def num_woken() -> int:
+        return stack.engines[0].log.read_text().count("wake_up_s")
+
+    async with httpx.AsyncClient(base_url=stack.gateways[0].url, timeout=LIMIT_S) as client:
+        assert (await complete(client, "demo")).status_code == 200
+        assert (await client.post("/sleep")).status_code == 200
+        await eventually_row(stack, serving="", is_loading=False, keeps="demo")
+        assert (await client.get("/is_sleeping")).json() == {"is_sleeping": True}
+        reading = asyncio.create_task(complete(client, "demo", LONG))
+        await eventually_row(stack, serving="demo", active=1, keeps="")
+        assert num_woken() == 1
+        assert (await client.post("/sleep?level=1")).status_code == 200
+        answer = await reading
+        assert answer.json()["choices"][0]["text"] == expected(folders["demo"], LONG)
+        assert num_woken() == 2, "the request ended before the sleep"
+        assert (await client.post("/sleep")).status_code == 200
+        await eventually_row(stack, keeps="demo")
+        assert (await complete(client, "other")).json()["choices"][0]["text"] == expected(folders["other"], SHORT)
+        assert num_woken() == 2, "another model's request frees the weights"
+
+
 async def test_a_model_that_is_cut_off_is_refused_and_hurts_no_other(stack: Stack, folders: dict[str, Path]) -> None:
     async with httpx.AsyncClient(base_url=stack.gateways[0].url, timeout=LIMIT_S) as client:
         broken, sound = await asyncio.gather(complete(client, "broken"), complete(client, "other"))

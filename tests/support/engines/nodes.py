@@ -43,7 +43,7 @@ def start_follower(folder: Path, options: Mapping[str, Any]) -> subprocess.Popen
     program = folder / "follower.py"
     program.write_text(PROGRAM)
     command = [sys.executable, str(program), str(folder), json.dumps({**options, "node_rank": 1})]
-    environ = {**os.environ, "PYTHONPATH": str(TESTS)}
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
 
 

@@ -21,6 +21,7 @@ from pagestream_engine.executor.base import RunnerFactory, make_model_runner, ma
 from pagestream_engine.executor.grammar_gate import GrammarGate
 from pagestream_engine.executor.pipeline import StepPipeline
 from pagestream_engine.executor.select import make_executor
+from pagestream_engine.executor.sleep import Sleep, forget_prefixes
 from pagestream_engine.models.folder import load_tokenizer, resolve_model
 from pagestream_engine.plugins import import_plugins
 from pagestream_engine.request.adapter import Adapter
@@ -102,6 +103,8 @@ class Engine:
         num_ahead = int(executor.overlaps if is_async is None else is_async)
         self._steps = StepPipeline(self._scheduler, plans, executor, num_ahead)
         self._gate = GrammarGate(self._steps, self._scheduler)
+        # Releases memory while there are no requests.
+        self.sleep = Sleep(self._steps, self._cache, self._scheduler.residency, self.has_unfinished_requests)
         self._pieces = Pieces(self.tokenizer) if self.tokenizer is not None else None
         self._generations: dict[str, Generation] = {}
         self._searches = Searches(self._scheduler, self._cache, self._pieces)
@@ -163,6 +166,7 @@ class Engine:
         Raises:
             InvalidRequest: names what is wrong (a `ValueError`). The engine is unhurt.
             PromptTooLong: the prompt leaves no room for a new token.
+            EngineAsleep: the engine sleeps.
         """
         siblings = (Sibling(request_id, params, output_token_ids),)
         self.add_group(
@@ -230,6 +234,7 @@ class Engine:
             cache_salt: as for `add_group`.
             adapter: as for `add_group`.
         """
+        self.sleep.check_awake()
         seq_ids = [sibling.seq_id for sibling in siblings]
         if not seq_ids or len(set(seq_ids)) < len(seq_ids):
             raise InvalidRequest(f"siblings: given sequence ids {seq_ids}, expected at least one, and all different")
@@ -389,14 +394,13 @@ class Engine:
         self._steps.roll_back()
         self._scheduler.residency.forget()
         first.close()
-        self._pool.reset_prefix_cache()
-        if self._cache.tier is not None:
-            self._cache.tier.reset()
+        forget_prefixes(self._cache)
         cache = replace(self.config.cache, num_gpu_blocks_override=first.facts.num_blocks)
         self._steps.executor = make_executor(self._make_runner, self.folder, replace(self.config, cache=cache))
         self._gate.prepare_again()
         if self._steps.executor.facts.fingerprint != first.facts.fingerprint:
             raise InvariantViolation("the model has changed since the first executor has loaded it")
+        self.sleep.is_asleep = False
 
     @property
     def num_requeues(self) -> int:

@@ -151,6 +151,14 @@ class CompilerNotFound(NativeBuildError):  # noqa: N818
     """There is no C++ compiler on this machine."""
 
 
+class EngineAsleep(EngineError, RuntimeError):  # noqa: N818
+    """An engine that sleeps was to run something."""
+
+
+class SleepFailed(EngineError, RuntimeError):  # noqa: N818
+    """The executor could not go to sleep, or wake up. It is of no use then."""
+
+
 class InvariantViolation(EngineError):  # noqa: N818
     """The engine's bookkeeping contradicts itself: a bug, never the fault of a request."""
 

@@ -146,6 +146,14 @@ class LLM:
             )
         return embeddings
 
+    def sleep(self, level: int = 1) -> None:
+        """Release the KV cache and what steps work with; a GPU's weights go to host memory. See `Sleep.begin`."""
+        self.engine.sleep.begin(level)
+
+    def wake_up(self) -> None:
+        """Take that memory again: prompts can be run. See `Sleep.end`."""
+        self.engine.sleep.end()
+
     def _encode(self, texts: list[str]) -> list[list[int]]:
         if not texts:
             return []

@@ -48,6 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for verb, text in _CHANGES.items():
         changing = actions.add_parser(verb, help=text)
         changing.add_argument("name", metavar="NAME", nargs="?" if verb in _OF_ALL else None)
+        if verb == "sleep":
+            changing.add_argument(
+                "--level", type=int, choices=(1, 2), default=1, help="1: weights stay in host memory; 2: nothing does"
+            )
         limit = "for it to be so (default: ask, and return)"
         changing.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help=limit)
         store.add_arguments(changing, argparse.SUPPRESS)
@@ -96,7 +100,9 @@ async def _change(broker: Broker, arguments: argparse.Namespace) -> None:
 
     action = arguments.action
     verb = Verb.LOAD if action in ("load", "wake") else Verb.UNLOAD
-    names = _named(await broker.roster.read(), action, arguments.name)
+    if action == "sleep" and arguments.level == 1:
+        verb = Verb.SLEEP
+    names = _named(await broker.roster.read(), verb, arguments.name)
     if not names:
         say("no engine that may sleep serves a model" if action == "sleep" else "no engine sleeps")
         return
@@ -116,11 +122,14 @@ async def _change(broker: Broker, arguments: argparse.Namespace) -> None:
     say(f"{', '.join(names)}: {action} is done" if done else f"{', '.join(names)}: engines were asked to {action}")
 
 
-def _named(view: RosterView, action: str, name: str | None) -> list[str]:
+def _named(view: RosterView, verb: Verb, name: str | None) -> list[str]:
     """Return the models that an action is about. NotFoundError where no engine lists the one that was named."""
+    from pagestream_streams.admin.roster import Verb
+
     rows = view.engines.values()
     if name is None:
-        return sorted({row.serving if action == "sleep" else row.last for row in rows} - {""})
+        kept = {row.keeps for row in rows if verb is Verb.UNLOAD}
+        return sorted(({row.last if verb is Verb.LOAD else row.serving for row in rows} | kept) - {""})
     listed = sorted({each for row in rows for each in row.models})
     if name not in listed:
         raise NotFoundError(
@@ -135,7 +144,7 @@ def _is_done(view: RosterView, name: str, verb: Verb) -> bool:
     serving = [row for row in view.engines.values() if row.serving == name]
     if verb is Verb.LOAD:
         return any(not row.is_loading for row in serving)
-    return not serving
+    return not serving and not (verb is Verb.UNLOAD and any(row.keeps == name for row in view.engines.values()))
 
 
 async def _remove(broker: Broker, arguments: argparse.Namespace) -> None:
@@ -160,7 +169,9 @@ def engine_line(engine_id: str, row: RosterRow) -> str:
     """Format one engine that may change its model."""
     state = f"loads {row.serving}" if row.is_loading else f"serves {row.serving}"
     if not row.serving:
-        state = f"has no model since {row.last} was unloaded"
+        state = (
+            f"sleeps with the weights of {row.keeps}" if row.keeps else f"has no model since {row.last} was unloaded"
+        )
     failed = "".join(f"; {name} can't be loaded: {reason}" for name, reason in row.failed.items())
     return f"  engine {engine_id.partition(':')[0]} {state}, of {', '.join(row.models)}{failed}"
 

@@ -155,7 +155,8 @@ STARTUP_DURATION = _gauge("pagestream.engine.startup.duration", "s", "From the p
 STARTUP_PART_DURATION = _gauge(
     "pagestream.engine.startup.part.duration",
     "s",
-    "Of the startup's parts: process (and its child's), import (of torch), weights, cache, warm_up, join (Redis).",
+    "Of the startup's parts: process (and its child's), import (of torch), weights, cache, warm_up, join (Redis); or, "
+    "after a sleep with weights, wake_up and join.",
     "part",
 )
 DRAINING = _gauge("pagestream.engine.draining", "1", "1 from SIGTERM to the engine's end, else 0.")

@@ -2,8 +2,11 @@
 
 import asyncio
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
+from weakref import ref
 
 from pagestream_streams import EngineSession
 from pagestream_streams.protocol.records import LENGTHS_FIELD
@@ -84,13 +87,20 @@ class Worker:
         )
         self._appending = AppendLoop(self._requests, self._outputs, settings, telemetry, pending)
 
-    async def run(self, session: EngineSession, stop: asyncio.Event, leave: asyncio.Event | None = None) -> None:
+    async def run(
+        self,
+        session: EngineSession,
+        stop: asyncio.Event,
+        leave: asyncio.Event | None = None,
+        keeps_weights: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Serve until `stop` or `leave` is set, then hand everything back.
 
         Args:
             session: of the engine.
             stop: the process ends.
             leave: the process goes on with another model; what runs has settings.switch_finish_s to end.
+            keeps_weights: once `leave` is set: whether the engine falls asleep in place of its end.
 
         Raises:
             EngineFailed: the engine ended by an error.
@@ -136,7 +146,7 @@ class Worker:
             leaving.cancel()
             await watch.stop()
             results = await self._stop([self._claiming.task, *tasks], marks)
-            await shutdown.drain()
+            await shutdown.drain(keeps_weights=leave.is_set() and not stop.is_set() and keeps_weights())
         for result in results:
             if isinstance(result, Exception):
                 raise result
@@ -153,11 +163,13 @@ class Worker:
                 lookahead.on_prefill(begun.remaining)
             marks.on_begun(begun)
 
-        self._core.listen(on_outputs=self._outputs.take, on_begun=begin, on_step=self._telemetry.step)
-        # Not asyncio.wrap_future: in Python 3.11 an asyncio future refuses StopIteration, and the end would be lost.
-        self._core.ended.add_done_callback(
-            lambda ended: loop.call_soon_threadsafe(self._outputs.end, ended.exception())
+        self._core.listen(
+            on_outputs=self._outputs.take,
+            on_begun=begin,
+            on_step=self._telemetry.step,
+            on_outputs_ended=lambda: self._outputs.end(None),
         )
+        self._core.ended.add_done_callback(partial(_end, loop, ref(self._outputs)))
 
     async def _stop(self, tasks: Sequence[asyncio.Task[None]], marks: StepMarks) -> list[BaseException | None]:
         # A cancellation can get lost inside a Redis command, so the loops have a flag as well.
@@ -205,3 +217,13 @@ class Worker:
             "degradation_rung": int(self.degradation.rung),
             LENGTHS_FIELD: json.dumps(self._requests.lengths.table(_MOST_LENGTHS), separators=(",", ":")),
         }
+
+
+def _end(loop: asyncio.AbstractEventLoop, outputs: ref[StepOutputs], ended: Future[None]) -> None:
+    """End a worker's outputs with its engine. An engine that has slept and woken has had workers that are gone.
+
+    Not asyncio.wrap_future: in Python 3.11 an asyncio future refuses StopIteration, and the end would be lost.
+    """
+    living = outputs()
+    if living is not None:
+        loop.call_soon_threadsafe(living.end, ended.exception())

@@ -141,7 +141,7 @@ def test_a_machine_ends_with_the_leader(tmp_path: Path, options: dict[str, Any],
     program = tmp_path / "leader.py"
     program.write_text(LEADER)
     command = [sys.executable, str(program), str(tmp_path), json.dumps(options)]
-    environ = {**os.environ, "PYTHONPATH": str(TESTS)}
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as leader:
         assert leader.stdout is not None
         assert leader.stdout.readline() == "loaded\n"

@@ -137,7 +137,7 @@ def test_ranks_end_with_their_parent(tmp_path: Path) -> None:
     program = tmp_path / "parent.py"
     program.write_text(PARENT)
     support = str(Path(__file__).parents[3])
-    environ = {**os.environ, "PYTHONPATH": support}
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([support, *sys.path])}
     command = [sys.executable, str(program), str(make_folder(tmp_path))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as parent:
         assert parent.stdout is not None

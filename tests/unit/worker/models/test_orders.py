@@ -45,3 +45,13 @@ def test_an_engine_frees_what_it_serves_since_before_the_order() -> None:
     assert read_duties(row, view).frees
     for other in (replace(row, since_ms=6), replace(row, is_loading=True), replace(row, serving="b")):
         assert not read_duties(other, view).frees
+
+
+def test_an_engine_sleeps_with_its_weights_until_it_is_to_free_them() -> None:
+    view = RosterView(0, "", {}, {}, {"a": Order(Verb.SLEEP, 5)})
+    row = RosterRow(MODELS, serving="a", since_ms=5)
+    assert read_duties(row, view) == Duties(sleeps=True)
+    asleep = RosterRow(MODELS, last="a", keeps="a", since_ms=5)
+    assert read_duties(asleep, view) == Duties()
+    assert read_duties(asleep, replace(view, orders={"a": Order(Verb.UNLOAD, 6)})) == Duties(frees=True)
+    assert read_duties(replace(asleep, keeps=""), replace(view, orders={"a": Order(Verb.UNLOAD, 6)})) == Duties()

@@ -34,6 +34,7 @@ def fleets(draw: st.DrawFn) -> list[EngineState]:
             served_s=draw(st.floats(0, 30)),
             active=draw(st.integers(0, 4)),
             owes=draw(st.booleans()),
+            keeps=draw(st.sampled_from(["", *sorted(models)])),
         )
 
     return [engine(number) for number in range(draw(st.integers(1, 5)))]
@@ -176,3 +177,10 @@ def test_who_gives_an_engine() -> None:
     still = replace(engines[2], wakes=False)
     assert plan_changes([still], waiting, LIMITS) == ()
     assert plan_changes([still], {"a": Demand(is_ordered=True)}, LIMITS) == (Change("empty", "a"),)
+
+
+def test_an_engine_that_keeps_the_weights_of_a_model_loads_it() -> None:
+    asleep = {name: EngineState(name, ANY, keeps=keeps) for name, keeps in (("x", "b"), ("y", ""), ("z", "a"))}
+    for gone, taken in (("", "z"), ("z", "y"), ("y", "x")):
+        asleep.pop(gone, None)
+        assert plan_changes(list(asleep.values()), {"a": Demand(1, 10)}, LIMITS) == (Change(taken, "a"),)

@@ -151,6 +151,14 @@ class KVStore:
             self._attached.allocate(num_blocks)
             self.parts += self._attached.parts
 
+    def release(self) -> None:
+        """Free the cache of all layers, until `allocate`."""
+        self.layers.clear()
+        self.scales.clear()
+        self.parts = ()
+        if self._attached is not None:
+            self._attached.release()
+
     def _view_values(self, pages: Tensor, shape: CacheShape) -> Tensor:
         """View (num_blocks, page_size) as `LayerCache.values`."""
         return pages.view(len(pages), shape.num_kv_heads, shape.block_size, shape.head_dim)

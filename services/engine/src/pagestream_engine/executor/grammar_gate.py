@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pagestream_engine.errors import RequestFault
 from pagestream_engine.executor.pipeline import StepPipeline
 from pagestream_engine.request.adapter import LoadedAdapter
-from pagestream_engine.request.grammars import Grammar
+from pagestream_engine.request.grammars import Grammar, PreparedGrammar
 from pagestream_engine.request.outputs import StepOutput
 from pagestream_engine.request.sequence import TokenSequence
 from pagestream_engine.scheduler.scheduler import Scheduler
@@ -92,6 +92,8 @@ class GrammarGate:
         for done in self._steps.executor.prepared(IDLE_WAIT_S if is_idle else 0.0):
             if isinstance(done, LoadedAdapter):
                 scheduler.residency.note(done)
+                continue
+            if not isinstance(done, PreparedGrammar):
                 continue
             grammar, error = done
             if error is not None:

@@ -1,18 +1,34 @@
-"""What an executor does beside its steps, for sequences that wait: it compiles grammars, and reads adapters."""
+"""What an executor does beside its steps: it compiles grammars and reads adapters, for sequences that wait; and between
+two steps it gives up memory, and takes it again."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from pagestream_engine.errors import InvariantViolation
 from pagestream_engine.grammar.compiler import GrammarCompiler
 from pagestream_engine.request.adapter import AdapterLoad, LoadedAdapter
 from pagestream_engine.request.grammars import Grammar, PreparedGrammar
 
-Preparation = Grammar | AdapterLoad
-Prepared = PreparedGrammar | LoadedAdapter
+
+class SleepChange(NamedTuple):
+    """The executor is to give up its memory but for the weights, or to have it again. It is done between two steps."""
+
+    is_asleep: bool
+    """Whether it is to give it up."""
+
+
+class SleepChanged(NamedTuple):
+    """A `SleepChange` was made, or could not be: the executor can't go on then."""
+
+    is_asleep: bool
+    error: str | None
+
+
+Preparation = Grammar | AdapterLoad | SleepChange
+Prepared = PreparedGrammar | LoadedAdapter | SleepChanged
 
 
 class PreparedByAll:
@@ -30,20 +46,31 @@ class PreparedByAll:
     def note(self, rank: int, replies: Iterable[Prepared]) -> None:
         """Take replies of a rank."""
         for reply in replies:
-            key = reply.revision if isinstance(reply, LoadedAdapter) else reply
+            key = _key(reply)
             self._replies.setdefault(key, [deque() for _ in range(self._num_ranks)])[rank].append(reply)
 
     def take(self) -> list[Prepared]:
-        """Return what is done, once. An adapter that one rank could not read has failed."""
+        """Return what is done, once. What one rank could not do has failed."""
         done: list[Prepared] = []
         for key, of_ranks in list(self._replies.items()):
             while all(of_ranks):
                 replies = [of_rank.popleft() for of_rank in of_ranks]
-                failed = (each for each in replies if isinstance(each, LoadedAdapter) and each.error is not None)
+                failed = (each for each in replies if each.error is not None)
                 done.append(next(failed, replies[0]))
             if not any(of_ranks):
                 del self._replies[key]
         return done
+
+
+def _key(reply: Prepared) -> object:
+    """Return what the replies of all ranks to one preparation have in common."""
+    match reply:
+        case LoadedAdapter():
+            return reply.revision
+        case SleepChanged():
+            return reply.is_asleep
+        case PreparedGrammar():
+            return reply
 
 
 @runtime_checkable
@@ -79,13 +106,30 @@ class AdaptingRunner(Protocol):
         ...
 
 
+@runtime_checkable
+class SleepingRunner(Protocol):
+    """A runner that can give up memory, and take it again."""
+
+    def sleep(self) -> None:
+        """Release the cache and what steps work with; keep the weights in host memory."""
+        ...
+
+    def wake_up(self) -> None:
+        """Be as after the load, with an empty cache of the same size.
+
+        Raises:
+            ConfigError: there is no memory for it any more.
+        """
+        ...
+
+
 def prepare(runner: object, wanted: Preparation, reply: Callable[[Prepared], None]) -> None:
     """Let a runner begin with a preparation.
 
     Args:
         runner: of the executor.
         wanted: what to prepare.
-        reply: called with what came of it, on another thread.
+        reply: called with what came of it, on another thread where it is done beside the steps.
 
     Raises:
         InvariantViolation: the runner has no such thing, so that no request should have asked for it.
@@ -94,5 +138,18 @@ def prepare(runner: object, wanted: Preparation, reply: Callable[[Prepared], Non
         runner.grammars.prepare(wanted, reply)
     elif isinstance(wanted, AdapterLoad) and isinstance(runner, AdaptingRunner) and runner.adapters is not None:
         runner.adapters.load(wanted, reply)
+    elif isinstance(wanted, SleepChange) and isinstance(runner, SleepingRunner):
+        reply(_changed(runner, wanted))
     else:
         raise InvariantViolation(f"{type(runner).__name__}: given {type(wanted).__name__}, which it can't prepare")
+
+
+def _changed(runner: SleepingRunner, wanted: SleepChange) -> SleepChanged:
+    try:
+        if wanted.is_asleep:
+            runner.sleep()
+        else:
+            runner.wake_up()
+    except Exception as error:  # noqa: BLE001 - of devices and allocators; the engine is told, and gives the executor up
+        return SleepChanged(wanted.is_asleep, f"{type(error).__name__}: {error}")
+    return SleepChanged(wanted.is_asleep, None)

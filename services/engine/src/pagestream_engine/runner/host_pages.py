@@ -37,11 +37,22 @@ class HostPages:
         self._stream: torch.cuda.Stream | None = None
         if store.device.type == "cuda":
             self._stream = torch.cuda.Stream(store.device)  # type: ignore[no-untyped-call]
-        self._slabs = [self._allocate(count) for count in slabs]
+        self._num_pages = list(slabs)
+        self._slabs: list[list[Tensor]] = []
         """Of each allocation the parts of its pages, (pages, 2, layer slots, ...)."""
+        self.allocate()
 
     def __len__(self) -> int:
         return self._ends[-1]
+
+    def allocate(self) -> None:
+        """Allocate the pages, again after `release`; what they hold is undefined."""
+        self._slabs = [self._allocate(count) for count in self._num_pages]
+
+    def release(self) -> None:
+        """Free the pages, once all copies are done, until `allocate`."""
+        self._synchronize()
+        self._slabs = []
 
     def launch(self, saves: Sequence[Sequence[int]], loads: Sequence[Sequence[int]]) -> None:
         """Begin a step's copies, and let what is launched from now on wait for those of the steps before.

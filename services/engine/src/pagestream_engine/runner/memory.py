@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -178,6 +180,16 @@ def step_memory(num_tokens: int, num_samples: int) -> Iterator[None]:
             raise
         first_line = str(error).partition("\n")[0]
         raise OutOfMemory(f"a step of {num_tokens} tokens and {num_samples} samples: {first_line}") from error
+
+
+def give_back_memory(device: torch.device) -> None:
+    """Give the memory that no tensor needs back to the device and to the system."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    if sys.platform == "linux":
+        with suppress(AttributeError):  # of another library than glibc, which has no such call
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def available_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:

@@ -20,6 +20,7 @@ from pagestream_engine.grammar.sampling import ConstrainedSampling
 from pagestream_engine.models.config import DTYPES, ModelInfo
 from pagestream_engine.models.folder import resolve_model
 from pagestream_engine.models.offload.copier import Copier
+from pagestream_engine.models.offload.moving import MovedTensors, tensors_of
 from pagestream_engine.models.select import open_model
 from pagestream_engine.models.source import Target
 from pagestream_engine.parallel.ranks import open_ranks
@@ -32,6 +33,7 @@ from pagestream_engine.runner.memory import (
     available_bytes,
     check_weights_fit,
     cpu_pool_bytes,
+    give_back_memory,
     gpu_pool_bytes,
     offload_target,
     step_memory,
@@ -95,7 +97,6 @@ class ModelRunner:
         wanted, by_triton = config.model.deterministic, prefers_triton(config.model.attention_backend, device)
         check_model_allows(wanted, source, by_triton=by_triton)
         exact_linears = wants_exact_linears(wanted, self.dtype, device, by_triton=by_triton)
-        shared_bytes = int(config.model.shared_weights_gb * 2**30)
         self._ranks = open_ranks(config.place, device, fixed_order=exact_linears)
         self._stage = open_stage(config.place, device, self.dtype)
         target = Target(
@@ -104,7 +105,7 @@ class ModelRunner:
             self.max_model_len,
             exact_linears,
             by_triton,
-            shared_bytes,
+            int(config.model.shared_weights_gb * 2**30),
             config.model.quantization,
             offload_target(config.model.cpu_offload_gb, source, device, copier),
             self._ranks,
@@ -138,6 +139,7 @@ class ModelRunner:
         self._model_dir, self._plugin_digest, self.has_head = model_dir, source.plugin_digest, info.has_head
         self._num_blocks, self._num_compilations, self.pooled_size = 0, 0, self._model.pooled_size
         self._host_pages: HostPages | None = None
+        self._moved: MovedTensors | None = None  # what a GPU's tensors held before it went to sleep
         # Graphs with exchanges between ranks have not been tried.
         if recorder is None and device.type == "cuda" and not config.model.enforce_eager and config.place.size == 1:
             recorder = CudaGraphRecorder(device)
@@ -277,7 +279,9 @@ class ModelRunner:
                     _log.warning("warm-up: %s", error)
             self.forget_rows()
         if self._recorder is not None:
-            self._record(self._recorder)
+            self._batch.set_padding_block(self._num_blocks)
+            self._graphs = DecodeGraphs(self._model, self._backend, self._batch, self._graph_sizes)
+            self._graphs.record(self._recorder)
         self._num_compilations = self._backend.num_compilations()
 
     @property
@@ -285,11 +289,35 @@ class ModelRunner:
         """Kernels that were compiled, or fetched from Triton's cache folder, since `warm_up`: each held up a step."""
         return self._backend.num_compilations() - self._num_compilations
 
-    def _record(self, recorder: Recorder) -> None:
-        self._batch.set_padding_block(self._num_blocks)
-        graphs = DecodeGraphs(self._model, self._backend, self._batch, self._graph_sizes)
-        graphs.record(recorder)
-        self._graphs = graphs
+    def sleep(self) -> None:
+        """Free the cache, host pages, recorded steps and rows. A GPU's weights and adapters' slots go to host memory.
+
+        A CPU's weights stay where they are.
+        """
+        self._graphs = None
+        self._backend.store.release()
+        if self._host_pages is not None:
+            self._host_pages.release()
+        self.forget_rows()
+        if self.device.type == "cuda":
+            roots = (self._model, self._speculation, self._backend)  # adapters' slots are the linears'
+            self._moved = MovedTensors(tensors_of(roots), self.device)
+        give_back_memory(self.device)
+
+    def wake_up(self) -> None:
+        """Have all of that again, with an empty cache, and warm up.
+
+        Raises:
+            ConfigError: there is no memory for the cache any more.
+            RuntimeError: likewise, for the weights.
+        """
+        if self._moved is not None:
+            moved, self._moved = self._moved, None
+            moved.restore()
+        self.allocate_kv_cache(self._num_blocks)
+        if self._host_pages is not None:
+            self._host_pages.allocate()
+        self.warm_up()
 
     @property
     def _num_padding_blocks(self) -> int:

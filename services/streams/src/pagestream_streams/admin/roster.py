@@ -27,7 +27,9 @@ class Verb(StrEnum):
     LOAD = "load"
     """One engine loads it, as if a request waited for it."""
     UNLOAD = "unload"
-    """Engines that serve it free all of it."""
+    """Engines that serve it, or keep its weights, free all of it."""
+    SLEEP = "sleep"
+    """Engines that serve it keep its weights in host memory, and free the rest."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,9 @@ class RosterRow:
     is_loading: bool = False
     """Whether it claims nothing yet, since it ends one model or loads the next."""
     last: str = ""
-    """The model that it had before an operator had it unloaded; "" while it has one."""
+    """The model that it had before an operator had it unloaded, or put to sleep; "" while it has one."""
+    keeps: str = ""
+    """The model, `last`, whose weights it has in host memory while it sleeps; "" for none."""
     since_ms: int = 0
     """When it began to serve `serving`, by Redis' clock; 0 while it loads."""
     active: int = 0

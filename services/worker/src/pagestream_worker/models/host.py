@@ -16,7 +16,7 @@ from pagestream_telemetry.process import process_age_s
 from pagestream_worker.card import ModelCardError
 from pagestream_worker.models.cores import Cores
 from pagestream_worker.models.failures import Failures
-from pagestream_worker.models.loader import Loader
+from pagestream_worker.models.loader import Loader, process_of
 from pagestream_worker.models.orders import read_duties
 from pagestream_worker.models.readings import read_demands, read_states
 from pagestream_worker.models.serving import LoadedModel, ModelService
@@ -24,7 +24,6 @@ from pagestream_worker.models.sharing import SharingLimits, plan_changes
 from pagestream_worker.models.turns import Turns
 from pagestream_worker.models.waiting import unless_stopped, when_redis_answers
 from pagestream_worker.stepping.engine_core import EngineCoreError
-from pagestream_worker.stepping.engine_process import EngineProcess
 from pagestream_worker.stepping.reports import ModelInspected
 from pagestream_worker.worker import Worker
 
@@ -65,6 +64,8 @@ class ModelHost:
         self._clock_ms = 0.0  # that of Redis, less this process' monotonic one
         self._leave = asyncio.Event()
         self._target = ""
+        self._keeps_weights = False  # of the model that is given up, while there is no target
+        self._asleep: LoadedModel | None = None
         self._model: LoadedModel | None = None
         self._worker: Worker | None = None
         self._beat = Periodic("roster", BEAT_S, self._renew)
@@ -91,7 +92,7 @@ class ModelHost:
         try:
             while not stop.is_set():
                 if self._model is not None:
-                    await self._service.serve(self._model, self._leave, self._serve)
+                    await self._service.serve(self._model, self._leave, self._serve, lambda: self._keeps_weights)
                 else:
                     self._rest()
                     await unless_stopped(self._leave.wait(), stop)
@@ -107,14 +108,23 @@ class ModelHost:
     # -- changes --
 
     async def _change(self, old: LoadedModel | None) -> LoadedModel | None:
-        """End the engine that runs, and load the target; return None where there is none."""
+        """End the engine that runs, or let it sleep, and load the target; return None where there is none."""
         stop = self._service.stop
         target = self._target
         began_s = process_age_s()
-        if old is not None:
-            await unless_stopped(self._loader.end(old.core), stop)
+        asleep, self._asleep = self._asleep, None
         model = None
-        if target:
+        if old is not None:
+            if self._keeps_weights and await unless_stopped(self._loader.fell_asleep(old), stop):
+                self._asleep = old
+            else:
+                await unless_stopped(self._loader.end(old.core), stop)
+        if asleep is not None:
+            if asleep.name == target:
+                model = await unless_stopped(self._loader.wake(asleep, began_s), stop)
+            if model is None:
+                await unless_stopped(self._loader.end(asleep.core), stop)
+        if target and model is None:
             try:
                 model = await unless_stopped(self._loader.load(target, began_s), stop)
             except _LOAD_ERRORS as error:
@@ -124,8 +134,9 @@ class ModelHost:
                     model = await unless_stopped(self._loader.load(old.name, began_s), stop)
         name = "" if model is None else model.name
         self._failures.forget(name)
-        self._row = replace(self._row, serving=name, is_loading=model is not None)
-        self._target = ""
+        keeps = "" if self._asleep is None else self._asleep.name
+        self._row = replace(self._row, serving=name, is_loading=model is not None, keeps=keeps)
+        self._target, self._keeps_weights = "", False
         self._leave.clear()
         return model
 
@@ -137,7 +148,7 @@ class ModelHost:
     def _rest(self) -> None:
         self._row = replace(self._row, serving="", is_loading=False, since_ms=self._now_ms())
         self._service.instruments.health.rest()
-        logger.info("no model is loaded")
+        logger.info("no model is loaded", extra={"keeps": self._row.keeps})
 
     def _note_failure(self, name: str, reason: str, *, is_permanent: bool) -> None:
         logger.error("the model %s can't be loaded: %s", name, reason, extra={"is_permanent": is_permanent})
@@ -163,7 +174,7 @@ class ModelHost:
         if self._model is None:
             return None
         try:
-            found = await asyncio.wait_for(_process(self._model).inspect(self._folders[name]), INSPECT_LIMIT_S)
+            found = await asyncio.wait_for(process_of(self._model).inspect(self._folders[name]), INSPECT_LIMIT_S)
         except TimeoutError:
             self._note_failure(name, f"its headers were not read in {INSPECT_LIMIT_S:g} s", is_permanent=False)
             return None
@@ -229,8 +240,10 @@ class ModelHost:
             await self._roster.settle(name, order)
         if self._leave.is_set():
             return
-        if duties.frees:
-            self._row, self._target = replace(self._row, is_loading=True, last=self._row.serving), ""
+        if duties.frees or duties.sleeps:
+            last = self._row.serving or self._row.last
+            self._row, self._target = replace(self._row, is_loading=True, last=last), ""
+            self._keeps_weights = not duties.frees
             self._leave.set()
         elif duties.wakes:
             self._row = replace(self._row, serving=duties.wakes, is_loading=True, last="")
@@ -242,9 +255,3 @@ class ModelHost:
 
     def _now_ms(self) -> int:
         return round(time.monotonic() * 1000 + self._clock_ms)
-
-
-def _process(model: LoadedModel) -> EngineProcess:
-    if not isinstance(model.core, EngineProcess):
-        raise TypeError("models change in processes alone, as the settings have been checked for")
-    return model.core

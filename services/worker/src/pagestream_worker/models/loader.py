@@ -1,7 +1,9 @@
 """Loads models into engine processes, and ends those processes, each within a limit."""
 
 import asyncio
+import logging
 from collections.abc import Mapping
+from dataclasses import replace
 
 from pagestream.v1.records_pb2 import ModelCard
 from pagestream_engine.models.folder import resolve_model
@@ -15,6 +17,8 @@ from pagestream_worker.settings import WorkerSettings
 from pagestream_worker.stepping.engine_core import EngineCore, EngineCoreError
 from pagestream_worker.stepping.engine_process import EngineProcess
 from pagestream_worker.stepping.reports import EngineFacts, ModelFacts
+
+logger = logging.getLogger(__name__)
 
 CARD_LIMIT_S = 30.0
 """To read a model's configuration, tokenizer and template, whose storage may hang."""
@@ -72,6 +76,35 @@ class Loader:
         card = await self.card(name, facts)
         return LoadedModel(name, core, facts, card, began_s, process_age_s())
 
+    async def fell_asleep(self, model: LoadedModel) -> bool:
+        """Wait until an engine that was told to sleep does; False where it can't be used any more."""
+        process = process_of(model)
+        try:
+            async with asyncio.timeout(self._load_timeout_s):
+                await asyncio.wrap_future(process.asleep)
+        except (TimeoutError, EngineCoreError) as error:
+            logger.warning("the model %s does not sleep, and is unloaded: %r", model.name, error)
+            return False
+        return True
+
+    async def wake(self, model: LoadedModel, began_s: float) -> LoadedModel | None:
+        """Wake an engine that sleeps; None where it can't be used any more.
+
+        Args:
+            model: what it has.
+            began_s: as for `load`.
+        """
+        try:
+            async with asyncio.timeout(self._load_timeout_s):
+                duration_s = await asyncio.wrap_future(process_of(model).wake_up())
+        except (TimeoutError, EngineCoreError) as error:
+            logger.warning("the model %s does not wake up, and is loaded anew: %r", model.name, error)
+            return None
+        load_s = {**dict.fromkeys(model.facts.load_s, 0.0), "wake_up": duration_s}
+        return replace(
+            model, facts=replace(model.facts, load_s=load_s), began_s=began_s, loaded_s=process_age_s(), stood_by_s=0.0
+        )
+
     async def card(self, name: str, facts: EngineFacts | ModelFacts) -> ModelCard:
         """Return the card of a model. Raises LoadTimeoutError, EngineError, ModelCardError, OSError."""
         try:
@@ -101,3 +134,10 @@ class Loader:
 
 def _card(source: str, name: str, facts: EngineFacts | ModelFacts, parsers: OutputParsers) -> ModelCard:
     return build_card(resolve_model(source), name, facts, parsers)
+
+
+def process_of(model: LoadedModel) -> EngineProcess:
+    """Return the process of a model's engine."""
+    if not isinstance(model.core, EngineProcess):
+        raise TypeError("models change in processes alone, as the settings have been checked for")
+    return model.core

@@ -11,7 +11,9 @@ class Duties:
     """Of one engine, now."""
 
     frees: bool = False
-    """It gives up the model that it serves."""
+    """It gives up the model that it serves, or whose weights it keeps."""
+    sleeps: bool = False
+    """It gives up the model that it serves, and keeps its weights."""
     wakes: str = ""
     """The model that it had when it was put to sleep, and loads again; "" for none."""
     done: Mapping[str, Order] = field(default_factory=dict)
@@ -28,13 +30,16 @@ def read_duties(row: RosterRow, view: RosterView) -> Duties:
         row: its own, as it is in the roster.
         view: the roster.
     """
-    frees, wakes, done = False, "", {}
+    frees, sleeps, wakes, done = False, False, "", {}
     serves = "" if row.is_loading else row.serving
     for name, order in view.orders.items():
+        is_for_it = name in (serves, row.keeps) and order.at_ms >= row.since_ms
         if order.verb is Verb.UNLOAD:
-            frees = frees or (name == serves and order.at_ms >= row.since_ms)
+            frees = frees or is_for_it
+        elif order.verb is Verb.SLEEP:
+            sleeps = sleeps or (is_for_it and name == serves)
         elif row.last == name and not row.is_loading and name not in (*row.failed, *row.postponed):
             wakes = name
         elif (name == serves or name in row.failed) and not view.is_to_wake(name):
             done[name] = order
-    return Duties(frees, wakes, done)
+    return Duties(frees, sleeps, wakes, done)

@@ -18,6 +18,7 @@ def read_states(view: RosterView) -> list[EngineState]:
             served_s=(view.now_ms - row.since_ms) / 1000,
             active=row.active,
             owes=row.owes,
+            keeps=row.keeps,
             wakes=row.wakes,
         )
         for engine_id, row in view.engines.items()

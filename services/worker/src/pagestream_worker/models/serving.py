@@ -63,7 +63,11 @@ class ModelService:
     """The process ends."""
 
     async def serve(
-        self, model: LoadedModel, leave: asyncio.Event, on_ready: Callable[[Worker], None] = lambda _: None
+        self,
+        model: LoadedModel,
+        leave: asyncio.Event,
+        on_ready: Callable[[Worker], None] = lambda _: None,
+        keeps_weights: Callable[[], bool] = lambda: False,
     ) -> None:
         """Serve a model until the process is stopped or `leave` is set.
 
@@ -71,6 +75,7 @@ class ModelService:
             model: what is served.
             leave: the process goes on with another model.
             on_ready: gets the worker before it claims.
+            keeps_weights: see `Worker.run`.
 
         Raises:
             Stopped: the process was stopped before the worker ran.
@@ -92,7 +97,7 @@ class ModelService:
             logger.info("ready", extra={"model": model.name, "engine_id": session.engine_id})
             on_ready(worker)
             try:
-                await worker.run(session, self.stop, leave)
+                await worker.run(session, self.stop, leave, keeps_weights)
             finally:
                 if leave.is_set() and not self.stop.is_set():
                     registry.off_collect(gauges.update)

@@ -45,6 +45,8 @@ class EngineState:
     """Requests that it runs."""
     owes: bool = False
     """Whether it keeps its model for requests that it has begun, see `Turns`."""
+    keeps: str = ""
+    """The model whose weights it has, while it serves none."""
     wakes: bool = True
     """Whether requests make it load a model while it has none; False: only an operator does."""
 
@@ -77,7 +79,8 @@ def plan_changes(
 
     1. A model that is asked for and has no engine gets one, the longest unserved first: one that does nothing, else one
        of a model that has several, else one that has served its model for `min_serve_s` and owes nothing there. So
-       none waits for longer than a turn and a change for each other model that its engines may serve.
+       none waits for longer than a turn and a change for each other model that its engines may serve. Of those that
+       do nothing, one that keeps the model's weights is taken before others.
     2. Where more than `spread_tokens` wait for each engine of a model, it gets one more: one that does nothing, or one
        of a model that has several and, afterwards, `gain` times less for each.
     """
@@ -94,6 +97,13 @@ def plan_changes(
 _Cost = tuple[int, float, float, str]
 """Of a change, for comparison; the first figure is one of these."""
 _EMPTY, _IDLE, _OF_SEVERAL, _LAST = range(4)
+
+
+def _kept_cost(engine: EngineState, model: str) -> float:
+    """Return what an engine without a model gives up of what it keeps."""
+    if engine.keeps:
+        return 0.0 if engine.keeps == model else 2.0
+    return 1.0
 
 
 @dataclass(frozen=True)
@@ -128,7 +138,7 @@ class _Readings:
         if not engine.serving:
             if not (engine.wakes or self.demands[model].is_ordered):
                 return None
-            return _EMPTY, 0.0, 0.0, engine.engine_id
+            return _EMPTY, _kept_cost(engine, model), 0.0, engine.engine_id
         current = self.demands.get(engine.serving, NO_DEMAND)
         if not current.wants_engine and not engine.active:
             return _IDLE, 0.0, -engine.served_s, engine.engine_id

@@ -68,11 +68,17 @@ class Shutdown:
         except TimeoutError:
             logger.info("switch_finish_s is over: %d requests are handed back", len(self.requests))
 
-    async def drain(self) -> None:
+    async def drain(self, *, keeps_weights: bool = False) -> None:
         """End the engine, append the last tokens, and hand back what is unfinished, for at most
         settings.drain_timeout_s. Claims and appends have been stopped.
+
+        Args:
+            keeps_weights: whether the engine falls asleep in place of its end.
         """
-        self.core.submit(Stop())
+        if keeps_weights:
+            self.core.fall_asleep()
+        else:
+            self.core.submit(Stop())
         is_death = self.outputs.counts_as_death
         try:
             async with asyncio.timeout(self.settings.drain_timeout_s):

@@ -75,8 +75,18 @@ class InspectModel:
 
 
 @dataclass(frozen=True)
+class FallAsleep:
+    """Abort all sequences, and release the memory but for the weights. Answers: `OutputsEnded`, then `FellAsleep`."""
+
+
+@dataclass(frozen=True)
+class WakeUp:
+    """Take that memory again; the answer is an `Awoken`."""
+
+
+@dataclass(frozen=True)
 class Stop:
     """End after the current step."""
 
 
-Command = AddGroup | AbortSequences | SetLimits | StepMarked | StartProfile | InspectModel | Stop
+Command = AddGroup | AbortSequences | SetLimits | StepMarked | StartProfile | InspectModel | FallAsleep | WakeUp | Stop

@@ -15,6 +15,7 @@ from pagestream_worker.stepping.commands import AbortSequences, AddGroup, Comman
 from pagestream_worker.stepping.reports import (
     EngineFacts,
     Figures,
+    OutputsEnded,
     ProfileAnswer,
     Refused,
     Report,
@@ -65,6 +66,7 @@ class EngineCore(Protocol):
         on_outputs: TakeOutputs,
         on_begun: Callable[[StepBegun], None],
         on_step: Callable[[float, int], None],
+        on_outputs_ended: Callable[[], None] = lambda: None,
     ) -> None:
         """Set the callbacks, on the event loop that they are called on, before the first command.
 
@@ -72,10 +74,14 @@ class EngineCore(Protocol):
             on_outputs: gets a step's outputs, and before them, in time, its plain tokens.
             on_begun: gets a change of the running step, before that runs.
             on_step: gets a step's duration in seconds and its number of sequences.
+            on_outputs_ended: called where no outputs follow, because of `fall_asleep`.
         """
 
     def submit(self, command: Command) -> None:
         """Send a command, which is executed before the next step. For the event loop alone."""
+
+    def fall_asleep(self) -> None:
+        """Let the engine abort all sequences, and free its memory but for weights in host memory."""
 
     def request_profile(self, steps: int) -> str:
         """Profile the next `steps` steps, and return the path of the trace. Not for the event loop: it waits.
@@ -106,6 +112,7 @@ class ReportReader:
         self._on_outputs: TakeOutputs = lambda _outputs, _tokens: None
         self._on_begun: Callable[[StepBegun], None] = lambda _: None
         self._on_step: Callable[[float, int], None] = lambda _duration_s, _sequences: None
+        self._on_outputs_ended: Callable[[], None] = lambda: None
         self._profiles: deque[Future[str]] = deque()
         self._num_commands = 0
         self._waits_since: float | None = None  # on time.monotonic(), while the engine has work
@@ -117,9 +124,11 @@ class ReportReader:
         on_outputs: TakeOutputs,
         on_begun: Callable[[StepBegun], None],
         on_step: Callable[[float, int], None],
+        on_outputs_ended: Callable[[], None],
     ) -> None:
         """Set the callbacks."""
         self._on_outputs, self._on_begun, self._on_step = on_outputs, on_begun, on_step
+        self._on_outputs_ended = on_outputs_ended
 
     def note_command(self, command: Command) -> None:
         """Note a command that is sent: from now on a report is expected."""
@@ -159,6 +168,9 @@ class ReportReader:
                 self._on_outputs(report.outputs, NO_TOKENS)
             case ProfileAnswer():
                 self._answer(report)
+            case OutputsEnded():
+                self._waits_since = None
+                self._on_outputs_ended()
 
     def end(self) -> None:
         """Expect no further report."""

@@ -7,17 +7,19 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import cast
+from typing import TypeVar, cast
 
 from pagestream_engine.errors import EngineError, ModelError
 
 from pagestream_worker.stepping import child, wire
-from pagestream_worker.stepping.commands import Command, InspectModel, StartProfile
+from pagestream_worker.stepping.commands import Command, FallAsleep, InspectModel, StartProfile, WakeUp
 from pagestream_worker.stepping.engine_core import PROFILE_LIMIT_S, EngineCoreError, ReportReader, TakeOutputs
 from pagestream_worker.stepping.process_main import Preload, Program
 from pagestream_worker.stepping.reports import (
+    Awoken,
     Ended,
     EngineFacts,
+    FellAsleep,
     Figures,
     Loaded,
     LoadFailed,
@@ -28,6 +30,8 @@ from pagestream_worker.stepping.reports import (
 from pagestream_worker.stepping.steps_ahead import Acknowledgements, StepsTaken
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 BUFFER_BYTES = 256 * 1024
 """Of reports that the worker has not read: ten steps of 256 sequences. Then the engine waits, as at STEPS_AHEAD."""
@@ -40,6 +44,8 @@ class EngineProcess:
     """Starts a process that loads an engine, and steps it while it has work. An `EngineCore`.
 
     Both die together: the process when the worker's dies, and its own death ends `ended` with the reason.
+
+    Methods: those of an EngineCore, and one for each thing that its connection and its process may do.
 
     Args:
         program: for the process; None: it comes by `load`.
@@ -57,6 +63,9 @@ class EngineProcess:
         self._exit_code: int | None = None
         self.exited = asyncio.Event()
         """Set when the process is gone and its memory is free."""
+        self.asleep: Future[None] = Future()
+        """Done once the engine sleeps, with EngineCoreError where it could not; of the last `fall_asleep`."""
+        self._awoken: Future[float] | None = None
         self._inspected: dict[str, asyncio.Future[ModelInspected]] = {}
         self._is_closed = False
 
@@ -112,15 +121,36 @@ class EngineProcess:
         on_outputs: TakeOutputs,
         on_begun: Callable[[StepBegun], None],
         on_step: Callable[[float, int], None],
+        on_outputs_ended: Callable[[], None] = lambda: None,
     ) -> None:
         """See EngineCore."""
-        self._reader.listen(on_outputs, on_begun, on_step)
+        self._reader.listen(on_outputs, on_begun, on_step, on_outputs_ended)
 
     def submit(self, command: Command) -> None:
         """See EngineCore."""
         if not self.ended.done():
             self._reader.note_command(command)
             self._send(command)
+
+    def fall_asleep(self) -> None:
+        """See EngineCore. `asleep` gets the answer."""
+        self.asleep = Future()
+        if self.ended.done():
+            self.asleep.set_exception(EngineCoreError("the engine's process has ended"))
+        self.submit(FallAsleep())
+
+    def wake_up(self) -> Future[float]:
+        """Let an engine that sleeps be as after its load.
+
+        Returns:
+            The seconds that it has taken; EngineCoreError where it can't, or has ended.
+        """
+        self._awoken = awoken = Future[float]()
+        if self.ended.done():
+            awoken.set_exception(EngineCoreError("the engine's process has ended"))
+        else:
+            self._send(WakeUp())
+        return awoken
 
     def request_profile(self, steps: int) -> str:
         """See EngineCore."""
@@ -178,6 +208,11 @@ class EngineProcess:
                 self._end(error if report.error else None)
             case ModelInspected():
                 self._inspected.pop(report.source).set_result(report)
+            case FellAsleep():
+                _settle(self.asleep, None, report.error)
+            case Awoken():
+                if self._awoken is not None:
+                    _settle(self._awoken, report.duration_s, report.error)
             case _:
                 self._reader.take(report)
                 self._acknowledgements.note(report)
@@ -219,12 +254,20 @@ class EngineProcess:
         for answer in self._inspected.values():
             answer.set_exception(EngineCoreError("the engine's process has ended"))
             answer.exception()  # its waiter may have given up
-        if not self.loaded.done():
-            self.loaded.set_exception(error or EngineCoreError("the engine's process has ended"))
+        for waiting in (self.loaded, self.asleep, self._awoken):
+            if waiting is not None and not waiting.done():
+                waiting.set_exception(error or EngineCoreError("the engine's process has ended"))
         if error is None:
             self.ended.set_result(None)
         else:
             self.ended.set_exception(error)
+
+
+def _settle(future: Future[T], result: T, error: str) -> None:
+    if error:
+        future.set_exception(EngineCoreError(error))
+    else:
+        future.set_result(result)
 
 
 def _load_error(report: LoadFailed) -> Exception:

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from pagestream_engine.engine import Engine
 from pagestream_streams.fault_points import FaultPoint, reach
 
-from pagestream_worker.stepping.commands import Command, InspectModel, StartProfile, Stop
+from pagestream_worker.stepping.commands import Command, FallAsleep, InspectModel, StartProfile, Stop
 from pagestream_worker.stepping.engine_core import ReportReader, TakeOutputs
 from pagestream_worker.stepping.profiler import StepProfiler, answer_profile
 from pagestream_worker.stepping.reports import EngineFacts, Figures, Report, StepBegun
@@ -51,10 +51,11 @@ class EngineThread(threading.Thread):
         on_outputs: TakeOutputs,
         on_begun: Callable[[StepBegun], None],
         on_step: Callable[[float, int], None],
+        on_outputs_ended: Callable[[], None] = lambda: None,
     ) -> None:
         """See EngineCore."""
         self._loop = asyncio.get_running_loop()
-        self._reader.listen(on_outputs, on_begun, on_step)
+        self._reader.listen(on_outputs, on_begun, on_step, on_outputs_ended)
 
     def submit(self, command: Command) -> None:
         """See EngineCore."""
@@ -62,6 +63,10 @@ class EngineThread(threading.Thread):
             raise TypeError(f"a thread takes no {type(command).__name__}")
         self._reader.note_command(command)
         self._commands.put(command)
+
+    def fall_asleep(self) -> None:
+        """See EngineCore."""
+        self.submit(FallAsleep())
 
     def request_profile(self, steps: int) -> str:
         """See EngineCore."""

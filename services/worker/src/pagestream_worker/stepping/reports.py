@@ -183,6 +183,28 @@ class ModelInspected:
 
 
 @dataclass(frozen=True)
+class OutputsEnded:
+    """The first answer to `FallAsleep`: no output follows until a command after `WakeUp`."""
+
+
+@dataclass(frozen=True)
+class FellAsleep:
+    """The second answer to `FallAsleep`."""
+
+    error: str = ""
+    """Why the engine is of no use any more; "" where it sleeps."""
+
+
+@dataclass(frozen=True)
+class Awoken:
+    """The answer to `WakeUp`."""
+
+    error: str = ""
+    """Why the engine is of no use any more; "" where it is as after its load."""
+    duration_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class Ended:
     """The engine has ended. The last report."""
 
@@ -192,4 +214,17 @@ class Ended:
     """Whether it ended because another machine of its group fell silent."""
 
 
-Report = Loaded | LoadFailed | Figures | StepBegun | StepDone | Refused | ProfileAnswer | ModelInspected | Ended
+Report = (
+    Loaded
+    | LoadFailed
+    | Figures
+    | StepBegun
+    | StepDone
+    | Refused
+    | ProfileAnswer
+    | ModelInspected
+    | OutputsEnded
+    | FellAsleep
+    | Awoken
+    | Ended
+)

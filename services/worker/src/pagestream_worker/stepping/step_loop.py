@@ -12,17 +12,34 @@ from collections.abc import Callable, Iterator
 from math import inf
 
 from pagestream_engine.engine import Engine
-from pagestream_engine.errors import AdapterError, InvalidRequest, RequestFault
+from pagestream_engine.errors import AdapterError, InvalidRequest, RequestFault, SleepFailed
 from pagestream_engine.request.generation import REPLAY_TOKENS
 from pagestream_engine.request.outputs import StepOutput
 from pagestream_engine.request.sequence import Sibling
 from pagestream_engine.scheduler.scheduled_step import ScheduledStep
 
 from pagestream_worker.logs.token_columns import PlainSequences
-from pagestream_worker.stepping.commands import AbortSequences, AddGroup, SetLimits, StepMarked, Stop
+from pagestream_worker.stepping.commands import (
+    AbortSequences,
+    AddGroup,
+    FallAsleep,
+    SetLimits,
+    StepMarked,
+    Stop,
+    WakeUp,
+)
 from pagestream_worker.stepping.gpu import GpuMonitor
 from pagestream_worker.stepping.profiler import StepProfiler
-from pagestream_worker.stepping.reports import Figures, Refused, Report, StepBegun, StepDone
+from pagestream_worker.stepping.reports import (
+    Awoken,
+    FellAsleep,
+    Figures,
+    OutputsEnded,
+    Refused,
+    Report,
+    StepBegun,
+    StepDone,
+)
 from pagestream_worker.stepping.scheduled_ids import decoding, prefill_remaining
 from pagestream_worker.stepping.step_members import StepMembers, request_id_of
 
@@ -33,7 +50,7 @@ FRAGMENTATION_PERIOD_S = 0.5  # between two readings of the fragmentation, which
 ADD_LIMIT_S = 0.005  # of replaying outputs before a step; 524,288 tokens with stop strings take 7 s in all
 MARK_LIMIT_S = 0.25  # longest wait of a step for `StepMarked`
 
-QueuedCommand = AddGroup | AbortSequences | SetLimits | Stop
+QueuedCommand = AddGroup | AbortSequences | SetLimits | FallAsleep | WakeUp | Stop
 LoopCommand = QueuedCommand | StepMarked
 
 
@@ -96,6 +113,7 @@ class StepLoop:
         self._adding: deque[tuple[AddGroup, Iterator[None]]] = deque()  # begun, with outputs that are being replayed
         self._members = StepMembers()
         self._plain = PlainSequences()
+        self._unfinished: set[str] = set()  # ids of sequences
         self._waits_for_mark: set[str] = set()  # sequences of groups that asked for it
         self._gpu = GpuMonitor()
         self._num_begun = self._num_commands = self._num_collected = 0
@@ -163,6 +181,7 @@ class StepLoop:
             self._before_marked_step()
 
     def _forget(self, seq_id: str) -> None:
+        self._unfinished.discard(seq_id)
         self._members.discard(seq_id)
         self._waits_for_mark.discard(seq_id)
         self._plain.discard(seq_id)
@@ -197,9 +216,19 @@ class StepLoop:
             command = self._commands.get(0.0)
         return True
 
-    def _execute(self, command: AddGroup | AbortSequences | SetLimits) -> None:
+    def _execute(self, command: AddGroup | AbortSequences | SetLimits | FallAsleep | WakeUp) -> None:
         if isinstance(command, SetLimits):
             self._engine.set_limits(command.max_num_seqs, saves_blocks=command.saves_blocks)
+            return
+        if isinstance(command, FallAsleep):
+            self._abort(set(self._unfinished))
+            self._report(OutputsEnded())
+            self._report(FellAsleep(self._fall_asleep()))
+            return
+        if isinstance(command, WakeUp):
+            started = time.monotonic()
+            error = self._wake_up()
+            self._report(Awoken(error, time.monotonic() - started))
             return
         self._is_changed = True
         self._num_commands += 1
@@ -215,7 +244,24 @@ class StepLoop:
         # A group is claimed and aborted as a whole.
         self._adding = deque(each for each in self._adding if not seq_ids & _seq_ids(each[0]))
 
+    def _fall_asleep(self) -> str:
+        """Return why the engine can't go on; "" where it sleeps."""
+        try:
+            self._engine.sleep.begin()
+        except (SleepFailed, InvalidRequest) as error:
+            return str(error)
+        return ""
+
+    def _wake_up(self) -> str:
+        """Return why the engine can't go on; "" where it is awake."""
+        try:
+            self._engine.sleep.end()
+        except SleepFailed as error:
+            return str(error)
+        return ""
+
     def _begin_adding(self, command: AddGroup) -> None:
+        self._unfinished |= _seq_ids(command)
         if command.waits_for_mark:
             self._waits_for_mark |= _seq_ids(command)
         if command.log:

@@ -16,7 +16,8 @@ from pagestream_engine.cache.kv_groups import KVGroup, KVLayout, KVSpec
 from pagestream_engine.errors import EngineError, NodeProtocolError, RequestFault
 from pagestream_engine.executor.base import ExecutorFacts
 from pagestream_engine.executor.child import Failure
-from pagestream_engine.request.adapter import Adapter
+from pagestream_engine.executor.preparations import SleepChange, SleepChanged
+from pagestream_engine.request.adapter import Adapter, AdapterLoad, LoadedAdapter
 from pagestream_engine.request.grammars import Grammar, PreparedGrammar
 from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_engine.request.structured_outputs import StructuredOutputsParams
@@ -34,6 +35,7 @@ _RECORDS: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
         Adapter,
+        AdapterLoad,
         BlockEdits,
         ExecutorFacts,
         Grammar,
@@ -41,10 +43,13 @@ _RECORDS: dict[str, Any] = {
         KVGroup,
         KVLayout,
         KVSpec,
+        LoadedAdapter,
         NewSequence,
         PreparedGrammar,
         RequestFault,
         SamplingParams,
+        SleepChange,
+        SleepChanged,
         StepLogprobs,
         StepPlan,
         StepPooled,

@@ -20,8 +20,9 @@ from pagestream_gateway.core.gateway import Gateway
 from pagestream_gateway.errors import InvalidRequest
 
 _MAX_BYTES = 64 * 1024
-_LEVEL = "2"
-"""Of vLLM's sleep mode: nothing is kept. With level 1 weights would stay in host memory."""
+_LEVELS = {"1": Verb.SLEEP, "2": Verb.UNLOAD}
+"""Of vLLM's sleep mode: weights stay in host memory, or nothing does."""
+_LEVEL = "1"
 
 _MODEL_PARAMETER = {
     "name": "model",
@@ -32,8 +33,8 @@ _MODEL_PARAMETER = {
 _LEVEL_PARAMETER = {
     "name": "level",
     "in": "query",
-    "schema": {"enum": [_LEVEL]},
-    "description": "Of vLLM's sleep mode: 2 keeps no weights in memory, and is the only one.",
+    "schema": {"enum": list(_LEVELS), "default": _LEVEL},
+    "description": "Of vLLM's sleep mode: 1 keeps weights in host memory, 2 keeps nothing.",
 }
 _WAKE_PARAMETERS: dict[str, Any] = {"parameters": [_MODEL_PARAMETER]}
 _SLEEP_PARAMETERS: dict[str, Any] = {"parameters": [_LEVEL_PARAMETER, _MODEL_PARAMETER]}
@@ -73,15 +74,16 @@ def router(gateway: Gateway) -> APIRouter:
         await order([_known(found, body.model)], Verb.UNLOAD)
         return JSONResponse({"success": True})
 
-    @routes.post("/sleep", openapi_extra=_SLEEP_PARAMETERS, summary="Have engines unload their models: level 2 alone")
+    @routes.post("/sleep", openapi_extra=_SLEEP_PARAMETERS, summary="Have engines free memory, with or without weights")
     async def sleep(request: Request) -> Response:
         found = await view(request)
         level = request.query_params.get("level", _LEVEL)
-        if level != _LEVEL:
-            raise InvalidRequest("level", f"is {level!r}, {_LEVEL} is expected, which keeps no weights in memory")
+        if level not in _LEVELS:
+            raise InvalidRequest("level", f"is {level!r}; 1, which keeps weights in host memory, or 2 is expected")
         name = request.query_params.get("model", "")
         serving = {row.serving for row in found.engines.values() if row.serving}
-        await order([_known(found, name)] if name else sorted(serving), Verb.UNLOAD)
+        kept = {row.keeps for row in found.engines.values() if row.keeps and level == "2"}
+        await order([_known(found, name)] if name else sorted(serving | kept), _LEVELS[level])
         return Response()
 
     @routes.post("/wake_up", openapi_extra=_WAKE_PARAMETERS, summary="Have engines load the models that they had")
