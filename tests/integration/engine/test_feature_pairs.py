@@ -47,7 +47,6 @@ CHANGES: dict[str, dict[str, Any]] = {
 """Options by feature; those that a request asks for have none."""
 IN_REFERENCE = ("adapter", "int8 weights", "grammar", "beams", "two choices")
 REFUSED = {
-    ("draft model", "two ranks"): "1 with a draft model",
     ("n-gram drafts", "draft model"): "speculative_model",
     ("grammar", "beams"): "structured_outputs",
 }

@@ -46,6 +46,8 @@ TOLERANCE = 2e-5
 """Of log probabilities in float32, whose sums have another order of additions."""
 DRAFTS = {"speculative_method": "ngram", "prompt_lookup_min": 1, "num_gpu_blocks_override": 20}
 """With a smaller pool: accepted drafts end sequences early, and few of them run at once."""
+OWN_DRAFT = {"speculative_model": "", "num_gpu_blocks_override": 20}
+"""The model drafts for itself."""
 INT8 = {"quantization": "int8"}
 """Of both, as it is another model."""
 FOUR_LAYERS = {"num_hidden_layers": 4}
@@ -79,7 +81,7 @@ def check_close(found: list[RequestOutput], expected: list[RequestOutput], toler
 @pytest.mark.parametrize(
     ("name", "changes", "sizes", "options"),
     [
-        pytest.param("llama-tied", {}, (2, 1), {}, id="tied head, bias of the output"),
+        pytest.param("llama-tied", {}, (2, 1), OWN_DRAFT, id="tied head, bias of the output, draft model"),
         pytest.param("qwen3", {}, (2, 1), {**DRAFTS, **INT8}, id="norms, drafts, int8 weights"),
         pytest.param(
             "qwen2",
@@ -109,6 +111,8 @@ def test_ranks_give_the_tokens_of_one_process(
     expected = generate(alone)
     assert alone.engine.stats().num_preemptions > 0
     ranks = {"tensor_parallel_size": size, "pipeline_parallel_size": num_stages, **options}
+    if "speculative_model" in options:
+        ranks["speculative_model"] = str(folder)
     other_machine = None
     if "nnodes" in options:
         ranks = node_options(tmp_path, **ranks)
@@ -122,7 +126,9 @@ def test_ranks_give_the_tokens_of_one_process(
             assert (llm.engine.fingerprint == alone.engine.fingerprint) == (size == 1)
         stats = llm.engine.stats()
         assert stats.num_preemptions > 0
-        assert (stats.num_draft_tokens > 0) == ("speculative_method" in options)
+        assert (stats.num_draft_tokens > 0) == any(name.startswith("speculative") for name in options)
+        if "speculative_model" in options:
+            assert stats.num_accepted_tokens > 0.8 * stats.num_draft_tokens, "a rank's own keys are not whole"
         assert (stats.loaded_bytes > 0) == ("swap_space" in options)
         one_by_one = [output for index in range(len(REQUESTS)) for output in generate(llm, range(index, index + 1))]
         check_close(one_by_one, found, 0.0)

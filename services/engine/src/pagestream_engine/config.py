@@ -401,11 +401,11 @@ class EngineConfig:
             raise ConfigError("speculative_method", self.speculation.method, expected, hint)
 
     def _check_ranks(self) -> None:
-        of_all = {
-            "cpu_offload_gb": bool(self.model.cpu_offload_gb),
+        of_all = {"cpu_offload_gb": bool(self.model.cpu_offload_gb)}
+        of_stages = {
+            "speculative_method grammar": self.speculation.method == "grammar",
             "a draft model": self.speculation.method == "draft_model",
         }
-        of_stages = {"speculative_method grammar": self.speculation.method == "grammar"}
         sizes = {
             "tensor_parallel_size": of_all,
             "pipeline_parallel_size": {**of_stages, **of_all},

@@ -14,7 +14,7 @@ import torch
 
 from pagestream_engine.attention.kv_store import block_bytes
 from pagestream_engine.cache.kv_groups import KVLayout
-from pagestream_engine.config import TRITON_BLOCK_SIZE, EngineConfig
+from pagestream_engine.config import TRITON_BLOCK_SIZE, EngineConfig, ParallelConfig
 from pagestream_engine.errors import UnsupportedModel
 from pagestream_engine.models.config import DTYPES, ConfigFile
 from pagestream_engine.models.decoder_config import DecoderConfig
@@ -101,7 +101,8 @@ def size_model(model: str | Path, config: EngineConfig) -> ModelSize:
     draft_model = config.speculation.speculative_model
     if draft_model is None:
         return size
-    own = replace(config, model=replace(config.model, dtype=size.dtype, cpu_offload_gb=0.0, max_model_len=None))
+    options = replace(config.model, dtype=size.dtype, cpu_offload_gb=0.0, max_model_len=None)
+    own = replace(config, model=options, parallel=ParallelConfig())  # each rank has all of it
     return _with_draft(size, size_config(ConfigFile.read(resolve_model(draft_model)), own))
 
 

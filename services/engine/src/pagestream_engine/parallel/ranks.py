@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -22,8 +23,8 @@ _WIDE = torch.float32
 
 
 class Ranks(Protocol):
-    """The ranks that this process divides each layer with. All ranks call the same methods in the same order; `least`
-    and `first` are for the ranks of all stages together."""
+    """The ranks that this process divides each layer with. All ranks call the same methods in the same order; `least`,
+    `first` and `first_integers` are for the ranks of all stages together."""
 
     rank: int
     size: int
@@ -45,6 +46,10 @@ class Ranks(Protocol):
         """Return rank 0's number."""
         ...
 
+    def first_integers(self, numbers: Sequence[int]) -> list[int]:
+        """Return rank 0's numbers; each rank has as many."""
+        ...
+
 
 class OneRank:
     """A process that holds a whole model."""
@@ -62,6 +67,9 @@ class OneRank:
 
     def first(self, number: float) -> float:
         return number
+
+    def first_integers(self, numbers: Sequence[int]) -> list[int]:
+        return list(numbers)
 
 
 ONE_RANK = OneRank()
@@ -140,6 +148,10 @@ class DistributedRanks:
 
     def first(self, number: float) -> float:
         return float(self._gather_all(torch.tensor([number], dtype=torch.float64, device=self._device))[0])
+
+    def first_integers(self, numbers: Sequence[int]) -> list[int]:
+        first: list[int] = self._gather_all(torch.tensor(numbers, dtype=torch.int64, device=self._device))[0].tolist()
+        return first
 
     def _gather(self, x: Tensor) -> list[Tensor]:
         return self._gather_from(self.size, self._stage_group, x)

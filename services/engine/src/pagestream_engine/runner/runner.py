@@ -46,7 +46,7 @@ from pagestream_engine.runner.recorder import CudaGraphRecorder, Recorder
 from pagestream_engine.runner.results import NOTHING_REPORTED, Reported, pending_result, with_prompts
 from pagestream_engine.runner.sampled_tokens import SampledTokens
 from pagestream_engine.runner.speculation import Drafts, verify
-from pagestream_engine.runner.speculation.draft_source import TargetBlocks, load_draft
+from pagestream_engine.runner.speculation.draft_source import TargetBlocks, load_draft, whole
 from pagestream_engine.runner.speculation.select import make_speculation
 from pagestream_engine.runner.warm_up import warm_up_plans
 from pagestream_engine.sampler import SamplingBatch
@@ -113,10 +113,8 @@ class ModelRunner:
         )
         draft_model = config.speculation.speculative_model
         draft_dir = None if draft_model is None else resolve_model(draft_model)
-        sources = [source] if draft_dir is None else [source, open_model(draft_dir)]
-        check_weights_fit(
-            sum(each.weight_bytes(target) for each in sources), device, config.cache.gpu_memory_utilization
-        )
+        draft_bytes = 0 if draft_dir is None else open_model(draft_dir).weight_bytes(whole(target))
+        check_weights_fit(source.weight_bytes(target) + draft_bytes, device, config.cache.gpu_memory_utilization)
         with torch.inference_mode():
             specs = source.attention_specs(target)
             self.kv_layout, shapes, self._whole_shapes = plan_cache(
@@ -155,7 +153,7 @@ class ModelRunner:
             sends_lengths=self._backend.attention.reads_device_lengths,
         )
         self.num_speculative_tokens = config.speculation.most_drafts
-        self._speculation = make_speculation(config, draft, self._batch, lambda: self._sampling, self._ranks.first)
+        self._speculation = make_speculation(config, draft, self._batch, lambda: self._sampling, self._ranks)
         self._tokens = SampledTokens(self._stage, self._batch.next_tokens, self.num_speculative_tokens)
         self.forget_rows()
 

@@ -23,6 +23,7 @@ from pagestream_engine.step.records import Int32Array, NewSequence
 
 Guess = Callable[[Tensor, ArrayLike, int], Tensor]
 """As `SamplingBatch.guess`."""
+Agree = Callable[[Sequence[int]], list[int]]
 MOST_TOKENS_OF_DECODE = 16
 """Of a row: what one pass of attention over a decode takes; more are a prefill."""
 MAX_LAG = 1024
@@ -57,12 +58,17 @@ class DraftModel:
         batch: whose block tables it reads.
         max_num_seqs: rows.
         guess: chooses tokens by the rows' sampling state.
+        agree: returns rank 0's tokens for all ranks. Each has the whole model, and computes the same drafts but for
+            bits of different machines; ranks that verify different drafts would wait for each other for ever.
     """
 
-    def __init__(self, loaded: LoadedDraft, batch: PersistentBatch, max_num_seqs: int, guess: Guess) -> None:
+    def __init__(
+        self, loaded: LoadedDraft, batch: PersistentBatch, max_num_seqs: int, guess: Guess, agree: Agree
+    ) -> None:
         self._loaded = loaded
         self._batch = batch
         self._guess = guess
+        self._agree = agree
         self._tokens: list[list[int]] = [[] for _ in range(max_num_seqs)]
         self._num_computed = [0] * max_num_seqs
         """Of each row its leading tokens whose keys and values this model has written."""
@@ -95,7 +101,7 @@ class DraftModel:
         num_ahead = 0
         while able:
             rows = [wanted[index].row for index in able]
-            token_ids = self._guess(logits, rows, num_ahead).tolist()
+            token_ids = self._agree(self._guess(logits, rows, num_ahead).tolist())
             for index, token_id in zip(able, token_ids, strict=True):
                 drafts[index].append(token_id)
             num_ahead += 1

@@ -13,6 +13,8 @@ from pagestream_engine.errors import ConfigError
 from pagestream_engine.models.config import ModelInfo
 from pagestream_engine.models.select import open_model
 from pagestream_engine.models.source import Target
+from pagestream_engine.parallel.ranks import ONE_RANK
+from pagestream_engine.parallel.stages import ONE_STAGE
 from pagestream_engine.runner.backends import backend_for
 from pagestream_engine.runner.speculation.draft_model import LoadedDraft
 
@@ -48,7 +50,7 @@ def load_draft(
         raise ConfigError(_OPTION, str(folder), expected, f"its own has {source.info.vocab_size}")
     group = _full_group(blocks.layout, folder)
     max_model_len = min(target.max_model_len, source.info.max_position_embeddings)
-    own_target = replace(target, max_model_len=max_model_len, offload=None)  # it is small, and runs more often
+    own_target = replace(whole(target), max_model_len=max_model_len)
     specs = source.attention_specs(own_target)
     if len({(spec.num_kv_heads, spec.head_dim) for spec in specs}) != 1:
         raise ConfigError(_OPTION, str(folder), "a model whose layers have caches of one shape")
@@ -59,6 +61,11 @@ def load_draft(
     own = backend_for(config.model.attention_backend, specs, [shape], target.device, deterministic=is_wanted)
     blocks.store.attach(own.store)
     return LoadedDraft(source.load(own_target, own), own, group, max_model_len)
+
+
+def whole(target: Target) -> Target:
+    """Return what a draft model is loaded for: it is small, and runs more often, so that each rank has all of it."""
+    return replace(target, offload=None, ranks=ONE_RANK, stage=ONE_STAGE)
 
 
 def _full_group(layout: KVLayout, folder: Path) -> int:
