@@ -17,6 +17,7 @@ import redis
 from support.kubernetes.chart import one, render
 from support.processes.stack import DEMO_MODEL, START_LIMIT_S, Gateway, Part, free_port
 from support.processes.waiting import wait_until
+from support.protocol.adapter_folders import write_adapter
 from support.redis.servers import skip_for_want_of
 
 OPTIONS = ("--set", "redis.bundled.tls.enabled=true,redis.bundled.metrics.enabled=true")
@@ -115,8 +116,7 @@ def test_gateway_and_engine_have_the_rights_that_they_need(server: Server, tmp_p
 
 def loaded_adapter(server: Server, folder: Path) -> str:
     """What the command of a pool's Job says of an adapter, with the engines' access."""
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        (folder / name).write_text("{}")
+    write_adapter(folder)
     command = [sys.executable, "-m", "pagestream_worker.pool_adapters", "demo", f"--load=a={folder}"]
     environment = {**os.environ, "PAGESTREAM_WORKER__REDIS": server.url("url")}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True).stdout

@@ -8,20 +8,14 @@ import pytest
 from pagestream.v1.records_pb2 import Adapter
 from pagestream_streams import Broker
 from pagestream_worker.pool_adapters import MOST_RESULT_BYTES, as_json, main
+from support.protocol.adapter_folders import write_adapter
 from support.protocol.token_streams import FAST
-
-
-def adapter(folder: Path, config: str) -> Path:
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text(config)
-    (folder / "adapter_model.safetensors").write_bytes(b"")
-    return folder
 
 
 async def test_what_is_listed_is_loaded_and_what_has_left_is_unloaded(
     redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one, two = adapter(tmp_path / "one", "1"), adapter(tmp_path / "two", "2")
+    one, two = write_adapter(tmp_path / "one", 1), write_adapter(tmp_path / "two", 2)
 
     async def run(*arguments: str) -> dict[str, dict[str, str]]:
         capsys.readouterr()

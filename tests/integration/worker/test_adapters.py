@@ -1,6 +1,7 @@
 """LoRA adapters through a gateway and a real engine: loaded while they run, named as models, pinned by their digest."""
 
 import asyncio
+import os
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -103,6 +104,11 @@ async def test_refusals(redis_url: str, model: Path, adapter: Path, tmp_path: Pa
 
         unreadable = await load(lora_path=str(tmp_path / "none"))
         assert (unreadable.status_code, unreadable.json()["error"]["code"]) == (400, "adapter_refused")
+        cut = Path(shutil.copytree(adapter, tmp_path / "cut"))
+        os.truncate(cut / "adapter_model.safetensors", (adapter / "adapter_model.safetensors").stat().st_size - 4)
+        refused = await load(lora_path=str(cut))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "adapter_refused")
+        assert "it may be cut off" in refused.json()["error"]["message"]
         assert (await load(lora_name=MODEL)).json()["error"]["param"] == "lora_name"
         assert (await load(base_model_name="none")).json()["error"]["code"] == "model_not_found"
         assert (await load()).status_code == 200

@@ -11,9 +11,9 @@ from pagestream.v1.records_pb2 import Adapter
 
 from pagestream_streams.connection.connection import Connection
 from pagestream_streams.errors import AdapterRefused, ModelNotFound
+from pagestream_streams.protocol.adapter_files import CONFIG_FILE, WEIGHTS_FILE, check_adapter_files
 from pagestream_streams.settings import StreamsSettings
 
-_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _READ_BYTES = 1 << 20
 MOST_ADAPTERS = 2000
 """Of a deployment: every gateway reads their records."""
@@ -74,13 +74,15 @@ class AdapterDirectory:
 
 
 def adapter_revision(folder: Path) -> str:
-    """Return the digest of an adapter's files by which an engine knows them again: 32 hexadecimal digits.
+    """Check an adapter's files as far as that takes no model, and return the digest by which an engine knows them
+    again: 32 hexadecimal digits.
 
     Raises:
-        AdapterRefused: a file can't be read here.
+        AdapterRefused: a file can't be read here, is cut off or malformed.
     """
+    check_adapter_files(folder)
     digest = hashlib.sha256()
-    for name in _FILES:
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
         path = folder / name
         try:
             digest.update(f"{name}:{path.stat().st_size}:".encode())
