@@ -46,7 +46,7 @@ BOUND_MIB = 48.0
 BOUND_S = 3.0
 FILES = 64  # more than at the beginning: connections to Redis, which are kept
 SETTLE_S = 60.0
-WRONG_CHARS = 600  # of each end of a line
+WRONG_CHARS = 1500  # of each end of a line
 ENVIRONMENT = {
     "PAGESTREAM_BROKER__RETENTION_S": "30",  # Redis holds what was accepted; that is not what is measured
     "PAGESTREAM_LIMITS__ENCODING_CACHE_BYTES": str(4 * 1024 * 1024),  # full after the warm-up

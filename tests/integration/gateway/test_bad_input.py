@@ -111,7 +111,7 @@ CONVERSATIONS: list[tuple[dict[str, Any], str]] = [
     ({**CHAT, "messages": [{"role": "user", "content": None}]}, "messages.0.content"),
     ({**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
     ({**CHAT, "messages": [{"role": "tool", "content": "x"}]}, "messages"),
-    ({**CHAT, "messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+    ({**CHAT, "messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content"),
     ({**CHAT, "tools": [{"type": "function"}]}, "tools.0.function"),
     ({**CHAT, "max_completion_tokens": 1000}, "max_completion_tokens"),
     ({**CHAT, "continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
@@ -169,12 +169,14 @@ HALVES: list[tuple[dict[str, Any], str | None]] = [
     ({"\ud800": 1}, None),
     ({"logit_bias": {"\ud800": 1}}, "logit_bias"),
     ({"stop": "\ud800"}, "stop"),
-    ({"structured_outputs": {"choice": ["\ud800"]}}, "structured_outputs"),
-    ({"structured_outputs": {"json": {"const": "\ud800"}}}, "structured_outputs.json"),
+    ({"structured_outputs": {"choice": ["\ud800"]}}, "structured_outputs.choice.0"),
+    ({"structured_outputs": {"json": {"const": "\ud800"}}}, "structured_outputs.json.const"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": "\ud800"}}}},
-        "response_format",
+        "response_format.json_schema.schema.const",
     ),
+    ({"model": "\ud800"}, "model"),
+    ({"user": "\ud83d\ude00\ude00"}, "user"),
     ({"messages": [{"role": "user", "content": "hi", "\ud800": 1}]}, "messages.0"),
 ]
 
@@ -184,8 +186,9 @@ async def test_halves_of_surrogate_pairs_are_named(http: httpx.AsyncClient) -> N
         content = json.dumps({**CHAT, **change}).encode()
         answer = await http.post("/v1/chat/completions", content=content, headers=JSON)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
-    model = json.dumps({**CHAT, "model": "\ud800"}).encode()
-    assert (await http.post("/v1/chat/completions", content=model, headers=JSON)).status_code == 404
+    pair = json.dumps({**CHAT, "user": "\U0001f600", "max_tokens": 1}).encode()
+    assert b"\\ud83d\\ude00" in pair
+    assert (await http.post("/v1/chat/completions", content=pair, headers=JSON)).status_code == 200
     for path in ("/v1/requests/%ED%A0%80", "/v1/requests/%ED%A0%80/events", "/v1/models/%ED%A0%80", "/%ED%A0%80"):
         assert (await http.get(path)).status_code == 404
 

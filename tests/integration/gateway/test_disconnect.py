@@ -1,6 +1,7 @@
 """Clients that leave: cancellation after the grace, `on_disconnect`, and resuming in time."""
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -55,6 +56,28 @@ async def test_a_request_without_a_reader_is_cancelled_after_the_grace(engine: S
 
             await until(cancelled)
             assert chat_text(await get_events(client, request_id)) == "ab"
+
+
+async def test_a_client_that_leaves_with_further_requests_behind_a_stream_is_noticed(
+    engine: SyntheticEngine, redis_url: str
+) -> None:
+    engine.hold_at = 2
+    body = json.dumps({**CHAT, "stream": True}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    behind = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    async with running_address(gateway_settings(redis_url, grace_s=0.3)) as address:
+        reader, writer = await asyncio.open_connection("127.0.0.1", address.http_port)
+        writer.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body + behind * 3)
+        async with asyncio.timeout(LIMIT_S):
+            answer = await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+        request_id = answer.lower().partition(b"x-request-id: ")[2].partition(b"\r\n")[0].decode()
+        async with httpx.AsyncClient(base_url=address.url) as client:
+
+            async def cancelled() -> bool:
+                return await state(client, request_id) == ("finished", "cancelled")
+
+            await until(cancelled)
 
 
 async def test_a_client_that_comes_back_in_time_misses_nothing(

@@ -278,7 +278,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0.type"),
     ({"messages": [{"role": "user", "content": [USE]}]}, "messages.0.content.0.type"),
     ({"messages": [said("a"), {"role": "assistant", "content": [USE]}]}, "messages.1"),
-    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]}, "messages.0.content.0.text"),
     ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, "messages.0.name"),
     ({"system": [IMAGE]}, "system.0.type"),
     ({"stop_sequences": [""]}, "stop_sequences"),

@@ -255,7 +255,10 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content"),
     ({"input": []}, "input"),
-    ({"input": [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": "\ud800"}]}]}, "input.0"),
+    (
+        {"input": [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": "\ud800"}]}]},
+        "input.0.content.0.text",
+    ),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "x"}}}}, "text.format"),
     ({"background": True, "store": False}, "background"),

@@ -90,6 +90,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._dropped_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self._client_certificate: str | None = None
+        self._answered: RequestResponseCycle | None = None
+        """The request that is being answered; `cycle` is the last that came, which may wait for its turn."""
         self._socket: WebSocket | None = None
         """What the connection carries after a handshake."""
 
@@ -106,10 +108,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._start_timer(self._limits.settings.header_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer."""
+        """Stop the timer, and let the request that is being answered know: uvicorn tells the last one alone."""
         self._stop_timer()
         if self._socket is not None:
             self._socket.leave()
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
+        self.pipeline.clear()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -142,6 +148,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             app = _carried_by(self._socket, cycle, app)
         elif cycle.scope["http_version"] == "1.0":
             app = _without_chunks(cycle, app)
+        self._answered = cycle
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
