@@ -23,7 +23,7 @@ from pagestream_gateway.api.anthropic import body as messages
 from pagestream_gateway.api.openai import chat_completions, completions
 from pagestream_gateway.api.openai.batches import routes as batches
 from pagestream_gateway.api.openai.responses import body as responses
-from pagestream_gateway.api.openai.vectors import embeddings, scoring
+from pagestream_gateway.api.openai.vectors import classification, embeddings, scoring
 from pagestream_gateway.api.vllm import tokens
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -95,6 +95,7 @@ RESOURCES = (
         getattr(embeddings, "UNSUPPORTED", {}),
         _names(embedding_create_params.EmbeddingCreateParams),
     ),
+    Resource("POST /v1/classify", classification.ClassificationBody, classification.UNSUPPORTED, frozenset()),
     Resource("POST /v1/score", scoring.ScoreBody, getattr(scoring, "UNSUPPORTED", {}), frozenset()),
     Resource("POST /v1/rerank", scoring.RerankBody, getattr(scoring, "UNSUPPORTED", {}), frozenset()),
     Resource("POST /v1/batches", batches.BatchBody, {}, _names(batch_create_params.BatchCreateParams)),

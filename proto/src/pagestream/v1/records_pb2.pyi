@@ -19,6 +19,7 @@ class ApiForm(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     API_FORM_RERANK: _ClassVar[ApiForm]
     API_FORM_RESPONSES: _ClassVar[ApiForm]
     API_FORM_MESSAGES: _ClassVar[ApiForm]
+    API_FORM_CLASSIFY: _ClassVar[ApiForm]
 
 class PoolingKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -26,6 +27,13 @@ class PoolingKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     POOLING_KIND_LAST: _ClassVar[PoolingKind]
     POOLING_KIND_MEAN: _ClassVar[PoolingKind]
     POOLING_KIND_CLS: _ClassVar[PoolingKind]
+
+class LabelActivation(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    LABEL_ACTIVATION_UNSPECIFIED: _ClassVar[LabelActivation]
+    LABEL_ACTIVATION_SOFTMAX: _ClassVar[LabelActivation]
+    LABEL_ACTIVATION_SIGMOID: _ClassVar[LabelActivation]
+    LABEL_ACTIVATION_IDENTITY: _ClassVar[LabelActivation]
 API_FORM_UNSPECIFIED: ApiForm
 API_FORM_GRPC: ApiForm
 API_FORM_COMPLETIONS: ApiForm
@@ -35,10 +43,15 @@ API_FORM_SCORE: ApiForm
 API_FORM_RERANK: ApiForm
 API_FORM_RESPONSES: ApiForm
 API_FORM_MESSAGES: ApiForm
+API_FORM_CLASSIFY: ApiForm
 POOLING_KIND_UNSPECIFIED: PoolingKind
 POOLING_KIND_LAST: PoolingKind
 POOLING_KIND_MEAN: PoolingKind
 POOLING_KIND_CLS: PoolingKind
+LABEL_ACTIVATION_UNSPECIFIED: LabelActivation
+LABEL_ACTIVATION_SOFTMAX: LabelActivation
+LABEL_ACTIVATION_SIGMOID: LabelActivation
+LABEL_ACTIVATION_IDENTITY: LabelActivation
 
 class AnswerForm(_message.Message):
     __slots__ = ("api", "created", "include_usage", "echo_texts", "top_logprobs", "echo_logprobs", "vectors", "prompt_logprobs", "first_tokens", "output", "response")
@@ -111,16 +124,18 @@ class TypedParameter(_message.Message):
     def __init__(self, name: _Optional[str] = ..., types: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class VectorForm(_message.Message):
-    __slots__ = ("base64", "num_queries", "top_n", "documents")
+    __slots__ = ("base64", "num_queries", "top_n", "documents", "labels")
     BASE64_FIELD_NUMBER: _ClassVar[int]
     NUM_QUERIES_FIELD_NUMBER: _ClassVar[int]
     TOP_N_FIELD_NUMBER: _ClassVar[int]
     DOCUMENTS_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
     base64: bool
     num_queries: int
     top_n: int
     documents: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, base64: _Optional[bool] = ..., num_queries: _Optional[int] = ..., top_n: _Optional[int] = ..., documents: _Optional[_Iterable[str]] = ...) -> None: ...
+    labels: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, base64: _Optional[bool] = ..., num_queries: _Optional[int] = ..., top_n: _Optional[int] = ..., documents: _Optional[_Iterable[str]] = ..., labels: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RequestSpec(_message.Message):
     __slots__ = ("request_id", "model", "tenant", "prompts", "sampling", "priority", "deadline_ms", "on_disconnect", "disconnect_grace_ms", "answer", "client_request_id", "traceparent", "tracestate", "idempotency_key", "seed_for_each_prompt", "cache_salt", "ends_when_accepted", "adapter", "pooling")
@@ -179,28 +194,32 @@ class Adapter(_message.Message):
     def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., path: _Optional[str] = ..., revision: _Optional[str] = ..., created: _Optional[int] = ...) -> None: ...
 
 class Pooling(_message.Message):
-    __slots__ = ("kind", "dimensions", "normalize")
+    __slots__ = ("kind", "dimensions", "normalize", "activation")
     KIND_FIELD_NUMBER: _ClassVar[int]
     DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
     NORMALIZE_FIELD_NUMBER: _ClassVar[int]
+    ACTIVATION_FIELD_NUMBER: _ClassVar[int]
     kind: PoolingKind
     dimensions: int
     normalize: bool
-    def __init__(self, kind: _Optional[_Union[PoolingKind, str]] = ..., dimensions: _Optional[int] = ..., normalize: _Optional[bool] = ...) -> None: ...
+    activation: LabelActivation
+    def __init__(self, kind: _Optional[_Union[PoolingKind, str]] = ..., dimensions: _Optional[int] = ..., normalize: _Optional[bool] = ..., activation: _Optional[_Union[LabelActivation, str]] = ...) -> None: ...
 
 class EmbeddingCard(_message.Message):
-    __slots__ = ("size", "pooling", "is_matryoshka", "dimensions", "unsupported")
+    __slots__ = ("size", "pooling", "is_matryoshka", "dimensions", "unsupported", "labels")
     SIZE_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
     IS_MATRYOSHKA_FIELD_NUMBER: _ClassVar[int]
     DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
     UNSUPPORTED_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
     size: int
     pooling: Pooling
     is_matryoshka: bool
     dimensions: _containers.RepeatedScalarFieldContainer[int]
     unsupported: str
-    def __init__(self, size: _Optional[int] = ..., pooling: _Optional[_Union[Pooling, _Mapping]] = ..., is_matryoshka: _Optional[bool] = ..., dimensions: _Optional[_Iterable[int]] = ..., unsupported: _Optional[str] = ...) -> None: ...
+    labels: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, size: _Optional[int] = ..., pooling: _Optional[_Union[Pooling, _Mapping]] = ..., is_matryoshka: _Optional[bool] = ..., dimensions: _Optional[_Iterable[int]] = ..., unsupported: _Optional[str] = ..., labels: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ModelCard(_message.Message):
     __slots__ = ("name", "tokenizer_json_zlib", "chat_template", "special_tokens", "max_model_len", "vocab_size", "eos_token_ids", "architecture", "revision", "default_sampling", "default_model_len", "deterministic", "embedding", "takes_adapters", "tool_call_parser", "reasoning_parser")

@@ -14,10 +14,11 @@ from pagestream_engine.engine import Engine
 from pagestream_engine.errors import InvalidRequest
 from pagestream_engine.executor.base import RunnerFactory, make_model_runner
 from pagestream_engine.pooling.config import read_pooling
-from pagestream_engine.pooling.vectors import vector_of
+from pagestream_engine.pooling.vectors import probabilities_of, vector_of
 from pagestream_engine.progress_line import ProgressLine
 from pagestream_engine.request.adapter import Adapter, LoRARequest
 from pagestream_engine.request.outputs import (
+    ClassificationOutput,
     CompletionOutput,
     EmbeddingOutput,
     Logprob,
@@ -134,17 +135,45 @@ class LLM:
             raise InvalidRequest(f"pooling: {pooling.unsupported}, which is not supported")
         if dimensions and not pooling.allows(dimensions, self.engine.pooled_size):
             raise InvalidRequest(f"dimensions: given {dimensions}, expected 0 or a number that the model's files allow")
-        params = SamplingParams(max_tokens=0, temperature=0.0, pooling=pooling.kind)
-        outputs = self.generate(prompts, params, use_tqdm=False)
         embeddings = []
-        for output in outputs:
-            if output.pooled is None:
-                raise InvalidRequest(f"prompt: {output.outputs[0].error}")
-            vector = vector_of(output.pooled, dimensions=dimensions, normalize=pooling.normalize)
+        for output, pooled in self._pool(prompts, pooling.kind):
+            vector = vector_of(pooled, dimensions=dimensions, normalize=pooling.normalize)
             embeddings.append(
                 EmbeddingOutput(output.request_id, output.prompt_token_ids, vector.tolist(), output.num_cached_tokens)
             )
         return embeddings
+
+    def classify(self, prompts: Prompt | Sequence[Prompt]) -> list[ClassificationOutput]:
+        """Return the probabilities of prompts' labels, by a model whose last matrix makes scores of labels.
+
+        Args:
+            prompts: as for `generate`.
+
+        Raises:
+            InvalidRequest: names what is wrong.
+        """
+        pooling = read_pooling(self.engine.folder)
+        if not pooling.labels:
+            raise InvalidRequest("classify: given a model without labels, expected one ForSequenceClassification")
+        return [
+            ClassificationOutput(
+                output.request_id,
+                output.prompt_token_ids,
+                probabilities_of(pooled, pooling.activation).tolist(),
+                output.num_cached_tokens,
+            )
+            for output, pooled in self._pool(prompts, pooling.kind)
+        ]
+
+    def _pool(self, prompts: Prompt | Sequence[Prompt], kind: str) -> list[tuple[RequestOutput, bytes]]:
+        """Return outputs with what is pooled of their prompts."""
+        params = SamplingParams(max_tokens=0, temperature=0.0, pooling=kind)
+        pooled = []
+        for output in self.generate(prompts, params, use_tqdm=False):
+            if output.pooled is None:
+                raise InvalidRequest(f"prompt: {output.outputs[0].error}")
+            pooled.append((output, output.pooled))
+        return pooled
 
     def sleep(self, level: int = 1) -> None:
         """Release the KV cache and what steps work with; a GPU's weights go to host memory. See `Sleep.begin`."""

@@ -8,6 +8,9 @@ from typing import Any
 
 from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
 from pagestream.v1.records_pb2 import (
+    LABEL_ACTIVATION_IDENTITY,
+    LABEL_ACTIVATION_SIGMOID,
+    LABEL_ACTIVATION_SOFTMAX,
     POOLING_KIND_CLS,
     POOLING_KIND_LAST,
     POOLING_KIND_MEAN,
@@ -16,12 +19,18 @@ from pagestream.v1.records_pb2 import (
     Pooling,
 )
 from pagestream_engine.pooling.config import read_pooling
+from pagestream_engine.pooling.labels import IDENTITY, SIGMOID, SOFTMAX
 from pagestream_streams.protocol.output_formats import BY_TEMPLATE, OutputParsers
 
 from pagestream_worker.stepping.reports import ModelFacts
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 POOLING_KINDS = {"last": POOLING_KIND_LAST, "mean": POOLING_KIND_MEAN, "cls": POOLING_KIND_CLS}
+_ACTIVATIONS = {
+    SOFTMAX: LABEL_ACTIVATION_SOFTMAX,
+    SIGMOID: LABEL_ACTIVATION_SIGMOID,
+    IDENTITY: LABEL_ACTIVATION_IDENTITY,
+}
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "repetition_penalty")
 
 
@@ -79,10 +88,13 @@ def _embedding(folder: Path, engine: ModelFacts) -> EmbeddingCard:
     found = read_pooling(folder)
     return EmbeddingCard(
         size=engine.pooled_size,
-        pooling=Pooling(kind=POOLING_KINDS[found.kind], normalize=found.normalize),
+        pooling=Pooling(
+            kind=POOLING_KINDS[found.kind], normalize=found.normalize, activation=_ACTIVATIONS.get(found.activation)
+        ),
         is_matryoshka=found.is_matryoshka,
         dimensions=found.dimensions,
         unsupported=found.unsupported,
+        labels=found.labels,
     )
 
 

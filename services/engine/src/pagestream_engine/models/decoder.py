@@ -18,7 +18,7 @@ from pagestream_engine.layers.mlp import Mlp
 from pagestream_engine.layers.norm import RmsNorm
 from pagestream_engine.models.decoder_config import DecoderConfig
 from pagestream_engine.models.model import Model
-from pagestream_engine.models.weights import Parameters, Turn
+from pagestream_engine.models.weights import SCORES, Parameters, Turn
 from pagestream_engine.parallel.stages import ONE_STAGE, Stage
 
 
@@ -179,7 +179,8 @@ class DecoderModel(Model):
         self.can_be_deterministic = config.logit_soft_cap is None  # torch's tanh depends on an element's place
         # Which experts run depends on the tokens; and a layer that comes out of turn is copied once, not each time.
         self.can_be_recorded = config.experts is None and not parameters.offloaded
-        self.pooled_size = config.hidden_size
+        self._scores = parameters.find_tensor(SCORES)
+        self.pooled_size = config.hidden_size if self._scores is None else len(self._scores)
         self.layers: Sequence[DecoderLayer] = [
             OffloadedLayer(layer, parameters.offloaded[index]) if index in parameters.offloaded else layer
             for index, layer in layers.items()
@@ -224,13 +225,17 @@ class DecoderModel(Model):
     def logits(self, hidden: Tensor) -> Tensor:
         if self._head is None:
             raise InvariantViolation(f"stage {self._stage.index}: given a step to sample, expected the last stage")
-        logits = self._head(self.states(hidden))
+        logits = self._head(self._normed(hidden))
         if self.config.logit_scale is not None:
             logits = logits * self.config.logit_scale
         cap = self.config.logit_soft_cap
         return logits if cap is None else (logits / cap).tanh_().mul_(cap)
 
     def states(self, hidden: Tensor) -> Tensor:
+        states = self._normed(hidden)
+        return states if self._scores is None else F.linear(states, self._scores)
+
+    def _normed(self, hidden: Tensor) -> Tensor:
         if self._norm is None:
             raise InvariantViolation(f"stage {self._stage.index}: given states to end with, expected the last stage")
         return self._norm(hidden)

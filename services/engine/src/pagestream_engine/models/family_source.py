@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pagestream_engine.attention import AttentionSpec, Backend
-from pagestream_engine.errors import UnsupportedOption
+from pagestream_engine.errors import UnsupportedModel, UnsupportedOption
 from pagestream_engine.models.config import ConfigFile
 from pagestream_engine.models.decoder_config import DecoderConfig
 from pagestream_engine.models.division import sharding, staging
@@ -20,7 +20,7 @@ from pagestream_engine.models.registry import BuildContext, Family, plugin_diges
 from pagestream_engine.models.safetensors_file import read_folder
 from pagestream_engine.models.source import ModelSource, Target
 from pagestream_engine.models.stored_size import stored_bytes
-from pagestream_engine.models.weights import TiedWeight, WeightMap, check_shapes
+from pagestream_engine.models.weights import SCORES, TensorWeight, TiedWeight, WeightMap, check_shapes
 
 
 class FamilySource(ModelSource):
@@ -28,7 +28,9 @@ class FamilySource(ModelSource):
 
     can_offload = True
 
-    def __init__(self, folder: Path, file: ConfigFile, family: Family[Any], *, is_base: bool = False) -> None:
+    def __init__(
+        self, folder: Path, file: ConfigFile, family: Family[Any], *, is_base: bool = False, num_labels: int = 0
+    ) -> None:
         """Raise ModelFileError or UnsupportedModel, as `Family.read`.
 
         Args:
@@ -36,6 +38,7 @@ class FamilySource(ModelSource):
             file: its configuration.
             family: that runs it.
             is_base: whether the folder has no head but the embedding, which gives logits only where they are tied.
+            num_labels: that the folder has a matrix of scores for; 0: it has none.
         """
         self._family = family
         self.plugin_digest = plugin_digest(family)
@@ -46,6 +49,10 @@ class FamilySource(ModelSource):
         info = self._config.info
         if is_base and not isinstance(self.weights.get("head"), TiedWeight):
             self.weights = {**self.weights, "head": TiedWeight("embedding")}
+            info = replace(info, has_head=False)
+        self._num_labels = num_labels
+        if num_labels:
+            self.weights = {**self.weights, SCORES: self._score_weight(num_labels)}
             info = replace(info, has_head=False)
         super().__init__(folder, info)
 
@@ -67,7 +74,15 @@ class FamilySource(ModelSource):
 
     @property
     def pooled_size(self) -> int:
-        return self._config.hidden_size if isinstance(self._config, DecoderConfig) else 0
+        if not isinstance(self._config, DecoderConfig):
+            return 0
+        return self._num_labels or self._config.hidden_size
+
+    def _score_weight(self, num_labels: int) -> TensorWeight:
+        if not isinstance(self._config, DecoderConfig):
+            architecture = self._config.info.architecture
+            raise UnsupportedModel(f"config.json: given labels for the family of {architecture}, expected none")
+        return TensorWeight.of("score.weight", num_labels, self._config.hidden_size)
 
     def weights_of_rank(self, target: Target) -> WeightMap:
         ranks, stage, weights = target.ranks, target.stage, self.weights

@@ -58,7 +58,7 @@ class Model(ABC):
 
     def states(self, hidden: Tensor) -> Tensor:
         """What `forward` returned -> (wanted, pooled_size): the hidden states after the last norm, as `transformers`
-        gives them.
+        gives them; of a model that classifies its scores of labels.
 
         Raises:
             InvariantViolation: `pooled_size` is 0.

@@ -8,6 +8,7 @@ from pagestream_engine.models.config import ConfigFile, ModelInfo
 from pagestream_engine.models.family_source import FamilySource
 from pagestream_engine.models.registry import find_family
 from pagestream_engine.models.source import ModelSource
+from pagestream_engine.pooling.labels import CLASSIFIER, labels_of
 
 
 def open_model(folder: Path) -> ModelSource:
@@ -27,6 +28,10 @@ def open_model(folder: Path) -> ModelSource:
         family = find_family(f"{architecture.removesuffix('Model')}ForCausalLM")
         if family is not None and architecture.endswith("Model"):
             return FamilySource(folder, file, family, is_base=True)
+        # What `AutoModelForSequenceClassification` saves: the same with a matrix that makes scores of labels.
+        family = find_family(f"{architecture.removesuffix(CLASSIFIER)}ForCausalLM")
+        if family is not None and architecture.endswith(CLASSIFIER):
+            return FamilySource(folder, file, family, is_base=True, num_labels=len(labels_of(file.fields)))
     from pagestream_engine.models.general.source import GeneralSource
 
     return GeneralSource(folder, file)

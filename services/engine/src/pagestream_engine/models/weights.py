@@ -15,6 +15,9 @@ from torch import Tensor
 from pagestream_engine.errors import DOWNLOAD_AGAIN, WeightsError
 from pagestream_engine.layers.linear import Linear
 
+SCORES = "scores"
+"""Name of the parameter of a model that classifies: (labels, hidden_size)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -178,6 +181,10 @@ class Parameters:
     def tensor(self, name: str) -> Tensor:
         """Return a declared tensor."""
         return _get(self._tensors, name, "tensor")
+
+    def find_tensor(self, name: str) -> Tensor | None:
+        """Return a tensor, None where none is declared by the name."""
+        return self._tensors.get(name)
 
     def linear(self, name: str) -> Linear:
         """Return a declared linear."""

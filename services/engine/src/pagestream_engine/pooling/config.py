@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from pagestream_engine.errors import DOWNLOAD_AGAIN, ModelFileError
+from pagestream_engine.pooling.labels import activation_of, labels_of
 from pagestream_engine.request.pooling_kinds import CLS, LAST, MEAN
 
 _KNOWN = ("Transformer", "Pooling", "Normalize")
 """Last parts of the names of modules that change no vector otherwise than told here."""
 _MODES = {"pooling_mode_lasttoken": LAST, "pooling_mode_mean_tokens": MEAN, "pooling_mode_cls_token": CLS}
+_CLASSIFIES = "the model gives scores of labels and no vectors"
 _NAMES = {"lasttoken": LAST, "mean": MEAN, "cls": CLS}
 
 
@@ -28,6 +30,10 @@ class PoolingConfig:
     """Whether leading numbers of a vector are a vector too."""
     dimensions: tuple[int, ...] = ()
     """Of how many numbers those may be; empty: of any number."""
+    labels: tuple[str, ...] = ()
+    """Of a model that classifies: it gives a score for each, and no vectors."""
+    activation: str = ""
+    """What makes probabilities of these scores: SOFTMAX, SIGMOID or IDENTITY; empty for a model without labels."""
     unsupported: str = ""
     """Why there are no vectors: what the files ask for, which the engine does not do. Empty where there are."""
 
@@ -46,6 +52,9 @@ def read_pooling(folder: Path) -> PoolingConfig:
     """
     config = _read(folder / "config.json")
     is_matryoshka, dimensions = _matryoshka(folder / "config.json", config)
+    labels = labels_of(config)
+    if labels:
+        return PoolingConfig(labels=labels, activation=activation_of(config, labels), unsupported=_CLASSIFIES)
     modules_file = folder / "modules.json"
     if not modules_file.is_file():
         return PoolingConfig(is_matryoshka=is_matryoshka, dimensions=dimensions)
@@ -63,7 +72,7 @@ def read_pooling(folder: Path) -> PoolingConfig:
             path = folder / str(module.get("path", "")) / "config.json"
             kind, reason = _kind(path, _read(path))
             unsupported = unsupported or reason
-    return PoolingConfig(kind, normalize, is_matryoshka, dimensions, unsupported)
+    return PoolingConfig(kind, normalize, is_matryoshka, dimensions, unsupported=unsupported)
 
 
 def _kind(path: Path, config: Mapping[str, Any]) -> tuple[str, str]:

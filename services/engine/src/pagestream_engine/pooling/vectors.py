@@ -1,9 +1,10 @@
-"""From pooled states to a vector."""
+"""From pooled states to a vector, or to probabilities of labels."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from pagestream_engine.pooling.labels import SIGMOID, SOFTMAX
 from pagestream_engine.request.pooling_kinds import STATES_DTYPE
 from pagestream_engine.step.records import Float32Array
 
@@ -21,3 +22,19 @@ def vector_of(states: bytes, *, dimensions: int = 0, normalize: bool = True) -> 
         return vector
     length = float(np.linalg.norm(vector.astype(np.float64)))
     return (vector / length).astype(np.float32) if length else vector
+
+
+def probabilities_of(states: bytes, activation: str) -> Float32Array:
+    """Return the probabilities of a model's labels; its scores themselves by `IDENTITY`.
+
+    Args:
+        states: `StepOutput.pooled`: a score for each label.
+        activation: `PoolingConfig.activation`.
+    """
+    scores = np.frombuffer(states, STATES_DTYPE).astype(np.float64)
+    if activation == SOFTMAX:
+        scores = np.exp(scores - scores.max())
+        scores /= scores.sum()
+    elif activation == SIGMOID:
+        scores = 0.5 * (1.0 + np.tanh(0.5 * scores))  # without an overflow at either end
+    return scores.astype(np.float32)

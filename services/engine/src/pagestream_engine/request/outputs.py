@@ -105,6 +105,18 @@ class EmbeddingOutput:
     """Prompt tokens that the prefix cache had."""
 
 
+@dataclass(slots=True)
+class ClassificationOutput:
+    """The labels of one prompt."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    probs: list[float]
+    """Of each label, in the order of `config.json`."""
+    num_cached_tokens: int
+    """Prompt tokens that the prefix cache had."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot. Counters count from the engine's start."""

@@ -135,7 +135,11 @@ class ModelRunner:
         self.grammars = GrammarCompiler(model_dir, info.vocab_size, info.eos_token_ids)
         """Compiles what requests ask their outputs to match."""
         self._model_dir, self._plugin_digest, self.has_head = model_dir, source.plugin_digest, info.has_head
-        self._num_blocks, self._num_compilations, self.pooled_size = 0, 0, self._model.pooled_size
+        self._num_blocks, self._num_compilations, self.pooled_size = (
+            0,
+            0,
+            self._model.pooled_size and source.pooled_size,
+        )
         self._host_pages: HostPages | None = None
         self._moved: MovedTensors | None = None  # what a GPU's tensors held before it went to sleep
         # Graphs with exchanges between ranks have not been tried.

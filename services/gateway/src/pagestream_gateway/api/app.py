@@ -19,7 +19,7 @@ from pagestream_gateway.api.openai.batches import routes as batches
 from pagestream_gateway.api.openai.errors import install_error_handlers
 from pagestream_gateway.api.openai.responses import body as responses_body
 from pagestream_gateway.api.openai.responses import routes as responses
-from pagestream_gateway.api.openai.vectors import embeddings, scoring
+from pagestream_gateway.api.openai.vectors import classification, embeddings, scoring
 from pagestream_gateway.api.pacing import Paced
 from pagestream_gateway.api.vllm import tokens
 from pagestream_gateway.core.gateway import Gateway
@@ -34,7 +34,7 @@ _ABOUT = (
 def build_app(gateway: Gateway) -> FastAPI:
     """Return the application of the HTTP port."""
     app = _bare_app(gateway)
-    generations = (completions, chat_completions, responses, messages, embeddings, scoring)
+    generations = (completions, chat_completions, responses, messages, embeddings, scoring, classification)
     for resource in (*generations, models, requests, files, batches, tokens, health):
         app.include_router(resource.router(gateway))
     bodies: list[type[BaseModel]] = [
@@ -61,7 +61,12 @@ def build_app(gateway: Gateway) -> FastAPI:
         app.include_router(page.router())
     allow_origins(app, settings.origins)
     app.add_middleware(Paced, turns=gateway.turns)
-    vectors = (embeddings.EmbeddingBody, scoring.ScoreBody, scoring.RerankBody)
+    vectors = (
+        embeddings.EmbeddingBody,
+        scoring.ScoreBody,
+        scoring.RerankBody,
+        classification.ClassificationBody,
+    )
     documents.install(app, [*bodies, *vectors])
     return app
 

@@ -139,6 +139,7 @@ _ANSWERS: Mapping[tuple[str, str], _Answers] = {
         schemas.MessageTokens, errors=(401, 404, 413, 415, 429), refusals=_MESSAGE_REFUSALS
     ),
     ("post", "/v1/embeddings"): _VECTORS._replace(whole=schemas.EmbeddingAnswer),
+    ("post", "/v1/classify"): _VECTORS._replace(whole=schemas.ClassificationAnswer),
     ("post", "/v1/score"): _VECTORS._replace(whole=schemas.ScoreAnswer),
     ("post", "/v1/rerank"): _VECTORS._replace(whole=schemas.RerankAnswer),
     ("post", "/v1/files"): _Answers(schemas.FileAnswer, errors=(401, 413, 415, 429)),

@@ -333,6 +333,28 @@ class EmbeddingAnswer(BaseModel):
     usage: VectorUsage
 
 
+class Classification(BaseModel):
+    """The labels of a text."""
+
+    index: int
+    label: str
+    """The likeliest."""
+    probs: list[float]
+    """Of each label, in the order of the model's files."""
+    num_classes: int
+
+
+class ClassificationAnswer(BaseModel):
+    """The labels of a request's texts; as the last event of a stream without them."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Classification]
+    usage: VectorUsage
+
+
 class Score(BaseModel):
     """How alike a text is to its query: a cosine."""
 

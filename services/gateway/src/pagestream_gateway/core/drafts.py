@@ -62,6 +62,8 @@ class AskedPooling:
     """Leading numbers that are kept; None is all."""
     normalize: bool | None = None
     """Whether they are divided by their length."""
+    classifies: bool = False
+    """Whether probabilities of labels are asked for in place of vectors."""
 
 
 @dataclass(frozen=True)

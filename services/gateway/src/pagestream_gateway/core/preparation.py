@@ -62,6 +62,7 @@ def preparing(draft: Draft, model: LoadedModel, limits: LimitSettings, scope: by
         pooling = resolve_pooling(draft.pooling, model.card)
         prompts = yield from _encoding(draft, model, scope)
         check_inputs(prompts, draft.prompt_field, pooling, draft.answer, limits)
+        draft.answer.vectors.labels[:] = model.card.embedding.labels if draft.pooling.classifies else []
         return PreparedRequest(prompts, sampling_of_vectors(), [], pooling=pooling)
     sampling = _sampling_of(draft, model, limits)
     prompts = yield from _encoding(draft, model, scope)

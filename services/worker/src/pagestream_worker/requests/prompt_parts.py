@@ -3,11 +3,25 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from pagestream.v1.inference_pb2 import LogprobEntry, TokenLogprobs
-from pagestream.v1.records_pb2 import Pooling, PromptPart, RequestSpec
-from pagestream_engine.pooling.vectors import vector_of
+from pagestream.v1.records_pb2 import (
+    LABEL_ACTIVATION_IDENTITY,
+    LABEL_ACTIVATION_SIGMOID,
+    LABEL_ACTIVATION_SOFTMAX,
+    Pooling,
+    PromptPart,
+    RequestSpec,
+)
+from pagestream_engine.pooling.labels import IDENTITY, SIGMOID, SOFTMAX
+from pagestream_engine.pooling.vectors import probabilities_of, vector_of
 from pagestream_engine.request.outputs import StepOutput, TokenLogprob
 from pagestream_engine.request.pooling_kinds import STATES_DTYPE
 
+ACTIVATIONS: Mapping[int, str] = {
+    LABEL_ACTIVATION_SOFTMAX: SOFTMAX,
+    LABEL_ACTIVATION_SIGMOID: SIGMOID,
+    LABEL_ACTIVATION_IDENTITY: IDENTITY,
+}
+"""By what a request says."""
 PART_BYTES = 8192
 """Of a part's log probabilities, beyond which it takes no further token."""
 
@@ -73,11 +87,15 @@ def logprob_parts(rows: Sequence[Sequence[TokenLogprob]], begin: int) -> Iterato
 
 
 def embedding_part(states: bytes, pooling: Pooling) -> tuple[int, bytes]:
-    """Return PromptPart.end and the part of a vector: pooled states, cut and normalised as was asked for.
+    """Return PromptPart.end and the part of a vector: pooled states, cut and normalised as was asked for; or the
+    probabilities of labels.
 
     Args:
         states: `StepOutput.pooled`.
         pooling: of the request.
     """
-    vector = vector_of(states, dimensions=pooling.dimensions, normalize=pooling.normalize)
+    if pooling.activation:
+        vector = probabilities_of(states, ACTIVATIONS[pooling.activation])
+    else:
+        vector = vector_of(states, dimensions=pooling.dimensions, normalize=pooling.normalize)
     return len(vector), PromptPart(embedding=vector.astype(STATES_DTYPE).tobytes()).SerializeToString()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pagestream_engine.errors import ConfigError, UnsupportedOption
 from pagestream_engine.models.decoder_config import DecoderConfig
-from pagestream_engine.models.weights import Part, TiedWeight, Weight, WeightMap
+from pagestream_engine.models.weights import SCORES, Part, TiedWeight, Weight, WeightMap
 from pagestream_engine.parallel.place import layers_of_stage
 
 OPTION = "pipeline_parallel_size"
-_EMBEDDING, _LAST = "embedding", ("norm", "head")
+_EMBEDDING, _LAST = "embedding", ("norm", "head", SCORES)
 
 
 def layers_of(config: DecoderConfig, stage: int, num_stages: int) -> range:
@@ -23,8 +23,8 @@ def layers_of(config: DecoderConfig, stage: int, num_stages: int) -> range:
 
 
 def weights_of_stage(weights: WeightMap, config: DecoderConfig, stage: int, num_stages: int) -> WeightMap:
-    """Return what a stage reads: its layers, the first one the embedding, the last one norm and head. A head that is
-    tied to the embedding needs that, too.
+    """Return what a stage reads: its layers, the first one the embedding, the last one norm, head and scores. A head
+    that is tied to the embedding needs that, too.
 
     Raises:
         ConfigError: there are more stages than layers.

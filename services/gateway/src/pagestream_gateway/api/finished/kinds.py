@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from pagestream.v1.records_pb2 import (
     API_FORM_CHAT_COMPLETIONS,
+    API_FORM_CLASSIFY,
     API_FORM_EMBEDDINGS,
     API_FORM_MESSAGES,
     API_FORM_RERANK,
@@ -19,6 +20,7 @@ from pagestream_gateway.api.openai.chat_completions import ChatWriter
 from pagestream_gateway.api.openai.completions import CompletionWriter
 from pagestream_gateway.api.openai.responses.answers import StoredAnswer
 from pagestream_gateway.api.openai.responses.writer import ResponseWriter, WholeResponse
+from pagestream_gateway.api.openai.vectors.classification import ClassificationWriter
 from pagestream_gateway.api.openai.vectors.embeddings import EmbeddingList, EmbeddingWriter
 from pagestream_gateway.api.openai.vectors.scoring import RerankWriter, ScoreList, ScoreWriter
 from pagestream_gateway.api.openai.whole_answer import WholeAnswer
@@ -39,6 +41,7 @@ _KINDS: Mapping[int, AnswerKind] = {
     API_FORM_RESPONSES: AnswerKind(ResponseWriter, WholeResponse, StoredAnswer),
     API_FORM_MESSAGES: AnswerKind(MessageWriter, WholeMessage, WholeMessageAnswer),
     API_FORM_EMBEDDINGS: AnswerKind(EmbeddingWriter, EmbeddingList),
+    API_FORM_CLASSIFY: AnswerKind(ClassificationWriter, EmbeddingList),
     API_FORM_SCORE: AnswerKind(ScoreWriter, ScoreList),
     API_FORM_RERANK: AnswerKind(RerankWriter, ScoreList),
 }

@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED, RequestState
 from pagestream.v1.records_pb2 import (
     API_FORM_CHAT_COMPLETIONS,
+    API_FORM_CLASSIFY,
     API_FORM_EMBEDDINGS,
     API_FORM_MESSAGES,
     API_FORM_RERANK,
@@ -36,6 +37,7 @@ from pagestream_gateway.api.openai.generation import ParsedRequest, parsed_reque
 from pagestream_gateway.api.openai.position import Position
 from pagestream_gateway.api.openai.streaming import EventStream
 from pagestream_gateway.api.openai.vectors import embeddings, scoring
+from pagestream_gateway.api.openai.vectors.classification import ClassificationWriter
 from pagestream_gateway.api.openai.vectors.embeddings import EmbeddingWriter
 from pagestream_gateway.api.openai.vectors.scoring import RerankWriter, ScoreWriter
 from pagestream_gateway.api.openai.writer import LogWriter, finish_reason_body, usage_body
@@ -51,6 +53,7 @@ _WRITERS: Mapping[int, type[LogWriter]] = {
     API_FORM_RESPONSES: ChatWriter,
     API_FORM_MESSAGES: MessageWriter,
     API_FORM_EMBEDDINGS: EmbeddingWriter,
+    API_FORM_CLASSIFY: ClassificationWriter,
     API_FORM_SCORE: ScoreWriter,
     API_FORM_RERANK: RerankWriter,
 }

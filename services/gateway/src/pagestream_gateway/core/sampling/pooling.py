@@ -23,6 +23,8 @@ def resolve_pooling(asked: AskedPooling, card: ModelCard) -> Pooling:
     Raises UnsupportedField where the model gives no vectors, InvalidRequest where it gives none of that size.
     """
     embedding = card.embedding
+    if asked.classifies:
+        return _pooling_of_labels(card)
     if not card.HasField("embedding") or embedding.unsupported:
         raise UnsupportedField(
             "model", f"{card.name} gives no vectors: {embedding.unsupported or 'no engine makes any'}"
@@ -43,6 +45,16 @@ def resolve_pooling(asked: AskedPooling, card: ModelCard) -> Pooling:
     if pooling.dimensions not in (allowed or range(1, embedding.size)):
         expected = f"one of {', '.join(map(str, allowed))}" if allowed else f"from 1 to {embedding.size}"
         raise InvalidRequest("dimensions", f"must be {expected}, got {pooling.dimensions}")
+    return pooling
+
+
+def _pooling_of_labels(card: ModelCard) -> Pooling:
+    """Return how probabilities of labels are made. Raises UnsupportedField where the model has no labels."""
+    embedding = card.embedding
+    if not embedding.labels:
+        raise UnsupportedField("model", f"{card.name} has no labels: it is no model ForSequenceClassification")
+    pooling = Pooling(dimensions=len(embedding.labels))
+    pooling.MergeFrom(embedding.pooling)
     return pooling
 
 

@@ -1,0 +1,69 @@
+"""POST /v1/classify, as vLLM's: its body, its route and its answers. An engine computes the probabilities."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import APIRouter
+from pagestream.v1.records_pb2 import API_FORM_CLASSIFY, VectorForm
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pagestream_gateway.api.documents import body_of
+from pagestream_gateway.api.openai import generation
+from pagestream_gateway.api.openai.generation import ParsedRequest, without_unsupported
+from pagestream_gateway.api.openai.strict_body import Prompts, QueuedBody, parse_body, prompts_of
+from pagestream_gateway.api.openai.vectors.bodies import UNSUPPORTED, vector_request
+from pagestream_gateway.api.openai.vectors.embeddings import EmbeddingList, EmbeddingWriter
+from pagestream_gateway.api.runs import Run
+from pagestream_gateway.api.similarities import numbers_of
+from pagestream_gateway.core.calls import EMBEDDINGS
+from pagestream_gateway.core.drafts import AskedPooling
+from pagestream_gateway.core.gateway import Gateway
+
+
+class ClassificationBody(QueuedBody):
+    """POST /v1/classify."""
+
+    input: Prompts = Field(description="Text, token ids, or a list of either; each gets a label.")
+
+
+class ClassificationWriter(EmbeddingWriter):
+    """Writes probabilities of labels; those of an input are an event of a stream."""
+
+    def item(self, run: Run) -> str:
+        """Return an input's classification, without its last brace: the likeliest label, and all probabilities."""
+        probabilities = numbers_of(run.embedding)
+        labels = self.spec.answer.vectors.labels
+        best = max(range(len(labels)), key=lambda number: (probabilities[number], -number))
+        shown = ",".join(f"{number:.9g}" for number in probabilities)
+        label = json.dumps(labels[best])
+        return f'{{"index":{run.choice},"label":{label},"probs":[{shown}],"num_classes":{len(labels)}'
+
+
+def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest:
+    """Read a body and its headers. Raises InvalidRequest."""
+    body = parse_body(ClassificationBody, without_unsupported(document, UNSUPPORTED))
+    return vector_request(
+        body,
+        headers,
+        document,
+        API_FORM_CLASSIFY,
+        prompts=prompts_of(body.input, body.add_special_tokens is not False),
+        prompt_field="input",
+        form=VectorForm(),
+        pooling=AskedPooling(classifies=True),
+    )
+
+
+def router(gateway: Gateway) -> APIRouter:
+    """Return the resource's route."""
+    routes = APIRouter(tags=["vectors"])
+
+    @routes.post("/v1/classify", openapi_extra=body_of(ClassificationBody), summary="Give texts labels")
+    async def classify(request: Request) -> Response:
+        call = gateway.calls.begin("classify", EMBEDDINGS, request.headers)
+        return await generation.generate(gateway, request, call, parse, writer=ClassificationWriter, body=EmbeddingList)
+
+    return routes
