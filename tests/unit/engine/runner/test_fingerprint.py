@@ -42,6 +42,7 @@ NOT_DECIDING = {
     "pagestream_engine.layers.select": "chooses linear methods; the mode and their level are part of the fingerprint",
     "pagestream_engine.models.offload.copier": "copies whole pages",
     "pagestream_engine.models.offload.layers": "copies whole pages before they are read",
+    "pagestream_engine.models.offload.moving": "copies whole tensors to the host and back",
     "pagestream_engine.models.offload.plan": "chooses where weights wait, from which the same kernels compute",
     "pagestream_engine.models.stored_size": "counts bytes",
     "pagestream_engine.parallel.place": "says which rank a process is; their number is part of the fingerprint",
