@@ -3,8 +3,9 @@
     make malformed ARGS="--count 1000000 --seed 1"
 
 A real gateway and a real Redis, with engines without a model. Inputs are grammar-aware changes of valid ones, and bytes
-that are of no protocol; each is derived from the seed and a number, so that a run can be repeated. Meanwhile a client
-asks for answers, and another reads streams of 20 tokens a second: both know what they have to get.
+that are of no protocol; each is derived from the seed and a number, so that a run can be repeated, and one batch alone
+(`--only NUMBER`). Ctrl-C ends a run early, with its report. Meanwhile a client asks for answers, and another reads
+streams of 20 tokens a second: both know what they have to get.
 
 Wanted: no 5xx but 503, no INTERNAL or UNKNOWN, no hidden request answered, no error in the log, the same process at the
 end; open files and threads as at the beginning, no more than BOUND_MIB of memory above that after the warm-up, and no
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -95,6 +97,7 @@ async def attack(stack: Stack, gateway: Gateway, options: argparse.Namespace) ->
         print(f"{batch.kind}: {batch.data!r}\n{batch.reader.outcomes()}")
         return defects_in(gateway.log)
     sender = Sender(inputs, gateway.http_port, gateway.grpc_port, connections=options.connections)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, sender.stop)
     neighbours = Neighbours(gateway.url, synthetic_engine.MODEL, STEADY)
     await sender.send(min(options.count // 10, 2000))
     await eventually(lambda: usage_of(pid).files < options.connections, SETTLE_S)

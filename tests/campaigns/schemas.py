@@ -39,6 +39,8 @@ EVERYTHING = {
     "PAGESTREAM_GATEWAY__ALLOW_MODEL_CHANGES": "true",
 }
 UNSUCCESSFUL = (
+    "POST /admin/v1/quarantine/{request_id}/release",  # needs a quarantined request
+    "POST /v1/batches/{batch_id}/cancel",  # needs a batch that goes on
     "POST /v1/load_lora_adapter",  # need a folder with an adapter
     "POST /v1/unload_lora_adapter",
     "PUT /v1/requests/{request_id}",  # needs the id of a request that Redis has lost, with its body and seed

@@ -61,15 +61,20 @@ class Sender:
         self._ports = (http_port, grpc_port)
         self._connections = connections
         self._next = 0
+        self._is_stopped = False
         self.tally = Tally()
         self.failures: list[str] = []
         """The first failed batches: number, class, and what was sent."""
+
+    def stop(self) -> None:
+        """Begin no further batch."""
+        self._is_stopped = True
 
     async def send(self, count: int) -> None:
         """Send batches until there were `count` inputs. OSError where the server takes no connections."""
 
         async def worker() -> None:
-            while self.tally.num_inputs < count:
+            while self.tally.num_inputs < count and not self._is_stopped:
                 number, self._next = self._next, self._next + 1
                 await self._send_one(number)
 
