@@ -10,6 +10,7 @@ Printed: tokens received, errors, the time between a stream's tokens, and each p
 import argparse
 import asyncio
 import json
+import re
 import sys
 import tempfile
 import time
@@ -28,6 +29,8 @@ from support.processes.stack import Part, Stack
 from support.processes.waiting import wait_until
 
 CONNECT_AT_ONCE = 100
+POSITION = re.compile(rb'"stream_position":"[^/"]+/(\d+)/')
+POSITION_BYTES = 128  # of a position that two reads may divide
 LIMIT_S = 600.0
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -94,7 +97,7 @@ async def grpc_stream(stub: InferenceStub, number: int, options: argparse.Namesp
 
 
 async def sse_stream(port: int, number: int, options: argparse.Namespace, tallies: ClientFigures) -> None:
-    """Read one stream on its own connection; events are counted, not parsed, since clients share the cores."""
+    """Read one stream on its own connection. Only positions are parsed, since clients share the cores."""
     content = json.dumps(
         {
             "model": MODEL,
@@ -113,14 +116,26 @@ async def sse_stream(port: int, number: int, options: argparse.Namespace, tallie
         writer.write(head.encode() + content)
         if b" 200 " not in await reader.readline():
             raise OSError((await reader.read(4096)).decode())
+        seen, kept = 0, b""
         while data := await reader.read(65536):
-            count = data.count(b'"finish_reason":null') + data.count(b'"finish_reason": null')
-            if count:
-                arrivals.note(count)
+            kept = kept[-POSITION_BYTES:] + data
+            index = min(last_index(kept), options.tokens)
+            if index > seen:
+                arrivals.note(index - seen)
+                seen = index
         writer.close()
         arrivals.end(options.tokens)
     except OSError as error:
         tallies.errors.append(repr(error))
+
+
+def last_index(data: bytes) -> int:
+    """Return the index of the last whole position in a piece of a stream; 0 for none.
+
+    An event of a late stream holds several tokens, so that events can't be counted.
+    """
+    found = POSITION.findall(data)
+    return int(found[-1]) if found else 0
 
 
 async def load(options: argparse.Namespace) -> None:
