@@ -135,8 +135,10 @@ async def read_streams(options: argparse.Namespace) -> None:
         ]
         marks: list[tuple[int, float]] = []
         for bound in (WARM_TOKENS, options.tokens - WARM_TOKENS):
-            while figures.tokens < bound * options.streams and not all(task.done() for task in tasks):
-                await asyncio.sleep(0.01)
+            while figures.tokens < bound * options.streams:
+                done, _ = await asyncio.wait(tasks, timeout=0.01)
+                if len(done) == len(tasks):
+                    break
             marks.append((figures.tokens, cpu_s(options.pid)))
         await asyncio.gather(*tasks)
     (tokens, seconds), (later_tokens, later_seconds) = marks

@@ -130,19 +130,21 @@ class Stream:
 
     def go_to(self, index: int) -> None:
         """Make the entry of this index the next one."""
-        self._entries = islice(answer_entries(self.claim.spec), index, None)
+        self._entries = islice(answer_entries(self.claim.spec), max(0, index - 1), None)
+        self._digest = next(self._entries).digest if index else ""
         self.index = index
         self.entry = next(self._entries, None)
 
     def advance(self) -> None:
         """Go on to the next entry; `entry` is None after the last one."""
         self.index += 1
+        self._digest = "" if self.entry is None else self.entry.digest
         self.entry = next(self._entries, None)
 
     def append(self) -> Append:
         """Return the append of the next entry."""
         entries = [] if self.entry is None else [self.entry]
-        return append_of(self.claim, self.index, entries)
+        return append_of(self.claim, self.index, entries, previous_digest=self._digest)
 
 
 class SyntheticEngine:

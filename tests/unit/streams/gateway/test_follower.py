@@ -1,7 +1,7 @@
 """One read of one log, without Redis: when it believes a wake-up, and when it looks into the log."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from pagestream.v1.records_pb2 import LogEntry, LogSlice
@@ -147,3 +147,68 @@ def test_pages_of_the_log_are_as_large_as_its_entries_are_small() -> None:
     assert (first, reader.page_entries) == (16, 100)
     reader.note_page(100, 100 * 9_936)
     assert reader.page_entries == 1
+
+
+async def waiting(reader: Follower) -> asyncio.Task[None]:
+    """Return the task of a consumer that waits."""
+    task = asyncio.create_task(reader.wait(30))
+    await asyncio.sleep(0)
+    return task
+
+
+def followed_by(sink: Callable[[Sequence[LogEntry]], bool]) -> Follower:
+    """Return a follower that has taken an entry."""
+    reader = Follower(Partition("m", 0), "r", tenant="t", from_index=0, digest="", limits=limits(), sink=sink)
+    assert reader.take_log_read_request()
+    reader.offer(log_slice(0, LOG[:1]))
+    assert len(reader.take_buffered()) == 1
+    return reader
+
+
+async def test_a_sink_takes_what_follows_while_the_consumer_waits() -> None:
+    passed: list[int] = []
+    reader = followed_by(lambda entries: passed.extend(numbers(entries)) is None)
+    await reader.wait(30)  # was woken by the first entry
+    reader.offer(log_slice(1, LOG[1:2], LOG[0].digest))
+    assert not passed  # nothing waits: the consumer is at work
+    assert len(reader.take_buffered()) == 1
+    await reader.wait(30)
+    task = await waiting(reader)
+    reader.offer(log_slice(2, LOG[2:4], LOG[1].digest))
+    assert (passed, reader.next_index, bool(reader.buffer)) == ([102, 103], 4, False)
+    reader.offer(log_slice(5, LOG[5:6], LOG[4].digest))
+    assert passed == [102, 103]
+    await task
+    assert reader.take_buffered() == []
+    assert reader.take_log_read_request()
+
+
+async def test_what_a_sink_leaves_waits_for_the_consumer_in_order() -> None:
+    calls: list[int] = []
+    reader = followed_by(lambda entries: calls.append(len(entries)) is not None)
+    await reader.wait(30)
+    task = await waiting(reader)
+    reader.offer(log_slice(1, LOG[1:2], LOG[0].digest))
+    reader.offer(log_slice(2, LOG[2:3], LOG[1].digest))
+    assert calls == [1]  # the second stands behind the first
+    await task
+    assert numbers(reader.take_buffered()) == [101, 102]
+
+
+async def test_the_end_and_what_a_sink_raises_are_for_the_consumers_task() -> None:
+    def refuse(entries: Sequence[LogEntry]) -> bool:
+        raise KeyError(len(entries))
+
+    reader = followed_by(refuse)
+    await reader.wait(30)
+    task = await waiting(reader)
+    end = ending(LOG[0].digest, count=1)
+    reader.offer(log_slice(1, end, LOG[0].digest))
+    await task
+    assert reader.take_buffered() == end
+    reader = followed_by(refuse)
+    await reader.wait(30)
+    task = await waiting(reader)
+    reader.offer(log_slice(1, LOG[1:2], LOG[0].digest))
+    with pytest.raises(KeyError):
+        await task

@@ -17,6 +17,7 @@ from uvicorn.server import ServerState
 from pagestream_gateway.api.cors import CorsHeaders
 from pagestream_gateway.api.error_codes import error_report
 from pagestream_gateway.api.openai.errors import error_response
+from pagestream_gateway.api.transports.body_writer import BODY_WRITER
 from pagestream_gateway.api.transports.websocket import WebSocket, is_handshake
 from pagestream_gateway.errors import (
     BodyTooLarge,
@@ -167,7 +168,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             raise MalformedHttp
         super().on_message_begin()
         scope = cast(MutableMapping[str, Any], self.scope)
-        scope["extensions"] = {EXTEND_BODY_TIME: partial(_extend_body_time, self, scope)}
+        scope["extensions"] = {
+            EXTEND_BODY_TIME: partial(_extend_body_time, self, scope),
+            BODY_WRITER: _ChunkWriter(self, scope),
+        }
         if self._client_certificate is not None:
             scope["extensions"]["tls"] = {"client_cert_chain": [self._client_certificate]}
         self._header_bytes = self._body_bytes = self._num_chunks = 0
@@ -303,6 +307,31 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.write_eof()
         self.flow.resume_reading()
         self._timer = self.loop.call_later(_LINGER_S, self.transport.abort)
+
+
+class _ChunkWriter:
+    """Writes chunks of the answer to the request with a scope; see BodyWriter. It waits in no queue of ASGI's."""
+
+    def __init__(self, protocol: BoundedHttpProtocol, scope: MutableMapping[str, Any]) -> None:
+        self._protocol = protocol
+        self._scope = scope
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a chunk may be written now. Never on a WebSocket, nor to a client of HTTP/1.0."""
+        cycle = self._protocol._answered
+        return (
+            cycle is not None
+            and cycle.scope is self._scope
+            and cycle.response_started
+            and bool(cycle.chunked_encoding)
+            and not (cycle.response_complete or cycle.disconnected or cycle.flow.write_paused)
+            and self._protocol._socket is None
+        )
+
+    def write(self, body: bytes) -> None:
+        """Write a chunk."""
+        self._protocol.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 def _client_certificate(transport: asyncio.Transport) -> str | None:

@@ -11,6 +11,7 @@ from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED, FinishReason
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_streams import Broker, GatewaySession, RequestPage, RequestView, discard_request, list_requests
 from pagestream_streams.errors import DigestMismatch, OffsetOutOfRange, StreamsError
+from pagestream_streams.gateway.follower import Sink
 
 from pagestream_gateway.core.redis_timeout import RedisTimeout
 from pagestream_gateway.metrics import Metrics
@@ -39,14 +40,16 @@ class AcceptedRequests:
     limit: RedisTimeout
 
     def follow(
-        self, spec: RequestSpec, *, from_index: int = 0, digest: str = ""
+        self, spec: RequestSpec, *, from_index: int = 0, digest: str = "", sink: Sink | None = None
     ) -> AsyncGenerator[list[LogEntry], None]:
         """Yield batches of log entries from `from_index` to the end of the log.
 
         Close the generator (`aclosing`): that removes the reader from the request. A request that Redis loses
-        meanwhile is accepted again and goes on under the same id.
+        meanwhile is accepted again and goes on under the same id. `sink` takes live entries: see GatewaySession.read.
         """
-        return self.session.read(spec.request_id, tenant=spec.tenant, from_index=from_index, digest=digest, spec=spec)
+        return self.session.read(
+            spec.request_id, tenant=spec.tenant, from_index=from_index, digest=digest, spec=spec, sink=sink
+        )
 
     async def resume(self, request_id: str, tenant: str, *, from_index: int, digest: str) -> tuple[RequestView, bool]:
         """Look up a request that a reader wants to read on from `from_index`.

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from google.protobuf.message import DecodeError
 from pagestream.v1.records_pb2 import LogEntry, LogSlice, RequestSpec
 
 from pagestream_streams.errors import DigestMismatch, OffsetOutOfRange, StreamsError
+from pagestream_streams.fault_points import FaultPoint, reach
 from pagestream_streams.gateway.slice_buffer import ReadLimits, SliceBuffer
 from pagestream_streams.protocol.digests import chain
 from pagestream_streams.protocol.keys import Partition
 
 _ENTRY_BYTES = 64  # of an entry beside its values
 _FIRST_PAGE_ENTRIES = 16  # of a log whose entries' size is not known yet
+LARGE_BYTES = 2048  # of a batch, packed: it takes milliseconds to write
+
+Sink = Callable[[Sequence[LogEntry]], bool]
+"""Writes entries at once and returns True, or returns False and leaves them to the read's task. It never waits."""
 
 
 class Follower:
     """Yields entries in order, each once, and only if their digests continue those of the entries before.
 
-    What wake-ups bring waits for the consumer in `buffer`. Where that is full it is dropped, and the log is read
-    instead.
+    What wake-ups bring goes to the sink while the consumer waits for it. Else it waits for the consumer in `buffer`.
+    Where that is full it is dropped, and the log is read instead.
+
+    Methods: what wake-ups, polls and the consumer do to one position stands in one place.
     """
 
     def __init__(
@@ -35,6 +42,7 @@ class Follower:
         digest: str,
         limits: ReadLimits,
         spec: RequestSpec | None = None,
+        sink: Sink | None = None,
     ) -> None:
         """Create a follower that reads the log first.
 
@@ -46,6 +54,7 @@ class Follower:
             digest: digest of the log before `from_index`; "" for unknown.
             limits: bounds on what it keeps and yields.
             spec: the request to accept again if Redis has lost it.
+            sink: what takes entries without waking the consumer's task, where it can.
         """
         self.where = where
         self.spec = spec
@@ -71,6 +80,7 @@ class Follower:
         self._entry_bytes = 0.0  # of an entry in the last page of the log
         self._is_woken = False
         self._waiter: asyncio.Future[None] | None = None
+        self._sink = sink
 
     @property
     def log_start(self) -> int:
@@ -96,6 +106,8 @@ class Follower:
             if not count or log_slice.first_index + count > self.next_index:
                 self.request_log_read()
                 return
+        if self._pass_on(packed):
+            return
         if self.buffer.append(packed):
             self._wake()
         else:
@@ -203,6 +215,29 @@ class Follower:
                 self.waiting_since = self._waiter = None
         self._is_woken = False
 
+    def _pass_on(self, packed: bytes) -> bool:
+        """Pass a slice to the sink; return whether it has taken it.
+
+        Only while the consumer waits with nothing else to do, and only entries that plainly follow: anything unusual,
+        and the log's end, is for the consumer's task.
+        """
+        waiter = self._waiter
+        if self._sink is None or waiter is None or waiter.done() or self.buffer or len(packed) > LARGE_BYTES:
+            return False
+        log_slice = _parsed(packed)
+        if log_slice is None or not self._continues(log_slice) or log_slice.entries[-1].HasField("end"):
+            return False
+        reach(FaultPoint.FORWARDING)
+        try:
+            if not self._sink(log_slice.entries):
+                return False
+        except Exception as error:  # noqa: BLE001 - it is the consumer's, whose task raises it
+            waiter.set_exception(error)
+            return True
+        self._take(log_slice.entries)
+        self.waiting_since = time.monotonic()
+        return True
+
     def _wake(self) -> None:
         self._is_woken = True
         if self._waiter is not None and not self._waiter.done():
@@ -210,26 +245,34 @@ class Follower:
 
     def _take_slice(self, packed: bytes, taken: list[LogEntry]) -> bool:
         """Take a slice's entries; return whether they continue the position."""
-        try:
-            log_slice = LogSlice.FromString(packed)
-        except DecodeError:
+        log_slice = _parsed(packed)
+        if log_slice is None:
             return False
-        entries = log_slice.entries
         skipped = self.next_index - log_slice.first_index
-        if not entries or skipped < 0:
+        if not log_slice.entries or skipped < 0:
             return False
-        if skipped == 0 and self._digest and log_slice.previous_digest == self._digest and not self.ended:
-            self._take(entries, taken)
+        if self._continues(log_slice):
+            self._take(log_slice.entries)
+            taken.extend(log_slice.entries)
             return True
-        return self._chain(entries[skipped:], taken)
+        return self._chain(log_slice.entries[skipped:], taken)
 
-    def _take(self, entries: Sequence[LogEntry], taken: list[LogEntry]) -> None:
-        """Take entries that are known to continue the position."""
+    def _continues(self, log_slice: LogSlice) -> bool:
+        """Return whether a slice begins at the position, after the same entries."""
+        return (
+            log_slice.first_index == self.next_index
+            and bool(log_slice.entries)
+            and bool(self._digest)
+            and log_slice.previous_digest == self._digest
+            and not self.ended
+        )
+
+    def _take(self, entries: Sequence[LogEntry]) -> None:
+        """Go on by entries that are known to continue the position."""
         last = entries[-1]
         self._digest = last.digest
         self.next_index += len(entries)
         self.ended = last.HasField("end")
-        taken.extend(entries)
 
     def _chain(self, entries: Sequence[LogEntry], taken: list[LogEntry]) -> bool:
         for entry in entries:
@@ -240,3 +283,10 @@ class Follower:
             self.ended = entry.HasField("end")
             taken.append(entry)
         return True
+
+
+def _parsed(packed: bytes) -> LogSlice | None:
+    try:
+        return LogSlice.FromString(packed)
+    except DecodeError:
+        return None

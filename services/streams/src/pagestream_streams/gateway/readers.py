@@ -14,7 +14,7 @@ from pagestream_streams.admin.broker import Broker
 from pagestream_streams.byte_budget import ByteBudget
 from pagestream_streams.errors import ModelNotFound, RequestNotFound, Unavailable
 from pagestream_streams.fault_points import FaultPoint, reach
-from pagestream_streams.gateway.follower import Follower
+from pagestream_streams.gateway.follower import LARGE_BYTES, Follower, Sink
 from pagestream_streams.gateway.open_reads import OpenReads
 from pagestream_streams.gateway.polling import LONGEST_WAIT_S, Poller
 from pagestream_streams.gateway.registrations import Registrations
@@ -27,7 +27,6 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _REQUEST_ID_TAG = LogSlice.REQUEST_ID_FIELD_NUMBER << 3 | 2  # a field of bytes on the wire
-_LARGE_BYTES = 2048  # of a batch, packed: it takes milliseconds to write
 _RETRY_PAUSE_S = 0.1
 _RENEWAL_RETRY_S = 5.0
 
@@ -104,7 +103,14 @@ class Readers:
         self.timer.nudge()
 
     async def read(
-        self, request_id: str, *, tenant: str, from_index: int, digest: str, spec: RequestSpec | None
+        self,
+        request_id: str,
+        *,
+        tenant: str,
+        from_index: int,
+        digest: str,
+        spec: RequestSpec | None,
+        sink: Sink | None = None,
     ) -> AsyncGenerator[list[LogEntry], None]:
         """Yield batches of a log's entries; see GatewaySession.read."""
         where = await self._with_retries(lambda: self._broker.directory.locate(request_id))
@@ -116,6 +122,7 @@ class Readers:
             digest=digest,
             limits=self.limits,
             spec=spec,
+            sink=sink,
         )
         self.join(follower)
         try:
@@ -123,7 +130,7 @@ class Readers:
             while not follower.ended:
                 entries = await self._next(follower)
                 if entries:
-                    if follower.taken_bytes > _LARGE_BYTES:
+                    if follower.taken_bytes > LARGE_BYTES:
                         await self._turns.take()
                     reach(FaultPoint.FORWARDING)
                     yield entries

@@ -16,6 +16,7 @@ from pagestream_streams.admin.sweeper import Sweeper
 from pagestream_streams.connection.subscription import Subscription
 from pagestream_streams.errors import LogsFull, ModelNotFound, QueueFull, RequestNotFound, StorageFull
 from pagestream_streams.gateway.acceptance import Acceptor
+from pagestream_streams.gateway.follower import Sink
 from pagestream_streams.gateway.heartbeat import GatewayHeartbeat
 from pagestream_streams.gateway.log_quota import LogQuota
 from pagestream_streams.gateway.readers import Readers
@@ -159,6 +160,7 @@ class GatewaySession:
         from_index: int = 0,
         digest: str = "",
         spec: RequestSpec | None = None,
+        sink: Sink | None = None,
     ) -> AsyncGenerator[list[LogEntry], None]:
         """Yield batches of consecutive log entries: those that exist, then live ones, up to the end entry.
 
@@ -174,6 +176,8 @@ class GatewaySession:
                 behind when it died) is accepted again under its id, also in the middle of the read. Entries that were
                 seen before, here or by the bringer of `digest`, are compared with those generated again, and not
                 yielded twice.
+            sink: takes live entries as they come, while the generator is waited for, without a switch to its task;
+                entries that it has taken are not yielded. What it raises, the generator raises.
 
         Raises:
             RequestNotFound: the tenant has no such request.
@@ -185,7 +189,7 @@ class GatewaySession:
         """
         if spec is not None and (spec.request_id, spec.tenant) != (request_id, tenant):
             raise ValueError(f"the spec is {spec.request_id!r} of {spec.tenant!r}, not {request_id!r} of {tenant!r}")
-        return self.readers.read(request_id, tenant=tenant, from_index=from_index, digest=digest, spec=spec)
+        return self.readers.read(request_id, tenant=tenant, from_index=from_index, digest=digest, spec=spec, sink=sink)
 
     async def _accept(self, spec: RequestSpec, bounded: bool, deadline_ms: int | None = None) -> bool:
         self.sweeper.wake(spec.model)

@@ -6,7 +6,6 @@ itself answers an undecodable message and an unexpected error alike, with INTERN
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -18,9 +17,9 @@ from pagestream_gateway.api.error_codes import INTERNAL_ERROR, error_report
 from pagestream_gateway.api.grpc.drafts import generate_draft, with_message_path
 from pagestream_gateway.api.grpc.receiving import Receiver
 from pagestream_gateway.api.grpc.status import abort, drop_frames
+from pagestream_gateway.api.grpc.streaming import ChunkStream, Context
 from pagestream_gateway.api.grpc.vectors import embed_draft, embed_response, score_draft, score_response
 from pagestream_gateway.api.grpc.wire import parse_message
-from pagestream_gateway.api.runs import Run, split_runs
 from pagestream_gateway.core.calls import CHAT, DISCONNECTED, EMBEDDINGS, OK, RESUME, TEXT_COMPLETION, Call
 from pagestream_gateway.core.gateway import Gateway
 from pagestream_gateway.core.identities.identity import Credentials, Identity
@@ -31,7 +30,6 @@ logger = logging.getLogger(__name__)
 _MAX_INDEX = 2**63
 _OPERATIONS = {"grpc": TEXT_COMPLETION, "grpc_resume": RESUME, "grpc_embed": EMBEDDINGS, "grpc_score": EMBEDDINGS}
 SERVICE_NAME = api.DESCRIPTOR.services_by_name["Inference"].full_name
-Context = grpc.aio.ServicerContext[bytes, bytes]
 Method = Callable[[Context, Identity, Call], Awaitable[Any]]
 
 
@@ -72,14 +70,16 @@ class InferenceServicer:
             expected_wait_ms=None if place is None else place.expected_wait_ms,
         )
         await context.write(first)  # type: ignore[arg-type]
-        await self._stream(context, spec, call, message=api.GenerateResponse)
+        stream = ChunkStream(self._gateway, context, spec, call, next_index=0, message=api.GenerateResponse)
+        await stream.write("")
 
     async def resume(self, context: Context, identity: Identity, call: Call) -> None:
         """Stream a log from an offset; accept the request again where Redis has lost it and the caller repeats it."""
         spec, is_complete, index, digest = await self._resumed(context, identity, call)
         call.resumed(spec)
         if not is_complete:
-            await self._stream(context, spec, call, next_index=index, digest=digest, message=api.ResumeResponse)
+            stream = ChunkStream(self._gateway, context, spec, call, next_index=index, message=api.ResumeResponse)
+            await stream.write(digest)
 
     async def _accept(self, context: Context, identity: Identity, call: Call) -> RequestSpec:
         """Accept a request. Its message is not kept for its stream's life."""
@@ -171,27 +171,6 @@ class InferenceServicer:
         ]
         return api.ListModelsResponse(models=models)
 
-    async def _stream(
-        self,
-        context: Context,
-        spec: RequestSpec,
-        call: Call,
-        *,
-        next_index: int = 0,
-        digest: str = "",
-        message: type[api.GenerateResponse] | type[api.ResumeResponse],
-    ) -> None:
-        with self._gateway.streams.entered():
-            async with aclosing(self._gateway.requests.follow(spec, from_index=next_index, digest=digest)) as batches:
-                async for batch in batches:
-                    runs = split_runs(next_index, batch)
-                    call.tokens(sum(len(run.token_ids) for run in runs))
-                    for run in runs:
-                        response: Any = message()
-                        _fill_chunk(response.chunk, spec.request_id, run)
-                        await context.write(response)
-                        next_index = run.next_index
-
     def _guarded(self, name: str, method: Method) -> Callable[[Any, Context], Awaitable[Any]]:
         """Return `method` with authentication before it, and its errors as statuses; its outcome is measured."""
 
@@ -219,33 +198,6 @@ class InferenceServicer:
             return answer
 
         return answered
-
-
-def _fill_chunk(chunk: api.TokenChunk, request_id: str, run: Run) -> None:
-    """Write a run into an empty chunk; the chunk of the log's end is the one with the usage.
-
-    In place: a message that is given to another one's constructor is copied, for each token of each stream.
-    """
-    chunk.request_id = request_id
-    chunk.next_index = run.next_index
-    chunk.digest = run.digest
-    chunk.choice = run.choice
-    chunk.token_ids.extend(run.token_ids)
-    chunk.text = run.text
-    if run.logprobs:
-        chunk.logprobs.extend(run.logprobs)
-    if run.prompt_end:
-        chunk.prompt_logprobs.extend(run.prompt_logprobs)
-        chunk.embedding = run.embedding
-    if run.finish is not None:
-        chunk.finish_reason = run.finish.reason
-        chunk.stop_reason = run.finish.stop_reason
-    if run.end is not None:
-        chunk.usage.CopyFrom(run.end.usage)
-        if run.end.reason == api.FINISH_REASON_ERROR:
-            chunk.finish_reason = api.FINISH_REASON_ERROR
-        if run.end.HasField("error"):
-            chunk.error.CopyFrom(run.end.error)
 
 
 def _metadata(context: Context) -> dict[str, str]:

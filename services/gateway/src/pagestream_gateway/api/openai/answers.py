@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_streams.errors import StreamsError
+from pagestream_streams.gateway.follower import Sink
 from pagestream_streams.tasks import cancel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -100,10 +101,12 @@ class LogAnswer(Response):
         """Let the writer find the bytes of tokens in the model's tokenizer, where the answer shows any."""
         await learn_token_bytes(self._gateway, self._writer)
 
-    def follow(self) -> AsyncGenerator[list[LogEntry], None]:
-        """Yield the log from the start position, in batches."""
+    def follow(self, sink: Sink | None = None) -> AsyncGenerator[list[LogEntry], None]:
+        """Yield the log from the start position, in batches; but what the sink takes."""
         position = self._position
-        return self._gateway.requests.follow(self._reading.spec, from_index=position.next_index, digest=position.digest)
+        return self._gateway.requests.follow(
+            self._reading.spec, from_index=position.next_index, digest=position.digest, sink=sink
+        )
 
     async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
         outcome = DISCONNECTED

@@ -1,7 +1,7 @@
 """Streams of a request's log, from any position: server-sent events, or a JSON document a line."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 
 from pagestream.v1.records_pb2 import LogEntry
@@ -15,6 +15,7 @@ from pagestream_gateway.api.openai.answers import LogAnswer, Reading, queue_head
 from pagestream_gateway.api.openai.errors import error_data
 from pagestream_gateway.api.openai.position import position_after
 from pagestream_gateway.api.runs import Run, split_runs
+from pagestream_gateway.api.transports.body_writer import BODY_WRITER, BodyWriter
 from pagestream_gateway.api.transports.framing import EventFraming, Framing, LineFraming
 from pagestream_gateway.core.calls import OK
 from pagestream_gateway.core.gateway import Gateway
@@ -34,11 +35,14 @@ class EventStream(LogAnswer):
         """Of the entry that is read next: `_position` may be before it, where the last runs showed nothing."""
         self._headers_sent = False
         self._owes_opening = reading.with_opening
+        self._body: BodyWriter | None = None
+        """What writes events at once, where the answer goes to a connection and not through a wrapper."""
         self._has_fingerprint = False
         self._framing: Framing = LineFraming() if reading.as_lines else EventFraming(with_ids=reading.with_ids)
 
     async def write(self, scope: Scope, receive: Receive, send: Send) -> str:
         """Write all events; return the outcome for the metrics."""
+        self._body = scope.get("extensions", {}).get(BODY_WRITER)
         await self._start(send)
         await self.learn_token_bytes()
         try:
@@ -102,7 +106,7 @@ class EventStream(LogAnswer):
         with self._gateway.streams.entered():
             if self._writer.needs_history and self._position.next_index:
                 await self._read_history()
-            async with self._queue_comments(send) as comments, aclosing(self.follow()) as batches:
+            async with self._queue_comments(send) as comments, aclosing(self.follow(self._pass_on)) as batches:
                 async for batch in batches:
                     if not self._has_fingerprint:  # now an engine has claimed the request
                         if comments is not None:
@@ -118,6 +122,18 @@ class EventStream(LogAnswer):
                         self._position, self._owes_opening = before
                         raise
 
+    def _pass_on(self, entries: Sequence[LogEntry]) -> bool:
+        """Write the events of live entries at once, where the client takes them; see Sink."""
+        if self._body is None or not self._has_fingerprint or not self._body.is_ready:
+            return False
+        self._write(self._body, self._events(entries).encode())
+        return True
+
+    def _write(self, to: BodyWriter, body: bytes) -> None:
+        self._note_send()
+        if body:
+            to.write(body)
+
     async def _read_history(self) -> None:
         """Read what stands before the start position; wait for it where the log has not come so far."""
         seen, limit = 0, self._position.next_index
@@ -130,7 +146,7 @@ class EventStream(LogAnswer):
                 if seen >= limit:
                     return
 
-    def _events(self, batch: list[LogEntry]) -> str:
+    def _events(self, batch: Sequence[LogEntry]) -> str:
         events = [self._opening()]
         runs = self._writer.split(self._next_index, batch)
         self._next_index += len(batch)

@@ -1,5 +1,7 @@
 """Answers that are responses: streams of typed events, and stored responses."""
 
+from collections.abc import Sequence
+
 from pagestream.v1.records_pb2 import LogEnd, LogEntry
 from starlette.types import Receive, Scope, Send
 
@@ -9,6 +11,7 @@ from pagestream_gateway.api.openai.responses.writer import ResponseWriter, frame
 from pagestream_gateway.api.openai.streaming import EventStream
 from pagestream_gateway.api.openai.whole_answer import RETRY_AFTER_S, BudgetShare, WholeAnswer
 from pagestream_gateway.api.runs import Run
+from pagestream_gateway.api.transports.body_writer import BodyWriter
 from pagestream_gateway.core.gateway import Gateway
 from pagestream_gateway.errors import InvalidRequest, Overloaded
 
@@ -29,7 +32,7 @@ class ResponseStream(EventStream):
         finally:
             self._share.release()
 
-    def _events(self, batch: list[LogEntry]) -> str:
+    def _events(self, batch: Sequence[LogEntry]) -> str:
         text = super()._events(batch)
         if not self._share.grow_to(self._events_of.output.num_bytes):
             raise Overloaded(
@@ -47,6 +50,10 @@ class ResponseStream(EventStream):
         number = self._events_of.last_shown
         await super()._send(send, body, more=more)
         self._last_sent = number
+
+    def _write(self, to: BodyWriter, body: bytes) -> None:
+        super()._write(to, body)
+        self._last_sent = self._events_of.last_shown
 
     def event(self, data: str) -> str:
         return data
