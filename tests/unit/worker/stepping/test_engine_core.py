@@ -9,7 +9,7 @@ from pagestream_engine.request.outputs import EngineStats
 from pagestream_worker.logs.token_columns import NO_TOKENS, TokenColumns
 from pagestream_worker.stepping.commands import AbortSequences, Stop
 from pagestream_worker.stepping.engine_core import ReportReader
-from pagestream_worker.stepping.reports import Figures, ProfileAnswer, Refused, StepBegun, StepDone
+from pagestream_worker.stepping.reports import Figures, OutputsEnded, ProfileAnswer, Refused, StepBegun, StepDone
 
 STATS = EngineStats(**dict.fromkeys((field.name for field in fields(EngineStats)), 0))
 IDLE = Figures(STATS, 0.0, None, num_commands=0, is_busy=False)
@@ -57,6 +57,7 @@ def test_callbacks_get_what_is_theirs() -> None:
         lambda outputs, tokens: seen.append((outputs, tokens)),
         seen.append,
         lambda duration_s, sequences: seen.append((duration_s, sequences)),
+        lambda: seen.append("ended"),
     )
     tokens = TokenColumns.of([7], [1], ["x"])
     output, begun = StepOutput("a/1/0", 5, "x"), StepBegun(1, frozenset("a"), frozenset(), {}, False, BUSY)
@@ -66,7 +67,9 @@ def test_callbacks_get_what_is_theirs() -> None:
     reader.take(StepDone([], 0.25, 2, has_prompts=True, figures=BUSY))
     reader.take(StepDone([], 0.5, 0, has_prompts=False, figures=BUSY, tokens=tokens))
     reader.take(Refused([output]))
-    assert seen == [begun, (0.5, 3), ([output], NO_TOKENS), (0.25, 2), ([], tokens), ([output], NO_TOKENS)]
+    reader.take(OutputsEnded())
+    assert seen[:-1] == [begun, (0.5, 3), ([output], NO_TOKENS), (0.25, 2), ([], tokens), ([output], NO_TOKENS)]
+    assert seen[-1] == "ended"
     assert (reader.last_prefill_step_s, reader.figures) == (0.25, BUSY)
 
 
