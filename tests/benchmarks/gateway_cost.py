@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -164,20 +165,33 @@ def start_gateway(stack: Stack, checkout: Path, name: str) -> Gateway:
     return part
 
 
-def window(part: Part, api: str, port: int, options: argparse.Namespace, folder: Path) -> float:
-    """Return microseconds of processor for a token in one window."""
+Target = tuple[Part, int]
+"""A server and its port."""
+
+
+def window(targets: Sequence[Target], api: str, options: argparse.Namespace, folder: Path) -> float:
+    """Return microseconds of processor for a token in one window; the streams are divided among the servers."""
+    clients = [start_client(target, api, len(targets), options, folder) for target in targets]
+    wait_until(lambda: not any(client.is_alive() for client in clients), limit_s=LIMIT_S, what="the streams")
+    results = [json.loads(client.log.read_text().splitlines()[-1]) for client in clients]
+    for (part, _), result in zip(targets, results, strict=True):
+        if result["errors"]:
+            raise RuntimeError(f"{part.name}: {result['errors'][:3]}")
+    return sum(float(result["cost_us"]) for result in results) / len(results)
+
+
+def start_client(target: Target, api: str, share: int, options: argparse.Namespace, folder: Path) -> Part:
+    """Start the client of one server, with one of so many shares of the streams."""
+    part, port = target
     if part.process is None:
         raise RuntimeError(f"{part.name} is not running")
-    given = {"api": api, "port": port, "pid": part.process.pid, "streams": options.streams, "tokens": options.tokens}
+    streams = options.streams // share
+    given = {"api": api, "port": port, "pid": part.process.pid, "streams": streams, "tokens": options.tokens}
     arguments = [text for name, value in given.items() for text in (f"--{name}", str(value))]
-    client = own_part("client", folder, "--role", "client", *arguments)
+    client = own_part(f"client-{part.name}", folder, "--role", "client", *arguments)
     client.log.unlink(missing_ok=True)
     client.start()
-    wait_until(lambda: not client.is_alive(), limit_s=LIMIT_S, what="the streams")
-    result = json.loads(client.log.read_text().splitlines()[-1])
-    if result["errors"]:
-        raise RuntimeError(f"{part.name}: {result['errors'][:3]}")
-    return float(result["cost_us"])
+    return client
 
 
 def measure(options: argparse.Namespace, folder: Path) -> None:
@@ -197,21 +211,23 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     try:
         for part in started:
             part.start()
-        gateways = {"gateway": start_gateway(stack, ROOT, "gateway")}
+        own = [start_gateway(stack, ROOT, f"gateway-{number}") for number in range(max(options.gateways))]
+        gateways = {"gateway" if count == 1 else f"{count} gateways": own[:count] for count in options.gateways}
+        started += own
         if options.base is not None:
-            gateways["base"] = start_gateway(stack, options.base.resolve(), "base")
-        started += gateways.values()
+            gateways["base"] = [start_gateway(stack, options.base.resolve(), "base")]
+            started += gateways["base"]
         for part in (engine, *bare.values()):
             wait_until(part.has_said_ready, limit_s=60, what=part.name)
-        for gateway in gateways.values():
+        for gateway in (each for group in gateways.values() for each in group):
             wait_until(gateway.has_become_ready, limit_s=60, what=gateway.name)
         for _ in range(options.rounds):
             for api in apis:
-                targets: dict[str, tuple[Part, int]] = {"bare server": (bare[api], ports[api])}
-                for name, gateway in gateways.items():
-                    targets[name] = gateway, gateway.grpc_port if api == "grpc" else gateway.http_port
-                for name, (part, port) in targets.items():
-                    costs.setdefault((api, name), []).append(window(part, api, port, options, folder))
+                targets: dict[str, list[Target]] = {"bare server": [(bare[api], ports[api])]}
+                for name, group in gateways.items():
+                    targets[name] = [(each, each.grpc_port if api == "grpc" else each.http_port) for each in group]
+                for name, group_targets in targets.items():
+                    costs.setdefault((api, name), []).append(window(group_targets, api, options, folder))
     finally:
         for part in reversed(started):
             part.stop()
@@ -228,6 +244,10 @@ def report(costs: dict[tuple[str, str], list[float]]) -> None:
             continue
         ratio = median(own / other for own, other in zip(costs[api, "gateway"], values, strict=True))
         print(f"{api}: {ratio:.2f} x {name}")
+        if name.endswith(" gateways"):
+            print_goal(
+                f"processor time of a token, {api}, one gateway against {name}", "0.9 to 1.1 x", f"{ratio:.2f} x"
+            )
         against, goal = GOALS[api]
         if name == against:
             print_goal(f"processor time of a token, {api}, against the {name}", f"<= {goal} x", f"{ratio:.2f} x")
@@ -238,6 +258,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", type=Path, help="another checkout, whose gateway is measured beside this tree's")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--gateways", type=int, nargs="+", default=[1], help="how many share the streams; 1 among them")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--rate", type=float, default=20.0, help="tokens a second of each stream")
     parser.add_argument("--tokens", type=int, default=100, help="of each stream in a window")

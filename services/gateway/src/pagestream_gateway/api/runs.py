@@ -31,6 +31,8 @@ class Run:
 
 def split_runs(first_index: int, entries: Sequence[LogEntry]) -> list[Run]:
     """Return the runs of `entries`, whose first has index `first_index`, in order."""
+    if len(entries) == 1 and (entry := entries[0]).HasField("token_id") and not entry.HasField("logprobs"):
+        return [Run(entry.choice, first_index + 1, entry.digest, entry.text, [entry.token_id])]  # nearly every one
     runs: list[Run] = []
     run: Run | None = None
     for index, entry in enumerate(entries, start=first_index + 1):

@@ -147,10 +147,10 @@ class EventStream(LogAnswer):
                     return
 
     def _events(self, batch: Sequence[LogEntry]) -> str:
-        events = [self._opening()]
+        events = [self._opening()] if self._owes_opening else []
         runs = self._writer.split(self._next_index, batch)
         self._next_index += len(batch)
-        self._reading.call.tokens(sum(len(run.token_ids) for run in runs))
+        self._reading.call.tokens(sum([len(run.token_ids) for run in runs]))
         for run in runs:
             if run.end is None:
                 data: str | None = self._writer.chunk(run)
