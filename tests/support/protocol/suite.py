@@ -37,6 +37,7 @@ class Omission:
 
 OMITTED: Mapping[str, Omission] = {
     "test_model_check": Omission(CROWDS, "drives scripts on one connection and in virtual time, without a topology"),
+    "test_limits_machine": Omission(CROWDS, "drives scripts on one connection and in virtual time, without a topology"),
     "test_storm_recovery": Omission(CROWDS, "drives scripts on one connection and in virtual time, without a topology"),
     "test_model_mutants": Omission(PLACES, "starts a server of its own: broken scripts are caught once"),
     "test_machine_loss": Omission(PLACES, "starts servers of its own: it cuts their append-only files by hand"),

@@ -125,7 +125,7 @@ class Storm:
         self.now += TICK_MS
         self.streams.expire(self.now)
         if self.now % SWEEP_MS == 0:
-            *_, poison, _ = self.call("sweep", SWEEP_MS // 2, GAP, LEASE, LEASE, 128, CONTROL, WINDOW, 0)
+            *_, poison, _, _ = self.call("sweep", SWEEP_MS // 2, GAP, LEASE, LEASE, 128, CONTROL, WINDOW, 0)
             self.poisoned += [str(each) for each in poison]
         for engine in self.engines:
             self._live(engine)

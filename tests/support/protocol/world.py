@@ -593,7 +593,7 @@ class Protocol:
         swept = int(meta.get("swept", 0))
         hole = not swept or world.now - swept > HOLE or world.now < swept or meta["run_id"] != f"{world.process:x}"
         arguments = 100, HOLE, LEASE, LEASE, 64, CONTROL, STORM, SILENCE
-        _, late, abandoned, restarted, poison, busy = self.call("sweep", *arguments)
+        _, late, abandoned, restarted, poison, busy, _ = self.call("sweep", *arguments)
         early = not hole and world.now - swept < 100
         must(restarted == int(hole), f"sweep answered restarted {restarted}")
         unfinished = [each for each, record in requests(self.state).items() if record["state"] != "finished"]

@@ -24,6 +24,7 @@ EXPECTED = [
     "PartitionGone",
     "QuarantinedRequest",
     "QueueFull",
+    "RateLimited",
     "RequestNotFound",
     "RequestPage",
     "RequestSummary",

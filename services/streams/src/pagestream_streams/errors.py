@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pagestream_streams.protocol.rates import Rate
+
 
 class StreamsError(Exception):
     """The root of this package's errors."""
@@ -70,6 +72,29 @@ class LogsFull(StreamsError):
         self.wanted = wanted
         self.held = held
         self.limit = limit
+        self.retry_after_s = retry_after_s
+
+
+class RateLimited(StreamsError):
+    """A limit of the tenant, or of its credential, has no room for this request."""
+
+    def __init__(self, rate: Rate, *, wanted: int, retry_after_s: float | None, rates: Sequence[Rate] = ()) -> None:
+        """`rate`: the limit; `wanted`: what the request adds to it; `retry_after_s`: seconds until it fits, if nothing
+        else is sent; None where it never does. `rates`: how far all limits are used.
+        """
+        what = rate.name.replace("_", " ")
+        whose = f"this {rate.scope} may use {rate.limit} {what}"
+        if retry_after_s is None:
+            super().__init__(
+                f"{whose}, and this request asks for {wanted}; ask for less: a shorter prompt, max_tokens, n"
+            )
+        else:
+            super().__init__(
+                f"{whose}, {rate.used} are used, and this request asks for {wanted}; try again in {retry_after_s:.1f} s"
+            )
+        self.rate = rate
+        self.rates = tuple(rates)
+        self.wanted = wanted
         self.retry_after_s = retry_after_s
 
 

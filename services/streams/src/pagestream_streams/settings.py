@@ -93,6 +93,12 @@ class StreamsSettings:
     tenant_log_limits: Mapping[str, int] = field(default_factory=dict)
     """That limit for tenants with one of their own."""
 
+    # -- what tenants use, see docs/decisions/0275 --
+    usage_days: int = 35
+    """Days for which the usage of each tenant, credential and model is kept by day; 0: usage is not counted."""
+    usage_hours: int = 48
+    """Hours for which it is also kept by hour."""
+
     # -- requests that kill engines, see docs/decisions/0024 --
     control_leases: float = 4.0
     """How long, in leases, engines run without suspects between two runs of suspects."""

@@ -59,7 +59,7 @@ async def test_what_can_not_be_ended_keeps_nothing_else_from_its_end() -> None:
         ended.append(name)
 
     async def run_each(*_: object) -> list[object]:
-        return [[[[], late, [], 0, [], 1]]]
+        return [[[[], late, [], 0, [], 1, 0]]]
 
     async def partitions() -> list[Partition]:
         return [Partition("a", 0)]

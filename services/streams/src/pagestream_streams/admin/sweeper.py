@@ -34,8 +34,17 @@ class Sweeper:
     Any number of sweepers may run: the script skips a partition that was just swept.
     """
 
-    def __init__(self, broker: Broker, partitions: Callable[[], Awaitable[Iterable[Partition]]]) -> None:
-        """Create it stopped. `partitions` is called in each round."""
+    def __init__(
+        self,
+        broker: Broker,
+        partitions: Callable[[], Awaitable[Iterable[Partition]]],
+        on_ends: Callable[[Partition], None] = lambda _where: None,
+    ) -> None:
+        """Create it stopped.
+
+        `partitions` is called in each round, `on_ends` with each partition where ended requests wait to be counted.
+        """
+        self._on_ends = on_ends
         self._broker = broker
         self._partitions = partitions
         self.num_reclaimed = 0
@@ -105,8 +114,10 @@ class Sweeper:
             if isinstance(reply, Unavailable):
                 found.append(reply)
                 continue
-            reclaimed, late, abandoned, restarted, poison, is_busy = reply
+            reclaimed, late, abandoned, restarted, poison, is_busy, num_ended = reply
             found.append(bool(is_busy))
+            if num_ended:
+                self._on_ends(where)
             if restarted and is_busy:
                 _log.info(
                     "%s: no sweep for longer than sweep_gap_ms, or Redis has restarted; leases and graces start anew",

@@ -36,10 +36,13 @@ return on_each_partition({first}, step)
 """
 
 
-def _load(name: str, *, repeat: bool = True, num_arguments: int | None = None) -> Script:
-    """Load a script. With `num_arguments`, its number of arguments, it is for many partitions."""
+def _load(name: str, *, repeat: bool = True, num_arguments: int | None = None, helpers: str = "") -> Script:
+    """Load a script. With `num_arguments`, its number of arguments, it is for many partitions.
+
+    `helpers`: name of further shared helpers, between prelude.lua and the script.
+    """
     folder = resources.files("pagestream_streams") / "lua"
-    step = (folder / f"{name}.lua").read_text()
+    step = "".join((folder / f"{each}.lua").read_text() for each in (helpers, name) if each)
     if num_arguments is not None:
         step = _FOR_MANY.format(first=num_arguments + 1, step=step)
     return Script(name, (folder / "prelude.lua").read_text() + step, repeat, num_arguments)
@@ -90,3 +93,8 @@ ADVANCE_BATCH = _load("batches/advance")
 TAKE_LINES = _load("batches/take")
 NOTE_JOB = _load("batches/note")
 FINISH_JOB = _load("batches/finish")
+ADMIT = _load("limits/admit", helpers="limits/helpers")
+NOTE_STATES = _load("limits/note", helpers="limits/helpers")
+FOLD_USAGE = _load("limits/fold", helpers="limits/helpers")
+TAKE_ENDS = _load("limits/ends")
+REQUEST_STATES = _load("limits/states")

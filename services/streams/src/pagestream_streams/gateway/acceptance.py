@@ -16,12 +16,14 @@ from pagestream_streams.fault_points import FaultPoint, reach
 from pagestream_streams.gateway.engine_watch import EngineWatch
 from pagestream_streams.gateway.placing import Placed, Placer, left_ms
 from pagestream_streams.gateway.reservations import Reservation, record_ms, reserve
+from pagestream_streams.limits.admission import Demand
 from pagestream_streams.protocol import ids
 from pagestream_streams.protocol.expected_lengths import ExpectedLengths
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.protocol.records import is_prompt_alone
 from pagestream_streams.settings import StreamsSettings
 
+_USUAL_TOKENS = 256  # of an output, where nothing is known of a model's
 _SHORTEST_SPAN_S = 1.0  # shorter spans give no meaningful rate
 
 _MOST_TENANT_TIMES, _MOST_PLACED = 4096, 4096
@@ -46,6 +48,8 @@ class Acceptor:
     def __init__(self, broker: Broker, reader_id: str) -> None:
         """`reader_id`: the gateway that an accept registers as the reader; "" for none."""
         self._broker = broker
+        self.has_limits = False
+        """Whether ends are counted although no usage is kept."""
         self._reader_id = reader_id
         self.placer = Placer(broker.settings, broker.connection.keyspace)
         self.lengths = ExpectedLengths()
@@ -121,7 +125,7 @@ class Acceptor:
         choices = len(spec.prompts) * max(1, spec.sampling.n)
         most = 0 if is_prompt_alone(spec) else choices * max(1, spec.sampling.max_tokens)
         expected = self.lengths.expected(spec.model, tokens, spec.tenant, most)
-        order = (expected, known.virtual, settings.ageing_ms, left, known.learnt_ms)
+        order = (expected, known.virtual, settings.ageing_ms, left, known.learnt_ms, *self._counted(spec))
         reply = await connection.run_acknowledged(ACCEPT, where.prefix, *arguments, "", *order)
         if reply[0] == _REMOVED:  # this process' view of the models is old, or the model was published anew
             await self._broker.directory.check_published(spec.request_id)
@@ -148,6 +152,25 @@ class Acceptor:
         if len(self._tenant_times) > _MOST_TENANT_TIMES:
             for oldest in list(islice(self._tenant_times, _MOST_TENANT_TIMES // 2)):
                 del self._tenant_times[oldest]
+
+    def demand(self, spec: RequestSpec, *, is_length_given: bool) -> Demand:
+        """Return what a request asks for.
+
+        `is_length_given`: whether its caller has named max_tokens. Else it is the rest of the context, and the tokens
+        that are expected count; what it generates beyond them counts when it ends.
+        """
+        prompt_tokens = sum(len(prompt.ids) for prompt in spec.prompts)
+        choices = len(spec.prompts) * max(1, spec.sampling.n)
+        most = 0 if is_prompt_alone(spec) or spec.ends_when_accepted else choices * max(1, spec.sampling.max_tokens)
+        if is_length_given or not most:
+            return Demand(prompt_tokens, prompt_tokens + most)
+        expected = self.lengths.expected(spec.model, prompt_tokens, spec.tenant, most)
+        expected = expected or min(most, choices * _USUAL_TOKENS)
+        return Demand(prompt_tokens, prompt_tokens + expected, is_expected=True)
+
+    def _counted(self, spec: RequestSpec) -> tuple[int, str, str]:
+        is_counted = bool(self._broker.settings.usage_days) or self.has_limits
+        return int(is_counted), spec.credential, spec.adapter.name or spec.model
 
     async def _locate(self, spec: RequestSpec) -> Partition:
         try:

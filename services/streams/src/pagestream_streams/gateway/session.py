@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -14,14 +14,17 @@ from pagestream_streams.admin.broker import Broker
 from pagestream_streams.admin.request_lists import enlist
 from pagestream_streams.admin.sweeper import Sweeper
 from pagestream_streams.connection.subscription import Subscription
-from pagestream_streams.errors import LogsFull, ModelNotFound, QueueFull, RequestNotFound, StorageFull
+from pagestream_streams.errors import LogsFull, ModelNotFound, QueueFull, RateLimited, RequestNotFound, StorageFull
 from pagestream_streams.gateway.acceptance import Acceptor
 from pagestream_streams.gateway.follower import Sink
 from pagestream_streams.gateway.heartbeat import GatewayHeartbeat
 from pagestream_streams.gateway.log_quota import LogQuota
 from pagestream_streams.gateway.readers import Readers
 from pagestream_streams.gateway.reservations import release, shorten
+from pagestream_streams.limits.admission import Admission, Admissions
+from pagestream_streams.limits.ends import EndCounter
 from pagestream_streams.protocol.keys import Partition
+from pagestream_streams.protocol.rates import LimitSource, Rate
 
 
 class GatewaySession:
@@ -30,7 +33,14 @@ class GatewaySession:
     The attributes are its collaborators: each does one thing and is tested by its own public methods.
     """
 
-    def __init__(self, broker: Broker, gateway_id: str | None = None, *, serves: bool = True) -> None:
+    def __init__(
+        self,
+        broker: Broker,
+        gateway_id: str | None = None,
+        *,
+        serves: bool = True,
+        limits: LimitSource | None = None,
+    ) -> None:
         """Create a session; nothing is sent before `async with`. ValueError for an id with white space.
 
         Args:
@@ -38,6 +48,7 @@ class GatewaySession:
             gateway_id: a readable name, to which a boot nonce is added.
             serves: False for a tool that only reads: it has no lease, so that the graces of clients whose gateways are
                 all dead don't start, it sweeps nothing, and it does not count as a reader.
+            limits: what tenants may use; None for no limits.
         """
         name = gateway_id or "gateway"
         if any(character.isspace() for character in name):
@@ -47,7 +58,10 @@ class GatewaySession:
         self._settings = broker.settings
         self._serves = serves
         self.acceptor = Acceptor(broker, self._id if serves else "")
+        self.acceptor.has_limits = limits is not None
         self.quota = LogQuota(broker)
+        self.admissions = Admissions(broker, limits)
+        self.ends = EndCounter(broker)
         self.readers = Readers(broker, self._id, self._accept_again, serves=serves, on_end=self.quota.note_ended)
         self.subscription = Subscription(
             broker.connection, [broker.connection.keyspace.wake_ups(self._id)], self.readers.wake, self.readers.on_gap
@@ -60,7 +74,7 @@ class GatewaySession:
             registrations=self.readers.registrations,
             acceptor=self.acceptor,
         )
-        self.sweeper = Sweeper(broker, self._partitions)
+        self.sweeper = Sweeper(broker, self._partitions, on_ends=self.ends.note)
 
     @property
     def gateway_id(self) -> str:
@@ -81,6 +95,8 @@ class GatewaySession:
             self.sweeper.start()
         self.readers.start()
         self.quota.timer.start()
+        self.admissions.timer.start()
+        self.ends.timer.start()
         await self.subscription.subscribed(self._settings.command_timeout_s)
         return self
 
@@ -94,6 +110,8 @@ class GatewaySession:
         await self.subscription.stop()
         await self.readers.stop()
         await self.quota.timer.stop()
+        await self.admissions.stop()
+        await self.ends.timer.stop()
 
     async def place(self, model: str, prompt_token_ids: Sequence[int], tenant: str, *, cache_salt: bytes = b"") -> str:
         """Create a request id of the tenant on the partition of the prompt's first tokens and its cache salt.
@@ -106,8 +124,19 @@ class GatewaySession:
         """
         return await self.acceptor.place(model, prompt_token_ids, tenant, cache_salt)
 
-    async def accept(self, spec: RequestSpec) -> bool:
+    async def accept(
+        self,
+        spec: RequestSpec,
+        *,
+        is_length_given: bool = True,
+        on_rates: Callable[[Sequence[Rate]], None] = lambda _rates: None,
+    ) -> bool:
         """Accept a request durably, and register this gateway as its reader. Accepting an id again changes nothing.
+
+        Args:
+            spec: the request.
+            is_length_given: whether its caller has named max_tokens, see Acceptor.demand.
+            on_rates: called with how far the limits are used that the caller has, once it is admitted.
 
         Returns:
             Whether this call accepted it. Else it had been accepted before, by a lost try of this one or by another
@@ -116,14 +145,25 @@ class GatewaySession:
         Raises:
             QueueFull: the queue's bound, or the tenant's share of it, is reached.
             ClassRefused: a QueueFull; all engines are short of memory and take no more of this class.
+            RateLimited: a limit of the tenant or its credential has no room for it.
             LogsFull: the tenant's logs take what they may.
             RequestNotFound: the id is of an unknown model or another tenant.
             ModelNotFound: the model was removed.
             Unavailable: the request may have been accepted all the same; a retry is harmless.
         """
-        return await self._accept_reserved(spec, await self.quota.reserve(spec), bounded=True)
+        admission = await self.admissions.admit(spec, self.acceptor.demand(spec, is_length_given=is_length_given))
+        if admission is not None:
+            on_rates(admission.rates)
+        return await self._accept_admitted(spec, admission, bounded=True)
 
-    async def accept_once(self, spec: RequestSpec, *, body_digest: str) -> RequestSpec:
+    async def accept_once(
+        self,
+        spec: RequestSpec,
+        *,
+        body_digest: str,
+        is_length_given: bool = True,
+        on_rates: Callable[[Sequence[Rate]], None] = lambda _rates: None,
+    ) -> RequestSpec:
         """Accept a request once for its tenant and idempotency key. A retry completes an accept that was interrupted.
 
         A retry after the request's end renews its log, so that the key never outlives it. A refusal frees the key.
@@ -131,20 +171,25 @@ class GatewaySession:
         Args:
             spec: the request.
             body_digest: digest of the client's body; tries with the same key must have the same.
+            is_length_given, on_rates: as `accept`. A try that joins an earlier one is not counted again.
 
         Returns:
             What runs: the spec, or that of an earlier try.
 
         Raises:
             IdempotencyConflict: the key was used with another body.
-            QueueFull, LogsFull, ModelNotFound, RequestNotFound, Unavailable: as `accept`.
+            QueueFull, RateLimited, LogsFull, ModelNotFound, RequestNotFound, Unavailable: as `accept`.
         """
         connection = self._broker.connection
         reservation, same = await self.acceptor.reserved(spec, body_digest)
         try:
-            if await (self._accept(same, True) if await self._is_known(same, spec) else self.accept(same)):
+            if await self._is_known(same, spec):
+                is_new = await self._accept(same, True)
+            else:
+                is_new = await self.accept(same, is_length_given=is_length_given, on_rates=on_rates)
+            if is_new:
                 return same
-        except (QueueFull, LogsFull, ModelNotFound, RequestNotFound, StorageFull):
+        except (QueueFull, RateLimited, LogsFull, ModelNotFound, RequestNotFound, StorageFull):
             await release(connection, reservation)
             raise
         view = await self._broker.view(same.request_id, spec.tenant, with_position=False)
@@ -199,20 +244,33 @@ class GatewaySession:
             self.quota.note_ended(spec.tenant, spec.request_id)  # where it has, its log is now kept for longer
         return is_new
 
-    async def _accept_reserved(
-        self, spec: RequestSpec, place: int, *, bounded: bool, deadline_ms: int | None = None
+    async def _accept_admitted(
+        self,
+        spec: RequestSpec,
+        admission: Admission | None,
+        *,
+        bounded: bool,
+        deadline_ms: int | None = None,
+        is_logged: bool = True,
     ) -> bool:
-        """Accept a request, or give its reservation back."""
+        """Accept a request, or give back what was reserved for it. `is_logged`: whether the log's quota applies."""
+        place = 0
         try:
-            return await self._accept(spec, bounded, deadline_ms)
-        except (QueueFull, ModelNotFound, RequestNotFound, StorageFull):
+            place = await self.quota.reserve(spec, bounded=is_logged)
+            is_new = await self._accept(spec, bounded, deadline_ms)
+        except (QueueFull, LogsFull, ModelNotFound, RequestNotFound, StorageFull):
             await self.quota.give_back(spec, place)
+            await self.admissions.give_back(spec, admission)
             raise
+        if not is_new:
+            await self.admissions.give_back(spec, admission)
+        return is_new
 
     async def _accept_again(self, spec: RequestSpec, bounded: bool, deadline_ms: int | None) -> None:
         """Accept a request that Redis has lost, and what stands beside its record."""
-        place = await self.quota.reserve(spec, bounded=False)
-        await self._accept_reserved(spec, place, bounded=bounded, deadline_ms=deadline_ms)
+        demand = self.acceptor.demand(spec, is_length_given=False)
+        admission = await self.admissions.admit(spec, demand, bounded=False)
+        await self._accept_admitted(spec, admission, bounded=bounded, deadline_ms=deadline_ms, is_logged=False)
         await enlist(self._broker, spec.request_id, spec.tenant)
 
     async def _awake_partitions(self) -> list[Partition]:

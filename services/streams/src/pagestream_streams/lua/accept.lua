@@ -24,6 +24,8 @@
 --       [26] how far behind its arrival the policy "shortest_first" ranks a request at most, in ms (none: 0)
 --       [27] for how long engines that don't own the partition leave it longer than others, in ms (none: 0)
 --       [28] when the caller learnt [25], by the time that a reply had (none: 0)
+--       [29] whether what it uses is counted for its tenant (0 or none: no), [30] the credential, [31] what it named as
+--       its model
 -- Returns: {1, virtual time of the tenant (0: none), now, since when the queues go by their policy} accepted;
 --          {2} was accepted before; {3} the id is another tenant's; {4, removal} the model was removed;
 --          {0, requests, tokens, drained, drain window in ms, bound of requests, bound of tokens, whose bound it is
@@ -70,6 +72,9 @@ local function write_record()
     'readers', '', 'attempts', 0, 'accepted', now, 'deadline', deadline > 0 and now + deadline or 0,
     'grace', grace, 'continue', continue, 'context', ARGV[19] or 0, 'kept', kept,
     'expected', expected)
+  if ARGV[29] == '1' then
+    call('HSET', req, 'counted', 1, 'caller', ARGV[30], 'named', ARGV[31])
+  end
 end
 
 -- The place of a new request in the order of a policy that ranks. "fair" is start-time fair queueing: the sorted set

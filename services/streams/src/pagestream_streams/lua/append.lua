@@ -81,6 +81,9 @@ local function append(id, epoch, nonce, first, cached, count, at)
   if known > 0 and not repeats() then
     return {CONFLICT, next_index, ''}
   end
+  if cached ~= '' then
+    call('HSET', req, 'cached', cached)
+  end
   if known < count then
     local length, kind
     for j = known, count - 1 do
@@ -94,9 +97,6 @@ local function append(id, epoch, nonce, first, cached, count, at)
     if kind == 'e' then
       retire(id, call('HGET', req, 'owner'), state[5], values[last + 2], retention)
     end
-  end
-  if cached ~= '' then
-    call('HSET', req, 'cached', cached)
   end
   return {OK, next_index, state[5]}
 end

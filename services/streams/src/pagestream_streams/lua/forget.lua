@@ -20,7 +20,7 @@ local function add(id)
 end
 
 local names = {'meta', 'gateways', 'graces', 'deadlines', 'deaths', 'alone', 'suspects', 'verdicts', 'vacating',
-  'waited', 'leases', 'fair', 'refusals'}
+  'waited', 'leases', 'fair', 'refusals', 'ended'}
 local function add_queue(name)
   for _, entry in ipairs(call('XRANGE', prefix .. 'queue:' .. name, '-', '+', 'COUNT', most)) do
     add(entry[2][2])

@@ -331,12 +331,30 @@ end
 
 -- == The end of a request ==
 
+-- Adds to the stream `ended` what a request used that counts for its tenant, see limits/fold.lua. Its field "counted"
+-- is 1 where it does, "caller" the credential, "named" what it named as its model, and "billed" how many of its tokens
+-- an earlier request with the same log was counted with.
+local MOST_ENDED = 100000 -- about 20 MB; those of an outage of the tenants' node in a cluster
+local function note_usage(id)
+  local found = call('HMGET', prefix .. 'req:' .. id, 'counted', 'tenant', 'caller', 'named', 'ptok', 'next', 'others',
+    'cached', 'accepted', 'billed')
+  if found[1] ~= '1' then
+    return
+  end
+  local output, is_first = found[6] - found[7], not found[10]
+  call('XADD', prefix .. 'ended', 'MAXLEN', '~', MOST_ENDED, '*', 'id', id, 'tenant', found[2], 'caller',
+    found[3] or '', 'model', found[4] or '', 'requests', is_first and 1 or 0, 'prompt', is_first and found[5] or 0,
+    'cached', is_first and found[8] or 0, 'output', math.max(0, output - (found[10] or 0)), 'accepted', found[9],
+    'ended', now_ms())
+end
+
 -- Marks a request as finished and lets its keys expire; its log has had its end entry. Its field "kept" is the
 -- shortest retention of a request with an idempotency key, which must not outlive it.
 local function retire(id, owner, readers, reason, retention)
   local req = prefix .. 'req:' .. id
   local length = math.max(tonumber(retention), tonumber(call('HGET', req, 'kept') or 0))
   call('HSET', req, 'state', 'finished', 'reason', reason, 'ended', now_ms(), 'owner', '', 'readers', '')
+  note_usage(id)
   call('ZREM', prefix .. 'deadlines', id)
   call('ZREM', prefix .. 'graces', id)
   if owner ~= '' then

@@ -9,7 +9,7 @@
 local id, new, spec, deadline, grace, continue = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5], ARGV[6]
 local old, req, log, now = prefix .. 'req:' .. id, prefix .. 'req:' .. new, prefix .. 'log:' .. new, now_ms()
 local found = call('HMGET', old, 'dead', 'revived_as', 'dead_index', 'tenant', 'class', 'ptok', 'choices', 'cached',
-  'attempts', 'print', 'died_on', 'context')
+  'attempts', 'print', 'died_on', 'context', 'counted', 'caller', 'named')
 if not found[1] then
   return false
 end
@@ -42,6 +42,9 @@ if index > 0 then
   end
 end
 call('HSET', req, 'next', index, 'digest', digest, 'others', index - tokens)
+if found[13] then
+  call('HSET', req, 'counted', found[13], 'caller', found[14] or '', 'named', found[15] or '', 'billed', tokens)
+end
 if deadline > 0 then
   call('ZADD', prefix .. 'deadlines', now + deadline, new)
 end

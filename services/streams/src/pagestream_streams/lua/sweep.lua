@@ -12,7 +12,8 @@
 --       [7] window in ms in which an engine's death counts as evidence that requests it did not run are innocent
 --       [8] what a client may need to notice a silent gateway, in ms
 -- Returns: for each partition {reclaimed ids, ids past their deadline, ids past their grace, restarted (0 | 1),
---          {id, index, deaths}... of requests to quarantine, whether it has anything that time can change (0 | 1)}.
+--          {id, index, deaths}... of requests to quarantine, whether it has anything that time can change (0 | 1),
+--          how many ended requests wait to be counted}.
 -- Retry: harmless, a partition that was just swept is skipped.
 local meta, now = prefix .. 'meta', now_ms()
 local interval, hole, most = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[5])
@@ -22,13 +23,14 @@ local last = call('HMGET', meta, 'swept', 'run_id', 'deserted')
 run.id = run.id or string.match(call('INFO', 'server'), 'run_id:(%x+)')
 local restarted = not last[1] or last[2] ~= run.id or now - last[1] > hole or now < tonumber(last[1])
 
--- Whether an engine holds a lease here, or a request is unfinished.
+-- Whether an engine holds a lease here, or a request is unfinished, or not counted.
 local function is_busy()
   local names = {}
   for _, name in ipairs({'leases', 'deadlines', 'graces', 'suspects', 'verdicts'}) do
     names[#names + 1] = prefix .. name
   end
-  if call('EXISTS', unpack(names)) > 0 or call('XLEN', prefix .. 'queue:resume') > 0 then
+  if call('EXISTS', unpack(names)) > 0 or call('XLEN', prefix .. 'queue:resume') > 0
+    or call('XLEN', prefix .. 'ended') > 0 then
     return 1
   end
   local known = call('HMGET', meta, 'classes', 'prints')
@@ -46,7 +48,7 @@ local function is_busy()
 end
 
 if not restarted and now - last[1] < interval then
-  return {{}, {}, {}, 0, {}, is_busy()}
+  return {{}, {}, {}, 0, {}, is_busy(), call('XLEN', prefix .. 'ended')}
 end
 -- A write that needs memory comes first in a run, and shows by its refusal that Redis is full.
 local swept = redis.pcall('HSET', meta, 'swept', now, 'run_id', run.id)
@@ -177,4 +179,5 @@ if call('ZCARD', prefix .. 'verdicts') > 0 and control_is_over(now, control) the
     poison[#poison + 1] = {id, found[2] or '0', words(found[1] or '')}
   end
 end
-return {reclaimed, due('deadlines'), abandoned, restarted and 1 or 0, poison, is_busy()}
+return {reclaimed, due('deadlines'), abandoned, restarted and 1 or 0, poison, is_busy(),
+  call('XLEN', prefix .. 'ended')}

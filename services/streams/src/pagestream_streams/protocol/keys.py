@@ -133,6 +133,15 @@ class Keyspace:
         """Return the prefix of the keys that count what a tenant's logs take; they are on one node."""
         return f"{self.prefix}:logs:{{{hashlib.sha256(tenant.encode()).hexdigest()}}}:"
 
+    def tenant_limits(self, tenant: str) -> str:
+        """Return the prefix of the keys that count what a tenant uses; they are on one node."""
+        return f"{self.prefix}:limits:{{{tenant_tag(tenant)}}}:"
+
+    @property
+    def tenants(self) -> str:
+        """The sorted set of the tenants that have used anything, by when, in ms."""
+        return f"{self.prefix}:tenants"
+
     def batches(self, tag: str) -> str:
         """Return the prefix of the keys of a tenant's files and batches, by its tag; they are on one node."""
         return f"{self.prefix}:batches:{{{tag}}}:"
