@@ -31,7 +31,7 @@ from pagestream_gateway.core.batches.service import Batches
 from pagestream_gateway.core.calls import Calls
 from pagestream_gateway.core.gateway import Gateway
 from pagestream_gateway.core.identities.audit import Audit
-from pagestream_gateway.core.identities.loading import Identities
+from pagestream_gateway.core.identities.loading import Identities, Reload
 from pagestream_gateway.core.memory_monitor import MemoryMonitor
 from pagestream_gateway.core.models import Models
 from pagestream_gateway.core.open_streams import OpenStreams
@@ -39,6 +39,8 @@ from pagestream_gateway.core.queue_monitor import QueueMonitor
 from pagestream_gateway.core.redis_timeout import RedisTimeout
 from pagestream_gateway.core.requests import AcceptedRequests
 from pagestream_gateway.core.submission import Submission
+from pagestream_gateway.core.tenants.limits import LimitFile, TenantLimits
+from pagestream_gateway.core.tenants.metrics import TenantMetrics
 from pagestream_gateway.core.text.encoder_pool import EncoderPool
 from pagestream_gateway.core.tokenization import PendingRequests, TokenizePool
 from pagestream_gateway.errors import StartupError
@@ -80,10 +82,11 @@ async def running_gateway(
     answer or a port is taken.
     """
     identities = Identities(settings.gateway)
+    limit_file = None if settings.gateway.limits is None else LimitFile(settings.gateway.limits)
     certificate = load_certificate(settings.gateway)
-    watches = [*identities.watches, *([] if certificate is None else [certificate.watch()])]
+    watches = [*identities.watches, *(each.watch() for each in (limit_file, certificate) if each is not None)]
     async with (
-        _gateway(settings, identities) as gateway,
+        _gateway(settings, identities, limit_file) as gateway,
         _servers(gateway, certificate, watches, before_binding) as ports,
     ):
         try:
@@ -132,7 +135,7 @@ def _exists(file: Path | None) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def _gateway(settings: Settings, identities: Identities) -> AsyncIterator[Gateway]:
+async def _gateway(settings: Settings, identities: Identities, limit_file: LimitFile | None) -> AsyncIterator[Gateway]:
     broker = await _connect(settings)
     limits = settings.limits
     pool = TokenizePool(
@@ -144,9 +147,13 @@ async def _gateway(settings: Settings, identities: Identities) -> AsyncIterator[
         ) as telemetry,
         contextlib.closing(Audit(settings.audit, is_on=settings.audits)) as audit,
     ):
-        async with broker, GatewaySession(broker, settings.gateway.id) as session, pool:
+        tenants = TenantLimits() if limit_file is None else limit_file.limits
+        opening = GatewaySession(broker, settings.gateway.id, limits=None if limit_file is None else tenants)
+        async with broker, opening as session, pool:
             telemetry.registry.on_collect(lambda: _count_reclaims(telemetry, session))
             metrics = Metrics(telemetry.registry)
+            tenant_metrics = TenantMetrics(telemetry.registry, settings.gateway.metric_tenants)
+            session.ends.listeners.append(tenant_metrics.ended)
             limit = RedisTimeout(settings.gateway.answer_limit_s)
             models = Models(broker, pool, limit, settings.formats)
             yield Gateway(
@@ -155,7 +162,9 @@ async def _gateway(settings: Settings, identities: Identities) -> AsyncIterator[
                 limit=limit,
                 authenticator=identities.authenticator,
                 models=models,
-                submission=Submission(broker, session, models, EncoderPool(pool, limits), limit, settings),
+                submission=Submission(
+                    broker, session, models, EncoderPool(pool, limits), limit, settings, tenants, tenant_metrics
+                ),
                 requests=AcceptedRequests(broker, session, metrics, limit),
                 pool=pool,
                 pending=PendingRequests(limits.max_pending_bytes, limit_s=limits.tokenize_limit_s),
@@ -167,7 +176,7 @@ async def _gateway(settings: Settings, identities: Identities) -> AsyncIterator[
                 answer_budget=ByteBudget(settings.stream.whole_answers_bytes),
                 batches=Batches(broker, limit, settings.batches),
                 audit=audit,
-                reloads=identities.reloads,
+                reloads=[*identities.reloads, *([] if limit_file is None else [Reload("limits", limit_file.reload)])],
                 turns=Turns(),
             )
 

@@ -79,6 +79,11 @@ class GatewaySettings:
     and nothing that tenants' keys do. None: there is no such API."""
     admin_port: int | None = None
     """A further TCP port that serves /admin/v1, which the HTTP port then does not. None: the HTTP port serves it."""
+    limits: Path | None = None
+    """YAML or JSON file of what tenants and keys may use, read again when it changes; docs/limits.md has its fields.
+    Equal in all gateways of a deployment. None: no limits."""
+    metric_tenants: int = 100
+    """Tenants that have series of their own in the metrics of what tenants use; all further ones share one."""
     tls_certificate: Path | None = None
     """PEM file of the certificate chain for both APIs, reloaded when it changes. None: no TLS."""
     tls_key: Path | None = None
@@ -420,6 +425,7 @@ def _parser() -> argparse.ArgumentParser:
     flag("--api-keys", "gateway.api_keys", Path, "file of sha256(key) -> tenant; without it no key is asked for")
     flag("--jwt-issuers", "gateway.jwt_issuers", Path, "JSON file of the issuers whose tokens are accepted")
     flag("--admin-keys", "gateway.admin_keys", Path, "file of sha256(key) -> administrator; opens /admin/v1")
+    flag("--limits", "gateway.limits", Path, "YAML or JSON file of what tenants and keys may use")
     flag("--tls-certificate", "gateway.tls_certificate", Path, "PEM file; both APIs then speak TLS")
     flag("--tls-key", "gateway.tls_key", Path, "PEM file of the certificate's private key")
     flag(
@@ -457,6 +463,8 @@ def _check(settings: Settings) -> None:
             name = f"classes.first_of[{tenant!r}]" if tenant else "classes.first"
             raise SettingsError(f"{name}: expected one of {', '.join(map(str, PRIORITIES))}, got {first}")
     _check_formats(settings.formats)
+    if settings.gateway.metric_tenants < 0:
+        raise SettingsError(f"gateway.metric_tenants: {settings.gateway.metric_tenants} must be 0 or more")
     if not settings.gateway.answer_limit_s > 0:
         raise SettingsError(f"gateway.answer_limit_s: {settings.gateway.answer_limit_s} must be above 0")
     for group in ("limits", "connections", "stream", "batches", "shutdown"):

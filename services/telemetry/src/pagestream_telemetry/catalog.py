@@ -188,6 +188,27 @@ GATEWAY_REQUESTS = Metric(
     ("api", "outcome"),
 )
 GATEWAY_TOKENS = Metric("pagestream.gateway.tokens", Kind.COUNTER, "{token}", "Tokens written to clients.")
+TENANT_REQUESTS = Metric(
+    "pagestream.tenant.requests",
+    Kind.COUNTER,
+    "{request}",
+    "Requests of a tenant that ended, each counted by one gateway.",
+    ("tenant",),
+)
+TENANT_TOKENS = Metric(
+    "pagestream.tenant.tokens",
+    Kind.COUNTER,
+    "{token}",
+    "Tokens of a tenant's ended requests: prompt, cached (of these, found in a prefix cache) or output.",
+    ("tenant", "type"),
+)
+TENANT_REFUSALS = Metric(
+    "pagestream.tenant.refusals",
+    Kind.COUNTER,
+    "{request}",
+    "Requests that a limit of a tenant or its credential has refused.",
+    ("tenant", "limit"),
+)
 QUEUE_DEPTH = _gauge(
     "pagestream.queue.depth",
     "{request}",
@@ -308,6 +329,9 @@ GATEWAY_METRICS = (
     STREAMS_OPEN,
     GATEWAY_REQUESTS,
     GATEWAY_TOKENS,
+    TENANT_REQUESTS,
+    TENANT_TOKENS,
+    TENANT_REFUSALS,
     ERRORS,
     CANCELLATIONS,
     RECLAIMS,

@@ -8,6 +8,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from starlette.datastructures import MutableHeaders
 from starlette.types import Receive, Scope, Send
 
+from pagestream_gateway.api.transports.rate_headers import HEADERS
 from pagestream_gateway.settings import LOCALHOST
 
 _LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?"
@@ -20,6 +21,8 @@ _READABLE = [
     "X-Expected-Wait-Ms",
     "X-Stream-Verified",
     "Retry-After",
+    "retry-after-ms",
+    *HEADERS,
 ]
 _KEPT_S = 600
 

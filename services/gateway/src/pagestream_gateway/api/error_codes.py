@@ -1,5 +1,7 @@
 """Errors as callers see them: one table of codes for both APIs."""
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -7,6 +9,7 @@ import grpc
 from pagestream_streams import errors as streams
 
 from pagestream_gateway import errors
+from pagestream_gateway.api.transports.rate_headers import rate_headers
 
 
 class ErrorCode(NamedTuple):
@@ -35,6 +38,8 @@ class ErrorReport:
     field: str | None = None
     retry_after_s: float | None = None
     """Seconds after which a retry may succeed; None where a retry changes nothing."""
+    headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Further headers of the answer; over gRPC, trailing metadata."""
 
 
 _INVALID = "invalid_request_error"
@@ -67,6 +72,7 @@ ERROR_CODES: dict[type[Exception], ErrorCode] = {
     streams.StorageFull: ErrorCode(429, _Status.RESOURCE_EXHAUSTED, _RATE, "storage_full"),
     streams.QueueFull: ErrorCode(429, _Status.RESOURCE_EXHAUSTED, _RATE, "queue_full"),
     streams.ClassRefused: ErrorCode(429, _Status.RESOURCE_EXHAUSTED, _RATE, "class_refused"),
+    streams.RateLimited: ErrorCode(429, _Status.RESOURCE_EXHAUSTED, _RATE, "rate_limit_exceeded"),
     streams.LogsFull: ErrorCode(429, _Status.RESOURCE_EXHAUSTED, _RATE, "logs_full"),
     streams.FileNotFound: ErrorCode(404, _Status.NOT_FOUND, _INVALID, "file_not_found", "file_id"),
     streams.FileTooLarge: ErrorCode(413, _Status.RESOURCE_EXHAUSTED, _INVALID, "file_too_large", "file"),
@@ -113,6 +119,7 @@ def error_report(error: Exception) -> ErrorReport:
         _message(error),
         error.field if isinstance(error, errors.InvalidRequest) else found.field,
         _retry_after_s(error),
+        _limit_headers(error),
     )
 
 
@@ -130,7 +137,7 @@ def _message(error: Exception) -> str:
 
 
 def _retry_after_s(error: Exception) -> float | None:
-    if isinstance(error, errors.Overloaded | streams.QueueFull | streams.LogsFull):
+    if isinstance(error, errors.Overloaded | streams.QueueFull | streams.RateLimited | streams.LogsFull):
         return error.retry_after_s
     if isinstance(error, streams.StorageFull):
         return _FULL_RETRY_S
@@ -138,3 +145,11 @@ def _retry_after_s(error: Exception) -> float | None:
     if isinstance(error, soon):
         return _UNAVAILABLE_RETRY_S
     return None
+
+
+def _limit_headers(error: Exception) -> dict[str, str]:
+    if not isinstance(error, streams.RateLimited):
+        return {}
+    # OpenAI's clients send a 429 again by themselves, unless they are told that it won't help.
+    never = {} if error.retry_after_s is not None else {"x-should-retry": "false"}
+    return {**rate_headers(error.rates), **never}

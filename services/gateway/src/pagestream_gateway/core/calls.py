@@ -1,9 +1,10 @@
 """Metrics and span of one call, from its begin to its end."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from pagestream.v1.records_pb2 import RequestSpec
+from pagestream_streams.protocol.rates import Rate
 from pagestream_telemetry.context import TraceContext, caller_context, set_trace
 from pagestream_telemetry.spans import NoSpan, Span, SpanKind, Tracer
 
@@ -39,6 +40,12 @@ class Call:
         self._tokens = 0
         self._first_count = 0
         self._is_open = True
+        self.rates: Sequence[Rate] = ()
+        """How far the caller's limits are used; none where it has none, or nothing was admitted."""
+
+    def admitted(self, rates: Sequence[Rate]) -> None:
+        """Note how far the caller's limits are used, this request included."""
+        self.rates = rates
 
     @property
     def context(self) -> TraceContext:

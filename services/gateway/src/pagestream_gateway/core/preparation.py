@@ -135,6 +135,7 @@ def build_spec(
     model: str,
     adapter: Adapter | None = None,
     tenant: str,
+    credential: str = "",
     grace_ms: int,
     priority: int = 0,
     cache_salt: bytes = b"",
@@ -142,14 +143,15 @@ def build_spec(
 ) -> RequestSpec:
     """Return the record that the queue carries.
 
-    `adapter`: that its tokens are computed with; `priority`: the class that it gets, whatever the draft asks for;
-    `trace`: that of the call that it belongs to.
+    `adapter`: that its tokens are computed with; `credential`: the name of its caller's; `priority`: the class that
+    it gets, whatever the draft asks for; `trace`: that of the call that it belongs to.
     """
     spec = RequestSpec(
         request_id=request_id,
         model=model,
         adapter=adapter,
         tenant=tenant,
+        credential=" ".join(credential.split()),
         prompts=[TokenIds(ids=ids) for ids in prepared.prompts],
         sampling=prepared.sampling,
         pooling=prepared.pooling,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams import Broker, GatewaySession, enlist
-from pagestream_streams.errors import RequestNotFound
+from pagestream_streams.errors import ModelNotFound, RateLimited, RequestNotFound
 from pagestream_streams.protocol import ids
 from pagestream_telemetry.context import TraceContext
 
@@ -17,6 +17,8 @@ from pagestream_gateway.core.identities.identity import Identity
 from pagestream_gateway.core.models import LoadedModel, Models
 from pagestream_gateway.core.preparation import PreparedRequest, build_spec, prepare
 from pagestream_gateway.core.redis_timeout import RedisTimeout
+from pagestream_gateway.core.tenants.limits import TenantLimits
+from pagestream_gateway.core.tenants.metrics import TenantMetrics
 from pagestream_gateway.core.text.encoder_pool import EncoderPool
 from pagestream_gateway.errors import InvalidRequest, RequestDiffers
 from pagestream_gateway.settings import Settings
@@ -36,23 +38,38 @@ class Submission:
     pool: EncoderPool
     limit: RedisTimeout
     settings: Settings
+    tenants: TenantLimits
+    metrics: TenantMetrics
 
     async def submit(self, draft: Draft, identity: Identity, call: Call) -> RequestSpec:
         """Check a request and accept it durably.
 
         Returns what runs: an earlier request where the idempotency key joins this one to it. Raises InvalidRequest,
-        ModelNotFound, QueueFull, IdempotencyConflict, Overloaded, Unavailable. An accepted request that is never
-        followed counts as one without a reader.
+        ModelNotFound, QueueFull, RateLimited, IdempotencyConflict, Overloaded, Unavailable. An accepted request that is
+        never followed counts as one without a reader.
         """
+        try:
+            return await self._submit(draft, identity, call)
+        except RateLimited as error:
+            self.metrics.refused(identity.tenant, error.rate.name)
+            raise
+
+    async def _submit(self, draft: Draft, identity: Identity, call: Call) -> RequestSpec:
         tenant = identity.tenant
-        model, prepared = await self._prepare(draft, tenant)
+        if not draft.idempotency_key:  # else it may join an earlier request
+            self.session.admissions.check(tenant, identity.key)
+        model, prepared = await self._prepare(draft, identity)
         salt = adapted_salt(cache_salt(tenant, draft.cache_salt, self.settings.cache), model.adapter)
         request_id = await self.limit.wait(self.session.place(model.name, prepared.prompts[0], tenant, cache_salt=salt))
         spec = self._spec(draft, prepared, request_id, identity=identity, model=model, trace=call.context)
+        is_given, note = draft.sampling.HasField("max_tokens"), call.admitted
         if not draft.idempotency_key:
-            await self.limit.wait(self.session.accept(spec))
+            await self.limit.wait(self.session.accept(spec, is_length_given=is_given, on_rates=note))
         else:
-            spec = await self.limit.wait(self.session.accept_once(spec, body_digest=draft.body_digest))
+            accepting = self.session.accept_once(
+                spec, body_digest=draft.body_digest, is_length_given=is_given, on_rates=note
+            )
+            spec = await self.limit.wait(accepting)
         call.accepted(spec)
         await enlist(self.broker, spec.request_id, tenant)
         logger.info(
@@ -81,7 +98,7 @@ class Submission:
         if not draft.sampling.HasField("seed") and draft.chosen_seed is None:
             raise InvalidRequest("seed", "is needed: repeat the seed that the first answer gave")
         tenant = identity.tenant
-        model, prepared = await self._prepare(draft, tenant)
+        model, prepared = await self._prepare(draft, identity)
         name = ids.parse(request_id)
         partitions = await self.limit.wait(self.broker.partitions(model.name))
         if (
@@ -92,7 +109,9 @@ class Submission:
         ):
             raise RequestNotFound(request_id)
         spec = self._spec(draft, prepared, request_id, identity=identity, model=model, trace=call.context)
-        if not await self.limit.wait(self.session.accept(spec)):  # another reader was sooner
+        is_given = draft.sampling.HasField("max_tokens")
+        accepting = self.session.accept(spec, is_length_given=is_given, on_rates=call.admitted)
+        if not await self.limit.wait(accepting):  # another reader was sooner
             found = await self.limit.wait(self.broker.spec(request_id, tenant))
             if is_compared and _asked(found) != _asked(spec):
                 raise RequestDiffers(request_id)
@@ -102,18 +121,29 @@ class Submission:
         logger.warning("accepted again", extra={"request_id": request_id, "tenant": tenant, "model": model.name})
         return spec
 
-    async def tokens(self, draft: Draft, tenant: str) -> tuple[LoadedModel, Sequence[int]]:
+    async def tokens(self, draft: Draft, identity: Identity) -> tuple[LoadedModel, Sequence[int]]:
         """Return the model and the tokens of a draft's one prompt; nothing is accepted. Raises as `submit` does."""
-        model, prepared = await self._prepare(draft, tenant)
+        model, prepared = await self._prepare(draft, identity)
         return model, prepared.prompts[0]
 
-    async def _prepare(self, draft: Draft, tenant: str) -> tuple[LoadedModel, PreparedRequest]:
+    async def resolve(self, name: str, identity: Identity) -> LoadedModel:
+        """Return a model that a caller may use. Raises as Models.resolve; ModelNotFound also where it may not."""
+        if name and not self.tenants.allows(identity, name):
+            raise ModelNotFound(name)
+        model = await self.models.resolve(name)
+        if not name and not self.tenants.allows(identity, model.name):
+            raise ModelNotFound(name)
+        return model
+
+    async def _prepare(self, draft: Draft, identity: Identity) -> tuple[LoadedModel, PreparedRequest]:
         limits = self.settings.limits
         check_draft(draft, limits)
-        model = await self.models.resolve(draft.model)
+        model = await self.resolve(draft.model, identity)
         if _is_quick(draft):
             return model, prepare(draft, model, limits)
-        return model, await self.pool.prepare(draft, model, cache_salt(tenant, draft.cache_salt, self.settings.cache))
+        return model, await self.pool.prepare(
+            draft, model, cache_salt(identity.tenant, draft.cache_salt, self.settings.cache)
+        )
 
     def _spec(
         self,
@@ -133,6 +163,7 @@ class Submission:
             model=model.name,
             adapter=model.adapter,
             tenant=tenant,
+            credential=identity.key,
             grace_ms=round(self.settings.stream.disconnect_grace_s * 1000),
             priority=self.settings.classes.allowed(tenant, draft.priority, identity.best_class),
             cache_salt=adapted_salt(cache_salt(tenant, draft.cache_salt, self.settings.cache), model.adapter),

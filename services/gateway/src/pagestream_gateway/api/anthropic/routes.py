@@ -37,9 +37,9 @@ def router(gateway: Gateway) -> APIRouter:
 
     @routes.post(f"{PATH}/count_tokens", openapi_extra=body_of(CountBody), summary="The tokens of a message's prompt")
     async def count_tokens(request: Request) -> Response:
-        tenant = (await identify(gateway, request)).tenant
+        identity = await identify(gateway, request)
         async with parsed_request(gateway, request, parse_count) as draft:
-            _, tokens = await gateway.submission.tokens(draft, tenant)
+            _, tokens = await gateway.submission.tokens(draft, identity)
         return JSONResponse({"input_tokens": len(tokens)})
 
     return routes

@@ -20,6 +20,7 @@ from pagestream_gateway.api.grpc.status import abort, drop_frames
 from pagestream_gateway.api.grpc.streaming import ChunkStream, Context
 from pagestream_gateway.api.grpc.vectors import embed_draft, embed_response, score_draft, score_response
 from pagestream_gateway.api.grpc.wire import parse_message
+from pagestream_gateway.api.transports.rate_headers import rate_headers
 from pagestream_gateway.core.calls import CHAT, DISCONNECTED, EMBEDDINGS, OK, RESUME, TEXT_COMPLETION, Call
 from pagestream_gateway.core.gateway import Gateway
 from pagestream_gateway.core.identities.identity import Credentials, Identity
@@ -62,6 +63,7 @@ class InferenceServicer:
         """Accept a request and stream its log. The first message has the request id, its place, and no token."""
         await self._gateway.turns.take()
         spec = await self._accept(context, identity, call)
+        await _send_rates(context, call)
         place = await self._gateway.requests.place(spec)
         first = api.GenerateResponse(
             chunk=api.TokenChunk(request_id=spec.request_id),
@@ -151,6 +153,7 @@ class InferenceServicer:
         async with self._receiver.message(context) as data:
             draft = embed_draft(parse_message(api.EmbedRequest, data), deadline_ms=_deadline_ms(context))
             spec = await self._gateway.submission.submit(draft, identity, call)
+        await _send_rates(context, call)
         return await embed_response(self._gateway, spec)
 
     async def score(self, context: Context, identity: Identity, call: Call) -> api.ScoreResponse:
@@ -159,6 +162,7 @@ class InferenceServicer:
         async with self._receiver.message(context) as data:
             draft = score_draft(parse_message(api.ScoreRequest, data), deadline_ms=_deadline_ms(context))
             spec = await self._gateway.submission.submit(draft, identity, call)
+        await _send_rates(context, call)
         return await score_response(self._gateway, spec)
 
     async def list_models(self, context: Context, identity: Identity, call: Call) -> api.ListModelsResponse:
@@ -168,6 +172,7 @@ class InferenceServicer:
         models = [
             api.Model(name=info.name, max_model_len=card.max_model_len, created=info.created, engines=info.engines)
             for info, card in await self._gateway.models.list_models()
+            if self._gateway.submission.tenants.allows(identity, info.name)
         ]
         return api.ListModelsResponse(models=models)
 
@@ -198,6 +203,12 @@ class InferenceServicer:
             return answer
 
         return answered
+
+
+async def _send_rates(context: Context, call: Call) -> None:
+    """Send how far the caller's limits are used, where it has any, as initial metadata."""
+    if call.rates:
+        await context.send_initial_metadata(tuple(rate_headers(call.rates).items()))
 
 
 def _metadata(context: Context) -> dict[str, str]:

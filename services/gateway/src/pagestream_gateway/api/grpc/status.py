@@ -20,7 +20,8 @@ async def abort(context: "grpc.aio.ServicerContext[bytes, bytes]", report: Error
     """
     details = [_packed(detail) for detail in _details(report)]
     status = status_pb2.Status(code=report.grpc_status.value[0], message=report.message, details=details)
-    await context.abort(report.grpc_status, report.message, ((_DETAILS_KEY, status.SerializeToString()),))
+    metadata = (*report.headers.items(), (_DETAILS_KEY, status.SerializeToString()))
+    await context.abort(report.grpc_status, report.message, metadata)
     raise AssertionError("abort does not return")
 
 

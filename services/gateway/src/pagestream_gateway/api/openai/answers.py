@@ -16,6 +16,7 @@ from pagestream_gateway.api.openai.position import START, Position, position_aft
 from pagestream_gateway.api.openai.whole_body import WholeBody
 from pagestream_gateway.api.openai.writer import AnswerBody, LogWriter
 from pagestream_gateway.api.runs import Run
+from pagestream_gateway.api.transports.rate_headers import rate_headers
 from pagestream_gateway.core.calls import DISCONNECTED, Call
 from pagestream_gateway.core.gateway import Gateway
 from pagestream_gateway.core.identities.identity import Identity
@@ -83,7 +84,8 @@ class LogAnswer(Response):
 
     def request_headers(self) -> dict[str, str]:
         """Return the headers of this answer that name its request."""
-        return {**request_headers(self._reading.spec), **self._reading.headers}
+        rates = rate_headers(self._reading.call.rates)
+        return {**request_headers(self._reading.spec), **rates, **self._reading.headers}
 
     def header_pairs(self, **more: str) -> list[tuple[bytes, bytes]]:
         """Return the same, and `more`, as the server takes them."""

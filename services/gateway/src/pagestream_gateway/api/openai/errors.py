@@ -51,9 +51,10 @@ def error_response(
 
 def error_headers(report: ErrorReport, more_headers: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the headers of an answer that reports an error."""
-    headers = dict(more_headers or {})
+    headers = {**report.headers, **(more_headers or {})}
     if report.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(report.retry_after_s)))
+        headers["retry-after-ms"] = str(max(1, math.ceil(report.retry_after_s * 1000)))
     if report.http_status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return headers

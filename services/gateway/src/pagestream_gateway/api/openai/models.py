@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, Response
 
 from pagestream_gateway.api.callers import identify
 from pagestream_gateway.core.gateway import Gateway
+from pagestream_gateway.core.identities.identity import Identity
 
 
 def router(gateway: Gateway) -> APIRouter:
@@ -17,13 +18,12 @@ def router(gateway: Gateway) -> APIRouter:
 
     @routes.get("/v1/models", summary="The models that this deployment knows")
     async def models(request: Request) -> Response:
-        await identify(gateway, request)
-        return JSONResponse({"object": "list", "data": await _models(gateway)})
+        return JSONResponse({"object": "list", "data": await _models(gateway, await identify(gateway, request))})
 
     @routes.get("/v1/models/{name:path}", summary="One model")
     async def model(request: Request, name: str) -> Response:
-        await identify(gateway, request)
-        found = next((card for card in await _models(gateway) if card["id"] == name), None)
+        models = await _models(gateway, await identify(gateway, request))
+        found = next((card for card in models if card["id"] == name), None)
         if found is None:
             raise ModelNotFound(name)
         return JSONResponse(found)
@@ -31,8 +31,13 @@ def router(gateway: Gateway) -> APIRouter:
     return routes
 
 
-async def _models(gateway: Gateway) -> list[dict[str, Any]]:
-    """Return the models, then the LoRA adapters of those that are known."""
+async def _models(gateway: Gateway, identity: Identity) -> list[dict[str, Any]]:
+    """Return the models that a caller may use, then such LoRA adapters of those that are known."""
+    found = await _all_models(gateway)
+    return [each for each in found if gateway.submission.tenants.allows(identity, each["id"])]
+
+
+async def _all_models(gateway: Gateway) -> list[dict[str, Any]]:
     models = await _base_models(gateway)
     by_name = {model["id"]: model for model in models}
     adapters = [each for each in await gateway.models.list_adapters() if each.model in by_name]

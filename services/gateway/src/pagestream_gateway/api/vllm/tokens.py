@@ -48,18 +48,18 @@ def router(gateway: Gateway) -> APIRouter:
 
     @routes.post("/tokenize", openapi_extra=body_of(TokenizeBody), summary="The tokens of a text or a conversation")
     async def tokenize(request: Request) -> Response:
-        tenant = (await identify(gateway, request)).tenant
+        identity = await identify(gateway, request)
         async with parsed_request(gateway, request, lambda document, _: parse_body(TokenizeBody, document)) as body:
-            model, tokens = await gateway.submission.tokens(_draft(body), tenant)
+            model, tokens = await gateway.submission.tokens(_draft(body), identity)
         spelled = [model.tokenizer.id_to_token(token) or "" for token in tokens] if body.return_token_strs else None
         answer = {"count": len(tokens), "max_model_len": model.max_model_len, "tokens": list(tokens)}
         return JSONResponse({**answer, "token_strs": spelled})
 
     @routes.post("/detokenize", openapi_extra=body_of(DetokenizeBody), summary="The text of tokens")
     async def detokenize(request: Request) -> Response:
-        await identify(gateway, request)
+        identity = await identify(gateway, request)
         async with parsed_request(gateway, request, lambda document, _: parse_body(DetokenizeBody, document)) as body:
-            model = await gateway.models.resolve(body.model or "")
+            model = await gateway.submission.resolve(body.model or "", identity)
             if len(body.tokens) > model.max_model_len:
                 raise InvalidRequest("tokens", f"at most {model.max_model_len}, got {len(body.tokens)}")
             if (wrong := next((each for each in body.tokens if each >= model.card.vocab_size), None)) is not None:

@@ -33,6 +33,7 @@ from pagestream_gateway.api.openai.responses.writer import (
 )
 from pagestream_gateway.api.openai.whole_answer import WholeAnswer
 from pagestream_gateway.api.runs import split_runs
+from pagestream_gateway.api.transports.rate_headers import rate_headers
 from pagestream_gateway.core.calls import CHAT, DISCONNECTED, OK, RESUME, Call
 from pagestream_gateway.core.drafts import Draft
 from pagestream_gateway.core.gateway import Gateway
@@ -207,7 +208,8 @@ def _state_answer(gateway: Gateway, view: RequestView, identity: Identity, call:
     call.end(OK)
     status = QUEUED if view.state == REQUEST_STATE_QUEUED else IN_PROGRESS
     body = json.dumps(response_body(spec, status))
-    return Response(body, media_type="application/json", headers=request_headers(spec))
+    headers = {**request_headers(spec), **rate_headers(call.rates)}
+    return Response(body, media_type="application/json", headers=headers)
 
 
 def _input_of(spec: RequestSpec) -> list[Item]:

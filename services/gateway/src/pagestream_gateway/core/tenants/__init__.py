@@ -1,0 +1,1 @@
+"""What tenants and their credentials may use."""

@@ -1,0 +1,151 @@
+"""What tenants and keys may use: headers, refusals of both APIs, models, changes of the file, and usage."""
+
+import hashlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import httpx
+import openai
+import pytest
+from pagestream.v1 import inference_pb2 as api
+from pagestream_gateway import Settings
+from pagestream_streams import Broker
+from pagestream_streams.limits.usage import read_usage
+from support.clients.gateway_clients import Address, gateway_settings, grpc_stub, refusal, running_address
+from support.engines.synthetic_engine import MODEL, SyntheticEngine
+from support.protocol.token_streams import eventually
+
+BODY = {"model": MODEL, "prompt": "hello", "max_tokens": 2}
+NAMES = {each: hashlib.sha256(each.encode()).hexdigest()[:12] for each in ("a", "b", "c")}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.fixture
+def limited(redis_url: str, tmp_path: Path) -> Settings:
+    """Return the settings of a gateway whose tenants are "a", "b" and "c", each with a key of its name."""
+    keys, limits = tmp_path / "keys", tmp_path / "limits.yaml"
+    keys.write_text("".join(f"{hashlib.sha256(each.encode()).hexdigest()} -> {each}\n" for each in NAMES))
+    limits.write_text(
+        f"""
+tenants:
+  a: {{requests_per_minute: 3, tokens_per_minute: 1000, tokens_per_day: 90}}
+  b: {{models: [other-*]}}
+keys:
+  "{NAMES["a"]}": {{tokens_per_minute: 400}}
+"""
+    )
+    settings = gateway_settings(redis_url, keys=keys)
+    return replace(settings, gateway=replace(settings.gateway, limits=limits))
+
+
+@pytest.fixture
+async def gateways(engine: SyntheticEngine, limited: Settings) -> AsyncIterator[tuple[Address, Address]]:
+    async with running_address(limited) as one, running_address(limited) as two:
+        yield one, two
+
+
+async def test_limits_hold_over_gateways_and_apis(gateways: tuple[Address, Address], redis_url: str) -> None:
+    one, two = gateways
+    async with httpx.AsyncClient(base_url=one.url, headers=bearer("a")) as client:
+        first = await client.post("/v1/completions", json=BODY)
+        assert first.status_code == 200
+        prompt_tokens = first.json()["usage"]["prompt_tokens"]
+        assert first.headers["x-ratelimit-limit-requests"] == "3"
+        assert first.headers["x-ratelimit-remaining-requests"] == "2"
+        assert first.headers["x-ratelimit-limit-tokens"] == "400", "the key's, which leaves less"
+        assert first.headers["x-ratelimit-remaining-tokens"] == str(400 - prompt_tokens - 2)
+        assert first.headers["x-ratelimit-remaining-tokens-day"] == str(90 - prompt_tokens - 2)
+        assert first.headers["x-ratelimit-reset-requests"].endswith("s")
+        key = {"Idempotency-Key": "k"}
+        joined = [await client.post("/v1/chat/completions", json=chat(), headers=key) for _ in range(2)]
+        assert joined[0].headers["x-ratelimit-remaining-requests"] == "1"
+        assert "x-ratelimit-remaining-requests" not in joined[1].headers
+        large = await client.post("/v1/completions", json={**BODY, "max_tokens": 100})
+        assert (large.status_code, large.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert large.headers["x-should-retry"] == "false"
+        assert "Retry-After" not in large.headers
+    async with grpc_stub(two, key="a") as stub:
+        asked = api.GenerateRequest(model=MODEL, prompt="hello", sampling=api.SamplingParams(max_tokens=2))
+        call = stub.Generate(asked)
+        metadata = dict(await call.initial_metadata())
+        assert metadata["x-ratelimit-remaining-requests"] == "0"
+        async for _ in call:
+            pass
+        for _ in range(2):  # the second one without Redis
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Generate(asked).read()
+            refused = refusal(caught.value)
+            assert refused.code == grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert 0 < (refused.retry_after_s or 0) <= 61
+    async with openai.AsyncOpenAI(base_url=f"{two.url}/v1", api_key="a", max_retries=0) as sdk:
+        with pytest.raises(openai.RateLimitError) as limited:
+            await sdk.completions.create(model=MODEL, prompt="hello", max_tokens=2)
+        answer = limited.value.response
+        assert limited.value.code == "rate_limit_exceeded"
+        assert 1 <= int(answer.headers["Retry-After"]) <= 61
+        assert 0 < int(answer.headers["retry-after-ms"]) <= 61_000
+        assert answer.headers["x-ratelimit-remaining-requests"] == "0"
+    async with httpx.AsyncClient(base_url=two.url, headers=bearer("c")) as client:
+        free = await client.post("/v1/completions", json=BODY)
+        assert free.status_code == 200
+        assert not [name for name in free.headers if name.startswith("x-ratelimit")]
+        metrics = (await client.get("/metrics")).text
+        assert 'pagestream_tenant_refusals_total{limit="requests_per_minute",tenant="a"} 3.0' in metrics
+    async with await Broker.connect(redis_url) as broker:
+
+        async def is_counted() -> bool:
+            rows = await read_usage(broker, since_s=7200)
+            return {(each.tenant, each.credential, each.model, each.requests, each.output_tokens) for each in rows} == {
+                ("a", NAMES["a"], MODEL, 3, 6),
+                ("c", NAMES["c"], MODEL, 1, 2),
+            }
+
+        await eventually(is_counted)
+
+
+def chat() -> dict[str, object]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+
+
+async def test_models_that_a_tenant_may_not_use_do_not_exist_for_it(gateways: tuple[Address, Address]) -> None:
+    async with httpx.AsyncClient(base_url=gateways[0].url, headers=bearer("b")) as client:
+        assert (await client.get("/v1/models")).json()["data"] == []
+        assert (await client.get(f"/v1/models/{MODEL}")).status_code == 404
+        for body in (BODY, {"prompt": "hello"}):
+            refused = await client.post("/v1/completions", json=body)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+        assert (await client.post("/tokenize", json={"model": MODEL, "prompt": "hello"})).status_code == 404
+    async with grpc_stub(gateways[0], key="b") as stub, grpc_stub(gateways[0], key="c") as others:
+        assert not (await stub.ListModels(api.ListModelsRequest())).models
+        assert (await others.ListModels(api.ListModelsRequest())).models
+
+
+async def test_a_changed_file_counts_and_a_wrong_one_does_not(
+    engine: SyntheticEngine, limited: Settings, tmp_path: Path
+) -> None:
+    admins = tmp_path / "admins"
+    admins.write_text(f"{hashlib.sha256(b'root').hexdigest()} -> root\n")
+    settings = replace(limited, gateway=replace(limited.gateway, admin_keys=admins))
+    assert settings.gateway.limits is not None
+    async with running_address(settings) as address, httpx.AsyncClient(base_url=address.url) as client:
+
+        async def limit() -> str | None:
+            changed = await client.post("/admin/v1/keys/reload", headers=bearer("root"))
+            assert changed.status_code == 200, changed.text
+            answer = await client.post("/v1/completions", json=BODY, headers=bearer("c"))
+            return answer.headers.get("x-ratelimit-limit-requests")
+
+        assert await limit() is None
+        for text, expected in (
+            (json.dumps({"default": {"requests_per_minute": 50}}), "50"),
+            ("default: {requests_per_minute: many}", "50"),
+            ("default: {requests_per_minute: 40}", "40"),
+        ):
+            settings.gateway.limits.write_text(text)
+            assert await limit() == expected
