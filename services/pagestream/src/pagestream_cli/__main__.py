@@ -52,6 +52,7 @@ COMMANDS = (
     Command("models", "list the models, load and unload them, remove one without engines", "models", "models"),
     Command("adapters", "list, load and unload LoRA adapters", "adapters", "adapters"),
     Command("keys", "make, list and revoke API keys", "keys", "keys"),
+    Command("usage", "show what tenants have used: requests and tokens, by model and key", "usage", "usage"),
     Command("dead", "show quarantined requests, and requeue them", "quarantine", "quarantine"),
     Command("completion", "print what a shell needs to complete commands", "completion", "completion"),
     Command(

@@ -52,5 +52,5 @@ def test_every_error_of_the_streams_has_its_own_entry() -> None:
     for name, kind in vars(streams).items():
         if isinstance(kind, type) and issubclass(kind, streams.StreamsError) and kind not in unlisted:
             made = kind.__new__(kind, *("x",))
-            vars(made).update(name="x", retry_after_s=1.0)
+            vars(made).update(name="x", retry_after_s=1.0, rates=())
             assert error_report(made).code != "internal_error", name

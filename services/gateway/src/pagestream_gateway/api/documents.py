@@ -15,6 +15,7 @@ from pagestream_gateway.api import schemas
 from pagestream_gateway.api.admin import schemas as admin
 from pagestream_gateway.api.admin.routing import PREFIX as ADMIN
 from pagestream_gateway.api.transports.framing import NDJSON, SSE
+from pagestream_gateway.api.transports.rate_headers import HEADERS as LIMIT_HEADERS
 
 _STREAM_SWITCHES = {
     "X-Stream-Ids": "Give each event its position as its `id`, too.",
@@ -79,14 +80,15 @@ class _Answers(NamedTuple):
 
 _ALWAYS = (400, 403, 408, 431, 500, 503)
 """Errors of every operation: what comes is no request or one for another host, a defect, the end of the process."""
-_RETRIED = {429: ("Retry-After",), 503: ("Retry-After",)}
+_RETRY = ("Retry-After", "retry-after-ms")
+_RETRIED = {429: (*_RETRY, "x-should-retry", *LIMIT_HEADERS), 503: _RETRY}
 _OWN = ("X-Request-Id", "X-Request-Seed", "X-Client-Request-Id")
 _OWNED = {200: _OWN}
 _QUEUED = ("X-Queue-Position", "X-Expected-Wait-Ms")
 _GENERATION_ERRORS = (401, 404, 409, 413, 415, 429)
 _CHANGE_ERRORS = (401, 404, 413, 415)
 _FAILED = dict.fromkeys((400, 409, 429, 500, 503), _OWN)  # of what failed after its acceptance
-_GENERATED = {200: (*_OWN, *_QUEUED), **_FAILED}
+_GENERATED = {200: (*_OWN, *_QUEUED, *LIMIT_HEADERS), **_FAILED}
 _REQUEST = "/v1/requests/{request_id}"
 _EVENT_ERROR = schemas.ErrorEvent
 _DONE = "[DONE]"
@@ -214,6 +216,9 @@ _HEADERS = {
     "X-Expected-Wait-Ms": ("integer", "Milliseconds until an engine takes it; absent where that is not known."),
     "X-Stream-Verified": ("boolean", "Whether the position's digest was compared with the log."),
     "Retry-After": ("integer", "Seconds after which a retry may succeed; absent where that is not known."),
+    "retry-after-ms": ("integer", "The same in milliseconds."),
+    "x-should-retry": ("boolean", "false where no retry helps: the request alone asks for more than a limit."),
+    **dict.fromkeys(LIMIT_HEADERS, ("string", "How far a limit of the caller is used; only where it has one.")),
 }
 """Type and meaning by name."""
 

@@ -62,7 +62,7 @@ def test_empty_lines_come_when_nothing_was_sent_for_so_long() -> None:
 
     async def talk() -> None:
         gateway: Any = SimpleNamespace(settings=Settings(), requests=SimpleNamespace(place=place))
-        call: Any = SimpleNamespace(api="completions", end=lambda outcome: None)
+        call: Any = SimpleNamespace(api="completions", rates=(), end=lambda outcome: None)
         reading = Reading(RequestSpec(), Identity("t"), call, CompletionWriter(RequestSpec()))
         await Talk(gateway, reading)({}, receive, send)
 
