@@ -149,3 +149,12 @@ async def test_a_changed_file_counts_and_a_wrong_one_does_not(
         ):
             settings.gateway.limits.write_text(text)
             assert await limit() == expected
+
+        async def is_shown() -> bool:
+            answer = await client.get("/admin/v1/usage?hours=2&tenant=c", headers=bearer("root"))
+            return sum(each["requests"] for each in answer.json()["data"]) == 4
+
+        await eventually(is_shown)
+        wrong = await client.get("/admin/v1/usage?hours=0", headers=bearer("root"))
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "hours")
+        assert (await client.get("/admin/v1/usage", headers=bearer("c"))).status_code == 403

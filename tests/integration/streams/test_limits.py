@@ -10,7 +10,7 @@ from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams import Broker, GatewaySession, QueueFull, RateLimited, expire_engine
 from pagestream_streams.limits import admission
 from pagestream_streams.limits.usage import read_usage, tenants_with_usage
-from pagestream_streams.protocol.rates import NO_LIMITS, Limits, Rate
+from pagestream_streams.rates import NO_LIMITS, Limits, Rate
 from support.protocol.token_streams import FAST, MODEL, TENANT, card, eventually, read_all, spec, worker
 from support.redis.topologies import Place, find_keys
 

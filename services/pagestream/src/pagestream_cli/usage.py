@@ -99,9 +99,8 @@ def table(rows: Sequence[dict[str, Any]], by: Sequence[str]) -> str:
     lines = [[name.replace("_", " ") for name in names]]
     lines += [[_text(row[name]) for name in names] for row in rows]
     if len(rows) > 1:
-        lines.append(
-            ["all"] * bool(by) + [""] * (len(by) - 1) + [_text(sum(row[name] for row in rows)) for name in _COUNTS]
-        )
+        head = ["all", *[""] * (len(by) - 1)] if by else []
+        lines.append(head + [_text(sum(row[name] for row in rows)) for name in _COUNTS])
     widths = [max(len(line[place]) for line in lines) for place in range(len(names))]
     return "\n".join(
         "  ".join(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pagestream_streams.protocol.rates import Rate
+from pagestream_streams.rates import Rate
 
 
 class StreamsError(Exception):

@@ -192,6 +192,7 @@ _ANSWERS: Mapping[tuple[str, str], _Answers] = {
     ("get", f"{ADMIN}/engines"): _Answers(admin.AdminEngines, errors=(401,)),
     ("get", f"{ADMIN}/models"): _Answers(admin.AdminModels, errors=(401,)),
     ("get", f"{ADMIN}/queues"): _Answers(admin.AdminQueues, errors=(401,)),
+    ("get", f"{ADMIN}/usage"): _Answers(admin.AdminUsage, errors=(401,)),
     ("get", f"{ADMIN}/tenants/{{tenant}}/requests"): _Answers(schemas.RequestList, errors=(401,)),
     ("get", f"{ADMIN}/requests/{{request_id}}"): _Answers(admin.AdminRequest, errors=(401, 404)),
     ("delete", f"{ADMIN}/requests/{{request_id}}"): _Answers(admin.AdminRequest, errors=(401, 404)),

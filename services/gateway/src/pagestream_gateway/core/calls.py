@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from pagestream.v1.records_pb2 import RequestSpec
-from pagestream_streams.protocol.rates import Rate
+from pagestream_streams.rates import Rate
 from pagestream_telemetry.context import TraceContext, caller_context, set_trace
 from pagestream_telemetry.spans import NoSpan, Span, SpanKind, Tracer
 

@@ -24,7 +24,7 @@ from pagestream_streams.gateway.reservations import release, shorten
 from pagestream_streams.limits.admission import Admission, Admissions
 from pagestream_streams.limits.ends import EndCounter
 from pagestream_streams.protocol.keys import Partition
-from pagestream_streams.protocol.rates import LimitSource, Rate
+from pagestream_streams.rates import LimitSource, Rate
 
 
 class GatewaySession:

@@ -22,7 +22,7 @@ from pagestream_streams.connection.connection import Call
 from pagestream_streams.connection.scripts import ADMIT, NOTE_STATES, REQUEST_STATES
 from pagestream_streams.errors import RateLimited, RequestNotFound, Unavailable
 from pagestream_streams.protocol.keys import Partition
-from pagestream_streams.protocol.rates import CREDENTIAL, NAMES, TENANT, Limits, LimitSource, Rate
+from pagestream_streams.rates import CREDENTIAL, NAMES, TENANT, Limits, LimitSource, Rate
 from pagestream_streams.tasks import Periodic, cancel
 
 _log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import pytest
 from pagestream_gateway.core.identities.identity import Identity
 from pagestream_gateway.core.tenants.limits import TenantLimits, parse_rules
 from pagestream_gateway.errors import SettingsError
-from pagestream_streams.protocol.rates import NO_LIMITS, Limits
+from pagestream_streams.rates import NO_LIMITS, Limits
 
 PATH = Path("limits.yaml")
 TEXT = """

@@ -90,6 +90,27 @@ class AdminRequest(RequestAnswer):
     tenant: str
 
 
+class AdminUsageRow(BaseModel):
+    """What one credential has used of one model in an hour or a day."""
+
+    start_s: int = Field(description="Unix seconds of its begin.")
+    span_s: int = Field(description="3600 or 86400.")
+    tenant: str
+    credential: str
+    model: str
+    requests: int = Field(description="That ended in this time.")
+    prompt_tokens: int
+    cached_tokens: int = Field(description="Of the prompt tokens, those found in a prefix cache.")
+    output_tokens: int
+
+
+class AdminUsage(BaseModel):
+    """What tenants have used."""
+
+    object: Literal["list"]
+    data: list[AdminUsageRow]
+
+
 class AdminQuarantined(BaseModel):
     """A request of which engines died."""
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from pagestream_streams.protocol.rates import Rate
+from pagestream_streams.rates import Rate
 
 _NAMES = {
     "requests_per_minute": "requests",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pagestream_streams.protocol.rates import NAMES, NO_LIMITS, Limits
+from pagestream_streams.rates import NAMES, NO_LIMITS, Limits
 from pagestream_streams.tasks import Periodic
 
 from pagestream_gateway.core.identities.identity import Identity
