@@ -19,6 +19,7 @@ from support.engines.arithmetic_model import (
     make_folder,
     undisturbed,
 )
+from support.engines.block_maps import check_block_map
 from support.engines.kv_layouts import LAYERS
 from support.engines.kv_waste import check_waste
 from support.engines.policies import POLICIES
@@ -149,6 +150,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.check_invariants()
             assert self.engine.has_unfinished_requests() == bool(self.expected)
             check_waste(self.engine)
+            check_block_map(self.engine)
 
     def run_to_the_end(self) -> None:
         limit = 20

@@ -30,6 +30,7 @@ from support.engines.arithmetic_model import (
     searched,
     undisturbed,
 )
+from support.engines.block_maps import check_block_map
 from support.engines.kv_layouts import LAYERS
 from support.engines.kv_waste import check_waste
 from support.engines.policies import POLICIES
@@ -234,6 +235,7 @@ class GroupMachine(RuleBasedStateMachine):
         if hasattr(self, "engine"):
             self.engine.check_invariants()
             check_waste(self.engine)
+            check_block_map(self.engine)
             assert self.engine.has_unfinished_requests() == bool(self.expected)
 
     def run_to_the_end(self) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pagestream_engine.adapters.registry import AdapterRegistry
+from pagestream_engine.cache.block_map import BlockMap, block_map
 from pagestream_engine.cache.block_pool import BlockPool
 from pagestream_engine.cache.eviction.select import make_eviction_order
 from pagestream_engine.cache.fragmentation import fragmentation
@@ -48,6 +49,8 @@ _log = logging.getLogger(__name__)
 
 class Engine:
     """Continuous batching of one model. Not thread-safe: one thread calls it, or a lock does.
+
+    Methods: the library's face, of which most hand over to a part.
 
     Args:
         model: a model folder, or the name of a Hugging Face repository.
@@ -447,6 +450,12 @@ class Engine:
     def fragmentation(self) -> float:
         """The share of the slots in referenced blocks that hold no token; O(running sequences), between two steps."""
         return fragmentation(self._cache, self._scheduler.running())
+
+    def block_map(self) -> BlockMap:
+        """Which sequences hold which blocks, between two steps; see `cache.block_map` for its cost and bounds."""
+        scheduler = self._scheduler
+        num_waiting = scheduler.num_waiting + len(self._gate)
+        return block_map(self._pool, scheduler.running(), num_running=scheduler.num_running, num_waiting=num_waiting)
 
     def memory_bytes(self) -> Mapping[str, int]:
         """Bytes of the device's memory by use; empty for a runner without any."""
