@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 
-from pagestream_cli.top import MOST_ENGINES_SHOWN, ModelRow, QueueRow, as_json, picture
+from pagestream_cli.top import MOST_ENGINES_SHOWN, as_json, picture
 from pagestream_streams.admin.engine_loads import EngineLoad
+from pagestream_streams.observation.model_states import ModelRow, QueueRow
 
 
 def test_engines_caches_and_queues_are_rows() -> None:

@@ -337,3 +337,59 @@ class PackedWakeUp(_message.Message):
     SLICES_FIELD_NUMBER: _ClassVar[int]
     slices: _containers.RepeatedScalarFieldContainer[bytes]
     def __init__(self, slices: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class BlockMap(_message.Message):
+    __slots__ = ("num_blocks", "num_free", "num_cached", "block_size", "cells", "holders", "sequences", "num_running", "num_waiting", "num_prompt_tokens", "num_generated_tokens", "at_ms")
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    CELLS_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    AT_MS_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    num_free: int
+    num_cached: int
+    block_size: int
+    cells: _containers.RepeatedScalarFieldContainer[int]
+    holders: _containers.RepeatedCompositeFieldContainer[BlockHolders]
+    sequences: _containers.RepeatedCompositeFieldContainer[RunningSequence]
+    num_running: int
+    num_waiting: int
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    at_ms: int
+    def __init__(self, num_blocks: _Optional[int] = ..., num_free: _Optional[int] = ..., num_cached: _Optional[int] = ..., block_size: _Optional[int] = ..., cells: _Optional[_Iterable[int]] = ..., holders: _Optional[_Iterable[_Union[BlockHolders, _Mapping]]] = ..., sequences: _Optional[_Iterable[_Union[RunningSequence, _Mapping]]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., at_ms: _Optional[int] = ...) -> None: ...
+
+class BlockHolders(_message.Message):
+    __slots__ = ("sequences", "num_references")
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_REFERENCES_FIELD_NUMBER: _ClassVar[int]
+    sequences: _containers.RepeatedScalarFieldContainer[int]
+    num_references: int
+    def __init__(self, sequences: _Optional[_Iterable[int]] = ..., num_references: _Optional[int] = ...) -> None: ...
+
+class RunningSequence(_message.Message):
+    __slots__ = ("request_id", "choice", "tenant", "num_prompt_tokens", "num_tokens", "num_computed_tokens", "num_blocks", "is_prefill")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    IS_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    choice: int
+    tenant: str
+    num_prompt_tokens: int
+    num_tokens: int
+    num_computed_tokens: int
+    num_blocks: int
+    is_prefill: bool
+    def __init__(self, request_id: _Optional[str] = ..., choice: _Optional[int] = ..., tenant: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., is_prefill: _Optional[bool] = ...) -> None: ...

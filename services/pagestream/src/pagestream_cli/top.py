@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from pagestream_cli import store
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from pagestream_streams import Broker
     from pagestream_streams.admin.engine_loads import EngineLoad
-    from pagestream_streams.admin.queues import QueueState
+    from pagestream_streams.observation.model_states import ModelRow
 
 MOST_ENGINES_SHOWN = 40
 _BAR = 20
@@ -44,57 +44,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--interval {arguments.interval:g} was given, expected are 0.1 to 3600 seconds")
     asyncio.run(_show(arguments))
     return 0
-
-
-@dataclass(frozen=True)
-class QueueRow:
-    """A queue of a model, over all partitions."""
-
-    name: str
-    """A priority class, "resume" or "suspect"."""
-    requests: int
-    tokens: int
-    """Of their prompts."""
-    oldest_s: float
-    drain_rate: float
-    """Prompt tokens a second that engines take from it."""
-
-
-@dataclass(frozen=True)
-class ModelRow:
-    """A model."""
-
-    name: str
-    running: int
-    """Requests that engines have claimed."""
-    engines: Sequence[EngineLoad]
-    queues: Sequence[QueueRow]
-
-
-async def read_models(broker: Broker) -> list[ModelRow]:
-    """Return the models by name, in a few round trips. Unavailable."""
-    from pagestream_streams.admin.engine_loads import read_engine_loads
-    from pagestream_streams.admin.queues import queue_states
-
-    states = await queue_states(broker)
-    loads = await read_engine_loads(broker, list(states))
-    return [
-        ModelRow(name, sum(each.running for each in found), loads[name], _queues(found))
-        for name, found in sorted(states.items())
-    ]
-
-
-def _queues(states: Sequence[QueueState]) -> list[QueueRow]:
-    names = sorted({each.queue for state in states for each in state.waiting})
-    rows = []
-    for name in names:
-        parts = [each for state in states for each in state.waiting if each.queue == name]
-        oldest_s = max(each.oldest_s for each in parts)
-        drain_rate = sum(each.drain_rate for each in parts)
-        rows.append(
-            QueueRow(name, sum(p.requests for p in parts), sum(p.tokens for p in parts), round(oldest_s, 3), drain_rate)
-        )
-    return rows
 
 
 def picture(models: Sequence[ModelRow]) -> str:
@@ -142,6 +91,8 @@ def as_json(models: Sequence[ModelRow]) -> str:
 
 
 async def _show(arguments: argparse.Namespace) -> None:
+    from pagestream_streams.observation.model_states import read_models
+
     async with store.opened(store.redis_url(arguments)) as broker:
         models = await read_models(broker)
         if arguments.json:
@@ -155,6 +106,7 @@ async def _show(arguments: argparse.Namespace) -> None:
 async def _follow(broker: Broker, models: Sequence[ModelRow], interval_s: float) -> None:
     """Show readings until the task is cancelled; while Redis is away, the last one with a line that says so."""
     from pagestream_streams import Unavailable
+    from pagestream_streams.observation.model_states import read_models
     from rich.live import Live
     from rich.text import Text
 

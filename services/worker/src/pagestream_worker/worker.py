@@ -18,6 +18,7 @@ from pagestream_worker.logs.opening import open_logs
 from pagestream_worker.requests.claim_budget import ClaimBudget
 from pagestream_worker.serving.active_requests import ActiveRequests
 from pagestream_worker.serving.appending import AppendLoop
+from pagestream_worker.serving.block_maps import block_maps
 from pagestream_worker.serving.claiming import ClaimLoop, PrefillLookahead
 from pagestream_worker.serving.degradation import Degradation, HostShare
 from pagestream_worker.serving.outputs import StepOutputs
@@ -55,6 +56,7 @@ class Worker:
     ) -> None:
         facts = core.loaded.result(timeout=0)
         self._core = core
+        self._block_size = facts.kv_layout.block_size
         self._settings = settings
         self._health = health
         self._telemetry = telemetry
@@ -117,6 +119,8 @@ class Worker:
         leaving = asyncio.create_task(leave.wait(), name="leave")
         watch = self.degradation.watch(session)
         watch.start()
+        maps = block_maps(self._core, session, self._block_size)
+        maps.start()
         self._health.serve(self._core.step_age_s)
         self._telemetry.ready()
         shutdown = Shutdown(
@@ -145,6 +149,7 @@ class Worker:
             stopping.cancel()
             leaving.cancel()
             await watch.stop()
+            await maps.stop()
             results = await self._stop([self._claiming.task, *tasks], marks)
             await shutdown.drain(keeps_weights=leave.is_set() and not stop.is_set() and keeps_weights())
         for result in results:

@@ -16,7 +16,6 @@ import secrets
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import uvicorn
@@ -31,7 +30,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from pagestream_cli.servefile import ServeRecord
-from pagestream_cli.top import read_models
 
 _MOST_BYTES = 16 << 10
 _MOST_IDS = 64
@@ -65,7 +63,6 @@ class Control:
             Route("/processes", self._processes, methods=["GET"]),
             Route("/kill", self._kill, methods=["POST"]),
             Route("/owners", self._owners, methods=["POST"]),
-            Route("/state", self._state, methods=["GET"]),
         ]
         cors = Middleware(CORSMiddleware, allow_origins=list(origins), allow_headers=["*"], allow_methods=["*"])
         hosts = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
@@ -117,16 +114,6 @@ class Control:
             async with asyncio.timeout(_LIMIT_S):
                 found = await read_owners(await self._connected(), ids)
         return JSONResponse({"owners": [owner.rpartition("-")[0] for owner in found]})
-
-    async def _state(self, request: Request) -> Response:
-        if not self._knows(request):
-            return _refusal()
-        try:
-            async with asyncio.timeout(_LIMIT_S):
-                models = await read_models(await self._connected())
-        except (StreamsError, TimeoutError):
-            return JSONResponse({"error": "Redis does not answer"}, 503)
-        return JSONResponse([asdict(model) for model in models])
 
     def _knows(self, request: Request) -> bool:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")

@@ -26,6 +26,7 @@ from pagestream_streams.engine.isolation import Isolation
 from pagestream_streams.engine.prefix_report import PrefixReport
 from pagestream_streams.engine.retirement import Retirement
 from pagestream_streams.errors import ModelNotFound, Unavailable
+from pagestream_streams.observation.block_maps import BlockMaps
 from pagestream_streams.protocol.records import Append, AppendOutcome, Claim
 from pagestream_streams.protocol.token_appends import TokenAppends, TokenOutcomes
 
@@ -85,6 +86,7 @@ class EngineSession:
         self.assignment = Assignment()
         self.active_requests = ActiveRequests()
         self.claim_order = ClaimOrder()
+        self.block_maps = BlockMaps(connection)
         self.prefixes = PrefixReport(connection, settings, self.identity)
         self.doorbell = Doorbell(self.claim_order, settings.steal_after_ms / 1000)
         self.isolation = Isolation(

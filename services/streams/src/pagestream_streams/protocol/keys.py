@@ -109,6 +109,14 @@ class Keyspace:
         """Return the stream in which a model's engines publish the beginnings of the prompts that they have claimed."""
         return f"{self.prefix}:engine-prefixes:{model_name}"
 
+    def block_map(self, engine_id: str) -> str:
+        """Return the map of an engine's KV blocks, which it publishes while its model is watched. It expires."""
+        return f"{self.prefix}:block-map:{engine_id}"
+
+    def watched(self, model_name: str) -> str:
+        """Return what is there while somebody looks at a model's engines. It expires."""
+        return f"{self.prefix}:watched:{model_name}"
+
     def doorbell(self, model_name: str) -> str:
         """Return the channel of a model's new work: partition numbers, delivered at most once."""
         return f"{self.prefix}:bell:{model_name}"

@@ -53,6 +53,11 @@ class SetLimits:
 
 
 @dataclass(frozen=True)
+class ReadBlocks:
+    """Report the map of the blocks; the answer is a `BlockMap`."""
+
+
+@dataclass(frozen=True)
 class StepMarked:
     """Let the step of a `StepBegun` that waits run: Redis has the mark of its requests."""
 
@@ -89,4 +94,15 @@ class Stop:
     """End after the current step."""
 
 
-Command = AddGroup | AbortSequences | SetLimits | StepMarked | StartProfile | InspectModel | FallAsleep | WakeUp | Stop
+Command = (
+    AddGroup
+    | AbortSequences
+    | SetLimits
+    | ReadBlocks
+    | StepMarked
+    | StartProfile
+    | InspectModel
+    | FallAsleep
+    | WakeUp
+    | Stop
+)

@@ -7,11 +7,12 @@ from concurrent.futures import Future
 from math import inf
 from typing import Protocol
 
+from pagestream_engine.cache.block_map import BlockMap
 from pagestream_engine.errors import RankLost
 from pagestream_engine.request.outputs import StepOutput
 
 from pagestream_worker.logs.token_columns import NO_TOKENS, TokenColumns
-from pagestream_worker.stepping.commands import AbortSequences, AddGroup, Command
+from pagestream_worker.stepping.commands import AbortSequences, AddGroup, Command, ReadBlocks
 from pagestream_worker.stepping.reports import (
     EngineFacts,
     Figures,
@@ -90,6 +91,12 @@ class EngineCore(Protocol):
             RuntimeError: there can be none now; the message says why.
         """
 
+    def read_blocks(self) -> Future[BlockMap]:
+        """Return the next map of the blocks, made between two steps. For the event loop alone.
+
+        While a map is awaited, all who ask get the same. Its error is an `EngineCoreError` where the engine ends.
+        """
+
     @property
     def figures(self) -> Figures:
         """The latest figures, at most one step or one idle second old."""
@@ -114,6 +121,7 @@ class ReportReader:
         self._on_step: Callable[[float, int], None] = lambda _duration_s, _sequences: None
         self._on_outputs_ended: Callable[[], None] = lambda: None
         self._profiles: deque[Future[str]] = deque()
+        self._blocks: Future[BlockMap] | None = None
         self._num_commands = 0
         self._waits_since: float | None = None  # on time.monotonic(), while the engine has work
         self.figures: Figures | None = None
@@ -143,6 +151,13 @@ class ReportReader:
         self._profiles.append(future)
         return future
 
+    def expect_blocks(self, submit: Callable[[Command], None]) -> Future[BlockMap]:
+        """Return a future for the next map of the blocks; submit the command unless one is awaited already."""
+        if self._blocks is None:
+            self._blocks = Future()
+            submit(ReadBlocks())
+        return self._blocks
+
     def step_age_s(self) -> float:
         """See EngineCore. Any thread may call this."""
         since = self._waits_since
@@ -168,6 +183,10 @@ class ReportReader:
                 self._on_outputs(report.outputs, NO_TOKENS)
             case ProfileAnswer():
                 self._answer(report)
+            case BlockMap():
+                if self._blocks is not None:
+                    self._blocks.set_result(report)
+                    self._blocks = None
             case OutputsEnded():
                 self._waits_since = None
                 self._on_outputs_ended()
@@ -177,6 +196,9 @@ class ReportReader:
         self._waits_since = None
         while self._profiles:
             self._answer(ProfileAnswer(error="the engine has ended"))
+        if self._blocks is not None:
+            self._blocks.set_exception(EngineCoreError("the engine has ended"))
+            self._blocks = None
 
     def _note(self, figures: Figures) -> None:
         self.figures = figures

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar, cast
 
+from pagestream_engine.cache.block_map import BlockMap
 from pagestream_engine.errors import EngineError, ModelError
 
 from pagestream_worker.stepping import child, wire
@@ -162,6 +163,10 @@ class EngineProcess:
         except TimeoutError as error:
             answer.cancel()
             raise RuntimeError(f"the engine's process has not answered within {PROFILE_LIMIT_S:g} s") from error
+
+    def read_blocks(self) -> Future[BlockMap]:
+        """See EngineCore."""
+        return self._reader.expect_blocks(self.submit)
 
     @property
     def figures(self) -> Figures:

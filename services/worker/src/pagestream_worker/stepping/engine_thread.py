@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from pagestream_engine.cache.block_map import BlockMap
 from pagestream_engine.engine import Engine
 from pagestream_streams.fault_points import FaultPoint, reach
 
@@ -74,6 +75,10 @@ class EngineThread(threading.Thread):
         if answer.error:
             raise RuntimeError(answer.error)
         return answer.path
+
+    def read_blocks(self) -> Future[BlockMap]:
+        """See EngineCore."""
+        return self._reader.expect_blocks(self.submit)
 
     @property
     def figures(self) -> Figures:

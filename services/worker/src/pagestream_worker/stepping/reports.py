@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from pagestream_engine.cache.block_map import BlockMap
 from pagestream_engine.cache.kv_groups import KVLayout
 from pagestream_engine.engine import Engine
 from pagestream_engine.models.folder import model_revision
@@ -222,6 +223,7 @@ Report = (
     | StepDone
     | Refused
     | ProfileAnswer
+    | BlockMap
     | ModelInspected
     | OutputsEnded
     | FellAsleep

@@ -23,6 +23,7 @@ from pagestream_worker.stepping.commands import (
     AbortSequences,
     AddGroup,
     FallAsleep,
+    ReadBlocks,
     SetLimits,
     StepMarked,
     Stop,
@@ -50,7 +51,7 @@ FRAGMENTATION_PERIOD_S = 0.5  # between two readings of the fragmentation, which
 ADD_LIMIT_S = 0.005  # of replaying outputs before a step; 524,288 tokens with stop strings take 7 s in all
 MARK_LIMIT_S = 0.25  # longest wait of a step for `StepMarked`
 
-QueuedCommand = AddGroup | AbortSequences | SetLimits | FallAsleep | WakeUp | Stop
+QueuedCommand = AddGroup | AbortSequences | SetLimits | ReadBlocks | FallAsleep | WakeUp | Stop
 LoopCommand = QueuedCommand | StepMarked
 
 
@@ -216,9 +217,12 @@ class StepLoop:
             command = self._commands.get(0.0)
         return True
 
-    def _execute(self, command: AddGroup | AbortSequences | SetLimits | FallAsleep | WakeUp) -> None:
+    def _execute(self, command: AddGroup | AbortSequences | SetLimits | ReadBlocks | FallAsleep | WakeUp) -> None:
         if isinstance(command, SetLimits):
             self._engine.set_limits(command.max_num_seqs, saves_blocks=command.saves_blocks)
+            return
+        if isinstance(command, ReadBlocks):
+            self._report(self._engine.block_map())
             return
         if isinstance(command, FallAsleep):
             self._abort(set(self._unfinished))

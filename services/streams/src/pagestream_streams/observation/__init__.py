@@ -1,0 +1,1 @@
+"""What engines publish of themselves while somebody looks."""
