@@ -24,11 +24,11 @@ async def test_the_page_has_all_its_parts_and_names_no_other_server(http: httpx.
         found = set(re.findall(r'(?:href|src)="(/page/[^"]+)"', answer.text))
         found |= {f"/page/{name}" for name in re.findall(r'from "\./([^"]+)"', answer.text)}
         left |= found - seen
-    assert len(seen) == 9
+    assert len(seen) == 11
 
 
 async def test_the_page_can_be_switched_off(settings: Settings, another: Another) -> None:
     off = replace(settings, gateway=replace(settings.gateway, page=False))
     async with another(off) as address, httpx.AsyncClient(base_url=address.url) as client:
-        assert [(await client.get(path)).status_code for path in ("/", "/page/app.js")] == [404, 404]
+        assert {(await client.get(path)).status_code for path in ("/", "/page/app.js", "/page/state")} == {404}
         assert (await client.get("/healthz")).status_code == 200

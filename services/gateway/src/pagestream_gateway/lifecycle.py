@@ -29,6 +29,7 @@ from pagestream_gateway.api.openai.batches.jobs import HttpJobApi
 from pagestream_gateway.core.batches.dispatcher import BatchDispatcher
 from pagestream_gateway.core.batches.service import Batches
 from pagestream_gateway.core.calls import Calls
+from pagestream_gateway.core.engine_monitor import EngineMonitor
 from pagestream_gateway.core.gateway import Gateway
 from pagestream_gateway.core.identities.audit import Audit
 from pagestream_gateway.core.identities.loading import Identities, Reload
@@ -172,6 +173,7 @@ async def _gateway(settings: Settings, identities: Identities, limit_file: Limit
                 calls=Calls(metrics, telemetry.tracer, audit),
                 queue=QueueMonitor(broker, telemetry.registry),
                 memory=MemoryMonitor(broker, session, telemetry.registry),
+                engines=EngineMonitor(broker, limit),
                 telemetry=telemetry,
                 answer_budget=ByteBudget(settings.stream.whole_answers_bytes),
                 batches=Batches(broker, limit, settings.batches),

@@ -58,7 +58,7 @@ def build_app(gateway: Gateway) -> FastAPI:
     if has_administrators and settings.admin_port is None:
         app.include_router(administration.router(gateway))
     if settings.page:
-        app.include_router(page.router())
+        app.include_router(page.router(gateway))
     allow_origins(app, settings.origins)
     app.add_middleware(Paced, turns=gateway.turns)
     vectors = (

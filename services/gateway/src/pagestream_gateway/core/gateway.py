@@ -14,6 +14,7 @@ from pagestream_telemetry.process import Telemetry
 
 from pagestream_gateway.core.batches.service import Batches
 from pagestream_gateway.core.calls import Calls
+from pagestream_gateway.core.engine_monitor import EngineMonitor
 from pagestream_gateway.core.identities.audit import Audit
 from pagestream_gateway.core.identities.authenticator import Authenticator
 from pagestream_gateway.core.identities.identity import Administrator, Credentials, Identity
@@ -47,6 +48,7 @@ class Gateway:
     calls: Calls
     queue: QueueMonitor
     memory: MemoryMonitor
+    engines: EngineMonitor
     telemetry: Telemetry
     answer_budget: ByteBudget
     """Bytes of answers that are not streamed."""

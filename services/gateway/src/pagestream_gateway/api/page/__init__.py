@@ -4,10 +4,15 @@ from collections.abc import Awaitable, Callable
 from importlib import resources
 
 from fastapi import APIRouter
-from starlette.responses import Response
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from pagestream_gateway.api.callers import identify
+from pagestream_gateway.core.gateway import Gateway
 
 _KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
-_FILES = ("style.css", "app.js", "api.js", "chat.js", "control.js", "live.js", "streams.js", "timeline.js")
+_SCRIPTS = ("app", "api", "blocks", "chat", "colours", "control", "live", "streams", "timeline")
+_FILES = ("style.css", *(f"{name}.js" for name in _SCRIPTS))
 # Other gateways and the control of `pagestream serve --demo` are on other ports of this machine.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -21,12 +26,18 @@ _HEADERS = {
 }
 
 
-def router() -> APIRouter:
-    """Return the routes of the page and its parts."""
+def router(gateway: Gateway) -> APIRouter:
+    """Return the routes of the page, its parts, and what it shows of engines."""
     routes = APIRouter(include_in_schema=False)
     routes.add_api_route("/", _endpoint("index.html"), methods=["GET"])
     for name in _FILES:
         routes.add_api_route(f"/page/{name}", _endpoint(name), methods=["GET"])
+
+    @routes.get("/page/state")
+    async def state(request: Request) -> Response:
+        identity = await identify(gateway, request)
+        return JSONResponse(await gateway.engines.view(identity.tenant), headers={"Cache-Control": "no-store"})
+
     return routes
 
 

@@ -1,7 +1,7 @@
 import { Api } from "./api.js";
 import { Chat } from "./chat.js";
 import { Control } from "./control.js";
-import { follow } from "./live.js";
+import { Live } from "./live.js";
 import { Demonstration } from "./streams.js";
 
 const $ = (id) => document.getElementById(id);
@@ -51,11 +51,11 @@ new Chat(api, model);
 const demonstration = new Demonstration(api, control, model);
 if (control) {
   $("no-control").hidden = true;
-  $("kills").hidden = $("live").hidden = false;
+  $("kills").hidden = false;
   choose("streams");
   await demonstration.showParts();
   setInterval(() => document.hidden || demonstration.showParts().catch(() => {}), 1_000);
-  follow(control, $("state"));
 }
+new Live(api, $("live"));
 await showModels();
 document.body.dataset.ready = "true";

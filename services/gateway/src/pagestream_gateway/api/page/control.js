@@ -39,8 +39,4 @@ export class Control {
   async owners(ids) {
     return (await this.call("POST", "/owners", { ids })).owners;
   }
-
-  state() {
-    return this.call("GET", "/state");
-  }
 }

@@ -1,8 +1,17 @@
 // The demonstration: streams read undisturbed, and again while processes are killed.
 
+import { nameStream } from "./colours.js";
 import { Timeline } from "./timeline.js";
 
 const PROMPTS = ["the lighthouse", "the baker", "the harbour", "the mill"];
+// All streams begin with it: engines share the blocks of what is equal.
+const OPENING = [
+  { role: "system", content: "You are the storyteller of Tidewick." },
+  { role: "user", content: "Who lives in the lighthouse?" },
+  { role: "assistant", content: "Mara lives in the lighthouse." },
+  { role: "user", content: "Where does the baker work?" },
+  { role: "assistant", content: "The baker works in the bakery." },
+];
 const SAMPLE_MS = 100;
 const $ = (id) => document.getElementById(id);
 
@@ -22,12 +31,14 @@ class Stream {
   }
 
   async read(api, model) {
+    const content = `Tell me a story about ${PROMPTS[this.number % PROMPTS.length]}.`;
     const body = {
       model, seed: 100 + this.number, temperature: 0.9, max_tokens: this.tokens, ignore_eos: true,
-      messages: [{ role: "user", content: `Tell me a story about ${PROMPTS[this.number % PROMPTS.length]}.` }],
+      messages: [...OPENING, { role: "user", content }],
     };
     let last = null;
     for await (const { text, id } of api.chat(body, { first: this.number })) {
+      if (id) nameStream(id, this.number);
       this.id = id;
       if (!text) continue;
       const now = performance.now();
@@ -64,7 +75,7 @@ export class Demonstration {
     const { processes } = await this.control.processes();
     const buttons = processes.map(({ name, pid, restarts }) => {
       const button = document.createElement("button");
-      button.textContent = `${name}${restarts ? ` (restarted ${restarts} times)` : ""}`;
+      button.textContent = `${name}${restarts ? ` (restarted ${restarts === 1 ? "once" : `${restarts} times`})` : ""}`;
       button.dataset.part = name;
       button.disabled = pid === null;
       button.addEventListener("click", async () => {

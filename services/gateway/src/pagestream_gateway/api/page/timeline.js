@@ -1,52 +1,67 @@
 // Which engine had which stream when, a lane for each stream, and what was killed.
 
-const COLOURS = ["#2f7ed8", "#e08a1e", "#3aa655", "#9b59b6", "#c0392b", "#16a0a0"];
-const NOBODY = "#9aa4ad55";
-const MARK = { engine: "#c0392b", gateway: "#7f3fbf", redis: "#d35400" };
+import { streamColour } from "./colours.js";
 
-export const colourOf = (part) => (part ? COLOURS[Number(part.split("-")[1]) % COLOURS.length] : NOBODY);
+const MARK = { engine: "#d1242f", gateway: "#8250df", redis: "#bc4c00" };
+const TRACK = 7; // pixels: of each engine in a lane
+
+const numberOf = (part) => Number(part.split("-")[1]);
 
 export class Timeline {
   constructor(parent, count) {
     this.samples = []; // {at, owners}
     this.kills = []; // {at, part}
+    this.engines = 2;
     this.lanes = [];
     parent.replaceChildren();
     for (let number = 0; number < count; number++) {
       const lane = document.createElement("div");
       lane.className = "lane";
-      lane.innerHTML = `<span>stream ${number + 1}</span><canvas width="800" height="16"></canvas><span></span>`;
+      lane.innerHTML = `<span><span class="swatch"></span>stream ${number + 1}</span>
+        <canvas width="1600"></canvas><span></span>`;
+      lane.querySelector(".swatch").style.background = streamColour(number);
       parent.append(lane);
-      this.lanes.push({ context: lane.querySelector("canvas").getContext("2d"), share: lane.lastElementChild });
+      this.lanes.push({ canvas: lane.querySelector("canvas"), share: lane.lastElementChild });
     }
-    const legend = document.createElement("p");
-    legend.className = "legend";
-    for (const [name, colour] of [["engine-0", COLOURS[0]], ["engine-1", COLOURS[1]], ["no engine", NOBODY],
-      ["kill of an engine", MARK.engine], ["of a gateway", MARK.gateway], ["of Redis", MARK.redis]]) {
+    this.legend = document.createElement("p");
+    this.legend.className = "legend";
+    parent.append(this.legend);
+    this.explain();
+  }
+
+  explain() {
+    const rows = Array.from({ length: this.engines }, (_, number) => `engine-${number}`).join(", ");
+    this.legend.textContent = `Rows of a lane, from the top: ${rows}; none: no engine has the stream. kill -9 of`;
+    for (const [kind, colour] of Object.entries(MARK)) {
       const swatch = document.createElement("span");
-      swatch.className = "swatch";
+      swatch.className = "swatch bar";
       swatch.style.background = colour;
-      legend.append(swatch, name);
+      this.legend.append(swatch, kind === "redis" ? "Redis" : kind === "engine" ? "an engine" : "a gateway");
     }
-    parent.append(legend);
   }
 
   draw(streams) {
     const end = this.samples.at(-1)?.at ?? 1;
-    this.lanes.forEach(({ context, share }, number) => {
-      const { width, height } = context.canvas;
-      context.clearRect(0, 0, width, height);
+    const most = 1 + Math.max(1, ...this.samples.flatMap((each) => each.owners.filter(Boolean).map(numberOf)));
+    if (most !== this.engines) {
+      this.engines = most;
+      this.explain();
+    }
+    this.lanes.forEach(({ canvas, share }, number) => {
+      const pen = canvas.getContext("2d"), { width } = canvas;
+      canvas.height = 2 * TRACK * this.engines; // clears it too
+      canvas.style.height = `${TRACK * this.engines + 2}px`;
       this.samples.forEach((sample, index) => {
         const owner = sample.owners[number];
-        if (owner === null) return;
-        const from = (sample.at / end) * width;
-        const to = ((this.samples[index + 1]?.at ?? end) / end) * width;
-        context.fillStyle = colourOf(owner);
-        context.fillRect(from, 0, Math.max(to - from, 1), height);
+        if (!owner) return;
+        const from = Math.floor((sample.at / end) * width);
+        const to = Math.ceil(((this.samples[index + 1]?.at ?? end) / end) * width);
+        pen.fillStyle = streamColour(number);
+        pen.fillRect(from, 2 * TRACK * numberOf(owner), Math.max(to - from, 1), 2 * TRACK);
       });
       for (const kill of this.kills) {
-        context.fillStyle = MARK[kill.part.split("-")[0]];
-        context.fillRect((kill.at / end) * width - 1, 0, 3, height);
+        pen.fillStyle = MARK[kill.part.split("-")[0]];
+        pen.fillRect((kill.at / end) * width - 2, 0, 4, canvas.height);
       }
       share.textContent = `${Math.floor(100 * streams[number].share)} %`;
     });
