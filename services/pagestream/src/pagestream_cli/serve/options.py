@@ -53,6 +53,10 @@ ENGINE_OPTIONS: tuple[tuple[str, str, str], ...] = (
 _DEMO_ENGINES, _DEMO_GATEWAYS = 2, 3
 """Least numbers with --demo. A browser has at most six connections to a gateway, and the page reads eight streams, also
 while a gateway is dead."""
+_BLOCKS_FLAG, _DEMO_BLOCKS = "--num-gpu-blocks-override", "512"
+"""KV blocks of each engine with --demo and the demo model. Eight streams of 600 tokens take 300 of one engine: the
+page's picture has a cell for each, and shows how they fill, are shared, and are evicted.
+"""
 
 
 @dataclass(frozen=True)
@@ -202,6 +206,8 @@ def _engine_arguments(arguments: argparse.Namespace) -> tuple[str, ...]:
         value = getattr(arguments, flag.removeprefix("--").replace("-", "_"))
         if value is not None:
             given += [flag, value]
+        elif flag == _BLOCKS_FLAG and arguments.demo and arguments.model is None:
+            given += [flag, _DEMO_BLOCKS]
     if arguments.enable_prefix_caching is not None:
         given.append("--enable-prefix-caching" if arguments.enable_prefix_caching else "--no-enable-prefix-caching")
     if arguments.deterministic is not None:
