@@ -39,6 +39,7 @@ BENCHMARKS = (
     Benchmark("attention_step", "what do options cost attention on a CPU?", has_short_form=False),
     Benchmark("sampler_step", "what do penalties, bias and log probabilities cost a step?", has_short_form=False),
     Benchmark("page_waste", "what do KV blocks waste on a trace?", has_short_form=True),
+    Benchmark("block_map", "what does a picture of the KV blocks cost a step?", has_short_form=True),
     Benchmark("memory_sharing", "what does sharing of blocks save?", has_short_form=True),
     Benchmark("shared_prefix", "what could reading a common prefix once save?", has_short_form=False),
     Benchmark("host_tier", "what do blocks in host memory save?", has_short_form=True),
