@@ -74,6 +74,17 @@ def shot(browser: webdriver.Chrome, name: str) -> None:
         browser.save_screenshot(str(Path(SHOTS) / f"{name}.png"))
 
 
+def shot_in_both_schemes(browser: webdriver.Chrome, name: str) -> None:
+    """Take a screenshot in light colours, then one in dark ones."""
+    if SHOTS:
+        for scheme in ("light", "dark"):
+            feature = {"name": "prefers-color-scheme", "value": scheme}
+            browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+            WebDriverWait(browser, LIMIT_S).until(lambda it: text(it, "state"))
+            shot(browser, f"{name}-{scheme}")
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
 def text(browser: webdriver.Chrome, place: str) -> str:
     return str(browser.find_element(By.ID, place).text)
 
@@ -90,16 +101,24 @@ def test_streams_survive_each_kill_on_the_page(browser: webdriver.Chrome, addres
     assert "#" not in browser.current_url  # the token is no part of what is copied
     browser.execute_script("document.getElementById('tokens').value = 400")
     browser.find_element(By.ID, "run").click()
+    waiting.until(lambda it: shown(it)["requests"] == 8)
+    assert shown(browser)["shared"] > 0, "the streams begin alike"
     waiting.until(lambda it: "kill" in text(it, "phase"))
+    waiting.until(lambda it: shown(it)["requests"] == 8 and shown(it)["cached"] > 0)
     for number, kind in enumerate(("engine-0", "gateway-0", "redis"), 1):
         share = 20 * number
         waiting.until(lambda it, least=share: _read(it) >= least)
         button = browser.find_element(By.CSS_SELECTOR, f"[data-part='{kind}']")
         browser.execute_script("arguments[0].click()", button)
-        if kind == "gateway-0":
-            shot(browser, "streams-running")
+        if kind == "engine-0":
+            waiting.until(lambda it: list(held(it)) == ["engine-1"])
+            assert held(browser)["engine-1"] > 0
+            shot_in_both_schemes(browser, "streams-running")
     waiting.until(lambda it: text(it, "verdict"))
     shot(browser, "streams")
+    waiting.until(lambda it: list(held(it)) == ["engine-0", "engine-1"])
+    tiles = [each.text for each in browser.find_elements(By.CSS_SELECTOR, "#live .tile")]
+    assert [each.split("\n")[0] for each in tiles] == ["Throughput", "Batch", "Queue"]
     assert text(browser, "verdict") == (
         "8 of 8 streams are identical to the undisturbed ones; killed: engine-0, gateway-0, redis"
     )
@@ -123,6 +142,24 @@ def test_a_conversation_and_a_used_token(browser: webdriver.Chrome, address: str
     shot(browser, "chat")
     wrong = [each for each in browser.get_log("browser") if "Content Security" in each["message"]]
     assert not wrong
+
+
+def held(browser: webdriver.Chrome) -> dict[str, int]:
+    """Return the held blocks by the name of each engine that answers."""
+    script = """return Object.fromEntries([...document.querySelectorAll("#live .engine:not(.silent)")]
+        .map((each) => [each.querySelector("b").textContent, Number(each.querySelector("canvas").dataset.held)]))"""
+    found: dict[str, int] = browser.execute_script(script)
+    return found
+
+
+def shown(browser: webdriver.Chrome) -> dict[str, int]:
+    """Return what the pictures of all engines have together, in figures."""
+    script = """const figures = {requests: 0, shared: 0, cached: 0};
+        for (const { dataset } of document.querySelectorAll("#live .engine:not(.silent) canvas"))
+            for (const name in figures) figures[name] += Number(dataset[name] ?? 0);
+        return figures;"""
+    found: dict[str, int] = browser.execute_script(script)
+    return found
 
 
 def _read(browser: webdriver.Chrome) -> float:

@@ -20,6 +20,7 @@ export class BlockGrid {
     this.canvas.addEventListener("mousemove", (event) => this.explain(event));
     this.canvas.addEventListener("mouseleave", () => (this.cell.textContent = ""));
     new ResizeObserver(() => this.draw()).observe(this.element);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
   }
 
   // Shows an engine as `/page/state` has it; one whose blocks are null does not answer.
