@@ -64,7 +64,10 @@ class Partition(NamedTuple):
 
 @dataclass(frozen=True)
 class Keyspace:
-    """The keys and channels of one deployment. Deployments that share a Redis have different prefixes."""
+    """The keys and channels of one deployment. Deployments that share a Redis have different prefixes.
+
+    Methods: one for each key, so that all names stand in one place.
+    """
 
     prefix: str = DEFAULT_PREFIX
     """Before the first colon of every key and channel."""
