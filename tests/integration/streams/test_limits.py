@@ -210,6 +210,14 @@ async def test_what_was_not_used_is_given_back_and_what_was_more_counts(broker: 
         assert error.rate.used == 3 * PROMPT + 8 + OUTPUT + 20
 
 
+async def test_a_prompt_that_no_engine_has_had_is_not_used(broker: Broker) -> None:
+    async with GatewaySession(broker) as gateway:
+        made = request()
+        await gateway.accept(made)
+        await broker.cancel(made.request_id, TENANT)
+        await eventually(lambda: counts(broker, (1, 0, 0)))
+
+
 @pytest.mark.parametrize("num_gateways", [1, 3])
 async def test_each_end_is_counted_once(redis_url: str, broker: Broker, num_gateways: int) -> None:
     """However many processes count, and whatever dies: an engine, or who counts before it deletes."""
