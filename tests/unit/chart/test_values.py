@@ -15,7 +15,7 @@ SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
 # Where Kubernetes itself takes any name, and places that others check: the collector, Helm, and gateways their issuers.
 TENANTS = ("tenantWeights", "tenantLogLimits")
 CLAIMS = ("tenants", "classes", "required_claims")
-OPEN = ("strings", "fragment", "quantities", "hashes", "pools", *TENANTS, *CLAIMS, "exporters", "global")
+OPEN = ("strings", "fragment", "quantities", "hashes", "pools", *TENANTS, *CLAIMS, "exporters", "global", "keys")
 
 
 def objects(schema: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
