@@ -1,6 +1,7 @@
 """What a connection may send, and how long it may take: limits come before work, and other clients notice nothing."""
 
 import asyncio
+import gc
 import json
 import ssl
 from collections.abc import AsyncIterator, Callable
@@ -13,9 +14,12 @@ import httpx
 import pytest
 from pagestream.v1 import inference_pb2 as api
 from pagestream_gateway import Settings
+from pagestream_gateway.api.http_protocol import BoundedHttpProtocol
 from pagestream_gateway.settings import ConnectionSettings, LimitSettings
 from support.clients.gateway_clients import Address, grpc_stub, issue_certificate, post_events
 from support.engines.synthetic_engine import MODEL, SyntheticEngine
+from support.protocol.token_streams import eventually
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 LIMIT_S = 10.0
 SHORT_S = 0.2
@@ -296,6 +300,24 @@ async def test_pipelined_requests_and_tiny_chunks_are_bounded(address: Address) 
     assert (await end_of(address, (GET + b"\r\n") * 1000)).status == 0
     tiny = POST + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 5000
     assert await end_of(address, tiny) == Answer(400, "malformed_http")
+
+
+async def test_requests_are_freed_without_the_garbage_collector(gateway: Address) -> None:
+    post = POST.replace(b"/v1/completions", b"/tokenize") + b"Content-Length: 2\r\n\r\n{}"
+
+    def live() -> int:
+        return sum(isinstance(each, (BoundedHttpProtocol, RequestResponseCycle)) for each in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = live()
+        for _ in range(50):
+            async with connect(gateway) as connection:
+                await connection.send(post * 4)
+        await eventually(lambda: live() <= before, LIMIT_S)
+    finally:
+        gc.enable()
 
 
 async def test_connections_are_bounded(address: Address) -> None:

@@ -274,6 +274,18 @@ async def test_undecodable_messages_of_other_services_are_refused_and_not_logged
     assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
 
 
+async def test_metadata_that_is_no_text_is_not_logged(gateway: Address, caplog: pytest.LogCaptureFixture) -> None:
+    block = header_block(call_fields("/pagestream.v1.Inference/ListModels", (b"x-\xee", b"a")))
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.grpc_port)
+    writer.write(opening() + frame(HEADERS, END_HEADERS, 1, block) + frame(DATA, END_STREAM, 1, message(b"")))
+    answer = b""
+    async with asyncio.timeout(10):
+        while b"grpc-status" not in answer:
+            answer += await reader.read(4096)
+    writer.close()
+    assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
+
+
 async def test_a_method_whose_name_is_no_text_ends_no_server(gateway: Address) -> None:
     unknown = ("/pagestream.v1.Inference/\udcff", "/pagestream.v1.Inference/Nothing", "/\udcf6.Nothing/Check")
     for name in unknown:

@@ -2,6 +2,7 @@
 
 import asyncio
 import ssl
+import weakref
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from functools import partial
@@ -91,6 +92,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._dropped_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self._client_certificate: str | None = None
+        self._num_begun = 0
+        """Requests of which something has come."""
         self._answered: RequestResponseCycle | None = None
         """The request that is being answered; `cycle` is the last that came, which may wait for its turn."""
         self._socket: WebSocket | None = None
@@ -116,8 +119,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._answered is not None and not self._answered.response_complete:
             self._answered.disconnected = True
             self._answered.message_event.set()
-        self.pipeline.clear()
         super().connection_lost(exc)
+        # Each of these refers to this object: with clients that leave, thousands would wait for the garbage collector.
+        self.pipeline.clear()
+        self.cycle = self._answered = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
         """Parse what came; the requests that it completes begin."""
@@ -168,9 +173,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             raise MalformedHttp
         super().on_message_begin()
         scope = cast(MutableMapping[str, Any], self.scope)
+        self._num_begun += 1
+        # Neither refers to connection or scope: those would refer to themselves and wait for the garbage collector.
+        connection = weakref.ref(self)
         scope["extensions"] = {
-            EXTEND_BODY_TIME: partial(_extend_body_time, self, scope),
-            BODY_WRITER: _ChunkWriter(self, scope),
+            EXTEND_BODY_TIME: partial(_extend_body_time, connection, self._num_begun),
+            BODY_WRITER: _ChunkWriter(connection),
         }
         if self._client_certificate is not None:
             scope["extensions"]["tls"] = {"client_cert_chain": [self._client_certificate]}
@@ -310,28 +318,28 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 class _ChunkWriter:
-    """Writes chunks of the answer to the request with a scope; see BodyWriter. It waits in no queue of ASGI's."""
+    """Writes chunks of the answer to the request that has it; see BodyWriter. It waits in no queue of ASGI's."""
 
-    def __init__(self, protocol: BoundedHttpProtocol, scope: MutableMapping[str, Any]) -> None:
-        self._protocol = protocol
-        self._scope = scope
+    def __init__(self, connection: weakref.ref[BoundedHttpProtocol]) -> None:
+        self._connection = connection
 
     @property
     def is_ready(self) -> bool:
         """Whether a chunk may be written now. Never on a WebSocket, nor to a client of HTTP/1.0."""
-        cycle = self._protocol._answered
+        protocol = self._connection()
+        cycle = None if protocol is None or protocol._socket is not None else protocol._answered
         return (
             cycle is not None
-            and cycle.scope is self._scope
+            and cast(MutableMapping[str, Any], cycle.scope)["extensions"].get(BODY_WRITER) is self
             and cycle.response_started
             and bool(cycle.chunked_encoding)
             and not (cycle.response_complete or cycle.disconnected or cycle.flow.write_paused)
-            and self._protocol._socket is None
         )
 
     def write(self, body: bytes) -> None:
         """Write a chunk."""
-        self._protocol.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        if (protocol := self._connection()) is not None:
+            protocol.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 def _client_certificate(transport: asyncio.Transport) -> str | None:
@@ -341,9 +349,10 @@ def _client_certificate(transport: asyncio.Transport) -> str | None:
     return None if certificate is None else ssl.DER_cert_to_PEM_cert(certificate)
 
 
-def _extend_body_time(protocol: BoundedHttpProtocol, scope: MutableMapping[str, Any], seconds: float) -> None:
-    """Give the body of the request with this scope so many seconds from now on, unless it is complete."""
-    if protocol._in_body and scope is protocol.scope and not protocol._is_refused:
+def _extend_body_time(connection: weakref.ref[BoundedHttpProtocol], number: int, seconds: float) -> None:
+    """Give the body of a connection's request of this number so many seconds from now on, unless it is complete."""
+    protocol = connection()
+    if protocol is not None and protocol._in_body and number == protocol._num_begun and not protocol._is_refused:
         protocol._body_timeout_s = seconds
         protocol._start_timer(seconds)
 

@@ -1,5 +1,7 @@
 """The gRPC server: Inference, health and reflection."""
 
+import logging
+
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
@@ -12,6 +14,13 @@ from pagestream_gateway.core.gateway import Gateway
 from pagestream_gateway.errors import StartupError
 
 _KEEP_ALIVE_MS = 30_000  # below the 60 s after which many proxies drop a silent connection
+
+_CORE_LOGGER = "grpc._cython.cygrpc"
+
+
+def _is_no_callers_fault(record: logging.LogRecord) -> bool:
+    """Return whether a record is wanted: gRPC logs a traceback for each metadata key of a call that is no UTF-8."""
+    return not record.getMessage().startswith("Invalid encoding on ")
 
 
 class GrpcServer:
@@ -39,6 +48,7 @@ class GrpcServer:
         )
         receiver = Receiver(gateway.settings, gateway.pending)
         interceptor = ReceivingInterceptor(receiver, own_service=SERVICE_NAME)
+        logging.getLogger(_CORE_LOGGER).addFilter(_is_no_callers_fault)
         self._server = named_calls_server(options=options, interceptors=(interceptor,))
         self._server.add_registered_method_handlers(SERVICE_NAME, InferenceServicer(gateway, receiver).handlers())
         self._health = health_aio.HealthServicer()
