@@ -58,7 +58,7 @@ async def _demonstrate(arguments: argparse.Namespace, data_dir: Path) -> int:
     else:
         if not is_live:
             print(report.picture(killed, timeline))
-        print(f"\n{report.table(undisturbed, killed)}\n\n{report.verdict(undisturbed, killed, timeline)}")
+        _print("", report.table(undisturbed, killed), "", report.verdict(undisturbed, killed, timeline))
     same = all(report.is_identical(*pair) for pair in zip(undisturbed, killed, strict=True))
     return IDENTICAL if same else DIFFERENT
 
@@ -136,7 +136,17 @@ async def _silent(_: Callable[[], str]) -> AsyncIterator[None]:
 async def _live(text: Callable[[], str]) -> AsyncIterator[None]:
     """Show a text that changes while the block lasts; its last state stays."""
     from rich.live import Live
-    from rich.text import Text
 
-    with Live(get_renderable=lambda: Text(text(), no_wrap=True, overflow="crop"), refresh_per_second=8):
+    with Live(get_renderable=lambda: report.styled(text()), refresh_per_second=8):
         yield
+
+
+def _print(*parts: str) -> None:
+    """Print parts of the report; in colours on a terminal."""
+    if not sys.stdout.isatty():
+        print(*parts, sep="\n")
+        return
+    from rich.console import Console
+
+    for part in parts:
+        Console().print(report.styled(part), soft_wrap=True)

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pagestream_cli.demo.streams import DemoStream
 from pagestream_cli.demo.timeline import ENDED, NOBODY, UNKNOWN, Timeline
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 WIDTH = 60
 _LEGEND = (
     f"0, 1: the engine that has the stream   {NOBODY}: none   {UNKNOWN}: Redis is away   "
     "E, G, R: kill -9 of an engine, a gateway, Redis"
+)
+
+_ENGINES = ("blue", "yellow", "magenta", "cyan")
+_STYLES = (
+    (r"\bidentical\b", "green"),
+    (r"\bDIFFERENT\b", "bold red"),
+    (r"(?m)^ {10}[ EGR]+(?= +[\d.]+ s$)", "bold red"),
+    (r"^\d+ of \d+ streams are identical.*$", "bold"),
 )
 
 
@@ -26,6 +38,19 @@ def picture(streams: Sequence[DemoStream], timeline: Timeline, width: int = WIDT
         done = 100 if stream.is_ended else min(99, 100 * stream.num_entries // stream.num_tokens)
         lines.append(f"stream {number + 1:>2} {row}  {done:>3} %")
     return "\n".join([*lines, _LEGEND])
+
+
+def styled(text: str) -> Text:
+    """Return a picture, a table or a verdict for a terminal, with engines, kills and ends in colours."""
+    from rich.text import Text
+
+    found = Text(text, no_wrap=True, overflow="crop")
+    for row in re.finditer(r"(?m)^stream .. (.*)(?= +\d+ %$)", text):
+        for run in re.finditer(r"(\d)\1*", row[1]):
+            found.stylize(_ENGINES[int(run[1]) % len(_ENGINES)], row.start(1) + run.start(), row.start(1) + run.end())
+    for pattern, style in _STYLES:
+        found.highlight_regex(pattern, style)
+    return found
 
 
 def table(undisturbed: Sequence[DemoStream], killed: Sequence[DemoStream]) -> str:
