@@ -57,7 +57,7 @@ def browser(tmp_path: Path) -> Iterator[webdriver.Chrome]:
         skip_for_want_of("chromium", "there is no Chromium with its driver")
     options = webdriver.ChromeOptions()
     options.binary_location = str(CHROMIUM)
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1100,1000"):
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1100,1150"):
         options.add_argument(argument)
     options.add_argument(f"--user-data-dir={tmp_path / 'profile'}")
     options.add_argument("--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost")
@@ -115,8 +115,8 @@ def test_streams_survive_each_kill_on_the_page(browser: webdriver.Chrome, addres
             assert held(browser)["engine-1"] > 0
             shot_in_both_schemes(browser, "streams-running")
     waiting.until(lambda it: text(it, "verdict"))
-    shot(browser, "streams")
     waiting.until(lambda it: list(held(it)) == ["engine-0", "engine-1"])
+    shot(browser, "streams")
     tiles = [each.text for each in browser.find_elements(By.CSS_SELECTOR, "#live .tile")]
     assert [each.split("\n")[0] for each in tiles] == ["Throughput", "Batch", "Queue"]
     assert text(browser, "verdict") == (

@@ -102,8 +102,8 @@ function tile(title, value, unit) {
 }
 
 function throughput(rates, now) {
-  const last = rates.at(-1).rate, most = Math.max(...rates.map((each) => each.rate), 1);
-  const part = tile("Throughput", Math.round(last), `tokens/s, at most ${Math.round(most)} in the last minute`);
+  const last = rates.at(-1).rate, peak = Math.max(...rates.map((each) => each.rate)), most = Math.max(peak, 1);
+  const part = tile("Throughput", Math.round(last), `tokens/s, at most ${Math.round(peak)} in the last minute`);
   const x = (at) => (100 - (100 * (now - at)) / (SPAN_S * 1_000)).toFixed(2);
   const points = rates.map(({ at, rate }) => `${x(at)},${(29 - (28 * rate) / most).toFixed(2)}`).join(" ");
   part.insertAdjacentHTML("beforeend",

@@ -75,7 +75,8 @@ export class Demonstration {
     const { processes } = await this.control.processes();
     const buttons = processes.map(({ name, pid, restarts }) => {
       const button = document.createElement("button");
-      button.textContent = `${name}${restarts ? ` (restarted ${restarts === 1 ? "once" : `${restarts} times`})` : ""}`;
+      button.textContent = restarts ? `${name} ↻ ${restarts}` : name;
+      button.title = `kill -9 ${name}${restarts ? `, restarted ${restarts === 1 ? "once" : `${restarts} times`}` : ""}`;
       button.dataset.part = name;
       button.disabled = pid === null;
       button.addEventListener("click", async () => {
