@@ -4,8 +4,10 @@ import asyncio
 import json
 
 import pytest
+from pagestream.v1.records_pb2 import BlockMap
 from pagestream_cli.__main__ import main as pagestream
 from pagestream_streams import Broker, GatewaySession
+from pagestream_streams.observation.block_maps import BlockMaps
 from support.protocol.token_streams import FAST, MODEL, card, spec, worker
 
 
@@ -29,4 +31,8 @@ async def test_a_reading_has_the_engines_their_requests_and_the_queue(
             waiting = [(each["name"], each["requests"], each["tokens"]) for each in found["queues"] if each["requests"]]
             assert waiting == [("0", 1, 7)]
             assert f"{MODEL}: 1 engines, 1 requests running, 1 queued" in await top("--once")
+            maps = BlockMaps(broker.connection)
+            await maps.publish(engine.session.engine_id, BlockMap(num_blocks=3, cells=[0, 1, 0]))
+            assert "    ·░·\n" in await top("--once", "--blocks")
+            assert await maps.is_watched(MODEL)
     assert await asyncio.to_thread(pagestream, ["top", "--redis", redis_url, "--interval", "0"]) == 2

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+from pagestream.v1.records_pb2 import BlockHolders, BlockMap, RunningSequence
+from pagestream_cli.block_rows import LEGEND, MOST_ROWS, WIDTH
 from pagestream_cli.top import MOST_ENGINES_SHOWN, as_json, picture
 from pagestream_streams.admin.engine_loads import EngineLoad
 from pagestream_streams.observation.model_states import ModelRow, QueueRow
@@ -24,3 +26,30 @@ def test_many_engines_are_counted() -> None:
     assert picture([ModelRow("demo", 0, engines, [])]).splitlines()[-1] == "  and 5 more engines"
     assert len(json.loads(as_json([ModelRow("demo", 0, engines, [])]))[0]["engines"]) == MOST_ENGINES_SHOWN + 5
     assert picture([]) == "no model is published"
+
+
+def test_blocks_are_characters_of_the_requests_that_hold_them() -> None:
+    found = BlockMap(
+        cells=[0, 1, 2, 3, 4, 2],
+        holders=[
+            BlockHolders(sequences=[0], num_references=1),
+            BlockHolders(sequences=[1], num_references=1),
+            BlockHolders(sequences=[0, 1], num_references=2),
+        ],
+        sequences=[
+            RunningSequence(request_id="first", num_tokens=40, num_blocks=3),
+            RunningSequence(request_id="second", num_tokens=33, num_blocks=2, is_prefill=True),
+        ],
+    )
+    engines = [EngineLoad("engine-0-12:ab", 2, 0, 0.5, 1024), EngineLoad("engine-1-12:cd", 0, 0, 0.0, 1024)]
+    maps = {"engine-0-12:ab": found, "engine-1-12:cd": None}
+    lines = picture([ModelRow("demo", 2, engines, [])], maps).splitlines()
+    assert lines[3:6] == [
+        "    ·░ab#a",
+        "    a first  decode       40 tokens     3 blocks",
+        "    b second  prefill      33 tokens     2 blocks",
+    ]
+    assert lines[7:] == ["    no map of its blocks", "", LEGEND]
+    maps["engine-0-12:ab"] = BlockMap(cells=[0] * 4096)
+    rows = picture([ModelRow("demo", 2, engines[:1], [])], maps).splitlines()[3:-2]
+    assert [len(row) for row in rows] == [4 + WIDTH] * MOST_ROWS

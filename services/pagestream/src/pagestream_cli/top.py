@@ -10,11 +10,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from pagestream_cli import store
+from pagestream_cli.block_rows import FIRST_MAP_S, LEGEND, block_rows, read_maps
 from pagestream_cli.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    from pagestream.v1.records_pb2 import BlockMap
     from pagestream_streams import Broker
     from pagestream_streams.admin.engine_loads import EngineLoad
     from pagestream_streams.observation.model_states import ModelRow
@@ -30,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--once", action="store_true", help="print one reading, as in a pipe")
     parser.add_argument("--json", action="store_true", help="print one reading as JSON")
+    parser.add_argument("--blocks", action="store_true", help="show which requests hold each engine's KV blocks")
     store.add_arguments(parser)
 
 
@@ -46,19 +49,25 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def picture(models: Sequence[ModelRow]) -> str:
-    """Return a reading as text."""
+def picture(models: Sequence[ModelRow], maps: Mapping[str, BlockMap | None] | None = None) -> str:
+    """Return a reading as text.
+
+    `maps`: of the engines' blocks, by the engines' ids; None: they are not shown.
+    """
     if not models:
         return "no model is published"
-    return "\n\n".join(_model(model) for model in models)
+    shown = "\n\n".join(_model(model, maps) for model in models)
+    return shown if maps is None else f"{shown}\n\n{LEGEND}"
 
 
-def _model(model: ModelRow) -> str:
+def _model(model: ModelRow, maps: Mapping[str, BlockMap | None] | None) -> str:
     waiting = sum(queue.requests for queue in model.queues)
     lines = [f"{model.name}: {len(model.engines)} engines, {model.running} requests running, {waiting} queued"]
     if model.engines:
         lines.append(f"  {'engine':<24}{'KV cache in use':<{_BAR + 8}}{'running':>8}{'waiting':>8}{'context':>9}")
-    lines += [_engine(each) for each in model.engines[:MOST_ENGINES_SHOWN]]
+    for each in model.engines[:MOST_ENGINES_SHOWN]:
+        lines.append(_engine(each))
+        lines += [] if maps is None else block_rows(maps.get(each.engine_id))
     if (more := len(model.engines) - MOST_ENGINES_SHOWN) > 0:
         lines.append(f"  and {more} more engines")
     if waiting:
@@ -98,24 +107,29 @@ async def _show(arguments: argparse.Namespace) -> None:
         if arguments.json:
             print(as_json(models))
         elif arguments.once or not sys.stdout.isatty():
-            print(picture(models))
+            maps = await read_maps(broker, models, wait_s=FIRST_MAP_S) if arguments.blocks else None
+            print(picture(models, maps))
         else:
-            await _follow(broker, models, arguments.interval)
+            await _follow(broker, models, arguments.interval, with_blocks=arguments.blocks)
 
 
-async def _follow(broker: Broker, models: Sequence[ModelRow], interval_s: float) -> None:
+async def _follow(broker: Broker, models: Sequence[ModelRow], interval_s: float, *, with_blocks: bool) -> None:
     """Show readings until the task is cancelled; while Redis is away, the last one with a line that says so."""
     from pagestream_streams import Unavailable
+    from pagestream_streams.observation.block_maps import WATCHED_MS
     from pagestream_streams.observation.model_states import read_models
     from rich.live import Live
     from rich.text import Text
 
-    with Live(Text(picture(models)), auto_refresh=False, screen=True) as live:
+    wait_s = FIRST_MAP_S if interval_s > WATCHED_MS / 2000 else 0.0  # else the last look has kept the maps coming
+    maps = await read_maps(broker, models) if with_blocks else None
+    with Live(Text(picture(models, maps)), auto_refresh=False, screen=True) as live:
         while True:
             await asyncio.sleep(interval_s)
             trouble = ""
             try:
                 models = await read_models(broker)
+                maps = await read_maps(broker, models, wait_s=wait_s) if with_blocks else None
             except Unavailable as error:
                 trouble = f"\n\nRedis does not answer: {error}"
-            live.update(Text(f"{picture(models)}{trouble}\n\nCtrl-C ends it"), refresh=True)
+            live.update(Text(f"{picture(models, maps)}{trouble}\n\nCtrl-C ends it"), refresh=True)
