@@ -114,11 +114,11 @@ class Keyspace:
 
     def block_map(self, engine_id: str) -> str:
         """Return the map of an engine's KV blocks, which it publishes while its model is watched. It expires."""
-        return f"{self.prefix}:block-map:{engine_id}"
+        return f"{self.prefix}:engine-map:{engine_id}"
 
     def watched(self, model_name: str) -> str:
         """Return what is there while somebody looks at a model's engines. It expires."""
-        return f"{self.prefix}:watched:{model_name}"
+        return f"{self.prefix}:engine-watch:{model_name}"
 
     def doorbell(self, model_name: str) -> str:
         """Return the channel of a model's new work: partition numbers, delivered at most once."""
