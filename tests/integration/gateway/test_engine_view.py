@@ -15,6 +15,7 @@ from pagestream_streams.admin.engine_loads import read_engine_loads
 from pagestream_streams.observation.block_maps import MOST_BYTES, BlockMaps
 from support.clients.gateway_clients import Address, gateway_settings, running_address
 from support.engines.synthetic_engine import MODEL, SyntheticEngine
+from support.protocol.token_streams import eventually
 
 SEQUENCES = [("id-of-a", "a"), ("id-of-b", "b"), ("other-of-a", "a"), ("other-of-b", "b")]
 MAP = BlockMap(
@@ -44,13 +45,24 @@ async def guarded(engine: SyntheticEngine, redis_url: str, tmp_path: Path) -> As
         yield address
 
 
+async def engine_id_of(broker: Broker) -> str:
+    """Return the engine's id once it lives."""
+    found: list[str] = []
+
+    async def lives() -> bool:
+        found[:] = [load.engine_id for load in (await read_engine_loads(broker, [MODEL])).get(MODEL, [])]
+        return bool(found)
+
+    await eventually(lives)
+    return found[0]
+
+
 @pytest.fixture
 async def maps(engine: SyntheticEngine, redis_url: str) -> AsyncIterator[BlockMaps]:
     """Publish the map as the engine's."""
     async with await Broker.connect(redis_url) as broker:
-        [load] = (await read_engine_loads(broker, [MODEL]))[MODEL]
         maps = BlockMaps(broker.connection)
-        await maps.publish(load.engine_id, MAP)
+        await maps.publish(await engine_id_of(broker), MAP)
         yield maps
 
 
@@ -99,11 +111,11 @@ async def test_a_map_that_cannot_be_read_or_is_too_large_is_none(
     maps: BlockMaps, redis_url: str, http: httpx.AsyncClient
 ) -> None:
     async with await Broker.connect(redis_url) as broker:
-        [load] = (await read_engine_loads(broker, [MODEL]))[MODEL]
-        key = broker.connection.keyspace.block_map(load.engine_id)
+        engine_id = await engine_id_of(broker)
+        key = broker.connection.keyspace.block_map(engine_id)
         await broker.connection.execute("SET", key, b"\xff\xff")
-        assert await maps.watch([MODEL], [load.engine_id, "unknown"]) == [None, None]
+        assert await maps.watch([MODEL], [engine_id, "unknown"]) == [None, None]
         await broker.connection.execute("DEL", key)
-        await maps.publish(load.engine_id, BlockMap(cells=[1] * (MOST_BYTES + 1)))
-        assert await maps.watch([MODEL], [load.engine_id]) == [None]
+        await maps.publish(engine_id, BlockMap(cells=[1] * (MOST_BYTES + 1)))
+        assert await maps.watch([MODEL], [engine_id]) == [None]
     assert json.loads((await http.get("/page/state")).text)["models"][0]["engines"][0]["blocks"] is None
