@@ -1,14 +1,16 @@
 """What the page at `/` shows of engines: their queues, batches and KV blocks, as one tenant may see them."""
 
 import asyncio
+import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pagestream.v1.records_pb2 import BlockHolders, BlockMap
 from pagestream_streams import Broker
 from pagestream_streams.admin.engine_loads import EngineLoad
+from pagestream_streams.errors import Unavailable
 from pagestream_streams.observation.block_maps import BlockMaps
 from pagestream_streams.observation.model_states import ModelRow, read_models
 
@@ -17,6 +19,8 @@ from pagestream_gateway.core.redis_timeout import RedisTimeout
 MOST_MODELS = 8
 MOST_ENGINES = 8
 """Of all models, whose blocks are shown: about 25 kB each."""
+MOST_VIEWS = 64
+"""Tenants whose views of one reading are kept."""
 _FRESH_S = 0.5  # pages that ask this soon after a read get what was read
 FREE, CACHED, OTHERS, HELD = 0, 1, 2, 3
 """A cell as the page gets it; HELD + i is held by `holders[i]`."""
@@ -29,6 +33,36 @@ class _Reading:
     """Those included that are not read."""
     maps: Mapping[str, BlockMap | None]
     """By engine id."""
+    views: dict[str, bytes] = field(default_factory=dict)
+    """What was made of it, by tenant: a tenant that asks a thousand times costs one."""
+
+    def seen_by(self, tenant: str) -> bytes:
+        """Return what a tenant sees, as JSON."""
+        view = self.views.get(tenant)
+        if view is None:
+            view = json.dumps(self._view(tenant), separators=(",", ":")).encode()
+            if len(self.views) < MOST_VIEWS:
+                self.views[tenant] = view
+        return view
+
+    def _view(self, tenant: str) -> dict[str, Any]:
+        return {
+            "num_models": self.num_models,
+            "models": [
+                {
+                    "name": model.name,
+                    "running": model.running,
+                    "queues": [asdict(queue) for queue in model.queues],
+                    "num_engines": len(model.engines),
+                    "engines": [
+                        _engine(load, self.maps[load.engine_id], tenant)
+                        for load in model.engines
+                        if load.engine_id in self.maps
+                    ],
+                }
+                for model in self.models
+            ],
+        }
 
 
 class EngineMonitor:
@@ -38,38 +72,27 @@ class EngineMonitor:
         self._broker = broker
         self._limit = limit
         self._maps = BlockMaps(broker.connection)
-        self._reading = _Reading((), 0, {})
+        self._reading: _Reading | Unavailable = _Reading((), 0, {})
         self._read_at = float("-inf")
         self._lock = asyncio.Lock()
 
-    async def view(self, tenant: str) -> dict[str, Any]:
+    async def view(self, tenant: str) -> bytes:
         """Return what a tenant sees, as JSON. Raises Unavailable.
 
         Of other tenants it sees how many requests wait and run, and which blocks they hold together: no id, no count
         of theirs in a block, and no block that it shares with them as theirs.
         """
-        async with self._lock:
+        async with self._lock:  # one read at a time, also while Redis is away: the others get its outcome
             if time.monotonic() - self._read_at > _FRESH_S:
-                self._reading = await self._limit.wait(self._read())
+                try:
+                    self._reading = await self._limit.wait(self._read())
+                except Unavailable as error:
+                    self._reading = error
                 self._read_at = time.monotonic()
-        reading = self._reading
-        return {
-            "num_models": reading.num_models,
-            "models": [
-                {
-                    "name": model.name,
-                    "running": model.running,
-                    "queues": [asdict(queue) for queue in model.queues],
-                    "num_engines": len(model.engines),
-                    "engines": [
-                        _engine(load, reading.maps[load.engine_id], tenant)
-                        for load in model.engines
-                        if load.engine_id in reading.maps
-                    ],
-                }
-                for model in reading.models
-            ],
-        }
+            reading = self._reading
+        if isinstance(reading, Unavailable):
+            raise Unavailable(str(reading)) from reading
+        return reading.seen_by(tenant)
 
     async def _read(self) -> _Reading:
         names = sorted(await self._broker.directory.names())

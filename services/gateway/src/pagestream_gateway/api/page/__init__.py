@@ -5,7 +5,7 @@ from importlib import resources
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from pagestream_gateway.api.callers import identify
 from pagestream_gateway.core.gateway import Gateway
@@ -36,7 +36,8 @@ def router(gateway: Gateway) -> APIRouter:
     @routes.get("/page/state")
     async def state(request: Request) -> Response:
         identity = await identify(gateway, request)
-        return JSONResponse(await gateway.engines.view(identity.tenant), headers={"Cache-Control": "no-store"})
+        view = await gateway.engines.view(identity.tenant)
+        return Response(view, media_type="application/json", headers={"Cache-Control": "no-store"})
 
     return routes
 

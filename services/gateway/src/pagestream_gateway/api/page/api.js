@@ -4,7 +4,12 @@ const GIVE_UP_MS = 90_000; // without any progress
 const LONGEST_PAUSE_MS = 1_000;
 const PASSING = new Set(["unavailable", "gateway_stopping", "too_many_connections", "overloaded", "no_engine"]);
 
-export class ApiError extends Error {}
+export class ApiError extends Error {
+  constructor(message, status = 0) {
+    super(message);
+    this.status = status;
+  }
+}
 
 export class Api {
   constructor() {
@@ -34,7 +39,7 @@ export class Api {
       try {
         const answer = await fetch(gateway + path, { method, headers: this.headers() });
         if (answer.ok) return await answer.json();
-        last = new ApiError(`${answer.status}`);
+        last = new ApiError(`${answer.status}`, answer.status);
       } catch (error) {
         last = error;
       }

@@ -14,6 +14,7 @@ export class Live {
     this.grids = new Map(); // name -> {grid, seen}
     this.ids = new Map(); // engine id -> {at, generated, rate, since}
     this.rates = []; // {at, rate}
+    this.refused = null; // the key that was
     this.tiles = document.createElement("div");
     this.tiles.className = "tiles";
     this.engines = document.createElement("div");
@@ -27,12 +28,14 @@ export class Live {
   }
 
   async refresh() {
+    if (this.refused === this.api.key) return; // every refusal stands in the audit log
     try {
       this.show(await this.api.request("GET", "/page/state"));
       this.parent.hidden = false;
       this.parent.classList.remove("silent");
-    } catch {
+    } catch (error) {
       this.parent.classList.add("silent"); // no gateway answers, Redis is away, or a key is missing
+      if (error.status === 401) this.refused = this.api.key;
     }
   }
 
