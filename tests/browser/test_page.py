@@ -1,5 +1,6 @@
 """The page in a real browser: streams go on through each kill that its buttons make."""
 
+import hashlib
 import os
 import re
 import shutil
@@ -7,12 +8,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
 from support.redis.servers import skip_for_want_of
 
@@ -21,16 +24,17 @@ DRIVER = shutil.which("chromedriver")
 SHOTS = os.environ.get("PAGESTREAM_SCREENSHOTS")
 """Folder for screenshots; none are made without it."""
 LIMIT_S = 90.0
+GATEWAYS = 3
+"""Of `serve --demo`; the page asks each until one answers."""
 
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+@contextmanager
+def serving(folder: Path, *options: str) -> Iterator[str]:
     """Run `pagestream serve --demo`; yield the page's address with its token."""
-    folder = tmp_path_factory.mktemp("page")
     ports = ["--http-port", "0", "--grpc-port", "0", "--data-dir", str(folder / "data"), "--dtype", "float32"]
-    command = [sys.executable, "-m", "pagestream_cli", "serve", "--demo", *ports]
+    command = [sys.executable, "-m", "pagestream_cli", "serve", "--demo", *ports, *options]
     with (folder / "said").open("w+") as said:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True)
         try:
@@ -41,6 +45,13 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         finally:
             os.killpg(process.pid, signal.SIGINT)
             assert process.wait(60) == 0
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Serve without keys."""
+    with serving(tmp_path_factory.mktemp("page")) as address:
+        yield address
 
 
 def _lines(file: Path, process: subprocess.Popen[bytes]) -> Iterator[str]:
@@ -142,6 +153,35 @@ def test_a_conversation_and_a_used_token(browser: webdriver.Chrome, address: str
     shot(browser, "chat")
     wrong = [each for each in browser.get_log("browser") if "Content Security" in each["message"]]
     assert not wrong
+
+
+def test_with_keys_nothing_shows_until_one_is_given(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"{hashlib.sha256(b'secret').hexdigest()} -> somebody\n")
+    with serving(tmp_path, "--api-keys", str(keys)) as address:
+        waiting = open_page(browser, address)
+        assert "a key or token is needed" in text(browser, "trouble")
+        waiting.until(lambda it: _asked(it) == GATEWAYS)
+        browser.find_element(By.ID, "key").send_keys("wrong", Keys.TAB)
+        waiting.until(lambda it: _asked(it) == 2 * GATEWAYS)
+        browser.execute_async_script("setTimeout(arguments[0], 2500)")  # two of the page's periods
+        assert _asked(browser) == 2 * GATEWAYS, "a key that was refused is not tried again"
+        assert not browser.find_element(By.ID, "live").is_displayed()
+        field = browser.find_element(By.ID, "key")
+        field.clear()
+        field.send_keys("secret", Keys.TAB)
+        waiting.until(lambda it: list(held(it)) == ["engine-0", "engine-1"])
+        assert not text(browser, "trouble")
+        assert browser.find_element(By.ID, "live").is_displayed()
+
+
+def _asked(browser: webdriver.Chrome) -> int:
+    """Return how often the page has asked a gateway for what runs."""
+    script = (
+        """return performance.getEntriesByType("resource").filter((each) => each.name.endsWith("/page/state")).length"""
+    )
+    found: int = browser.execute_script(script)
+    return found
 
 
 def held(browser: webdriver.Chrome) -> dict[str, int]:

@@ -9,9 +9,11 @@ from typing import Any
 import httpx
 import pytest
 from pagestream.v1.records_pb2 import BlockHolders, BlockMap, RunningSequence
-from pagestream_gateway.core.engine_monitor import CACHED, FREE, HELD, OTHERS
-from pagestream_streams import Broker
+from pagestream_gateway.core.engine_monitor import CACHED, FREE, HELD, OTHERS, EngineMonitor
+from pagestream_gateway.core.redis_timeout import RedisTimeout
+from pagestream_streams import Broker, StreamsSettings, Unavailable
 from pagestream_streams.admin.engine_loads import read_engine_loads
+from pagestream_streams.connection.embedded import EmbeddedRedis
 from pagestream_streams.observation.block_maps import MOST_BYTES, BlockMaps
 from support.clients.gateway_clients import Address, gateway_settings, running_address
 from support.engines.synthetic_engine import MODEL, SyntheticEngine
@@ -119,3 +121,24 @@ async def test_a_map_that_cannot_be_read_or_is_too_large_is_none(
         await maps.publish(engine_id, BlockMap(cells=[1] * (MOST_BYTES + 1)))
         assert await maps.watch([MODEL], [engine_id]) == [None]
     assert json.loads((await http.get("/page/state")).text)["models"][0]["engines"][0]["blocks"] is None
+
+
+async def test_while_redis_is_away_there_is_nothing_old(tmp_path: Path) -> None:
+    server = EmbeddedRedis(tmp_path)
+    await server.start()
+    try:
+        async with await Broker.connect(server.url, StreamsSettings(command_timeout_s=0.5)) as broker:
+            monitor = EngineMonitor(broker, RedisTimeout(1.0))
+            assert json.loads(await monitor.view("a")) == {"num_models": 0, "models": []}
+            await server.stop()
+            await eventually(lambda: _is_unavailable(monitor))
+    finally:
+        await server.stop()
+
+
+async def _is_unavailable(monitor: EngineMonitor) -> bool:
+    try:
+        await monitor.view("a")
+    except Unavailable:
+        return True
+    return False
