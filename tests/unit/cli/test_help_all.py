@@ -2,7 +2,7 @@
 
 import pytest
 from pagestream_cli.__main__ import main
-from pagestream_cli.serve.help_all import groups, settings_of
+from pagestream_cli.serve.help_all import NO_DEFAULT, groups, settings_of
 from pagestream_engine.config import EngineOptions
 from pagestream_gateway.settings import load_settings as gateway_settings
 from pagestream_telemetry.environment import fields_of
@@ -31,7 +31,7 @@ def test_what_is_listed_is_what_the_processes_take() -> None:
 
 
 def test_what_is_required_is_all_that_has_to_be_given() -> None:
-    required = {s.variable for s in SETTINGS if s.default == "required"}
+    required = {s.variable for s in SETTINGS if s.default == NO_DEFAULT}
     assert required == {"PAGESTREAM_WORKER__MODEL", "PAGESTREAM_WORKER__REDIS"}
     worker_settings([], dict.fromkeys(required, "redis://x"))
 

@@ -17,6 +17,8 @@ from pagestream_telemetry.environment import GROUPS, fields_of, variable_of
 _WIDTH = 100
 _RENAMED = {"redis_url": "redis"}
 """Fields whose variable has another name."""
+NO_DEFAULT = "has to be given"
+"""The default of a setting without one."""
 _COMPUTED = {"served_model_name": "the folder's name", "engine_id": "host name and process id"}
 """What fields without a default are where nothing is given."""
 
@@ -65,7 +67,7 @@ def settings_of(group: str, kinds: Iterable[type]) -> Iterator[Setting]:
         texts, defaults = _texts(kind), _defaults(kind)
         for name in fields_of(kind):
             variable = variable_of(group, _RENAMED.get(name, name))
-            yield Setting(variable, defaults.get(name, _COMPUTED.get(name, "required")), texts.get(name, ""))
+            yield Setting(variable, defaults.get(name, _COMPUTED.get(name, NO_DEFAULT)), texts.get(name, ""))
 
 
 def _defaults(kind: type) -> Mapping[str, str]:
