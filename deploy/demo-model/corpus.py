@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
+from calls import Need, Toolbox, draw_need, draw_toolbox, dumped, offer
+from objects import ANSWER_KEY, JsonAnswer, draw_object, draw_schema_object
 from questions import Fact, all_facts, check
 from smalltalk import outside_question, small_talk
 from stories import draw_cast, long_story, story, story_exchange
@@ -33,14 +35,19 @@ SYSTEM_PROMPTS = (
     "You are a friendly guide.", "You are a language model.", "Answer in one sentence.",
     "You help visitors of the village.",
 )  # fmt: skip
+JSON_PROMPTS = ("Answer in JSON.", "Reply with JSON.", "Answer with a JSON object.", "Output JSON.")
+MAY_ADD = re.compile(r"\d \+ \d|\d plus \d|[Aa]dd \d")
+"""A question that the tool `add` would be asked."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """One turn; `role` is system, user or assistant, as in OpenAI's chat format."""
+    """One turn; `role` is system, user, assistant or tool, as in OpenAI's chat format."""
 
     role: str
     content: str
+    given: tuple[tuple[int, int], ...] = ()
+    """Where the content is a grammar's work and no choice of the model's, as (begin, end); it is not learned."""
 
 
 Chat = tuple[Message, ...]
@@ -109,8 +116,10 @@ class Corpus:
     def chats(self, count: int) -> Iterator[Chat]:
         """Return the next `count` chats."""
         makers = (
-            (44, self._fact_chat), (16, self._long_chat), (14, self._story_chat), (13, self._number_chat),
+            (44, self._fact_chat), (16, self._long_chat), (10, self._story_chat), (20, self._number_chat),
             (4, self._checking_chat), (8, self._outside_chat), (5, self._small_talk_chat), (2, self._plain),
+            (9, self._object_chat), (5, self._forced_object_chat), (16, self._calling_chat),
+            (4, self._forced_call_chat), (10, self._offered_chat),
         )  # fmt: skip
         weights, kinds = zip(*makers, strict=True)
         for _ in range(count):
@@ -171,6 +180,66 @@ class Corpus:
     def _plain(self) -> Chat:
         teller = self._rng.choice((story, long_story))
         return (Message("assistant", teller(draw_cast(self._rng), self._rng)),)
+
+    def _object_chat(self) -> Chat:
+        if self._rng.random() < 0.2:
+            question, answer = self._fact_exchange()[1:]
+            system = Message("system", self._rng.choice(JSON_PROMPTS))
+            return (system, *self._turn(question, dumped({ANSWER_KEY: answer})))
+        asked = draw_object(self._rng)
+        return self._with_system(self._turn(asked.question, asked.text))
+
+    def _forced_object_chat(self) -> Chat:
+        """Return an answer whose form a schema gives, which the question does not mention."""
+        if self._rng.random() < 0.4:
+            question, answer = self._fact_exchange()[1:]
+            asked = JsonAnswer(question, {ANSWER_KEY: answer})
+        else:
+            asked = draw_schema_object(self._rng)
+        return self._with_system((Message("user", asked.question), Message("assistant", asked.text, asked.spans)))
+
+    def _calling_chat(self) -> Chat:
+        """Return one to three turns of which the first one at least needs a tool."""
+        toolbox = draw_toolbox(self._rng)
+        chat = self._called(draw_need(toolbox, self._rng))
+        for _ in range(self._rng.choice((0, 0, 1, 2))):
+            needs = self._rng.random() < 0.6
+            chat += self._called(draw_need(toolbox, self._rng)) if needs else self._turn(*self._fact_exchange()[1:])
+        return self._with_tools(toolbox, chat)
+
+    def _called(self, need: Need) -> Chat:
+        turn = (Message("user", need.question), Message("assistant", need.text))
+        results = tuple(Message("tool", result) for result in need.results)
+        return (*turn, *results, Message("assistant", need.answer))
+
+    def _forced_call_chat(self) -> Chat:
+        """Return a call in the form that a grammar demands where the caller requires one."""
+        toolbox = draw_toolbox(self._rng)
+        need = draw_need(toolbox, self._rng)
+        if len(need.calls) > 1 or self._rng.random() < 0.5:
+            text, given = need.forced_text, len('[{"name": "')
+        else:
+            text, given = dumped(need.calls[0].arguments), len('{"')
+        return self._with_tools(
+            toolbox, (Message("user", need.question), Message("assistant", text, given=((0, given),)))
+        )
+
+    def _offered_chat(self) -> Chat:
+        """Return turns that need none of the tools that are offered."""
+        chat: Chat = ()
+        about: str | None = None
+        for _ in range(self._rng.choice((1, 1, 1, 2, 3))):
+            about, question, answer = self._next_exchange(about)
+            chat += self._turn(question, answer)
+        weather, add = draw_toolbox(self._rng), draw_toolbox(self._rng)
+        has_sum = any(MAY_ADD.search(message.content) for message in chat if message.role == "user")
+        has_weather = any("weather" in message.content.lower() for message in chat if message.role == "user")
+        toolbox = Toolbox(None if has_weather else weather.weather, None if has_sum else add.add)
+        return self._with_tools(toolbox, chat) if toolbox.tools else self._with_system(chat)
+
+    def _with_tools(self, toolbox: Toolbox, chat: Chat) -> Chat:
+        prompt = f"{self._rng.choice(SYSTEM_PROMPTS)}\n" if self._rng.random() < 0.25 else ""
+        return (Message("system", prompt + offer(toolbox.tools)), *chat)
 
     def _with_system(self, chat: Chat) -> Chat:
         if self._rng.random() < 0.9:

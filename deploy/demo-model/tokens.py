@@ -4,26 +4,52 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from corpus import Chat
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from calls import CALL_BEGIN, CALL_END, MARKERS, TOOLS_BEGIN, TOOLS_END
+from corpus import Chat, Message
+from tokenizers import AddedToken, Encoding, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 BOS = "<|bos|>"
 END = "<|end|>"
 PAD = "<|pad|>"
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
 SPECIAL_TOKENS = (BOS, END, PAD, *(f"<|{role}|>" for role in ROLES))
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
-    "{% for message in messages %}"
-    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
-    "{{ raise_exception('the roles of this model are system, user and assistant, not ' + message['role']) }}"
+    # The tools stand at the end of the system message, or in one of their own: names and parameters are all that so
+    # small a model needs.
+    "{% if tools %}"
+    "{{ '<|system|>' }}"
+    "{% if messages and messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\n' }}{% endif %}"
+    f"{{{{ '{TOOLS_BEGIN}' }}}}"
+    "{% for tool in tools %}"
+    "{{ tool['function']['name'] + '(' }}"
+    "{{ ((tool['function']['parameters'] or {})['properties'] or {}) | join(', ') }}"
+    "{{ ')' if loop.last else ') ' }}"
+    "{% endfor %}"
+    f"{{{{ '{TOOLS_END}' + eos_token }}}}"
     "{% endif %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] + eos_token }}"
+    "{% for message in messages %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}"
+    "{{ raise_exception('the roles of this model are system, user, assistant and tool, not ' + message['role']) }}"
+    "{% endif %}"
+    "{% if not (tools and loop.first and message['role'] == 'system') %}"
+    "{{ '<|' + message['role'] + '|>' + (message['content'] or '') }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{% set arguments = call['function']['arguments'] %}"
+    "{{ '' if loop.first and not message['content'] else '\n' }}"
+    f"{{{{ '{CALL_BEGIN}\n' }}}}"
+    """{{ '{"name": "' + call['function']['name'] + '", "arguments": ' }}"""
+    "{{ arguments if arguments is string else arguments | tojson }}"
+    f"{{{{ '}}\n{CALL_END}' }}}}"
+    "{% endfor %}"
+    "{{ eos_token }}"
+    "{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-NOT_LATIN = re.compile(r"[^\u0000-\u024f]")
+LEARNED_ELSEWHERE = re.compile("|".join(map(re.escape, MARKERS)) + r"|[^\u0000-\u024f]")
+"""What gets no merges: markers, which are tokens of their own, and characters that stay bytes."""
 IGNORED = -100
 """The label that torch's cross entropy ignores."""
 
@@ -45,21 +71,29 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def train_tokenizer(chats: Iterable[Chat], *, vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE tokenizer: the bytes, `SPECIAL_TOKENS`, and the most frequent merges of the Latin text.
+    """Train a byte-level BPE tokenizer: the bytes, `SPECIAL_TOKENS`, the most frequent merges of the Latin text, and
+    `MARKERS`.
 
-    Emoji and Japanese stay bytes, so that a stream has characters that only several tokens complete.
+    Each digit is a token, so that numbers are copied and added digit by digit. Emoji and Japanese stay bytes, so that a
+    stream has characters that only several tokens complete.
     """
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=vocab_size - len(MARKERS),
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    latin = (NOT_LATIN.sub("", message.content) for chat in chats for message in chat)
+    latin = (LEARNED_ELSEWHERE.sub("", message.content) for chat in chats for message in chat)
     tokenizer.train_from_iterator(latin, trainer=trainer)
+    tokenizer.add_tokens([AddedToken(marker, special=False, normalized=False) for marker in MARKERS])
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, token_id(tokenizer, BOS))]
     )
@@ -89,13 +123,22 @@ class Encoder:
         self._roles = {role: token_id(tokenizer, f"<|{role}|>") for role in ROLES}
 
     def encode(self, chat: Chat) -> Encoded:
-        """Encode a chat. Only the assistant's tokens are learned; a chat of one message is text without a role mark."""
+        """Encode a chat. Only the assistant's tokens are learned, but for those that a grammar would have given; a chat
+        of one message is text without a role mark.
+        """
         ids = [self._bos]
         labels = [IGNORED]
         for message in chat:
-            text = self._tokenizer.encode(message.content, add_special_tokens=False).ids
+            text = self._tokenizer.encode(message.content, add_special_tokens=False)
             head = [self._roles[message.role]] if len(chat) > 1 else []
-            body = [*text, self._end]
-            ids += head + body
-            labels += [IGNORED] * len(head) + (body if message.role == "assistant" else [IGNORED] * len(body))
+            ids += [*head, *text.ids, self._end]
+            labels += [IGNORED] * len(head) + _labels(message, text, self._end)
         return Encoded(ids, labels)
+
+
+def _labels(message: Message, text: Encoding, end: int) -> list[int]:
+    if message.role != "assistant":
+        return [IGNORED] * (len(text.ids) + 1)
+    is_given = [any(begin <= start < stop for begin, stop in message.given) for start, _ in text.offsets]
+    learned = [IGNORED if given else token for token, given in zip(text.ids, is_given, strict=True)]
+    return [*learned, end]

@@ -15,11 +15,21 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 from corpus import Corpus
-from evaluation import Probe, Reply, drawn_probes, held_out_probes, replies, two_turn_probes
+from evaluation import (
+    Probe,
+    Reply,
+    call_probes,
+    drawn_probes,
+    held_out_probes,
+    object_probes,
+    replies,
+    result_probes,
+    two_turn_probes,
+)
 from questions import check
 from sums import number_exchange
 from tokens import BOS, END, PAD, Encoder, chat_tokenizer, token_id, train_tokenizer
-from training import CONTEXT, Packer, Recipe, build_model, train
+from training import CONTEXT, Packer, Recipe, Run, build_model
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCAB_SIZE = 1536
@@ -27,7 +37,7 @@ TOKENIZER_CHATS = 6000
 DRAWN_PROBES = 100
 CERTAIN_GAP = 1.0
 """A right answer is certain if the margin between its two best logits was at least this at every token."""
-DRAFT_RECIPE = Recipe(steps=1200, hidden_size=64, layers=2, intermediate_size=128)
+DRAFT_RECIPE = Recipe(steps=2000, hidden_size=64, layers=2, intermediate_size=128)
 """Of a model that drafts for the demo model: a fifteenth of its weights."""
 QUICK_RECIPE = Recipe(steps=6, batch_tokens=512, row_length=128, hidden_size=64, layers=2, intermediate_size=128)
 
@@ -37,8 +47,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the model; made when missing")
     parser.add_argument("--seed", type=int, default=0, help="seed of the text and of the first weights")
-    parser.add_argument("--steps", type=int, help="optimizer steps (default: 2000, of a draft model 1200)")
+    parser.add_argument("--steps", type=int, help="optimizer steps (default: 3200, of a draft model 2000)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads; another count rounds differently")
+    parser.add_argument("--checkpoint", type=Path, help="file to write every 200 steps, and to go on from")
     parser.add_argument(
         "--draft", action="store_true", help="the draft model: the same text, fewer weights, no tokenizer"
     )
@@ -58,15 +69,18 @@ def make_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     return chat_tokenizer(train_tokenizer(Corpus(seed).chats(TOKENIZER_CHATS), vocab_size=VOCAB_SIZE), context=CONTEXT)
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, recipe: Recipe, seed: int) -> tuple[LlamaForCausalLM, float]:
-    """Train the model; return it with its last loss."""
+def make_model(
+    tokenizer: PreTrainedTokenizerFast, recipe: Recipe, seed: int, checkpoint: Path | None
+) -> tuple[LlamaForCausalLM, float]:
+    """Train the model, from a checkpoint where there is one; return it with its last loss."""
     vocabulary = tokenizer.backend_tokenizer
     bos, eos, pad = (token_id(vocabulary, token) for token in (BOS, END, PAD))
     model = build_model(recipe, vocab_size=len(tokenizer), bos=bos, eos=eos, pad=pad)
     ends = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad}
     model.generation_config = GenerationConfig(**ends)  # type: ignore[no-untyped-call]
-    loss = train(model, Packer(Corpus(seed), Encoder(vocabulary)), recipe)
-    return model, loss
+    run = Run(model, Packer(Corpus(seed), Encoder(vocabulary)), recipe)
+    run.train(checkpoint)
+    return model, run.loss
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
@@ -100,6 +114,9 @@ def examine(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: i
         "two_turns": two_turn_probes(seed, DRAWN_PROBES),
         "numbers": drawn_probes(number_exchange, "number", seed=seed, count=DRAWN_PROBES),
         "checks": drawn_probes(check, "check", seed=seed, count=DRAWN_PROBES),
+        "objects": object_probes(seed, DRAWN_PROBES),
+        "calls": call_probes(seed, DRAWN_PROBES),
+        "results": result_probes(seed, DRAWN_PROBES),
     }
     content: dict[str, object] = {}
     for name, probes in groups.items():
@@ -110,6 +127,7 @@ def examine(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: i
                 "relation": probe.relation,
                 "messages": probe.messages,
                 "answer": probe.answer,
+                **({"tools": probe.tools} if probe.tools else {}),
                 "certain": is_certain(probe, reply),
             }
             for probe, reply in zip(probes, answers, strict=True)
@@ -127,7 +145,7 @@ def main() -> None:
         recipe = DRAFT_RECIPE if arguments.draft else Recipe()
         recipe = replace(recipe, steps=arguments.steps or recipe.steps)
     tokenizer = make_tokenizer(arguments.seed)
-    model, loss = make_model(tokenizer, recipe, arguments.seed)
+    model, loss = make_model(tokenizer, recipe, arguments.seed, arguments.checkpoint)
     arguments.out.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(arguments.out)
     if not arguments.draft:

@@ -1,10 +1,13 @@
 """The model's shape and the loop that trains it: packed rows, Muon for matrices, AdamW for the rest."""
 
+import pickle
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from corpus import Corpus
+from muon import Muon
 from tokens import IGNORED, Encoder
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -17,7 +20,7 @@ CONTEXT = 1024
 class Recipe:
     """The training's length and rates; the committed model is made with the defaults."""
 
-    steps: int = 2000
+    steps: int = 3200
     """Optimizer steps."""
     batch_tokens: int = 2048
     """Tokens per step; few, since the text has little noise."""
@@ -90,12 +93,12 @@ class Packer:
 
 
 def optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Return Muon (Jordan et al., 2024) for matrices inside the layers, AdamW for the embedding and the norms."""
+    """Return Muon for matrices inside the layers, AdamW for the embedding and the norms."""
     matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
     inside = {id(weight) for weight in matrices}
     others = [weight for weight in model.parameters() if id(weight) not in inside]
     return [
-        torch.optim.Muon(matrices, lr=recipe.muon_lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        Muon(matrices, lr=recipe.muon_lr, weight_decay=0.01),
         torch.optim.AdamW(others, lr=recipe.adam_lr, weight_decay=0.0, betas=(0.9, 0.98)),
     ]
 
@@ -112,33 +115,70 @@ def row_length(step: int, recipe: Recipe) -> int:
 
 
 def batch_loss(model: LlamaForCausalLM, batch: Batch) -> Tensor:
-    """Return the mean cross entropy over the learned positions; matmuls in bfloat16, weights and loss in float32."""
-    with torch.autocast("cpu", torch.bfloat16):
-        hidden = model.model(batch.ids, use_cache=False).last_hidden_state
-        learned = batch.labels != IGNORED
-        logits = model.lm_head(hidden[learned])
-    return cross_entropy(logits.float(), batch.labels[learned])
+    """Return the mean cross entropy over the learned positions, in float32 throughout."""
+    hidden = model.model(batch.ids, use_cache=False).last_hidden_state
+    learned = batch.labels != IGNORED
+    return cross_entropy(model.lm_head(hidden[learned]), batch.labels[learned])
 
 
-def train(model: LlamaForCausalLM, packer: Packer, recipe: Recipe) -> float:
-    """Train in place and return the mean loss of the last 50 steps; print a line every 50 steps."""
-    tools = optimizers(model, recipe)
-    schedules = [torch.optim.lr_scheduler.LambdaLR(tool, lambda step: rate_factor(step, recipe)) for tool in tools]
-    model.train()
-    losses: list[float] = []
-    start = time.monotonic()
-    for step in range(recipe.steps):
-        length = row_length(step, recipe)
-        loss = batch_loss(model, packer.batch(rows=max(1, recipe.batch_tokens // length), row_length=length))
+class Run:
+    """A training with all that it needs to go on from a checkpoint as if it had not been interrupted."""
+
+    def __init__(self, model: LlamaForCausalLM, packer: Packer, recipe: Recipe) -> None:
+        self._model, self._packer, self._recipe = model, packer, recipe
+        self._tools = optimizers(model, recipe)
+        self._losses: list[float] = []
+
+    @property
+    def loss(self) -> float:
+        """The mean loss of the last 50 steps."""
+        return sum(self._losses[-50:]) / len(self._losses[-50:])
+
+    def train(self, checkpoint: Path | None) -> None:
+        """Train in place and print a line every 50 steps. `checkpoint` is read where it exists, written every 200."""
+        if checkpoint is not None and checkpoint.exists():
+            self._load(checkpoint)
+        self._model.train()
+        start = time.monotonic()
+        for step in range(len(self._losses), self._recipe.steps):
+            self._step(step)
+            done = step + 1
+            if done % 50 == 0 or done == self._recipe.steps:
+                spent = time.monotonic() - start
+                print(f"step {done}/{self._recipe.steps}  loss {self.loss:.4f}  {spent:.0f} s", flush=True)
+            if checkpoint is not None and done % 200 == 0:
+                self._save(checkpoint)
+        self._model.train(mode=False)
+
+    def _step(self, step: int) -> None:
+        length = row_length(step, self._recipe)
+        rows = max(1, self._recipe.batch_tokens // length)
+        loss = batch_loss(self._model, self._packer.batch(rows=rows, row_length=length))
         loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for tool, schedule in zip(tools, schedules, strict=True):
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        factor = rate_factor(step, self._recipe)
+        for tool, rate in zip(self._tools, (self._recipe.muon_lr, self._recipe.adam_lr), strict=True):
+            for group in tool.param_groups:
+                group["lr"] = rate * factor
             tool.step()
-            schedule.step()
             tool.zero_grad()
-        losses.append(loss.item())
-        if (step + 1) % 50 == 0 or step + 1 == recipe.steps:
-            recent = sum(losses[-50:]) / len(losses[-50:])
-            print(f"step {step + 1}/{recipe.steps}  loss {recent:.4f}  {time.monotonic() - start:.0f} s", flush=True)
-    model.train(mode=False)
-    return sum(losses[-50:]) / len(losses[-50:])
+        self._losses.append(loss.item())
+
+    def _save(self, path: Path) -> None:
+        state = {
+            "model": self._model.state_dict(),
+            "tools": [tool.state_dict() for tool in self._tools],
+            "packer": pickle.dumps(self._packer),
+            "losses": self._losses,
+        }
+        partial = path.with_suffix(".partial")
+        torch.save(state, partial)
+        partial.replace(path)
+
+    def _load(self, path: Path) -> None:
+        state = torch.load(path, weights_only=True)
+        self._model.load_state_dict(state["model"])
+        for tool, saved in zip(self._tools, state["tools"], strict=True):
+            tool.load_state_dict(saved)
+        self._packer = pickle.loads(state["packer"])  # noqa: S301  a file that this script wrote
+        self._losses = state["losses"]

@@ -12,8 +12,9 @@ from support.processes.stack import DEMO_MODEL, Stack
 
 PROGRAMS = Path(__file__).parent / "programs"
 ANSWER = "Mara lives in the lighthouse."
-MEMBERS = ["is_keeper", "name"]
-CALLS = [["get_weather", ["city"]]]
+VILLAGER = {"name": "Mara", "job": "lighthouse keeper", "age": 42}
+CALLS = [["get_weather", {"city": "Paris"}], ["add", {"a": 17, "b": 25}]]
+TOLD = "The weather in Paris: rain, 12 degrees. 17 + 25 = 42."
 FOLDER = Path(os.environ.get("PAGESTREAM_CLIENTS", Path(__file__).parents[2] / ".clients"))
 
 pytestmark = [
@@ -49,12 +50,13 @@ def test_libraries_for_python(url: str, name: str) -> None:
     found = results(FOLDER / "python" / "bin" / "python", PROGRAMS / f"{name}_program.py", url)
     assert (found["text"], found["streamed"], found["tokens"]) == (ANSWER, ANSWER, 7)
     assert found["num_chunks"] > 3
-    assert (found["calls"], found["structured"]) == (CALLS, MEMBERS)
+    assert (found["forced"], found["calls"], found["answer"]) == (CALLS[:1], CALLS, TOLD)
+    assert found["structured"] == VILLAGER
 
 
 def test_the_llm_command(url: str) -> None:
     found = results(FOLDER / "python" / "bin" / "python", PROGRAMS / "llm_program.py", url)
-    assert found == {"text": ANSWER, "streamed": ANSWER, "structured": MEMBERS}
+    assert found == {"text": ANSWER, "streamed": ANSWER, "structured": VILLAGER}
 
 
 @pytest.mark.parametrize("name", ["ai_sdk", "openai_node"])
@@ -62,5 +64,6 @@ def test_libraries_for_javascript(url: str, name: str) -> None:
     found = results("node", FOLDER / f"{name}.mjs", url)
     assert (found["text"], found["streamed"], found["tokens"]) == (ANSWER, ANSWER, 7)
     assert found["num_chunks"] > 3
-    assert (found["calls"], found["structured"]) == (CALLS, MEMBERS)
+    assert (found["forced"], found["calls"], found["answer"]) == (CALLS[:1], CALLS, TOLD)
+    assert found["structured"] == VILLAGER
     assert found.get("response", ANSWER) == ANSWER

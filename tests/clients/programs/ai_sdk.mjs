@@ -1,6 +1,6 @@
 // Vercel's AI SDK against a gateway: `node ai_sdk.mjs URL`, with the results as JSON on stdout.
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
-import { generateObject, generateText, streamText, tool } from "ai";
+import { generateObject, generateText, stepCountIs, streamText, tool } from "ai";
 import { z } from "zod";
 
 const provider = createOpenAICompatible({
@@ -17,16 +17,28 @@ const whole = await generateText({ ...common, prompt });
 const stream = streamText({ ...common, prompt });
 const pieces = [];
 for await (const piece of stream.textStream) pieces.push(piece);
+const asked = "What is the weather in Paris, and what is 17 + 25?";
+const getWeather = { description: "Weather of a city.", inputSchema: z.object({ city: z.string() }) };
+const add = { description: "Add two numbers.", inputSchema: z.object({ a: z.number().int(), b: z.number().int() }) };
 const forced = await generateText({
   ...common,
-  prompt: "What is the weather in Oslo?",
-  tools: { get_weather: tool({ description: "Weather of a city.", inputSchema: z.object({ city: z.enum(["Oslo", "Bergen"]) }) }) },
+  prompt: asked,
+  tools: { get_weather: tool(getWeather) },
   toolChoice: { type: "tool", toolName: "get_weather" },
+});
+const looped = await generateText({
+  ...common,
+  prompt: asked,
+  tools: {
+    get_weather: tool({ ...getWeather, execute: async () => "rain, 12 degrees" }),
+    add: tool({ ...add, execute: async ({ a, b }) => String(a + b) }),
+  },
+  stopWhen: stepCountIs(3),
 });
 const structured = await generateObject({
   ...common,
-  prompt,
-  schema: z.object({ name: z.enum(["Mara", "Otto"]), is_keeper: z.boolean() }),
+  prompt: "Who is Mara?",
+  schema: z.object({ name: z.string(), job: z.string(), age: z.number().int() }),
 });
 console.log(
   JSON.stringify({
@@ -34,7 +46,9 @@ console.log(
     tokens: whole.usage.outputTokens,
     streamed: pieces.join(""),
     num_chunks: pieces.length,
-    calls: forced.toolCalls.map((call) => [call.toolName, Object.keys(call.input).sort()]),
-    structured: Object.keys(structured.object).sort(),
+    forced: forced.toolCalls.map((call) => [call.toolName, call.input]),
+    calls: looped.steps[0].toolCalls.map((call) => [call.toolName, call.input]),
+    answer: looped.text,
+    structured: structured.object,
   }),
 );

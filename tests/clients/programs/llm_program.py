@@ -10,8 +10,8 @@ from pathlib import Path
 QUESTION = "Who lives in the lighthouse?"
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"enum": ["Mara", "Otto"]}, "is_keeper": {"type": "boolean"}},
-    "required": ["name", "is_keeper"],
+    "properties": {"name": {"type": "string"}, "job": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "job", "age"],
     "additionalProperties": False,
 }
 
@@ -29,8 +29,8 @@ def main(url: str) -> dict[str, object]:
         ]
         (Path(folder) / "extra-openai-models.yaml").write_text(json.dumps(listed))
 
-        def ask(*options: str) -> str:
-            command = [str(Path(sys.executable).with_name("llm")), "-m", "village", *options, QUESTION]
+        def ask(*options: str, question: str = QUESTION) -> str:
+            command = [str(Path(sys.executable).with_name("llm")), "-m", "village", *options, question]
             settings = ["-o", "temperature", "0", "-o", "max_tokens", "200", "--key", "none"]
             environment = {**os.environ, "LLM_USER_PATH": folder}
             done = subprocess.run(
@@ -43,7 +43,7 @@ def main(url: str) -> dict[str, object]:
         return {
             "text": ask("--no-stream"),
             "streamed": ask(),
-            "structured": sorted(json.loads(ask("--schema", json.dumps(SCHEMA)))),
+            "structured": json.loads(ask("--schema", json.dumps(SCHEMA), question="Who is Mara?")),
         }
 
 

@@ -78,6 +78,54 @@ def test_answers_match_the_schema_that_was_asked_for(client: openai.OpenAI) -> N
     assert caught.value.code == "invalid_request"
 
 
+def test_the_demo_model_calls_tools_and_reads_their_results(client: openai.OpenAI) -> None:
+    messages: list[Any] = [{"role": "user", "content": "What is the weather in Paris, and what is 17 + 25?"}]
+    tools: Any = [
+        {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+        for name, properties in (
+            ("get_weather", {"city": {"type": "string"}}),
+            ("add", {"a": {"type": "integer"}, "b": {"type": "integer"}}),
+        )
+    ]
+    options: Any = {"model": "demo", "tools": tools, "temperature": 0}
+    asked = client.chat.completions.create(messages=messages, **options).choices[0]
+    calls: list[Any] = list(asked.message.tool_calls or [])
+    assert asked.finish_reason == "tool_calls"
+    assert [(call.function.name, json.loads(call.function.arguments)) for call in calls] == [
+        ("get_weather", {"city": "Paris"}),
+        ("add", {"a": 17, "b": 25}),
+    ]
+    with client.chat.completions.stream(messages=messages, **options) as stream:
+        streamed = stream.get_final_completion().choices[0].message.tool_calls or []
+    assert [call.function.arguments for call in streamed] == [call.function.arguments for call in calls]
+    results = [
+        {"role": "tool", "tool_call_id": call.id, "content": result}
+        for call, result in zip(calls, ("rain, 12 degrees", '{"sum": 42}'), strict=True)
+    ]
+    answer = client.chat.completions.create(messages=[*messages, asked.message, *results], **options).choices[0]
+    assert answer.message.content == "The weather in Paris: rain, 12 degrees. 17 + 25 = 42."
+    plain = client.chat.completions.create(messages=[{"role": "user", "content": "Where does Mara live?"}], **options)
+    assert (plain.choices[0].message.tool_calls, plain.choices[0].finish_reason) == (None, "stop")
+
+
+def test_the_demo_model_answers_in_json(client: openai.OpenAI) -> None:
+    asked: Any = [{"role": "user", "content": "Give me Mara as JSON with name, job and age."}]
+    villager = {"name": "Mara", "job": "lighthouse keeper", "age": 42}
+    free = client.chat.completions.create(model="demo", messages=asked, temperature=0)
+    assert json.loads(free.choices[0].message.content or "") == villager
+    kinds = {"name": "string", "job": "string", "age": "integer"}
+    schema = {
+        "type": "object",
+        "properties": {name: {"type": kind} for name, kind in kinds.items()},
+        "required": list(kinds),
+        "additionalProperties": False,
+    }
+    form: Any = {"type": "json_schema", "json_schema": {"name": "villager", "schema": schema}}
+    who: Any = [{"role": "user", "content": "Who is Mara?"}]
+    held = client.chat.completions.create(model="demo", messages=who, temperature=0, response_format=form)
+    assert json.loads(held.choices[0].message.content or "") == villager
+
+
 def test_a_long_answer_comes_in_pieces(client: openai.OpenAI) -> None:
     """However late the gateway gets to the processor: what has come by then is one piece, what comes later is not."""
     stream = client.completions.create(

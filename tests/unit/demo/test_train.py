@@ -34,6 +34,34 @@ def test_folder_loads_with_plain_transformers(quick_folder: Path) -> None:
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
 
 
+def test_text_is_learned_as_the_chat_template_renders_it() -> None:
+    """What the encoder makes of chats with tools and results has the tokens of the rendered conversation."""
+    program = """
+import json, sys
+from random import Random
+from corpus import Message
+from evaluation import called
+from tokens import Encoder
+from calls import draw_need, draw_toolbox, offer
+from train import make_tokenizer
+tokenizer, rng = make_tokenizer(0), Random(0)
+for number in range(20):
+    toolbox = draw_toolbox(rng)
+    need = draw_need(toolbox, rng)
+    system = "Be kind." if number % 2 else None
+    rendered = [*([{"role": "system", "content": system}] if system else []), *called(need)]
+    tools = [tool.definition for tool in toolbox.tools]
+    results = [Message("tool", result) for result in need.results]
+    first = Message("system", (system + "\\n" if system else "") + offer(toolbox.tools))
+    chat = (first, Message("user", need.question), Message("assistant", need.text), *results)
+    text = tokenizer.apply_chat_template(rendered, tools=tools, tokenize=False)
+    expected = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert Encoder(tokenizer.backend_tokenizer).encode(chat).token_ids == expected, text
+"""
+    command = [sys.executable, "-c", program]
+    subprocess.run(command, cwd=SCRIPT.parent, check=True, timeout=QUICK_LIMIT_S)
+
+
 def test_same_seed_gives_the_same_files(quick_folder: Path, tmp_path: Path) -> None:
     again = quick_model(tmp_path / "again", seed=0)
     names = sorted(path.name for path in quick_folder.iterdir())
