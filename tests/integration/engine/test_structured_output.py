@@ -89,7 +89,7 @@ def test_what_ends_by_itself_validates(answers: list[CompletionOutput]) -> None:
 
 
 SOME = slice(0, None, 5)
-PREEMPTING = {"num_gpu_blocks_override": 130, "max_num_seqs": 16}
+PREEMPTING = {"num_gpu_blocks_override": 100, "max_num_seqs": 16}
 CHUNKS_AND_TWO_STEPS_IN_FLIGHT = {"max_num_batched_tokens": 17, "max_num_seqs": 5, "async_scheduling": True}
 IN_A_PROCESS = {"executor": "process", "async_scheduling": True}
 DRAFTS = {"speculative_method": "ngram", "prompt_lookup_min": 1}

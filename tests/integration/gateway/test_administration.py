@@ -28,6 +28,7 @@ ROUTES = [
     ("GET", "/admin/v1/engines"),
     ("GET", "/admin/v1/models"),
     ("GET", "/admin/v1/queues"),
+    ("GET", "/admin/v1/usage"),
     ("GET", "/admin/v1/tenants/a/requests"),
     ("GET", f"/admin/v1/requests/{NOBODYS}"),
     ("DELETE", f"/admin/v1/requests/{NOBODYS}"),

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import time
+from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
@@ -210,7 +211,7 @@ class TestIdempotencyKey:
         async with GatewaySession(broker) as refused, GatewaySession(broker) as quick:
             late, soon = spec(key="k"), spec(key="k")
 
-            async def refuse(_: RequestSpec) -> bool:
+            async def refuse(_: RequestSpec, **_options: Any) -> bool:
                 await quick.accept_once(soon, body_digest="d")
                 raise QueueFull(limit="requests", bound=1, queued=1, retry_after_s=1.0)
 
@@ -307,9 +308,9 @@ class TestIdempotencyKey:
             late.sampling.seed, soon.sampling.seed = 111, 222
             accept = slow.accept
 
-            async def accept_late(given: RequestSpec) -> bool:
+            async def accept_late(given: RequestSpec, **options: Any) -> bool:
                 assert (await quick.accept_once(soon, body_digest="d")).sampling.seed == 222
-                return await accept(given)
+                return await accept(given, **options)
 
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(slow, "accept", accept_late)

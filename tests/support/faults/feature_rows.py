@@ -6,11 +6,13 @@ events, and compare each with its undisturbed run.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from pagestream.v1 import inference_pb2 as pb
+from support.processes.stack import DEMO_MODEL
 
 NUM_TOKENS = 48
 EOS_TOKEN_ID = 1
@@ -47,8 +49,10 @@ class FeatureRow:
         return not isinstance(self.prompt, str)
 
 
+_TOKENIZER = json.loads((DEMO_MODEL / "tokenizer.json").read_text(encoding="utf-8"))
+_VOCABULARY: Mapping[str, int] = _TOKENIZER["model"]["vocab"]
 # The bytes of two letters and of an emoji, and a letter that is one token: characters of one to four tokens.
-BYTES_BIAS = dict.fromkeys((332, 133, 126, 178, 259, 242, 237), 100.0)
+BYTES_BIAS = dict.fromkeys((_VOCABULARY[token] for token in ("Ã©", "Ã", "¼", "ð", "Ł", "İ", "ī")), 100.0)
 
 _LONG_LIST = """{"type": "array", "minItems": 40, "items": {"type": "object", "additionalProperties": false,
 "properties": {"name": {"type": "string"}, "masts": {"type": "integer"}}, "required": ["name", "masts"]}}"""
@@ -59,22 +63,25 @@ FEATURE_ROWS = (
     FeatureRow("unseeded", "Tell me a story about a cat.", {"temperature": 0.9, "top_k": 50}, seed_is_chosen=True),
     FeatureRow(
         "stop string",
-        "Once upon a time",
-        # The answer has "best friend is" twice: text is held back, released, and held back again.
-        {"temperature": 0.0, "stop": ["best friend is Bruno", "a zebra"]},
+        "Tell me about Renée.",
+        # A fact that any training teaches: "carries a" is held back and released, "is called" is the end.
+        {"temperature": 0.0, "stop": ["carries a zebra", "is called"]},
         finish="stop",
+        is_chat=True,
     ),
     FeatureRow(
         "stop string kept",
-        "One day in the village",
-        {"temperature": 0.0, "stop": ["lie in the harbour"], "include_stop_str_in_output": True},
+        "Tell me about Otto.",
+        {"temperature": 0.0, "stop": ["is called"], "include_stop_str_in_output": True},
         finish="stop",
+        is_chat=True,
     ),
     FeatureRow(
         "stop token",
-        "The captain of the boat",
-        {"temperature": 0.9, "seed": 41, "stop_token_ids": [1054, 0]},  # the first is its 31st token
+        "Tell me about Inés.",
+        {"temperature": 0.3, "seed": 41, "stop_token_ids": [_VOCABULARY["Ġcalled"], 0]},
         finish="stop",
+        is_chat=True,
     ),
     FeatureRow("min_p", "A storm came over the harbour", {"temperature": 1.1, "min_p": 0.05, "seed": 37}),
     FeatureRow(

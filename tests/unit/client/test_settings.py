@@ -1,12 +1,13 @@
 """The defaults, against those of what a client talks to."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 from pagestream_client import Reconnection, Transport
-from pagestream_gateway.api.grpc.server import GrpcServer
+from pagestream_gateway.api.grpc import server
 from pagestream_gateway.settings import Settings, StreamSettings
 from pagestream_streams import StreamsSettings
 
@@ -24,14 +25,14 @@ def test_a_quiet_stream_leaves_a_dead_gateway_before_its_request_is_cancelled() 
 
 async def test_gateways_permit_the_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
-    server = grpc.aio.server
+    make = server.named_calls_server
 
-    def recorded(*, options: tuple[tuple[str, Any], ...], **others: Any) -> grpc.aio.Server:
+    def recorded(*, options: Sequence[tuple[str, Any]], **others: Any) -> grpc.aio.Server:
         given.update(options)
-        return server(options=options, **others)
+        return make(options=options, **others)
 
-    monkeypatch.setattr(grpc.aio, "server", recorded)
+    monkeypatch.setattr(server, "named_calls_server", recorded)
     gateway: Any = SimpleNamespace(settings=Settings(), pending=None)
-    GrpcServer(gateway, max_connections=1)
+    server.GrpcServer(gateway, max_connections=1)
     least_s = given["grpc.http2.min_ping_interval_without_data_ms"] / 1000
     assert Transport().keepalive_s >= least_s + JITTER_S
