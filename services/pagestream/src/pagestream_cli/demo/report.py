@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 WIDTH = 60
 _LEGEND = (
-    f"0, 1: the engine that has the stream   {NOBODY}: none   {UNKNOWN}: Redis is away   "
+    f"0, 1: engine of the stream   {NOBODY}: none   {UNKNOWN}: Redis is away   "
     "E, G, R: kill -9 of an engine, a gateway, Redis"
 )
 
