@@ -21,7 +21,11 @@ TRACE_ID, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACEPARENT = f"00-{TRACE_ID}-{CALLER}-01"
 LIMIT_S = 30.0
 NO_GPU = {"pagestream.gpu.utilization", "pagestream.gpu.memory.usage"}
-NO_LIMIT_AND_NO_LONG_LOG = {"pagestream.redis.memory.limit", "pagestream.redis.log.entry_size"}
+NO_LIMIT_AND_NO_LONG_LOG = {
+    "pagestream.redis.memory.limit",
+    "pagestream.redis.log.entry_size",
+    "pagestream.tenant.refusals",
+}
 NO_MODEL = {"pagestream.memory.usage"}
 NOTHING_HAPPENED = {"pagestream.errors", "pagestream.degradation.transitions", "pagestream.speculation.accepted"}
 """What a paced engine has not."""

@@ -1,5 +1,6 @@
 """The counters of a worker's requests, and the gauges of its engine."""
 
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -80,6 +81,14 @@ async def test_cancelled_refused_and_resumed_requests_are_counted(
     assert value(process, "pagestream.cancellations") == 1, "what is handed back is not cancelled"
 
 
+class UnhurriedRunner(w.ArithmeticRunner):
+    """Runs 200 steps for eight times the period of the fragmentation."""
+
+    def execute(self, plan: StepPlan) -> PendingResult:
+        time.sleep(0.02)
+        return super().execute(plan)
+
+
 @pytest.mark.parametrize("engine_core", ["process", "inline"])
 async def test_gauges_follow_what_the_engine_holds(
     broker: Broker, tmp_path: Path, process: Telemetry, telemetry: WorkerTelemetry, engine_core: str
@@ -88,7 +97,7 @@ async def test_gauges_follow_what_the_engine_holds(
     options = {"num_gpu_blocks_override": 32, "block_size": 8}
     async with GatewaySession(broker) as gateway:
         async with w.running_worker(
-            broker, tmp_path, w.SlowRunner, telemetry=telemetry, engine_core=engine_core, **options
+            broker, tmp_path, UnhurriedRunner, telemetry=telemetry, engine_core=engine_core, **options
         ) as running:
             core = running.core
             ladder = running.worker.degradation
