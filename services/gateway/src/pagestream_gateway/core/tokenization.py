@@ -16,6 +16,8 @@ SMALL_BYTES = 64 * 1024
 """Bytes of a request that is parsed in less time than a thread takes to answer."""
 PATIENCE_S = 2.0
 """Seconds in which a body is received whole, unless its sender or the network is slow."""
+TICKS = 20
+"""Parts that a patience is measured in. A process that is late reads late, so each counts once however long it took."""
 
 
 class TokenizePool:
@@ -67,18 +69,31 @@ class TokenizePool:
         self._num_pending -= 1
 
 
+class PatientClock:
+    """Seconds in which this process has had time to read: it stands while nothing waits, and slows while it is late."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    async def tick(self, period_s: float) -> None:
+        """Wait for the period, and count it once."""
+        await asyncio.sleep(period_s)
+        self.now_s += period_s
+
+
 class PendingRequest:
     """One request's place among the pending ones."""
 
-    def __init__(self, patience_s: float) -> None:
+    def __init__(self, patience_s: float, clock: PatientClock) -> None:
         self._patience_s = patience_s
+        self._clock = clock
         self._scope: asyncio.Timeout | None = None
         self._began_at = 0.0
 
     @contextlib.asynccontextmanager
     async def receiving(self) -> AsyncIterator[None]:
         """Receive the body inside the block. Raises Overloaded where it takes long and others wait for its room."""
-        self._began_at = asyncio.get_running_loop().time()
+        self._began_at = self._clock.now_s
         try:
             async with asyncio.timeout(None) as self._scope:
                 yield
@@ -88,8 +103,10 @@ class PendingRequest:
             self._scope = None
 
     def give_way(self) -> bool:
-        """End the receiving where it has been under way for long; return whether it has."""
-        if self._scope is None or asyncio.get_running_loop().time() - self._began_at < self._patience_s:
+        """End the receiving where others have waited for it for long; return whether they have."""
+        # Half a tick less: the clock's sums are rounded.
+        least_s = self._patience_s * (1 - 0.5 / TICKS)
+        if self._scope is None or self._clock.now_s - self._began_at < least_s:
             return False
         self._scope.reschedule(0.0)
         self._scope = None
@@ -112,6 +129,9 @@ class PendingRequests:
         self._budget = ByteBudget(max_bytes)
         self._limit_s = limit_s
         self._admitted: dict[PendingRequest, None] = {}  # in order
+        self._clock = PatientClock()
+        self._due_at: dict[object, float] = {}  # of those that wait, on the clock, in order
+        self._impatience: asyncio.Task[None] | None = None  # while one waits
 
     @contextlib.asynccontextmanager
     async def hold(self, num_bytes: int) -> AsyncIterator[PendingRequest]:
@@ -119,7 +139,7 @@ class PendingRequests:
         num_bytes = 0 if num_bytes <= SMALL_BYTES else min(num_bytes, self._budget.limit_bytes)
         if num_bytes and not self._budget.try_take(num_bytes):
             await self._wait(num_bytes)
-        request = PendingRequest(self._patience_s)
+        request = PendingRequest(self._patience_s, self._clock)
         if num_bytes:
             self._admitted[request] = None
         try:
@@ -129,7 +149,10 @@ class PendingRequests:
             self._budget.give(num_bytes)
 
     async def _wait(self, num_bytes: int) -> None:
-        impatience = asyncio.create_task(self._make_room())
+        waiter = object()
+        self._due_at[waiter] = self._clock.now_s + self._patience_s
+        if self._impatience is None:
+            self._impatience = asyncio.create_task(self._make_room(), name="impatience")
         try:
             async with asyncio.timeout(self._limit_s):
                 await self._budget.take(num_bytes)
@@ -138,9 +161,17 @@ class PendingRequests:
                 f"large requests of {self._budget.limit_bytes} bytes together are being read", retry_after_s=5.0
             ) from error
         finally:
-            impatience.cancel()
+            del self._due_at[waiter]
+            if not self._due_at:
+                self._impatience.cancel()
+                self._impatience = None
 
     async def _make_room(self) -> None:
         while True:
-            await asyncio.sleep(self._patience_s)
-            any(request.give_way() for request in list(self._admitted))  # the first that can
+            await self._clock.tick(self._patience_s / TICKS)
+            for waiter, due_at in list(self._due_at.items()):
+                if due_at > self._clock.now_s:
+                    break
+                del self._due_at[waiter]
+                self._due_at[waiter] = self._clock.now_s + self._patience_s
+                any(request.give_way() for request in list(self._admitted))  # the first that can
