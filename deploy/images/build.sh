@@ -5,8 +5,9 @@
 # PAGESTREAM_IMAGE_BUILDER: docker, buildah (default: the one that is installed), or a command that is called as
 #   COMMAND NAME:TAG ARCHIVE [arguments of docker build] CONTEXT and writes a docker archive.
 # IMAGE_TAG (the packages' version), TORCH_INDEX (an index with PyTorch's CPU build), TORCH_INDEX_CUDA (one with its CUDA
-#   build), BASE_IMAGE: by default that of deploy/images/base-image.txt if it names a digest; else the Dockerfiles' tag,
-#   pinned for this run to the digest that docker or skopeo finds in its index. The images' labels name both.
+#   build), HEAD_DIMS (head sizes that the CPU engine's attention is compiled for, such as "64 128"; by default all),
+#   BASE_IMAGE: by default that of deploy/images/base-image.txt if it names a digest; else the Dockerfiles' tag, pinned
+#   for this run to the digest that docker or skopeo finds in its index. The images' labels name both.
 # Writes build/images/NAME.tar, and beside it NAME.cdx.json, the list of contents that is also in the image.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -62,6 +63,9 @@ build() { # NAME DOCKERFILE CONTEXT
   if [ "$name" = pagestream-engine-cuda ]; then index=${TORCH_INDEX_CUDA:-}; fi
   local arguments=("${arguments[@]}")
   if [ -n "$index" ]; then arguments+=(--build-arg "TORCH_INDEX=$index"); fi
+  if [ "$name" = pagestream-engine ] && [ -n "${HEAD_DIMS:-}" ]; then
+    arguments+=(--build-arg "HEAD_DIMS=$HEAD_DIMS")
+  fi
   case $builder in
     docker)
       docker build --tag "$name:$tag" "${arguments[@]}" --file "$2" "$3"

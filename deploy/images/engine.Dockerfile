@@ -35,6 +35,10 @@ COPY services/worker/src/pagestream_worker/logs /src/pagestream_worker/logs
 COPY services/engine/src/pagestream_engine/cpu.py services/engine/src/pagestream_engine/errors.py \
      services/engine/src/pagestream_engine/native_build.py services/engine/src/pagestream_engine/native_levels.py \
      services/engine/src/pagestream_engine/native_prebuild.py /src/pagestream_engine/
+# HEAD_DIMS: head sizes of the models that this image is for, such as "64 128". Without it attention is compiled for all
+# sizes of published models, which takes some ten minutes on two cores; a model of another size runs on torch's own.
+ARG HEAD_DIMS=""
+ENV PAGESTREAM_HEAD_DIMS=${HEAD_DIMS}
 RUN PYTHONPATH=/src python3 -m pagestream_engine.native_prebuild --out /prebuilt \
       pagestream_engine.attention.native.levels pagestream_engine.layers.native.levels \
       pagestream_engine.adapters.native.levels pagestream_engine.sampler.native.levels pagestream_worker.logs.library

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from pagestream_engine import native_build
 from pagestream_engine.attention.native import library
-from pagestream_engine.attention.native.levels import LEVELS, find_prebuilt, libraries
+from pagestream_engine.attention.native.levels import HEAD_DIMS_VARIABLE, LEVELS, find_prebuilt, libraries
 from pagestream_engine.cpu import instruction_sets, read_cpuinfo
 from pagestream_engine.native_prebuild import prebuild
 
@@ -55,6 +55,17 @@ def test_nothing_for_another_head_size_folder_or_cache(folder: Path) -> None:
     assert find_prebuilt(128, "", folder, HERE[0].flags) is None
     assert find_prebuilt(64, "", folder / "none", HERE[0].flags) is None
     assert find_prebuilt(64, "fp8", folder, HERE[0].flags) is None
+
+
+@needs_level
+def test_a_build_may_name_its_head_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    every = list(libraries())
+    monkeypatch.setenv(HEAD_DIMS_VARIABLE, "64 16")
+    chosen = {each.name for each in libraries()}
+    assert chosen == {each.name for each in every if each.name.split("-")[1] in ("16", "64")}
+    monkeypatch.setenv(HEAD_DIMS_VARIABLE, "64 65")
+    with pytest.raises(ValueError, match=r"expected some of 16 32 .* got 65"):
+        list(libraries())
 
 
 @needs_level

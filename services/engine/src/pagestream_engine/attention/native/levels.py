@@ -5,6 +5,7 @@ This module imports no torch: an image's build compiles the libraries without it
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ PREBUILT = Path(__file__).parent / "prebuilt"
 """Where an image's build puts them (`pagestream_engine.native_prebuild`). A checkout has none."""
 HEAD_DIMS = (16, 32, 64, 80, 96, 112, 128, 192, 256)
 """Those of published models of the families that the engine runs, and of the models in its tests."""
+HEAD_DIMS_VARIABLE = "PAGESTREAM_HEAD_DIMS"
+"""Environment variable of a build: the head sizes to compile, separated by spaces, in place of HEAD_DIMS."""
 LEAST_CACHED_DIM = 64
 """Smaller heads are those of tests: an image brings them for the model's own dtype alone."""
 CACHES = ("", "fp8")
@@ -70,8 +73,21 @@ def library_for(head_dim: int, level: AttentionLevel, cache: str = "") -> Native
     return NativeLibrary(f"{library_name(head_dim, cache)}-{level.name}", SOURCE, flags, HEADERS)
 
 
-def libraries(head_dims: Sequence[int] = HEAD_DIMS, caches: Sequence[str] = CACHES) -> Iterator[NativeLibrary]:
-    """Yield what an image brings: each level of this architecture for each head size and kind of cache."""
+def wanted_head_dims() -> tuple[int, ...]:
+    """Return the head sizes that HEAD_DIMS_VARIABLE names, or all of HEAD_DIMS. ValueError for another one."""
+    given = os.environ.get(HEAD_DIMS_VARIABLE, "").split()
+    known = {str(head_dim): head_dim for head_dim in HEAD_DIMS}
+    if unknown := [each for each in given if each not in known]:
+        raise ValueError(f"{HEAD_DIMS_VARIABLE}: expected some of {' '.join(known)}, got {' '.join(unknown)}")
+    return tuple(known[each] for each in given) or HEAD_DIMS
+
+
+def libraries(head_dims: Sequence[int] | None = None, caches: Sequence[str] = CACHES) -> Iterator[NativeLibrary]:
+    """Yield what an image brings: each level of this architecture for each head size and kind of cache.
+
+    `head_dims`: None for `wanted_head_dims()`.
+    """
+    head_dims = wanted_head_dims() if head_dims is None else head_dims
     for level in LEVELS.get(platform.machine(), ()):
         for head_dim in head_dims:
             for cache in caches if head_dim >= LEAST_CACHED_DIM else caches[:1]:
