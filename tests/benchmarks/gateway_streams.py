@@ -2,9 +2,13 @@
 
 Half of the streams are gRPC, half server-sent events, read by separate client processes; the engine is a process
 without a model that appends real entries in steps of up to 256 streams (`tests/support/engines/synthetic_engine.py`).
-Printed: tokens received, errors, the time between a stream's tokens, and each process' processor time for a token.
+Printed: tokens received, errors, the time between a stream's tokens (in all, and once every stream of the client has
+had its first token), and each process' processor time for a token.
 
     PYTHONPATH=tests python tests/benchmarks/gateway_streams.py [--streams 2000] [--rate 5] [--tokens 50]
+
+Streams are opened at `--open-rate` a second, by default faster than one gateway accepts them. To see many streams that
+are all open, choose a rate that it does accept, and more tokens than come while they are opened.
 """
 
 import argparse
@@ -14,6 +18,7 @@ import re
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import quantiles
@@ -28,7 +33,7 @@ from support.engines.synthetic_engine import MODEL
 from support.processes.stack import Part, Stack
 from support.processes.waiting import wait_until
 
-CONNECT_AT_ONCE = 100
+CONNECT_PERIOD_S = 0.2
 POSITION = re.compile(rb'"stream_position":"[^/"]+/(\d+)/')
 POSITION_BYTES = 128  # of a position that two reads may divide
 LIMIT_S = 600.0
@@ -38,8 +43,11 @@ ROOT = Path(__file__).resolve().parents[2]
 class ClientFigures:
     """The figures of a client process."""
 
-    def __init__(self) -> None:
+    def __init__(self, streams: int) -> None:
+        self.streams = streams
         self.gaps_s: list[float] = []
+        self.steady_gaps_s: list[float] = []
+        """Once every stream has had its first token, or failed."""
         self.first_s: list[float] = []
         self.tokens = 0
         self.errors: list[str] = []
@@ -49,6 +57,7 @@ class ClientFigures:
         return json.dumps(
             {
                 "gaps_s": self.gaps_s,
+                "steady_gaps_s": self.steady_gaps_s,
                 "first_s": self.first_s,
                 "tokens": self.tokens,
                 "errors": self.errors,
@@ -67,8 +76,13 @@ class Arrivals:
 
     def note(self, tokens: int) -> None:
         """Record tokens that arrived together."""
-        now = time.perf_counter()
-        (self._tallies.gaps_s if self._count else self._tallies.first_s).append(now - self._last)
+        now, tallies = time.perf_counter(), self._tallies
+        if not self._count:
+            tallies.first_s.append(now - self._last)
+        else:
+            tallies.gaps_s.append(now - self._last)
+            if len(tallies.first_s) + len(tallies.errors) == tallies.streams:
+                tallies.steady_gaps_s.append(now - self._last)
         self._last = now
         self._count += tokens
         self._tallies.tokens += tokens
@@ -139,8 +153,9 @@ def last_index(data: bytes) -> int:
 
 
 async def load(options: argparse.Namespace) -> None:
-    """Open this process' share of the streams, a hundred at a time, and read them to their end."""
-    tallies = ClientFigures()
+    """Open this process' share of the streams, some at a time, and read them to their end."""
+    tallies = ClientFigures(options.streams)
+    at_once = max(1, round(options.open_rate * CONNECT_PERIOD_S))
     cpu_before = time.process_time()
     kind, port = options.role, options.port
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -153,15 +168,17 @@ async def load(options: argparse.Namespace) -> None:
                 else sse_stream(port, number, options, tallies)
             )
             tasks.append(asyncio.create_task(stream))
-            if number % CONNECT_AT_ONCE == CONNECT_AT_ONCE - 1:
-                await asyncio.sleep(0.2)
+            if number % at_once == at_once - 1:
+                await asyncio.sleep(CONNECT_PERIOD_S)
         await asyncio.gather(*tasks)
     print(tallies.to_json(time.process_time() - cpu_before))
 
 
-def start_client(kind: str, port: int, streams: int, options: argparse.Namespace, folder: Path) -> Part:
+def start_client(kind: str, port: int, share: float, options: argparse.Namespace, folder: Path) -> Part:
     """Start a client process."""
-    command = [sys.executable, __file__, "--role", kind, "--port", str(port), "--streams", str(streams)]
+    streams, rate = round(options.streams * share), options.open_rate * share
+    command = [sys.executable, __file__, "--role", kind, "--port", str(port)]
+    command += ["--streams", str(streams), "--open-rate", str(rate)]
     part = Part(kind, [*command, "--tokens", str(options.tokens)], folder / f"{kind}.json")
     part.start()
     return part
@@ -206,7 +223,7 @@ def measure(options: argparse.Namespace, folder: Path) -> int:
         shares = {"both": (0.5, 0.5), "grpc": (1.0, 0.0), "sse": (0.0, 1.0)}[options.api]
         for kind, port, share in (("grpc", gateway.grpc_port, shares[0]), ("sse", gateway.http_port, shares[1])):
             if share:
-                clients.append(start_client(kind, port, round(options.streams * share), options, folder))
+                clients.append(start_client(kind, port, share, options, folder))
         started = time.monotonic()
         wait_until(lambda: not any(client.is_alive() for client in clients), limit_s=LIMIT_S, what="the streams")
         wall_s = time.monotonic() - started
@@ -218,11 +235,14 @@ def measure(options: argparse.Namespace, folder: Path) -> int:
     tokens = sum(result["tokens"] for result in results)
     errors = [error for result in results for error in result["errors"]]
     print(f"{options.streams} streams ({options.api}), {tokens} tokens in {wall_s:.1f} s, {len(errors)} errors")
-    for error in errors[:5]:
-        print("error:", error)
+    for error, count in Counter(errors).most_common(5):
+        print(f"{count} errors: {error}")
     if not tokens:
         return 1
     print("a stream's tokens apart:", describe([gap for result in results for gap in result["gaps_s"]]))
+    steady = [gap for result in results for gap in result["steady_gaps_s"]]
+    if len(steady) > 1:
+        print("once all were open:     ", describe(steady))
     print("first token:            ", describe([gap for result in results for gap in result["first_s"]]))
     print_goal("streams through one gateway without an error", "2,000", f"{options.streams}, {len(errors)} errors")
     for name, seconds in spent.items():
@@ -239,6 +259,7 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=2000)
     parser.add_argument("--rate", type=float, default=5.0, help="tokens a second of each stream")
     parser.add_argument("--tokens", type=int, default=50)
+    parser.add_argument("--open-rate", type=float, default=1000.0, help="streams that are opened a second, in all")
     parser.add_argument("--api", choices=("both", "grpc", "sse"), default="both")
     parser.add_argument("--role", choices=("measure", "grpc", "sse"), default="measure", help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)

@@ -20,7 +20,7 @@ from pagestream_gateway.errors import GatewayError, InvalidRequest, Overloaded, 
 from pagestream_gateway.settings import Settings
 
 WINDOW_BYTES = SMALL_BYTES
-_PATIENCE_S = 0.1
+_PATIENCE_S = 0.5
 """Seconds that a message may wait for its turn before one that has been arriving for as long gives way: it may be a
 small one, and those must not wait for large ones.
 """

@@ -15,6 +15,7 @@ from pagestream_gateway.errors import StartupError
 
 _KEEP_ALIVE_MS = 30_000  # below the 60 s after which many proxies drop a silent connection
 
+_LONGEST_TURN_S = 300
 _CORE_LOGGER = "grpc._cython.cygrpc"
 
 
@@ -40,6 +41,11 @@ class GrpcServer:
             ("grpc.max_allowed_incoming_connections", max_connections),
             ("grpc.server_handshake_timeout_ms", round(bounds.header_timeout_s * 1000)),
             ("grpc.max_send_message_length", -1),
+            # Thousands of calls may come back at once. By default the core cancels those that wait for their turn for
+            # 30 s, and, at random, some of more than 1,000.
+            ("grpc.server_max_unrequested_time_in_server", _LONGEST_TURN_S),
+            ("grpc.server.max_pending_requests", bounds.max_grpc_streams),
+            ("grpc.server.max_pending_requests_hard_limit", bounds.max_grpc_streams),
             # With it a second process on the same port would start, and take half of the calls.
             ("grpc.so_reuseport", 0),
             ("grpc.keepalive_time_ms", _KEEP_ALIVE_MS),
