@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -107,5 +107,32 @@ def test_a_subscription_connects_again(redis_url: str, is_closed_once: Callable[
                 assert await heard.get() == b"word"
             finally:
                 await subscription.stop()
+
+    on_uvloop(scenario)
+
+
+def test_other_tasks_get_their_turn_where_a_message_yields(redis_url: str) -> None:
+    async def scenario() -> None:
+        done: list[str] = []
+        ended = asyncio.Event()
+
+        def take(message: bytes) -> Iterator[None]:
+            asyncio.get_running_loop().call_soon(done.append, "another's")
+            done.append("first half")
+            yield
+            done.append("second half")
+            if message == b"last":
+                ended.set()
+
+        async with connected(redis_url) as connection:
+            subscription = Subscription(connection, ["channel"], on_message=take, on_gap=lambda: None)
+            subscription.start()
+            try:
+                assert await subscription.subscribed(LIMIT_S)
+                await connection.pipeline([("PUBLISH", "channel", "one"), ("PUBLISH", "channel", "last")])
+                await asyncio.wait_for(ended.wait(), LIMIT_S)
+            finally:
+                await subscription.stop()
+        assert done == ["first half", "another's", "second half"] * 2
 
     on_uvloop(scenario)

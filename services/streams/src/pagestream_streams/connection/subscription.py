@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 
 from redis import exceptions
@@ -28,10 +28,17 @@ class Subscription:
         self,
         connection: Connection,
         channels: Sequence[str],
-        on_message: Callable[[bytes], None],
+        on_message: Callable[[bytes], Iterable[None] | None],
         on_gap: Callable[[], None],
     ) -> None:
-        """Create it stopped. The callbacks must not block."""
+        """Create it stopped.
+
+        Args:
+            connection: makes the subscriber.
+            channels: their names.
+            on_message: called with each message, must not block; where it yields, other tasks get their turn.
+            on_gap: called where messages may have been lost; must not block.
+        """
         self._connection = connection
         self._channels = channels
         self._on_message = on_message
@@ -76,16 +83,17 @@ class Subscription:
             message = await pubsub.get_message(timeout=_WAIT_S)
             if message is not None:
                 heard = loop.time()
-                self._dispatch(message["type"], message["data"])
+                await self._dispatch(message["type"], message["data"])
             elif loop.time() - heard > 2 * _PING_AFTER_S:
                 raise TimeoutError("no answer to a ping")
             elif loop.time() - heard > _PING_AFTER_S:
                 await pubsub.ping()
 
-    def _dispatch(self, kind: str, data: bytes) -> None:
+    async def _dispatch(self, kind: str, data: bytes) -> None:
         if kind == "message":
             try:
-                self._on_message(data)
+                for _ in self._on_message(data) or ():
+                    await asyncio.sleep(0)
             except Exception:  # noqa: BLE001 - a malformed message must not end the subscription
                 _log.exception("%s: a message can't be read; it is treated as lost", self._channels)
                 self._on_gap()
