@@ -190,9 +190,9 @@ def main() -> None:
         f"{1.0 - full.uncorrected_tokens_per_s / alone.tokens_per_s:.1%}), TTFT p50 "
         f"{full.ttft_p50_ms - alone.ttft_p50_ms:+.1f} ms, ITL p50 {full.itl_p50_ms - alone.itl_p50_ms:+.2f} ms"
     )
-    print_goal("throughput of the engine alone that is left", ">= 95 %", f"{1 - cost:.1%}")
-    if options.rate or options.step_ms is None:
-        print_goal("added to the first token, p50", "<= 5 ms", f"{full.ttft_p50_ms - alone.ttft_p50_ms:+.1f} ms")
+    print_goal("throughput of the engine alone that is left", ">= 97 %", f"{1 - cost:.1%}")
+    goal = "<= 3 ms" if options.rate else "<= 20 ms"  # one by one, or 64 at once
+    print_goal("added to the first token, p50", goal, f"{full.ttft_p50_ms - alone.ttft_p50_ms:+.1f} ms")
     print_goal("added between tokens, p50", "<= 2 ms", f"{full.itl_p50_ms - alone.itl_p50_ms:+.2f} ms")
     if options.json is not None:
         options.json.write_text(json.dumps({"engine alone": asdict(alone), "full path": asdict(full)}, indent=2) + "\n")
