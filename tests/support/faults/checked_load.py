@@ -9,11 +9,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from pagestream_client import AsyncClient, Chunk, Generation, put_together
-from support.faults.workloads import QUESTIONS
 
 Content = tuple[object, ...]
 WATCH_S = 0.05
 END_LIMIT_S = 150.0
+
+
+TOPICS = (
+    *("lighthouse", "harbour", "cat", "baker", "clock", "bridge", "garden", "ship"),
+    *("letter", "tower", "river", "market", "teacher", "boat", "mill", "storm"),
+)
+"""Of sixteen questions each gets an answer of its own."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,7 @@ class Question:
         self, client: AsyncClient, chunks: list[Chunk], on_chunk: Callable[[], object] = lambda: None
     ) -> Content:
         """Ask and append the answer to `chunks`, calling `on_chunk` for each; return what is equal in all runs."""
-        words = f"{QUESTIONS[self.number % len(QUESTIONS)]} Number {self.number}."
+        words = f"Tell me a story about the {TOPICS[self.number % len(TOPICS)]}. Number {self.number}."
         async for chunk in client.generate(
             self.model,
             messages=[{"role": "user", "content": words}],
