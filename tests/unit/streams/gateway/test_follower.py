@@ -212,3 +212,30 @@ async def test_the_end_and_what_a_sink_raises_are_for_the_consumers_task() -> No
     reader.offer(log_slice(1, LOG[1:2], LOG[0].digest))
     with pytest.raises(KeyError):
         await task
+
+
+def test_wake_ups_that_are_late_are_not_lost() -> None:
+    reader = follower()
+    reader.offer(log_slice(0, LOG[:3]))
+    assert len(reader.take_buffered()) == 3
+    assert not reader.misses(5), "they may be on their way"
+    reader.offer(log_slice(3, LOG[3:4], LOG[2].digest))
+    assert len(reader.take_buffered()) == 1
+    assert not reader.misses(8), "they come, if late"
+    assert reader.misses(8), "none has come since"
+    reader.request_log_read()
+    assert numbers(reader.take_logged(4, LOG[4:8])) == [104, 105, 106, 107]
+    assert not reader.misses(8)
+    assert not reader.misses(9)
+
+
+def test_after_a_gap_the_first_poll_that_finds_more_has_the_log_read() -> None:
+    reader = follower()
+    reader.suspect_loss()
+    assert reader.is_after_gap
+    assert reader.misses(1)
+    reader.request_log_read()
+    assert not reader.is_after_gap
+    reader.suspect_loss()
+    assert not reader.misses(0), "it has all"
+    assert not reader.misses(1), "and then others are late"

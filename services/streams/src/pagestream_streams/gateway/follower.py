@@ -68,6 +68,8 @@ class Follower:
         self.ended = False
         self.failure: StreamsError | None = None
         self.waiting_since: float | None = None  # time.monotonic(); None while its consumer works
+        self._suspected_at: int | None = None  # position at which its wake-ups may have been lost
+        self.is_after_gap = False  # whether all may have been lost for a while
         self._digest = digest
         # Whether _digest is that of the log. If not, the first read includes the entry before.
         self._anchored = from_index == 0
@@ -115,9 +117,26 @@ class Follower:
 
     def request_log_read(self) -> None:
         """Drop the buffer and read the log next."""
+        self._suspected_at, self.is_after_gap = None, False
         self.buffer.clear()
         self._log_read_requested = True
         self._wake()
+
+    def suspect_loss(self) -> None:
+        """Note that wake-ups may have been lost: a poll that finds the log longer has it read."""
+        self._suspected_at, self.is_after_gap = self.next_index, True
+
+    def misses(self, length: int) -> bool:
+        """Take the length of the log at a poll; return whether wake-ups seem to be lost, and it has to be read.
+
+        They are where none has brought an entry since an earlier poll found the log longer. Those of a process that is
+        late are on their way.
+        """
+        if length <= self.next_index:
+            self._suspected_at, self.is_after_gap = None, False
+            return False
+        is_suspected, self._suspected_at = self._suspected_at == self.next_index, self.next_index
+        return is_suspected
 
     def lose(self) -> None:
         """Note that Redis has lost the request."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from random import shuffle
 
 from pagestream_streams.connection.connection import Call, Connection
 from pagestream_streams.connection.scripts import POLL
@@ -16,6 +17,8 @@ from pagestream_streams.settings import StreamsSettings
 
 LONGEST_WAIT_S = 5.0
 """Longest wait of a follower for a wake-up or a poll, in case the polls have stopped."""
+_READS_OF_A_ROUND = 32
+"""Logs to read for wake-ups that seem to be lost. Reads of thousands would make a process that is late later still."""
 
 
 class Poller:
@@ -49,7 +52,7 @@ class Poller:
             replies = await self._connection.run_each(calls, self._limit_s)
         except Unavailable as error:
             replies = [error] * len(calls)
-        now = time.monotonic()
+        now, missing = time.monotonic(), list[Follower]()
         for (where, followers), reply in zip(by_partition.items(), replies, strict=True):
             if isinstance(reply, Unavailable):
                 self._note_away(where, followers, reply)
@@ -58,7 +61,11 @@ class Poller:
             for follower, next_index, finished in zip(followers, reply[::2], reply[1::2], strict=True):
                 if follower.waiting_since is not None:
                     follower.waiting_since = now
-                _compare(follower, next_index, finished=bool(finished))
+                if _compare(follower, next_index, finished=bool(finished)):
+                    missing.append(follower)
+        shuffle(missing)
+        for follower in missing[:_READS_OF_A_ROUND]:
+            follower.request_log_read()
 
     def _note_away(self, where: Partition, followers: Sequence[Follower], error: Unavailable) -> None:
         now = time.monotonic()
@@ -71,16 +78,25 @@ class Poller:
                 follower.fail(error)
 
 
-def _compare(follower: Follower, next_index: int, *, finished: bool) -> None:
-    """Act on the length of a follower's log; -1 where Redis does not know the request."""
+def _compare(follower: Follower, next_index: int, *, finished: bool) -> bool:
+    """Act on the length of a follower's log, -1 where Redis does not know the request.
+
+    Return whether it has to be read, but need not be now.
+    """
     if next_index < 0 and follower.spec is not None:
         follower.lose()
     elif next_index < 0:
         follower.fail(RequestNotFound(follower.request_id))
     elif next_index > follower.next_index:
+        is_after_gap = follower.is_after_gap
+        if not follower.misses(next_index):
+            return False
+        if not is_after_gap:
+            return True
         follower.request_log_read()
     elif finished and not follower.ended:
         try:
             follower.end_at(next_index)
         except (OffsetOutOfRange, DigestMismatch) as error:
             follower.fail(error)
+    return False

@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 _REQUEST_ID_TAG = LogSlice.REQUEST_ID_FIELD_NUMBER << 3 | 2  # a field of bytes on the wire
 _RETRY_PAUSE_S = 0.1
 _RENEWAL_RETRY_S = 5.0
-_ROUND_S = 0.002
+_ROUND_S = 0.004
 """Of passing on what a wake-up brings, before other tasks get their turn. A step of 256 streams takes 20 ms, and a call
 that is opened needs several rounds of the event loop.
 """
@@ -106,6 +106,7 @@ class Readers:
     def on_gap(self) -> None:
         """Poll now: wake-ups may have been lost."""
         for follower in self.reads:
+            follower.suspect_loss()
             if follower.waiting_since is not None:
                 follower.waiting_since = float("-inf")
         self.timer.nudge()
