@@ -123,7 +123,7 @@ async def serve_bare(kind: str, port: int, rate: float) -> None:
 
 async def read_streams(options: argparse.Namespace) -> None:
     """Read all streams of a server; print its processor time for a token between the first and the last ones."""
-    figures = ClientFigures()
+    figures = ClientFigures(options.streams)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{options.port}") as channel:
         stub = InferenceStub(channel)
         tasks = [
