@@ -60,7 +60,7 @@ def record(command: Sequence[str], columns: int, rows: int, limit_s: float) -> l
     try:
         for _ in _read(end, stream, limit_s):
             lines = tuple(_line(screen, row) for row in range(rows))
-            if not frames or frames[-1].lines != lines:
+            if lines != (frames[-1].lines if frames else ((),) * rows):
                 frames.append(Frame(time.monotonic(), lines))
         code = process.wait(LONGEST_PAUSE_S)
     except subprocess.TimeoutExpired as error:
