@@ -102,7 +102,7 @@ class WorkerSettings:
     """Seconds for which a model is served before another, for which requests wait, takes its engine."""
     max_serve_s: float = 60.0
     """Seconds after which it takes it although requests that the engine has begun have no token yet; twice as many the
-    next time, where they have none then, up to 16 times as many."""
+    next times, where they have none then, up to 16 times as many."""
     switch_finish_s: float = 2.0
     """Seconds in which running requests may end before an engine changes its model. The others are handed back."""
     load_timeout_s: float = 600.0

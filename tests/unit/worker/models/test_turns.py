@@ -10,7 +10,7 @@ def seconds_owed(turns: Turns, first_token_s: float, began: int = 0) -> int:
 
 def test_a_turn_owes_the_first_token_and_as_much_time_again() -> None:
     turns = Turns(min_serve_s=10, max_serve_s=60)
-    for first_token_s, expected in ((0, 0), (4, 8), (25, 35), (55, 60)):
+    for first_token_s, expected in ((0, 0), (4, 8), (25, 35), (55, 65)):
         turns.begin("a", 0)
         assert seconds_owed(turns, first_token_s) == expected
 
@@ -24,12 +24,12 @@ def test_what_comes_late_in_a_turn_waits_for_the_next() -> None:
     assert turns.owes({"late"}, 40), "the first look counts, however late it is"
 
 
-def test_a_turn_that_was_too_short_is_twice_as_long_the_next_time() -> None:
+def test_a_turn_that_was_too_short_is_twice_as_long_while_that_is_needed() -> None:
     turns = Turns(min_serve_s=10, max_serve_s=60)
     now = 0
-    for expected in (60, 120, 160, 60):
+    for first_token_s, expected in ((150, 60), (150, 120), (150, 160), (150, 160), (5, 10), (150, 60)):
         turns.begin("a", now)
-        assert seconds_owed(turns, 150, now) == expected
+        assert seconds_owed(turns, first_token_s, now) == expected
         now += expected
         turns.begin("b", now)
         assert seconds_owed(turns, 50, now) == 60, "the limit is that of the model"
