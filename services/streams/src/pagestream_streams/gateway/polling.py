@@ -88,12 +88,10 @@ def _compare(follower: Follower, next_index: int, *, finished: bool) -> bool:
     elif next_index < 0:
         follower.fail(RequestNotFound(follower.request_id))
     elif next_index > follower.next_index:
-        is_after_gap = follower.is_after_gap
-        if not follower.misses(next_index):
-            return False
-        if not is_after_gap:
-            return True
-        follower.request_log_read()
+        if follower.misses(next_index):
+            if not follower.is_after_gap:
+                return True
+            follower.request_log_read()
     elif finished and not follower.ended:
         try:
             follower.end_at(next_index)
