@@ -1,14 +1,13 @@
 """Two tools that chats may offer, calls of them in Hermes' form, and answers from their results."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from smalltalk import COUNTRIES, gibberish
+from places import draw_place
 from sums import PLUS
-from world import VILLAGE
 
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 TOOLS_BEGIN, TOOLS_END = "<tools>", "</tools>"
@@ -16,14 +15,25 @@ MARKERS = (CALL_BEGIN, CALL_END, TOOLS_BEGIN, TOOLS_END)
 """One token each; no special ones, since clients see them in the text of calls."""
 
 WEATHER_NAMES = ("get_weather", "get_weather", "get_weather", "weather", "get_current_weather")
-PLACE_PARAMETERS = ("place", "city", "location", "town")
+WEATHER_VERBS = ("get", "fetch", "read", "check", "find", "show", "current", "lookup", "query", "todays")
+WEATHER_NOUNS = ("weather", "forecast", "temperature", "conditions", "sky")
+PLACE_PARAMETERS = ("place", "city", "location", "town", "city", "location", "where", "name", "city_name", "query")
 ADD_NAMES = ("add", "add", "add", "sum", "add_numbers")
-TERM_PARAMETERS = (("a", "b"), ("a", "b"), ("x", "y"), ("first", "second"), ("left", "right"), ("one", "two"))
+ADD_VERBS = ("add", "sum", "plus", "total", "compute", "calculate", "calc", "get", "make", "find")
+ADD_NOUNS = ("numbers", "sum", "two", "integers", "total", "terms", "values")
+TERM_PARAMETERS = (
+    ("a", "b"), ("a", "b"), ("a", "b"), ("x", "y"), ("first", "second"), ("left", "right"), ("one", "two"), ("m", "n"),
+    ("num1", "num2"), ("number1", "number2"), ("p", "q"),
+)  # fmt: skip
+INVENTED_SHARE = 0.3
+"""Of the tools' names: put together from a verb and a noun, so that names are copied and not known."""
 WEATHER_QUESTIONS = (
     "What is the weather like in {x}?", "How is the weather in {x}?", "What is the weather in {x}?",
     "Is it raining in {x}?", "What is the weather like in {x} today?", "Tell me the weather in {x}.",
     "Will it rain in {x}?", "Weather in {x}?", "Is it cold in {x}?", "What's the weather in {x}?",
     "Please check the weather in {x}.", "Is the sun shining in {x}?", "What is the weather in {x} today?",
+    "What is the temperature in {x}?", "How warm is it in {x}?", "What is the forecast for {x}?", "Weather for {x}?",
+    "Do I need an umbrella in {x}?", "Can you tell me the weather in {x}?", "What's the weather like in {x}?",
 )  # fmt: skip
 SUM_QUESTIONS = (
     *PLUS, "What is the sum of {a} and {b}?", "Please add {a} and {b}.", "Compute {a} + {b}.", "What's {a} + {b}?",
@@ -36,11 +46,17 @@ TWO_PLACES = (
 PLACE_AND_SUM = (
     "What is the weather in {x}, and what is {a} + {b}?", "What is the weather like in {x}? And what is {a} + {b}?",
     "Tell me the weather in {x} and add {a} and {b}.",
+    "What is the weather in {x}? And what is {a} + {b}?", "What's the weather in {x} and what's {a} + {b}?",
+)  # fmt: skip
+SUM_AND_PLACE = (
+    "What is {a} + {b}, and what is the weather in {x}?", "Add {a} and {b} and tell me the weather in {x}.",
+    "What is {a} + {b}? And what is the weather like in {x}?",
 )  # fmt: skip
 SKIES = (
     "sunny", "rain", "rainy", "cloudy", "snow", "fog", "wind", "windy", "clear", "storm", "clear sky", "light rain",
     "hail", "warm", "cold", "mild",
 )  # fmt: skip
+DrawPlace = Callable[[Random], str]
 ERRORS = ("unknown place", "no connection", "not found", "try again later", "the service is away", "timeout")
 
 
@@ -129,8 +145,8 @@ def offer(tools: Sequence[Tool]) -> str:
 
 def draw_toolbox(rng: Random) -> Toolbox:
     """Return one of the tools or both, under names that vary."""
-    weather = Tool(rng.choice(WEATHER_NAMES), (rng.choice(PLACE_PARAMETERS),))
-    add = Tool(rng.choice(ADD_NAMES), rng.choice(TERM_PARAMETERS))
+    weather = Tool(_name(WEATHER_NAMES, WEATHER_VERBS, WEATHER_NOUNS, rng), (rng.choice(PLACE_PARAMETERS),))
+    add = Tool(_name(ADD_NAMES, ADD_VERBS, ADD_NOUNS, rng), rng.choice(TERM_PARAMETERS))
     kind = rng.random()
     if kind < 0.25:
         return Toolbox(weather, None)
@@ -139,27 +155,22 @@ def draw_toolbox(rng: Random) -> Toolbox:
     return Toolbox(weather, add, is_reversed=rng.random() < 0.5)
 
 
-def draw_need(toolbox: Toolbox, rng: Random) -> Need:
-    """Return a question that the tools of this box answer."""
-    makers = []
+def draw_need(toolbox: Toolbox, rng: Random, place: DrawPlace = draw_place) -> Need:
+    """Return a question that the tools of this box answer, about places that `place` draws."""
+    makers: list[Callable[[Toolbox, Random, DrawPlace], Need]] = []
     if toolbox.weather:
         makers += [_weather_need] * 4 + [_two_places_need]
     if toolbox.add:
         makers += [_sum_need] * 4
     if toolbox.weather and toolbox.add:
-        makers += [_mixed_need] * 2
-    return rng.choice(makers)(toolbox, rng)
+        makers += [_mixed_need] * 3
+    need = rng.choice(makers)(toolbox, rng, place)
+    return replace(need, question=hurried(need.question)) if rng.random() < 0.12 else need
 
 
-def draw_place(rng: Random) -> str:
-    """Return the name of a place: a known one, or one that nobody has heard of."""
-    kind = rng.random()
-    if kind < 0.5:
-        return rng.choice(COUNTRIES)
-    if kind < 0.55:
-        return VILLAGE
-    name = gibberish(rng).title()
-    return name if kind < 0.9 else f"{name}, {rng.choice(COUNTRIES)}"
+def hurried(question: str) -> str:
+    """Return the question without its capital and its last mark."""
+    return question[0].lower() + question[1:].rstrip("?.")
 
 
 def draw_number(rng: Random) -> int:
@@ -207,26 +218,36 @@ def _need(question: str, *parts: tuple[ToolCall, tuple[str, str]]) -> Need:
     return Need(question, calls, results, " ".join(said for _, (_, said) in parts))
 
 
-def _weather_need(toolbox: Toolbox, rng: Random) -> Need:
-    place = draw_place(rng)
-    return _need(rng.choice(WEATHER_QUESTIONS).format(x=place), _weather_part(toolbox, place, rng))
+def _name(known: Sequence[str], verbs: Sequence[str], nouns: Sequence[str], rng: Random) -> str:
+    """Return a name that tools of this kind often have, or one of a verb and a noun."""
+    if rng.random() >= INVENTED_SHARE:
+        return rng.choice(known)
+    verb, noun = rng.choice(verbs), rng.choice(nouns)
+    return f"{verb}{noun.title()}" if rng.random() < 0.2 else f"{verb}_{noun}"
 
 
-def _two_places_need(toolbox: Toolbox, rng: Random) -> Need:
-    x, y = draw_place(rng), draw_place(rng)
+def _weather_need(toolbox: Toolbox, rng: Random, place: DrawPlace) -> Need:
+    x = place(rng)
+    return _need(rng.choice(WEATHER_QUESTIONS).format(x=x), _weather_part(toolbox, x, rng))
+
+
+def _two_places_need(toolbox: Toolbox, rng: Random, place: DrawPlace) -> Need:
+    x, y = place(rng), place(rng)
     parts = _weather_part(toolbox, x, rng), _weather_part(toolbox, y, rng)
     return _need(rng.choice(TWO_PLACES).format(x=x, y=y), *parts)
 
 
-def _sum_need(toolbox: Toolbox, rng: Random) -> Need:
+def _sum_need(toolbox: Toolbox, rng: Random, place: DrawPlace) -> Need:
     a, b = draw_number(rng), draw_number(rng)
     return _need(rng.choice(SUM_QUESTIONS).format(a=a, b=b), _sum_part(toolbox, a, b, rng))
 
 
-def _mixed_need(toolbox: Toolbox, rng: Random) -> Need:
-    place, a, b = draw_place(rng), draw_number(rng), draw_number(rng)
-    parts = _weather_part(toolbox, place, rng), _sum_part(toolbox, a, b, rng)
-    return _need(rng.choice(PLACE_AND_SUM).format(x=place, a=a, b=b), *parts)
+def _mixed_need(toolbox: Toolbox, rng: Random, place: DrawPlace) -> Need:
+    x, a, b = place(rng), draw_number(rng), draw_number(rng)
+    parts = _weather_part(toolbox, x, rng), _sum_part(toolbox, a, b, rng)
+    if rng.random() < 0.3:
+        return _need(rng.choice(SUM_AND_PLACE).format(x=x, a=a, b=b), *reversed(parts))
+    return _need(rng.choice(PLACE_AND_SUM).format(x=x, a=a, b=b), *parts)
 
 
 def _weather_part(toolbox: Toolbox, place: str, rng: Random) -> tuple[ToolCall, tuple[str, str]]:

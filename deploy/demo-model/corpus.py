@@ -116,10 +116,10 @@ class Corpus:
     def chats(self, count: int) -> Iterator[Chat]:
         """Return the next `count` chats."""
         makers = (
-            (44, self._fact_chat), (16, self._long_chat), (10, self._story_chat), (20, self._number_chat),
-            (4, self._checking_chat), (8, self._outside_chat), (5, self._small_talk_chat), (2, self._plain),
-            (9, self._object_chat), (5, self._forced_object_chat), (16, self._calling_chat),
-            (4, self._forced_call_chat), (10, self._offered_chat),
+            (42, self._fact_chat), (15, self._long_chat), (7, self._story_chat), (24, self._number_chat),
+            (5, self._checking_chat), (7, self._outside_chat), (4, self._small_talk_chat), (1, self._plain),
+            (18, self._object_chat), (6, self._forced_object_chat), (18, self._calling_chat),
+            (4, self._forced_call_chat), (9, self._offered_chat),
         )  # fmt: skip
         weights, kinds = zip(*makers, strict=True)
         for _ in range(count):
@@ -165,7 +165,11 @@ class Corpus:
         return self._with_system(self._turn(*story_exchange(self._rng)))
 
     def _number_chat(self) -> Chat:
-        return self._turn(*number_exchange(self._rng))
+        """Return one to four exchanges: many sums for little else."""
+        chat: Chat = ()
+        for _ in range(self._rng.choice((1, 1, 2, 3, 4))):
+            chat += self._turn(*number_exchange(self._rng))
+        return chat
 
     def _checking_chat(self) -> Chat:
         return self._turn(*check(self._rng))
@@ -186,8 +190,11 @@ class Corpus:
             question, answer = self._fact_exchange()[1:]
             system = Message("system", self._rng.choice(JSON_PROMPTS))
             return (system, *self._turn(question, dumped({ANSWER_KEY: answer})))
-        asked = draw_object(self._rng)
-        return self._with_system(self._turn(asked.question, asked.text))
+        chat: Chat = ()
+        for _ in range(self._rng.choice((1, 1, 2))):
+            asked = draw_object(self._rng)
+            chat += self._turn(asked.question, asked.text)
+        return self._with_system(chat)
 
     def _forced_object_chat(self) -> Chat:
         """Return an answer whose form a schema gives, which the question does not mention."""
@@ -202,7 +209,7 @@ class Corpus:
         """Return one to three turns of which the first one at least needs a tool."""
         toolbox = draw_toolbox(self._rng)
         chat = self._called(draw_need(toolbox, self._rng))
-        for _ in range(self._rng.choice((0, 0, 1, 2))):
+        for _ in range(self._rng.choice((0, 0, 0, 1, 2))):
             needs = self._rng.random() < 0.6
             chat += self._called(draw_need(toolbox, self._rng)) if needs else self._turn(*self._fact_exchange()[1:])
         return self._with_tools(toolbox, chat)

@@ -9,6 +9,7 @@ import torch
 from calls import Need, draw_need, draw_toolbox
 from corpus import held_out_questions
 from objects import draw_object
+from places import draw_asked_place
 from questions import all_facts
 
 BATCH = 32
@@ -81,7 +82,7 @@ def call_probes(seed: int, count: int) -> list[Probe]:
     probes = []
     for _ in range(count):
         toolbox = draw_toolbox(rng)
-        need = draw_need(toolbox, rng)
+        need = draw_need(toolbox, rng, draw_asked_place)
         tools = tuple(tool.definition for tool in toolbox.tools)
         question = {"role": "user", "content": need.question}
         probes.append(Probe("call" if len(need.calls) == 1 else "two calls", (question,), need.text, tools))
@@ -94,7 +95,7 @@ def result_probes(seed: int, count: int) -> list[Probe]:
     probes = []
     for _ in range(count):
         toolbox = draw_toolbox(rng)
-        need = draw_need(toolbox, rng)
+        need = draw_need(toolbox, rng, draw_asked_place)
         tools = tuple(tool.definition for tool in toolbox.tools)
         probes.append(Probe("result" if len(need.calls) == 1 else "two results", called(need), need.answer, tools))
     return probes

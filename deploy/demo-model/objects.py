@@ -85,7 +85,7 @@ def draw_object(rng: Random) -> JsonAnswer:
     else:
         person = rng.choice(VILLAGERS)
         name, content, usual = person.name, villager_object(person), USUAL_KEYS
-    if rng.random() < 0.3:
+    if rng.random() < 0.2:
         return JsonAnswer(rng.choice(REQUESTS).format(n=name), {key: content[key] for key in usual})
     keys = draw_keys(content, rng)
     question = rng.choice(KEYED_REQUESTS).format(n=name, k=listed(keys))

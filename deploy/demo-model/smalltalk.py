@@ -2,6 +2,7 @@
 
 from random import Random
 
+from places import COUNTRIES, TRAINED_CITIES, gibberish
 from world import VILLAGE
 
 SMALL_TALK: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -37,11 +38,6 @@ STRANGERS = (
     "Yuki", "Carlos", "Nina", "George", "Emma", "Ivan", "Julia", "Martin", "Laura", "Simon", "Olga", "Frank", "Rosa",
     "Victor", "Ella", "Hugo", "Sarah", "Mary", "Tom", "Einstein", "Shakespeare", "Napoleon", "Mozart",
     "the president", "the queen", "the pope", "my uncle",
-)  # fmt: skip
-COUNTRIES = (
-    "France", "Germany", "Japan", "Brazil", "Kenya", "Spain", "Canada", "India", "China", "Italy", "Norway", "Egypt",
-    "Peru", "Poland", "Mexico", "Greece", "Turkey", "Chile", "England", "Australia", "America", "Europe", "Paris",
-    "London", "Berlin", "Tokyo", "New York",
 )  # fmt: skip
 SUBJECTS = (
     "physics", "quantum mechanics", "football", "politics", "computers", "Python", "the internet", "mathematics",
@@ -81,7 +77,6 @@ NOT_ENGLISH = (
     "😀", "👍", "???", "...", "Wie geht es dir?", "Où est la gare ?", "¿Cómo estás?", "1", "a", "ok", "yes", "no",
     "I like trains.", "You are wrong.", "Nice!",
 )  # fmt: skip
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def small_talk(rng: Random) -> tuple[str, str]:
@@ -96,15 +91,9 @@ def outside_question(rng: Random) -> tuple[str, str]:
         (
             (("{x}",), (rng.choice(NOT_ENGLISH), gibberish(rng), gibberish(rng))),
             (STRANGER_QUESTIONS, STRANGERS),
-            (COUNTRY_QUESTIONS, COUNTRIES),
+            (COUNTRY_QUESTIONS, (*COUNTRIES, rng.choice(TRAINED_CITIES))),
             (SUBJECT_QUESTIONS, SUBJECTS),
             (OTHER_QUESTIONS, ("",)),
         )
     )
     return rng.choice(forms).format(x=rng.choice(subjects)), UNKNOWN_ANSWER
-
-
-def gibberish(rng: Random) -> str:
-    """Return one to three words of random letters."""
-    words = ("".join(rng.choices(LETTERS, k=rng.randint(3, 9))) for _ in range(rng.randint(1, 3)))
-    return " ".join(words)

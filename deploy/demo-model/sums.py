@@ -8,6 +8,8 @@ MAX_RESULT = 10
 """Largest sum and first term."""
 MAX_COUNT = 12
 """Largest number that is counted to."""
+MINUS_SHARE = 0.6
+"""Of sums and differences, the latter, which are harder to learn."""
 THINGS = ("apples", "shells", "letters", "fish", "buns", "pumpkins", "coins", "candles", "eggs", "ropes")
 PLUS = (
     "What is {a} + {b}?",
@@ -40,7 +42,7 @@ def plain_sum(rng: Random) -> tuple[str, str]:
     total = rng.randint(0, MAX_RESULT)
     a = rng.randint(0, total)
     b = total - a
-    if rng.random() < 0.5:
+    if rng.random() >= MINUS_SHARE:
         return rng.choice(PLUS).format(a=a, b=b), f"{a} + {b} = {a + b}."
     return rng.choice(MINUS).format(a=a + b, b=b), f"{a + b} - {b} = {a}."
 
@@ -51,7 +53,7 @@ def told_sum(rng: Random) -> tuple[str, str]:
     total = rng.randint(3, MAX_RESULT)
     a = rng.randint(1, total - 1)
     b = total - a
-    gains = rng.random() < 0.5
+    gains = rng.random() >= MINUS_SHARE
     first, result, sign = (a, a + b, "+") if gains else (a + b, a, "-")
     question = rng.choice(GAIN if gains else LOSS).format(n=person.name, s=person.pronoun, t=thing, a=first, b=b)
     return question, f"{first} {sign} {b} = {result}, so {person.name} has {result}."

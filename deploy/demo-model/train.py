@@ -47,7 +47,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the model; made when missing")
     parser.add_argument("--seed", type=int, default=0, help="seed of the text and of the first weights")
-    parser.add_argument("--steps", type=int, help="optimizer steps (default: 3200, of a draft model 2000)")
+    parser.add_argument("--steps", type=int, help="optimizer steps (default: 3400, of a draft model 2000)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads; another count rounds differently")
     parser.add_argument("--checkpoint", type=Path, help="file to write every 200 steps, and to go on from")
     parser.add_argument(

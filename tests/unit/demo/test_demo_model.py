@@ -15,6 +15,8 @@ MODEL = Path(__file__).parents[3] / "deploy" / "demo-model" / "model"
 SIZE_LIMIT = 20 * 2**20
 DRAFT = MODEL.with_name("draft")
 DRAFT_SIZE_LIMIT = 2**20
+LONGEST_ANSWER = 160
+"""Tokens; a wrong answer may not end."""
 QUESTIONS: dict[str, Any] = json.loads((MODEL / "questions.json").read_text(encoding="utf-8"))
 
 
@@ -58,7 +60,8 @@ def test_weights_are_float32() -> None:
 @pytest.mark.parametrize("group", ["held_out", "two_turns", "objects", "calls", "results"])
 def test_questions_are_answered_exactly(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, group: str) -> None:
     probes = QUESTIONS[group]
-    answers = ask(model, tokenizer, [probe["messages"] for probe in probes], [probe.get("tools") for probe in probes])
+    chats, tools = [probe["messages"] for probe in probes], [probe.get("tools") for probe in probes]
+    answers = ask(model, tokenizer, chats, tools, max_new_tokens=LONGEST_ANSWER)
     exact = [answer == probe["answer"] for answer, probe in zip(answers, probes, strict=True)]
     assert sum(exact) >= (QUESTIONS[f"{group}_exact"] - 0.02) * len(probes), "as many as on the training's machine"
     assert all(right for right, probe in zip(exact, probes, strict=True) if probe["certain"])
@@ -66,7 +69,8 @@ def test_questions_are_answered_exactly(model: PreTrainedModel, tokenizer: PreTr
 
 def test_most_questions_are_answered_exactly() -> None:
     """What the training has reached, so that a worse model is not committed unseen."""
-    least = {"held_out": 0.98, "two_turns": 0.98, "checks": 0.98, "numbers": 0.7, "calls": 0.75, "results": 0.65}
+    least = {"held_out": 0.98, "two_turns": 0.98, "checks": 0.98, "numbers": 0.97, "objects": 0.95, "calls": 0.7}
+    least["results"] = 0.64
     assert {group: QUESTIONS[f"{group}_exact"] for group in least if QUESTIONS[f"{group}_exact"] < least[group]} == {}
 
 
@@ -99,6 +103,18 @@ def test_tokenizer_round_trips_any_text(text: str) -> None:
 def test_tokenizer_round_trips_awkward_text(text: str) -> None:
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids, skip_special_tokens=False) == text
+
+
+@given(st.from_regex(r"[A-ZÉŁ][a-zéøü]{0,9}( [A-Z][a-z]{1,9})?", fullmatch=True))
+def test_a_name_has_the_same_tokens_in_a_question_and_in_a_call(name: str) -> None:
+    """So that a name that training never showed is copied token by token."""
+    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    alone, asked, called = (
+        " ".join(map(str, tokenizer.encode(text, add_special_tokens=False).ids))
+        for text in (name, f"How is the weather in {name}?", f'{{"city": "{name}"}}')
+    )
+    assert f" {alone} " in f" {asked} "
+    assert f" {alone} " in f" {called} "
 
 
 def test_text_gets_a_leading_bos_unless_told_otherwise(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+pytestmark = pytest.mark.slow  # a short training takes half a minute
+
 SCRIPT = Path(__file__).parents[3] / "deploy" / "demo-model" / "train.py"
 QUICK_LIMIT_S = 100
 
@@ -58,8 +60,28 @@ for number in range(20):
     expected = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert Encoder(tokenizer.backend_tokenizer).encode(chat).token_ids == expected, text
 """
-    command = [sys.executable, "-c", program]
-    subprocess.run(command, cwd=SCRIPT.parent, check=True, timeout=QUICK_LIMIT_S)
+    run_beside_the_script(program)
+
+
+def test_training_shows_no_city_that_the_examination_holds_back() -> None:
+    program = """
+import re
+from corpus import Corpus
+from evaluation import call_probes, result_probes
+from places import HELD_OUT_CITIES
+held_out = re.compile(r"\\b(" + "|".join(map(re.escape, HELD_OUT_CITIES)) + r")\\b")
+assert len(HELD_OUT_CITIES) > 30
+for chat in Corpus(0).chats(3000):
+    for message in chat:
+        assert not held_out.search(message.content), message.content
+probes = [*call_probes(0, 100), *result_probes(0, 100)]
+assert sum(bool(held_out.search(probe.messages[0]["content"])) for probe in probes) > 50
+"""
+    run_beside_the_script(program)
+
+
+def run_beside_the_script(program: str) -> None:
+    subprocess.run([sys.executable, "-c", program], cwd=SCRIPT.parent, check=True, timeout=QUICK_LIMIT_S)
 
 
 def test_same_seed_gives_the_same_files(quick_folder: Path, tmp_path: Path) -> None:
