@@ -20,7 +20,7 @@ AS_SHIPPED = dataclasses.replace(
     sweep_gap_ms=SCALE * SHIPPED.sweep_gap_ms,
     command_timeout_s=SCALE * SHIPPED.command_timeout_s,
 )
-STRANDED = 4
+STRANDED = 4  # connections, of pipelines that run at the same time
 PAUSE_MS = SCALE * (SHIPPED.sweep_gap_ms - 50)
 BETWEEN_S = SCALE * 0.45
 
@@ -46,7 +46,7 @@ async def test_connections_that_fall_silent_cost_no_lease(broker: Broker, redis_
         request = spec()
         await gateway.accept(request)
         [claim] = await a.claim()
-        await asyncio.gather(*(far.connection.execute("PING") for _ in range(STRANDED)))
+        await asyncio.gather(*(far.connection.pipeline([("PING",)]) for _ in range(STRANDED)))
         assert network.num_connections > STRANDED
         network.strand()
         await claims_nothing(b, 2.5 * AS_SHIPPED.lease_ms / 1000)
@@ -71,7 +71,7 @@ async def test_a_gateway_whose_connections_fall_silent_stays_a_reader(
         reading = asyncio.create_task(read_all(gateway, request.request_id, limit_s=60))
         [claim] = await a.claim()
         digest = await a.generate(claim, 1)
-        await asyncio.gather(*(far.connection.execute("PING") for _ in range(STRANDED)))
+        await asyncio.gather(*(far.connection.pipeline([("PING",)]) for _ in range(STRANDED)))
         network.strand()
         where = await near.directory.locate(request.request_id)
         until = asyncio.get_running_loop().time() + 2.5 * AS_SHIPPED.lease_ms / 1000

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import uvloop
 from pagestream_streams.connection.connection import Connection
+from pagestream_streams.connection.light import Light
 from pagestream_streams.connection.scripts import Script
 from pagestream_streams.connection.subscription import Subscription
 from pagestream_streams.errors import Unavailable
 from redis import exceptions
-from redis.asyncio.connection import Connection as Socket
 from support.protocol.token_streams import FAST
 
 ECHO = Script("echo", "return ARGV[1]")
@@ -26,9 +26,9 @@ LIMIT_S = 20.0
 def is_closed_once(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Once called, the next command finds its connection closed, after redis-py has looked whether it is."""
     is_due = False
-    send = Socket.send_packed_command
+    send = Light.send_packed_command
 
-    async def closed(socket: Socket, *arguments: Any, **options: Any) -> None:
+    async def closed(socket: Light, *arguments: Any, **options: Any) -> None:
         nonlocal is_due
         if is_due and socket.is_connected:
             is_due = False
@@ -40,7 +40,7 @@ def is_closed_once(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         nonlocal is_due
         is_due = True
 
-    monkeypatch.setattr(Socket, "send_packed_command", closed)
+    monkeypatch.setattr(Light, "send_packed_command", closed)
     return due
 
 

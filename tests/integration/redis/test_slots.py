@@ -141,6 +141,19 @@ async def test_connections_that_are_closed_under_their_commands(topology: Topolo
     assert sum(task.result() for task in asking) > 0
 
 
+async def test_a_closed_cluster_has_no_connection(topology: Topology) -> None:
+    """Though redis-py counted it as closed already when the slots were read again."""
+    broker = await Broker.connect(fresh(topology), FAST)
+    link = broker.connection.topology
+    assert isinstance(link, ClusterTopology)
+    await link.cluster.aclose()
+    await link.cluster.nodes_manager.initialize()
+    nodes = [*link.cluster.nodes_manager.startup_nodes.values(), *link.cluster.get_nodes()]
+    assert any(socket.is_connected for node in nodes for socket in node._connections)
+    await broker.close()
+    assert not any(socket.is_connected for node in nodes for socket in node._connections)
+
+
 @pytest.mark.parametrize("settings", [FAST, WAITING], ids=["unwaited", "a replica waited for"])
 async def test_streams_go_on_while_their_slots_move(topology: Topology, settings: StreamsSettings) -> None:
     """Keys go one by one: whatever master has which key of a partition, and a second time on the way back."""

@@ -174,6 +174,21 @@ async def test_each_job_has_one_line(broker: Broker, files: FileStore, registry:
     await files.delete(OURS, batch.input_file_id)
 
 
+async def test_lines_that_overlap_with_those_taken_before_are_taken_once(
+    broker: Broker, files: FileStore, registry: BatchRegistry
+) -> None:
+    """A driver may read lines again that it took a moment before: its step was cancelled before the reply came."""
+    batch, lease = await running(broker, files, registry)
+    assert await lease.take_lines(JOBS[:1], 5, room_bytes=0)
+    assert await lease.finish(JOBS[0], OUTPUT, b"one\n", Tokens(), most_bytes=ANY)
+    assert await lease.take_lines(JOBS, 10, room_bytes=0)
+    assert await lease.jobs() == [JOBS[1]]
+    found = await registry.get(OURS, batch.batch_id)
+    assert (found.offset, found.line) == (10, 2)
+    assert await lease.take_lines([JOBS[1]], 12, room_bytes=0), "empty lines may follow"
+    assert (await registry.get(OURS, batch.batch_id)).offset == 12
+
+
 async def test_a_cancel_stops_every_step_but_the_last(
     broker: Broker, files: FileStore, registry: BatchRegistry
 ) -> None:

@@ -167,7 +167,7 @@ async def accept_cached(broker: Broker, gateway: GatewaySession, partition: int,
     found = []
     for _ in range(count):
         request = spec(partition=partition)
-        placed = Placed(MODEL, "its engine", partition, new_tokens=0, held_tokens=10_000)
+        placed = Placed(MODEL, "its engine", partition, new_tokens=0, held_tokens=10_000, reading=0)
         gateway.acceptor.note_placed(request.request_id, placed)
         await gateway.accept(request)
         found.append(request.request_id)

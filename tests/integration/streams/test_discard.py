@@ -23,3 +23,16 @@ async def test_a_discarded_request_ends_and_expires(broker: Broker) -> None:
         for key in (f"{where.prefix}req:{request.request_id}", f"{where.prefix}log:{request.request_id}"):
             assert 0 < await broker.connection.execute("TTL", key) <= DISCARDED_KEPT_S
         assert (await read_all(gateway, request.request_id))[-1].HasField("end")
+
+
+async def test_a_retry_with_its_key_does_not_renew_what_was_discarded(broker: Broker) -> None:
+    async with GatewaySession(broker) as gateway, worker(broker) as engine:
+        first, retry = spec(key="k"), spec(key="k")
+        await gateway.accept_once(first, body_digest="d")
+        [claim] = await engine.claim()
+        await engine.generate(claim, 3, finish=True)
+        await discard_request(broker, first.request_id, TENANT)
+        assert (await gateway.accept_once(retry, body_digest="d")).request_id == first.request_id
+        where = await broker.directory.locate(first.request_id)
+        for key in (where.request(first.request_id), where.log(first.request_id)):
+            assert 0 < await broker.connection.execute("TTL", key) <= DISCARDED_KEPT_S

@@ -1,10 +1,12 @@
 """A request that has tokens goes on where tokens are computed as before: on engines with an equal fingerprint."""
 
+import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from pagestream_streams import Broker, EngineSession, GatewaySession
+from pagestream_streams.connection.scripts import REGISTRY
 from support.protocol.token_streams import FAST, MODEL, TENANT, Worker, eventually, numbers, read_all, spec
 
 OLD, NEW = "0123456789abcdef", "fedcba9876543210"
@@ -143,3 +145,33 @@ async def of_context(broker: Broker, max_model_len: int) -> AsyncIterator[Worker
         broker, model=MODEL, engine_id="engine", on_lost=lambda _: None, max_model_len=max_model_len
     ) as session:
         yield Worker(session)
+
+
+@asynccontextmanager
+async def registered_again(broker: Broker, engine: Worker) -> AsyncIterator[None]:
+    """Do what a heartbeat does that began before the engine retired, and is slow."""
+    identity, is_over = engine.session.identity, asyncio.Event()
+
+    async def register() -> None:
+        while not is_over.is_set():
+            await broker.connection.run(REGISTRY, identity.keyspace.engines(MODEL), identity.engine_id, 1000)
+
+    task = asyncio.create_task(register())
+    try:
+        yield
+    finally:
+        is_over.set()
+        await task
+
+
+async def test_of_engines_that_retire_together_the_last_keeps_its_requests(broker: Broker) -> None:
+    async with (
+        engine_of(broker, NEW, "new") as new,
+        engine_of(broker, OLD, "one") as one,
+        engine_of(broker, OLD, "two") as two,
+    ):
+        for engine in (new, one, two):
+            await engine.session.heartbeat.beat()
+        async with registered_again(broker, one), registered_again(broker, two):
+            assert not await one.session.retire(), "another goes on with its requests"
+            assert await two.session.retire(), "the other one like it takes nothing any more"

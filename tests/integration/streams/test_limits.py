@@ -189,6 +189,28 @@ async def counts(broker: Broker, expected: tuple[int, int, int]) -> bool:
     return await used(broker) == expected
 
 
+async def test_an_end_that_is_looked_up_before_it_is_counted_is_settled(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refusals look up what runs, several times between the end of a long answer and its count."""
+    monkeypatch.setattr(admission, "ACCEPT_S", 0.0)
+    limits = book(tokens_per_minute=100 * (PROMPT + OUTPUT), concurrent_requests=1)
+    seen: list[Rate] = []
+    async with GatewaySession(broker, limits=limits) as gateway, worker(broker) as engine:
+        await gateway.ends.timer.stop()
+        await gateway.accept(request())
+        [claim] = await engine.claim()
+        await engine.generate(claim, 4, finish=True)
+        second = request()
+        assert await refused(gateway, second) is None
+        assert await refused(gateway, request()) is not None
+        await broker.cancel(second.request_id, TENANT)
+        await gateway.ends.count_partition(await broker.directory.locate(second.request_id))
+        await gateway.accept(request(), on_rates=seen.extend)
+    [used_tokens] = [each.used for each in seen if each.name == "tokens_per_minute"]
+    assert used_tokens == PROMPT + 4 + PROMPT + OUTPUT
+
+
 async def test_what_was_not_used_is_given_back_and_what_was_more_counts(broker: Broker) -> None:
     limits = book(tokens_per_minute=2 * (PROMPT + OUTPUT))
     async with GatewaySession(broker, limits=limits) as gateway, worker(broker) as engine:

@@ -51,8 +51,10 @@ from support.redis.lost_writes import (
 )
 from support.redis.servers import newest_server, oldest_server, running_server
 
+OLDEST = pytest.param(oldest_server, id="oldest", marks=pytest.mark.slow)
 
-@pytest.fixture(params=[oldest_server, newest_server], ids=["oldest", "newest"])
+
+@pytest.fixture(params=[OLDEST, pytest.param(newest_server, id="newest")])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
     with running_server(tmp_path_factory.mktemp("redis"), request.param()) as server:
         yield server

@@ -9,7 +9,7 @@ from redis.exceptions import ResponseError
 from support.protocol.world import GRACE, Op, Protocol, ViolationError, explore, run, shortest, walk
 from support.redis.servers import emptied
 
-WALKS = 140
+WALKS = 80
 REPLACED: tuple[Op, ...] = (
     ("retire", "a"),
     ("claim", "a", 4, False),

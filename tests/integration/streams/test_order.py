@@ -195,3 +195,27 @@ async def test_room_that_is_kept_for_a_lower_class_is_not_asked_for_again_and_ag
             assert sent <= 2
             claims = await engine.claim(max_requests=9, max_prompt_tokens=170)
             assert [each.request_id for each in claims] == [each.request_id for each in (first, aged, small)]
+
+
+async def test_what_nothing_can_come_before_is_claimed_in_one_round_trip(redis_url: str) -> None:
+    async with await Broker.connect(redis_url, CALM) as broker, GatewaySession(broker) as gateway:
+        await broker.publish_model(card(), partitions=4)
+        async with EngineSession(broker, model=MODEL, on_lost=lambda _: None) as engine:
+            await engine.subscription.subscribed(5.0)
+            assert await engine.claim(max_requests=9, max_prompt_tokens=100) == []
+            request = spec(partition=1)
+            await gateway.accept(request)
+            await engine.doorbell.wait(5.0)
+            sent = 0
+            run_each = broker.connection.run_each
+
+            async def counted(calls: Sequence[Call], limit_s: float | None = None) -> list[object]:
+                nonlocal sent
+                sent += any(call.script is CLAIM for call in calls)
+                return await run_each(calls, limit_s)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(broker.connection, "run_each", counted)
+                [claim] = await engine.claim(max_requests=9, max_prompt_tokens=100)
+            assert claim.request_id == request.request_id
+            assert sent == 1

@@ -2,10 +2,13 @@
 
 import asyncio
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
-from pagestream_streams import Broker, EngineSession, GatewaySession
+from pagestream_streams import Broker, EngineSession, GatewaySession, Unavailable
 from pagestream_streams.admin.queues import queue_states
+from pagestream_streams.connection.connection import Call, Command
 from pagestream_streams.errors import QueueFull
 from pagestream_streams.protocol.keys import Partition
 from support.protocol.token_streams import MODEL, STILL, TENANT, card, eventually, spec
@@ -103,3 +106,23 @@ async def test_a_drain_that_began_ahead_of_the_clock_begins_anew(redis_url: str)
             await eventually(is_claimed)
             [state] = (await queue_states(broker))[MODEL]
             assert 0 < state.drain_rate <= 50
+
+
+async def test_a_request_is_read_without_its_place_where_the_queues_do_not_answer_in_time(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with await Broker.connect(redis_url, CALM) as broker, GatewaySession(broker) as gateway:
+        await broker.publish_model(card(), partitions=PARTITIONS)
+        run_each = broker.connection.run_each
+
+        async def silent(calls: Sequence[Call | Command], limit_s: float | None = None) -> list[Any]:
+            if limit_s == CALM.beat_limit_s:
+                raise Unavailable(f"no answer within {limit_s} s")
+            return await run_each(calls, limit_s)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(broker.connection, "run_each", silent)
+            request = spec()
+            await gateway.accept(request)
+            view = await broker.view(request.request_id, TENANT)
+            assert (view.queue_position, view.expected_wait_ms) == (None, None)

@@ -18,11 +18,23 @@ from pagestream_streams import (
 )
 from pagestream_streams.connection.connection import Call
 from pagestream_streams.connection.scripts import FORGET
+from pagestream_streams.limits.ends import EndCounter
+from pagestream_streams.limits.usage import read_usage
 from support.protocol.token_streams import FAST, MODEL, TENANT, card, ending, numbers, read_all, spec, worker
 from support.redis.topologies import Place, find_keys
 
 UNAWARE = dataclasses.replace(FAST, directory_ttl_s=1000.0)
 """A gateway with these reads the models once: it goes on to know one that is unpublished."""
+
+
+async def test_usage_that_no_gateway_has_counted_is_counted(broker: Broker) -> None:
+    async with GatewaySession(broker) as gateway, worker(broker) as engine:
+        await gateway.ends.timer.stop()
+        await gateway.accept(spec())
+        await engine.generate((await engine.claim())[0], 3, finish=True)
+    await unpublish(broker, MODEL, wait_s=20.0, count_ended=EndCounter(broker).count_partition)
+    [row] = await read_usage(broker, since_s=7200, tenant=TENANT)
+    assert (row.requests, row.output_tokens) == (1, 3)
 
 
 async def test_a_model_in_use_stays(broker: Broker) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TypeVar, cast
@@ -174,7 +174,7 @@ def token_appends(partition: int, appends: Sequence[Append]) -> TokenAppends:
         for entries in [list(map(to_log_entry, each.entries))]
     ]
     wake_ups = [each.SerializeToString() for each in made]
-    values = append_arguments(0, appends, channels="", wakes=False)[1]
+    values = append_arguments(0, appends, channels="", first_slice=None)[1]
     ends = list(accumulate(map(len, wake_ups)))
     return TokenAppends(partition, len(appends), cast(bytes, values), b"".join(wake_ups), ends)
 
@@ -187,11 +187,12 @@ class Worker:
     lost: list[str] = field(default_factory=list)
 
     async def claim(self, count: int = 1) -> list[Claim]:
-        """Wait for `count` claims."""
+        """Wait for `count` claims; try again where Redis takes too long, as an engine does."""
         claims: list[Claim] = []
         async with asyncio.timeout(LIMIT_S):
             while len(claims) < count:
-                claims += await self.session.claim(max_requests=count - len(claims), max_prompt_tokens=1_000_000)
+                with suppress(Unavailable):
+                    claims += await self.session.claim(max_requests=count - len(claims), max_prompt_tokens=1_000_000)
                 if len(claims) < count:
                     await self.session.wait_for_work(0.05)
         return claims

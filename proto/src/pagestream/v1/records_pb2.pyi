@@ -54,7 +54,7 @@ LABEL_ACTIVATION_SIGMOID: LabelActivation
 LABEL_ACTIVATION_IDENTITY: LabelActivation
 
 class AnswerForm(_message.Message):
-    __slots__ = ("api", "created", "include_usage", "echo_texts", "top_logprobs", "echo_logprobs", "vectors", "prompt_logprobs", "first_tokens", "output", "response")
+    __slots__ = ("api", "created", "include_usage", "echo_texts", "top_logprobs", "echo_logprobs", "vectors", "prompt_logprobs", "first_tokens", "output", "response", "continuous_usage", "token_ids", "tokens_by_id")
     API_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
     INCLUDE_USAGE_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +66,9 @@ class AnswerForm(_message.Message):
     FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    CONTINUOUS_USAGE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_BY_ID_FIELD_NUMBER: _ClassVar[int]
     api: ApiForm
     created: int
     include_usage: bool
@@ -77,7 +80,10 @@ class AnswerForm(_message.Message):
     first_tokens: _containers.RepeatedScalarFieldContainer[str]
     output: OutputForm
     response: ResponseForm
-    def __init__(self, api: _Optional[_Union[ApiForm, str]] = ..., created: _Optional[int] = ..., include_usage: _Optional[bool] = ..., echo_texts: _Optional[_Iterable[str]] = ..., top_logprobs: _Optional[int] = ..., echo_logprobs: _Optional[bool] = ..., vectors: _Optional[_Union[VectorForm, _Mapping]] = ..., prompt_logprobs: _Optional[int] = ..., first_tokens: _Optional[_Iterable[str]] = ..., output: _Optional[_Union[OutputForm, _Mapping]] = ..., response: _Optional[_Union[ResponseForm, _Mapping]] = ...) -> None: ...
+    continuous_usage: bool
+    token_ids: bool
+    tokens_by_id: bool
+    def __init__(self, api: _Optional[_Union[ApiForm, str]] = ..., created: _Optional[int] = ..., include_usage: _Optional[bool] = ..., echo_texts: _Optional[_Iterable[str]] = ..., top_logprobs: _Optional[int] = ..., echo_logprobs: _Optional[bool] = ..., vectors: _Optional[_Union[VectorForm, _Mapping]] = ..., prompt_logprobs: _Optional[int] = ..., first_tokens: _Optional[_Iterable[str]] = ..., output: _Optional[_Union[OutputForm, _Mapping]] = ..., response: _Optional[_Union[ResponseForm, _Mapping]] = ..., continuous_usage: _Optional[bool] = ..., token_ids: _Optional[bool] = ..., tokens_by_id: _Optional[bool] = ...) -> None: ...
 
 class ResponseForm(_message.Message):
     __slots__ = ("members_zlib", "input_zlib", "background", "unstored")
@@ -92,20 +98,24 @@ class ResponseForm(_message.Message):
     def __init__(self, members_zlib: _Optional[bytes] = ..., input_zlib: _Optional[bytes] = ..., background: _Optional[bool] = ..., unstored: _Optional[bool] = ...) -> None: ...
 
 class OutputForm(_message.Message):
-    __slots__ = ("tool_format", "tool_names", "one_call", "reasoning_format", "opening", "typed_tools")
+    __slots__ = ("tool_format", "tool_names", "one_call", "reasoning_format", "opening", "typed_tools", "hides_reasoning", "keeps_blanks")
     TOOL_FORMAT_FIELD_NUMBER: _ClassVar[int]
     TOOL_NAMES_FIELD_NUMBER: _ClassVar[int]
     ONE_CALL_FIELD_NUMBER: _ClassVar[int]
     REASONING_FORMAT_FIELD_NUMBER: _ClassVar[int]
     OPENING_FIELD_NUMBER: _ClassVar[int]
     TYPED_TOOLS_FIELD_NUMBER: _ClassVar[int]
+    HIDES_REASONING_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_BLANKS_FIELD_NUMBER: _ClassVar[int]
     tool_format: str
     tool_names: _containers.RepeatedScalarFieldContainer[str]
     one_call: bool
     reasoning_format: str
     opening: str
     typed_tools: _containers.RepeatedCompositeFieldContainer[TypedTool]
-    def __init__(self, tool_format: _Optional[str] = ..., tool_names: _Optional[_Iterable[str]] = ..., one_call: _Optional[bool] = ..., reasoning_format: _Optional[str] = ..., opening: _Optional[str] = ..., typed_tools: _Optional[_Iterable[_Union[TypedTool, _Mapping]]] = ...) -> None: ...
+    hides_reasoning: bool
+    keeps_blanks: bool
+    def __init__(self, tool_format: _Optional[str] = ..., tool_names: _Optional[_Iterable[str]] = ..., one_call: _Optional[bool] = ..., reasoning_format: _Optional[str] = ..., opening: _Optional[str] = ..., typed_tools: _Optional[_Iterable[_Union[TypedTool, _Mapping]]] = ..., hides_reasoning: _Optional[bool] = ..., keeps_blanks: _Optional[bool] = ...) -> None: ...
 
 class TypedTool(_message.Message):
     __slots__ = ("name", "parameters")
@@ -138,7 +148,7 @@ class VectorForm(_message.Message):
     def __init__(self, base64: _Optional[bool] = ..., num_queries: _Optional[int] = ..., top_n: _Optional[int] = ..., documents: _Optional[_Iterable[str]] = ..., labels: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RequestSpec(_message.Message):
-    __slots__ = ("request_id", "model", "tenant", "prompts", "sampling", "priority", "deadline_ms", "on_disconnect", "disconnect_grace_ms", "answer", "client_request_id", "traceparent", "tracestate", "idempotency_key", "seed_for_each_prompt", "cache_salt", "ends_when_accepted", "adapter", "pooling", "credential")
+    __slots__ = ("request_id", "model", "tenant", "prompts", "sampling", "priority", "deadline_ms", "on_disconnect", "disconnect_grace_ms", "answer", "client_request_id", "traceparent", "tracestate", "idempotency_key", "seed_for_each_prompt", "cache_salt", "ends_when_accepted", "adapter", "pooling", "credential", "reasoning", "max_total_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -159,6 +169,8 @@ class RequestSpec(_message.Message):
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
     CREDENTIAL_FIELD_NUMBER: _ClassVar[int]
+    REASONING_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     tenant: str
@@ -179,7 +191,17 @@ class RequestSpec(_message.Message):
     adapter: Adapter
     pooling: Pooling
     credential: str
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., tenant: _Optional[str] = ..., prompts: _Optional[_Iterable[_Union[_inference_pb2.TokenIds, _Mapping]]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., on_disconnect: _Optional[_Union[_inference_pb2.OnDisconnect, str]] = ..., disconnect_grace_ms: _Optional[int] = ..., answer: _Optional[_Union[AnswerForm, _Mapping]] = ..., client_request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., idempotency_key: _Optional[str] = ..., seed_for_each_prompt: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., ends_when_accepted: _Optional[bool] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., pooling: _Optional[_Union[Pooling, _Mapping]] = ..., credential: _Optional[str] = ...) -> None: ...
+    reasoning: ReasoningMarks
+    max_total_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., tenant: _Optional[str] = ..., prompts: _Optional[_Iterable[_Union[_inference_pb2.TokenIds, _Mapping]]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., on_disconnect: _Optional[_Union[_inference_pb2.OnDisconnect, str]] = ..., disconnect_grace_ms: _Optional[int] = ..., answer: _Optional[_Union[AnswerForm, _Mapping]] = ..., client_request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., idempotency_key: _Optional[str] = ..., seed_for_each_prompt: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., ends_when_accepted: _Optional[bool] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., pooling: _Optional[_Union[Pooling, _Mapping]] = ..., credential: _Optional[str] = ..., reasoning: _Optional[_Union[ReasoningMarks, _Mapping]] = ..., max_total_tokens: _Optional[int] = ...) -> None: ...
+
+class ReasoningMarks(_message.Message):
+    __slots__ = ("end", "openings")
+    END_FIELD_NUMBER: _ClassVar[int]
+    OPENINGS_FIELD_NUMBER: _ClassVar[int]
+    end: _inference_pb2.TokenIds
+    openings: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenIds]
+    def __init__(self, end: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., openings: _Optional[_Iterable[_Union[_inference_pb2.TokenIds, _Mapping]]] = ...) -> None: ...
 
 class Adapter(_message.Message):
     __slots__ = ("name", "model", "path", "revision", "created")
@@ -208,23 +230,25 @@ class Pooling(_message.Message):
     def __init__(self, kind: _Optional[_Union[PoolingKind, str]] = ..., dimensions: _Optional[int] = ..., normalize: _Optional[bool] = ..., activation: _Optional[_Union[LabelActivation, str]] = ...) -> None: ...
 
 class EmbeddingCard(_message.Message):
-    __slots__ = ("size", "pooling", "is_matryoshka", "dimensions", "unsupported", "labels")
+    __slots__ = ("size", "pooling", "is_matryoshka", "dimensions", "unsupported", "labels", "joins_pairs")
     SIZE_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
     IS_MATRYOSHKA_FIELD_NUMBER: _ClassVar[int]
     DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
     UNSUPPORTED_FIELD_NUMBER: _ClassVar[int]
     LABELS_FIELD_NUMBER: _ClassVar[int]
+    JOINS_PAIRS_FIELD_NUMBER: _ClassVar[int]
     size: int
     pooling: Pooling
     is_matryoshka: bool
     dimensions: _containers.RepeatedScalarFieldContainer[int]
     unsupported: str
     labels: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, size: _Optional[int] = ..., pooling: _Optional[_Union[Pooling, _Mapping]] = ..., is_matryoshka: _Optional[bool] = ..., dimensions: _Optional[_Iterable[int]] = ..., unsupported: _Optional[str] = ..., labels: _Optional[_Iterable[str]] = ...) -> None: ...
+    joins_pairs: bool
+    def __init__(self, size: _Optional[int] = ..., pooling: _Optional[_Union[Pooling, _Mapping]] = ..., is_matryoshka: _Optional[bool] = ..., dimensions: _Optional[_Iterable[int]] = ..., unsupported: _Optional[str] = ..., labels: _Optional[_Iterable[str]] = ..., joins_pairs: _Optional[bool] = ...) -> None: ...
 
 class ModelCard(_message.Message):
-    __slots__ = ("name", "tokenizer_json_zlib", "chat_template", "special_tokens", "max_model_len", "vocab_size", "eos_token_ids", "architecture", "revision", "default_sampling", "default_model_len", "deterministic", "embedding", "takes_adapters", "tool_call_parser", "reasoning_parser")
+    __slots__ = ("name", "tokenizer_json_zlib", "chat_template", "special_tokens", "max_model_len", "vocab_size", "eos_token_ids", "architecture", "revision", "default_sampling", "default_model_len", "deterministic", "embedding", "takes_adapters", "tool_call_parser", "reasoning_parser", "takes_output_constraints")
     class SpecialTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -248,6 +272,7 @@ class ModelCard(_message.Message):
     TAKES_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     TOOL_CALL_PARSER_FIELD_NUMBER: _ClassVar[int]
     REASONING_PARSER_FIELD_NUMBER: _ClassVar[int]
+    TAKES_OUTPUT_CONSTRAINTS_FIELD_NUMBER: _ClassVar[int]
     name: str
     tokenizer_json_zlib: bytes
     chat_template: str
@@ -264,19 +289,22 @@ class ModelCard(_message.Message):
     takes_adapters: bool
     tool_call_parser: str
     reasoning_parser: str
-    def __init__(self, name: _Optional[str] = ..., tokenizer_json_zlib: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., architecture: _Optional[str] = ..., revision: _Optional[str] = ..., default_sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., default_model_len: _Optional[int] = ..., deterministic: _Optional[bool] = ..., embedding: _Optional[_Union[EmbeddingCard, _Mapping]] = ..., takes_adapters: _Optional[bool] = ..., tool_call_parser: _Optional[str] = ..., reasoning_parser: _Optional[str] = ...) -> None: ...
+    takes_output_constraints: bool
+    def __init__(self, name: _Optional[str] = ..., tokenizer_json_zlib: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., architecture: _Optional[str] = ..., revision: _Optional[str] = ..., default_sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., default_model_len: _Optional[int] = ..., deterministic: _Optional[bool] = ..., embedding: _Optional[_Union[EmbeddingCard, _Mapping]] = ..., takes_adapters: _Optional[bool] = ..., tool_call_parser: _Optional[str] = ..., reasoning_parser: _Optional[str] = ..., takes_output_constraints: _Optional[bool] = ...) -> None: ...
 
 class LogSlice(_message.Message):
-    __slots__ = ("request_id", "first_index", "entries", "previous_digest")
+    __slots__ = ("request_id", "first_index", "entries", "previous_digest", "fingerprint")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
     PREVIOUS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     first_index: int
     entries: _containers.RepeatedCompositeFieldContainer[LogEntry]
     previous_digest: str
-    def __init__(self, request_id: _Optional[str] = ..., first_index: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[LogEntry, _Mapping]]] = ..., previous_digest: _Optional[str] = ...) -> None: ...
+    fingerprint: str
+    def __init__(self, request_id: _Optional[str] = ..., first_index: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[LogEntry, _Mapping]]] = ..., previous_digest: _Optional[str] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class LogEntry(_message.Message):
     __slots__ = ("choice", "digest", "text", "token_id", "finish", "end", "prompt_part", "logprobs")

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 from pagestream_streams.errors import Unavailable
 
@@ -37,7 +38,7 @@ async def within(seconds: float | None, what: str) -> AsyncIterator[None]:
         raise Unavailable(f"{what} was not answered within {seconds} s") from error
 
 
-async def cancel(task: asyncio.Task[None]) -> None:
+async def cancel(task: asyncio.Task[Any]) -> None:
     """Cancel a task and wait for its end; raise the error that it ends with.
 
     A library may swallow a cancellation, so it is repeated until the task is done.

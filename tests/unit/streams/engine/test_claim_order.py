@@ -169,3 +169,21 @@ def test_a_partition_without_an_answer_is_left_out_for_a_while() -> None:
     assert [take.number for take in order.takes(9, 9, own=set())] == [1]
     assert 0 not in order.to_ask(2, set(), 5.0 + AWAY_S / 2)
     assert 0 in order.to_ask(2, set(), 5.0 + AWAY_S)
+
+
+def test_a_partition_is_alone_where_all_others_are_known_to_have_nothing() -> None:
+    order = ClaimOrder()
+    assert order.lone(2, 0.0) is None, "nothing is known"
+    order.learn(0, Heads(), 0.0, is_own=True)
+    assert order.lone(2, 0.1) == 1, "it alone is unknown"
+    order.learn(1, Heads(), 0.1, is_own=False)
+    assert order.lone(2, 0.2) is None, "neither has anything"
+    order.ring(0, 0.3)
+    assert order.lone(2, 0.3) == 0
+    order.ring(1, 0.4)
+    assert order.lone(2, 0.4) is None, "which one goes first has to be asked"
+    order.note_away(1, 0.5)
+    assert order.lone(2, 0.5) == 0
+    assert order.lone(2, 0.5 + AWAY_S) is None, "it may have something, and is asked again"
+    order.learn(1, Heads(Head(5, 1)), 2.0, is_own=False)
+    assert order.lone(2, 2.0) is None, "the other one has a head"

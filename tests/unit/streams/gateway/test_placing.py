@@ -139,6 +139,15 @@ def test_refused_requests_are_no_work() -> None:
     assert {gateway.engine_of([*SYSTEM_PROMPT, end]) for end in range(5)} == {holder}
 
 
+def test_a_request_that_is_refused_after_its_queue_was_read_is_not_taken_off_the_count() -> None:
+    placer = Gateway().placer
+    placed = placer.place("m", PARTITIONS, SYSTEM_PROMPT, b"")
+    where = Partition("m", placed.partition)
+    placer.note_queued(where, 3)
+    placer.note_refused(placed)
+    assert placer.queued[where] == 3
+
+
 def test_models_that_are_gone_are_forgotten() -> None:
     gateway = Gateway()
     gateway.engine_of(SYSTEM_PROMPT)

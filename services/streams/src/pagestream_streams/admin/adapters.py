@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import enum
 import hashlib
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,10 +13,22 @@ from pagestream_streams.connection.connection import Connection
 from pagestream_streams.errors import AdapterRefused, ModelNotFound
 from pagestream_streams.protocol.adapter_files import CONFIG_FILE, WEIGHTS_FILE, check_adapter_files
 from pagestream_streams.settings import StreamsSettings
+from pagestream_streams.view_age import ViewAge
 
 _READ_BYTES = 1 << 20
 MOST_ADAPTERS = 2000
 """Of a deployment: every gateway reads their records."""
+
+
+class Reload(enum.Enum):
+    """What is done where an adapter's name is in use."""
+
+    KEEP = enum.auto()
+    """Nothing if the files are the same; others are refused."""
+    REFUSE = enum.auto()
+    """It is refused."""
+    REPLACE = enum.auto()
+    """The name stands for the new files from now on; accepted requests go on with those that they have pinned."""
 
 
 class AdapterDirectory:
@@ -31,21 +43,22 @@ class AdapterDirectory:
         self._key = connection.keyspace.adapters
         self._ttl = settings.directory_ttl_s
         self._adapters: dict[str, Adapter] = {}
-        self._read_at = float("-inf")
+        self._age = ViewAge()
 
     async def all(self) -> Mapping[str, Adapter]:
         """Return the adapters by name; don't change them."""
-        if time.monotonic() - self._read_at >= self._ttl:
+        if self._age.seconds >= self._ttl:
+            reading = self._age.begin()
             found = await self._connection.execute("HGETALL", self._key)
             self._adapters = {name.decode(): Adapter.FromString(stored) for name, stored in sorted(found.items())}
-            self._read_at = time.monotonic()
+            self._age.end(reading)
         return self._adapters
 
-    async def publish(self, adapter: Adapter) -> None:
-        """Let requests name an adapter from now on. Loading the same files once more is no error.
+    async def publish(self, adapter: Adapter, reload: Reload = Reload.KEEP) -> None:
+        """Let requests name an adapter from now on.
 
         Raises:
-            AdapterRefused: the name stands for other files, the record is not complete, or there are too many.
+            AdapterRefused: the name is in use, see `reload`; the record is not complete, or there are too many.
         """
         if not adapter.name or not adapter.path or not adapter.model or not adapter.revision:
             raise AdapterRefused("an adapter needs a name, a path, a base model and a revision")
@@ -57,20 +70,25 @@ class AdapterDirectory:
         [seconds, _] = await self._connection.execute("TIME")
         record.created = int(seconds)
         stored = record.SerializeToString(deterministic=True)
-        if not await self._connection.execute("HSETNX", self._key, adapter.name, stored):
+        if reload is Reload.REPLACE:
+            await self._connection.execute("HSET", self._key, adapter.name, stored)
+        elif not await self._connection.execute("HSETNX", self._key, adapter.name, stored):
             held = Adapter.FromString(await self._connection.execute("HGET", self._key, adapter.name) or b"")
-            if (held.model, held.path, held.revision) != (adapter.model, adapter.path, adapter.revision):
+            is_same = (held.model, held.path, held.revision) == (adapter.model, adapter.path, adapter.revision)
+            if not is_same or reload is Reload.REFUSE:
+                how = "already" if is_same else "with other files"
+                hint = ", or replace it in place" if reload is Reload.REFUSE else ""
                 raise AdapterRefused(
-                    f"the adapter {adapter.name!r} is loaded with other files ({held.path}, revision {held.revision}); "
-                    "unload it first"
+                    f"the adapter {adapter.name!r} is loaded {how} ({held.path}, revision {held.revision}); "
+                    f"unload it first{hint}"
                 )
-        self._read_at = float("-inf")
+        self._age.note_change()
 
     async def withdraw(self, name: str) -> None:
         """Let requests name an adapter no longer; accepted ones go on with it. ModelNotFound."""
         if not await self._connection.execute("HDEL", self._key, name):
             raise ModelNotFound(name)
-        self._read_at = float("-inf")
+        self._age.note_change()
 
 
 def adapter_revision(folder: Path) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import time
 from dataclasses import dataclass
 
 from pagestream.v1.records_pb2 import ModelCard
@@ -18,9 +17,12 @@ from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.protocol.records import ModelInfo
 from pagestream_streams.settings import StreamsSettings
 from pagestream_streams.tasks import within
+from pagestream_streams.view_age import ViewAge
 
 _NAME = re.compile(r"[^\s{}\x00-\x1f\x7f]{1,256}")
 _FIELDS = ("created", "digest", "partitions")
+_MISSED_S = 0.1
+"""Age of a view that is read anew for a model that it lacks: it may have been published since, and engines be ready."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class ModelDirectory:
         self._entries: dict[str, _Entry] = {}
         self._tags: dict[str, str] = {}
         self._cards: dict[str, ModelCard] = {}
-        self._read_at = float("-inf")
+        self._age = ViewAge()
         self._is_stale = False  # whether the last read failed: models that are missing here may exist
 
     async def publish(self, card: ModelCard, partitions: int) -> None:
@@ -67,7 +69,7 @@ class ModelDirectory:
                 ("HSETNX", key, "partitions", partitions),
             ]
         )
-        self._read_at = float("-inf")
+        self._age.note_change()
 
     async def set_contexts(self, name: str, max_model_len: int, default_model_len: int) -> None:
         """Change a card's contexts, unless another card is published meanwhile. ModelNotFound."""
@@ -77,7 +79,7 @@ class ModelDirectory:
             raise ModelNotFound(name)
         changed = with_bounds(ModelCard.FromString(found), max_model_len, default_model_len)
         await self._connection.run(AMEND_MODEL, key, digest, *_stored(changed))
-        self._read_at = float("-inf")
+        self._age.note_change()
 
     async def stored_partitions(self, name: str) -> int | None:
         """Return the number of partitions that is stored for a model, also for one that is withdrawn; None for none."""
@@ -87,7 +89,7 @@ class ModelDirectory:
     async def withdraw(self, name: str) -> None:
         """Unpublish a model. Its number of partitions stays until `forget`, so that a removal can go on."""
         await self._connection.execute("HDEL", self._keyspace.model(name), "card", "digest", "created")
-        self._read_at = float("-inf")
+        self._age.note_change()
 
     async def is_published(self, name: str) -> bool:
         """Return whether a model's card is stored now."""
@@ -106,7 +108,7 @@ class ModelDirectory:
 
     async def check_published(self, request_id: str) -> None:
         """Read the models anew. ModelNotFound where that of a request isn't published, PartitionGone."""
-        self._read_at = float("-inf")
+        self._age.note_change()
         where = await self.locate(request_id)
         _check_partition(request_id, where, await self._entry(where.model))
 
@@ -171,8 +173,8 @@ class ModelDirectory:
             raise RequestNotFound(request_id)
         if parts.model_tag not in self._tags:
             await self._refresh()
-        if parts.model_tag not in self._tags and self._is_stale:
-            await self._read()
+        if parts.model_tag not in self._tags:
+            await self._read_missed()
         name = self._tags.get(parts.model_tag)
         if name is None:
             raise RequestNotFound(request_id)
@@ -180,16 +182,16 @@ class ModelDirectory:
 
     async def _entry(self, name: str) -> _Entry:
         await self._refresh()
-        if name not in self._entries and self._is_stale:
-            await self._read()
+        if name not in self._entries:
+            await self._read_missed()
         if name not in self._entries:
             raise ModelNotFound(name)
         return self._entries[name]
 
     async def _refresh(self) -> None:
-        if time.monotonic() - self._read_at < self._ttl:
+        if self._age.seconds < self._ttl:
             return
-        if not self._entries or self._read_at == float("-inf"):
+        if not self._entries or self._age.seconds == float("inf"):
             await self._read()
             return
         try:
@@ -197,9 +199,16 @@ class ModelDirectory:
                 await self._read()
         except Unavailable:
             # Known models are good enough for heartbeats and sweeps; the next read tries again.
-            self._read_at, self._is_stale = time.monotonic(), True
+            self._age.end(self._age.begin())
+            self._is_stale = True
+
+    async def _read_missed(self) -> None:
+        """Read anew for a model that is missing, unless the view is of just now."""
+        if self._is_stale or self._age.seconds > _MISSED_S:
+            await self._read()
 
     async def _read(self) -> None:
+        reading = self._age.begin()
         found = await self._connection.execute("HGETALL", self._keyspace.models)
         tags = {tag.decode(): name.decode() for tag, name in found.items()}
         rows = await self._connection.pipeline(
@@ -212,7 +221,8 @@ class ModelDirectory:
             if None not in row
         }
         self._tags = tags
-        self._read_at, self._is_stale = time.monotonic(), False
+        self._age.end(reading)
+        self._is_stale = False
 
 
 def _stored(card: ModelCard) -> tuple[bytes, str]:

@@ -136,7 +136,10 @@ class QueuePositions:
         sampled = min(_MOST_SAMPLED, max(_LEAST_SAMPLED, SAMPLED // len(partitions)))
         calls = [Call(OUTLINE, where.prefix, (sampled, settings.drain_window_ms)) for where in partitions]
         engines = Call(REGISTRY, self._connection.keyspace.engines(model), ("", 0))
-        living, *replies = await self._connection.run_each([engines, *calls], settings.beat_limit_s)
+        try:
+            living, *replies = await self._connection.run_each([engines, *calls], settings.beat_limit_s)
+        except Unavailable:  # none of them in time; whoever asked reads the request all the same
+            return None, len(partitions)
         if any(isinstance(each, Unavailable) for each in (living, *replies)):
             return None, len(partitions)
         rate = sum(drained / max(span_ms / 1000, _SHORTEST_SPAN_S) for drained, span_ms, *_ in replies)

@@ -14,19 +14,19 @@ from typing import Any
 from pagestream.v1.inference_pb2 import Usage
 
 from pagestream_streams.admin.broker import STATES, Broker
-from pagestream_streams.connection.connection import Call
 from pagestream_streams.connection.scripts import DELIST, ENLIST
 from pagestream_streams.errors import RequestNotFound, Unavailable
 from pagestream_streams.protocol.finish_reasons import parse_finish_reason
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.protocol.records import RequestSummary
+from pagestream_streams.tasks import within
 
 logger = logging.getLogger(__name__)
 
 _KEPT_MS = 7 * 24 * 3600 * 1000  # the longest time that a request may be given over HTTP
 _LIMIT_S = 0.5  # a list that cannot be written at once is not waited for: the request is accepted already
 _READ_AT_ONCE = 100
-_FIELDS = ("tenant", "state", "reason", "next", "ptok", "others", "cached", "attempts", "accepted")
+_FIELDS = ("tenant", "state", "reason", "next", "ptok", "others", "cached", "attempts", "accepted", "discarded")
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class RequestPage:
 async def enlist(broker: Broker, request_id: str, tenant: str) -> None:
     """Add an accepted request to its tenant's list. It is logged, not raised, where Redis cannot take it now."""
     name = broker.connection.keyspace.requests(tenant)
-    arguments = request_id, broker.settings.max_listed_requests, _KEPT_MS
     try:
-        await broker.connection.run_each([Call(ENLIST, name, arguments)], _LIMIT_S)
+        async with within(_LIMIT_S, "the list of a tenant's requests"):
+            await broker.connection.run(ENLIST, name, request_id, broker.settings.max_listed_requests, _KEPT_MS)
     except Unavailable as error:
         logger.warning("not listed", extra={"request_id": request_id, "tenant": tenant, "reason": str(error)})
 
@@ -83,7 +83,7 @@ async def list_requests(broker: Broker, tenant: str, *, limit: int, after: str =
             break
         ids = [member.decode() for member in members]
         summaries = await summaries_of(broker, ids, tenant)
-        found += [summary for summary in summaries if summary is not None]
+        found += [summary for summary in summaries if summary is not None and not summary.is_discarded]
         gone = [request_id for request_id, summary in zip(ids, summaries, strict=True) if summary is None]
         start += len(ids) - len(gone)
         if gone:
@@ -114,7 +114,7 @@ async def _locate(broker: Broker, request_id: str) -> Partition | None:
 
 
 def _summary(request_id: str, where: Partition, fields: Sequence[Any]) -> RequestSummary:
-    _, state, reason, next_index, prompt, others, cached, attempts, accepted = fields
+    _, state, reason, next_index, prompt, others, cached, attempts, accepted, discarded = fields
     return RequestSummary(
         request_id=request_id,
         model=where.model,
@@ -126,4 +126,5 @@ def _summary(request_id: str, where: Partition, fields: Sequence[Any]) -> Reques
         ),
         attempts=int(attempts),
         accepted_at=int(accepted) / 1000,
+        is_discarded=discarded == b"1",
     )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from pagestream_streams.admin.broker import Broker
 from pagestream_streams.connection.connection import Call
 from pagestream_streams.connection.scripts import FORGET, REGISTRY
-from pagestream_streams.errors import ModelInUse, ModelNotFound, RequestsUnfinished
+from pagestream_streams.errors import ModelInUse, ModelNotFound, RequestsUnfinished, Unavailable
 from pagestream_streams.protocol.keys import Partition
 
 ERROR_CODE = "model_removed"
@@ -19,10 +19,22 @@ _MESSAGE = "the model was removed while this request waited for an engine; send 
 _LISTED_AT_ONCE = 256  # ids of one partition in one reply
 _ENDS_AT_ONCE = 32
 _POLL_S = 0.1
+_COUNT_LIMIT_S = 10.0  # a gateway that died while it counted is waited for for 2 s
 _MOST_ROUNDS = 8  # of ending what came before the partitions were closed
 
 
-async def unpublish(broker: Broker, name: str, *, end_requests: bool = False, wait_s: float = 0.0) -> int:
+CountEnded = Callable[[Partition], Awaitable[None]]
+"""Counts what a partition's ended requests have used, see limits/ends.py. Unavailable."""
+
+
+async def unpublish(
+    broker: Broker,
+    name: str,
+    *,
+    end_requests: bool = False,
+    wait_s: float = 0.0,
+    count_ended: CountEnded | None = None,
+) -> int:
     """Remove a model that no engine serves. It can be published anew, also with another number of partitions.
 
     Gateways forget it within settings.directory_ttl_s; this takes twice as long, and ends what they accept meanwhile.
@@ -34,6 +46,7 @@ async def unpublish(broker: Broker, name: str, *, end_requests: bool = False, wa
         name: the model.
         end_requests: end unfinished requests with the error `model_removed`.
         wait_s: seconds to wait for engines that still live to go.
+        count_ended: counts ends that no gateway has counted yet. Without it their usage is lost.
 
     Returns:
         The number of requests that were ended.
@@ -44,7 +57,7 @@ async def unpublish(broker: Broker, name: str, *, end_requests: bool = False, wa
             published.
         RequestsUnfinished: requests wait, and `end_requests` is not set: it stays published. Or gateways of an
             earlier version go on accepting requests.
-        Unavailable: a retry is harmless.
+        Unavailable: a retry is harmless. Also where usage could not be counted within some seconds.
     """
     connection, directory = broker.connection, broker.directory
     count = await directory.stored_partitions(name)
@@ -59,13 +72,15 @@ async def unpublish(broker: Broker, name: str, *, end_requests: bool = False, wa
     await directory.withdraw(name)
     num_ended = await _end_all(broker, partitions)
     await asyncio.sleep(2 * broker.settings.directory_ttl_s)
-    num_ended += await _close(broker, name, partitions)
+    num_ended += await _close(broker, name, partitions, count_ended)
     if not await directory.forget(name):
         raise ModelInUse(name)
     return num_ended
 
 
-async def _close(broker: Broker, name: str, partitions: Sequence[Partition]) -> int:
+async def _close(
+    broker: Broker, name: str, partitions: Sequence[Partition], count_ended: CountEnded | None = None
+) -> int:
     """Have the partitions take nothing new, and delete what they keep; return how many requests were ended."""
     num_ended, retention_ms = 0, broker.settings.dead_retention_s * 1000
     for _ in range(_MOST_ROUNDS):
@@ -73,10 +88,23 @@ async def _close(broker: Broker, name: str, partitions: Sequence[Partition]) -> 
         if await broker.directory.is_published(name):
             raise ModelInUse(name)
         num_ended += await _end_all(broker, partitions)
+        if count_ended is not None:
+            await _count_all(broker, partitions, count_ended)
         left = await _unfinished(broker, partitions, retention_ms)
         if not left:
             return num_ended
     raise RequestsUnfinished(name, len(left))
+
+
+async def _count_all(broker: Broker, partitions: Sequence[Partition], count_ended: CountEnded) -> None:
+    """Have all ends counted, here or by the gateway that is at it."""
+    until = time.monotonic() + _COUNT_LIMIT_S
+    for where in partitions:
+        while left := int(await broker.connection.execute("XLEN", f"{where.prefix}ended")):
+            await count_ended(where)
+            if time.monotonic() > until:
+                raise Unavailable(f"what {left} ended requests of {where.model!r} have used is not counted yet")
+            await asyncio.sleep(_POLL_S)
 
 
 async def _wait_for_engines(broker: Broker, name: str, partitions: Sequence[Partition], limit_s: float) -> None:

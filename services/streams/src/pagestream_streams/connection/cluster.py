@@ -40,6 +40,7 @@ class ClusterTopology:
         self._turns = asyncio.Semaphore(max_commands)
         self._refreshed_at = float("-inf")
         self._refreshing: asyncio.Task[None] | None = None
+        self._is_closed = False
 
     async def execute(self, *command: Argument) -> Any:
         """Run one command; see Topology."""
@@ -101,10 +102,16 @@ class ClusterTopology:
         await asyncio.gather(*(close_idle(node._free) for node in self.cluster.get_nodes()))
 
     async def close(self) -> None:
-        """Close every connection."""
+        """Close every connection, those too that were opened since redis-py last called the cluster closed."""
+        self._is_closed = True
         if self._refreshing is not None:
             await cancel(self._refreshing)
-        await self.cluster.aclose()
+        manager = self.cluster.nodes_manager
+        try:
+            await self.cluster.aclose()
+        finally:
+            nodes = (*manager.startup_nodes.values(), *manager.nodes_cache.values())
+            await asyncio.gather(*(node.disconnect() for node in nodes), return_exceptions=True)
 
     def node(self, key: Argument) -> ClusterNode:
         """Return the node that has a key. redis-py's SlotNotCoveredError where no node has its slot."""
@@ -156,7 +163,7 @@ class ClusterTopology:
         """
         now = asyncio.get_running_loop().time()
         is_refreshing = self._refreshing is not None and not self._refreshing.done()
-        if not is_refreshing and now - self._refreshed_at >= _REFRESH_PAUSE_S:
+        if not self._is_closed and not is_refreshing and now - self._refreshed_at >= _REFRESH_PAUSE_S:
             self._refreshed_at = now
             self._refreshing = asyncio.create_task(self._refresh(), name="refresh slots")
 

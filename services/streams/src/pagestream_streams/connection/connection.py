@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from redis import exceptions
 from redis.asyncio.client import PubSub
 
-from pagestream_streams.connection.base import Topology
+from pagestream_streams.connection.base import Command, Topology
 from pagestream_streams.connection.durability import Durability
-from pagestream_streams.connection.error_translation import translated_errors
+from pagestream_streams.connection.error_translation import translated_errors, translated_replies
 from pagestream_streams.connection.scripts import Script
 from pagestream_streams.connection.topologies import open_topology
 from pagestream_streams.errors import Unavailable
@@ -128,8 +128,8 @@ class Connection:
                 raise reply
         return replies
 
-    async def run_each(self, calls: Sequence[Call], limit_s: float | None = None) -> list[Any]:
-        """Run scripts as `run_many`, with Unavailable in place of the reply of each that can't run.
+    async def run_each(self, calls: Sequence[Call | Command], limit_s: float | None = None) -> list[Any]:
+        """Run scripts, and plain commands beside them, with Unavailable in place of the reply of each that can't run.
 
         So one node of a cluster that is unreachable, or silent for `limit_s` seconds, does not fail the calls to the
         others. Unavailable is raised where none of them can run.
@@ -142,20 +142,14 @@ class Connection:
             while unknown := [
                 place for place, each in enumerate(replies) if isinstance(each, exceptions.NoScriptError)
             ]:
-                first = {calls[place].script: place for place in reversed(unknown)}.values()
+                first = {_command(calls[place])[1]: place for place in reversed(unknown)}.values()
                 commands = [_command(calls[place], by_text=place in first) for place in unknown]
                 for place, each in zip(unknown, await self.topology.pipeline(commands, limit_s), strict=True):
                     replies[place] = each
-        for place, reply in enumerate(replies):
-            try:
-                if isinstance(reply, Exception):
-                    async with translated_errors():
-                        raise reply
-            except Unavailable as error:
-                replies[place] = error
+        replies = translated_replies(replies)
         if all(isinstance(reply, Unavailable) for reply in replies):
             raise replies[0]
-        return list(replies)
+        return replies
 
     async def run_acknowledged(self, script: Script, key: str, *arguments: Argument) -> Any:
         """Run a script as `run`, and wait until its writes are on disk and on replicas as the settings ask.
@@ -238,7 +232,9 @@ class Connection:
         return self.topology.pubsub()
 
 
-def _command(call: Call, *, by_text: bool = False) -> Sequence[Argument]:
+def _command(call: Call | Command, *, by_text: bool = False) -> Command:
+    if not isinstance(call, Call):
+        return call
     script = call.script
     how = ("EVAL", script.text) if by_text else ("EVALSHA", script.sha)
     return (*how, *_keys(call.key), *call.arguments)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from typing import Any
 
 from redis import exceptions
 
@@ -49,8 +50,31 @@ def closed_transport_as_connection_error() -> Iterator[None]:
         raise exceptions.ConnectionError(f"the connection was closed: {error}") from error
 
 
+def translated_replies(replies: Sequence[Any]) -> list[Any]:
+    """Return replies with Unavailable in place of each error that means "not now"; raise faults of the program.
+
+    An error that stands for many replies, as that of a silent server does, is translated once.
+    """
+    known: dict[int, Unavailable] = {}
+    for reply in replies:
+        if isinstance(reply, Exception) and id(reply) not in known:
+            try:
+                with _translated():
+                    raise reply
+            except Unavailable as error:
+                known[id(reply)] = error
+    return [known.get(id(reply), reply) for reply in replies]
+
+
 @asynccontextmanager
 async def translated_errors() -> AsyncIterator[None]:
+    """Raise Unavailable, as in translated_replies, for what is raised inside. It is StorageFull at the memory limit."""
+    with _translated():
+        yield
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
     """Raise Unavailable, chained, for every error that means "not now"; let faults of the program pass.
 
     It is StorageFull where Redis is at its memory limit.

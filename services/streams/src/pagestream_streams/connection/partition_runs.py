@@ -6,10 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from redis import exceptions
-
 from pagestream_streams.connection.connection import Call, Connection
-from pagestream_streams.connection.error_translation import translated_errors
+from pagestream_streams.connection.error_translation import translated_replies
 from pagestream_streams.connection.scripts import Script
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.protocol.entries import Argument
@@ -43,14 +41,7 @@ async def run_on_each(
     replies: list[Any] = []
     for group, reply in zip(groups, (reply for part in found for reply in part), strict=True):
         replies += [reply] * len(group) if isinstance(reply, Unavailable) else reply
-    for place, reply in enumerate(replies):
-        if isinstance(reply, exceptions.RedisError):
-            try:
-                async with translated_errors():
-                    raise reply
-            except Unavailable as error:
-                replies[place] = error
-    return replies
+    return translated_replies(replies)
 
 
 async def _replies(connection: Connection, calls: Sequence[Call], limit_s: float | None) -> Sequence[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -16,6 +16,8 @@ from redis.backoff import NoBackoff
 
 from pagestream_streams.connection.base import Command, Topology, close_idle
 from pagestream_streams.connection.cluster import ClusterTopology
+from pagestream_streams.connection.gathering import Gathering
+from pagestream_streams.connection.light import light
 from pagestream_streams.connection.schemes import SCHEMES
 from pagestream_streams.protocol.entries import Argument
 from pagestream_streams.settings import StreamsSettings
@@ -45,6 +47,7 @@ def open_topology(url: str, settings: StreamsSettings) -> Topology:
         return _cluster(url, settings)
     # A bound that is never reached: SingleServer admits fewer commands, and waits cheaper than redis-py's pool.
     pool = ConnectionPool.from_url(url, max_connections=4 * settings.max_connections, **_limits(settings))
+    pool.connection_class = light(pool.connection_class)
     return SingleServer(Redis(connection_pool=pool), settings.max_connections)
 
 
@@ -57,26 +60,29 @@ class SingleServer:
         """More commands at once than `max_connections` wait for their turn. `others` are closed with it."""
         self._redis = redis
         self._others = others
-        self._command: Callable[..., Awaitable[Any]] = redis.execute_command
         self._turns = asyncio.Semaphore(max_connections)
+        self._gathering = Gathering(self._turns, redis.execute_command, self._pipeline)
 
     async def execute(self, *command: Argument) -> Any:
-        async with self._turns:
-            return await self._command(*command)
+        return await self._gathering.run(command)
 
     async def execute_on_each(self, *command: Argument) -> list[Any]:
         return await self.pipeline([command])
 
     async def pipeline(self, commands: Sequence[Command], limit_s: float | None = None) -> list[Any]:
         try:
-            async with asyncio.timeout(limit_s), self._turns, self._redis.pipeline(transaction=False) as pipe:
-                for command in commands:
-                    pipe.execute_command(*command)
-                return list(await pipe.execute(raise_on_error=False))
+            async with asyncio.timeout(limit_s), self._turns:
+                return await self._pipeline(commands)
         except TimeoutError:
             if limit_s is None:
                 raise
             return [TimeoutError(f"no answer within {limit_s:g} s")] * len(commands)
+
+    async def _pipeline(self, commands: Sequence[Command]) -> list[Any]:
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for command in commands:
+                pipe.execute_command(*command)
+            return list(await pipe.execute(raise_on_error=False))
 
     async def pipeline_to(self, key: str, commands: Sequence[Command]) -> list[Any]:
         return await self.pipeline(commands)
@@ -88,6 +94,7 @@ class SingleServer:
         await close_idle(self._redis.connection_pool._available_connections)
 
     async def close(self) -> None:
+        await self._gathering.stop()
         for each in (self._redis, *self._others):
             await each.aclose()
             await each.connection_pool.disconnect()
@@ -144,6 +151,7 @@ def _sentinel(url: str, settings: StreamsSettings) -> Topology:
         **tls,
         **address.credentials,
     )
+    redis.connection_pool.connection_class = light(redis.connection_pool.connection_class)
     return SingleServer(redis, settings.max_connections, sentinel.sentinels)
 
 
@@ -161,6 +169,10 @@ def _cluster(url: str, settings: StreamsSettings) -> Topology:
         **address.credentials,
         **address.options,
     )
+    connection_class = light(cluster.connection_kwargs["connection_class"])
+    cluster.connection_kwargs["connection_class"] = connection_class  # of nodes that are found later
+    for node in cluster.startup_nodes:
+        node.connection_class = connection_class
     return ClusterTopology(cluster, settings.max_connections)
 
 

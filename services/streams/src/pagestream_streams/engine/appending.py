@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import orjson
@@ -55,12 +55,17 @@ class Appender:
             places[self._identity.partition_of(each.request_id)].append(place)
         retention_ms = self._settings.retention_s * 1000
         channels = self._connection.keyspace.wake_ups("")
-        wakes = not self._connection.waits_for_durability
+        waits = self._connection.waits_for_durability
         calls = [
             Call(
                 APPEND,
                 where.prefix,
-                append_arguments(retention_ms, [appends[i] for i in mine], channels=channels, wakes=wakes),
+                append_arguments(
+                    retention_ms,
+                    [appends[i] for i in mine],
+                    channels=channels,
+                    first_slice=None if waits else self._slice_of,
+                ),
             )
             for where, mine in places.items()
         ]
@@ -76,7 +81,7 @@ class Appender:
             is_over = self._active_requests.settle(appends[i], outcome)
             self._isolation.settle(appends[i], outcome, is_over=is_over)
         await self._wake(
-            (wakeups.message_of(_slice_of(appends[i])), found[2]) for i, found in results.items() if found[2]
+            (wakeups.message_of(self._slice_of(appends[i])), found[2]) for i, found in results.items() if found[2]
         )
         return [outcomes.get(i, AppendOutcome(AppendKind.AWAY, 0)) for i in range(len(appends))]
 
@@ -140,20 +145,44 @@ class Appender:
         else:
             await wakeups.publish(self._connection, wake_ups)
 
+    def _slice_of(self, append: Append) -> LogSlice:
+        return slice_of(append, "" if append.first_index else self._identity.fingerprint)
 
-def append_arguments(retention_ms: int, appends: Sequence[Append], *, channels: str, wakes: bool) -> list[Argument]:
+
+def slice_of(append: Append, fingerprint: str = "") -> LogSlice:
+    """Return what a wake-up carries of an append; with a log's first entries, the fingerprint of their engine."""
+    return LogSlice(
+        request_id=append.request_id,
+        first_index=append.first_index,
+        entries=map(to_log_entry, append.entries),
+        previous_digest=append.previous_digest,
+        fingerprint=fingerprint,
+    )
+
+
+def append_arguments(
+    retention_ms: int,
+    appends: Sequence[Append],
+    *,
+    channels: str,
+    first_slice: Callable[[Append], LogSlice] | None,
+) -> list[Argument]:
     """Return append.lua's arguments for appends to one partition.
 
-    `channels`: prefix of the gateways' channels. `wakes`: the script publishes the wake-ups of first entries. It must
-    not where writes have to wait for disk or replicas.
+    Args:
+        retention_ms: how long an ended log is kept.
+        appends: theirs.
+        channels: prefix of the gateways' channels.
+        first_slice: makes the wake-ups of first entries, which the script publishes. None where writes have to wait for
+            disk or replicas: it must not then.
     """
     values: list[str | int | bytes] = []
     arguments: list[Argument] = [retention_ms, "", channels]
     for each in appends:
         first_index, entries, cached = each.first_index, each.entries, each.cached_tokens
         wake_up: str | int = ""
-        if wakes and first_index == 0:
-            arguments.append(wakeups.message_of(_slice_of(each)))
+        if first_slice is not None and first_index == 0:
+            arguments.append(wakeups.message_of(first_slice(each)))
             wake_up = len(arguments)
         values += (
             each.request_id,
@@ -172,12 +201,3 @@ def append_arguments(retention_ms: int, appends: Sequence[Append], *, channels: 
                 values[-1] = len(arguments)
     arguments[1] = orjson.dumps(values)
     return arguments
-
-
-def _slice_of(append: Append) -> LogSlice:
-    return LogSlice(
-        request_id=append.request_id,
-        first_index=append.first_index,
-        entries=map(to_log_entry, append.entries),
-        previous_digest=append.previous_digest,
-    )

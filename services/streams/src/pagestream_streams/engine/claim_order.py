@@ -114,6 +114,18 @@ class ClaimOrder:
         old.sort(key=lambda number: self._known[number].asked_at)
         return wanted + old[:REFRESH_AT_ONCE]
 
+    def lone(self, count: int, now: float) -> int | None:
+        """Return the one of the partitions 0 to count - 1 that may have something, where all others are known to have
+        nothing: whatever it has is next.
+        """
+        found = None
+        for number in range(count):
+            if self._may_have(number) and self._away_until.get(number, -math.inf) <= now:
+                if found is not None:
+                    return None
+                found = number
+        return found
+
     def may_have(self, numbers: Collection[int]) -> bool:
         """Return whether any of some partitions may have something that the engine may take, as far as it is known."""
         return any(self._may_have(number) for number in numbers)

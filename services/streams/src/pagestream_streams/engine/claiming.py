@@ -222,8 +222,13 @@ class Claimer:
                 num_empty += 1
 
     async def _ask_changed(self, found: _Found) -> None:
-        count, own = len(self._assignment.partitions), self._assignment.own
-        await self._ask(self._order.to_ask(count, own, time.monotonic()), found)
+        """Ask changed partitions for their heads, and claim at once from one that nothing else can come before."""
+        assignment, now = self._assignment, time.monotonic()
+        count = len(assignment.partitions)
+        numbers = self._order.to_ask(count, assignment.own, now)
+        lone = None if assignment.with_suspects else self._order.lone(count, now)
+        most = {lone: found.max_requests}
+        await self._send([Take(each, most.get(each, 0), found.max_tokens, None) for each in numbers], found)
 
     async def _ask(self, numbers: Sequence[int], found: _Found) -> None:
         """Ask partitions for their heads, in one round trip."""

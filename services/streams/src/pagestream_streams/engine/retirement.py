@@ -12,6 +12,9 @@ from pagestream_streams.engine.heartbeat import Heartbeat
 from pagestream_streams.engine.identity import EngineIdentity
 from pagestream_streams.protocol.records import FINGERPRINT_FIELD
 
+_RETIRED_FIELD = "retired"
+"""Of an engine's record: it takes nothing from others any more, though a heartbeat may still show it as living."""
+
 
 class Retirement:
     """Takes one engine out of service."""
@@ -39,12 +42,18 @@ class Retirement:
         identity, connection = self._identity, self._broker.connection
         self._assignment.retire()
         keyspace = connection.keyspace
-        registry = keyspace.engines(identity.model)
+        registry, own = keyspace.engines(identity.model), keyspace.engine(identity.engine_id)
+        # Said before the others are read, so of two that retire together at least one knows of the other. The registry
+        # alone does not say it: a heartbeat that is under way registers this engine again.
+        await connection.pipeline(
+            [("HSET", own, _RETIRED_FIELD, "1"), ("PEXPIRE", own, self._broker.settings.lease_ms)]
+        )
         await connection.execute("ZREM", registry, identity.engine_id)
         living = await connection.run(REGISTRY, registry, "", 0)
-        fingerprints = await connection.pipeline(
-            [("HGET", keyspace.engine(each.decode()), FINGERPRINT_FIELD) for each in living]
+        found = await connection.pipeline(
+            [("HMGET", keyspace.engine(each.decode()), FINGERPRINT_FIELD, _RETIRED_FIELD) for each in living]
         )
+        fingerprints = [fingerprint for fingerprint, retired in found if retired is None]
         alike = {identity.fingerprint.encode(), b"", None}  # None: an engine that has not published it yet
         others_differ = bool(fingerprints and identity.fingerprint) and not any(each in alike for each in fingerprints)
         self._assignment.same_fingerprint_only = others_differ

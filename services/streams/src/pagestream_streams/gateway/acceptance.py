@@ -20,7 +20,7 @@ from pagestream_streams.limits.admission import Demand
 from pagestream_streams.protocol import ids
 from pagestream_streams.protocol.expected_lengths import ExpectedLengths
 from pagestream_streams.protocol.keys import Partition
-from pagestream_streams.protocol.records import is_prompt_alone
+from pagestream_streams.protocol.records import is_prompt_alone, most_output_tokens, output_bounds
 from pagestream_streams.settings import StreamsSettings
 
 _USUAL_TOKENS = 256  # of an output, where nothing is known of a model's
@@ -94,6 +94,7 @@ class Acceptor:
         expect(where, spec.request_id)
         settings = self._broker.settings
         tokens = sum(len(prompt.ids) for prompt in spec.prompts)
+        bounds = zip(spec.prompts, output_bounds(spec), strict=True)
         arguments = (
             spec.request_id,
             spec.SerializeToString(),
@@ -113,7 +114,7 @@ class Acceptor:
             settings.tenant_weights.get(spec.tenant, 1),
             settings.tenant_alone_percent,
             int(bounded),
-            max((len(prompt.ids) for prompt in spec.prompts), default=0) + max(1, spec.sampling.max_tokens),
+            max((len(prompt.ids) + max(1, bound) for prompt, bound in bounds), default=1),
             record_ms(settings.retention_s) if spec.idempotency_key else 0,
             int(spec.ends_when_accepted),
             settings.retention_s * 1000,
@@ -122,8 +123,7 @@ class Acceptor:
         known = self._tenant_times.get((spec.model, spec.tenant), _NO_TIME)
         placed = self._placed.pop(spec.request_id, None)
         left = left_ms(settings, placed.held_tokens) if placed else 0
-        choices = len(spec.prompts) * max(1, spec.sampling.n)
-        most = 0 if is_prompt_alone(spec) else choices * max(1, spec.sampling.max_tokens)
+        most = 0 if is_prompt_alone(spec) else most_output_tokens(spec)
         expected = self.lengths.expected(spec.model, tokens, spec.tenant, most)
         order = (expected, known.virtual, settings.ageing_ms, left, known.learnt_ms, *self._counted(spec))
         reply = await connection.run_acknowledged(ACCEPT, where.prefix, *arguments, "", *order)
@@ -161,7 +161,7 @@ class Acceptor:
         """
         prompt_tokens = sum(len(prompt.ids) for prompt in spec.prompts)
         choices = len(spec.prompts) * max(1, spec.sampling.n)
-        most = 0 if is_prompt_alone(spec) or spec.ends_when_accepted else choices * max(1, spec.sampling.max_tokens)
+        most = 0 if is_prompt_alone(spec) or spec.ends_when_accepted else most_output_tokens(spec)
         if is_length_given or not most:
             return Demand(prompt_tokens, prompt_tokens + most)
         expected = self.lengths.expected(spec.model, prompt_tokens, spec.tenant, most)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
+from itertools import islice
 
+from pagestream_streams.connection.base import Command
 from pagestream_streams.connection.connection import Call, Connection
 from pagestream_streams.connection.scripts import REGISTRY
 from pagestream_streams.errors import Unavailable
@@ -32,6 +34,8 @@ class EngineWatch:
         self._placer = placer
         self._lengths = lengths
         self._lengths_read_at: dict[str, float] = {}
+        self._living: dict[str, Sequence[str]] = {}
+        """Ids of the engines that lived at the last read, by model."""
         self._next: dict[str, bytes] = {}
         """From where to read on, by model."""
         self._read_at: dict[str, float] = {}
@@ -44,7 +48,7 @@ class EngineWatch:
     def keep_only(self, models: Collection[str]) -> None:
         """Forget models that are not published any more."""
         self._placer.keep_only(models)
-        for known in (self._next, self._read_at, self._lengths_read_at):
+        for known in (self._next, self._read_at, self._lengths_read_at, self._living):
             for model in known.keys() - models:
                 del known[model]
 
@@ -58,29 +62,38 @@ class EngineWatch:
             _log.debug("places by what is known of the engines: %s", error)
 
     async def _read(self, models: list[str], limit_s: float) -> None:
-        keyspace = self._connection.keyspace
-        calls = [Call(REGISTRY, keyspace.engines(model), ("", 0)) for model in models]
-        for model, living in zip(models, await self._connection.run_each(calls, limit_s), strict=True):
-            if not isinstance(living, Unavailable):
-                self._placer.note_living(model, {each.decode() for each in living})
-                await self._read_lengths(model, [each.decode() for each in living], limit_s)
-        reads = [
+        """Read in one round trip; the lengths are those of the engines that lived at the last one."""
+        now, keyspace = time.monotonic(), self._connection.keyspace
+        lengths = [(model, each) for model in models for each in self._with_lengths(model, now)]
+        calls: list[Call | Command] = [Call(REGISTRY, keyspace.engines(model), ("", 0)) for model in models]
+        calls += [
             ("XRANGE", keyspace.engine_prefixes(model), self._next.get(model, b"-"), "+", "COUNT", _READ_AT_ONCE)
             for model in models
         ]
-        for model, entries in zip(models, await self._connection.pipeline(reads, limit_s), strict=True):
-            for entry, fields in entries:
-                self._next[model] = b"(" + entry
-                digests = fields[b"digests"]
-                found = [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
-                self._placer.note_held(model, fields[b"engine"].decode(), found)
+        calls += [("HGET", keyspace.engine(each), LENGTHS_FIELD) for _, each in lengths]
+        replies = iter(await self._connection.run_each(calls, limit_s))
+        for model, living in zip(models, islice(replies, len(models)), strict=True):
+            if not isinstance(living, Unavailable):
+                self._living[model] = [each.decode() for each in living]
+                self._placer.note_living(model, set(self._living[model]))
+        for model, entries in zip(models, islice(replies, len(models)), strict=True):
+            if not isinstance(entries, Unavailable):
+                self._note_held(model, entries)
+        tables: dict[str, list[bytes]] = {}
+        for (model, _), table in zip(lengths, replies, strict=True):
+            self._lengths_read_at[model] = now
+            if table and not isinstance(table, Unavailable):
+                tables.setdefault(model, []).append(table)
+        for model, found in tables.items():
+            self._lengths.note(model, found)
 
-    async def _read_lengths(self, model: str, living: list[str], limit_s: float) -> None:
-        now = time.monotonic()
-        if not living or now - self._lengths_read_at.get(model, -math.inf) < _LENGTHS_S:
-            return
-        self._lengths_read_at[model] = now
-        keyspace = self._connection.keyspace
-        reads = [("HGET", keyspace.engine(each), LENGTHS_FIELD) for each in living]
-        found = await self._connection.pipeline(reads, limit_s)
-        self._lengths.note(model, [table for table in found if table])
+    def _with_lengths(self, model: str, now: float) -> Sequence[str]:
+        is_old = now - self._lengths_read_at.get(model, -math.inf) >= _LENGTHS_S
+        return self._living.get(model, ()) if is_old else ()
+
+    def _note_held(self, model: str, entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> None:
+        for entry, fields in entries:
+            self._next[model] = b"(" + entry
+            digests = fields[b"digests"]
+            found = [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
+            self._placer.note_held(model, fields[b"engine"].decode(), found)

@@ -43,6 +43,7 @@ class Follower:
         limits: ReadLimits,
         spec: RequestSpec | None = None,
         sink: Sink | None = None,
+        on_engine: Callable[[str], None] | None = None,
     ) -> None:
         """Create a follower that reads the log first.
 
@@ -55,6 +56,7 @@ class Follower:
             limits: bounds on what it keeps and yields.
             spec: the request to accept again if Redis has lost it.
             sink: what takes entries without waking the consumer's task, where it can.
+            on_engine: see GatewaySession.read.
         """
         self.where = where
         self.spec = spec
@@ -83,6 +85,7 @@ class Follower:
         self._is_woken = False
         self._waiter: asyncio.Future[None] | None = None
         self._sink = sink
+        self._on_engine = on_engine
 
     @property
     def log_start(self) -> int:
@@ -95,6 +98,18 @@ class Follower:
         if not self._entry_bytes:
             return min(_FIRST_PAGE_ENTRIES, self._limits.page_entries)
         return max(1, min(self._limits.page_entries, int(self._limits.batch_bytes / self._entry_bytes)))
+
+    def begin(self, slices: Sequence[bytes] | None) -> None:
+        """Note that the request was accepted here, which registered this read.
+
+        `slices`: those of all entries that the log had until now; None where they are not known.
+        """
+        self.is_registered = True
+        if slices is None:
+            return
+        self._log_read_requested = False
+        for packed in slices:
+            self.offer(packed)
 
     def offer(self, packed: bytes) -> None:
         """Buffer the LogSlice of a wake-up. Beyond the bounds, drop the buffer and read the log instead."""
@@ -247,6 +262,7 @@ class Follower:
         if log_slice is None or not self._continues(log_slice) or log_slice.entries[-1].HasField("end"):
             return False
         reach(FaultPoint.FORWARDING)
+        self._note_engine(log_slice)
         try:
             if not self._sink(log_slice.entries):
                 return False
@@ -273,8 +289,10 @@ class Follower:
         if self._continues(log_slice):
             self._take(log_slice.entries)
             taken.extend(log_slice.entries)
-            return True
-        return self._chain(log_slice.entries[skipped:], taken)
+        elif not self._chain(log_slice.entries[skipped:], taken):
+            return False
+        self._note_engine(log_slice)
+        return True
 
     def _continues(self, log_slice: LogSlice) -> bool:
         """Return whether a slice begins at the position, after the same entries."""
@@ -285,6 +303,10 @@ class Follower:
             and log_slice.previous_digest == self._digest
             and not self.ended
         )
+
+    def _note_engine(self, log_slice: LogSlice) -> None:
+        if log_slice.fingerprint and self._on_engine is not None:
+            self._on_engine(log_slice.fingerprint)
 
     def _take(self, entries: Sequence[LogEntry]) -> None:
         """Go on by entries that are known to continue the position."""

@@ -60,7 +60,7 @@ class GatewayHeartbeat:
                 if isinstance(reply, Unavailable):
                     continue
                 registered, queued = reply
-                self._acceptor.placer.queued[where] = queued
+                self._acceptor.placer.note_queued(where, queued)
                 await self._registrations.compare(where, registered)
             models = {where.model for where in partitions}
             self._acceptor.engines.keep_only(models)

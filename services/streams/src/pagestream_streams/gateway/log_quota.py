@@ -20,6 +20,7 @@ from pagestream_streams.connection.connection import Call
 from pagestream_streams.connection.scripts import LOG_SIZES, RESERVE_LOG, SETTLE_LOGS
 from pagestream_streams.errors import LogsFull, RequestNotFound, Unavailable
 from pagestream_streams.protocol.keys import Partition
+from pagestream_streams.protocol.records import output_bounds
 from pagestream_streams.tasks import Periodic
 
 _log = logging.getLogger(__name__)
@@ -47,13 +48,14 @@ def most_bytes(spec: RequestSpec) -> int:
     sampling = spec.sampling
     prompt_tokens = sum(len(prompt.ids) for prompt in spec.prompts)
     logprobs = _LOGPROB_BYTES * (1 + sampling.logprobs) if sampling.HasField("logprobs") else 0
-    num_tokens = len(spec.prompts) * max(1, sampling.n) * sampling.max_tokens
+    num_tokens = max(1, sampling.n) * sum(output_bounds(spec))
     of_prompts = _PROMPT_TOKEN_BYTES * prompt_tokens
     if sampling.HasField("prompt_logprobs"):
         of_prompts += _LOGPROB_BYTES * (1 + sampling.prompt_logprobs) * prompt_tokens
     if spec.HasField("pooling"):
         of_prompts += len(spec.prompts) * (2 * _ENTRY_BYTES + _FLOAT_BYTES * spec.pooling.dimensions)
-    of_record = _RECORD_BYTES + sampling.structured_outputs.ByteSize() + spec.adapter.ByteSize()
+    repeated = sampling.structured_outputs.ByteSize() + spec.adapter.ByteSize() + spec.answer.ByteSize()
+    of_record = _RECORD_BYTES + repeated
     return of_record + of_prompts + num_tokens * (_ENTRY_BYTES + logprobs)
 
 

@@ -25,6 +25,8 @@ class Placed(NamedTuple):
     """Of its prompt, that the partition's engine has to compute."""
     held_tokens: int
     """Of its prompt, that the partition's engine seems to have computed."""
+    reading: int
+    """Number of the partition's reading of its queue that this request was added to."""
 
 
 def left_ms(settings: StreamsSettings, held_tokens: int) -> int:
@@ -65,11 +67,17 @@ class Placer:
         self._keyspace = keyspace
         self._fleets: defaultdict[str, Fleet] = defaultdict(lambda: Fleet(settings.placement_digests, clock))
         self.queued: Counter[Partition] = Counter()
-        """Queued requests of each partition at the last heartbeat, and those placed since."""
+        """Queued requests of each partition at the last reading, and those placed since."""
+        self._readings: Counter[Partition] = Counter()
 
     def note_living(self, model: str, engines: Collection[str]) -> None:
         """Note which engines of a model live, which decides who owns its partitions."""
         self._fleets[model].living = frozenset(engines)
+
+    def note_queued(self, where: Partition, count: int) -> None:
+        """Note how many requests a partition's queue has, as it was read now."""
+        self.queued[where] = count
+        self._readings[where] += 1
 
     def note_held(self, model: str, engine: str, digests: Iterable[bytes]) -> None:
         """Note beginnings of prompts that an engine has published as computed."""
@@ -81,6 +89,7 @@ class Placer:
             del self._fleets[model]
         for where in [each for each in self.queued if each.model not in models]:
             del self.queued[where]
+            del self._readings[where]
 
     def place(self, model: str, partitions: int, prompt_token_ids: Sequence[int], cache_salt: bytes) -> Placed:
         """Return the partition of a prompt among those of its model.
@@ -103,10 +112,11 @@ class Placer:
         engine = min(fleet.work.with_room(owned, self._settings.placement_most_work), key=cost)
         held = lengths.get(engine, 0)
         number = min(owned[engine], key=lambda each: self._load(model, each))
-        placed = Placed(model, engine, number, len(prompt_token_ids) - held, held)
+        where = self._keyspace.partition(model, number)
+        placed = Placed(model, engine, number, len(prompt_token_ids) - held, held, self._readings[where])
         fleet.work.add(engine, placed.new_tokens)
         fleet.held.expect((digest for _, digest in prefixes), engine)
-        self.queued[self._keyspace.partition(model, number)] += 1
+        self.queued[where] += 1
         return placed
 
     def note_refused(self, placed: Placed) -> None:
@@ -114,7 +124,9 @@ class Placer:
         if placed.model not in self._fleets:
             return
         self._fleets[placed.model].work.add(placed.engine, -placed.new_tokens, -1)
-        self.queued[self._keyspace.partition(placed.model, placed.partition)] -= 1
+        where = self._keyspace.partition(placed.model, placed.partition)
+        if placed.reading == self._readings[where]:  # else the count is read anew, without it
+            self.queued[where] -= 1
 
     def _load(self, model: str, number: int) -> int:
         return self.queued[self._keyspace.partition(model, number)]

@@ -97,14 +97,17 @@ class Readers:
         """Pass the slices of a wake-up to their reads; yield now and then, for other tasks to get their turn."""
         until = time.perf_counter() + _ROUND_S
         for packed in PackedWakeUp.FromString(message).slices:
-            for follower in self.reads.of(_request_id(packed)):
+            request_id = _request_id(packed)
+            for follower in self.reads.of(request_id):
                 follower.offer(packed)
+            self.registrations.awaited.offer(request_id, packed)
             if time.perf_counter() > until:
                 yield
                 until = time.perf_counter() + _ROUND_S
 
     def on_gap(self) -> None:
         """Poll now: wake-ups may have been lost."""
+        self.registrations.awaited.note_gap()
         for follower in self.reads:
             follower.suspect_loss()
             if follower.waiting_since is not None:
@@ -120,6 +123,7 @@ class Readers:
         digest: str,
         spec: RequestSpec | None,
         sink: Sink | None = None,
+        on_engine: Callable[[str], None] | None = None,
     ) -> AsyncGenerator[list[LogEntry], None]:
         """Yield batches of a log's entries; see GatewaySession.read."""
         where = await self._with_retries(lambda: self._broker.directory.locate(request_id))
@@ -132,10 +136,12 @@ class Readers:
             limits=self.limits,
             spec=spec,
             sink=sink,
+            on_engine=on_engine,
         )
-        self.join(follower)
+        is_registered = self.join(follower)
         try:
-            await self._with_retries(lambda: self._register(follower))
+            if not is_registered:
+                await self._with_retries(lambda: self._register(follower))
             while not follower.ended:
                 entries = await self._next(follower)
                 if entries:
@@ -146,10 +152,16 @@ class Readers:
         finally:
             self._leave(follower)
 
-    def join(self, follower: Follower) -> None:
-        """Add a read."""
-        self.registrations.keep(follower.request_id)
+    def join(self, follower: Follower) -> bool:
+        """Add a read; return whether it is registered, since this gateway has just accepted its request."""
+        expected = self.registrations.keep(follower.request_id, follower.tenant)
         self.reads.add(follower)
+        if expected is None or expected.accepted_at is None or follower.from_index:
+            return False  # whoever begins within a log may be past its end, which Redis knows
+        follower.begin(expected.slices if expected.is_whole else None)
+        if follower.spec is not None and follower.spec.deadline_ms:
+            follower.deadline = expected.accepted_at + follower.spec.deadline_ms / 1000
+        return True
 
     async def maintain(self) -> None:
         """Do one round: take registrations back, poll, and renew idempotency keys. Unavailable once all is tried."""

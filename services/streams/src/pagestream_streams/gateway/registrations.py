@@ -14,7 +14,7 @@ from pagestream_streams.connection.connection import Call
 from pagestream_streams.connection.scripts import REGISTER, UNREGISTER
 from pagestream_streams.errors import RequestNotFound, Unavailable
 from pagestream_streams.gateway.follower import Follower
-from pagestream_streams.gateway.open_reads import OpenReads
+from pagestream_streams.gateway.open_reads import ExpectedRead, ExpectedReads, OpenReads
 from pagestream_streams.protocol.keys import Partition
 
 _log = logging.getLogger(__name__)
@@ -37,31 +37,36 @@ class Registrations:
         self._limit_s = limit_s
         self._serves = serves
         self._leaving: dict[str, Partition] = {}
-        self._expected: dict[str, tuple[Partition, float]] = {}  # accepted, not read yet; until when
+        self._unregistering: frozenset[str] = frozenset()  # whose registration is being taken back
+        self.awaited = ExpectedReads()
+        """Of accepted requests that were not read yet."""
         self._beats: defaultdict[Partition, int] = defaultdict(int)
         self._strays: defaultdict[Partition, set[str]] = defaultdict(set)  # registered at the last look, not read
 
     @property
     def expected(self) -> frozenset[str]:
         """Ids of accepted requests that were not read yet."""
-        return frozenset(self._expected)
+        return frozenset(self.awaited)
 
     @property
     def leaving(self) -> frozenset[str]:
         """Ids of requests whose registration is to be taken back."""
         return frozenset(self._leaving)
 
-    def expect(self, where: Partition, request_id: str) -> None:
+    def expect(self, where: Partition, request_id: str, tenant: str) -> None:
         """Note that an accept registers this gateway; without a read in time, the registration is taken back."""
         if request_id in self._reads or not self._serves:
             return
-        until = time.monotonic() + self._settings.accepted_unread_ms / 1000
-        self._expected[request_id] = (where, until)
-
-    def keep(self, request_id: str) -> None:
-        """Keep a registration: a read of the request begins."""
-        self._expected.pop(request_id, None)
         self._leaving.pop(request_id, None)
+        until = time.monotonic() + self._settings.accepted_unread_ms / 1000
+        self.awaited.expect(request_id, where, tenant=tenant, until=until)
+        if request_id in self._unregistering:
+            self.awaited.doubt(request_id)
+
+    def keep(self, request_id: str, tenant: str) -> ExpectedRead | None:
+        """Keep a registration: a tenant's read of the request begins. Returns what an accept has left for it."""
+        self._leaving.pop(request_id, None)
+        return self.awaited.take(request_id, tenant)
 
     def leave(self, where: Partition, request_id: str) -> None:
         """Have a registration taken back by the next `unregister`."""
@@ -72,8 +77,8 @@ class Registrations:
         """Have every registration taken back by the next `unregister`."""
         for follower in self._reads:
             self.leave(follower.where, follower.request_id)
-        for request_id, (where, _) in self._expected.items():
-            self.leave(where, request_id)
+        for request_id in self.awaited:
+            self._give_up(request_id)
 
     async def register(self, follower: Follower) -> list[int] | None:
         """Register a read. Unavailable.
@@ -88,9 +93,12 @@ class Registrations:
     async def unregister(self) -> None:
         """Take back the registrations of requests that are no longer read. Unavailable."""
         now = time.monotonic()
-        for request_id in [each for each, (_, until) in self._expected.items() if until < now]:
-            self._leaving[request_id], _ = self._expected.pop(request_id)
+        for request_id in self.awaited.overdue(now):
+            self._give_up(request_id)
         leaving, self._leaving = self._leaving, {}
+        self._unregistering = frozenset(leaving)
+        for request_id in leaving:
+            self.awaited.doubt(request_id)
         by_partition: defaultdict[Partition, list[str]] = defaultdict(list)
         for request_id, where in leaving.items():
             by_partition[where].append(request_id)
@@ -103,7 +111,12 @@ class Registrations:
             replies = await self._broker.connection.run_each(calls, self._limit_s)
             away = {where for where, reply in zip(by_partition, replies, strict=True) if isinstance(reply, Unavailable)}
         finally:
-            unread = {each: where for each, where in leaving.items() if where in away and each not in self._reads}
+            self._unregistering = frozenset()
+            unread = {
+                each: where
+                for each, where in leaving.items()
+                if where in away and each not in self._reads and each not in self.awaited
+            }
             self._leaving = unread | self._leaving
         for request_id, where in leaving.items():
             if where in away:
@@ -130,11 +143,16 @@ class Registrations:
         wanted = self._reads.unfinished(where)
         missing = [(request_id, tenant) for request_id, tenant in wanted.items() if request_id not in found]
         await self._register_all(where, missing)
-        strays = {each for each in found - wanted.keys() - self._expected.keys() if each not in self._reads}
+        strays = {each for each in found - wanted.keys() if each not in self._reads and each not in self.awaited}
         for request_id in strays & self._strays[where]:
             _log.warning("%s: registered as read by this gateway, but no read is open; unregisters it", request_id)
             self._leaving[request_id] = where
         self._strays[where] = strays
+
+    def _give_up(self, request_id: str) -> None:
+        read = self.awaited.take(request_id)
+        if read is not None:
+            self.leave(read.where, request_id)
 
     async def _register_all(self, where: Partition, reads: Iterable[tuple[str, str]]) -> list[list[int] | None]:
         if not self._serves:

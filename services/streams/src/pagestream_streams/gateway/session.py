@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from types import TracebackType
 from typing import Self
@@ -206,6 +207,7 @@ class GatewaySession:
         digest: str = "",
         spec: RequestSpec | None = None,
         sink: Sink | None = None,
+        on_engine: Callable[[str], None] | None = None,
     ) -> AsyncGenerator[list[LogEntry], None]:
         """Yield batches of consecutive log entries: those that exist, then live ones, up to the end entry.
 
@@ -223,6 +225,8 @@ class GatewaySession:
                 yielded twice.
             sink: takes live entries as they come, while the generator is waited for, without a switch to its task;
                 entries that it has taken are not yielded. What it raises, the generator raises.
+            on_engine: called with the fingerprint of the engine, before the first entries come, where their wake-up
+                tells it. Entries that are read from the log don't.
 
         Raises:
             RequestNotFound: the tenant has no such request.
@@ -234,12 +238,26 @@ class GatewaySession:
         """
         if spec is not None and (spec.request_id, spec.tenant) != (request_id, tenant):
             raise ValueError(f"the spec is {spec.request_id!r} of {spec.tenant!r}, not {request_id!r} of {tenant!r}")
-        return self.readers.read(request_id, tenant=tenant, from_index=from_index, digest=digest, spec=spec, sink=sink)
+        return self.readers.read(
+            request_id,
+            tenant=tenant,
+            from_index=from_index,
+            digest=digest,
+            spec=spec,
+            sink=sink,
+            on_engine=on_engine,
+        )
 
     async def _accept(self, spec: RequestSpec, bounded: bool, deadline_ms: int | None = None) -> bool:
         self.sweeper.wake(spec.model)
-        expect = self.readers.registrations.expect
+        registrations = self.readers.registrations
+
+        def expect(where: Partition, request_id: str) -> None:
+            registrations.expect(where, request_id, spec.tenant)
+
         is_new = await self.acceptor.accept(spec, bounded=bounded, expect=expect, deadline_ms=deadline_ms)
+        if is_new and not spec.ends_when_accepted:  # a log with its end has no readers
+            registrations.awaited.note_accepted(spec.request_id, time.monotonic())
         if not is_new and spec.idempotency_key:
             self.quota.note_ended(spec.tenant, spec.request_id)  # where it has, its log is now kept for longer
         return is_new

@@ -94,7 +94,7 @@ local function rank_of(policy, entry, virtual_time, since)
   return start, ends
 end
 
-local known, tenant_time, since = call('HMGET', req, 'state', 'readers', 'tenant', 'kept'), 0, 0
+local known, tenant_time, since = call('HMGET', req, 'state', 'readers', 'tenant', 'kept', 'discarded'), 0, 0
 if known[3] and known[3] ~= tenant then
   return {3}
 end
@@ -106,7 +106,7 @@ if known[1] then
   although_full()
   if known[1] ~= 'finished' and kept > tonumber(known[4] or 0) then
     call('HSET', req, 'kept', kept) -- who accepted it may be of a version without this field
-  elseif known[1] == 'finished' and kept > 0 then
+  elseif known[1] == 'finished' and kept > 0 and not known[5] then
     for _, key in ipairs({req, prefix .. 'log:' .. id}) do
       if call('PTTL', key) < kept then
         call('PEXPIRE', key, kept)

@@ -22,6 +22,17 @@ def is_prompt_alone(spec: RequestSpec) -> bool:
     return spec.sampling.HasField("max_tokens") and not spec.sampling.max_tokens
 
 
+def output_bounds(spec: RequestSpec) -> list[int]:
+    """Return the most output tokens of a choice of each prompt."""
+    most, total = spec.sampling.max_tokens, spec.max_total_tokens
+    return [min(most, total - len(prompt.ids)) if total else most for prompt in spec.prompts]
+
+
+def most_output_tokens(spec: RequestSpec) -> int:
+    """Return the most output tokens of a request's choices together; one at least of each."""
+    return max(1, spec.sampling.n) * sum(max(1, bound) for bound in output_bounds(spec))
+
+
 @dataclass(frozen=True)
 class ModelInfo:
     """A published model."""
@@ -82,6 +93,8 @@ class RequestSummary:
     """Claims so far."""
     accepted_at: float
     """Unix seconds, by Redis' clock."""
+    is_discarded: bool = False
+    """Whether it was deleted: its record expires within a minute."""
 
 
 @dataclass(frozen=True)

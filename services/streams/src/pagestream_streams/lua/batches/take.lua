@@ -4,7 +4,7 @@
 -- ARGV: [1] batch id, [2] the driver's token, [3] most bytes of the tenant's files, while which are held no line is
 --       taken (0: any), [4] offset behind the lines in the file; then for each line its number, offset and bytes
 -- Returns: 1; 0: the driver has lost the lease; 2: the tenant's files take too much.
--- Retry: harmless, lines that were taken are not taken again.
+-- Retry: harmless, lines that were taken are not taken again, nor those of a driver that began too early in the file.
 local batch, jobs = prefix .. 'batch:' .. ARGV[1], prefix .. 'jobs:' .. ARGV[1]
 if not drives(ARGV[1], ARGV[2]) then
   return 0
@@ -12,14 +12,19 @@ end
 if tonumber(ARGV[3]) > 0 and tonumber(call('GET', prefix .. 'held') or 0) >= tonumber(ARGV[3]) then
   return 2
 end
-if tonumber(call('HGET', batch, 'offset')) >= tonumber(ARGV[4]) then
+local before = tonumber(call('HGET', batch, 'offset'))
+if before >= tonumber(ARGV[4]) then
   return 1
 end
 local taken = {}
 for i = 5, #ARGV, 3 do
-  taken[#taken + 1] = ARGV[i]
-  taken[#taken + 1] = ARGV[i + 1] .. ' ' .. ARGV[i + 2]
+  if tonumber(ARGV[i + 1]) >= before then
+    taken[#taken + 1] = ARGV[i]
+    taken[#taken + 1] = ARGV[i + 1] .. ' ' .. ARGV[i + 2]
+  end
 end
-call('HSET', jobs, unpack(taken))
+if #taken > 0 then
+  call('HSET', jobs, unpack(taken))
+end
 call('HSET', batch, 'offset', ARGV[4], 'line', ARGV[#ARGV - 2])
 return 1

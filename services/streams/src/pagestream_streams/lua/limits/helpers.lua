@@ -17,11 +17,17 @@ local REQUESTS, TOKENS, DAY = {'requests', 60, 1000}, {'tokens', 60, 1000}, {'da
 local WINDOWS = {REQUESTS, TOKENS, DAY}
 local PER_SCOPE = 5 -- limits: those of the windows, of running requests, of queued prompt tokens
 
--- Opens a window: drops the slots that have left it. One whose newest slot lies ahead of the clock, which was set back,
--- begins anew. Returns {key, slot of now, oldest slot that may be there, newest slot, sum, kind}.
+-- Slots by which a clock may be behind the one before, as that of a replica that took over: until it has caught up,
+-- what is counted goes to the newest slot.
+local MOST_BEHIND = 5
+
+-- Opens a window: drops the slots that have left it. One whose newest slot lies farther ahead of the clock, which was
+-- set back, begins anew. Returns {key, slot of now, oldest slot that may be there, newest slot, sum, kind}.
 local function open_window(kind, scope, now)
   local key, slot = prefix .. 'window:' .. kind[1] .. ':' .. scope, math.floor(now / kind[3])
   local found = call('HMGET', key, 'sum', 'first', 'last')
+  local newest = tonumber(found[3] or slot)
+  slot = newest - slot <= MOST_BEHIND and math.max(slot, newest) or slot
   local sum, first, last = tonumber(found[1] or 0), tonumber(found[2] or slot), tonumber(found[3] or slot)
   if found[3] and (last > slot or last < slot - kind[2]) then
     call('DEL', key)

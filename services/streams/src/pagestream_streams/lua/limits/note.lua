@@ -2,7 +2,8 @@
 -- Run by: limits/admission.py.
 -- KEYS: the prefix of the tenant's keys, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] ms that an accept may take: a younger reservation without a request is left; then for each request its id
---       and what it is: 'none' (there is no such request), 'queued', 'claimed', 'ended', or 'refused' (its one try was)
+--       and what it is: 'none' (there is no such request), 'queued', 'claimed', 'ended', 'past' (ended long ago), or
+--       'refused' (its one try was)
 -- Returns: how many of them had a reservation that no longer counts as running, or as queued.
 -- Retry: harmless.
 local now, moved = now_ms(), 0
@@ -26,8 +27,8 @@ for i = 2, #ARGV, 2 do
     advance(id, held, ENDED)
     write_held(id, held)
     moved = moved + 1
-  elseif what == 'ended' and age(held.at, now) >= tonumber(ARGV[1]) then
-    forget_held(id, held) -- by an engine of a version that writes no usage: it counts as it was reserved
+  elseif what == 'past' then
+    forget_held(id, held) -- ended by an engine of a version that writes no usage: it counts as it was reserved
   end
 end
 return moved

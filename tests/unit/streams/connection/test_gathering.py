@@ -1,0 +1,144 @@
+"""Commands that come together share a round trip, and nothing else."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from pagestream_streams.connection.base import Command
+from pagestream_streams.connection.gathering import Gathering
+from redis.exceptions import ConnectionError as LostConnection
+from redis.exceptions import ResponseError
+from support.protocol.token_streams import eventually
+
+LIMIT_S = 5.0
+
+
+class Server:
+    """Answers a command by its last word when it may; "wrong" by an error."""
+
+    def __init__(self) -> None:
+        self.sent: list[list[Command]] = []
+        self.may_answer = asyncio.Event()
+        self.is_lost = False
+        self.turns = asyncio.Semaphore(100)
+        self.gathering = Gathering(self.turns, self.run_one, self.run_many)
+
+    async def run_one(self, *command: Any) -> Any:
+        [reply] = await self.run_many([command])
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    async def run_many(self, commands: Sequence[Command]) -> list[Any]:
+        for each in commands:
+            str(each[-1]).encode()  # as packing does, before anything is sent
+        self.sent.append(list(commands))
+        await self.may_answer.wait()
+        if self.is_lost:
+            raise LostConnection("reset")
+        return [ResponseError("a wrong command") if each[-1] == "wrong" else each[-1] for each in commands]
+
+    def begin(self, *words: object) -> list[asyncio.Task[Any]]:
+        return [asyncio.create_task(self.gathering.run(("ECHO", word))) for word in words]
+
+
+@pytest.fixture
+async def server() -> Server:
+    return Server()
+
+
+async def until_sent(server: Server, count: int) -> None:
+    def is_sent() -> bool:
+        return sum(map(len, server.sent)) == count
+
+    await eventually(is_sent)
+
+
+async def test_one_alone_is_sent_at_once_and_what_comes_meanwhile_together(server: Server) -> None:
+    tasks = server.begin(*range(6))
+    await until_sent(server, 6)
+    assert [len(each) for each in server.sent] == [1, 5]
+    server.may_answer.set()
+    assert await asyncio.gather(*tasks) == list(range(6))
+    assert await server.gathering.run(("ECHO", "later")) == "later"
+    assert [len(each) for each in server.sent] == [1, 5, 1], "no round of the loop for one alone"
+
+
+async def test_a_rush_takes_few_round_trips_beside_each_other(server: Server) -> None:
+    tasks = server.begin(*range(1000))
+    await until_sent(server, 1 + 8 * 64)
+    assert [len(each) for each in server.sent] == [1] + [64] * 8
+    server.may_answer.set()
+    assert await asyncio.gather(*tasks) == list(range(1000))
+    assert all(len(each) == 64 for each in server.sent[1:-1])
+
+
+async def test_an_error_is_its_commands_own(server: Server) -> None:
+    server.may_answer.set()
+    found = await asyncio.gather(*server.begin(0, 1, "wrong", 3), return_exceptions=True)
+    assert [found[0], found[1], found[3]] == [0, 1, 3]
+    assert isinstance(found[2], ResponseError)
+
+
+async def test_a_command_that_can_not_be_packed_is_an_error_of_its_own(server: Server) -> None:
+    server.may_answer.set()
+    found = await asyncio.gather(*server.begin(0, 1, "\ud800", 3), return_exceptions=True)
+    assert [found[0], found[1], found[3]] == [0, 1, 3]
+    assert isinstance(found[2], UnicodeEncodeError)
+
+
+async def test_a_lost_connection_is_an_error_for_each_with_its_own_traceback(server: Server) -> None:
+    tasks = server.begin(*range(4))
+    await until_sent(server, 4)
+    server.is_lost = True
+    server.may_answer.set()
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(each, LostConnection) and str(each) == "reset" for each in found)
+    assert len({id(each) for each in found}) == len(found)
+    server.is_lost = False
+    assert await server.gathering.run(("ECHO", "again")) == "again"
+
+
+async def test_who_is_cancelled_takes_nobody_along(server: Server) -> None:
+    tasks = server.begin(*range(4))
+    await until_sent(server, 4)
+    for each in (tasks[0], tasks[2]):
+        each.cancel()
+    await asyncio.wait(tasks, timeout=0)
+    server.may_answer.set()
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [found[1], found[3]] == [1, 3]
+    assert all(isinstance(found[each], asyncio.CancelledError) for each in (0, 2))
+
+
+async def test_what_was_cancelled_before_it_was_sent_never_is(server: Server) -> None:
+    """A server that was silent answers again: what nobody waits for is not done now, as it never was."""
+    for _ in range(99):
+        await server.turns.acquire()
+    hung = server.begin("hung")
+    await until_sent(server, 1)
+    gone = server.begin(*range(600))
+    await asyncio.sleep(0.01)
+    for each in gone:
+        each.cancel()
+    await asyncio.wait(gone)
+    kept = server.begin("kept")
+    server.may_answer.set()
+    assert await asyncio.gather(*hung, *kept) == ["hung", "kept"]
+    assert server.sent == [[("ECHO", "hung")], [("ECHO", "kept")]]
+
+
+@pytest.mark.parametrize("num_turns", [1, 2, 3, 4], ids="after turn {}".format)
+async def test_stopping_ends_what_waits(server: Server, num_turns: int) -> None:
+    first, *others = server.begin(*range(4))
+    for _ in range(num_turns):  # waiting, or in a task that has not begun, or sent
+        await asyncio.sleep(0)
+    await server.gathering.stop()
+    async with asyncio.timeout(LIMIT_S):
+        found = await asyncio.gather(*others, return_exceptions=True)
+    assert all(isinstance(each, LostConnection) for each in found)
+    server.may_answer.set()
+    assert await first == 0
+    with pytest.raises(LostConnection):
+        await server.gathering.run(("ECHO", "late"))
