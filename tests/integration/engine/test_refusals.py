@@ -20,6 +20,7 @@ from pagestream_engine.errors import ConfigError, EngineError
 from redis import Redis
 from support.engines.architectures import small_config
 from support.engines.tiny_models import VOCAB_SIZE, make_model
+from support.processes.fork_server import ENGINES, run_forked, shared_server
 
 EXIT_BAD_OPTIONS = 2
 _LIMIT_S = 90
@@ -133,8 +134,12 @@ REFUSALS = {
         options={"scheduling_policy": "lottery"},
     ),
 }
-_IN_EVERY_RUN = ("cut off", "too many blocks", "deterministic experts", "missing plugin")
-_BY_PROCESS = [pytest.param(name, marks=() if name in _IN_EVERY_RUN else pytest.mark.slow) for name in REFUSALS]
+_BEFORE, _AS_IT_LOADS = "missing plugin", "cut off"
+
+
+def _slow_but(*quick: str) -> list[Any]:
+    """Return the refusals, of which those that are not `quick` are slow."""
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in REFUSALS]
 
 
 @pytest.fixture(scope="module")
@@ -167,24 +172,25 @@ def test_impossible_options(whole_folder: Path, option: str, value: object) -> N
         LLM(whole_folder, **{option: value})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", _BY_PROCESS)
-def test_an_engine_process_publishes_nothing(spoil: Callable[[str], Path], name: str, redis_url: str) -> None:
+@pytest.mark.parametrize("name", _slow_but(_BEFORE, _AS_IT_LOADS, "too many blocks", "deterministic experts"))
+def test_an_engine_process_publishes_nothing(
+    spoil: Callable[[str], Path], name: str, redis_url: str, tmp_path: Path
+) -> None:
     """And opens no port: an attempt to would end it with another message, as the test holds that port."""
     served = f"refused-{name.replace(' ', '-')}"
-    command = [sys.executable, "-m", "pagestream_worker", str(spoil(name)), "--redis", redis_url]
     with socket.create_server(("", 0)) as held:
-        ports = ["--metrics-port", str(held.getsockname()[1])]
-        command += ["--served-model-name", served, *ports, *REFUSALS[name].flags]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
-    assert ended.returncode == EXIT_BAD_OPTIONS, ended.stderr
-    [message] = [line for line in ended.stderr.splitlines() if line.startswith("pagestream-engine: ")]
+        options = ["--redis", redis_url, "--metrics-port", str(held.getsockname()[1]), "--served-model-name", served]
+        command = ("pagestream_worker.__main__", str(spoil(name)), *options, *REFUSALS[name].flags)
+        status, said = run_forked(shared_server(*ENGINES), tmp_path, *command)
+    assert status == EXIT_BAD_OPTIONS, said
+    [message] = [line for line in said.splitlines() if line.startswith("pagestream-engine: ")]
     assert re.search(REFUSALS[name].message, message), message
-    assert "Traceback" not in ended.stderr
+    assert "Traceback" not in said
     with Redis.from_url(redis_url) as redis:
         assert not [key for key in redis.scan_iter("*") if served.encode() in key]
 
 
-@pytest.mark.parametrize("name", _BY_PROCESS)
+@pytest.mark.parametrize("name", _slow_but(_BEFORE, _AS_IT_LOADS))
 def test_serve_ends_with_one_line_and_opens_no_port(spoil: Callable[[str], Path], name: str, tmp_path: Path) -> None:
     ports = ["--http-port", "0", "--grpc-port", "0", "--data-dir", str(tmp_path / "data")]
     command = [sys.executable, "-m", "pagestream_cli", "serve", str(spoil(name)), *ports, *REFUSALS[name].flags]

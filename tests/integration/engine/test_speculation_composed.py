@@ -11,6 +11,7 @@ import pytest
 import torch
 from pagestream_engine import LLM, SamplingParams, StructuredOutputsParams
 from pagestream_engine.request.adapter import LoRARequest
+from pagestream_engine.request.structured_outputs import ReasoningMarks
 from pagestream_engine.runner.speculation.draft_lengths import DraftLengths
 from safetensors.torch import load_file, save_file
 from support.engines.lora_adapters import make_adapter
@@ -26,11 +27,20 @@ IN_A_SCHEMA = {
     "structured_outputs": StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True),
     "ignore_eos": False,
 }
+UNDERSCORE = 65
+BEHIND_REASONING = {
+    "structured_outputs": StructuredOutputsParams(
+        json=SCHEMA, disable_any_whitespace=True, reasoning=ReasoningMarks(end=(UNDERSCORE,))
+    ),
+    "logit_bias": {UNDERSCORE: 3.0},
+    "ignore_eos": False,
+}
 GREEDY, DRAWN = {"temperature": 0.0}, {"temperature": 0.8, "seed": 4}
 REQUESTS: list[tuple[dict[str, Any], int]] = [
     (GREEDY, 0),
     (DRAWN, 1),
     ({**GREEDY, "frequency_penalty": 0.4}, 2),
+    ({**DRAWN, **BEHIND_REASONING, "n": 3}, 0),
     ({**DRAWN, **IN_A_SCHEMA}, 0),
     ({**GREEDY, **IN_A_SCHEMA}, 1),
     ({**DRAWN, **IN_A_SCHEMA, "n": 2, "seed": 9}, 2),
@@ -76,7 +86,7 @@ def test_a_draft_model_changes_no_token_of_a_mixed_batch(
 ) -> None:
     params = [SamplingParams(**{"max_tokens": 60, "ignore_eos": True, **given}) for given, _ in REQUESTS]
     wanted = [adapters[number] for _, number in REQUESTS]
-    prompts = random_prompts([3, 9, 14, 5, 11, 8])
+    prompts = random_prompts([3, 9, 14, 6, 5, 11, 8])
     settings = {"device": "cpu", "dtype": "float32", "block_size": 4, "max_num_seqs": 16, "quantization": quantization}
     plain = LLM(target, enable_lora=True, num_gpu_blocks_override=400, **settings)
     expected = plain.generate(prompts, params, lora_request=wanted)
@@ -89,7 +99,9 @@ def test_a_draft_model_changes_no_token_of_a_mixed_batch(
     assert stats.num_preemptions > 0
     assert stats.prefix_hit_tokens > 0
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
-    answers = [choice for output in found[3:] for choice in output.outputs]
+    behind = [choice.text.partition("_")[2] for choice in found[3].outputs if choice.finish_reason == "stop"]
+    assert {frozenset(json.loads(text)) for text in behind} == {frozenset(SCHEMA["required"])}
+    answers = [choice for output in found[4:] for choice in output.outputs]
     assert {choice.finish_reason for choice in answers} >= {"stop"}
     for choice in answers:
         assert choice.finish_reason != "stop" or set(json.loads(choice.text)) == set(SCHEMA["required"])
@@ -130,3 +142,28 @@ def test_drafts_end_before_what_a_grammar_forbids(target: Path) -> None:
     assert output.text == f"{'a' * 20}c{'a' * 20}"
     stats = llm.engine.stats()
     assert stats.num_accepted_tokens == stats.num_draft_tokens > 20
+
+
+@pytest.mark.usefixtures("always_most")
+def test_a_token_that_cannot_be_sampled_after_drafts_that_held_ends_a_request_as_without_drafts(target: Path) -> None:
+    banned = SamplingParams(
+        temperature=0.0,
+        max_tokens=12,
+        ignore_eos=True,
+        allowed_token_ids=[5],
+        bad_words_token_ids=[[5, 5, 5]],
+        frequency_penalty=0.5,
+        logprobs=1,
+    )
+    prompts = [[7, 5, 5, 5, 5], [5, 6, 5, 6, 5]]
+    settings = {"device": "cpu", "dtype": "float32", "deterministic": True, "block_size": 4, "max_num_seqs": 4}
+    found = []
+    for speculation in ({}, {"speculative_method": "ngram", "prompt_lookup_min": 1}):
+        llm = LLM(target, **settings, **speculation)
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts], [banned, SamplingParams(**GREEDY)], use_tqdm=False
+        )
+        ends = [output.outputs[0] for output in outputs]
+        found.append([(each.token_ids, each.finish_reason, each.error, len(each.logprobs or ())) for each in ends])
+    assert found[0] == found[1]
+    assert found[1][0][:2] == ([5, 5], "error")

@@ -12,6 +12,7 @@ import re
 import shutil
 import threading
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 from pagestream_engine import LLM, SamplingParams, StructuredOutputsParams
 from pagestream_engine.errors import RequestFault
 from pagestream_engine.request.outputs import CompletionOutput
+from pagestream_engine.request.structured_outputs import ReasoningMarks
 from pagestream_engine.runner.speculation.draft_lengths import DraftLengths
 from support.engines.json_schemas import schemas
 from support.engines.tiny_models import make_model
@@ -28,6 +30,9 @@ DEMO_TOKENIZER = Path(__file__).parents[3] / "deploy" / "demo-model" / "model" /
 VOCAB_SIZE = 1536
 MAX_TOKENS = 120
 SCHEMAS = schemas()
+OPENING, NEWLINE, END = 1534, 205, (1532, 1533)
+"""Marks of reasoning, as tokens. With `MARK_BIAS` its end comes by chance."""
+MARK_BIAS = {END[0]: 8.0, END[1]: 9.0}
 AMBIGUOUS = "start: s\ns: " + " | ".join(" ".join("s" * count) for count in range(2, 9)) + " | /./"
 EXPLODING = "((((a{1,100}){1,100}){1,100}){1,100}){1,100}"
 """Is compiled in milliseconds, and needs more states than allowed after some tokens."""
@@ -236,3 +241,107 @@ def test_a_model_without_a_tokenizer_has_no_grammars(folder: Path, tmp_path: Pat
     (tokenless / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match=r"^structured_outputs: given a constraint, expected none"):
         make_llm(tokenless).engine.add_request("a", [5], text_params(regex="a"))
+
+
+def reasoning_params(seed: int, **fields: Any) -> SamplingParams:
+    """Parameters of reasoning, whose end is likely enough to come by chance, and a small object."""
+    marks = ReasoningMarks(END, openings=((OPENING,), (NEWLINE, OPENING)) if seed % 2 else ())
+    schema = {"type": "object", "properties": {"a": {"enum": ["red", "blue"]}, "b": {"type": "integer"}}}
+    constraint = StructuredOutputsParams(
+        json={**schema, "required": ["a", "b"], "additionalProperties": False},
+        disable_any_whitespace=True,
+        reasoning=marks,
+    )
+    given = {"temperature": 1.0, "max_tokens": MAX_TOKENS, "seed": seed, "logit_bias": MARK_BIAS, **fields}
+    return SamplingParams(**given, structured_outputs=constraint, skip_special_tokens=False)
+
+
+def after_reasoning(token_ids: Sequence[int]) -> int | None:
+    """Return the place behind the first end of reasoning; None where it has not ended."""
+    pairs = pairwise(token_ids)
+    return next((place for place, pair in enumerate(pairs, 2) if pair == END), None)
+
+
+@pytest.fixture(scope="module")
+def reasoned(folder: Path) -> list[CompletionOutput]:
+    return generate(make_llm(folder), [reasoning_params(seed) for seed in range(24)])
+
+
+def test_the_grammar_begins_behind_the_reasoning(folder: Path, reasoned: list[CompletionOutput]) -> None:
+    tokenizer = make_llm(folder).engine.tokenizer
+    assert tokenizer is not None
+    kinds = set()
+    for seed, answer in enumerate(reasoned):
+        assert answer.error is None
+        begins = answer.token_ids[0] in (OPENING, NEWLINE)
+        start = after_reasoning(answer.token_ids) if begins or seed % 2 == 0 else 0
+        kinds.add((seed % 2 == 0, begins, answer.finish_reason, start is None))
+        if begins and seed % 2:
+            assert OPENING in answer.token_ids[:2]
+        if answer.finish_reason == "stop" and start is not None:
+            found = json.loads(tokenizer.decode(answer.token_ids[start:]))
+            assert set(found) == {"a", "b"}
+    assert {(True, False, "stop", False), (False, True, "stop", False), (False, False, "stop", False)} <= kinds
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"num_gpu_blocks_override": 60, "max_num_seqs": 16}, id="preempting"),
+        pytest.param(CHUNKS_AND_TWO_STEPS_IN_FLIGHT, id="chunks, two steps in flight"),
+        pytest.param(DRAFTS, id="n-grams"),
+        pytest.param({"speculative_method": "grammar"}, id="what the grammar forces"),
+        pytest.param({"speculative_method": "grammar", "pipeline_parallel_size": 2}, id="likewise, in stages"),
+    ],
+)
+def test_tokens_around_the_end_of_reasoning_depend_on_the_request_alone(
+    folder: Path, reasoned: list[CompletionOutput], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DraftLengths, "wanted", lambda self, _: self._most)
+    llm = make_llm(folder, **options)
+    found = generate(llm, [reasoning_params(seed) for seed in range(24)])
+    stats = llm.engine.stats()
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in reasoned]
+    assert (stats.num_preemptions > 0) == ("num_gpu_blocks_override" in options)
+    assert (stats.num_accepted_tokens > 0) == ("speculative_method" in options)
+
+
+def test_an_output_is_resumed_at_each_place_around_the_end_of_reasoning(
+    folder: Path, reasoned: list[CompletionOutput]
+) -> None:
+    engine = make_llm(folder).engine
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None
+    ended = [
+        (seed, answer.token_ids)
+        for seed, answer in enumerate(reasoned)
+        if answer.finish_reason == "stop" and (after_reasoning(answer.token_ids) or 99) < 30
+    ]
+    expected = {}
+    for seed, token_ids in (ended[0], next(each for each in ended if each[0] % 2 != ended[0][0] % 2)):
+        for cut in range(len(token_ids)):
+            prompt = tokenizer.encode(prompts(seed + 1)[seed]["prompt"]).ids
+            engine.add_request(f"{seed} {cut}", prompt, reasoning_params(seed), output_token_ids=token_ids[:cut])
+            expected[f"{seed} {cut}"] = token_ids[cut:]
+    found: dict[str, list[int]] = {seq_id: [] for seq_id in expected}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            assert output.token_id is not None, output.error
+            found[output.seq_id].append(output.token_id)
+    assert found == expected
+
+
+def test_ends_within_reasoning(folder: Path) -> None:
+    """An end-of-sequence token ends the output there, and min_tokens and ignore_eos put it off."""
+    bias = {1: 100.0}
+    ended, late, endless = generate(
+        make_llm(folder),
+        [
+            reasoning_params(0, logit_bias=bias),
+            reasoning_params(0, logit_bias=bias, min_tokens=9),
+            reasoning_params(0, logit_bias=bias, ignore_eos=True, max_tokens=20),
+        ],
+    )
+    assert (len(ended.token_ids), ended.finish_reason) == (1, "stop")
+    assert (len(late.token_ids), late.finish_reason) == (10, "stop")
+    assert (len(endless.token_ids), endless.finish_reason) == (20, "length")

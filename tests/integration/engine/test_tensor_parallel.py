@@ -97,6 +97,8 @@ def check_close(found: list[RequestOutput], expected: list[RequestOutput], toler
         pytest.param("mixtral", {}, (2, 2), INT8, id="experts, stages, int8 weights", marks=pytest.mark.slow),
         pytest.param("gemma3", {}, (1, 2), {"swap_space": 0.001}, id="stages, windows, tied head, host pages"),
         pytest.param("llama", {}, (1, 3), DRAFTS, id="stages, drafts"),
+        pytest.param("llama", {}, (1, 2), OWN_DRAFT, id="stages, draft model"),
+        pytest.param("qwen3", {}, (2, 2), OWN_DRAFT, id="stages of ranks, draft model", marks=pytest.mark.slow),
         pytest.param("qwen3-moe", FOUR_LAYERS, (1, 4), {}, id="stages of one layer", marks=pytest.mark.slow),
     ],
 )

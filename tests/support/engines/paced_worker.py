@@ -20,7 +20,7 @@ from pagestream_engine.config import DEFAULT_BLOCK_SIZE
 from pagestream_engine.models.select import read_info
 from pagestream_engine.step.pending import PendingResult
 from pagestream_engine.step.records import StepPlan
-from pagestream_worker.__main__ import main
+from pagestream_worker import __main__ as worker
 from support.engines.arithmetic_model import as_result
 
 NUM_BLOCKS = 8192
@@ -62,7 +62,12 @@ def paced_engine(model: str | Path, config: EngineConfig, *, step_s: float) -> E
     return Engine(model, config, make_runner=lambda folder, config: PacedRunner(folder, config, step_s))
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """Run the worker's command; returns its exit code."""
     from support.engines import paced_worker  # what is pickled must not be named after __main__
 
-    sys.exit(main(make_engine=partial(paced_worker.paced_engine, step_s=float(os.environ[PACE]))))
+    return worker.main(make_engine=partial(paced_worker.paced_engine, step_s=float(os.environ[PACE])))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

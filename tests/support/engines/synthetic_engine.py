@@ -32,12 +32,14 @@ from pagestream_streams import Append, AppendKind, Broker, Claim, EngineSession,
 from pagestream_streams.protocol import digests
 from pagestream_streams.tasks import cancel, raise_if_cancelled
 from support.protocol.token_streams import append_of
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 MODEL = "synthetic"
 ECHO_MODEL = "synthetic-echo"
 """Writes what the prompt has between `[say]` and `[said]`, and stops; byte by byte, where it is ASCII."""
 MAX_MODEL_LEN = 128
+REASONING_MARKS = ("<think>", "</think>")
+"""Words that are tokens of cards made with them."""
 FINGERPRINT = "synthetic"
 FAILING_TOKEN = 7
 """A prompt that holds this token id fails in the engine."""
@@ -52,13 +54,14 @@ _WAIT_S = 1.0
 _ANY_TOKENS = 2**31
 
 
-def byte_tokenizer() -> Tokenizer:
-    """Return a tokenizer with one token for each byte, after <s>, </s> and eight unused ones."""
+def byte_tokenizer(words: Sequence[str] = ()) -> Tokenizer:
+    """Return a tokenizer with one token for each byte, after <s>, </s> and eight unused ones, and for each word."""
     specials = ["<s>", "</s>", *(f"<unused{number}>" for number in range(8))]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: number for number, token in enumerate([*specials, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.add_special_tokens(specials)
+    tokenizer.add_tokens([AddedToken(word, special=False, normalized=False) for word in words])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", vocab["<s>"])])
@@ -66,10 +69,14 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def synthetic_card(
-    name: str = MODEL, *, max_model_len: int = MAX_MODEL_LEN, chat_template: str = CHAT_TEMPLATE
+    name: str = MODEL,
+    *,
+    max_model_len: int = MAX_MODEL_LEN,
+    chat_template: str = CHAT_TEMPLATE,
+    words: Sequence[str] = (),
 ) -> ModelCard:
     """Return the card of a model with that tokenizer."""
-    tokenizer = byte_tokenizer()
+    tokenizer = byte_tokenizer(words)
     return ModelCard(
         name=name,
         tokenizer_json_zlib=zlib.compress(tokenizer.to_str().encode()),
@@ -79,6 +86,7 @@ def synthetic_card(
         vocab_size=tokenizer.get_vocab_size(),
         eos_token_ids=[1],
         architecture="Synthetic",
+        takes_output_constraints=True,
     )
 
 
@@ -298,7 +306,7 @@ def _said(spec: RequestSpec) -> str | None:
     """Return the text that the echoing model writes; None for another model."""
     if spec.model != ECHO_MODEL:
         return None
-    prompt: str = byte_tokenizer().decode(list(spec.prompts[0].ids))
+    prompt: str = byte_tokenizer(REASONING_MARKS).decode(list(spec.prompts[0].ids))
     return prompt.rpartition("[say]")[2].partition("[said]")[0]
 
 

@@ -60,7 +60,7 @@ class KernelWorker:
         """The worker's process id."""
         return self._process.pid
 
-    def run(self, kernel: str, case: dict[str, Any], *, limit_s: float = 90.0) -> dict[str, Any]:
+    def run(self, kernel: str, case: dict[str, Any], *, limit_s: float = 110.0) -> dict[str, Any]:
         """The worker's result for one case; AssertionError if it failed there or took the process with it."""
         if self._process.poll() is not None:  # the last case killed it (a kernel can write anywhere)
             self._stop()

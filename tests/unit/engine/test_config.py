@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 from pagestream_engine.config import EngineConfig, EngineOptions
-from pagestream_engine.errors import ConfigError, UnsupportedOption
+from pagestream_engine.errors import ConfigError
 
 
 def test_defaults() -> None:
@@ -89,8 +89,6 @@ def test_a_draft_model_is_a_method_of_its_own() -> None:
     assert EngineConfig.from_options({"speculative_model": "small"}).speculation.method == "draft_model"
     with pytest.raises(ConfigError, match="speculative_model: given 'small', expected None with speculative_method n"):
         EngineConfig.from_options({"speculative_model": "small", "speculative_method": "ngram"})
-    with pytest.raises(UnsupportedOption, match="pipeline_parallel_size: given 2, expected 1 with speculative_method"):
-        EngineConfig.from_options({"speculative_method": "grammar", "pipeline_parallel_size": 2})
     with pytest.raises(ConfigError, match="speculative_model: given None, expected a folder"):
         EngineConfig.from_options({"speculative_method": "draft_model"})
     with pytest.raises(ConfigError, match="speculative_method: given 'draft_model', expected None with kv_cache_dtype"):

@@ -1,3 +1,4 @@
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -13,6 +14,7 @@ from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_engine.request.sequence import Sibling
 from pagestream_engine.step.pending import PendingResult
 from pagestream_engine.step.records import StepLogprobs, StepPlan, StepResult
+from pagestream_engine.text.bad_words import bad_words_token_ids
 from pagestream_engine.text.detokenizer import IncrementalDetokenizer
 from support.engines.arithmetic_model import (
     EOS,
@@ -548,6 +550,41 @@ def test_a_group_is_added_whole_or_not_at_all(tmp_path: Path, bad: list[Sibling]
     assert set(run(engine)) == {"good"}
 
 
+def test_the_words_of_a_group_are_spelled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spelled: list[object] = []
+
+    def spell(words: tuple[str, ...], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+        spelled.append(words)
+        return bad_words_token_ids(words, tokenizer)
+
+    monkeypatch.setattr("pagestream_engine.request.intake.bad_words_token_ids", spell)
+    engine = make_engine(tmp_path, text=True)
+    params = SamplingParams(max_tokens=2, bad_words=["ab"], bad_words_token_ids=[[1]])
+    engine.add_group([5], siblings(3, params))
+    engine.add_group([5], [Sibling("other", replace(params, bad_words=["b"]))])
+    assert spelled == [("ab",), ("b",)]
+    found = [engine._generations[seq_id].seq.params for seq_id in ("0", "1", "2", "other")]
+    assert found[0].bad_words_token_ids == found[2].bad_words_token_ids
+    assert found[0].bad_words_token_ids[0] == (1,)
+    assert len(found[0].bad_words_token_ids) > 1
+    assert found[3].bad_words_token_ids != found[0].bad_words_token_ids
+    assert [replace(params) for params in found] == found
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["x" * 512], None),
+        (["x" * 600], "bad_words: .*a word of 600 tokens"),
+        (["x" * 500, *map(str, range(999))], "bad_words: .*1000 words of up to 500 tokens"),
+    ],
+)
+def test_the_limits_of_words_are_named_as_they_were_given(tmp_path: Path, words: list[str], match: str | None) -> None:
+    engine = make_engine(tmp_path, text=True)
+    with pytest.raises(InvalidRequest, match=match) if match else nullcontext():
+        engine.add_group([5], [Sibling("a", SamplingParams(bad_words=words))])
+
+
 class FailingRunner(ArithmeticRunner):
     """Fails at chosen steps before it has computed anything, or gives too few tokens."""
 
@@ -631,8 +668,9 @@ def test_an_error_of_a_row_ends_its_request_alone(tmp_path: Path) -> None:
     class Runner(ArithmeticRunner):
         def execute(self, plan: StepPlan) -> PendingResult:
             given = super().execute(plan)
-            errors = {1: "no token may be chosen"} if self.num_steps == 4 else {}
-            return lambda: replace(given(), errors=errors)
+            if self.num_steps != 4:
+                return given
+            return lambda: replace(given(), errors={1: "no token may be chosen"}, counts=np.array([1, 0, 1], np.int32))
 
     config = EngineConfig.from_options({"block_size": 4, "num_gpu_blocks_override": 32})
     engine = Engine(make_folder(tmp_path), config, make_runner=lambda _, config: Runner(config, ArithmeticFacts()))
@@ -716,3 +754,15 @@ def test_the_likeliest_of_a_contest_come_at_its_end(tmp_path: Path, ahead: bool)
     assert engine.stats().num_free_blocks == 32
     engine.add_group([5], [Sibling("c", params, tokens(outputs)[6:9], index=1)])
     assert tokens(run(engine)["c"]) == tokens(outputs)[9:]
+
+
+def test_a_choice_that_has_ended_is_not_new_before_its_contest_has(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    engine.add_group([5], [Sibling("a", SamplingParams(best_of=4, seed=7, max_tokens=6, ignore_eos=True))])
+    engine.step()
+    engine._fail([engine._generations["a"].seq], "it can't go on")
+    with pytest.raises(InvalidRequest, match="seq_id: given 'a', which is running"):
+        engine.add_request("a", [9], GREEDY)
+    assert tokens(run(engine)["a"]) == expected([5])[:6]
+    engine.add_request("a", [9], GREEDY)
+    assert tokens(run(engine)["a"]) == expected([9])

@@ -247,5 +247,5 @@ class GroupMachine(RuleBasedStateMachine):
         assert self.engine.stats().num_free_blocks == self.engine.stats().num_blocks
 
 
-GroupMachine.TestCase.settings = settings(max_examples=70, stateful_step_count=30, deadline=None)
+GroupMachine.TestCase.settings = settings(max_examples=35, stateful_step_count=30, deadline=None)
 TestGroupMachine = GroupMachine.TestCase

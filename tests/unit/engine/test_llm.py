@@ -111,6 +111,8 @@ def test_cached_prompt_tokens_are_told(tmp_path: Path) -> None:
         (5, GREEDY, "prompt: given 5"),
         ([[1], None], GREEDY, "prompt: given None"),
         (["a", "b"], [GREEDY], "sampling_params: given 1, expected one, or one for each of 2"),
+        (["a"], {"temperature": 0}, "sampling_params: given {'temperature': 0}, expected SamplingParams"),
+        (["a"], [{"temperature": 0}], "sampling_params: given .*, expected SamplingParams"),
     ],
 )
 def test_a_bad_prompt_stops_all_before_anything_runs(tmp_path: Path, prompts: Any, params: Any, match: str) -> None:

@@ -5,7 +5,7 @@ import torch
 from pagestream_kernels import KernelArgumentError, LoraMatrices, LoraTable, add_lora_reference, cut_tiles
 from support.kernels import cases as kernel_cases
 from support.kernels.worker import KernelWorker
-from support.pairwise import Case, pairwise
+from support.pairwise import Case, pairwise, sampled
 
 pytestmark = pytest.mark.builds
 
@@ -13,7 +13,7 @@ COVER = pairwise(kernel_cases.FACTORS["add_lora"])
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("case", COVER, ids=kernel_cases.case_id)
+@pytest.mark.parametrize("case", sampled(COVER), ids=kernel_cases.case_id)
 def test_kernel_matches_reference(interpreter: KernelWorker, case: Case) -> None:
     interpreter.run("add_lora", case)
 

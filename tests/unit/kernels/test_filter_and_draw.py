@@ -25,6 +25,7 @@ def test_kernel_draws_the_tokens_of_the_reference_and_of_the_engine(interpreter:
     interpreter.run("filter_and_draw", case)
 
 
+@pytest.mark.slow
 def test_many_draws_are_the_engines(interpreter: KernelWorker) -> None:
     interpreter.run("filter_and_draw_tokens", {"rows": 120})
 

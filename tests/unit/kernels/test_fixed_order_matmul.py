@@ -12,7 +12,7 @@ from pagestream_kernels import (
 )
 from support.kernels import cases as kernel_cases
 from support.kernels.worker import KernelWorker
-from support.pairwise import Case, pairwise
+from support.pairwise import Case, pairwise, sampled
 
 pytestmark = pytest.mark.builds
 
@@ -29,7 +29,7 @@ def test_a_row_has_the_same_bits_among_any_number_of_others(interpreter: KernelW
     interpreter.run("fixed_order_matmul_invariance", {"dtype": dtype, "step": 29})
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("target", sampled(["sm_90", "sm_80", "sm_100"]))
 def test_loop_copies_ahead_and_multiplies_on_tensor_cores(compiler: KernelWorker, target: str) -> None:
     for outputs in (4096, 28672):
         loop = compiler.run("matmul_loop", {"outputs": outputs, "inputs": 4096, "dtype": "bfloat16", "target": target})

@@ -20,7 +20,7 @@ def test_kernel_matches_reference(interpreter: KernelWorker, case: Case) -> None
 
 
 @pytest.mark.builds
-@pytest.mark.parametrize("case", WRITES, ids=kernel_cases.case_id)
+@pytest.mark.parametrize("case", sampled(WRITES), ids=kernel_cases.case_id)
 def test_written_pages_match_reference(interpreter: KernelWorker, case: Case) -> None:
     interpreter.run("rope_and_quantise", case)
 

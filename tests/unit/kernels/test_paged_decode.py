@@ -26,7 +26,7 @@ def test_kernel_matches_reference(interpreter: KernelWorker, case: Case) -> None
 
 
 @pytest.mark.parametrize(
-    ("dtype", "block_size", "window"), [("float32", 16, None), ("float16", 64, 70), ("bfloat16", 128, None)]
+    ("dtype", "block_size", "window"), sampled([("float16", 64, 70), ("float32", 16, None), ("bfloat16", 128, None)])
 )
 def test_fixed_splits_give_a_row_the_same_bits_in_any_batch(
     interpreter: KernelWorker, dtype: str, block_size: int, window: int | None
@@ -35,7 +35,7 @@ def test_fixed_splits_give_a_row_the_same_bits_in_any_batch(
 
 
 @pytest.mark.parametrize("split_tokens", [None, 128])
-@pytest.mark.parametrize("num_seqs", [1, 2, 7, 20])
+@pytest.mark.parametrize("num_seqs", [1, *(pytest.param(count, marks=pytest.mark.slow) for count in (2, 7, 20))])
 def test_every_tile_is_read_once(interpreter: KernelWorker, num_seqs: int, split_tokens: int | None) -> None:
     interpreter.run("decode_shares", {"num_seqs": num_seqs, "split_tokens": split_tokens})
 

@@ -12,14 +12,14 @@ from pagestream_kernels import (
 )
 from support.kernels import cases as kernel_cases
 from support.kernels.worker import KernelWorker
-from support.pairwise import Case, pairwise
+from support.pairwise import Case, pairwise, sampled
 
 pytestmark = pytest.mark.builds
 
 COVER = pairwise(kernel_cases.FACTORS["rope_and_cache"])
 
 
-@pytest.mark.parametrize("case", COVER, ids=kernel_cases.case_id)
+@pytest.mark.parametrize("case", sampled(COVER), ids=kernel_cases.case_id)
 def test_kernel_matches_reference(interpreter: KernelWorker, case: Case) -> None:
     interpreter.run("rope_and_cache", case)
 

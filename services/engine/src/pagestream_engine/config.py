@@ -401,20 +401,10 @@ class EngineConfig:
             raise ConfigError("speculative_method", self.speculation.method, expected, hint)
 
     def _check_ranks(self) -> None:
-        of_all = {"cpu_offload_gb": bool(self.model.cpu_offload_gb)}
-        of_stages = {
-            "speculative_method grammar": self.speculation.method == "grammar",
-            "a draft model": self.speculation.method == "draft_model",
-        }
-        sizes = {
-            "tensor_parallel_size": of_all,
-            "pipeline_parallel_size": {**of_stages, **of_all},
-        }
-        for option, refused in sizes.items():
+        for option in ("tensor_parallel_size", "pipeline_parallel_size"):
             size = getattr(self.parallel, option)
-            for name, is_set in refused.items():
-                if size > 1 and is_set:
-                    raise UnsupportedOption(option, size, f"1 with {name}", "ranks have none yet")
+            if size > 1 and self.model.cpu_offload_gb:
+                raise UnsupportedOption(option, size, "1 with cpu_offload_gb", "ranks have none yet")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:

@@ -87,8 +87,9 @@ class Engine:
         self.eos_token_ids = facts.eos_token_ids
         self.vocab_size, self.pooled_size = facts.vocab_size, facts.pooled_size  # see ExecutorFacts
         self.fingerprint = facts.fingerprint
-        """16 hexadecimal digits of a digest over weights, dtype, mode, kernels, instruction set and torch's version:
-        deterministic engines that have it in common give the same tokens the same logits, bit for bit."""
+        """16 hexadecimal digits of a digest over the model's revision, dtype, mode, kernels, instruction set and
+        torch's version: deterministic engines that have it in common give the same tokens the same logits, bit for bit.
+        Of weights the revision has samples alone: see `model_revision`."""
         self.is_deterministic = facts.is_deterministic
         """Whether a token's logits depend on its sequence alone, bit for bit."""
         self.load_s = facts.load_s
@@ -224,8 +225,9 @@ class Engine:
     ) -> Iterator[None]:
         """Do `add_group` in parts, between which steps may run: each takes at most `REPLAY_TOKENS` output tokens.
 
-        The group is queued by the last one, which also finds ids that were added meanwhile; until then an abort of its
-        requests is ignored. Errors are those of `add_group`, and the arguments but for two, for policies:
+        The group is queued by the last one, which also finds ids that were added meanwhile, and an engine that fell
+        asleep; until then an abort of its requests is ignored. Errors are those of `add_group`, and the arguments but
+        for two, for policies:
 
         Args:
             prompt_token_ids: as for `add_group`.
@@ -272,6 +274,7 @@ class Engine:
         for arrival, sibling in enumerate(siblings, first_arrival):
             generation = make(sibling, arrival)
             made.append((generation, (yield from generation.replay(sibling.output_token_ids))))
+        self.sleep.check_awake()
         self._check_are_new(siblings)
         self._settle_if_idle()
         if contest is not None:
@@ -491,8 +494,9 @@ class Engine:
 
     def _check_are_new(self, siblings: Sequence[Sibling]) -> None:
         for sibling in siblings:
-            if sibling.seq_id in self._generations or sibling.seq_id in self._searches:
-                raise InvalidRequest(f"seq_id: given {sibling.seq_id!r}, which is running; expected a new one")
+            seq_id = sibling.seq_id
+            if seq_id in self._generations or seq_id in self._searches or seq_id in self._contests:
+                raise InvalidRequest(f"seq_id: given {seq_id!r}, which is running; expected a new one")
 
     def _fail(self, seqs: Iterable[TokenSequence], reason: str) -> None:
         """End sequences, with their searches; their ends are put out with the next outputs."""

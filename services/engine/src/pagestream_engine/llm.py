@@ -289,6 +289,8 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _params_for(num_prompts: int, given: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
     if given is None or isinstance(given, SamplingParams):
         return [given or SamplingParams()] * num_prompts
+    if not isinstance(given, Sequence) or not all(isinstance(each, SamplingParams) for each in given):
+        raise InvalidRequest(f"sampling_params: given {given!r:.80}, expected SamplingParams, or a list of them")
     if len(given) != num_prompts:
         raise InvalidRequest(
             f"sampling_params: given {len(given)}, expected one, or one for each of {num_prompts} prompts"

@@ -63,6 +63,12 @@ def with_tensor(name: str) -> Callable[[Path], None]:
     return add
 
 
+def of_integers(folder: Path) -> None:
+    names = [f"base_model.model.{QUERY}.lora_{matrix}.weight" for matrix in "AB"]
+    matrices = (torch.ones(4, 12, dtype=torch.int8), torch.ones(10, 4, dtype=torch.int8))
+    save_file(dict(zip(names, matrices, strict=True)), folder / "adapter_model.safetensors")
+
+
 def without_b(folder: Path) -> None:
     name = f"base_model.model.{QUERY}.lora_A.weight"
     save_file({name: torch.randn(4, 12)}, folder / "adapter_model.safetensors")
@@ -82,12 +88,22 @@ def without_b(folder: Path) -> None:
         ({"rank_pattern": {"(": 4}}, None, AdapterFileError, "rank_pattern"),
         ({"rank_pattern": {"(?i)q_proj": 4}}, None, AdapterFileError, "rank_pattern"),
         ({"rank_pattern": {"(" * 2000 + ")" * 2000: 4}}, None, AdapterFileError, "at most 1024 characters"),
+        (
+            {
+                "rank_pattern": {f"a{{{n},2000}}b": 4 for n in range(9)},
+                "alpha_pattern": {f"a{{{n},2000}}": 4 for n in range(9)},
+            },
+            None,
+            AdapterFileError,
+            "alpha_pattern: .* have more than 65536 parts",
+        ),
         ({"lora_alpha": 10**400}, None, AdapterFileError, "lora_alpha"),
         ({"r": 16}, None, AdapterMismatch, r"\(16, 12\)"),
         ({}, cut_off, AdapterFileError, "expected the size"),
         ({}, nested, AdapterFileError, "a JSON object"),
         ({}, as_pickle, UnsupportedAdapter, "adapter_model.bin"),
         ({}, without_b, AdapterFileError, "no lora_B"),
+        ({}, of_integers, UnsupportedAdapter, r"q_proj: given lora_A of torch\.int8"),
         ({}, with_tensor(f"base_model.model.{QUERY}.lora_magnitude_vector"), UnsupportedAdapter, "magnitude"),
     ],
     ids=lambda given: getattr(given, "__name__", str(given)[:30]),

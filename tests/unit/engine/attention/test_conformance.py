@@ -19,17 +19,16 @@ from support.engines.attention_cases import (
 )
 from support.kernels.cases import case_id
 from support.kernels.worker import KernelWorker
-from support.pairwise import Case, pairwise, product
+from support.pairwise import Case, pairwise, product, sampled
 
 CPU = torch.device("cpu")
 ON_CPU = ("torch", "deterministic torch", "native") if find_compiler() else ("torch", "deterministic torch")
 EXACT = tuple(name for name in ON_CPU if name != "torch")
 COVER = pairwise({"backend": ON_CPU, **FACTORS})
-TRITON = [
-    pytest.param({"backend": "triton", **case}, marks=[pytest.mark.slow] if index >= 4 else [])
-    for index, case in enumerate(pairwise(FACTORS))
-]
-"""The interpreter takes seconds for each; the first are those that cover most pairs."""
+FEWER = {"head_dim": (16, 80), "block_size": (8, 32), "window": (None, 5, 37)}
+TRITON = [{"backend": "triton", **case} for case in pairwise({**FACTORS, **FEWER})]
+"""The interpreter takes half a minute for each. What the kernels do for each shape of a head, of a block and of a
+window is tests/unit/kernels' to show."""
 KEPT = [
     {**case, "cache": cache}
     for cache, factors in (("fp8", {**FACTORS, "head_dim": (80,)}), ("bfloat16", {**FACTORS, "head_dim": (16,)}))
@@ -52,7 +51,7 @@ def test_attends_as_plain_attention_does(case: Case) -> None:
     check_case(case, CPU)
 
 
-@pytest.mark.builds
+@pytest.mark.slow
 @pytest.mark.parametrize("case", TRITON, ids=case_id)
 def test_triton_attends_as_plain_attention_does(interpreter: KernelWorker, case: Case) -> None:
     interpreter.run("backend", case)
@@ -64,7 +63,8 @@ def test_attends_to_a_cache_of_another_dtype(case: Case) -> None:
 
 
 @pytest.mark.builds
-@pytest.mark.parametrize("rotation", [None, "interleaved"])
+@pytest.mark.slow
+@pytest.mark.parametrize("rotation", sampled(["interleaved", None]))
 def test_triton_attends_to_a_cache_of_float8(interpreter: KernelWorker, rotation: str | None) -> None:
     options = {"block_size": 64, "window": 37, "soft_cap": None, "sinks": True, "scale": None, "rotation": rotation}
     interpreter.run("backend", {**FLOAT8_TRITON, **options})

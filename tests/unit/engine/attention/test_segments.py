@@ -6,7 +6,6 @@ import ctypes
 import platform
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,10 +14,10 @@ from pagestream_engine.attention.kv_store import LayerCache
 from pagestream_engine.attention.native.calls import NativeKernels, PagedLayer
 from pagestream_engine.attention.native.levels import LEVELS, AttentionLevel, library_for
 from pagestream_engine.cpu import instruction_sets, read_cpuinfo
-from pagestream_engine.native_build import compile_into, find_compiler
+from pagestream_engine.native_build import cached, find_compiler
 from support.engines.attention_cases import TOLERANCES, Sequences, make_backend, outputs_in_chunks
 from support.kernels.cases import case_id
-from support.pairwise import Case, pairwise
+from support.pairwise import Case, pairwise, sampled
 
 DIM = 48  # three vectors: the last pair of them is half empty
 LENGTHS = (700, 530, 40)
@@ -39,18 +38,15 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", params=LEVELS_HERE, ids=lambda level: level.name)
-def level(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttentionLevel]:
-    """Each level of this processor, in whose library the backend's kernels are."""
+@pytest.fixture(scope="module", params=sampled(LEVELS_HERE), ids=lambda level: level.name)
+def level(request: pytest.FixtureRequest) -> Iterator[AttentionLevel]:
+    """Each level of this processor, the one that it uses first, in whose library the backend's kernels are."""
     given: AttentionLevel = request.param
-    folder: Path = tmp_path_factory.mktemp("kernels")
-    compiler = find_compiler()
-    assert compiler is not None
 
     @cache
     def load(head_dim: int, cache_dtype: torch.dtype | None = None) -> ctypes.CDLL:
         assert cache_dtype is None, "the model's"
-        return ctypes.CDLL(str(compile_into(folder, library_for(head_dim, given), compiler)))
+        return ctypes.CDLL(str(cached(library_for(head_dim, given))))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(select, "load_library", load)

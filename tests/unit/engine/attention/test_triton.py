@@ -44,6 +44,7 @@ def _run(folder: Path, backend: str, prompts: list[list[int]], **environment: st
     return tokens
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_generate_gives_the_same_tokens_as_torch(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", "qwen3", num_hidden_layers=2)

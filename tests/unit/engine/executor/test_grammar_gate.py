@@ -57,8 +57,9 @@ def test_an_abort_reaches_what_waits_for_its_grammar(loaded: Engine, replies: Re
     loaded.check_invariants()
 
 
-@pytest.mark.usefixtures("replies")
-def test_a_grammar_that_takes_too_long_ends_its_request(loaded: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_that_takes_too_long_ends_its_request(
+    loaded: Engine, replies: Replies, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loaded._gate, "_limit_s", -1.0)
     other = StructuredOutputsParams(regex="[cd]{9}")  # what was compiled for the test before is known
     loaded.add_request("late", [5, 6], SamplingParams(structured_outputs=other))
@@ -67,6 +68,92 @@ def test_a_grammar_that_takes_too_long_ends_its_request(loaded: Engine, monkeypa
     assert isinstance(output.error, RequestFault)
     assert "not compiled after" in output.error
     assert not loaded.has_unfinished_requests()
+    loaded.check_invariants()
+    [(grammar, reply)] = replies
+    reply(PreparedGrammar(grammar, None))
+
+
+def test_what_does_not_end_blames_no_other_request(
+    loaded: Engine, replies: Replies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ends(name: str, regex: str) -> str | None:
+        loaded.add_request(name, [5, 6], SamplingParams(structured_outputs=StructuredOutputsParams(regex=regex)))
+        return next((output.error for output in loaded.step()), None)
+
+    with monkeypatch.context() as late:
+        late.setattr(loaded._gate, "_limit_s", -1.0)
+        for name in ("slow", "slower"):
+            assert isinstance(ends(name, name), RequestFault)
+        assert isinstance(ends("same", "slow"), RequestFault)
+    refused = ends("other", "other")
+    assert refused is not None
+    assert "other requests" in refused
+    assert not isinstance(refused, RequestFault)
+    assert [grammar.text for grammar, _ in replies if "slow" in grammar.text] == ["slow", "slower"]
+    for grammar, reply in [*replies]:
+        reply(PreparedGrammar(grammar, None))
+    assert ends("after", "after") is None
+    grammar, reply = replies[-1]
+    assert grammar.text == "after"
+    reply(PreparedGrammar(grammar, None))
+    loaded.abort_request("after")
+    loaded.check_invariants()
+
+
+def test_a_grammar_has_its_time_from_when_a_thread_begins_with_it(
+    loaded: Engine, replies: Replies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("pagestream_engine.executor.grammar_gate.time.monotonic", lambda: now)
+
+    def ends() -> dict[str, str | None]:
+        return {output.seq_id: output.error for output in loaded.step() if output.finish_reason == "error"}
+
+    for name in ("long", "longer", "innocent"):
+        loaded.add_request(
+            name, [5, 6], SamplingParams(structured_outputs=StructuredOutputsParams(regex=f"begun {name}"))
+        )
+    assert ends() == {}
+    now += 19
+    grammar, reply = replies[0]
+    reply(PreparedGrammar(grammar, None))
+    assert ends() == {}, "a thread has become free for the third one"
+    now += 2
+    late = ends()
+    assert list(late) == ["longer"]
+    assert isinstance(late["longer"], RequestFault)
+    grammar, reply = replies[2]
+    reply(PreparedGrammar(grammar, None))
+    assert ends() == {}
+    grammar, reply = replies[1]
+    reply(PreparedGrammar(grammar, None))
+    loaded.abort_request("long")
+    loaded.abort_request("innocent")
+    loaded.check_invariants()
+
+
+def test_what_waits_has_its_time_when_those_before_it_had_too_much(
+    loaded: Engine, replies: Replies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 2000.0
+    monkeypatch.setattr("pagestream_engine.executor.grammar_gate.time.monotonic", lambda: now)
+
+    def ends(name: str = "") -> dict[str, str | None]:
+        if name:
+            constraint = StructuredOutputsParams(regex=f"freed {name}")
+            loaded.add_request(name, [5, 6], SamplingParams(structured_outputs=constraint))
+        return {output.seq_id: output.error for output in loaded.step() if output.finish_reason == "error"}
+
+    for name in ("stuck", "stuck too", "queued"):
+        assert ends(name) == {}
+    now += 21
+    assert list(ends()) == ["stuck", "stuck too", "queued"]
+    grammar, reply = replies[0]
+    reply(PreparedGrammar(grammar, None))
+    assert ends("next") == {}, "a thread has become free for what waits"
+    for grammar, reply in replies[1:]:
+        reply(PreparedGrammar(grammar, None))
+    loaded.abort_request("next")
     loaded.check_invariants()
 
 
@@ -79,3 +166,29 @@ def test_the_cache_of_compiled_grammars_is_bounded_and_what_was_evicted_is_compi
         compiler._keep(grammar, found)
     assert list(compiler._cache) == grammars[-2:]
     assert not compiler.matcher(grammars[0]).is_error()
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [Grammar("json", '{"multipleOf": 9.973}'), Grammar("grammar", 'start: "a" | %json {"multipleOf": 99.73}')],
+)
+def test_a_divisor_counts_for_the_cache_by_its_remainders(grammar: Grammar) -> None:
+    compiler = GrammarCompiler(DEMO_MODEL, 1536, [1])
+    found = compiler._compile(grammar)
+    assert not isinstance(found, RequestFault)
+    compiler._keep(grammar, found)
+    assert compiler._num_bytes > 9973 * 400
+    compiler.unshared_matcher(grammar)
+    assert compiler._num_bytes == 0
+
+
+def test_what_is_there_waits_for_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = GrammarCompiler(DEMO_MODEL, 1536, [1])
+    grammar = Grammar("regex", "[ab]{9}")
+    found = compiler._compile(grammar)
+    assert not isinstance(found, RequestFault)
+    compiler._keep(grammar, found)
+    monkeypatch.setattr("pagestream_engine.grammar.compiler.NUM_THREADS", 0)
+    done: list[PreparedGrammar] = []
+    compiler.prepare(grammar, done.append)
+    assert done == [PreparedGrammar(grammar, None)]

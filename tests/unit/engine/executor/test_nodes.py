@@ -231,6 +231,24 @@ def test_what_was_recorded_of_a_rank_proves_nothing_to_the_next_generation(
         following.close()
 
 
+def test_a_rank_that_joins_as_the_port_closes_is_let_go(options: dict[str, Any], listener: RankListener) -> None:
+    with socket.create_connection(("127.0.0.1", options["master_port"]), 30) as rank:
+        assert rank.recv(1, socket.MSG_PEEK), "it is being greeted"
+        listener.close()
+        join(rank, SECRET, HELLO)
+        assert rank.recv(1) == b""
+
+
+def test_a_message_that_the_other_side_would_refuse_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagestream_engine.executor.nodes.link.MAX_BYTES", 8)
+    near, end = socket.socketpair()
+    with near, end:
+        sender = Link(near, LinkKeys(b"a", b"b"), on_message=lambda _: None, on_end=lambda _: None)
+        with pytest.raises(OSError, match="a frame of 9 bytes, expected at most 8"):
+            sender.send(b"12345678")
+        sender.send(b"1234567")
+
+
 def test_an_injected_frame_ends_the_link() -> None:
     """Each frame is proven by its number, too: one that is repeated is refused as one that is made up."""
     near, far = socket.socketpair(socket.AF_UNIX)

@@ -133,7 +133,8 @@ if __name__ == "__main__":
 """
 
 
-def test_ranks_end_with_their_parent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["running", "stopped"])
+def test_ranks_end_with_their_parent(tmp_path: Path, is_stopped: bool) -> None:
     program = tmp_path / "parent.py"
     program.write_text(PARENT)
     support = str(Path(__file__).parents[3])
@@ -143,6 +144,8 @@ def test_ranks_end_with_their_parent(tmp_path: Path) -> None:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert set(pids) <= set(children_of(parent.pid))
+        if is_stopped:  # such a one does not see that its pipe has ended
+            os.kill(pids[1], signal.SIGSTOP)
         parent.kill()
     assert len(pids) == 2
     wait_until(lambda: not any(map(is_running, pids)), "the ranks to end")

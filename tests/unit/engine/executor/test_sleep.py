@@ -9,6 +9,7 @@ import pytest
 from pagestream_engine import LLM, SamplingParams
 from pagestream_engine.errors import ConfigError, EngineAsleep, InvalidRequest, SleepFailed
 from pagestream_engine.executor.inline import InlineExecutor
+from pagestream_engine.request.sequence import Sibling
 from pagestream_engine.runner import ModelRunner
 from support.engines.tiny_models import make_model, random_prompts
 
@@ -52,6 +53,20 @@ def test_tokens_are_the_same_after_sleep(tmp_path: Path, options: dict[str, Any]
             llm.engine.check_invariants()
     finally:
         llm.engine.close()
+
+
+def test_a_group_that_is_added_in_parts_finds_an_engine_that_fell_asleep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagestream_engine.request.generation.REPLAY_TOKENS", 4)
+    engine = LLM(make_model(tmp_path / "model", "llama"), **OPTIONS).engine
+    adding = engine.adding_group([5, 6], [Sibling("a", PARAMS, [7] * 6)])
+    next(adding)
+    engine.sleep.begin()
+    with pytest.raises(EngineAsleep):
+        list(adding)
+    assert not engine.has_unfinished_requests()
+    engine.check_invariants()
 
 
 def test_the_cache_is_freed_and_a_level_without_weights_is_refused(tmp_path: Path) -> None:

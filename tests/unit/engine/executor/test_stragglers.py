@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -41,9 +42,47 @@ def test_a_stage_that_does_no_layer_hangs_and_those_that_wait_for_it_do_not(
     assert group.stragglers.find((0, 1, 2)) is None
 
 
+def test_a_first_stage_that_waits_for_drafts_does_not_hang_while_the_last_one_computes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Watched(tmp_path, 2, 1, monkeypatch)
+    assert group.found_after(STAGE_LIMIT_S - 0.1, 0, 1) is None
+    group.progress.advance(1)
+    assert group.stragglers.find((0, 1)) is None
+    group.now += STAGE_LIMIT_S
+    assert group.stragglers.find((0, 1)) is None
+    group.now += STAGE_LIMIT_S
+    assert group.stragglers.find((0, 1)) == 0
+
+
 def test_a_rank_behind_its_stage_hangs_sooner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     group = Watched(tmp_path, 4, 2, monkeypatch)
     for _ in range(2):
         group.progress.advance(2)
     assert group.found_after(HANG_LIMIT_S + 0.1, 0, 1, 2, 3) is None, "stage 0 computes"
     assert group.found_after(HANG_LIMIT_S + 0.1, 2, 3) == 3
+
+
+def test_ranks_that_stay_in_one_collective_hang_and_those_that_compute_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is stopped after it has entered a collective sends nothing: no rank is behind another."""
+    group = Watched(tmp_path, 2, 2, monkeypatch)
+    assert group.found_after(HANG_LIMIT_S + 0.1, 0, 1) is None, "both compute"
+    with ExitStack() as stack:
+        for rank in range(2):
+            stack.enter_context(group.progress.collective(rank))
+        assert group.found_after(HANG_LIMIT_S - 0.1, 0, 1) is None
+        assert group.found_after(HANG_LIMIT_S + 0.1, 0, 1) == 0
+    assert group.found_after(HANG_LIMIT_S + 0.1, 0, 1) is None, "both compute"
+    assert group.progress.counts() == [2, 2]
+
+
+def test_a_rank_that_has_not_entered_the_collective_of_the_others_is_the_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Watched(tmp_path, 2, 2, monkeypatch)
+    with group.progress.collective(0):
+        assert group.found_after(HANG_LIMIT_S + 0.1, 0, 1) == 1
+    with group.progress.collective(1):
+        assert group.found_after(HANG_LIMIT_S + 0.1, 0, 1) == 1, "it is the last to leave"

@@ -6,7 +6,7 @@ bits in nearly every element, where sums of random numbers agree once they are r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -40,9 +40,16 @@ def _differing(got: Tensor, expected: Tensor) -> float:
     return (got != expected).float().mean().item()
 
 
-def _check_row_counts(method: LinearMethod, x: Tensor, bias: Tensor | None = None) -> None:
+EVERY = range(1, ROWS + 1)
+SOME = sorted({*range(1, 35), *(border + step for border in (48, 64, 96, 128, 192, 256) for step in (-1, 0, 1)), ROWS})
+"""Row counts of which `make test` has those around the borders of blocks; `make slow-test` has every one."""
+
+
+def _check_row_counts(
+    method: LinearMethod, x: Tensor, bias: Tensor | None = None, *, counts: Sequence[int] = SOME
+) -> None:
     alone = torch.cat([method.product(row, bias) for row in x.split(1)])
-    for rows in range(1, ROWS + 1):
+    for rows in counts:
         begin = (rows * 37) % (ROWS - rows + 1)
         got = method.product(x[begin : begin + rows], bias)
         assert torch.equal(got, alone[begin : begin + rows]), f"{rows} rows from {begin}"
@@ -51,12 +58,13 @@ def _check_row_counts(method: LinearMethod, x: Tensor, bias: Tensor | None = Non
 @each_case
 @pytest.mark.parametrize("copies", [True, False], ids=["packed", "plain"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("counts", [SOME, pytest.param(EVERY, marks=pytest.mark.slow)], ids=["some", "every"])
 def test_a_row_has_the_same_bits_at_every_row_count(
-    shape: tuple[int, int], copies: bool, dtype: torch.dtype, level: LinearLevel
+    counts: Sequence[int], shape: tuple[int, int], copies: bool, dtype: torch.dtype, level: LinearLevel
 ) -> None:
     x, weight = cancelling(shape, dtype)
     bias = torch.randn(shape[1], generator=torch.Generator().manual_seed(1)).to(dtype) if shape[0] == 97 else None
-    _check_row_counts(NativeMethod(weight, kernels_of(level, dtype), copies=copies), x, bias)
+    _check_row_counts(NativeMethod(weight, kernels_of(level, dtype), copies=copies), x, bias, counts=counts)
 
 
 @each_case

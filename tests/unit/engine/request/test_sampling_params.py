@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 from pagestream_engine.errors import InvalidSamplingParams
-from pagestream_engine.request.sampling_params import MAX_BEAM_WIDTH, SamplingParams, child_seed
+from pagestream_engine.request.sampling_params import MAX_BEAM_WIDTH, MAX_CHOICES, SamplingParams, child_seed
 
 
 def test_defaults_are_vllms() -> None:
@@ -20,6 +20,8 @@ def test_defaults_are_vllms() -> None:
         ("n", 0),
         ("n", 1.0),
         ("n", True),
+        ("n", MAX_CHOICES + 1),
+        ("best_of", MAX_CHOICES + 1),
         ("temperature", -0.1),
         ("temperature", math.nan),
         ("temperature", math.inf),
@@ -56,6 +58,8 @@ def test_defaults_are_vllms() -> None:
         ("repetition_penalty", 0.0),
         ("repetition_penalty", -1.0),
         ("repetition_penalty", math.inf),
+        ("repetition_penalty", 1e-39),
+        ("repetition_penalty", 1e38),
         ("logprobs", -2),
         ("logprobs", True),
         ("logprobs", 1.0),
@@ -67,6 +71,9 @@ def test_defaults_are_vllms() -> None:
         ("bad_words_token_ids", [[]]),
         ("bad_words_token_ids", [[1], [-1]]),
         ("bad_words_token_ids", [1]),
+        ("bad_words_token_ids", [[1]] * 4097),
+        ("bad_words_token_ids", [[1] * 515]),
+        ("bad_words_token_ids", [[1] * 512, *[[1]] * 512]),
         ("logit_bias", [1]),
         ("logit_bias", {-1: 1.0}),
         ("logit_bias", {"a": 1.0}),
@@ -83,7 +90,8 @@ def test_a_malformed_value_is_named(field: str, value: Any) -> None:
 
 
 def test_borders_of_the_ranges_are_inside() -> None:
-    SamplingParams(presence_penalty=2, frequency_penalty=-2.0, repetition_penalty=1e-3, logprobs=-1)
+    SamplingParams(presence_penalty=2, frequency_penalty=-2.0, repetition_penalty=1e-6, logprobs=-1)
+    SamplingParams(n=MAX_CHOICES, best_of=MAX_CHOICES, repetition_penalty=1e6)
 
 
 def test_a_bias_has_numbers_for_ids_and_stays_within_a_hundred() -> None:

@@ -8,6 +8,7 @@ import pytest
 from pagestream_engine import SamplingParams, StructuredOutputsParams
 from pagestream_engine.errors import InvalidSamplingParams
 from pagestream_engine.request.grammars import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_NESTING, Grammar
+from pagestream_engine.request.structured_outputs import ReasoningMarks
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -30,6 +31,13 @@ def nested(depth: int) -> dict[str, Any]:
         ({"json": nested(MAX_NESTING + 1)}, "structured_outputs.json", "levels of nesting"),
         ({"json": "[" * 100_000}, "structured_outputs.json", "at most"),
         ({"json": {"multipleOf": 10**6}}, "structured_outputs.json", "multipleOf 1000000"),
+        ({"json": {"multipleOf": 9999.9999}}, "structured_outputs.json", "which is 99999999"),
+        ({"json": '{"multipleOf": 1e400}'}, "structured_outputs.json", "multipleOf inf"),
+        ({"json": {"multipleOf": 0}}, "structured_outputs.json", "more than 0"),
+        ({"json": {"allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}}, "structured_outputs.json", "common"),
+        ({"json": {"allOf": [{"multipleOf": 1e-7}, {"multipleOf": 9973}]}}, "structured_outputs.json", "fewer places"),
+        ({"grammar": 'start: %json {"multipleOf": 99999.1}'}, "structured_outputs.grammar", "multipleOf 99999.1"),
+        ({"grammar": f"start: %json {'[' * 20_000}"}, "structured_outputs.grammar", "levels of nesting"),
         ({"json": {"description": "x" * MAX_GRAMMAR_BYTES}}, "structured_outputs.json", "bytes"),
         ({"regex": ""}, "structured_outputs.regex", "not empty"),
         ({"regex": "é" * (MAX_GRAMMAR_BYTES // 2 + 1)}, "structured_outputs.regex", "bytes"),
@@ -51,6 +59,10 @@ def test_a_malformed_constraint_is_named(given: dict[str, Any], field: str, matc
 def test_borders_are_inside() -> None:
     StructuredOutputsParams(json=nested(MAX_NESTING))
     StructuredOutputsParams(regex="é" * (MAX_GRAMMAR_BYTES // 2))
+    beside = {str(each): {"multipleOf": each} for each in (0.01, 0.25, 15, 60, 1e3)}
+    StructuredOutputsParams(json={"properties": beside})
+    StructuredOutputsParams(json={"multipleOf": 0.0001})
+    StructuredOutputsParams(grammar='start: %json {"multipleOf": 0.05} | "%json ["')
 
 
 def test_equal_constraints_are_one_grammar_however_they_are_given() -> None:
@@ -66,3 +78,9 @@ def test_equal_constraints_are_one_grammar_however_they_are_given() -> None:
 def test_a_beam_search_has_no_grammar() -> None:
     with pytest.raises(InvalidSamplingParams, match=r"^structured_outputs: given .*expected None with use_beam_search"):
         SamplingParams(use_beam_search=True, beam_width=2, structured_outputs=StructuredOutputsParams(regex="a"))
+
+
+@pytest.mark.parametrize("marks", [{"end": ()}, {"end": [1, -1]}, {"end": [1], "openings": [[]]}, {"end": None}])
+def test_marks_of_reasoning_have_tokens(marks: dict[str, Any]) -> None:
+    with pytest.raises(InvalidSamplingParams, match=r"^structured_outputs\.reasoning"):
+        ReasoningMarks(**marks)

@@ -271,7 +271,7 @@ def test_numbers_of_any_size_are_taken() -> None:
     largest = 2**63 - 1
     rows = [
         make_row(min_tokens=largest, top_k=2**70, logprobs=2**70),
-        make_row(temperature=1, repetition_penalty=10**30, stop_token_ids=[2**70], min_tokens=2),
+        make_row(temperature=1, repetition_penalty=10**6, stop_token_ids=[2**70], min_tokens=2),
     ]
     sampled = batch_of(*rows).sample(logits_for(2), torch.arange(2))
     assert sampled.logprobs is not None

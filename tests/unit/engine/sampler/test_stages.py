@@ -13,6 +13,7 @@ from pagestream_engine.sampler.stages.bad_words import BadWords
 from pagestream_engine.sampler.stages.logit_bias import LogitBias
 from pagestream_engine.sampler.stages.min_tokens import MinTokens
 from pagestream_engine.sampler.stages.penalties import Penalties
+from pagestream_engine.sampler.stages.stage import NewRow
 from support.engines.sampling import GivenRow, apply_stage, sample_rows
 from torch import Tensor
 from transformers import (
@@ -101,6 +102,18 @@ def test_bad_words_are_those_of_transformers(words: list[list[int]]) -> None:
     got, other = apply_stage(BadWords, logits, rows)
     assert torch.equal(got, processed(NoBadWordsLogitsProcessor(words), logits[0], OUTPUT))
     assert (other == -torch.inf).nonzero().flatten().tolist() == [3]
+
+
+def test_the_tables_of_bad_words_are_dropped_with_the_last_row() -> None:
+    stage = BadWords(4, VOCAB_SIZE, torch.device("cpu"))
+    for place, words in enumerate(([[7] * 64], [[3]] * 4096)):
+        stage.add(place, NewRow(SamplingParams(bad_words_token_ids=words), (), PROMPT, OUTPUT))
+    stage.remove(0)
+    assert stage._prefixes.numel() >= 4096 * 63
+    stage.remove(1)
+    assert stage._prefixes.numel() == 0
+    stage.add(2, NewRow(SamplingParams(bad_words_token_ids=[[3, 4]]), (), PROMPT, OUTPUT))
+    assert stage._prefixes.shape[1:] == (1, 1)
 
 
 def test_words_with_one_last_token_ban_it_together() -> None:

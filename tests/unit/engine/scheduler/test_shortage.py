@@ -154,7 +154,7 @@ OPERATIONS = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     layers=st.sampled_from(sorted(LAYERS)),
     num_tokens=st.integers(48, 96),

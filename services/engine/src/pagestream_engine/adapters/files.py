@@ -156,6 +156,10 @@ def _matrices(
         entry = pair.get(matrix)
         if entry is None:
             raise AdapterFileError(f"{path}: {module}: given no lora_{matrix}, expected one of shape {shape}")
+        if not entry.dtype.is_floating_point:
+            raise UnsupportedAdapter(
+                f"{path}: {module}: given lora_{matrix} of {entry.dtype}, expected floating point; save it dequantised"
+            )
         if entry.shape != shape:
             raise AdapterMismatch(
                 f"{path}: {module}: given lora_{matrix} of shape {entry.shape}, expected {shape} by this model and "

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pagestream_engine.adapters.patterns import MAX_CHARACTERS, MAX_STEPS_OF_ADAPTER, NamePattern
 from pagestream_engine.errors import AdapterFileError, UnsupportedAdapter
 
 CONFIG_FILE = "adapter_config.json"
@@ -37,7 +37,7 @@ _READ = frozenset(
 )
 _MOST = 2.0**32
 """Ranks and alphas are less: beyond it some have no value as a float."""
-_LONGEST_PATTERN = 1024
+_MOST_PATTERNS = 4096
 _ORDINARY_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` after which the base model's weights are what they were."""
 
@@ -50,16 +50,16 @@ class AdapterSettings:
     alpha: float
     divides_by_root: bool
     """Whether the scale is alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023, arXiv:2312.03732), not alpha / rank."""
-    rank_pattern: Mapping[str, int]
-    alpha_pattern: Mapping[str, float]
+    rank_pattern: Mapping[NamePattern, int]
+    alpha_pattern: Mapping[NamePattern, float]
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module's matrices."""
-        return int(self.rank_pattern.get(_pattern_of(self.rank_pattern, module), self.rank))
+        return int(_value_of(self.rank_pattern, module, self.rank))
 
     def scale_of(self, module: str) -> float:
         """Return what a module's product is multiplied with."""
-        alpha, rank = self.alpha_pattern.get(_pattern_of(self.alpha_pattern, module), self.alpha), self.rank_of(module)
+        alpha, rank = _value_of(self.alpha_pattern, module, self.alpha), self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.divides_by_root else rank)
 
 
@@ -83,12 +83,14 @@ def read_settings(folder: Path) -> AdapterSettings:
     rank, alpha = fields.get("r", 0), fields.get("lora_alpha", 0)
     if not _is_whole(rank) or not _is_number(alpha):
         raise AdapterFileError(f"{path}: given r {rank!r} and lora_alpha {alpha!r}, expected two positive numbers")
+    ranks = _pattern(path, fields, "rank_pattern", _is_whole, MAX_STEPS_OF_ADAPTER)
+    room = MAX_STEPS_OF_ADAPTER - sum(pattern.num_steps for pattern in ranks)
     return AdapterSettings(
         rank=rank,
         alpha=float(alpha),
         divides_by_root=bool(fields.get("use_rslora", False)),
-        rank_pattern=_pattern(path, fields, "rank_pattern", _is_whole),
-        alpha_pattern=_pattern(path, fields, "alpha_pattern", _is_number),
+        rank_pattern=ranks,
+        alpha_pattern=_pattern(path, fields, "alpha_pattern", _is_number, room),
     )
 
 
@@ -111,30 +113,29 @@ def _refuse_unsupported(path: Path, fields: Mapping[str, Any]) -> None:
             raise UnsupportedAdapter(f"{path}: {name}: given {fields[name]!r:.80}, expected it not to be set")
 
 
-def _pattern(path: Path, fields: Mapping[str, Any], name: str, is_valid: Any) -> Mapping[str, Any]:
+def _pattern(path: Path, fields: Mapping[str, Any], name: str, is_valid: Any, room: int) -> Mapping[NamePattern, Any]:
     given = fields.get(name) or {}
     if not isinstance(given, dict) or not all(map(is_valid, given.values())):
         raise AdapterFileError(f"{path}: {name}: given {given!r:.80}, expected modules and a positive number for each")
-    for pattern in given:
+    if len(given) > _MOST_PATTERNS:
+        raise AdapterFileError(f"{path}: {name}: given {len(given)} patterns, expected at most {_MOST_PATTERNS}")
+    patterns: dict[NamePattern, Any] = {}
+    for pattern, value in given.items():
         try:
-            if len(pattern) > _LONGEST_PATTERN:
-                raise ValueError(f"it has {len(pattern)} characters")
-            re.compile(_ending_with(pattern))
-        except (re.error, ValueError, OverflowError, RecursionError) as error:
+            found = NamePattern(pattern, room)
+        except ValueError as error:
             raise AdapterFileError(
-                f"{path}: {name}: given {pattern!r:.80}, expected a pattern of at most {_LONGEST_PATTERN} characters: "
+                f"{path}: {name}: given {pattern!r:.80}, expected a pattern of at most {MAX_CHARACTERS} characters: "
                 f"{error}"
             ) from error
-    return given
+        room -= found.num_steps
+        patterns[found] = value
+    return patterns
 
 
-def _pattern_of(patterns: Iterable[str], module: str) -> str:
-    """Return the first pattern that a module's name ends with, as PEFT finds it; else the name."""
-    return next((pattern for pattern in patterns if re.match(_ending_with(pattern), module)), module)
-
-
-def _ending_with(pattern: str) -> str:
-    return rf"(.*\.)?({pattern})$"
+def _value_of(patterns: Mapping[NamePattern, float], module: str, default: float) -> float:
+    """Return the value of the first pattern that a module's name ends with, as PEFT finds it."""
+    return next((value for pattern, value in patterns.items() if pattern.matches(module)), default)
 
 
 def _is_whole(given: object) -> bool:

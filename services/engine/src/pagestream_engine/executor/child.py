@@ -10,6 +10,7 @@ import sys
 import threading
 import traceback
 from dataclasses import dataclass
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Protocol
@@ -33,6 +34,7 @@ class Failure:
 
 
 LOADING = -1
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Pipe(Protocol):
@@ -47,9 +49,42 @@ class Pipe(Protocol):
         ...
 
 
-def run_child(connection: Pipe, make_runner: RunnerFactory, folder: Path, config: EngineConfig) -> None:
-    """Load a runner, send its facts, and run plans until the other end closes the pipe. Exits the process."""
+def bonding_parent(context: BaseContext) -> int | None:
+    """Return the id of the process that a child of this thread should die with; None: the child is not bound.
+
+    The kernel binds a child to the thread that starts it, and only the process' first thread is sure to live as long.
+    A child that a server forks is the server's.
+    """
+    is_first = sys.platform != "linux" or threading.get_native_id() == os.getpid()
+    return os.getpid() if is_first and context.get_start_method() == "spawn" else None
+
+
+def die_with_parent(parent: int | None) -> None:
+    """Have the kernel kill this process when its parent dies (prctl(2)), however that is and whatever this one does.
+
+    Elsewhere than on Linux, and where the parent is None, the end of the connection alone says so: not to a process
+    that is stopped.
+    """
+    if parent is None:
+        return
+    if sys.platform == "linux":
+        import ctypes
+
+        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:  # it died before the setting took effect
+        os._exit(1)
+
+
+def run_child(
+    connection: Pipe, make_runner: RunnerFactory, folder: Path, config: EngineConfig, parent: int | None
+) -> None:
+    """Load a runner, send its facts, and run plans until the other end closes the pipe. Exits the process.
+
+    `parent`: see die_with_parent.
+    """
     try:
+        die_with_parent(parent)
         _run(connection, make_runner, folder, config)
     except BaseException:  # noqa: BLE001 - written, as the interpreter would
         traceback.print_exc()

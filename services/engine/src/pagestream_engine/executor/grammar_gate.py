@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from pagestream_engine.errors import RequestFault
 from pagestream_engine.executor.pipeline import StepPipeline
+from pagestream_engine.grammar.compiler import NUM_THREADS
 from pagestream_engine.request.adapter import LoadedAdapter
 from pagestream_engine.request.grammars import Grammar, PreparedGrammar
 from pagestream_engine.request.outputs import StepOutput
@@ -16,8 +19,8 @@ from pagestream_engine.scheduler.scheduler import Scheduler
 from pagestream_engine.step.texts import failed_output
 
 COMPILE_LIMIT_S = 20.0
-"""From a request's arrival until its grammar is compiled, with the wait for others and, before the first, for the
-tokenizer's tokens. llguidance's own bounds end almost all work far sooner."""
+"""From when a thread begins with a grammar until it is compiled, with the wait for the tokenizer's tokens before the
+first one; and of the wait for a thread. llguidance's own bounds end almost all work far sooner."""
 IDLE_WAIT_S = 0.01
 """Longest wait for a grammar while there is nothing else to do: aborts and new requests wait for its end."""
 
@@ -29,11 +32,14 @@ class Held:
     seqs: list[TokenSequence]
     missing: set[Grammar]
     until: float
-    """On time.monotonic()."""
+    """Seconds on time.monotonic(): the wait for a thread ends."""
 
 
 class GrammarGate:
     """Passes sequences on to the scheduler, those with a grammar when it is compiled.
+
+    A grammar that takes longer than `limit_s` can't be stopped. While each thread that compiles is held by one, others
+    are refused at once, by an error that does not blame their requests.
 
     Args:
         steps: whose executor compiles.
@@ -46,6 +52,9 @@ class GrammarGate:
         self._scheduler = scheduler
         self._limit_s = limit_s
         self._held: list[Held] = []
+        self._compiling: dict[Grammar, float] = {}
+        """Asked for and not replied to, in the order in which the compiler takes them, with the time limit of each:
+        none before a thread has begun."""
 
     def __len__(self) -> int:
         """Sequences that are held back."""
@@ -65,8 +74,7 @@ class GrammarGate:
             self._scheduler.add(*seqs)
             return
         self._held.append(Held(list(seqs), missing, time.monotonic() + self._limit_s))
-        for grammar in missing:
-            self._steps.executor.prepare(grammar)
+        self._ask(missing)
 
     def abort(self, seq: TokenSequence) -> bool:
         """Forget a sequence; return whether it was held back."""
@@ -96,20 +104,21 @@ class GrammarGate:
             if not isinstance(done, PreparedGrammar):
                 continue
             grammar, error = done
+            self._compiling.pop(grammar, None)
             if error is not None:
                 errors[grammar] = error
             for held in self._held:
                 if error is None:
                     held.missing.discard(grammar)
+        # What was left out while no thread was free. It raises where the executor has died, and nothing has moved yet.
+        self._ask({grammar for held in self._held for grammar in held.missing}.difference(errors))
         held_before, self._held = self._held, []
         ended: list[StepOutput] = []
-        now = time.monotonic()
         for held in held_before:
-            error = next((errors[grammar] for grammar in held.missing if grammar in errors), None)
-            if error is None and held.missing and now > held.until:
-                error = RequestFault(f"structured_outputs: not compiled after {self._limit_s:g} s; simplify it")
-            if error is not None:
-                ended += [failed_output(seq, error) for seq in held.seqs]
+            failed = next((errors[grammar] for grammar in held.missing if grammar in errors), None)
+            reason = self._late(held) if failed is None else failed
+            if reason is not None:
+                ended += [failed_output(seq, reason) for seq in held.seqs]
             elif held.missing:
                 self._held.append(held)
             else:
@@ -118,5 +127,45 @@ class GrammarGate:
 
     def prepare_again(self) -> None:
         """Ask another executor for what is missing."""
-        for grammar in {grammar for held in self._held for grammar in held.missing}:
-            self._steps.executor.prepare(grammar)
+        self._compiling.clear()
+        self._ask({grammar for held in self._held for grammar in held.missing})
+
+    def _ask(self, missing: Collection[Grammar]) -> None:
+        """Ask for grammars that are not being compiled yet, unless they would wait for what does not end."""
+        self._begin_limits()
+        if self._is_stuck():
+            return
+        for grammar in missing:
+            if grammar not in self._compiling:
+                self._compiling[grammar] = math.inf
+                self._steps.executor.prepare(grammar)
+        self._begin_limits()
+
+    def _begin_limits(self) -> None:
+        """Give a time limit to the grammars that threads have begun with since the last time."""
+        for grammar in self._on_threads():
+            if self._compiling[grammar] == math.inf:
+                self._compiling[grammar] = time.monotonic() + self._limit_s
+
+    def _on_threads(self) -> list[Grammar]:
+        """Return the grammars that the compiler's threads have: those that were asked for first."""
+        return list(islice(self._compiling, NUM_THREADS))
+
+    def _is_stuck(self) -> bool:
+        """Whether every thread that compiles has a grammar that is over its time limit."""
+        on_threads, now = self._on_threads(), time.monotonic()
+        return len(on_threads) == NUM_THREADS and all(now > self._compiling[grammar] for grammar in on_threads)
+
+    def _late(self, held: Held) -> str | None:
+        """Return why sequences don't wait any longer for their grammars: a RequestFault where it is one of theirs."""
+        if not held.missing:
+            return None
+        now, begun = time.monotonic(), held.missing.intersection(self._on_threads())
+        if any(now > self._compiling[grammar] for grammar in begun):
+            return RequestFault(f"structured_outputs: not compiled after {self._limit_s:g} s; simplify it")
+        if self._is_stuck() or (now > held.until and not begun):
+            return (
+                f"structured_outputs: grammars of other requests take longer than {self._limit_s:g} s to compile, and "
+                "this one waits for them; send the request again later"
+            )
+        return None

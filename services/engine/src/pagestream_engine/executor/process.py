@@ -13,7 +13,7 @@ from typing import Any
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ExecutorDied, InvariantViolation
 from pagestream_engine.executor.base import ExecutorFacts, RunnerFactory
-from pagestream_engine.executor.child import Failure, run_child
+from pagestream_engine.executor.child import Failure, bonding_parent, run_child
 from pagestream_engine.executor.preparations import Preparation, Prepared
 from pagestream_engine.step.records import StepPlan, StepResult
 
@@ -38,9 +38,8 @@ class ProcessExecutor:
     def __init__(self, make_runner: RunnerFactory, folder: Path, config: EngineConfig) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, far = context.Pipe()
-        self._process = context.Process(
-            target=run_child, args=(far, make_runner, folder, config), name="pagestream-executor", daemon=True
-        )
+        arguments = (far, make_runner, folder, config, bonding_parent(context))
+        self._process = context.Process(target=run_child, args=arguments, name="pagestream-executor", daemon=True)
         self._process.start()
         far.close()
         self._in_flight: deque[int] = deque()

@@ -13,9 +13,11 @@ from pagestream_engine.executor.base import RunnerFactory
 from pagestream_engine.executor.child import run_child
 
 
-def run_rank(connection: Connection, make_runner: RunnerFactory, folder: Path, config: EngineConfig) -> None:
+def run_rank(
+    connection: Connection, make_runner: RunnerFactory, folder: Path, config: EngineConfig, parent: int | None
+) -> None:
     """Do `run_child` as the rank that `config.place` names. Exits the process."""
-    run_child(RankPipe(connection), make_runner, folder, config)
+    run_child(RankPipe(connection), make_runner, folder, config, parent)
 
 
 class RankPipe:

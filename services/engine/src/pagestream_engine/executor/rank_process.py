@@ -15,7 +15,7 @@ from typing import Protocol
 
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.executor.base import ExecutorFacts, RunnerFactory
-from pagestream_engine.executor.child import Failure
+from pagestream_engine.executor.child import Failure, bonding_parent
 from pagestream_engine.executor.nodes.codec import encode
 from pagestream_engine.executor.preparations import Prepared
 from pagestream_engine.executor.rank_child import run_rank
@@ -131,7 +131,7 @@ class RankProcess:
         self.has_ended = False
         """Whether its pipe has."""
         _limit(self.connection, _PIPE_LIMIT_S)
-        arguments = (far, make_runner, folder, config)
+        arguments = (far, make_runner, folder, config, bonding_parent(context))
         name = f"pagestream-rank-{self.rank}"
         self.process = context.Process(target=run_rank, args=arguments, name=name, daemon=True)
         self.process.start()

@@ -18,10 +18,11 @@ _FIRST_LIMIT_S = 60.0
 class Stragglers:
     """Watches a group while a step is waited for.
 
-    A rank hangs if it stays behind the others of its stage, by the number of exchanges that it has begun or by its
-    answer to the step, for `limit_s`. Where all are as far as each other, they compute: that has no limit here in a
-    group of one stage. Of several, the first one that has not answered is watched: later ones wait for it, for
-    STAGE_LIMIT_S at least.
+    A rank hangs if it stays behind the others of its stage, by the collectives that it has begun and ended or by its
+    answer to the step, for `limit_s`. Where all are as far as each other and in a collective, none computes: one of
+    them hangs in it, the others wait for its data, and the first is named. Where all compute, that has no limit here in
+    a group of one stage. Of several, the first one that has not answered is named where no rank has got on for
+    STAGE_LIMIT_S or longer: later ones wait for it. With drafts it may itself wait for the last one.
 
     Args:
         progress: of all ranks.
@@ -34,7 +35,7 @@ class Stragglers:
         self._longest_s: float | None = None
         self._began = 0.0
         self._last: tuple[int, int] | None = None
-        """The hindmost rank and its count."""
+        """The hindmost rank and its count; the sum of all counts where it is not behind."""
         self._since = 0.0
 
     @property
@@ -63,12 +64,13 @@ class Stragglers:
         first = waiting[0] - waiting[0] % self._stage_size
         stage = range(first, first + self._stage_size)
         count, rank = min((counts[rank], rank) for rank in waiting if rank in stage)
-        is_behind = any(each not in waiting or counts[each] > count for each in stage)
+        is_in_collective = count % 2 == 1
+        is_behind = is_in_collective or any(each not in waiting or counts[each] > count for each in stage)
         is_waited_for = len(counts) > self._stage_size
         if not is_behind and not is_waited_for:
             self._last = None
-        elif (rank, count) != self._last:
-            self._last, self._since = (rank, count), monotonic()
+        elif (seen := (rank, count if is_behind else sum(counts))) != self._last:
+            self._last, self._since = seen, monotonic()
         elif monotonic() - self._since > (self.limit_s if is_behind else max(self.limit_s, STAGE_LIMIT_S)):
             return rank
         return None

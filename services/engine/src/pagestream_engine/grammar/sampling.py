@@ -64,7 +64,7 @@ class ConstrainedSampling:
         if params.structured_outputs is not None:
             self._matchers[row] = RowMatcher(
                 self._compiler,
-                params.structured_outputs.compiled_from,
+                params.structured_outputs,
                 bits_of(end_token_ids, self._vocab_size),
                 np.asarray(output_token_ids).tolist(),
                 min_tokens=params.min_tokens,
@@ -81,14 +81,14 @@ class ConstrainedSampling:
         if not self._matchers:
             return self._batch.sample(logits, rows)
         self._settle()
-        masked = [
+        held = [
             (place, self._matchers[row]) for place, row in enumerate(np.asarray(rows).tolist()) if row in self._matchers
         ]
-        if not masked:
+        if not held:
             return self._batch.sample(logits, rows)
-        sampled = self._batch.sample(logits, rows, self._masks(masked))
-        errors = {place: error for place, matcher in masked if (error := matcher.error) is not None}
-        self._unseen = masked, download([sampled.token_ids])
+        sampled = self._batch.sample(logits, rows, self._masks(held))
+        errors = {place: error for place, matcher in held if (error := matcher.error) is not None}
+        self._unseen = held, download([sampled.token_ids])
         return replace(sampled, errors={**sampled.errors, **errors}) if errors else sampled
 
     def guess(self, logits: Tensor, rows: ArrayLike, num_ahead: int) -> Tensor:
@@ -112,7 +112,10 @@ class ConstrainedSampling:
             return token_ids
         return token_ids[: self._matchers[row].num_allowed(token_ids)]
 
-    def _masks(self, masked: list[tuple[int, RowMatcher]]) -> TokenMasks:
+    def _masks(self, held: list[tuple[int, RowMatcher]]) -> TokenMasks | None:
+        masked = [(place, matcher) for place, matcher in held if not matcher.allows_all]
+        if not masked:
+            return None
         bits = np.empty((len(masked), self._num_words), np.int32)
         for index, (_, matcher) in enumerate(masked):
             matcher.fill(bits[index])
@@ -120,10 +123,10 @@ class ConstrainedSampling:
         return TokenMasks(places, to_device(torch.from_numpy(bits), self._device))
 
     def _settle(self) -> None:
-        """Take the tokens of the last step that had masks."""
+        """Take the tokens of the last step that had rows with a grammar."""
         if self._unseen is None:
             return
-        (masked, wait), self._unseen = self._unseen, None
+        (held, wait), self._unseen = self._unseen, None
         token_ids = wait()[0].tolist()
-        for place, matcher in masked:
+        for place, matcher in held:
             matcher.take(token_ids[place])

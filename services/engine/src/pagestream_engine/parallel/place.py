@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,9 +65,11 @@ def layers_of_stage(num_layers: int, stage: int, num_stages: int) -> range:
 
 
 class Progress:
-    """How many collectives each rank has begun, in a file that all ranks of a machine and their parent map.
+    """How far each rank is, in a file that all ranks of a machine and their parent map.
 
-    Each rank writes its own count, from one thread; the parent those of other machines.
+    A rank's count is twice the collectives and layers that it has done, and odd while it is in a collective: there it
+    computes nothing, and waits for the others. Each rank writes its own count, from one thread; the parent those of
+    other machines.
     """
 
     def __init__(self, folder: Path, size: int, *, create: bool = False) -> None:
@@ -77,7 +81,14 @@ class Progress:
             self._counts = memoryview(mmap.mmap(file.fileno(), 0)).cast("Q")
 
     def advance(self, rank: int) -> None:
-        """Count one more collective of a rank, or one more layer of a stage's."""
+        """Count one more layer of a stage's rank."""
+        self._counts[rank] += 2
+
+    @contextmanager
+    def collective(self, rank: int) -> Iterator[None]:
+        """Count the block as a collective that a rank takes part in; one that fails stays begun."""
+        self._counts[rank] += 1
+        yield
         self._counts[rank] += 1
 
     def note(self, rank: int, count: int) -> None:

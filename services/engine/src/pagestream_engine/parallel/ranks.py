@@ -23,8 +23,8 @@ _WIDE = torch.float32
 
 
 class Ranks(Protocol):
-    """The ranks that this process divides each layer with. All ranks call the same methods in the same order; `least`,
-    `first` and `first_integers` are for the ranks of all stages together."""
+    """The ranks that this process divides each layer with. All ranks call the same methods in the same order; `least`
+    and `first` are for the ranks of all stages together."""
 
     rank: int
     size: int
@@ -46,8 +46,8 @@ class Ranks(Protocol):
         """Return rank 0's number."""
         ...
 
-    def first_integers(self, numbers: Sequence[int]) -> list[int]:
-        """Return rank 0's numbers; each rank has as many."""
+    def first_of_stage(self, numbers: Sequence[float]) -> list[float]:
+        """Return the numbers of the first rank of this one's stage; each rank has as many."""
         ...
 
 
@@ -68,7 +68,7 @@ class OneRank:
     def first(self, number: float) -> float:
         return number
 
-    def first_integers(self, numbers: Sequence[int]) -> list[int]:
+    def first_of_stage(self, numbers: Sequence[float]) -> list[float]:
         return list(numbers)
 
 
@@ -124,9 +124,9 @@ class DistributedRanks:
         if not x.numel() or self.size == 1:
             return x
         if not self._in_order:
-            self._progress.advance(self._place.rank)
             total = x.contiguous()
-            dist.all_reduce(total, group=self._stage_group)
+            with self._progress.collective(self._place.rank):
+                dist.all_reduce(total, group=self._stage_group)
             return total
         first, *others = self._gather(x)
         total = first.to(_WIDE) if x.dtype.itemsize < _WIDE.itemsize else first
@@ -149,8 +149,10 @@ class DistributedRanks:
     def first(self, number: float) -> float:
         return float(self._gather_all(torch.tensor([number], dtype=torch.float64, device=self._device))[0])
 
-    def first_integers(self, numbers: Sequence[int]) -> list[int]:
-        first: list[int] = self._gather_all(torch.tensor(numbers, dtype=torch.int64, device=self._device))[0].tolist()
+    def first_of_stage(self, numbers: Sequence[float]) -> list[float]:
+        if self.size == 1:
+            return list(numbers)
+        first: list[float] = self._gather(torch.tensor(numbers, dtype=torch.float64, device=self._device))[0].tolist()
         return first
 
     def _gather(self, x: Tensor) -> list[Tensor]:
@@ -160,10 +162,10 @@ class DistributedRanks:
         return self._gather_from(self._place.size, None, x)
 
     def _gather_from(self, size: int, group: dist.ProcessGroup | None, x: Tensor) -> list[Tensor]:
-        self._progress.advance(self._place.rank)
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(size)]
-        dist.all_gather(parts, x, group=group)
+        with self._progress.collective(self._place.rank):
+            dist.all_gather(parts, x, group=group)
         return parts
 
 

@@ -56,6 +56,16 @@ class Stage:
 ONE_STAGE = Stage()
 
 
+class UndividedStage(Stage):
+    """For a further model, of which a process has all layers: they count as those of the process' own stage."""
+
+    def __init__(self, own: Stage) -> None:
+        self._own = own
+
+    def note_layer(self) -> None:
+        self._own.note_layer()
+
+
 class DistributedStage(Stage):
     """A stage of several. Its rank exchanges with the ranks of the same `RankPlace.tensor_rank` in other stages.
 

@@ -34,6 +34,8 @@ class PoolingConfig:
     """Of a model that classifies: it gives a score for each, and no vectors."""
     activation: str = ""
     """What makes probabilities of these scores: SOFTMAX, SIGMOID or IDENTITY; empty for a model without labels."""
+    joins_pairs: bool = False
+    """Whether a model that compares two texts reads them without what its tokenizer puts between (`use_sep_token`)."""
     unsupported: str = ""
     """Why there are no vectors: what the files ask for, which the engine does not do. Empty where there are."""
 
@@ -54,7 +56,12 @@ def read_pooling(folder: Path) -> PoolingConfig:
     is_matryoshka, dimensions = _matryoshka(folder / "config.json", config)
     labels = labels_of(config)
     if labels:
-        return PoolingConfig(labels=labels, activation=activation_of(config, labels), unsupported=_CLASSIFIES)
+        return PoolingConfig(
+            labels=labels,
+            activation=activation_of(config, labels),
+            joins_pairs=config.get("use_sep_token") is False,
+            unsupported=_CLASSIFIES,
+        )
     modules_file = folder / "modules.json"
     if not modules_file.is_file():
         return PoolingConfig(is_matryoshka=is_matryoshka, dimensions=dimensions)

@@ -15,6 +15,12 @@ _PROBLEMS = {
     "multi_label_classification": SIGMOID,
     "regression": IDENTITY,
 }
+_MODULES = {
+    "torch.nn.modules.activation.Sigmoid": SIGMOID,
+    "torch.nn.modules.activation.Softmax": SOFTMAX,
+    "torch.nn.modules.linear.Identity": IDENTITY,
+}
+"""Functions that sentence-transformers writes for models that compare two texts."""
 _NUM_LABELS = 2
 """Of `transformers`, where a configuration names none."""
 
@@ -46,17 +52,36 @@ def labels_of(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def activation_of(config: Mapping[str, Any], labels: tuple[str, ...]) -> str:
-    """Return SOFTMAX, SIGMOID or IDENTITY, as vLLM: by the problem's type, else by the number of labels.
+    """Return SOFTMAX, SIGMOID or IDENTITY, as vLLM.
+
+    By the problem's type, else by the function of sentence-transformers, else by the number of labels.
 
     Raises:
-        ModelFileError: the type is none that there is.
+        ModelFileError: the type, or the function, is none that there is.
     """
     problem = config.get("problem_type")
+    by_count = SOFTMAX if len(labels) > 1 else SIGMOID  # the softmax of one number is 1
     if problem is None:
-        return SOFTMAX if len(labels) > 1 else SIGMOID
+        named = _activation_module(config)
+        if named is None:
+            return by_count
+        if named not in _MODULES:
+            raise ModelFileError(
+                f"config.json: activation function: given {named!r:.80}, expected one of {', '.join(_MODULES)}; "
+                f"{DOWNLOAD_AGAIN}"
+            )
+        return IDENTITY if _MODULES[named] == IDENTITY else by_count
     if problem not in _PROBLEMS:
         raise ModelFileError(
             f"config.json: problem_type: given {problem!r:.80}, expected one of {', '.join(_PROBLEMS)}; "
             f"{DOWNLOAD_AGAIN}"
         )
-    return _PROBLEMS[problem]
+    return by_count if _PROBLEMS[problem] == SOFTMAX else _PROBLEMS[problem]
+
+
+def _activation_module(config: Mapping[str, Any]) -> object:
+    """Return the name of a function by sentence-transformers, in its present spelling or its first; None without."""
+    written = config.get("sentence_transformers")
+    if isinstance(written, Mapping) and "activation_fn" in written:
+        return written["activation_fn"]
+    return config.get("sbert_ce_default_activation_function")

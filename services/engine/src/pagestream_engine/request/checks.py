@@ -8,6 +8,12 @@ from collections.abc import Mapping
 from pagestream_engine.errors import InvalidSamplingParams
 
 _MAX_BIAS = 100.0
+MAX_BAD_WORDS = 4096
+MAX_BAD_WORD_TOKENS = 514
+"""Of one word: 128 characters, which gateways take, may be 512 bytes that are tokens, with what begins a word."""
+_MAX_BAD_WORDS_TABLE = 1 << 18
+"""Words by tokens of the longest one. The sampler's table has for each row the most words by the most tokens of any
+row, 8 bytes each: 2 MiB a row where all have one request's words."""
 MAX_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
 """Of the device's numbers."""
 
@@ -40,6 +46,14 @@ def words(field: str, given: object) -> tuple[tuple[int, ...], ...]:
     """Return lists of token ids as tuples; none of them is empty."""
     if not isinstance(given, (list, tuple)) or not all(isinstance(word, (list, tuple)) and word for word in given):
         raise InvalidSamplingParams(field, given, "a list of lists of token ids, none of them empty")
+    if len(given) > MAX_BAD_WORDS:
+        raise InvalidSamplingParams(field, f"{len(given)} words", f"at most {MAX_BAD_WORDS}")
+    longest = max(map(len, given), default=0)
+    if longest > MAX_BAD_WORD_TOKENS:
+        raise InvalidSamplingParams(field, f"a word of {longest} tokens", f"at most {MAX_BAD_WORD_TOKENS}")
+    if len(given) * longest > _MAX_BAD_WORDS_TABLE:
+        most = f"at most {_MAX_BAD_WORDS_TABLE // longest} with one that long"
+        raise InvalidSamplingParams(field, f"{len(given)} words of up to {longest} tokens", most)
     return tuple(token_ids(field, word) for word in given)
 
 

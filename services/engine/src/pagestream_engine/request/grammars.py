@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pagestream_engine.errors import InvalidSamplingParams, RequestFault
+from pagestream_engine.request.divisors import check_divisors, num_remainders
 
 MAX_GRAMMAR_BYTES = 1 << 16
 """UTF-8 of a schema, a pattern, a grammar, or of all choices as JSON."""
 MAX_NESTING = 64
 """Lists and objects of a JSON schema inside each other."""
 MAX_CHOICES = 4096
-MAX_MULTIPLE_OF = 10_000
-"""Of a JSON schema: a larger one takes seconds to compile, and the time grows with it."""
+_EMBEDDED_SCHEMA = re.compile(r"%json[ \t\r\n]*")
 ANY_OBJECT = '{"type":"object"}'
 
 
@@ -41,7 +42,7 @@ def json_grammar(schema: str | dict[str, object] | bool, *, is_compact: bool = F
         is_compact: whether the output has no spaces between its parts.
 
     Raises:
-        InvalidSamplingParams: it is no JSON, too large, nested too deeply, or has a `multipleOf` that is too large.
+        InvalidSamplingParams: it is no JSON, too large, nested too deeply, or its `multipleOf` take long to compile.
     """
     field = "structured_outputs.json"
     try:
@@ -56,7 +57,7 @@ def json_grammar(schema: str | dict[str, object] | bool, *, is_compact: bool = F
         document, text = {}, "{}"
     if not isinstance(document, dict):
         raise InvalidSamplingParams(field, _short(text), "a JSON schema, which is an object or true")
-    _check_schema(field, document)
+    _check_schemas(field, [document])
     return Grammar("compact_json" if is_compact else "json", text)
 
 
@@ -66,8 +67,15 @@ def regex_grammar(pattern: str) -> Grammar:
 
 
 def rules_grammar(rules: str) -> Grammar:
-    """Return the grammar of rules, in Lark's syntax or GBNF. Raises InvalidSamplingParams where they are too large."""
-    return Grammar("grammar", _checked_text("structured_outputs.grammar", rules))
+    """Return the grammar of rules, in Lark's syntax or GBNF.
+
+    Raises:
+        InvalidSamplingParams: they are too large, or a JSON schema in them would be refused by itself.
+    """
+    field = "structured_outputs.grammar"
+    grammar = Grammar("grammar", _checked_text(field, rules))
+    _check_schemas(field, list(_schemas_in(field, rules)))
+    return grammar
 
 
 def choice_grammar(choices: Sequence[str]) -> Grammar:
@@ -80,6 +88,16 @@ def choice_grammar(choices: Sequence[str]) -> Grammar:
     text = json.dumps(list(choices), ensure_ascii=False)
     _check_size(field, text)
     return Grammar("choice", text)
+
+
+def num_states_for_divisors(grammar: Grammar) -> int:
+    """Return how many states the `multipleOf` of a grammar's schemas may need, at most."""
+    documents: list[object] = []
+    if grammar.format in ("json", "compact_json"):
+        documents = [json.loads(grammar.text)]
+    elif grammar.format == "grammar":
+        documents = list(_schemas_in(grammar.format, grammar.text))
+    return num_remainders(_divisors_in(grammar.format, documents))
 
 
 def _checked_text(field: str, text: str) -> str:
@@ -98,19 +116,43 @@ def _check_size(field: str, text: str) -> None:
         raise InvalidSamplingParams(field, f"{num_bytes} bytes", f"at most {MAX_GRAMMAR_BYTES}")
 
 
-def _check_schema(field: str, document: object) -> None:
-    """Check depth and divisors, without recursion."""
-    open_parts: list[Iterator[tuple[str, object]]] = [iter([("", document)])]
-    while open_parts:
-        name, value = next(open_parts[-1], (None, None))
-        if name is None:
-            open_parts.pop()
-        elif isinstance(value, dict | list):
-            if len(open_parts) > MAX_NESTING:
-                raise InvalidSamplingParams(field, "a deeper schema", f"at most {MAX_NESTING} levels of nesting")
-            open_parts.append(iter(value.items() if isinstance(value, dict) else [("[]", item) for item in value]))
-        elif name == "multipleOf" and isinstance(value, int | float) and value > MAX_MULTIPLE_OF:
-            raise InvalidSamplingParams(field, f"multipleOf {value}", f"at most {MAX_MULTIPLE_OF}")
+def _schemas_in(field: str, rules: str) -> Iterator[object]:
+    """Yield what Lark's `%json` is followed by, within texts as well. What is no JSON there can't be compiled."""
+    decoder = json.JSONDecoder(parse_int=float)
+    for found in _EMBEDDED_SCHEMA.finditer(rules):
+        try:
+            yield decoder.raw_decode(rules, found.end())[0]
+        except ValueError:
+            continue
+        except RecursionError as error:
+            raise _too_deep(field) from error
+
+
+def _check_schemas(field: str, documents: list[object]) -> None:
+    """Check depth and divisors of the schemas of one grammar."""
+    check_divisors(field, _divisors_in(field, documents))
+
+
+def _divisors_in(field: str, documents: list[object]) -> set[float]:
+    """Return the values of `multipleOf`; raise where a document is too deep. Without recursion."""
+    divisors: set[float] = set()
+    for document in documents:
+        open_parts: list[Iterator[tuple[str, object]]] = [iter([("", document)])]
+        while open_parts:
+            name, value = next(open_parts[-1], (None, None))
+            if name is None:
+                open_parts.pop()
+            elif isinstance(value, dict | list):
+                if len(open_parts) > MAX_NESTING:
+                    raise _too_deep(field)
+                open_parts.append(iter(value.items() if isinstance(value, dict) else [("[]", item) for item in value]))
+            elif name == "multipleOf" and isinstance(value, int | float) and not isinstance(value, bool):
+                divisors.add(value)
+    return divisors
+
+
+def _too_deep(field: str) -> InvalidSamplingParams:
+    return InvalidSamplingParams(field, "a deeper schema", f"at most {MAX_NESTING} levels of nesting")
 
 
 def _short(given: object) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from itertools import chain
 
 from tokenizers import Tokenizer
 
 from pagestream_engine.errors import InvalidRequest, PromptTooLong
+from pagestream_engine.request import checks
 from pagestream_engine.request.adapter import Adapter, salted
 from pagestream_engine.request.generation import Generation
 from pagestream_engine.request.sampling_params import ALL_LOGPROBS, SamplingParams
@@ -61,6 +62,8 @@ class Intake:
         self._has_grammars = has_grammars and tokenizer is not None
         self._can_pool, self._has_head = can_pool, has_head
         self._num_arrivals = 0
+        self._spelled: tuple[object, tuple[tuple[int, ...], ...]] = (None, ())
+        """Bad words and all their tokens, of the latest choice that had some: its siblings have the same ones."""
 
     def take_arrivals(self, count: int) -> int:
         """Return the first of `count` arrival numbers, which no other sequence has."""
@@ -138,18 +141,25 @@ class Intake:
         """Return the parameters with the tokens of their bad words."""
         if not params.bad_words:
             return params
+        words = (params.bad_words, params.bad_words_token_ids)
+        if self._spelled[0] != words:
+            self._spelled = (words, self._spell(params))
+        return params.with_spelled_words(self._spelled[1])
+
+    def _spell(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         if self._tokenizer is None:
             raise InvalidRequest(
                 "bad_words: given words, expected none without a tokenizer.json in the model folder; "
                 "use bad_words_token_ids"
             )
         try:
-            token_ids = bad_words_token_ids(params.bad_words, self._tokenizer)
+            token_ids = bad_words_token_ids(params.bad_words or (), self._tokenizer)
         except BaseException as error:
             if not is_fault_of_request(error):
                 raise
             raise InvalidRequest(f"bad_words: given words that the tokenizer can't encode: {error}") from error
-        return replace(params, bad_words=None, bad_words_token_ids=(*params.bad_words_token_ids, *token_ids))
+        self._check_tokens("bad_words", tuple(chain.from_iterable(token_ids)))
+        return checks.words("bad_words", (*params.bad_words_token_ids, *token_ids))
 
     def _check(self, prompt: Sequence[int], outputs: Sequence[int], params: SamplingParams) -> None:
         if params.n != 1:
@@ -179,6 +189,9 @@ class Intake:
                 "structured_outputs: given a constraint, expected none: the model has no tokenizer.json, or no "
                 "end-of-sequence token, or its executor has no grammars"
             )
+        if params.structured_outputs is not None and (marks := params.structured_outputs.reasoning) is not None:
+            for mark in (marks.end, *marks.openings):
+                self._check_tokens("structured_outputs.reasoning", mark)
         if params.pooling is not None and not self._can_pool:
             raise InvalidRequest(
                 f"pooling: given {params.pooling!r}, expected none: the model runs by the modelling code of "
@@ -191,8 +204,7 @@ class Intake:
             )
         self._check_tokens("logit_bias", tuple(params.logit_bias or ()))
         self._check_tokens("allowed_token_ids", params.allowed_token_ids or ())
-        for word in params.bad_words_token_ids:
-            self._check_tokens("bad_words_token_ids", word)
+        self._check_tokens("bad_words_token_ids", tuple(chain.from_iterable(params.bad_words_token_ids)))
 
     def _check_tokens(self, field: str, token_ids: Sequence[int]) -> None:
         try:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 
 from pagestream_engine.errors import InvalidSamplingParams
 from pagestream_engine.request import checks
@@ -16,6 +17,10 @@ GREEDY_BELOW = 1e-5
 """As vLLM: a logit divided by a lower temperature may exceed float32's range."""
 ALL_LOGPROBS = -1
 """Value of `logprobs` that asks for the whole vocabulary."""
+MAX_CHOICES = 16_384
+"""Of one prompt, as vLLM's VLLM_MAX_N_SEQUENCES: each is a sequence of its own from the beginning."""
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
+"""Logits of up to 1e32 stay finite numbers of float32."""
 MAX_BEAM_WIDTH = 64
 """Beams of one request. A step chooses among width x (width + end tokens) candidates on the host."""
 _MOST_BEAMS = f"at most {MAX_BEAM_WIDTH} with use_beam_search"
@@ -59,7 +64,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """As `presence_penalty`, for each time that the token is there."""
     repetition_penalty: float = 1.0
-    """Positive logits of tokens in prompt or output are divided by it, negative ones multiplied; above 0."""
+    """Positive logits of tokens in prompt or output are divided by it, negative ones multiplied; in
+    [1e-6, 1e6]."""
     temperature: float = 1.0
     """0 is greedy, and so is what lies below GREEDY_BELOW."""
     top_p: float = 1.0
@@ -132,14 +138,14 @@ class SamplingParams:
             checks.whole("prompt_logprobs", self.prompt_logprobs, low=ALL_LOGPROBS)
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
             raise InvalidSamplingParams("structured_outputs", self.structured_outputs, "StructuredOutputsParams")
-        checks.whole("n", self.n, low=1)
+        checks.whole("n", self.n, low=1, high=MAX_CHOICES)
         if self.best_of is not None:
-            checks.whole("best_of", self.best_of, low=1)
+            checks.whole("best_of", self.best_of, low=1, high=MAX_CHOICES)
             if self.best_of < self.n:
                 raise InvalidSamplingParams("best_of", self.best_of, f"at least n ({self.n})")
         self._set_real("presence_penalty", low=-2.0, high=2.0)
         self._set_real("frequency_penalty", low=-2.0, high=2.0)
-        self._set_real("repetition_penalty", low=0.0, above=True)
+        self._set_real("repetition_penalty", low=MIN_REPETITION_PENALTY, high=MAX_REPETITION_PENALTY)
         if self.logprobs is not None:
             checks.whole("logprobs", self.logprobs, low=ALL_LOGPROBS)
         self._set_real("temperature", low=0.0)
@@ -223,9 +229,33 @@ class SamplingParams:
         """The parameters of choice `child` of a request whose noise starts from `seed`; of a contest they are those of
         all choices that take part."""
         if self.is_contest:
-            return replace(self, n=1, seed=seed)
+            return self._with(n=1).with_seed(seed)
         beam_width = self.width if self.use_beam_search else None
-        return replace(self, n=1, best_of=None, beam_width=beam_width, seed=child_seed(seed, child))
+        return self._with(n=1, best_of=None, beam_width=beam_width).with_seed(child_seed(seed, child))
+
+    def with_seed(self, seed: int) -> SamplingParams:
+        """The same parameters, which are not checked again, with another seed."""
+        checks.whole("seed", seed, low=-_INT64, high=_INT64 - 1)
+        return self._with(seed=seed)
+
+    def with_max_tokens(self, max_tokens: int) -> SamplingParams:
+        """The same parameters, which are not checked again, for at most so many output tokens."""
+        return self if max_tokens == self.max_tokens else self._with(max_tokens=max_tokens)
+
+    def without_prompt_logprobs(self) -> SamplingParams:
+        """The same parameters, which are not checked again, for output tokens alone."""
+        return self._with(prompt_logprobs=None)
+
+    def with_spelled_words(self, token_ids: tuple[tuple[int, ...], ...]) -> SamplingParams:
+        """The same parameters, which are not checked again, with tokens in the place of `bad_words`."""
+        return self._with(bad_words=(), bad_words_token_ids=token_ids)
+
+    def _with(self, **values: object) -> SamplingParams:
+        """A copy with other values. Nothing is checked: a request has many choices, and its lists may be long."""
+        copied = copy(self)
+        for name, value in values.items():
+            object.__setattr__(copied, name, value)
+        return copied
 
 
 def child_seed(seed: int, child: int) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pagestream_engine.errors import InvalidSamplingParams
+from pagestream_engine.request import checks
 from pagestream_engine.request.grammars import (
     ANY_OBJECT,
     Grammar,
@@ -15,6 +16,26 @@ from pagestream_engine.request.grammars import (
     regex_grammar,
     rules_grammar,
 )
+
+
+@dataclass(frozen=True)
+class ReasoningMarks:
+    """The tokens around the reasoning that comes before what is constrained.
+
+    Raises:
+        InvalidSamplingParams: a mark has no token, or one that is no whole number from 0 on.
+    """
+
+    end: Sequence[int]
+    """Reasoning ends with the last of these tokens in a row. Kept as a tuple."""
+    openings: Sequence[Sequence[int]] = ()
+    """Reasoning begins with the tokens of any of these. An output that begins with another token than their first ones
+    has none, and is constrained from that token on. Empty: the prompt has opened the reasoning. Kept as tuples."""
+
+    def __post_init__(self) -> None:
+        [end] = checks.words("structured_outputs.reasoning.end", [self.end])
+        object.__setattr__(self, "end", end)
+        object.__setattr__(self, "openings", checks.words("structured_outputs.reasoning.openings", self.openings))
 
 
 @dataclass(frozen=True)
@@ -39,6 +60,9 @@ class StructuredOutputsParams:
     """True: the output is any JSON object."""
     disable_any_whitespace: bool = False
     """Whether JSON has no spaces and line breaks between its parts; else it may have up to 16 in each place."""
+    reasoning: ReasoningMarks | None = None
+    """Of reasoning that comes first, or may: it is free, and the constraint holds from the token after its end. None:
+    from the first token on."""
     compiled_from: Grammar = field(init=False, repr=False)
     """What stands for it, in the form that is compiled."""
 
@@ -50,6 +74,8 @@ class StructuredOutputsParams:
         if not isinstance(self.disable_any_whitespace, bool):
             given_spaces = self.disable_any_whitespace
             raise InvalidSamplingParams("structured_outputs.disable_any_whitespace", given_spaces, "True or False")
+        if not isinstance(self.reasoning, ReasoningMarks | None):
+            raise InvalidSamplingParams("structured_outputs.reasoning", self.reasoning, "ReasoningMarks")
         if self.choice is not None and not isinstance(self.choice, str):
             object.__setattr__(self, "choice", tuple(self.choice))
         object.__setattr__(self, "compiled_from", self._grammar())

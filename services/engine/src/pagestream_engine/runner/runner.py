@@ -18,7 +18,6 @@ from pagestream_engine.errors import ConfigError, OutOfMemory
 from pagestream_engine.grammar.compiler import GrammarCompiler
 from pagestream_engine.grammar.sampling import ConstrainedSampling
 from pagestream_engine.models.config import DTYPES, ModelInfo
-from pagestream_engine.models.folder import resolve_model
 from pagestream_engine.models.offload.copier import Copier
 from pagestream_engine.models.offload.moving import MovedTensors, tensors_of
 from pagestream_engine.models.select import open_model
@@ -46,7 +45,7 @@ from pagestream_engine.runner.recorder import CudaGraphRecorder, Recorder
 from pagestream_engine.runner.results import NOTHING_REPORTED, Reported, pending_result, with_prompts
 from pagestream_engine.runner.sampled_tokens import SampledTokens
 from pagestream_engine.runner.speculation import Drafts, verify
-from pagestream_engine.runner.speculation.draft_source import TargetBlocks, load_draft, whole
+from pagestream_engine.runner.speculation.draft_source import TargetBlocks, load_draft, open_draft
 from pagestream_engine.runner.speculation.select import make_speculation
 from pagestream_engine.runner.warm_up import warm_up_plans
 from pagestream_engine.sampler import SamplingBatch
@@ -111,9 +110,8 @@ class ModelRunner:
             self._ranks,
             self._stage,
         )
-        draft_model = config.speculation.speculative_model
-        draft_dir = None if draft_model is None else resolve_model(draft_model)
-        draft_bytes = 0 if draft_dir is None else open_model(draft_dir).weight_bytes(whole(target))
+        opened = open_draft(config.speculation.speculative_model, info, target)
+        draft_bytes = 0 if opened is None else opened.weight_bytes
         check_weights_fit(source.weight_bytes(target) + draft_bytes, device, config.cache.gpu_memory_utilization)
         with torch.inference_mode():
             specs = source.attention_specs(target)
@@ -129,7 +127,7 @@ class ModelRunner:
             check_model_allows(wanted, self._model)
             self.numerics = settle_numerics(self._model, self._backend, self.dtype, exact_linears=exact_linears)
             blocks = TargetBlocks(self.kv_layout, self._backend.store)
-            draft = None if draft_dir is None else load_draft(draft_dir, config, target, info, blocks)
+            draft = None if opened is None else load_draft(opened, config, target, blocks)
         self._draft_bytes = 0 if draft is None else draft.model.weight_bytes()
         self.adapters = attach_adapters(source, self._model, config.adapters, target)
         self.grammars = GrammarCompiler(model_dir, info.vocab_size, info.eos_token_ids)
@@ -157,7 +155,9 @@ class ModelRunner:
             sends_lengths=self._backend.attention.reads_device_lengths,
         )
         self.num_speculative_tokens = config.speculation.most_drafts
-        self._speculation = make_speculation(config, draft, self._batch, lambda: self._sampling, self._ranks)
+        self._speculation = make_speculation(
+            config, draft, self._batch, lambda: self._sampling, ranks=self._ranks, stage=self._stage
+        )
         self._tokens = SampledTokens(self._stage, self._batch.next_tokens, self.num_speculative_tokens)
         self.forget_rows()
 
@@ -278,6 +278,8 @@ class ModelRunner:
                 try:
                     self.execute(plan)()
                 except OutOfMemory as error:  # the pool was set by hand: steps will be halved
+                    if self._stage.count > 1:  # others wait for what this stage has not sent
+                        raise
                     _log.warning("warm-up: %s", error)
             self.forget_rows()
         if self._recorder is not None:

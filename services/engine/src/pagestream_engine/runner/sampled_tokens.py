@@ -28,7 +28,7 @@ class SampledTokens:
     """What a step samples, in every stage that needs it.
 
     Without drafts that is the first one: it goes on with the next step, and waits for a row's token only before a step
-    that decodes it. With drafts every stage makes the same ones, from all tokens of all rows, and so waits for those of
+    that decodes it. With drafts every stage counts by them how many tokens its rows have, and so waits for those of
     each step at its end.
 
     Args:

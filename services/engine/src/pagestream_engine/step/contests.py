@@ -54,6 +54,10 @@ class Contests:
     def __bool__(self) -> bool:
         return bool(self._by_entry)
 
+    def __contains__(self, seq_id: str) -> bool:
+        """Whether a sequence takes part, also where it has ended: one that is wanted is put out under such an id."""
+        return seq_id in self._by_entry
+
     def add(self, contest: Contest) -> None:
         """Hold back the outputs of its choices, which are about to be queued."""
         self._by_entry.update(dict.fromkeys(contest.entries, contest))
@@ -119,9 +123,7 @@ def make_contest(siblings: Sequence[Sibling]) -> tuple[Contest, list[Sibling]]:
     }
     contest = Contest({seq_id: Entry() for seq_id in ids}, answers, params.logprobs is not None)
     own = replace(params, best_of=None, logprobs=params.logprobs or 0)
-    return contest, [
-        Sibling(seq_id, replace(own, seed=child_seed(params.seed, place))) for place, seq_id in enumerate(ids)
-    ]
+    return contest, [Sibling(seq_id, own.with_seed(child_seed(params.seed, place))) for place, seq_id in enumerate(ids)]
 
 
 def _answers(contest: Contest) -> list[StepOutput]:

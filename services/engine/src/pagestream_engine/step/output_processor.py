@@ -73,12 +73,12 @@ class OutputProcessor:
                     running = self._searches.note(seq, logprobs[place][0])
                     searches[id(running)] = running
                 continue
-            if place in errors:
-                taken = [failed_output(seq, errors[place])]
-            elif seq.ends_with_prompt:
+            if seq.ends_with_prompt and place not in errors:
                 taken = [ended_prompt(seq, pooled.get(place))]
             else:
                 taken = self._take_some(seq, token_ids, logprobs.get(place))
+            if place in errors and not (taken and taken[-1].finish_reason is not None):
+                taken.append(failed_output(seq, errors[place]))
             outputs += taken
             if taken and taken[-1].finish_reason is not None:
                 ended.append(seq)

@@ -183,7 +183,8 @@ class StepResult:
     logprobs: StepLogprobs | None = None
     """None where no sample asked for any."""
     errors: Mapping[int, str] = field(default_factory=dict)
-    """Why a sample failed, by index into the samples: its sequence ends, the others go on."""
+    """Why a sample failed, by index into the samples: its sequence ends after the tokens that it has, the others go
+    on."""
     prompt_logprobs: StepPromptLogprobs | None = None
     """None where no row that computed tokens of its prompt asked for any."""
     pooled: StepPooled | None = None
@@ -198,10 +199,8 @@ class StepResult:
         object.__setattr__(self, "has_one_each", are_one and not self.errors)
 
     def tokens(self) -> Sequence[Sequence[int]]:
-        """The tokens of each sample; one that failed has none."""
+        """The tokens of each sample; of one that failed those before."""
         if self.has_one_each:
             return list(zip(self.token_ids[:, 0].tolist(), strict=True))
         counts = self.counts.tolist()
-        for place in self.errors:
-            counts[place] = 0
         return [token_ids[:count] for token_ids, count in zip(self.token_ids.tolist(), counts, strict=True)]

@@ -20,7 +20,7 @@ from pagestream_engine.executor.preparations import SleepChange, SleepChanged
 from pagestream_engine.request.adapter import Adapter, AdapterLoad, LoadedAdapter
 from pagestream_engine.request.grammars import Grammar, PreparedGrammar
 from pagestream_engine.request.sampling_params import SamplingParams
-from pagestream_engine.request.structured_outputs import StructuredOutputsParams
+from pagestream_engine.request.structured_outputs import ReasoningMarks, StructuredOutputsParams
 from pagestream_engine.step.records import (
     BlockEdits,
     NewSequence,
@@ -46,6 +46,7 @@ _RECORDS: dict[str, Any] = {
         LoadedAdapter,
         NewSequence,
         PreparedGrammar,
+        ReasoningMarks,
         RequestFault,
         SamplingParams,
         SleepChange,

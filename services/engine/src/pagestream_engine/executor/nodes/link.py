@@ -83,7 +83,7 @@ class Link:
         """Send a message.
 
         Raises:
-            OSError: the link is over, or takes nothing for its limit.
+            OSError: the link is over, or takes nothing for its limit; or the message is too large.
         """
         self._send(_MESSAGE, message)
 
@@ -127,6 +127,8 @@ class Link:
 
     def _transmit(self, kind: bytes, content: bytes = b"") -> None:
         body = kind + content
+        if len(body) > MAX_BYTES:
+            raise OSError(errno.EMSGSIZE, f"a frame of {len(body)} bytes, expected at most {MAX_BYTES}")
         with self._sending:
             proof = self._proof(self._keys.sending, self._num_sent, body)
             self._num_sent += 1

@@ -48,6 +48,7 @@ class RankListener:
         self._free = set(ranks)
         self._taking = threading.Lock()
         self._joined: SimpleQueue[Joined] = SimpleQueue()
+        self._is_closed = False
         self._greetings = threading.Semaphore(_MAX_GREETINGS)
         self._admission = Admission(os.urandom(16).hex(), store_port)
         try:
@@ -80,6 +81,8 @@ class RankListener:
         except OSError as error:
             _log.debug("the port of ranks was closed: %s", error)
         self._socket.close()
+        with self._taking:
+            self._is_closed = True
         while (joined := self.take(0.0)) is not None:
             joined.end.close()
 
@@ -118,7 +121,11 @@ class RankListener:
             with self._taking:
                 self._free.add(rank)
             raise
-        self._joined.put(Joined(rank, end, keys))
+        with self._taking:
+            if not self._is_closed:
+                self._joined.put(Joined(rank, end, keys))
+                return
+        end.close()  # nobody takes it any more: the rank must not wait for a plan
 
     def _objection(self, hello: Hello) -> str:
         """Return why a rank may not join; empty: it may, and its place is taken."""

@@ -58,8 +58,9 @@ class DraftModel:
         batch: whose block tables it reads.
         max_num_seqs: rows.
         guess: chooses tokens by the rows' sampling state.
-        agree: returns rank 0's tokens for all ranks. Each has the whole model, and computes the same drafts but for
-            bits of different machines; ranks that verify different drafts would wait for each other for ever.
+        agree: returns the first rank's tokens for all ranks of a stage. Each has the whole model, and computes the same
+            drafts but for bits of different machines; ranks that verify different drafts would wait for each other for
+            ever.
     """
 
     def __init__(

@@ -11,10 +11,11 @@ from pagestream_engine.cache.kv_groups import KVLayout
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ConfigError
 from pagestream_engine.models.config import ModelInfo
+from pagestream_engine.models.folder import resolve_model
 from pagestream_engine.models.select import open_model
-from pagestream_engine.models.source import Target
+from pagestream_engine.models.source import ModelSource, Target
 from pagestream_engine.parallel.ranks import ONE_RANK
-from pagestream_engine.parallel.stages import ONE_STAGE
+from pagestream_engine.parallel.stages import UndividedStage
 from pagestream_engine.runner.backends import backend_for
 from pagestream_engine.runner.speculation.draft_model import LoadedDraft
 
@@ -28,26 +29,50 @@ class TargetBlocks(NamedTuple):
     store: KVStore
 
 
-def load_draft(
-    folder: Path, config: EngineConfig, target: Target, info: ModelInfo, blocks: TargetBlocks
-) -> LoadedDraft:
-    """Load a draft model, and attach its pages to the target's blocks.
+class OpenedDraft(NamedTuple):
+    """A draft model whose weights are not loaded."""
+
+    folder: Path
+    source: ModelSource
+    weight_bytes: int
+
+
+def open_draft(name: str | None, info: ModelInfo, target: Target) -> OpenedDraft | None:
+    """Open a draft model. None without a name, and in the stages that don't have it, which refuse a wrong one as well.
 
     Args:
-        folder: the draft model's.
-        config: settings.
-        target: what the target was loaded for: the draft model computes in its dtype.
+        name: of its folder or repository.
         info: of the target.
-        blocks: of the target.
+        target: what the target is loaded for.
 
     Raises:
-        ModelError: the folder is incomplete, or holds a model that is not supported.
-        ConfigError: the two models can't work together.
+        ModelError: there is none, the folder is incomplete, or holds a model that is not supported.
+        ConfigError: its vocabulary is not the target's.
     """
+    if name is None:
+        return None
+    folder = resolve_model(name)
     source = open_model(folder)
     if source.info.vocab_size != info.vocab_size:
         expected = f"a model with the target's vocabulary of {info.vocab_size} tokens"
         raise ConfigError(_OPTION, str(folder), expected, f"its own has {source.info.vocab_size}")
+    return OpenedDraft(folder, source, source.weight_bytes(whole(target))) if target.stage.is_last else None
+
+
+def load_draft(opened: OpenedDraft, config: EngineConfig, target: Target, blocks: TargetBlocks) -> LoadedDraft:
+    """Load a draft model, and attach its pages to the target's blocks.
+
+    Args:
+        opened: the draft model.
+        config: settings.
+        target: what the target was loaded for: the draft model computes in its dtype.
+        blocks: of the target.
+
+    Raises:
+        ModelError: its weights are incomplete.
+        ConfigError: the two models can't work together.
+    """
+    folder, source, _ = opened
     group = _full_group(blocks.layout, folder)
     max_model_len = min(target.max_model_len, source.info.max_position_embeddings)
     own_target = replace(whole(target), max_model_len=max_model_len)
@@ -65,7 +90,7 @@ def load_draft(
 
 def whole(target: Target) -> Target:
     """Return what a draft model is loaded for: it is small, and runs more often, so that each rank has all of it."""
-    return replace(target, offload=None, ranks=ONE_RANK, stage=ONE_STAGE)
+    return replace(target, offload=None, ranks=ONE_RANK, stage=UndividedStage(target.stage))
 
 
 def _full_group(layout: KVLayout, folder: Path) -> int:

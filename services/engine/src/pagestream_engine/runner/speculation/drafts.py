@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from pagestream_engine.step.records import Int32Array, Int64Array
+from pagestream_engine.step.records import Int32Array, Int64Array, StepPlan
 
 NO_TOKEN = -1
 
@@ -26,3 +26,17 @@ class Drafts:
         """(drafts,): all of them, decode by decode."""
         drafts: Int32Array = self.token_ids[self.token_ids != NO_TOKEN]
         return drafts
+
+
+def has_room(plan: StepPlan) -> bool:
+    """Return whether some decode of a plan may have drafts."""
+    return bool((plan.num_new_tokens[plan.num_prefills :] > 1).any())
+
+
+def with_drafts(plan: StepPlan, token_ids: Int32Array) -> tuple[StepPlan, Drafts | None]:
+    """Return a plan whose decodes compute so many tokens as they have drafts, as in `Drafts`, and one more."""
+    drafts = Drafts(token_ids)
+    num_new_tokens = plan.num_new_tokens.copy()
+    num_new_tokens[plan.num_prefills :] = 1 + drafts.counts
+    plan = replace(plan, num_new_tokens=num_new_tokens)
+    return plan, drafts if (token_ids != NO_TOKEN).any() else None

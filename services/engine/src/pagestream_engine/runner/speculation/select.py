@@ -1,18 +1,23 @@
-"""Which speculation a runner has, by its settings."""
+"""Which speculation a runner has, by its settings and its stage."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter, thread_time
+
+import torch
 
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.grammar.sampling import ConstrainedSampling
 from pagestream_engine.parallel.ranks import Ranks
+from pagestream_engine.parallel.stages import Stage
 from pagestream_engine.runner.persistent_batch import PersistentBatch
 from pagestream_engine.runner.speculation.draft_model import DraftModel, LoadedDraft
+from pagestream_engine.runner.speculation.followed import FollowedSpeculation
 from pagestream_engine.runner.speculation.ngram import NgramProposer
 from pagestream_engine.runner.speculation.proposer import NoProposer, Proposer
 from pagestream_engine.runner.speculation.speculation import Speculation
+from pagestream_engine.step.records import Int32Array
 
 
 def make_speculation(
@@ -20,29 +25,49 @@ def make_speculation(
     draft: LoadedDraft | None,
     batch: PersistentBatch,
     sampling: Callable[[], ConstrainedSampling],
+    *,
     ranks: Ranks,
-) -> Speculation | None:
+    stage: Stage,
+) -> Speculation | FollowedSpeculation | None:
     """Return None where the settings name no method.
 
     Args:
         config: settings.
-        draft: the model of `speculative_model`, if there is one.
+        draft: the model of `speculative_model`, if there is one and this is the last stage.
         batch: of the runner.
         sampling: returns the state of the runner's rows.
-        ranks: that have the same drafts: rank 0's.
+        ranks: of the stage, which have the same drafts: those of its first rank.
+        stage: of this process. The last one makes the drafts of all.
     """
     settings, max_num_seqs = config.speculation, config.scheduler.max_num_seqs
     if settings.method is None:
         return None
+    if not stage.is_last:
+        return FollowedSpeculation(stage, settings.most_drafts)
+
+    def agree(token_ids: Sequence[int]) -> list[int]:
+        return [int(each) for each in ranks.first_of_stage(token_ids)]
+
+    def publish(drafts: Int32Array) -> None:
+        sent = torch.from_numpy(drafts).to(batch.device, torch.int64)
+        for other in range(stage.count - 1):
+            stage.send_tokens(sent, other)
+
     proposer: Proposer
     if draft is not None:
-        proposer = DraftModel(draft, batch, max_num_seqs, lambda *given: sampling().guess(*given), ranks.first_integers)
+        proposer = DraftModel(draft, batch, max_num_seqs, lambda *given: sampling().guess(*given), agree)
     elif settings.method == "ngram":
         proposer = NgramProposer(max_num_seqs, settings.prompt_lookup_min, settings.prompt_lookup_max)
     else:
         proposer = NoProposer()
-    # A CPU computes on this thread, among others: its own time is not that of other programs.
-    clock = thread_time if batch.device.type == "cpu" else perf_counter
-    # Of a pipeline's stages the last one alone has the rows' grammars, and all must have the same drafts.
-    grammars = sampling if config.parallel.pipeline_parallel_size == 1 else None
-    return Speculation(proposer, grammars, max_num_seqs, settings.most_drafts, ranks.first, clock=clock)
+    return Speculation(
+        proposer,
+        sampling,
+        max_num_seqs,
+        settings.most_drafts,
+        lambda number: ranks.first_of_stage([number])[0],
+        # A CPU computes on this thread, among others: its own time is not that of other programs. Nor is it that of
+        # other stages, for which it waits.
+        clock=thread_time if batch.device.type == "cpu" and stage.count == 1 else perf_counter,
+        publish=publish if stage.count > 1 else None,
+    )

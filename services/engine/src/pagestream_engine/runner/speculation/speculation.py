@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from pagestream_engine.grammar.sampling import ConstrainedSampling
 from pagestream_engine.runner.speculation.draft_lengths import DraftLengths, StepCost
-from pagestream_engine.runner.speculation.drafts import NO_TOKEN, Drafts
+from pagestream_engine.runner.speculation.drafts import NO_TOKEN, Drafts, has_room, with_drafts
 from pagestream_engine.runner.speculation.proposer import Proposer, RowCount
 from pagestream_engine.step.pending import PendingResult
-from pagestream_engine.step.records import StepPlan, StepResult
+from pagestream_engine.step.records import Int32Array, StepPlan, StepResult
 
 Execute = Callable[[StepPlan, Drafts | None], PendingResult]
 Settle = Callable[[StepPlan, Sequence[Sequence[int]]], None]
@@ -28,25 +27,29 @@ class Speculation:
 
     Args:
         proposer: of drafts.
-        grammars: returns the state of the rows, with their grammars; None where drafts are made without these.
+        grammars: returns the state of the rows, with their grammars.
         max_num_seqs: rows of the batch.
         num_speculative_tokens: most drafts of a row in a step.
         agree: returns one number for all ranks, which measure different times and must have the same drafts.
         clock: in seconds, by which drafts have to pay.
+        publish: takes the drafts of each step that has room for some, as in `Drafts`, also where there are none; None:
+            no other stage waits for them.
     """
 
     def __init__(
         self,
         proposer: Proposer,
-        grammars: Callable[[], ConstrainedSampling] | None,
+        grammars: Callable[[], ConstrainedSampling],
         max_num_seqs: int,
         num_speculative_tokens: int,
         agree: Callable[[float], float],
         *,
         clock: Callable[[], float],
+        publish: Callable[[Int32Array], None] | None = None,
     ) -> None:
         self._agree = agree
         self._clock = clock
+        self._publish = publish
         self._most = num_speculative_tokens
         self._most_rows = max(max_num_seqs, 1 + self._most)
         """Of logits in a step."""
@@ -91,17 +94,14 @@ class Speculation:
         rows, counts = plan.rows.tolist(), plan.num_new_tokens.tolist()
         chunks = [RowCount(row, count) for row, count in zip(rows[:first], counts[:first], strict=True)]
         drafts = self._drafts(chunks, rows[first:], counts[first:], self._most_rows - len(plan.sampled_rows))
-        if max(counts[first:], default=1) == 1:
+        if not has_room(plan):
             return plan, None
-        num_new_tokens = plan.num_new_tokens.copy()
-        num_new_tokens[first:] = 1
-        if not any(drafts.values()):
-            return replace(plan, num_new_tokens=num_new_tokens), None
         token_ids = np.full((len(rows) - first, self._most), NO_TOKEN, np.int32)
         for index, given in drafts.items():
             token_ids[index, : len(given)] = given
-            num_new_tokens[first + index] += len(given)
-        return replace(plan, num_new_tokens=num_new_tokens), Drafts(token_ids)
+        if self._publish is not None:
+            self._publish(token_ids)
+        return with_drafts(plan, token_ids)
 
     def _drafts(
         self, chunks: Sequence[RowCount], rows: Sequence[int], counts: Sequence[int], room: int
@@ -116,11 +116,8 @@ class Speculation:
         """
         drafts: dict[int, Sequence[int]] = {}
         wanted: dict[int, RowCount] = {}
-        grammars = None if self._grammars is None else self._grammars()
-        if grammars is None or not grammars.has_grammars:
-            grammars, most_forced = None, 0
-        else:
-            most_forced = self._forced_lengths.wanted(_ALL_ROWS)
+        grammars = self._grammars() if self._grammars().has_grammars else None
+        most_forced = 0 if grammars is None else self._forced_lengths.wanted(_ALL_ROWS)
         self._forced_rows.clear()
         for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
             most = min(count - 1, room)

@@ -46,7 +46,8 @@ def sample_while_drafts_hold(
     The sampling state of a row moves on by the tokens that it is given, and by no other: penalties, minimum lengths
     and noise are those of one token a step.
 
-    A token whose sampling fails after a draft that held is left to the next step, where it fails again.
+    Where sampling fails after a draft that held, the error comes with the tokens before it: the row's state can't go
+    on, for it has counted a token that means nothing.
 
     Args:
         plan: as for `verify`.
@@ -76,13 +77,14 @@ def sample_while_drafts_hold(
 def _joined(passes: list[tuple[Int64Array, StepResult]]) -> StepResult:
     """Return the result of the first pass with the tokens of the later ones after its own, at their places."""
     first = passes[0][1]
-    counts = first.counts.copy()
+    counts, errors = first.counts.copy(), dict(first.errors)
     token_ids = np.zeros((len(counts), len(passes)), np.int32)
     token_ids[:, 0] = first.token_ids[:, 0]
     for index, (places, result) in enumerate(passes[1:], 1):
         token_ids[places, index] = result.token_ids[:, 0]
         counts[places] += result.counts
-    return replace(first, token_ids=token_ids, counts=counts, logprobs=_joined_logprobs(passes))
+        errors.update({int(places[sample]): error for sample, error in result.errors.items()})
+    return replace(first, token_ids=token_ids, counts=counts, errors=errors, logprobs=_joined_logprobs(passes))
 
 
 def _joined_logprobs(passes: list[tuple[Int64Array, StepResult]]) -> StepLogprobs | None:

@@ -21,6 +21,16 @@ class BadWords(LogitsStage):
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         super().__init__(max_rows, vocab_size, device)
+        self._clear()
+
+    def remove(self, row: int) -> None:
+        """Forget a row; the tables, which are as wide as the longest words were, are dropped with the last one."""
+        super().remove(row)
+        if not self.slots.num_taken:
+            self._clear()
+
+    def _clear(self) -> None:
+        device = self._device
         self._prefixes = torch.zeros(0, 0, 0, dtype=torch.int64, device=device)
         """(slots, words, tokens before a word's last one), aligned to the right."""
         self._last = torch.zeros(0, 0, dtype=torch.int64, device=device)

@@ -57,6 +57,11 @@ class RowSlots:
         """Return the slot of each row; -1 for those without."""
         return self._slot_of_row[rows]
 
+    @property
+    def num_taken(self) -> int:
+        """Rows that have a slot."""
+        return len(self._row_of_slot) - len(self._free)
+
     def __len__(self) -> int:
         """Return how many slots there are, free ones included."""
         return len(self._row_of_slot)
