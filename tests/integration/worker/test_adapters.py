@@ -67,8 +67,10 @@ async def test_an_adapter_comes_and_goes(redis_url: str, model: Path, adapter: P
     body = {"lora_name": "small", "lora_path": str(adapter)}
     async with serving(redis_url, model) as client:
         assert (await complete(client, "small")).json()["error"]["code"] == "model_not_found"
-        for _ in range(2):  # a repeated call is no error
-            assert (await client.post("/v1/load_lora_adapter", json=body)).status_code == 200
+        assert (await client.post("/v1/load_lora_adapter", json=body)).status_code == 200
+        again = await client.post("/v1/load_lora_adapter", json=body)
+        assert (again.status_code, again.json()["error"]["code"]) == (400, "adapter_refused")
+        assert "'small' is loaded already" in again.json()["error"]["message"]
         listed = {each["id"]: each for each in (await client.get("/v1/models")).json()["data"]}
         assert listed["small"]["parent"] == MODEL
         assert listed["small"]["revision"] == adapter_revision(adapter)
@@ -80,6 +82,25 @@ async def test_an_adapter_comes_and_goes(redis_url: str, model: Path, adapter: P
         assert (await complete(client, "small")).json()["error"]["code"] == "model_not_found"
         again = await client.post("/v1/unload_lora_adapter", json={"lora_name": "small"})
         assert again.json()["error"]["code"] == "model_not_found"
+
+
+async def test_an_adapter_is_replaced_in_place(redis_url: str, model: Path, adapter: Path, tmp_path: Path) -> None:
+    other = make_adapter(model, tmp_path / "other", seed=5)
+    assert expected(model, other) != expected(model, adapter)
+    async with serving(redis_url, model) as client:
+        for folder, options, status in (
+            (adapter, {"load_inplace": True}, 200),  # also where none is loaded
+            (other, {"load_inplace": False}, 400),
+            (other, {"load_inplace": True}, 200),
+            (adapter, {"load_inplace": True}, 200),
+        ):
+            body = {"lora_name": "small", "lora_path": str(folder), **options}
+            answer = await client.post("/v1/load_lora_adapter", json=body)
+            assert answer.status_code == status, answer.text
+            served = adapter if status == 400 else folder
+            assert (await complete(client, "small")).json()["choices"][0]["text"] == expected(model, served)
+            listed = {each["id"]: each for each in (await client.get("/v1/models")).json()["data"]}
+            assert listed["small"]["root"] == str(served)
 
 
 async def test_files_that_have_changed_fail_their_requests_alone(

@@ -66,7 +66,7 @@ async def test_requests_of_a_killed_engine_go_on_elsewhere(redis_url: str, tmp_p
         assert {(await broker.view(spec.request_id, spec.tenant)).attempts for spec in specs} == {2}
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 async def test_requests_of_an_engine_that_lost_a_rank_go_on_elsewhere(
     redis_url: str, tmp_path: Path, number: signal.Signals
 ) -> None:

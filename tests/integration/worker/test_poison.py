@@ -90,6 +90,7 @@ async def supervise(broker: Broker, program: str, exits: list[int]) -> None:
         await expire_engine(broker, "worker")
 
 
+@pytest.mark.slow
 async def test_poison_is_quarantined_and_its_neighbours_go_on(redis_url: str, tmp_path: Path) -> None:
     program = textwrap.dedent(ENGINE).format(
         support=str(Path(__file__).parents[2]),

@@ -141,6 +141,27 @@ async def test_a_list_of_prompts_larger_than_the_pool_is_served(redis_url: str, 
             await running.end()
 
 
+async def test_each_prompt_of_a_list_ends_where_it_is_so_long_with_its_output(redis_url: str, tmp_path: Path) -> None:
+    prompts, max_tokens, total = [[3], [4] * 90, [5] * 40], 50, 100
+    async with await Broker.connect(redis_url) as broker, GatewaySession(broker) as gateway:
+        async with running_worker(broker, tmp_path, max_model_len=200) as running:
+            spec = RequestSpec(
+                request_id=await gateway.place(MODEL, prompts[0], TENANT),
+                model=MODEL,
+                tenant=TENANT,
+                prompts=[TokenIds(ids=prompt) for prompt in prompts],
+                sampling=SamplingMessage(seed=1, ignore_eos=True, max_tokens=max_tokens),
+                max_total_tokens=total,
+                disconnect_grace_ms=60_000,
+            )
+            await gateway.accept(spec)
+            log = await read(gateway, spec)
+            for choice, (prompt, most) in enumerate(zip(prompts, (50, 10, 50), strict=True)):
+                assert tokens(log, choice) == expected(prompt, most)
+            assert log[-1].end.usage.completion_tokens == 110
+            await running.end()
+
+
 async def test_a_busy_worker_claims_nothing_that_its_next_step_could_not_compute(
     redis_url: str, tmp_path: Path
 ) -> None:
@@ -381,7 +402,7 @@ STOPPED = """
 STALL_TIMEOUT_S = 1.5
 
 
-@pytest.mark.parametrize("core", ["process", "inline"])
+@pytest.mark.parametrize("core", ["process", pytest.param("inline", marks=pytest.mark.slow)])
 def test_a_process_that_was_stopped_goes_on(redis_url: str, tmp_path: Path, core: str) -> None:
     """SIGSTOP and SIGCONT of the worker, with a step under way: for its watchdog the time between did not pass."""
     values = {"support": str(Path(__file__).parents[2]), "url": redis_url, "folder": str(tmp_path), "core": core}

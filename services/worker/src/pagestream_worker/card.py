@@ -95,6 +95,7 @@ def _embedding(folder: Path, engine: ModelFacts) -> EmbeddingCard:
         dimensions=found.dimensions,
         unsupported=found.unsupported,
         labels=found.labels,
+        joins_pairs=found.joins_pairs,
     )
 
 
@@ -126,5 +127,6 @@ def build_card(folder: Path, name: str, engine: ModelFacts, parsers: OutputParse
         embedding=_embedding(folder, engine),
         tool_call_parser=parsers.tool_call_parser,
         reasoning_parser=parsers.reasoning_parser,
+        takes_output_constraints=True,
         default_sampling=_default_sampling(_read_json(folder / "generation_config.json")),
     )

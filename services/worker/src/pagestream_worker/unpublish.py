@@ -17,6 +17,7 @@ from pagestream_streams import (
     settings_from_environment,
     unpublish,
 )
+from pagestream_streams.limits.ends import EndCounter
 
 EXIT_REMOVED, EXIT_UNAVAILABLE, EXIT_BAD_OPTIONS, EXIT_IN_USE, EXIT_UNFINISHED = 0, 1, 2, 3, 4
 
@@ -68,7 +69,8 @@ async def _unpublish(url: str, settings: StreamsSettings, options: argparse.Name
 async def _unpublish_one(broker: Broker, name: str, options: argparse.Namespace, until_s: float) -> int:
     wait_s = max(0.0, until_s - time.monotonic())
     try:
-        ended = await unpublish(broker, name, end_requests=options.end_requests, wait_s=wait_s)
+        count = EndCounter(broker).count_partition
+        ended = await unpublish(broker, name, end_requests=options.end_requests, wait_s=wait_s, count_ended=count)
     except ModelNotFound:
         return _end(EXIT_REMOVED, f"{name!r} is not published")
     except ModelInUse as error:

@@ -176,7 +176,7 @@ class SameBytes(RuleBasedStateMachine):
             assert (handle in batched) == (has_partition and pair.is_plain())
         for batch in found.batches:
             appends = [expected[handle].append(limit) for handle in batch.logs]
-            assert batch.appends.values == append_arguments(0, appends, channels="", wakes=False)[1]
+            assert batch.appends.values == append_arguments(0, appends, channels="", first_slice=None)[1]
             assert batch.appends.count == len(appends)
             for place, append in enumerate(appends):
                 assert f"-{batch.appends.partition:04x}-" in append.request_id

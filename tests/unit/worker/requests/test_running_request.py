@@ -85,6 +85,15 @@ def test_a_log_has_each_token_the_finishes_and_one_end() -> None:
     assert request.is_complete
 
 
+@pytest.mark.parametrize(("most", "total", "expected"), [(5, 0, [5, 5]), (5, 7, [4, 5]), (None, 0, [16, 16])])
+def test_each_prompt_has_its_own_room(most: int | None, total: int, expected: list[int]) -> None:
+    taken = claim(num_prompts=2)
+    taken.spec.max_total_tokens = total
+    if most is None:  # of a record that does not say: the engine's default
+        taken.spec.sampling.ClearField("max_tokens")
+    assert [choice.params.max_tokens for choice in running(taken).open_choices()] == expected
+
+
 def test_the_digest_is_chained_over_the_log() -> None:
     request = running(claim(n=2))
     list(request.open_choices())

@@ -1,6 +1,8 @@
 """The engine's sampling parameters of a wire message."""
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,15 +11,21 @@ from pagestream.v1.inference_pb2 import EARLY_STOPPING_NEVER, Choices, SamplingP
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_engine.errors import InvalidRequest
 from pagestream_engine.request.grammars import Grammar
+from pagestream_engine.request.sampling_params import SamplingParams as EngineParams
 from pagestream_engine.request.sampling_params import child_seed
-from pagestream_worker.requests.sampling import child_of, sampling_from_message, sampling_of
+from pagestream_engine.request.structured_outputs import ReasoningMarks, StructuredOutputsParams
+from pagestream_worker.requests.sampling import child_of, sampling_of, sampling_of_child
+
+
+def params_of(message: SamplingParams, child: int = 0) -> EngineParams:
+    return sampling_of_child(sampling_of(RequestSpec(sampling=message)), child)
 
 
 def test_a_message_becomes_parameters() -> None:
     message = SamplingParams(
         temperature=0.7, top_k=5, seed=3, stop=["x"], stop_token_ids=[9], min_tokens=1, max_tokens=4
     )
-    params = sampling_from_message(message, sibling=0)
+    params = params_of(message)
     assert (params.temperature, params.top_k, params.seed, params.max_tokens) == (0.7, 5, 3, 4)
     assert params.stop_strings == ("x",)
     assert params.stop_token_ids == (9,)
@@ -25,13 +33,13 @@ def test_a_message_becomes_parameters() -> None:
 
 
 def test_an_unset_field_has_the_engine_default() -> None:
-    assert sampling_from_message(SamplingParams(seed=1), sibling=0).temperature == 1.0
+    assert params_of(SamplingParams(seed=1)).temperature == 1.0
 
 
 def test_what_the_engine_lacks_is_refused_by_name() -> None:
     spec = RequestSpec(pooling={"kind": 9})  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="pooling: given kind 9"):
-        sampling_of(spec, child=0)
+        sampling_of(spec)
 
 
 def test_the_features_of_a_request_reach_the_engine() -> None:
@@ -46,7 +54,7 @@ def test_the_features_of_a_request_reach_the_engine() -> None:
         min_tokens=2,
         logprobs=0,
     )
-    params = sampling_from_message(message, sibling=1)
+    params = params_of(message, 1)
     assert (params.n, params.best_of, params.seed) == (1, None, child_seed(1, 1))
     assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.5, -0.25, 1.5)
     assert (params.logit_bias, params.min_tokens, params.logprobs) == ({3: 2.0}, 2, 0)
@@ -54,7 +62,7 @@ def test_the_features_of_a_request_reach_the_engine() -> None:
 
 def test_the_choices_of_a_contest_have_their_prompts_seed() -> None:
     message = SamplingParams(seed=5, n=2, best_of=3)
-    found = [sampling_from_message(message, sibling=sibling) for sibling in range(4)]
+    found = [params_of(message, sibling) for sibling in range(4)]
     assert [(params.n, params.best_of) for params in found] == [(1, 3)] * 4
     assert [params.seed for params in found] == [5, 5, child_seed(5, 2), child_seed(5, 2)]
 
@@ -63,9 +71,21 @@ def test_a_beam_search_reaches_the_engine() -> None:
     message = SamplingParams(
         seed=5, n=2, use_beam_search=True, beam_width=4, length_penalty=0.5, early_stopping=EARLY_STOPPING_NEVER
     )
-    params = sampling_from_message(message, sibling=1)
+    params = params_of(message, 1)
     assert (params.use_beam_search, params.n, params.width) == (True, 1, 4)
     assert (params.length_penalty, params.early_stopping) == (0.5, "never")
+
+
+def test_the_marks_of_reasoning_reach_the_engine() -> None:
+    spec = RequestSpec(sampling=SamplingParams(n=2))
+    spec.reasoning.end.ids.append(8)
+    spec.reasoning.openings.add(ids=[9, 7])
+    assert sampling_of(spec).structured_outputs is None
+    spec.sampling.structured_outputs.regex = "a"
+    constraint = sampling_of(spec).structured_outputs
+    assert constraint is not None
+    assert constraint.reasoning == ReasoningMarks((8,), ((9, 7),))
+    assert params_of(spec.sampling, 1).structured_outputs != constraint
 
 
 def test_prompts_share_a_clients_seed_and_siblings_never_do() -> None:
@@ -92,7 +112,7 @@ SPLIT_BEFORE = {"n", "best_of"}
 @pytest.mark.parametrize("name", sorted(set(SamplingParams.DESCRIPTOR.fields_by_name) - SPLIT_BEFORE))
 def test_no_field_of_the_message_is_ignored(name: str) -> None:
     message = SamplingParams(seed=1, temperature=1.0, max_tokens=8)
-    usual = sampling_from_message(message, sibling=0)
+    usual = params_of(message)
     field = SamplingParams.DESCRIPTOR.fields_by_name[name]
     if name == "logit_bias":
         message.logit_bias[3] = 2.0
@@ -103,7 +123,7 @@ def test_no_field_of_the_message_is_ignored(name: str) -> None:
     else:
         setattr(message, name, name != "skip_special_tokens" and OTHER_VALUES[field.cpp_type])
     try:
-        changed = sampling_from_message(message, sibling=0)
+        changed = params_of(message)
     except InvalidRequest as error:
         assert name in str(error)  # noqa: PT017 - a field that the engine lacks is refused by its name
     else:
@@ -122,6 +142,36 @@ def test_no_field_of_the_message_is_ignored(name: str) -> None:
 )
 def test_each_constraint_has_its_grammar(given: dict[str, Any], expected: Grammar) -> None:
     message = SamplingParams(structured_outputs=StructuredOutputs(**given))
-    constraint = sampling_from_message(message, sibling=0).structured_outputs
+    constraint = params_of(message).structured_outputs
     assert constraint is not None
     assert constraint.compiled_from == expected
+
+
+def test_an_unknown_end_of_a_search_is_refused() -> None:
+    message = SamplingParams(use_beam_search=True, early_stopping=9)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="early_stopping: given 9"):
+        params_of(message)
+
+
+@pytest.mark.parametrize("given", [{}, {"best_of": 9}, {"use_beam_search": True, "beam_width": 9}])
+def test_choices_are_checked_once_together(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    num_checks = Counter[str]()
+    for checked in (EngineParams, StructuredOutputsParams, ReasoningMarks):
+        check = checked.__post_init__
+        monkeypatch.setattr(
+            checked, "__post_init__", lambda self, check=check: (num_checks.update([type(self).__name__]), check(self))
+        )
+    spec = RequestSpec(sampling=SamplingParams(n=8, seed=3, presence_penalty=0.0, temperature=1.0, **given))
+    if not given:
+        spec.sampling.structured_outputs.regex = "a"
+        spec.sampling.allowed_token_ids.extend(range(99))
+        spec.reasoning.end.ids.append(8)
+    of_all = sampling_of(spec)
+    once = num_checks.copy()
+    found = [sampling_of_child(of_all, child) for child in range(16)]
+    assert num_checks == once
+    assert set(once.values()) == {1}
+    assert [replace(params) for params in found] == found, "each would pass the checks, which would change nothing"
+    first = [child - child % 8 for child in range(16)] if "best_of" in given else range(16)
+    assert [params.seed for params in found] == [child_seed(3, child) for child in first]
+    assert {(params.n, params.width) for params in found} == {(1, 9 if given else 1)}

@@ -21,12 +21,12 @@ from pagestream_streams import Append, Claim
 from pagestream_streams.protocol.claimed_log import ClaimedLog
 from pagestream_streams.protocol.entries import END, FINISH, INVALID_REQUEST, PART, TOKEN, error_text, usage_text
 from pagestream_streams.protocol.finish_reasons import finish_reason_name, parse_finish_reason
-from pagestream_streams.protocol.records import is_prompt_alone
+from pagestream_streams.protocol.records import is_prompt_alone, output_bounds
 from pagestream_telemetry.context import TraceContext, caller_context
 
 from pagestream_worker.logs.base import TokenLogs, has_plain_tokens
 from pagestream_worker.requests.prompt_parts import PromptParts, logprobs_message
-from pagestream_worker.requests.sampling import child_of, sampling_of
+from pagestream_worker.requests.sampling import child_of, sampling_of, sampling_of_child
 
 
 @dataclass(frozen=True)
@@ -83,17 +83,22 @@ class RunningRequest:
 
     def open_choices(self) -> Iterator[Choice]:
         """Yield the choices whose log has no finish yet."""
+        of_all: SamplingParams | None = None  # checked once: the choices are many, and their lists may be long
+        bounds = output_bounds(self.claim.spec)
         for index, tokens in self._resumed.items():
             if index in self._finishes:
                 continue
-            params = sampling_of(self.claim.spec, child=child_of(self.claim.spec, index))
+            of_all = of_all or sampling_of(self.claim.spec)
+            params = sampling_of_child(of_all, child_of(self.claim.spec, index))
             prompt = self.claim.spec.prompts[index // self._siblings]
+            if self.claim.spec.max_total_tokens:
+                params = params.with_max_tokens(bounds[index // self._siblings])
             if self._prompt_parts.are_complete(index - index % self._siblings):
                 if is_prompt_alone(self.claim.spec):
                     reason = FINISH_REASON_STOP if self.claim.spec.HasField("pooling") else FINISH_REASON_LENGTH
                     self._write_finish(index, reason, "", "")
                     continue
-                params = replace(params, prompt_logprobs=None)
+                params = params.without_prompt_logprobs()
             choice = Choice(self._seq_id(index), index, prompt, params, tokens)
             self._running.add(index)
             yield choice

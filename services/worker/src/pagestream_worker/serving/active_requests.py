@@ -13,6 +13,7 @@ from pagestream_engine.request.sequence import Sibling
 from pagestream_streams import Append, AppendKind, AppendOutcome, Claim, EngineSession
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.fault_points import FaultPoint, reach
+from pagestream_streams.protocol.records import most_output_tokens
 from pagestream_streams.protocol.token_appends import TokenOutcomes
 
 from pagestream_worker.logs.base import TokenBatch, TokenLogs
@@ -307,6 +308,5 @@ def _adapter_of(spec: RequestSpec) -> AdapterName | None:
 
 
 def _shape(spec: RequestSpec) -> RequestShape:
-    num_choices = len(spec.prompts) * max(1, spec.sampling.n)
     num_prompt_tokens = sum(len(prompt.ids) for prompt in spec.prompts)
-    return RequestShape(num_prompt_tokens, spec.tenant, num_choices * max(1, spec.sampling.max_tokens))
+    return RequestShape(num_prompt_tokens, spec.tenant, most_output_tokens(spec))

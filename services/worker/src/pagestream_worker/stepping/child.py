@@ -1,4 +1,4 @@
-"""The process of an engine, as its parent starts, waits for and kills it; and its bond to that parent."""
+"""The process of an engine, as its parent starts, waits for and kills it."""
 
 import os
 import signal
@@ -8,7 +8,6 @@ import sys
 from typing import Protocol
 
 PROGRAM = "from pagestream_worker.stepping.process_main import main; main()"
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Child(Protocol):
@@ -31,20 +30,6 @@ def launch(connection: socket.socket) -> Child:
     number = connection.fileno()
     command = [sys.executable, "-P", "-c", PROGRAM, str(number), str(os.getpid())]
     return subprocess.Popen(command, pass_fds=[number], stdin=subprocess.DEVNULL)
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies (prctl(2)), however that is and whatever this one does.
-
-    Elsewhere than on Linux the end of the connection alone says so.
-    """
-    if sys.platform == "linux":
-        import ctypes
-
-        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it died before the setting took effect
-        os._exit(1)
 
 
 def describe_exit(code: int) -> str:

@@ -18,12 +18,12 @@ from typing import Any
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.engine import Engine
 from pagestream_engine.errors import EngineError
+from pagestream_engine.executor.child import die_with_parent
 from pagestream_telemetry.logs import configure_logs
 from pagestream_telemetry.settings import TelemetrySettings
 from setproctitle import setproctitle
 
 from pagestream_worker.stepping import wire
-from pagestream_worker.stepping.child import die_with_parent
 from pagestream_worker.stepping.commands import InspectModel, StartProfile
 from pagestream_worker.stepping.engine_core import is_link_lost
 from pagestream_worker.stepping.loading import inspect_model, is_permanent
