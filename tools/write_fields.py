@@ -33,9 +33,10 @@ _HEAD = """\
 # Fields of requests
 
 Written by `python tools/write_fields.py`. A field *works*, or is *ignored* because it can't change the output, or is
-*refused* with an error that names it: nothing that was asked for is dropped silently. Values that ask for nothing are
-always taken, since client libraries send them unasked. A field that is on no list is refused as unknown. What stands
-inside of fields is in [responses.md](responses.md) for `/v1/responses`, in [messages.md](messages.md) for
+*refused* with an error that names it: nothing that was asked for is dropped silently, but for advice that a model can't
+take (an effort that its template does not know, a budget of its thinking). Values that ask for nothing are always
+taken, since client libraries send them unasked. A field that is on no list is refused as unknown. What stands inside
+of fields is in [responses.md](responses.md) for `/v1/responses`, in [messages.md](messages.md) for
 `/v1/messages`.
 """
 
@@ -95,11 +96,13 @@ RESOURCES = (
         getattr(embeddings, "UNSUPPORTED", {}),
         _names(embedding_create_params.EmbeddingCreateParams),
     ),
-    Resource("POST /v1/classify", classification.ClassificationBody, classification.UNSUPPORTED, frozenset()),
-    Resource("POST /v1/score", scoring.ScoreBody, getattr(scoring, "UNSUPPORTED", {}), frozenset()),
-    Resource("POST /v1/rerank", scoring.RerankBody, getattr(scoring, "UNSUPPORTED", {}), frozenset()),
+    Resource(
+        "POST /classify, /v1/classify", classification.ClassificationBody, classification.UNSUPPORTED, frozenset()
+    ),
+    Resource("POST /score, /v1/score", scoring.ScoreBody, scoring.UNSUPPORTED, frozenset()),
+    Resource("POST /rerank, /v1/rerank, /v2/rerank", scoring.RerankBody, scoring.UNSUPPORTED, frozenset()),
     Resource("POST /v1/batches", batches.BatchBody, {}, _names(batch_create_params.BatchCreateParams)),
-    Resource("POST /tokenize", tokens.TokenizeBody, {}, frozenset()),
+    Resource("POST /tokenize", tokens.TokenizeBody, tokens.UNSUPPORTED, frozenset()),
     Resource("POST /detokenize", tokens.DetokenizeBody, {}, frozenset()),
 )
 

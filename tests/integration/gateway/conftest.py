@@ -46,13 +46,14 @@ async def http(gateway: Address) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def demo_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Run Redis, a gateway, and an engine with the demo model in float32, as processes."""
     running = Stack(
         tmp_path_factory.mktemp("demo"),
         model=DEMO_MODEL,
         engine_options=("--dtype", "float32", "--max-num-batched-tokens", "16", "--max-num-seqs", "4"),
+        is_forked=True,
     )
     try:
         running.redis.start()

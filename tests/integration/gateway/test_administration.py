@@ -12,9 +12,9 @@ import pytest
 from pagestream.v1 import inference_pb2 as api
 from pagestream_gateway import Settings, running_gateway
 from pagestream_gateway.api.admin import schemas
+from pagestream_gateway.configuration import load_settings
 from pagestream_gateway.core.identities.api_keys import KeyFile
 from pagestream_gateway.errors import SettingsError
-from pagestream_gateway.settings import load_settings
 from pagestream_streams import Broker, GatewaySession
 from pydantic import BaseModel
 from support.clients.gateway_clients import Address, gateway_settings, grpc_stub, refusal, running_address

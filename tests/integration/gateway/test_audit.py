@@ -19,6 +19,7 @@ from pagestream_telemetry.logs import json_formatter
 from support.clients.gateway_clients import Address, gateway_settings, grpc_stub, running_address
 from support.engines.synthetic_engine import FAILING_TOKEN, MODEL, SyntheticEngine
 from support.network.token_issuer import AUDIENCE, ISSUER, Signer, key_set
+from support.protocol.token_streams import eventually
 
 PROMPT = "sentinel-prompt-7f3a"
 KEY, WRONG_KEY, ADMIN_KEY = "sentinel-key-good", "sentinel-key-wrong", "sentinel-key-admin"
@@ -80,6 +81,28 @@ async def test_a_calls_way_is_noted(address: Address, settings: Settings) -> Non
     assert accept_grpc.items() >= {"event": "accept", "tenant": "a", "key": f"{ISSUER} u1"}.items()
     assert end_grpc.items() >= {"event": "end", "api": "grpc", "output_tokens": 2}.items()
     assert accept_grpc["peer"].startswith("ipv4:127.0.0.1:")
+
+
+async def test_jobs_of_batches_and_deleted_responses_are_noted(address: Address, settings: Settings) -> None:
+    async with httpx.AsyncClient(base_url=address.url, headers=bearer(KEY)) as http:
+        bodies = [{"model": MODEL, "prompt": [11, 12, 13], "max_tokens": 4, "logit_bias": {}}, {"prompt": [7] * 5000}]
+        jobs = [{"custom_id": f"{PROMPT}-{number}", "body": body} for number, body in enumerate(bodies)]
+        made = await http.post("/v1/batches", json={"endpoint": "/v1/completions", "requests": jobs})
+        path = f"/v1/batches/{made.json()['id']}"
+
+        async def has_ended() -> bool:
+            return bool((await http.get(path)).json()["status"] == "completed")
+
+        await eventually(has_ended)
+        said = await http.post("/v1/responses", json={"model": MODEL, "input": PROMPT, "max_output_tokens": 4})
+        await http.delete(f"/v1/responses/{said.json()['id']}")
+    found = audited(settings)
+    caller = {"tenant": "keys", "key": NAME, "peer": "127.0.0.1"}
+    assert all(each.items() >= caller.items() for each in found)
+    of_jobs = [each for each in found if each["event"] == "accept" or each.get("api") == "batches"][:3]
+    assert sorted(each["event"] for each in of_jobs) == ["accept", "end", "refuse"]
+    assert {each["prompt_tokens"] for each in of_jobs if each["event"] != "refuse"} == {3}
+    assert found[-1].items() >= {"event": "cancel", "request_id": said.json()["id"]}.items()
 
 
 async def test_no_log_holds_a_prompt_or_a_credential(

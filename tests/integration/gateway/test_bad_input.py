@@ -40,6 +40,10 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"stop": ["x"] * 100}, "stop"),
     ({"stop_token_ids": [100_000]}, "stop_token_ids"),
     ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
+    ({"allowed_token_ids": [100_000]}, "allowed_token_ids"),
+    ({"bad_words": [" "]}, "bad_words"),
+    ({"bad_words": ["x"] * 129}, "bad_words"),
+    ({"bad_words": ["x" * 129]}, "bad_words"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ({"priority": 9}, "priority"),
@@ -79,6 +83,8 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"choice": []}}, "structured_outputs"),
     ({"structured_outputs": {"grammar": "start: missing"}}, "structured_outputs"),
     ({"structured_outputs": {"json": {"multipleOf": 99991}}}, "structured_outputs"),
+    ({"structured_outputs": {"json": {"multipleOf": 9999.9999}}}, "structured_outputs"),
+    ({"structured_outputs": {"grammar": 'start: %json {"multipleOf": 9999.9999}'}}, "structured_outputs"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs"),
     ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag"),
     ({"guided_json": {}}, "guided_json"),
@@ -153,8 +159,15 @@ async def test_an_over_long_prompt_tells_the_numbers(http: httpx.AsyncClient) ->
     assert "501 tokens" in answer.json()["error"]["message"]
     assert "128 tokens" in answer.json()["error"]["message"]
     assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert answer.json()["error"]["message"].startswith("prompt: This model's maximum context length is 128 tokens")
+    answer = await http.post("/v1/completions", json={**TEXT, "prompt": "x" * 100, "max_tokens": 129})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_tokens")
+
+
+async def test_an_answer_ends_where_the_context_does(http: httpx.AsyncClient) -> None:
     answer = await http.post("/v1/completions", json={**TEXT, "prompt": "x" * 100, "max_tokens": 50})
-    assert "101 tokens and max_tokens is 50, together 151" in answer.json()["error"]["message"]
+    assert answer.json()["choices"][0]["finish_reason"] == "length"
+    assert answer.json()["usage"]["completion_tokens"] == 128 - 101
 
 
 async def test_an_unknown_model_is_404(http: httpx.AsyncClient) -> None:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
@@ -20,7 +19,8 @@ from pagestream_gateway.settings import BatchSettings
 from pagestream_streams import EmbeddedRedis, StreamsSettings
 from support.clients.gateway_clients import Address, gateway_settings
 from support.engines.synthetic_engine import FAILING_TOKEN, MAX_MODEL_LEN, MODEL, SyntheticEngine, answer_text
-from support.processes.stack import Gateway, free_port
+from support.processes.fork_server import GATEWAYS, shared_server
+from support.processes.stack import ForkedGateway, free_port
 from support.protocol.token_streams import eventually
 from support.redis.topologies import ask_all
 
@@ -137,6 +137,7 @@ async def test_jobs_may_be_in_the_body(http: httpx.AsyncClient, endpoint: str, b
 
     await eventually(has_ended, limit_s=LIMIT_S)
     result = json.loads((await http.get(f"/v1/files/{batch['output_file_id']}/content")).text)["response"]["body"]
+    assert (await http.get("/v1/requests")).json()["data"] == [], "jobs are not among the requests that were asked for"
     direct = (await http.post(endpoint, json=body)).json()
     varying = ("id", "created", "created_at", "output", "system_fingerprint")
     assert {name: value for name, value in result.items() if name not in varying} == {
@@ -217,10 +218,10 @@ async def test_another_gateway_goes_on_after_a_kill(
     engine: SyntheticEngine, redis_url: str, settings: Settings, another: Another, tmp_path: Path
 ) -> None:
     port = free_port()
-    command = [sys.executable, "-m", "pagestream_gateway", "--redis", redis_url, "--http-port", str(port)]
+    command = ["pagestream_gateway.__main__", "--redis", redis_url, "--http-port", str(port), "--grpc-port", "0"]
     log = tmp_path / "gateway.log"
     environment = {"PAGESTREAM_BATCHES__LEASE_S": "1", "PAGESTREAM_BATCHES__JOBS_IN_FLIGHT": "32"}
-    first = Gateway("first", [*command, "--grpc-port", "0"], log, environment, http_port=port)
+    first = ForkedGateway("first", command, log, environment, server=shared_server(*GATEWAYS), http_port=port)
     first.start()
     jobs = lines(120)
     try:

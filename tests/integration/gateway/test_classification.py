@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from pagestream_engine import LLM
 from pagestream_streams import Broker
 from support.clients.gateway_clients import gateway_settings, running_address
@@ -45,6 +46,13 @@ async def test_labels_are_those_of_the_engine(redis_url: str, tmp_path: Path) ->
             assert each["label"] == LABELS[max(range(3), key=other.probs.__getitem__)]
             assert each["num_classes"] == 3
         assert whole["usage"]["prompt_tokens"] == sum(len(each.prompt_token_ids) for each in expected)
+        asked = {"model": MODEL, "input": TEXTS, "use_activation": False}
+        for each, other in zip((await client.post("/classify", json=asked)).json()["data"], expected, strict=True):
+            assert torch.tensor(each["probs"]).softmax(0).tolist() == pytest.approx(other.probs, abs=1e-5)
+            assert abs(sum(each["probs"]) - 1) > 1e-3
+            assert each["label"] == LABELS[max(range(3), key=other.probs.__getitem__)]
+        aliased = await client.post("/classify", json={"model": MODEL, "input": TEXTS})
+        assert [each["label"] for each in aliased.json()["data"]] == [each["label"] for each in whole["data"]]
         events = await client.get(f"/v1/requests/{answer.headers['x-request-id']}/events")
         lines = [line[6:] for line in events.text.splitlines() if line.startswith("data: {")]
         shown = [json.loads(line) for line in lines if "label" in json.loads(line)]

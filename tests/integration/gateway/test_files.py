@@ -16,6 +16,7 @@ from pagestream_gateway.settings import BatchSettings, ConnectionSettings
 from pagestream_streams import EmbeddedRedis
 from redis.asyncio import Redis
 from support.clients.gateway_clients import Address, gateway_settings
+from support.protocol.token_streams import eventually
 from support.redis.topologies import ask_all
 
 Another = Callable[[Settings], AbstractAsyncContextManager[Address]]
@@ -163,3 +164,40 @@ async def test_an_upload_may_take_longer_than_other_bodies(another: Another, set
         async with another(patient) as address, httpx.AsyncClient(base_url=address.url) as http:
             answer = await http.post("/v1/files", content=slowly(b"--b--\r\n"), headers=headers)
         assert answer.status_code == status
+
+
+async def test_slow_uploads_of_one_tenant_leave_room_for_others(
+    another: Another, settings: Settings, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("".join(f"{hashlib.sha256(each.encode()).hexdigest()} -> {each}\n" for each in "ab"))
+    guarded = replace(settings, gateway=replace(settings.gateway, api_keys=keys), batches=BatchSettings(max_uploads=4))
+    have_begun, may_end = asyncio.Semaphore(0), asyncio.Event()
+
+    async def slowly() -> AsyncIterator[bytes]:
+        yield FILE.format("x").encode()
+        have_begun.release()
+        await may_end.wait()
+        yield PART.format("purpose", "batch").encode() + b"--b--\r\n"
+
+    headers = {"Content-Type": "multipart/form-data; boundary=b", "Authorization": "Bearer a"}
+    async with another(guarded) as address, httpx.AsyncClient(base_url=address.url) as http:
+        slow = [asyncio.create_task(http.post("/v1/files", content=slowly(), headers=headers)) for _ in range(3)]
+        for _ in slow:
+            await have_begun.acquire()
+
+        async def is_refused() -> bool:
+            async with client_of(address, "a") as ours:
+                try:
+                    await ours.files.create(file=("a", b"x"), purpose="batch")
+                except openai.RateLimitError as error:
+                    return "of this tenant" in str(error)
+            return False
+
+        await eventually(is_refused)
+        async with client_of(address, "b") as others:
+            assert await others.files.create(file=("a", b"x"), purpose="batch")
+        may_end.set()
+        assert [(await each).status_code for each in slow] == [200] * 3
+        async with client_of(address, "a") as ours:
+            assert await ours.files.create(file=("a", b"x"), purpose="batch")

@@ -38,7 +38,7 @@ BODIES: list[dict[str, Any]] = [
 @pytest.fixture(params=[128, 2**17], ids=["short-context", "long-context"])
 async def gateway(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Gateway]:
     """Run a gateway process that knows a model."""
-    stack = Stack(tmp_path, model=Path(), engine_options=())
+    stack = Stack(tmp_path, model=Path(), engine_options=(), is_forked=True)
     try:
         stack.redis.start()
         gateway = stack.add_gateway()
@@ -51,8 +51,7 @@ async def gateway(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
 
 
 async def test_memory_stays_bounded_whatever_is_sent(gateway: Gateway) -> None:
-    assert gateway.process is not None
-    process, most = psutil.Process(gateway.process.pid), 0
+    process, most = psutil.Process(gateway.pid), 0
     async with httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S) as client:
 
         async def post(body: dict[str, Any]) -> int:
@@ -73,8 +72,7 @@ async def test_memory_stays_bounded_whatever_is_sent(gateway: Gateway) -> None:
 
 
 async def test_memory_stays_bounded_by_calls_of_grpc(gateway: Gateway) -> None:
-    assert gateway.process is not None
-    process, most = psutil.Process(gateway.process.pid), 0
+    process, most = psutil.Process(gateway.pid), 0
     large = api.GenerateRequest(model=MODEL, prompt=TEXT).SerializeToString()
     async with grpc.aio.insecure_channel(gateway.grpc_target) as channel, asyncio.timeout(LIMIT_S):
 

@@ -14,7 +14,7 @@ from pagestream.v1 import inference_pb2 as api
 from pagestream_gateway import Settings
 from pagestream_streams import Broker
 from pagestream_streams.limits.usage import read_usage
-from support.clients.gateway_clients import Address, gateway_settings, grpc_stub, refusal, running_address
+from support.clients.gateway_clients import Address, gateway_settings, grpc_stub, lose, refusal, running_address
 from support.engines.synthetic_engine import MODEL, SyntheticEngine
 from support.protocol.token_streams import eventually
 
@@ -109,6 +109,31 @@ async def test_limits_hold_over_gateways_and_apis(gateways: tuple[Address, Addre
         await eventually(is_counted)
 
 
+async def test_a_request_that_is_there_is_repeated_whatever_its_tenant_has_used(
+    gateways: tuple[Address, Address], redis_url: str
+) -> None:
+    one, other = gateways
+    async with httpx.AsyncClient(base_url=one.url, headers=bearer("a")) as client:
+        answer, *_ = [await client.post("/v1/completions", json=BODY) for _ in range(3)]
+    request_id, seed = answer.headers["X-Request-Id"], {"X-Request-Seed": answer.headers["X-Request-Seed"]}
+    async with httpx.AsyncClient(base_url=other.url, headers=bearer("a")) as client:
+        async with await Broker.connect(redis_url) as broker:
+            connection, own = broker.connection, broker.connection.keyspace.tenant_limits("a")
+
+            async def are_counted() -> bool:
+                return await connection.execute("ZCARD", f"{own}ended") == 3
+
+            await eventually(are_counted)  # before, the request has its reservation
+            await connection.execute("DEL", f"{own}ended")  # as if their ends were of long ago
+        again = await client.put(f"/v1/requests/{request_id}", json=BODY, headers=seed)
+        assert (again.status_code, again.json()["state"]) == (200, "finished")
+        await lose(redis_url, request_id)
+        refused = await client.put(f"/v1/requests/{request_id}", json=BODY, headers=seed)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        metrics = (await client.get("/metrics")).text
+        assert 'pagestream_tenant_refusals_total{limit="requests_per_minute",tenant="a"} 1.0' in metrics
+
+
 def chat() -> dict[str, object]:
     return {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
 
@@ -124,6 +149,31 @@ async def test_models_that_a_tenant_may_not_use_do_not_exist_for_it(gateways: tu
     async with grpc_stub(gateways[0], key="b") as stub, grpc_stub(gateways[0], key="c") as others:
         assert not (await stub.ListModels(api.ListModelsRequest())).models
         assert (await others.ListModels(api.ListModelsRequest())).models
+
+
+async def test_batches_of_a_model_that_a_tenant_may_not_use_are_refused_as_those_of_none(
+    gateways: tuple[Address, Address],
+) -> None:
+    async with httpx.AsyncClient(base_url=gateways[0].url, headers=bearer("b")) as client:
+        problems = [await problem(client, name) for name in (MODEL, "missing")]
+    assert problems[0] == {**problems[1], "message": problems[1]["message"].replace("missing", MODEL)}
+    assert problems[0]["code"] == "model_not_found"
+
+
+async def problem(client: httpx.AsyncClient, model: str) -> dict[str, str]:
+    """Return why a batch with a job of this model has failed."""
+    jobs = [{"custom_id": "a", "body": {"model": model, "prompt": "hello", "max_tokens": 2}}]
+    made = await client.post("/v1/batches", json={"endpoint": "/v1/completions", "requests": jobs})
+    batch = made.json()
+
+    async def has_ended() -> bool:
+        nonlocal batch
+        batch = (await client.get(f"/v1/batches/{batch['id']}")).json()
+        return batch["status"] in ("failed", "completed")
+
+    await eventually(has_ended)
+    [found] = batch["errors"]["data"] if batch["errors"] else [{"code": batch["status"]}]
+    return dict(found)
 
 
 async def test_a_changed_file_counts_and_a_wrong_one_does_not(
@@ -155,6 +205,7 @@ async def test_a_changed_file_counts_and_a_wrong_one_does_not(
             return sum(each["requests"] for each in answer.json()["data"]) == 4
 
         await eventually(is_shown)
-        wrong = await client.get("/admin/v1/usage?hours=0", headers=bearer("root"))
-        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "hours")
+        for hours in ("0", "9601", "x", "1" * 5000):
+            wrong = await client.get(f"/admin/v1/usage?hours={hours}", headers=bearer("root"))
+            assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "hours")
         assert (await client.get("/admin/v1/usage", headers=bearer("c"))).status_code == 403

@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
+from pagestream_streams import Broker
 from support.clients.gateway_clients import chat_text, get_events, lose, post_events
 from support.engines.synthetic_engine import FINGERPRINT, MODEL, SyntheticEngine
 
@@ -45,12 +46,13 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{
         ),
         (
             "chat/completions",
-            {**CHAT, "messages": [{"role": "assistant", "content": None}]},
+            {**CHAT, "messages": [{"role": "user", "content": None}]},
             "messages.0.content",
             "must be a string",
         ),
         ("completions", {**COMPLETION, "thinking_token_budget": 3}, "thinking_token_budget", "not supported"),
         ("chat/completions", {**CHAT, "return_prompt_text": True}, "return_prompt_text", "not supported"),
+        ("chat/completions", {**CHAT, "documents": [{"text": "x"}]}, "documents", "takes none"),
         ("completions", {**COMPLETION, "temprature": 3}, "temprature", "unknown field"),
         ("completions", {**COMPLETION, "service_tier": "gold"}, "service_tier", "default"),
     ],
@@ -66,7 +68,8 @@ async def test_a_refusal_names_what_is_wrong(
 
 async def test_what_asks_for_nothing_is_accepted(http: httpx.AsyncClient) -> None:
     neutral = {"watermarking": False, "return_token_offsets": False, "session_id": "s", "service_tier": "auto"}
-    neutral |= {"truncation_side": None, "routed_experts_prompt_start": 0, "stream_interval": 1}
+    neutral |= {"truncation_side": None, "routed_experts_prompt_start": 0, "stream_interval": 8}
+    neutral |= {"spaces_between_special_tokens": False}
     answer = await http.post("/v1/completions", json={**COMPLETION, **neutral})
     assert answer.json()["choices"][0]["text"] == "abc"
 
@@ -179,3 +182,22 @@ async def test_the_fingerprint_is_that_of_the_engine(http: httpx.AsyncClient, en
     whole = (await http.post("/v1/chat/completions", json=CHAT)).json()
     shown = {whole["system_fingerprint"], *(event.body["system_fingerprint"] for event in [*events[:-1], *again[:-1]])}
     assert shown == {FINGERPRINT}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_fingerprint_comes_with_the_first_token(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """Redis is asked for it where a log is read, as on a machine that is late: not each time, in ten answers."""
+    asked: list[str] = []
+    ask = Broker.fingerprint
+
+    async def noted(broker: Broker, request_id: str, tenant: str) -> str:
+        asked.append(request_id)
+        return await ask(broker, request_id, tenant)
+
+    monkeypatch.setattr(Broker, "fingerprint", noted)
+    for _ in range(10):
+        answer = await http.post("/v1/chat/completions", json={**CHAT, "stream": stream})
+        assert f'"system_fingerprint":"{FINGERPRINT}"' in answer.text
+    assert len(asked) < 10

@@ -6,14 +6,16 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
 from support.clients.gateway_clients import sse_events
 from support.engines.synthetic_engine import MODEL, SyntheticEngine
+from support.processes.fork_server import GATEWAYS, run_forked, shared_server
 
 LIMIT_S = 30.0
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "my secret"}], "max_tokens": 6, "seed": 0}
@@ -29,13 +31,6 @@ def process(*flags: str) -> Iterator[subprocess.Popen[str]]:
             running.kill()
 
 
-def failure(*flags: str) -> tuple[int, str]:
-    """Return exit status and standard error of a process that can't start."""
-    with process(*flags) as running:
-        _, said = running.communicate(timeout=LIMIT_S)
-        return running.returncode, said
-
-
 def serving(running: subprocess.Popen[str]) -> dict[str, object]:
     """Return the log record that holds the ports."""
     if running.stderr is None:
@@ -48,6 +43,13 @@ def serving(running: subprocess.Popen[str]) -> dict[str, object]:
 
 
 @pytest.fixture
+def failure(tmp_path: Path) -> Callable[..., tuple[int, str]]:
+    """Return exit status and output of a process that can't start."""
+    ports = ("--http-port", "0", "--grpc-port", "0")
+    return partial(run_forked, shared_server(*GATEWAYS), tmp_path, "pagestream_gateway.__main__", *ports)
+
+
+@pytest.fixture
 async def taken_port() -> AsyncIterator[int]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -55,23 +57,25 @@ async def taken_port() -> AsyncIterator[int]:
         yield listener.getsockname()[1]
 
 
-def test_redis_that_does_not_answer_is_told(taken_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PAGESTREAM_BROKER__CONNECT_TIMEOUT_S", "0.5")
-    status, said = failure("--redis", "redis://user:password@127.0.0.1:1/0")
+def test_redis_that_does_not_answer_is_told(failure: Callable[..., tuple[int, str]]) -> None:
+    given = {"PAGESTREAM_BROKER__CONNECT_TIMEOUT_S": "0.5"}
+    status, said = failure("--redis", "redis://user:password@127.0.0.1:1/0", **given)
     assert status == 1
     assert "pagestream-gateway: Redis does not answer at redis://127.0.0.1:1/0 (--redis)" in said
     assert "password" not in said
 
 
 @pytest.mark.parametrize("flag", ["--http-port", "--grpc-port", "--metrics-port"])
-def test_a_port_that_is_taken_is_told(redis_url: str, taken_port: int, flag: str) -> None:
+def test_a_port_that_is_taken_is_told(
+    failure: Callable[..., tuple[int, str]], redis_url: str, taken_port: int, flag: str
+) -> None:
     status, said = failure("--redis", redis_url, flag, str(taken_port))
     assert status == 1
     assert f"127.0.0.1:{taken_port}" in said.splitlines()[-1]
     assert "Traceback" not in said
 
 
-def test_wrong_flags_are_told(redis_url: str, tmp_path: Path) -> None:
+def test_wrong_flags_are_told(failure: Callable[..., tuple[int, str]], redis_url: str, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("not-a-hash tenant\n")
     for flags, word in (

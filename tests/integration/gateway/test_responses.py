@@ -79,6 +79,19 @@ async def test_an_answer_has_its_items(client: openai.AsyncOpenAI) -> None:
     assert cut.incomplete_details.reason == "max_output_tokens"
 
 
+async def test_reasoning_may_be_left_out(client: openai.AsyncOpenAI) -> None:
+    asked = asking_for(OUTPUT, tools=[WEATHER], extra_body={"include_reasoning": False})
+    response = await client.responses.create(**asked)
+    assert [item.type for item in response.output] == ["message", "function_call", "function_call"]
+    assert response.output_text == "I look."
+    assert response.usage is not None
+    assert response.usage.output_tokens_details.reasoning_tokens == OUTPUT.index("I look")
+    events = await events_of(await client.responses.create(**asked, stream=True))
+    again = await client.responses.retrieve(events[0]["response"]["id"])
+    assert not any("reasoning" in event["type"] for event in events)
+    assert events[-1]["response"]["output"] == [item.model_dump(exclude_unset=True) for item in again.output]
+
+
 async def test_a_stream_has_typed_events_from_any_of_them_on_any_gateway(
     client: openai.AsyncOpenAI, other_gateway: Address
 ) -> None:
@@ -162,7 +175,9 @@ async def test_log_probabilities_stand_beside_the_text(client: openai.AsyncOpenA
     assert found.model_dump(exclude_unset=True)["output"] == [item]
 
 
-async def test_a_deleted_response_is_gone(client: openai.AsyncOpenAI, engine: SyntheticEngine) -> None:
+async def test_a_deleted_response_is_gone(
+    client: openai.AsyncOpenAI, engine: SyntheticEngine, http: httpx.AsyncClient
+) -> None:
     engine.hold_at = 2
     kept, deleted = [await client.responses.create(**asking_for("abcdef", background=True)) for _ in range(2)]
     await client.responses.delete(deleted.id)
@@ -171,6 +186,9 @@ async def test_a_deleted_response_is_gone(client: openai.AsyncOpenAI, engine: Sy
             await call
     with pytest.raises(openai.BadRequestError, match="does not exist"):
         await client.responses.create(**asking_for("x", previous_response_id=deleted.id))
+    for path in ("", "/events", "/answer"):
+        assert (await http.get(f"/v1/requests/{deleted.id}{path}")).status_code == 404
+    assert [each["id"] for each in (await http.get("/v1/requests")).json()["data"]] == [kept.id]
     engine.go_on()
     *_, last = await events_of(await client.responses.retrieve(kept.id, stream=True))
     assert last["response"]["output"][0]["content"][0]["text"] == "abcdef"
@@ -248,8 +266,8 @@ async def test_a_failure_is_the_responses_own(client: openai.AsyncOpenAI) -> Non
 REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"conversation": "c"}, "conversation"),
     ({"max_tokens": 3}, "max_tokens"),
-    ({"truncation": "auto"}, "truncation"),
-    ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
+    ({"truncation": "some"}, "truncation"),
+    ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
     ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
     ({"top_logprobs": -1}, "top_logprobs"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),

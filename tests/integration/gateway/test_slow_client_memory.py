@@ -30,7 +30,9 @@ MB = 1_000_000
 BOUND = 16 * MB
 """Bytes that the gateway may grow. Measured: 9 MB; 63 MB where buffers have no bound, 41 MB where entries that wait in
 them keep the whole wake-ups that they came in."""
-HOLE_S = 2.0  # in what quick clients get; at most 0.3 s were measured, on busy cores
+HOLE_S = 10.0
+"""In what quick clients get, who would wait for ever where a slow one holds them up. At most 0.3 s were measured on
+busy cores, but Redis itself stops for 2 s and more where the disk is late with its file."""
 
 
 def token_text(index: int) -> str:
@@ -224,14 +226,13 @@ class Run:
         assert {outcome.kind for outcome in outcomes} == {AppendKind.OK}
 
     def _resident(self) -> int:
-        assert self.gateway.process is not None
-        resident: int = psutil.Process(self.gateway.process.pid).memory_info().rss
+        resident: int = psutil.Process(self.gateway.pid).memory_info().rss
         return resident
 
 
 @pytest.fixture
 async def run(tmp_path: Path) -> AsyncIterator[Run]:
-    stack = Stack(tmp_path, model=Path(), engine_options=())
+    stack = Stack(tmp_path, model=Path(), engine_options=(), is_forked=True)
     try:
         stack.redis.start()
         gateway = stack.add_gateway()

@@ -25,16 +25,34 @@ async def test_tokens_are_those_of_a_request(
     assert ("hello" in text, text.startswith("<s>")) == (True, True)
 
 
+@pytest.mark.parametrize("given", [{"prompt": "x" * 9000}, {"messages": [{"role": "user", "content": "x" * 9000}]}])
+async def test_a_text_may_be_longer_than_the_context(http: httpx.AsyncClient, given: dict[str, Any]) -> None:
+    answer = (await http.post("/tokenize", json={**given, "return_token_strs": True})).json()
+    assert (answer["count"] > 9000, answer["max_model_len"]) == (True, 128)
+    assert len(answer["tokens"]) == len(answer["token_strs"]) == answer["count"]
+    text = (await http.post("/detokenize", json={"tokens": answer["tokens"]})).json()["prompt"]
+    assert "x" * 9000 in text
+
+
+@pytest.mark.parametrize("adds", [True, False])
+async def test_an_empty_text_has_special_tokens_alone(http: httpx.AsyncClient, adds: bool) -> None:
+    answer = (
+        await http.post("/tokenize", json={"prompt": "", "add_special_tokens": adds, "chat_template": None})
+    ).json()
+    assert (answer["count"], len(answer["tokens"])) == (adds, adds)
+
+
 @pytest.mark.parametrize(
     ("path", "body", "field"),
     [
         ("tokenize", {}, "prompt"),
         ("tokenize", {"prompt": "x", "messages": CHAT}, "prompt"),
-        ("tokenize", {"prompt": "x" * 200}, "prompt"),
+        ("tokenize", {"prompt": "x" * 300_001}, "prompt"),
         ("tokenize", {"prompt": "x", "add_specials": True}, "add_specials"),
+        ("tokenize", {"messages": CHAT, "chat_template": "x"}, "chat_template"),
         ("detokenize", {"tokens": [5, 10**6]}, "tokens"),
         ("detokenize", {"tokens": "x"}, "tokens"),
-        ("detokenize", {"tokens": [5] * 129}, "tokens"),
+        ("detokenize", {"tokens": [5] * 300_001}, "tokens"),
     ],
 )
 async def test_refusals_name_the_field(

@@ -82,13 +82,34 @@ def test_a_batch_has_the_embeddings_of_its_jobs(demo_client: openai.OpenAI) -> N
         torch.testing.assert_close(torch.tensor(vector), expected(text), atol=TOLERANCE, rtol=0.0)
 
 
-def test_a_vector_may_keep_its_length(demo_client: openai.OpenAI) -> None:
-    answer = demo_client.embeddings.create(model=MODEL, input=TEXTS[0], extra_body={"normalize": False})
+@pytest.mark.parametrize("name", ["normalize", "use_activation"])
+def test_a_vector_may_keep_its_length(demo_client: openai.OpenAI, name: str) -> None:
+    answer = demo_client.embeddings.create(model=MODEL, input=TEXTS[0], extra_body={name: False})
     length = torch.tensor(answer.data[0].embedding).norm()
     assert abs(length - 1) > 0.1
     torch.testing.assert_close(
         torch.tensor(answer.data[0].embedding) / length, expected(TEXTS[0]), atol=TOLERANCE, rtol=0.0
     )
+
+
+@pytest.mark.parametrize(("side", "kept"), [("right", slice(5)), ("left", slice(-5, None))])
+def test_a_prompt_may_be_cut(demo_client: openai.OpenAI, side: str, kept: slice) -> None:
+    asked = {"truncate_prompt_tokens": 5, "truncation_side": side, "padding": "do_not_pad"}
+    cut = demo_client.embeddings.create(model=MODEL, input=TEXTS[2], extra_body=asked)
+    same = demo_client.embeddings.create(model=MODEL, input=encode(TEXTS[2])[kept])
+    assert cut.usage.prompt_tokens == same.usage.prompt_tokens == 5
+    torch.testing.assert_close(
+        torch.tensor(cut.data[0].embedding), torch.tensor(same.data[0].embedding), atol=TOLERANCE, rtol=0.0
+    )
+
+
+def test_a_prompt_is_cut_to_what_the_model_takes(demo_client: openai.OpenAI) -> None:
+    long = "the miller " * 4000
+    most = demo_client.models.retrieve(MODEL).max_model_len  # type: ignore[attr-defined]
+    with pytest.raises(openai.BadRequestError, match="context length"):
+        demo_client.embeddings.create(model=MODEL, input=long)
+    cut = demo_client.embeddings.create(model=MODEL, input=long, extra_body={"truncate_prompt_tokens": -1})
+    assert cut.usage.prompt_tokens == most - 1
 
 
 def test_a_reader_on_any_gateway_gets_the_same(demo_stack: Stack, demo_client: openai.OpenAI) -> None:
@@ -147,7 +168,9 @@ def test_a_rerank_orders_documents(demo_stack: Stack) -> None:
         ("embeddings", {"input": [""]}, "input", "must not be empty"),
         ("embeddings", {"input": ["x"] * 2049}, "input", "at most 2048 inputs"),
         ("embeddings", {"input": [[1] * 300] * 1001}, "input", "at most 300000 tokens"),
-        ("embeddings", {"input": "x", "truncate_prompt_tokens": 3}, "truncate_prompt_tokens", "not supported"),
+        ("embeddings", {"input": "x", "truncate_prompt_tokens": 10**6}, "truncate_prompt_tokens", "context length"),
+        ("embeddings", {"input": "x", "padding": "max_length"}, "padding", "not supported"),
+        ("embeddings", {"input": "x", "normalize": True, "use_activation": False}, "use_activation", "normalize"),
         ("embeddings", {"input": "x", "encoding_format": "hex"}, "encoding_format", "base64"),
         ("score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1", "as many as text_2"),
         ("score", {"text_1": "a"}, "text_2", "exactly one"),
@@ -163,7 +186,7 @@ def test_what_is_wrong_is_named(demo_stack: Stack, path: str, body: dict[str, An
 
 def test_a_batch_survives_its_engine(demo_stack: Stack, demo_client: openai.OpenAI) -> None:
     """SIGKILL of the engine in the middle of a batch: another one goes on where the log ends."""
-    inputs = distinct_inputs(400)
+    inputs = distinct_inputs(200)
     (victim,) = [engine for engine in demo_stack.engines if engine.is_alive()]
     with httpx.Client(base_url=demo_stack.gateways[0].url, timeout=90.0) as http, ThreadPoolExecutor(1) as beside:
         body = {"model": MODEL, "input": inputs, "encoding_format": "base64", "on_disconnect": "continue"}

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -17,7 +16,8 @@ from pagestream_gateway import Settings
 from pagestream_gateway.settings import ConnectionSettings, StreamSettings
 from support.clients.gateway_clients import Address, get_events
 from support.engines.synthetic_engine import FAILING_TOKEN, MODEL, SyntheticEngine
-from support.processes.stack import Gateway, free_port
+from support.processes.fork_server import GATEWAYS, shared_server
+from support.processes.stack import ForkedGateway, free_port
 from support.processes.waiting import wait_until
 
 COMPLETION: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 20, "seed": 0, "stream": True}
@@ -190,8 +190,8 @@ async def test_a_stream_goes_on_elsewhere_after_its_gateway_was_killed(
 ) -> None:
     engine.hold_at = 5
     port = free_port()
-    command = [sys.executable, "-m", "pagestream_gateway", "--redis", redis_url, "--http-port", str(port)]
-    killed = Gateway("killed", [*command, "--grpc-port", "0"], tmp_path / "log", http_port=port)
+    command = ["pagestream_gateway.__main__", "--redis", redis_url, "--http-port", str(port), "--grpc-port", "0"]
+    killed = ForkedGateway("killed", command, tmp_path / "log", server=shared_server(*GATEWAYS), http_port=port)
     killed.start()
     try:
         await asyncio.to_thread(wait_until, killed.has_become_ready, limit_s=60.0, what=killed.name)

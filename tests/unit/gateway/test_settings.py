@@ -1,8 +1,9 @@
 from pathlib import Path
 
 import pytest
+from pagestream_gateway.configuration import load_settings
 from pagestream_gateway.errors import SettingsError
-from pagestream_gateway.settings import Settings, load_settings
+from pagestream_gateway.settings import Settings
 
 
 def test_defaults() -> None:

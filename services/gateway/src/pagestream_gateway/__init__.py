@@ -7,9 +7,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pagestream_gateway.configuration import load_settings
     from pagestream_gateway.errors import GatewayError, SettingsError, StartupError
     from pagestream_gateway.lifecycle import Ports, running_gateway, serve
-    from pagestream_gateway.settings import Settings, load_settings
+    from pagestream_gateway.settings import Settings
 
 __all__ = [
     "GatewayError",
@@ -25,7 +26,8 @@ __all__ = [
 _MODULES = {
     **dict.fromkeys(("GatewayError", "SettingsError", "StartupError"), "errors"),
     **dict.fromkeys(("Ports", "running_gateway", "serve"), "lifecycle"),
-    **dict.fromkeys(("Settings", "load_settings"), "settings"),
+    "Settings": "settings",
+    "load_settings": "configuration",
 }
 """The module that defines each exported name."""
 

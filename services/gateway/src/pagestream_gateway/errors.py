@@ -56,6 +56,11 @@ class PromptTooLong(InvalidRequest):
     """Prompt and output together don't fit the model's context."""
 
 
+def context_exceeded(max_model_len: int, what: str) -> str:
+    """Return the message of a PromptTooLong. It begins as OpenAI's: libraries tell this error by its first words."""
+    return f"This model's maximum context length is {max_model_len} tokens, prompt and output together; {what}"
+
+
 class UnsupportedField(InvalidRequest):
     """The field is OpenAI's or vLLM's and would change the output, but is not supported."""
 

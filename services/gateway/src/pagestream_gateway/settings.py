@@ -1,27 +1,16 @@
-"""Settings of a gateway process: flags, then `PAGESTREAM_<GROUP>__<FIELD>`, then the defaults here."""
+"""Settings of a gateway process, in groups, with their defaults; `configuration.py` reads them."""
 
-import argparse
-import dataclasses
-import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from pagestream_streams import StreamsSettings, settings_from_environment
-from pagestream_streams.connection.schemes import SCHEMES
+from pagestream_streams import StreamsSettings
 from pagestream_streams.protocol.output_formats import OutputParsers
-from pagestream_telemetry.environment import fields_of, read_environment
-from pagestream_telemetry.settings import TelemetrySettings, telemetry_settings
-
-from pagestream_gateway.errors import SettingsError
+from pagestream_telemetry.settings import TelemetrySettings
 
 LOCALHOST = "localhost"
 """In `cors_origins`: pages of this machine, on any port."""
 CERTIFICATES_REQUIRED, CERTIFICATES_OPTIONAL = "required", "optional"
-_HOST = re.compile(r"[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]")
-_ORIGIN = re.compile(r"https?://[A-Za-z0-9.\[\]:-]+")
 
 
 @dataclass(frozen=True)
@@ -142,7 +131,9 @@ class LimitSettings:
     max_inputs: int = 2048
     """Inputs of one request for vectors, as in OpenAI's API; of a score or rerank with its queries."""
     max_input_tokens: int = 300_000
-    """Tokens of all these inputs together, likewise."""
+    """Tokens of all these inputs together, likewise. Calls that count tokens take a text of as many, or of twice the
+    model's context length where that is more.
+    """
     max_vector_bytes: int = 64 * 1024 * 1024
     """Bytes of the vectors in an answer: as JSON about 12 for each number, as base64 about 6."""
     max_n: int = 128
@@ -155,6 +146,12 @@ class LimitSettings:
     """Characters of one stop string. That much text is held back while it may still match."""
     max_stop_token_ids: int = 1024
     """Stop token ids."""
+    max_allowed_token_ids: int = 16_384
+    """Tokens that an output may have, where it is held to some."""
+    max_bad_words: int = 128
+    """Words that an output must not have; each is looked for at each token."""
+    max_bad_word_chars: int = 128
+    """Characters of one of them."""
     max_logprobs: int = 20
     """Likeliest tokens shown at each position, as in OpenAI's API. Each takes room in the log."""
     max_prompt_logprobs: int = 2**18
@@ -323,7 +320,7 @@ class BatchSettings:
     file_lifetime_s: int = 7 * 24 * 3600
     """Seconds for which a file is kept where its upload, or its batch, does not say; and a batch that has ended."""
     max_uploads: int = 8
-    """Files that a gateway receives at once; each takes about 0.5 MiB."""
+    """Files that a gateway receives at once; each takes about 0.5 MiB. A tenant has three quarters of them at most."""
     upload_timeout_s: float = 600.0
     """Seconds from an upload's header until its body is complete: the largest file then needs 112 kB a second."""
 
@@ -378,136 +375,3 @@ OWN_GROUPS = {
     "batches": BatchSettings,
     "shutdown": ShutdownSettings,
 }
-
-
-def load_settings(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
-    """Read settings from flags and environment. Raises SettingsError that names the flag or variable."""
-    flags: dict[str, dict[str, Any]] = {"gateway": {}, "telemetry": {}}
-    for name, value in vars(_parser().parse_args(argv)).items():
-        group, _, field_name = name.partition(".")
-        if value is not None:
-            flags[group][field_name] = value
-    environ = os.environ if environ is None else environ
-    try:
-        given = read_environment(environ, {group.upper(): fields_of(kind) for group, kind in OWN_GROUPS.items()})
-        groups: dict[str, Any] = {
-            group: kind(**given[group.upper()] | flags.get(group, {})) for group, kind in OWN_GROUPS.items()
-        }
-        telemetry = telemetry_settings(environ, flags["telemetry"])
-        settings = Settings(**groups, telemetry=telemetry, broker=settings_from_environment(environ))
-    except ValueError as error:
-        raise SettingsError(str(error)) from error
-    _check(settings)
-    return settings
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="pagestream-gateway", description="gRPC and OpenAI HTTP in front of the durable token stream."
-    )
-    defaults = Settings()
-
-    def flag(name: str, dest: str, kind: type, text: str) -> None:
-        parser.add_argument(
-            name, dest=dest, type=kind, default=None, metavar=name[2:].upper().replace("-", "_"), help=text
-        )
-
-    flag("--redis", "gateway.redis", str, f"Redis address (default {defaults.gateway.redis})")
-    flag("--host", "gateway.host", str, f"address to bind (default {defaults.gateway.host})")
-    flag(
-        "--http-port",
-        "gateway.http_port",
-        int,
-        f"OpenAI HTTP port (default {defaults.gateway.http_port}; 0 = a free one)",
-    )
-    flag("--grpc-port", "gateway.grpc_port", int, f"gRPC port (default {defaults.gateway.grpc_port}; 0 = a free one)")
-    flag("--metrics-port", "gateway.metrics_port", int, "second port with /metrics, /healthz and /readyz alone")
-    flag("--api-keys", "gateway.api_keys", Path, "file of sha256(key) -> tenant; without it no key is asked for")
-    flag("--jwt-issuers", "gateway.jwt_issuers", Path, "JSON file of the issuers whose tokens are accepted")
-    flag("--admin-keys", "gateway.admin_keys", Path, "file of sha256(key) -> administrator; opens /admin/v1")
-    flag("--limits", "gateway.limits", Path, "YAML or JSON file of what tenants and keys may use")
-    flag("--tls-certificate", "gateway.tls_certificate", Path, "PEM file; both APIs then speak TLS")
-    flag("--tls-key", "gateway.tls_key", Path, "PEM file of the certificate's private key")
-    flag(
-        "--tls-client-ca",
-        "gateway.tls_client_ca",
-        Path,
-        "PEM file; clients then need a certificate of these authorities",
-    )
-    flag("--gateway-id", "gateway.id", str, "name of this process in Redis (default: random)")
-    flag("--otlp-endpoint", "telemetry.otlp_endpoint", str, "send metrics and spans there, by OTLP/gRPC")
-    flag("--log-level", "telemetry.log_level", str, f"lowest level written (default {defaults.telemetry.log_level})")
-    return parser
-
-
-def _check(settings: Settings) -> None:
-    for name, value in dataclasses.asdict(settings.gateway).items():
-        if name.endswith("_port") and value is not None and not 0 <= value <= 65535:
-            flag = name.replace("_", "-")
-            raise SettingsError(f"gateway.{name} (--{flag}): {value} is not a TCP port (0 to 65535)")
-    _check_names(settings.gateway)
-    if (settings.gateway.tls_certificate is None) != (settings.gateway.tls_key is None):
-        raise SettingsError("gateway.tls_certificate (--tls-certificate) and gateway.tls_key (--tls-key) go together")
-    _check_credentials(settings.gateway)
-    _check_audit(settings.audit)
-    scheme, separator, _ = settings.gateway.redis.partition("://")
-    if f"{scheme}{separator}" not in SCHEMES:
-        raise SettingsError(f"gateway.redis (--redis): expected {', '.join(SCHEMES)}..., got {scheme[:40]!r}")
-    if settings.cache.prefix_sharing not in (PREFIX_SHARING_TENANT, PREFIX_SHARING_ALL):
-        raise SettingsError(
-            f"cache.prefix_sharing: expected {PREFIX_SHARING_TENANT!r} or {PREFIX_SHARING_ALL!r}, "
-            f"got {settings.cache.prefix_sharing[:40]!r}"
-        )
-    for tenant, first in {"": settings.classes.first, **settings.classes.first_of}.items():
-        if first not in PRIORITIES:
-            name = f"classes.first_of[{tenant!r}]" if tenant else "classes.first"
-            raise SettingsError(f"{name}: expected one of {', '.join(map(str, PRIORITIES))}, got {first}")
-    _check_formats(settings.formats)
-    if settings.gateway.metric_tenants < 0:
-        raise SettingsError(f"gateway.metric_tenants: {settings.gateway.metric_tenants} must be 0 or more")
-    if not settings.gateway.answer_limit_s > 0:
-        raise SettingsError(f"gateway.answer_limit_s: {settings.gateway.answer_limit_s} must be above 0")
-    for group in ("limits", "connections", "stream", "batches", "shutdown"):
-        for name, value in dataclasses.asdict(getattr(settings, group)).items():
-            if not value > 0:
-                raise SettingsError(f"{group}.{name}: {value} must be above 0")
-
-
-def _check_formats(settings: FormatSettings) -> None:
-    for model in {**settings.tool_call_parser_of, **settings.reasoning_parser_of}:
-        if (fault := settings.parsers_of(model).fault()) is not None:
-            raise SettingsError(f"formats.{fault[0]}_of[{model!r}]: {fault[1]}")
-
-
-def _check_names(settings: GatewaySettings) -> None:
-    for each in settings.origins:
-        if each not in (LOCALHOST, "*") and not _ORIGIN.fullmatch(each):
-            raise SettingsError(
-                f"gateway.cors_origins: {each!r} was given, an origin such as https://app.example.com, localhost "
-                "or *, is expected"
-            )
-    for each in settings.hosts:
-        if each != "*" and not _HOST.fullmatch(each):
-            raise SettingsError(
-                f"gateway.allowed_hosts: {each!r} was given, a name without scheme and port, or *, is expected"
-            )
-
-
-def _check_credentials(settings: GatewaySettings) -> None:
-    if settings.admin_port is not None and settings.admin_keys is None:
-        raise SettingsError("gateway.admin_port needs gateway.admin_keys (--admin-keys)")
-    if settings.tls_client_ca is not None and settings.tls_certificate is None:
-        raise SettingsError("gateway.tls_client_ca (--tls-client-ca) needs --tls-certificate and --tls-key")
-    if settings.tls_client_tenants is not None and settings.tls_client_ca is None:
-        raise SettingsError("gateway.tls_client_tenants needs gateway.tls_client_ca (--tls-client-ca)")
-    if settings.tls_client_certificates not in (CERTIFICATES_REQUIRED, CERTIFICATES_OPTIONAL):
-        raise SettingsError(
-            f"gateway.tls_client_certificates: expected {CERTIFICATES_REQUIRED!r} or {CERTIFICATES_OPTIONAL!r}, "
-            f"got {settings.tls_client_certificates[:40]!r}"
-        )
-
-
-def _check_audit(settings: AuditSettings) -> None:
-    for name in ("max_file_bytes", "max_files", "max_failures_per_minute", "max_refusals_per_minute"):
-        if not getattr(settings, name) > 0:
-            raise SettingsError(f"audit.{name}: {getattr(settings, name)} must be above 0")

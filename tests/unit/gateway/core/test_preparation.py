@@ -1,7 +1,14 @@
+from typing import Any
+
+import pytest
 from pagestream.v1.inference_pb2 import SamplingParams
-from pagestream.v1.records_pb2 import AnswerForm
+from pagestream.v1.records_pb2 import AnswerForm, ModelCard
 from pagestream_gateway.core.drafts import Draft, TokenPrompt
-from pagestream_gateway.core.preparation import PreparedRequest, build_spec
+from pagestream_gateway.core.models import load_model
+from pagestream_gateway.core.preparation import PreparedRequest, build_spec, prepare
+from pagestream_gateway.errors import UnsupportedField
+from pagestream_gateway.settings import LimitSettings
+from support.engines.synthetic_engine import synthetic_card
 
 
 def seed(key: str, *, tenant: str = "t", digest: str = "d", given: int | None = None) -> int:
@@ -22,3 +29,18 @@ def test_each_try_with_an_idempotency_key_has_one_seed() -> None:
 def test_a_given_seed_and_one_without_a_key_stay() -> None:
     assert seed("k", given=9) == 9
     assert seed("") == 5
+
+
+@pytest.mark.parametrize("asked", [{"allowed_token_ids": [3]}, {"bad_words": ["a"]}])
+def test_constraints_that_an_older_engine_would_skip_are_refused(asked: dict[str, Any]) -> None:
+    card = synthetic_card()
+    draft = Draft("m", [TokenPrompt([1])], "prompt", SamplingParams(**asked), AnswerForm())
+    assert prepare(draft, load_model(card), LimitSettings()).sampling.max_tokens
+    card.takes_output_constraints = False
+    with pytest.raises(UnsupportedField, match="are of an earlier version"):
+        prepare(draft, load_model(card), LimitSettings())
+
+
+def test_cards_of_engines_of_the_version_before_say_what_they_take() -> None:
+    """Its number stays, whatever the name: cards are read by gateways of other versions."""
+    assert ModelCard.DESCRIPTOR.fields_by_name["takes_output_constraints"].number == 16

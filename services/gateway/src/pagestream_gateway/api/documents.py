@@ -1,8 +1,10 @@
 """The OpenAPI document, and a page that shows it without fetching anything from outside."""
 
+import json
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from importlib import resources
+from importlib.resources import files
+from threading import Lock
 from typing import Any, Literal, NamedTuple
 
 from fastapi import FastAPI
@@ -11,9 +13,10 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.responses import HTMLResponse, Response
 
-from pagestream_gateway.api import schemas
 from pagestream_gateway.api.admin import schemas as admin
 from pagestream_gateway.api.admin.routing import PREFIX as ADMIN
+from pagestream_gateway.api.schemas import generation, resources, vectors
+from pagestream_gateway.api.schemas.errors import ErrorAnswer, ErrorEvent, MessageError
 from pagestream_gateway.api.transports.framing import NDJSON, SSE
 from pagestream_gateway.api.transports.rate_headers import HEADERS as LIMIT_HEADERS
 
@@ -42,13 +45,20 @@ def stream_body_of(*models: type[BaseModel]) -> dict[str, Any]:
 
 
 def install(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
-    """Add /openapi.json, with the schemas of `bodies`, and /docs. Call it after all routes are there."""
-    page = resources.files("pagestream_gateway.api").joinpath("docs.html").read_text(encoding="utf-8")
-    document = _document(app, bodies)
+    """Add /openapi.json, with the schemas of `bodies`, and /docs. Call it after all routes are there.
+
+    The document takes some 0.3 s of processor time: it is made when it is first asked for, beside the event loop.
+    """
+    page = files("pagestream_gateway.api").joinpath("docs.html").read_text(encoding="utf-8")
+    made: dict[str, bytes] = {}
+    making = Lock()
 
     @app.get("/openapi.json", include_in_schema=False)
-    async def openapi() -> dict[str, Any]:
-        return document
+    def openapi() -> Response:
+        with making:
+            if "document" not in made:
+                made["document"] = json.dumps(_document(app, bodies), ensure_ascii=False).encode()
+        return Response(made["document"], media_type="application/json")
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
@@ -68,7 +78,7 @@ class _Answers(NamedTuple):
     """Statuses of answers with an error."""
     headers: Mapping[int, Sequence[str]] = {}
     """Headers by status, of those in _HEADERS."""
-    refusals: Sequence[type[BaseModel]] = (schemas.ErrorAnswer,)
+    refusals: Sequence[type[BaseModel]] = (ErrorAnswer,)
     """The JSON of an error, which is one of these."""
     one_of: Sequence[type[BaseModel]] = ()
     """The JSON of 200, which is one of these, in place of `whole`."""
@@ -90,93 +100,103 @@ _CHANGE_ERRORS = (401, 404, 413, 415)
 _FAILED = dict.fromkeys((400, 409, 429, 500, 503), _OWN)  # of what failed after its acceptance
 _GENERATED = {200: (*_OWN, *_QUEUED, *LIMIT_HEADERS), **_FAILED}
 _REQUEST = "/v1/requests/{request_id}"
-_EVENT_ERROR = schemas.ErrorEvent
+_EVENT_ERROR = ErrorEvent
 _DONE = "[DONE]"
-_LINES = (schemas.QueueLine, schemas.DoneLine)
+_LINES = (generation.QueueLine, generation.DoneLine)
 _EMPTY = _Answers()
 _TEXT = _Answers(texts=(200,))
-_REQUEST_READ = _Answers(schemas.RequestAnswer, errors=(401, 404), headers=_OWNED)
-_MESSAGE_REFUSALS = (schemas.MessageError, schemas.ErrorAnswer)
+_REQUEST_READ = _Answers(resources.RequestAnswer, errors=(401, 404), headers=_OWNED)
+_MESSAGE_REFUSALS = (MessageError, ErrorAnswer)
 """Refusals of the protocol, which come before a path is looked at, are OpenAI's also for messages."""
 _NAMED = {status: (*names, "request-id") for status, names in _GENERATED.items()}
 _NAMED_FAILED = {status: (*names, "request-id") for status, names in _FAILED.items()}
 _WHOLE_ANSWERS = (
-    schemas.CompletionAnswer,
-    schemas.ChatAnswer,
-    schemas.ResponseAnswer,
-    schemas.MessageAnswer,
-    schemas.EmbeddingAnswer,
-    schemas.ScoreAnswer,
-    schemas.RerankAnswer,
+    generation.CompletionAnswer,
+    generation.ChatAnswer,
+    generation.ResponseAnswer,
+    generation.MessageAnswer,
+    vectors.EmbeddingAnswer,
+    vectors.ScoreAnswer,
+    vectors.RerankAnswer,
 )
 _RESPONSE = "/v1/responses/{response_id}"
 _RESPONSE_READ = _Answers(
-    schemas.ResponseAnswer, errors=(401, 404, 409, 429), headers={200: (*_OWN, *_QUEUED), **_FAILED}
+    generation.ResponseAnswer, errors=(401, 404, 409, 429), headers={200: (*_OWN, *_QUEUED), **_FAILED}
 )
 _VECTORS = _Answers(errors=_GENERATION_ERRORS, headers={200: _OWN, **_FAILED})
+
+
+def _at(paths: Sequence[str], answers: _Answers) -> dict[tuple[str, str], _Answers]:
+    """Return the answers of a POST that has several paths."""
+    return {("post", path): answers for path in paths}
+
+
 _ANSWERS: Mapping[tuple[str, str], _Answers] = {
     ("post", "/v1/completions"): _Answers(
-        schemas.CompletionAnswer, (schemas.CompletionChunk, _EVENT_ERROR), errors=_GENERATION_ERRORS, headers=_GENERATED
+        generation.CompletionAnswer,
+        (generation.CompletionChunk, _EVENT_ERROR),
+        errors=_GENERATION_ERRORS,
+        headers=_GENERATED,
     ),
     ("post", "/v1/chat/completions"): _Answers(
-        schemas.ChatAnswer, (schemas.ChatChunk, _EVENT_ERROR), errors=_GENERATION_ERRORS, headers=_GENERATED
+        generation.ChatAnswer, (generation.ChatChunk, _EVENT_ERROR), errors=_GENERATION_ERRORS, headers=_GENERATED
     ),
     ("post", "/v1/responses"): _Answers(
-        schemas.ResponseAnswer, (schemas.ResponseEvent,), errors=_GENERATION_ERRORS, headers=_GENERATED
+        generation.ResponseAnswer, (generation.ResponseEvent,), errors=_GENERATION_ERRORS, headers=_GENERATED
     ),
     ("get", _RESPONSE): _RESPONSE_READ._replace(
-        events=(schemas.ResponseEvent,), headers={200: (*_OWN, *_QUEUED, "X-Stream-Verified"), **_FAILED}
+        events=(generation.ResponseEvent,), headers={200: (*_OWN, *_QUEUED, "X-Stream-Verified"), **_FAILED}
     ),
     ("post", f"{_RESPONSE}/cancel"): _RESPONSE_READ,
-    ("delete", _RESPONSE): _Answers(schemas.ResponseDeletion, errors=(401, 404)),
-    ("get", f"{_RESPONSE}/input_items"): _Answers(schemas.ResponseInput, errors=(401, 404)),
+    ("delete", _RESPONSE): _Answers(generation.ResponseDeletion, errors=(401, 404)),
+    ("get", f"{_RESPONSE}/input_items"): _Answers(generation.ResponseInput, errors=(401, 404)),
     ("post", "/v1/messages"): _Answers(
-        schemas.MessageAnswer,
-        (schemas.MessageEvent,),
+        generation.MessageAnswer,
+        (generation.MessageEvent,),
         errors=_GENERATION_ERRORS,
         headers=_NAMED,
         refusals=_MESSAGE_REFUSALS,
     ),
     ("post", "/v1/messages/count_tokens"): _Answers(
-        schemas.MessageTokens, errors=(401, 404, 413, 415, 429), refusals=_MESSAGE_REFUSALS
+        generation.MessageTokens, errors=(401, 404, 413, 415, 429), refusals=_MESSAGE_REFUSALS
     ),
-    ("post", "/v1/embeddings"): _VECTORS._replace(whole=schemas.EmbeddingAnswer),
-    ("post", "/v1/classify"): _VECTORS._replace(whole=schemas.ClassificationAnswer),
-    ("post", "/v1/score"): _VECTORS._replace(whole=schemas.ScoreAnswer),
-    ("post", "/v1/rerank"): _VECTORS._replace(whole=schemas.RerankAnswer),
-    ("post", "/v1/files"): _Answers(schemas.FileAnswer, errors=(401, 413, 415, 429)),
-    ("get", "/v1/files"): _Answers(schemas.FileList, errors=(401,)),
-    ("get", "/v1/files/{file_id}"): _Answers(schemas.FileAnswer, errors=(401, 404)),
+    ("post", "/v1/embeddings"): _VECTORS._replace(whole=vectors.EmbeddingAnswer),
+    **_at(("/v1/classify", "/classify"), _VECTORS._replace(whole=vectors.ClassificationAnswer)),
+    **_at(("/v1/score", "/score"), _VECTORS._replace(whole=vectors.ScoreAnswer)),
+    **_at(("/v1/rerank", "/v2/rerank", "/rerank"), _VECTORS._replace(whole=vectors.RerankAnswer)),
+    ("post", "/v1/files"): _Answers(resources.FileAnswer, errors=(401, 413, 415, 429)),
+    ("get", "/v1/files"): _Answers(resources.FileList, errors=(401,)),
+    ("get", "/v1/files/{file_id}"): _Answers(resources.FileAnswer, errors=(401, 404)),
     ("get", "/v1/files/{file_id}/content"): _Answers(lines=(200,), errors=(401, 404)),
-    ("delete", "/v1/files/{file_id}"): _Answers(schemas.FileDeleted, errors=(401, 404, 409)),
-    ("post", "/v1/batches"): _Answers(schemas.BatchAnswer, errors=(401, 404, 413, 415, 429)),
-    ("get", "/v1/batches"): _Answers(schemas.BatchList, errors=(401,)),
-    ("get", "/v1/batches/{batch_id}"): _Answers(schemas.BatchAnswer, errors=(401, 404)),
-    ("post", "/v1/batches/{batch_id}/cancel"): _Answers(schemas.BatchAnswer, errors=(401, 404, 409)),
-    ("post", "/tokenize"): _Answers(schemas.TokenizeAnswer, errors=(401, 404, 413, 415, 429)),
-    ("post", "/detokenize"): _Answers(schemas.DetokenizeAnswer, errors=(401, 404, 413, 415, 429)),
-    ("get", "/v1/models"): _Answers(schemas.ModelList, errors=(401,)),
-    ("get", "/v1/models/{name}"): _Answers(schemas.ModelAnswer, errors=(401, 404)),
-    ("get", "/v1/requests"): _Answers(schemas.RequestList, errors=(401,)),
+    ("delete", "/v1/files/{file_id}"): _Answers(resources.FileDeleted, errors=(401, 404, 409)),
+    ("post", "/v1/batches"): _Answers(resources.BatchAnswer, errors=(401, 404, 413, 415, 429)),
+    ("get", "/v1/batches"): _Answers(resources.BatchList, errors=(401,)),
+    ("get", "/v1/batches/{batch_id}"): _Answers(resources.BatchAnswer, errors=(401, 404)),
+    ("post", "/v1/batches/{batch_id}/cancel"): _Answers(resources.BatchAnswer, errors=(401, 404, 409)),
+    ("post", "/tokenize"): _Answers(resources.TokenizeAnswer, errors=(401, 404, 413, 415, 429)),
+    ("post", "/detokenize"): _Answers(resources.DetokenizeAnswer, errors=(401, 404, 413, 415, 429)),
+    ("get", "/v1/models"): _Answers(resources.ModelList, errors=(401,)),
+    ("get", "/v1/models/{name}"): _Answers(resources.ModelAnswer, errors=(401, 404)),
+    ("get", "/v1/requests"): _Answers(resources.RequestList, errors=(401,)),
     ("get", _REQUEST): _REQUEST_READ,
     ("put", _REQUEST): _REQUEST_READ._replace(errors=_GENERATION_ERRORS),
     ("delete", _REQUEST): _REQUEST_READ,
     ("get", f"{_REQUEST}/answer"): _Answers(
         one_of=_WHOLE_ANSWERS,
-        unfinished=schemas.RequestAnswer,
+        unfinished=resources.RequestAnswer,
         errors=(401, 404, 409, 429),
         headers={200: (*_OWN, "request-id"), 202: (*_OWN, "Retry-After"), 404: _OWN, **_NAMED_FAILED},
         refusals=_MESSAGE_REFUSALS,
     ),
     ("get", f"{_REQUEST}/events"): _Answers(
         events=(
-            schemas.ChatChunk,
-            schemas.CompletionChunk,
-            schemas.MessageEvent,
-            schemas.EmbeddingEvent,
-            schemas.EmbeddingAnswer,
-            schemas.ScoreAnswer,
-            schemas.RerankAnswer,
+            generation.ChatChunk,
+            generation.CompletionChunk,
+            generation.MessageEvent,
+            vectors.EmbeddingEvent,
+            vectors.EmbeddingAnswer,
+            vectors.ScoreAnswer,
+            vectors.RerankAnswer,
             _EVENT_ERROR,
         ),
         errors=(401, 404, 409, 416),
@@ -184,16 +204,16 @@ _ANSWERS: Mapping[tuple[str, str], _Answers] = {
     ),
     ("post", "/v1/load_lora_adapter"): _Answers(texts=(200,), errors=_CHANGE_ERRORS),
     ("post", "/v1/unload_lora_adapter"): _Answers(texts=(200,), errors=_CHANGE_ERRORS),
-    ("post", "/v1/models/load"): _Answers(schemas.ModelChangeAnswer, errors=_CHANGE_ERRORS),
-    ("post", "/v1/models/unload"): _Answers(schemas.ModelChangeAnswer, errors=_CHANGE_ERRORS),
+    ("post", "/v1/models/load"): _Answers(resources.ModelChangeAnswer, errors=_CHANGE_ERRORS),
+    ("post", "/v1/models/unload"): _Answers(resources.ModelChangeAnswer, errors=_CHANGE_ERRORS),
     ("post", "/sleep"): _Answers(errors=(400, 401)),
     ("post", "/wake_up"): _Answers(errors=(400, 401)),
-    ("get", "/is_sleeping"): _Answers(schemas.SleepAnswer, errors=(401,)),
+    ("get", "/is_sleeping"): _Answers(resources.SleepAnswer, errors=(401,)),
     ("get", f"{ADMIN}/engines"): _Answers(admin.AdminEngines, errors=(401,)),
     ("get", f"{ADMIN}/models"): _Answers(admin.AdminModels, errors=(401,)),
     ("get", f"{ADMIN}/queues"): _Answers(admin.AdminQueues, errors=(401,)),
     ("get", f"{ADMIN}/usage"): _Answers(admin.AdminUsage, errors=(401,)),
-    ("get", f"{ADMIN}/tenants/{{tenant}}/requests"): _Answers(schemas.RequestList, errors=(401,)),
+    ("get", f"{ADMIN}/tenants/{{tenant}}/requests"): _Answers(resources.RequestList, errors=(401,)),
     ("get", f"{ADMIN}/requests/{{request_id}}"): _Answers(admin.AdminRequest, errors=(401, 404)),
     ("delete", f"{ADMIN}/requests/{{request_id}}"): _Answers(admin.AdminRequest, errors=(401, 404)),
     ("get", f"{ADMIN}/quarantine"): _Answers(admin.AdminQuarantine, errors=(401, 404)),
@@ -202,8 +222,8 @@ _ANSWERS: Mapping[tuple[str, str], _Answers] = {
     ("get", "/healthz"): _TEXT,
     ("get", "/health"): _EMPTY,
     ("get", "/ping"): _EMPTY,
-    ("get", "/version"): _Answers(schemas.VersionAnswer),
-    ("get", "/load"): _Answers(schemas.LoadAnswer),
+    ("get", "/version"): _Answers(resources.VersionAnswer),
+    ("get", "/load"): _Answers(resources.LoadAnswer),
     ("get", "/readyz"): _Answers(texts=(200, 503)),
     ("get", "/metrics"): _TEXT,
 }
@@ -264,7 +284,7 @@ def _response(answers: _Answers, status: int) -> dict[str, Any]:
     content = {"application/json": {"schema": _any_of(whole)}} if whole else {}
     if status == HTTPStatus.OK and answers.events:
         content[SSE] = {"schema": _event(answers.events)}
-        if schemas.ResponseEvent not in answers.events:  # those that name a response's changes
+        if generation.ResponseEvent not in answers.events:  # those that name a response's changes
             content[NDJSON] = {"schema": _any_of((*answers.events, *_LINES))}
     if status in answers.texts:
         content["text/plain"] = {"schema": {"type": "string"}}

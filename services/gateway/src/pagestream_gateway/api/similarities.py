@@ -1,4 +1,4 @@
-"""Cosines of queries and documents, computed as their vectors come out of a log."""
+"""Scores of queries and documents, as vectors come out of a log: their cosines, or the numbers of a model itself."""
 
 from operator import mul
 from struct import unpack
@@ -17,7 +17,7 @@ class Similarities:
     """The cosine of each document and its query: the only one, or the one of the document's number.
 
     The first prompts of the request are the queries, the others the documents. Vectors have length 1, so that their
-    product is the cosine.
+    product is the cosine. A request without queries has pairs for prompts, whose vectors are their scores.
     """
 
     def __init__(self, spec: RequestSpec) -> None:
@@ -31,6 +31,9 @@ class Similarities:
     def add(self, run: Run) -> int:
         """Take a vector, and return the bytes that are held more, or less, than before."""
         if not run.embedding:
+            return 0
+        if not self._num_queries:
+            (self.scores[run.choice],) = numbers_of(run.embedding)
             return 0
         if run.choice >= self._num_queries:
             number = run.choice - self._num_queries

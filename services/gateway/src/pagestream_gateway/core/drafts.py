@@ -6,10 +6,10 @@ Everything after that is shared, so that the APIs can't disagree about what is a
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from pagestream.v1.inference_pb2 import ON_DISCONNECT_CANCEL, OnDisconnect, SamplingParams
-from pagestream.v1.records_pb2 import AnswerForm
+from pagestream.v1.records_pb2 import AnswerForm, ReasoningMarks
 
 from pagestream_gateway.core.output.tools import Tools
 from pagestream_gateway.errors import InvalidRequest
@@ -41,17 +41,32 @@ class ChatPrompt:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     add_special_tokens: bool = False
     tools: Tools = field(default_factory=Tools)
+    documents: Sequence[Mapping[str, Any]] = ()
+    """That the template shows the model, to answer from."""
     separate_reasoning: bool = True
     """Whether reasoning is told from the answer, where the template knows any."""
     reasons: bool | None = None
     """Whether the template is to ask for reasoning; None leaves it to the template and `arguments`."""
     effort: str | None = None
     """How much reasoning the template is to ask for; None likewise."""
-    effort_field: str = "reasoning_effort"
-    """The field of the body that says so, for error messages."""
+    shows_reasoning: bool = True
+    """Whether answers show the reasoning that is told from them."""
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
+WHAT_FITS = -1  # tokens of AskedTruncation
+
+
+@dataclass(frozen=True)
+class AskedTruncation:
+    """To what a caller asks to cut each prompt, before its length is checked."""
+
+    num_tokens: int
+    """Most that are kept, special ones included; WHAT_FITS: as many as the model takes."""
+    side: Literal["left", "right"] | None = None
+    """Where tokens are cut off, be they special or not. None: within the special tokens, at the beginning of a text
+    that an output goes on with, at the end of one that has none.
+    """
 
 
 @dataclass(frozen=True)
@@ -64,6 +79,16 @@ class AskedPooling:
     """Whether they are divided by their length."""
     classifies: bool = False
     """Whether probabilities of labels are asked for in place of vectors."""
+    activates: bool | None = None
+    """Whether scores of labels, or of pairs, go through the model's function: False gives the scores themselves."""
+    num_query_tokens: int = 0
+    """To which each query is cut before; 0: it is not."""
+    num_doc_tokens: int = 0
+    """To which each document is cut before; 0: it is not."""
+    num_queries: int = 0
+    """Prompts, from the first on, that the others are compared with; see `VectorForm`. They are texts."""
+    query_field: str = ""
+    """The field that holds these, for error messages."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +102,8 @@ class Draft:
     """Field of the API that holds the prompts, for error messages."""
     sampling: SamplingParams
     answer: AnswerForm
+    marks: ReasoningMarks = field(default_factory=ReasoningMarks)
+    """Of reasoning before what a grammar holds. Set when its prompt is rendered, as `answer.output` is."""
     chosen_seed: int | None = None
     """Seed that a gateway chose when it accepted this request for the first time; None for a new request."""
     default_max_tokens: int | None = None
@@ -84,6 +111,10 @@ class Draft:
     echo: bool = False
     is_prompt_alone: bool = False
     """Whether the echo is all that is asked for: the request ends as soon as it is accepted."""
+    is_counted: bool = False
+    """Whether its tokens are all that is asked for: it may be empty, and longer than the model's context."""
+    truncation: AskedTruncation | None = None
+    """Unset: a prompt that is too long is refused."""
     pooling: AskedPooling | None = None
     """Set where vectors of the prompts are asked for, and no output."""
     on_disconnect: OnDisconnect = ON_DISCONNECT_CANCEL
@@ -94,6 +125,8 @@ class Draft:
     idempotency_key: str = ""
     cache_salt: str = ""
     """What the caller adds to the salt of the prefix cache."""
+    is_listed: bool = True
+    """Whether it stands in its tenant's list of requests. A batch's jobs don't: they would push all others out."""
     body_digest: str = ""
     """Digest of what was asked; set where there is an idempotency key."""
 
@@ -116,6 +149,18 @@ def check_draft(draft: Draft, limits: LimitSettings) -> None:
             raise InvalidRequest(name, f"at most {limits.max_id_chars} characters, got {len(getattr(draft, name))}")
     if draft.priority not in PRIORITIES:
         raise InvalidRequest("priority", f"must be 0 (first), 1 or 2, got {draft.priority}")
+
+
+def most_tokens(draft: Draft, max_model_len: int, limits: LimitSettings) -> int:
+    """Return how many tokens one of its prompts may be encoded to: what fits the model, unless it need not fit."""
+    if draft.is_counted or draft.truncation is not None:
+        return most_counted_tokens(max_model_len, limits)
+    return max_model_len - 1  # one of the context is left for the output
+
+
+def most_counted_tokens(max_model_len: int, limits: LimitSettings) -> int:
+    """Return how many tokens a text may have that need not fit the model."""
+    return max(limits.max_input_tokens, 2 * max_model_len)
 
 
 def now_s() -> int:

@@ -78,6 +78,11 @@ class Gateway:
         self.audit.cancelled(identity, request_id)
         return reason
 
+    async def discard(self, request_id: str, identity: Identity) -> None:
+        """End a caller's request, and let it expire within a minute. Raises RequestNotFound, Unavailable."""
+        await self.requests.discard(request_id, identity.tenant)
+        self.audit.cancelled(identity, request_id)
+
     @contextmanager
     def _checking(self, credentials: Credentials) -> Iterator[None]:
         if self.streams.is_stopping:

@@ -8,6 +8,7 @@ import zlib
 from array import array
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import jinja2
 from pagestream.v1.inference_pb2 import SamplingParams
@@ -27,8 +28,9 @@ from pagestream_gateway.core.text.encoder import (
     TooManyTokensError,
     UnbrokenTextError,
 )
+from pagestream_gateway.core.text.pairs import is_for_pairs
 from pagestream_gateway.core.tokenization import TokenizePool
-from pagestream_gateway.errors import InvalidRequest, Overloaded, PromptTooLong
+from pagestream_gateway.errors import InvalidRequest, Overloaded, PromptTooLong, context_exceeded
 from pagestream_gateway.settings import FormatSettings
 
 logger = logging.getLogger(__name__)
@@ -54,6 +56,11 @@ class LoadedModel:
     """Of its outputs, as this gateway's settings have them, else the card; empty names are as the template says."""
     adapter: Adapter | None = None
     """The LoRA adapter that a request has named in place of the model."""
+
+    @cached_property
+    def has_pair_template(self) -> bool:
+        """Whether the chat template makes prompts of a query and a document."""
+        return self.chat_template is not None and is_for_pairs(self.card.chat_template)
 
     @property
     def name(self) -> str:
@@ -83,11 +90,12 @@ class LoadedModel:
         Raises PromptTooLong where they are too many, InvalidRequest for a million letters in a row.
         """
         match found:
+            case TooManyTokensError() if job.limit >= self.max_model_len:
+                raise PromptTooLong(job.field, f"has {found.found}, at most {job.limit} are read") from found
             case TooManyTokensError():
                 raise PromptTooLong(
                     job.field,
-                    f"the prompt has {found.found}, but the model's context length is {self.max_model_len} tokens, "
-                    "prompt and output together",
+                    context_exceeded(self.max_model_len, f"the prompt has {found.found}"),
                 ) from found
             case UnbrokenTextError():
                 raise InvalidRequest(

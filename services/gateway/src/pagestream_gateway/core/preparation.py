@@ -1,26 +1,35 @@
 """Turn a draft into the record that the queue carries: render, tokenize, check against the model."""
 
 import hashlib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from pagestream.v1.inference_pb2 import ON_DISCONNECT_CANCEL, ON_DISCONNECT_UNSPECIFIED, SamplingParams, TokenIds
 from pagestream.v1.records_pb2 import API_FORM_GRPC, Adapter, Pooling, RequestSpec
 from pagestream_telemetry.context import NO_TRACE, TraceContext
 
-from pagestream_gateway.core.drafts import ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt
+from pagestream_gateway.core.drafts import ChatPrompt, Draft, most_tokens
 from pagestream_gateway.core.models import LoadedModel
 from pagestream_gateway.core.output.choice import with_calls
-from pagestream_gateway.core.output.form import set_output_form, shows_special_tokens
-from pagestream_gateway.core.output.history import harmony_messages
-from pagestream_gateway.core.output.select import is_harmony, reasoning_arguments
-from pagestream_gateway.core.sampling.pooling import check_inputs, resolve_pooling, sampling_of_vectors
+from pagestream_gateway.core.output.form import shows_special_tokens
+from pagestream_gateway.core.sampling.pooling import (
+    check_inputs,
+    is_cross_encoder,
+    resolve_pooling,
+    sampling_of_vectors,
+)
 from pagestream_gateway.core.sampling.resolution import fit_context, resolve_sampling
 from pagestream_gateway.core.text.encoder import Encoded, EncodingJob
 from pagestream_gateway.core.text.encoding_cache import EncodingCache
-from pagestream_gateway.errors import InvalidRequest, PromptTooLong, UnsupportedField
+from pagestream_gateway.core.text.pair_prompts import encoding_pairs
+from pagestream_gateway.core.text.prompts import begin, echo_of
+from pagestream_gateway.core.text.truncation import cut_prompts, truncation_of, with_short_texts
+from pagestream_gateway.errors import InvalidRequest, UnsupportedField
 from pagestream_gateway.settings import LimitSettings
+
+_NEW_CONSTRAINTS = ("allowed_token_ids", "bad_words")
+"""Parameters that engines would skip whose card has no `takes_output_constraints`."""
+_MOST_SHOWN_IDS = 2**20  # of prompts in an answer: about 7 MB
 
 
 @dataclass(frozen=True)
@@ -34,10 +43,10 @@ class PreparedRequest:
     """Text of each prompt's first token, where log probabilities are echoed."""
     pooling: Pooling | None = None
     """How vectors are made of the prompts; None: they have outputs."""
+    max_total_tokens: int = 0
+    """Of a prompt and its output together, where prompts leave less than sampling.max_tokens; 0: none does."""
 
 
-EFFORT = "reasoning_effort"
-"""The value by which a chat template knows how much reasoning to ask for."""
 Preparation = Generator[list[EncodingJob], list[Encoded], PreparedRequest]
 
 
@@ -58,32 +67,45 @@ def preparing(draft: Draft, model: LoadedModel, limits: LimitSettings, scope: by
 
     `scope`: the request's cache salt, see EncodingJob. This is CPU work: the pool does it. Raises InvalidRequest.
     """
-    if draft.pooling is not None:
-        pooling = resolve_pooling(draft.pooling, model.card)
-        prompts = yield from _encoding(draft, model, scope)
+    if (asked := draft.pooling) is not None:
+        pooling = resolve_pooling(asked, model.card)
+        reads_pairs = is_cross_encoder(asked, model.card)
+        draft.answer.vectors.num_queries = 0 if reads_pairs else asked.num_queries
+        draft = with_short_texts(draft, asked, model)
+        if reads_pairs:
+            prompts = yield from encoding_pairs(draft, asked, model, limits, scope)
+        else:
+            prompts = cut_prompts(draft, (yield from _encoding(draft, model, limits, scope)), model)
         check_inputs(prompts, draft.prompt_field, pooling, draft.answer, limits)
-        draft.answer.vectors.labels[:] = model.card.embedding.labels if draft.pooling.classifies else []
+        draft.answer.vectors.labels[:] = model.card.embedding.labels if asked.classifies else []
         return PreparedRequest(prompts, sampling_of_vectors(), [], pooling=pooling)
     sampling = _sampling_of(draft, model, limits)
-    prompts = yield from _encoding(draft, model, scope)
+    truncation_of(draft, model)  # refuses a wrong one before its prompts are encoded
+    whole = yield from _encoding(draft, model, limits, scope)
+    if draft.is_counted:
+        return PreparedRequest(whole, sampling, [])
+    prompts = cut_prompts(draft, whole, model)
     if draft.answer.api != API_FORM_GRPC and shows_special_tokens(draft.answer.output, model):
         sampling.skip_special_tokens = False
     _check_prompt_logprobs(sampling, sum(map(len, prompts)), limits)
-    fit_context(
+    total = fit_context(
         sampling,
         is_given=draft.sampling.HasField("max_tokens"),
-        num_prompt_tokens=max(len(ids) for ids in prompts),
+        prompt_lengths=[len(ids) for ids in prompts],
         max_model_len=model.max_model_len,
         default_model_len=model.card.default_model_len,
         default=draft.default_max_tokens,
     )
-    echo_texts = [_echo(prompt, model) for prompt in draft.prompts] if draft.echo else []
+    _check_shown_ids(draft, sampling, sum(map(len, prompts)))
+    cuts = zip(draft.prompts, whole, prompts, strict=True)
+    echo_texts = [echo_of(prompt, all_ids, ids, model) for prompt, all_ids, ids in cuts] if draft.echo else []
     first_tokens = [model.decode([ids[0]]) for ids in prompts] if draft.answer.echo_logprobs else []
-    return PreparedRequest(prompts, sampling, echo_texts, first_tokens)
+    return PreparedRequest(prompts, sampling, echo_texts, first_tokens, max_total_tokens=total)
 
 
 def check_parameters(draft: Draft, model: LoadedModel, limits: LimitSettings) -> None:
     """Check what a draft asks for, but not whether its prompts fit the model. Raises InvalidRequest."""
+    truncation_of(draft, model)
     if draft.pooling is not None:
         resolve_pooling(draft.pooling, model.card)
     else:
@@ -92,6 +114,9 @@ def check_parameters(draft: Draft, model: LoadedModel, limits: LimitSettings) ->
 
 def _sampling_of(draft: Draft, model: LoadedModel, limits: LimitSettings) -> SamplingParams:
     given = _constrained(draft, model)
+    for name in _NEW_CONSTRAINTS:
+        if getattr(given, name) and not model.card.takes_output_constraints:
+            raise UnsupportedField(name, f"the engines of model {model.name} are of an earlier version")
     sampling = resolve_sampling(given, model.default_sampling, limits=limits, vocab_size=model.card.vocab_size)
     if draft.chosen_seed is not None:
         sampling.seed = draft.chosen_seed
@@ -115,14 +140,14 @@ def _constrained(draft: Draft, model: LoadedModel) -> SamplingParams:
 
 
 def _encoding(
-    draft: Draft, model: LoadedModel, scope: bytes
+    draft: Draft, model: LoadedModel, limits: LimitSettings, scope: bytes
 ) -> Generator[list[EncodingJob], list[Encoded], list[Sequence[int]]]:
     """Yield the texts to encode, get what came of them, and return the prompts' token ids."""
-    begun = [_begin(prompt, draft, model, scope) for prompt in draft.prompts]
-    jobs = [each for each in begun if isinstance(each, EncodingJob)]
-    found = iter((yield jobs))
+    most = most_tokens(draft, model.max_model_len, limits)
+    begun = [begin(prompt, draft, model, scope, most) for prompt in draft.prompts]
+    found = iter((yield [each for each in begun if isinstance(each, EncodingJob)]))
     prompts = [model.ids_of(each, next(found)) if isinstance(each, EncodingJob) else each for each in begun]
-    if not all(prompts):
+    if not all(prompts) and not draft.is_counted:
         raise InvalidRequest(draft.prompt_field, "has no token")
     return prompts
 
@@ -154,6 +179,8 @@ def build_spec(
         credential=" ".join(credential.split()),
         prompts=[TokenIds(ids=ids) for ids in prepared.prompts],
         sampling=prepared.sampling,
+        max_total_tokens=prepared.max_total_tokens,
+        reasoning=draft.marks if draft.marks.HasField("end") else None,
         pooling=prepared.pooling,
         priority=priority,
         deadline_ms=draft.deadline_ms,
@@ -184,6 +211,15 @@ def _seed_of_key(draft: Draft, tenant: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big") >> 1
 
 
+def _check_shown_ids(draft: Draft, sampling: SamplingParams, num_tokens: int) -> None:
+    """Refuse more token ids of prompts than an answer may show; each choice repeats them. Raises InvalidRequest."""
+    shown = num_tokens * max(1, sampling.n)
+    if draft.answer.token_ids and shown > _MOST_SHOWN_IDS:
+        raise InvalidRequest(
+            "return_token_ids", f"choices would show {shown} ids of prompts, at most {_MOST_SHOWN_IDS} are shown"
+        )
+
+
 def _check_prompt_logprobs(sampling: SamplingParams, num_tokens: int, limits: LimitSettings) -> None:
     """Refuse more log probabilities of prompts than a log may have. Raises InvalidRequest."""
     if not sampling.HasField("prompt_logprobs"):
@@ -195,78 +231,3 @@ def _check_prompt_logprobs(sampling: SamplingParams, num_tokens: int, limits: Li
             f"{num_tokens} tokens of prompts and {sampling.prompt_logprobs} likeliest ones at each are {wanted} log "
             f"probabilities, at most {limits.max_prompt_logprobs} are given at once",
         )
-
-
-def _begin(prompt: Prompt, draft: Draft, model: LoadedModel, scope: bytes) -> EncodingJob | Sequence[int]:
-    """Return a prompt's token ids, or the text that has to be encoded for them."""
-    prompt_field = draft.prompt_field
-    match prompt:
-        case TokenPrompt(token_ids):
-            return _checked_ids(token_ids, prompt_field, model)
-        case TextPrompt(text, add_special_tokens):
-            if not text:
-                raise InvalidRequest(prompt_field, "must not be empty")
-        case ChatPrompt(add_special_tokens=add_special_tokens):
-            text = _render(prompt, prompt_field, model)
-            is_free = not draft.sampling.HasField("structured_outputs")
-            text += set_output_form(draft.answer, prompt, model, text, is_free=is_free)
-    # One token of the context is left for the output.
-    return model.check(EncodingJob(text, add_special_tokens, model.max_model_len - 1, prompt_field, scope))
-
-
-def _checked_ids(token_ids: Sequence[int], prompt_field: str, model: LoadedModel) -> list[int]:
-    if len(token_ids) >= model.max_model_len:
-        raise PromptTooLong(
-            prompt_field,
-            f"the prompt has {len(token_ids)} tokens, but the model's context length is "
-            f"{model.max_model_len} tokens, prompt and output together",
-        )
-    vocab_size = model.card.vocab_size
-    for token_id in token_ids:
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(prompt_field, f"{token_id} is not a token of the model (0 to {vocab_size - 1})")
-    return list(token_ids)
-
-
-def _render(chat: ChatPrompt, prompt_field: str, model: LoadedModel) -> str:
-    if not chat.messages:
-        raise InvalidRequest(prompt_field, "must not be empty")
-    if model.chat_template is None:
-        raise UnsupportedField(prompt_field, f"model {model.name} has no chat template; use the completions API")
-    if chat.continue_final_message and chat.add_generation_prompt:
-        raise InvalidRequest("continue_final_message", "excludes add_generation_prompt")
-    opens = not chat.continue_final_message if chat.add_generation_prompt is None else chat.add_generation_prompt
-    messages = harmony_messages(chat.messages) if is_harmony(model.card.chat_template) else chat.messages
-    return model.chat_template.render(
-        messages,
-        add_generation_prompt=opens,
-        continue_final_message=chat.continue_final_message,
-        arguments=_arguments(chat, model),
-        tools=chat.tools.definitions,
-    )
-
-
-def _arguments(chat: ChatPrompt, model: LoadedModel) -> Mapping[str, Any]:
-    arguments = chat.arguments
-    if chat.effort is not None:
-        if EFFORT not in model.card.chat_template:
-            hint = "see what chat_template_kwargs the template knows"
-            raise UnsupportedField(chat.effort_field, f"model {model.name}: its chat template has none; {hint}")
-        arguments = {EFFORT: chat.effort, **arguments}
-    if chat.reasons is None:
-        return arguments
-    own = reasoning_arguments(model.card.chat_template, reasons=chat.reasons)
-    if own is None:
-        hint = f"model {model.name}: its chat template has no enable_thinking; leave it out"
-        raise UnsupportedField("thinking.type", f"{hint}, or see what chat_template_kwargs the template knows")
-    return {**arguments, **own}
-
-
-def _echo(prompt: Prompt, model: LoadedModel) -> str:
-    match prompt:
-        case TextPrompt(text):
-            return text
-        case TokenPrompt(token_ids):
-            return model.decode(list(token_ids))
-        case ChatPrompt():
-            raise UnsupportedField("echo")

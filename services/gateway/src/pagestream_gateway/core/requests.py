@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED, FinishReason
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_streams import Broker, GatewaySession, RequestPage, RequestView, discard_request, list_requests
-from pagestream_streams.errors import DigestMismatch, OffsetOutOfRange, StreamsError
+from pagestream_streams.errors import DigestMismatch, OffsetOutOfRange, RequestNotFound, StreamsError
 from pagestream_streams.gateway.follower import Sink
 
 from pagestream_gateway.core.redis_timeout import RedisTimeout
@@ -40,24 +40,38 @@ class AcceptedRequests:
     limit: RedisTimeout
 
     def follow(
-        self, spec: RequestSpec, *, from_index: int = 0, digest: str = "", sink: Sink | None = None
+        self,
+        spec: RequestSpec,
+        *,
+        from_index: int = 0,
+        digest: str = "",
+        sink: Sink | None = None,
+        on_engine: Callable[[str], None] | None = None,
     ) -> AsyncGenerator[list[LogEntry], None]:
         """Yield batches of log entries from `from_index` to the end of the log.
 
         Close the generator (`aclosing`): that removes the reader from the request. A request that Redis loses
-        meanwhile is accepted again and goes on under the same id. `sink` takes live entries: see GatewaySession.read.
+        meanwhile is accepted again and goes on under the same id. `sink` takes live entries, and `on_engine` gets the
+        fingerprint of their engine: see GatewaySession.read.
         """
         return self.session.read(
-            spec.request_id, tenant=spec.tenant, from_index=from_index, digest=digest, spec=spec, sink=sink
+            spec.request_id,
+            tenant=spec.tenant,
+            from_index=from_index,
+            digest=digest,
+            spec=spec,
+            sink=sink,
+            on_engine=on_engine,
         )
 
     async def resume(self, request_id: str, tenant: str, *, from_index: int, digest: str) -> tuple[RequestView, bool]:
         """Look up a request that a reader wants to read on from `from_index`.
 
-        Returns the request, and whether its log has ended there. Raises RequestNotFound, OffsetOutOfRange,
-        DigestMismatch, Unavailable. The digest of a place that the log has not reached yet is checked by `follow`.
+        Returns the request, and whether its log has ended there. Raises RequestNotFound, also for one that was deleted,
+        OffsetOutOfRange, DigestMismatch, Unavailable. The digest of a place that the log has not reached yet is checked
+        by `follow`.
         """
-        view = await self.limit.wait(self.broker.view(request_id, tenant, with_position=False))
+        view = _kept(await self.limit.wait(self.broker.view(request_id, tenant, with_position=False)))
         if from_index > view.next_index and view.state == REQUEST_STATE_FINISHED:
             raise OffsetOutOfRange(request_id, from_index, view.next_index)
         if from_index == view.next_index and digest and digest != view.digest:
@@ -67,8 +81,8 @@ class AcceptedRequests:
         return view, from_index == view.next_index and view.state == REQUEST_STATE_FINISHED
 
     async def view(self, request_id: str, tenant: str) -> RequestView:
-        """Return a request's state. Raises RequestNotFound, Unavailable."""
-        return await self.limit.wait(self.broker.view(request_id, tenant))
+        """Return a request's state. Raises RequestNotFound, also for one that was deleted; Unavailable."""
+        return _kept(await self.limit.wait(self.broker.view(request_id, tenant)))
 
     async def place(self, spec: RequestSpec) -> QueuePlace | None:
         """Return where a queued request stands; None where an engine has it, or Redis does not tell at once."""
@@ -105,3 +119,10 @@ class AcceptedRequests:
     async def _check_digest(self, spec: RequestSpec, from_index: int, digest: str) -> None:
         async with aclosing(self.follow(spec, from_index=from_index, digest=digest)) as batches:
             await self.limit.wait(anext(batches))
+
+
+def _kept(view: RequestView) -> RequestView:
+    """Return a view. Raises RequestNotFound for a request that was deleted, whose record expires within a minute."""
+    if view.is_discarded:
+        raise RequestNotFound(view.request_id)
+    return view

@@ -2,11 +2,11 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams import Broker, GatewaySession, enlist
-from pagestream_streams.errors import ModelNotFound, RateLimited, RequestNotFound
+from pagestream_streams.errors import LogsFull, ModelNotFound, RateLimited, RequestNotFound
 from pagestream_streams.protocol import ids
 from pagestream_telemetry.context import TraceContext
 
@@ -71,7 +71,8 @@ class Submission:
             )
             spec = await self.limit.wait(accepting)
         call.accepted(spec)
-        await enlist(self.broker, spec.request_id, tenant)
+        if draft.is_listed:
+            await enlist(self.broker, spec.request_id, tenant)
         logger.info(
             "accepted",
             extra={
@@ -111,8 +112,17 @@ class Submission:
         spec = self._spec(draft, prepared, request_id, identity=identity, model=model, trace=call.context)
         is_given = draft.sampling.HasField("max_tokens")
         accepting = self.session.accept(spec, is_length_given=is_given, on_rates=call.admitted)
-        if not await self.limit.wait(accepting):  # another reader was sooner
-            found = await self.limit.wait(self.broker.spec(request_id, tenant))
+        found: RequestSpec | None = None
+        try:
+            if not await self.limit.wait(accepting):  # another reader was sooner
+                found = await self.limit.wait(self.broker.spec(request_id, tenant))
+        except (RateLimited, LogsFull) as error:  # bounds of new requests, which don't concern one that is there
+            found = await self._known(request_id, tenant)
+            if found is None:
+                if isinstance(error, RateLimited):
+                    self.metrics.refused(tenant, error.rate.name)
+                raise
+        if found is not None:
             if is_compared and _asked(found) != _asked(spec):
                 raise RequestDiffers(request_id)
             return found
@@ -122,8 +132,11 @@ class Submission:
         return spec
 
     async def tokens(self, draft: Draft, identity: Identity) -> tuple[LoadedModel, Sequence[int]]:
-        """Return the model and the tokens of a draft's one prompt; nothing is accepted. Raises as `submit` does."""
-        model, prepared = await self._prepare(draft, identity)
+        """Return the model and the tokens of a draft's one prompt, also where they are more than fit it.
+
+        Nothing is accepted. Raises as `submit` does.
+        """
+        model, prepared = await self._prepare(replace(draft, is_counted=True), identity)
         return model, prepared.prompts[0]
 
     async def resolve(self, name: str, identity: Identity) -> LoadedModel:
@@ -144,6 +157,12 @@ class Submission:
         return model, await self.pool.prepare(
             draft, model, cache_salt(identity.tenant, draft.cache_salt, self.settings.cache)
         )
+
+    async def _known(self, request_id: str, tenant: str) -> RequestSpec | None:
+        try:
+            return await self.limit.wait(self.broker.spec(request_id, tenant))
+        except RequestNotFound:
+            return None
 
     def _spec(
         self,
@@ -173,7 +192,7 @@ class Submission:
 
 def _asked(spec: RequestSpec) -> tuple[object, ...]:
     """Return what determines the tokens, or the vectors, of a request."""
-    what = spec.prompts, spec.sampling, spec.ends_when_accepted, spec.pooling
+    what = spec.prompts, spec.sampling, spec.max_total_tokens, spec.reasoning, spec.ends_when_accepted, spec.pooling
     return *what, spec.adapter.name, spec.adapter.revision
 
 

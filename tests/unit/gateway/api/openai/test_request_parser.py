@@ -14,10 +14,10 @@ from pagestream_gateway.api.openai.body import count_parts, parse_json
 from pagestream_gateway.api.openai.chat_completions import ChatBody
 from pagestream_gateway.api.openai.completions import CompletionBody
 from pagestream_gateway.api.openai.strict_body import parse_body
-from pagestream_gateway.core.drafts import check_draft
+from pagestream_gateway.core.drafts import ChatPrompt, check_draft
 from pagestream_gateway.core.models import load_model
 from pagestream_gateway.core.preparation import build_spec, prepare
-from pagestream_gateway.errors import InvalidRequest, UnsupportedField
+from pagestream_gateway.errors import InvalidRequest
 from pagestream_gateway.settings import LimitSettings
 from pydantic import ValidationError
 from starlette.datastructures import Headers
@@ -63,10 +63,12 @@ WRONG_VALUES: dict[str, st.SearchStrategy[Any]] = {
     "presence_penalty": st.floats(2, exclude_min=True) | st.floats(max_value=-2, exclude_max=True),
     "frequency_penalty": st.floats(2, exclude_min=True) | st.floats(max_value=-2, exclude_max=True),
     "repetition_penalty": st.floats(max_value=0),
-    "seed": st.integers(2**63) | st.integers(max_value=-(2**63) - 1) | st.floats(),
+    "seed": st.integers(2**63)
+    | st.integers(max_value=-(2**63) - 1)
+    | st.floats().filter(lambda value: not value.is_integer()),
     "stop": st.just("") | st.lists(st.integers(), min_size=1) | st.just(["x"] * 65) | st.just(["x" * 1025]),
     "stop_token_ids": st.lists(st.integers(VOCAB_SIZE), min_size=1) | st.lists(st.text(), min_size=1),
-    "max_tokens": st.integers(max_value=0) | st.integers(LOADED.max_model_len),
+    "max_tokens": st.integers(max_value=0) | st.integers(LOADED.max_model_len + 1),
     "min_tokens": st.integers(LOADED.max_model_len) | st.integers(max_value=-1),
     "logit_bias": st.dictionaries(st.integers(VOCAB_SIZE).map(str) | st.just("x"), st.floats(-9, 9), min_size=1),
     "best_of": st.integers(max_value=0) | st.integers(LIMITS.max_n + 1),
@@ -133,10 +135,11 @@ def check_spec(spec: RequestSpec, document: dict[str, Any], *, is_chat: bool) ->
     assert spec.seed_for_each_prompt == (len(spec.prompts) > 1 and document.get("seed") is None)
     names = {*GOOD, "max_tokens"} - ({"max_tokens"} if document.get("max_completion_tokens") is not None else set())
     for name in names:
-        asked = document.get(name)
-        if asked is not None:
-            assert shown(getattr(sampling, name)) == expected(name, asked), name
-    unknown = document.keys() - (ChatBody if is_chat else CompletionBody).model_fields.keys()
+        value = document.get(name)
+        if value is not None:
+            assert shown(getattr(sampling, name)) == expected(name, value), name
+    asked = {name for name, value in document.items() if value is not None}
+    unknown = asked - (ChatBody if is_chat else CompletionBody).model_fields.keys()
     assert not [name for name in unknown if name not in KNOWN_NEUTRAL], "an unknown field was ignored"
 
 
@@ -232,7 +235,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": "x"} | {f"x{i}": 1 for i in range(MANY)}]}, "messages.0.x0"),
     ({"messages": [{"role": "user", "content": [{}] * MANY}]}, "messages.0.content"),
     ({"messages": [{"role": "assistant", "tool_calls": [{}] * MANY}]}, "messages.0.tool_calls.0.id"),
-    ({"messages": [{"role": "user", "content": "x"}], "tools": [{}] * MANY}, "tools.0.type"),
+    ({"messages": [{"role": "user", "content": "x"}], "tools": [{}] * MANY}, "tools.0.function"),
     ({"messages": [{"role": "user", "content": "x", "annotations": [{}] * MANY}]}, "messages.0.annotations.0"),
 ]
 
@@ -292,10 +295,44 @@ def test_a_body_that_is_nested_too_deeply_for_its_digest_is_refused() -> None:
         completions.parse({"model": MODEL, "prompt": "a", "metadata": {"a": nested}}, HEADERS)
 
 
-def test_usage_in_each_chunk_may_be_turned_off_but_not_on() -> None:
+def test_usage_in_each_chunk_needs_usage_at_all() -> None:
     body = {"model": MODEL, "prompt": "hello", "stream": True}
-    options = {"include_usage": True, "continuous_usage_stats": False}
-    parsed = completions.parse({**body, "stream_options": options}, HEADERS)
-    assert parsed.draft.answer.include_usage
-    with pytest.raises(UnsupportedField, match="continuous_usage_stats"):
-        completions.parse({**body, "stream_options": {"continuous_usage_stats": True}}, HEADERS)
+    for options, expected in (
+        ({"include_usage": True, "continuous_usage_stats": False}, (True, False)),
+        ({"include_usage": True, "continuous_usage_stats": True}, (True, True)),
+        ({"continuous_usage_stats": True}, (False, False)),
+    ):
+        answer = completions.parse({**body, "stream_options": options}, HEADERS).draft.answer
+        assert (answer.include_usage, answer.continuous_usage) == expected
+
+
+CALL = {"id": "1", "index": 0, "function": {"name": "f", "arguments": '{"a": "tru'}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"max_tokens": 16.0, "top_k": 5.0}, {"max_tokens": 16, "top_k": 5}),
+        ({"unheard_of": None, "tool_calls": None}, {}),
+        ({"response_format": {"type": "text", "json_schema": None}}, {}),
+        ({"structured_outputs": {"choice": ["a"], "whitespace_pattern": None, "structural_tag": None}}, {}),
+        ({"tools": [{"function": {"name": "m" * 128}, "cache_control": {"type": "ephemeral"}}]}, {}),
+        ({"mm_payload": "tensors", "include_reasoning": False, "return_token_ids": True}, {}),
+    ],
+)
+def test_what_clients_of_vllm_send_unasked_is_taken(changes: dict[str, Any], expected: dict[str, Any]) -> None:
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]},
+        {"role": "assistant", "content": None, "refusal": None, "reasoning": "Hm.", "tool_calls": [CALL]},
+        {"role": "assistant", "content": None, "reasoning_content": "So?", "annotations": None},
+    ]
+    parsed = chat_completions.parse({"model": MODEL, "messages": messages, **changes}, HEADERS)
+    for name, value in expected.items():
+        assert getattr(parsed.draft.sampling, name) == value
+    [prompt] = parsed.draft.prompts
+    assert isinstance(prompt, ChatPrompt)
+    shown = [message.get("reasoning_content") for message in prompt.messages]
+    assert shown == [message.get("reasoning") for message in prompt.messages] == [None, "Hm.", "So?"]
+    # What was cut off is an empty object: a template may look into it.
+    assert prompt.messages[1]["tool_calls"][0]["function"]["arguments"] == {}
+    assert all("cache_control" not in str(tool) for tool in prompt.tools.definitions)

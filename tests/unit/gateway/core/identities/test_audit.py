@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 from pagestream.v1.records_pb2 import RequestSpec
+from pagestream_gateway.configuration import load_settings
 from pagestream_gateway.core.identities import audit as module
 from pagestream_gateway.core.identities.audit import Audit
 from pagestream_gateway.core.identities.identity import Identity
 from pagestream_gateway.errors import SettingsError
-from pagestream_gateway.settings import AuditSettings, load_settings
+from pagestream_gateway.settings import AuditSettings
 
 CALLER = Identity("a", "key", peer="10.0.0.1")
 SPEC = RequestSpec(request_id="r", model="m", tenant="a", prompts=[{"ids": [1, 2]}, {"ids": [3]}])

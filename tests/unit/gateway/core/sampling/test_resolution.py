@@ -1,7 +1,7 @@
 import pytest
 from pagestream.v1.inference_pb2 import EARLY_STOPPING_NEVER, SamplingParams
 from pagestream_gateway.core.sampling.resolution import fit_context, resolve_sampling, sampling_from_json
-from pagestream_gateway.errors import InvalidRequest
+from pagestream_gateway.errors import InvalidRequest, PromptTooLong
 from pagestream_gateway.settings import LimitSettings
 
 LIMITS = LimitSettings()
@@ -99,6 +99,8 @@ def test_what_does_not_go_with_a_beam_search_is_refused_by_its_name(field: str, 
         (SamplingParams(presence_penalty=2.1), "presence_penalty"),
         (SamplingParams(frequency_penalty=float("nan")), "frequency_penalty"),
         (SamplingParams(repetition_penalty=0), "repetition_penalty"),
+        (SamplingParams(repetition_penalty=1e-7), "repetition_penalty"),
+        (SamplingParams(repetition_penalty=2e6), "repetition_penalty"),
         (SamplingParams(repetition_penalty=float("inf")), "repetition_penalty"),
         (SamplingParams(logprobs=21), "logprobs"),
         (SamplingParams(logit_bias={100: 1.0}), "logit_bias"),
@@ -120,6 +122,16 @@ def test_values_that_a_field_cannot_hold_are_named() -> None:
         assert caught.value.field == name
 
 
+def test_what_is_asked_for_is_cut_where_the_context_ends() -> None:
+    for asked, expected in ((70, 70), (100, 70)):
+        sampling = SamplingParams(max_tokens=asked)
+        room = {"prompt_lengths": [30], "max_model_len": 100, "default_model_len": 60}
+        fit_context(sampling, is_given=True, default=None, **room)
+        assert sampling.max_tokens == expected
+    with pytest.raises(PromptTooLong, match=r"maximum context length is 100 tokens.*101"):
+        fit_context(SamplingParams(max_tokens=101), is_given=True, default=None, **room)
+
+
 @pytest.mark.parametrize(
     ("num_prompt_tokens", "min_tokens", "default", "expected"),
     [(30, 0, None, 30), (31, 0, None, 69), (10, 51, None, 90), (10, 0, 80, 80)],
@@ -132,9 +144,45 @@ def test_an_open_answer_ends_where_most_engines_contexts_do(
     fit_context(
         sampling,
         is_given=False,
-        num_prompt_tokens=num_prompt_tokens,
+        prompt_lengths=[num_prompt_tokens],
         max_model_len=100,
         default_model_len=60,
         default=default,
     )
     assert sampling.max_tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("wanted", "lengths", "expected"),
+    [
+        (30, [10, 20], (30, 0)),
+        (75, [10, 20], (75, 0)),
+        (30, [10, 80], (30, 100)),
+        (95, [10, 80], (90, 100)),
+        (None, [10, 20], (50, 60)),
+        (None, [10, 40], (90, 100)),
+        (None, [20, 20], (40, 0)),
+    ],
+)
+def test_each_prompt_of_a_list_has_its_own_room(
+    wanted: int | None, lengths: list[int], expected: tuple[int, int]
+) -> None:
+    sampling = SamplingParams() if wanted is None else SamplingParams(max_tokens=wanted)
+    total = fit_context(
+        sampling,
+        is_given=wanted is not None,
+        prompt_lengths=lengths,
+        max_model_len=100,
+        default_model_len=60,
+        default=None,
+    )
+    assert (sampling.max_tokens, total) == expected
+
+
+def test_the_least_tokens_fit_behind_the_longest_prompt() -> None:
+    sampling = SamplingParams(min_tokens=21, max_tokens=50)
+    with pytest.raises(InvalidRequest, match="21 is more than max_tokens, 20") as caught:
+        fit_context(
+            sampling, is_given=True, prompt_lengths=[10, 80], max_model_len=100, default_model_len=60, default=None
+        )
+    assert caught.value.field == "min_tokens"

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from pagestream_gateway.api.schemas import RequestAnswer
+from pagestream_gateway.api.schemas.resources import RequestAnswer
 
 
 class AdminEngine(BaseModel):

@@ -34,7 +34,8 @@ def add_routes(routes: APIRouter, gateway: Gateway) -> None:
         if tenant is not None and not is_tenant(tenant):
             raise InvalidRequest("tenant", "is not a tenant name")
         text = request.query_params.get("hours", str(_DEFAULT_HOURS))
-        if not text.isdecimal() or not 1 <= int(text) <= _MAX_HOURS:
+        hours = int(text) if text.isascii() and text.isdigit() and len(text) <= len(str(_MAX_HOURS)) else 0
+        if not 1 <= hours <= _MAX_HOURS:
             raise InvalidRequest("hours", f"must be from 1 to {_MAX_HOURS}, got {text[:40]!r}")
-        rows = await gateway.limit.wait(read_usage(gateway.broker, since_s=int(text) * 3600.0, tenant=tenant))
+        rows = await gateway.limit.wait(read_usage(gateway.broker, since_s=hours * 3600.0, tenant=tenant))
         return JSONResponse({"object": "list", "data": [row._asdict() for row in rows]})

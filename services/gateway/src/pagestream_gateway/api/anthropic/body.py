@@ -35,8 +35,8 @@ from pagestream_gateway.errors import InvalidRequest, UnsupportedField
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     **generation.UNSUPPORTED,
+    **generation.OF_CHATS_AND_COMPLETIONS,
     "container": (),
-    "context_management": (),
     "diagnostics": (),
     "inference_geo": (),
     "mcp_servers": ([],),
@@ -102,7 +102,7 @@ class Thinking(Body):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=1, description="A target: it is not held to.")
-    display: Literal["summarized"] | None = Field(None, description="Reasoning is shown in full.")
+    display: Literal["summarized", "omitted"] | None = Field(None, description="summarized: it is shown in full.")
 
 
 class OutputFormat(Body):
@@ -115,7 +115,7 @@ class OutputFormat(Body):
 class OutputConfig(Body):
     """What the output must be."""
 
-    effort: Effort | None = Field(None, description="low, medium or high, where the model's template knows it.")
+    effort: Effort | None = Field(None, description="How much reasoning, as far as the model's template knows it.")
     format: OutputFormat | None = None
 
 
@@ -135,6 +135,8 @@ class PromptBody(Body):
     )
     # Known fields that can't change the output.
     cache_control: Any = None
+    context_management: Any = None
+    """Edits that a server may make of a conversation that grows too long; none are made."""
 
     def constraint(self) -> StructuredOutputs | None:
         """Return what the output must match. Raises InvalidRequest."""
@@ -152,7 +154,7 @@ class PromptBody(Body):
         if self.thinking is not None and self.thinking.type != "adaptive":
             is_reasoning_asked = self.thinking.type == "enabled"
         if is_reasoning_asked and tools.is_forced:
-            raise InvalidRequest("thinking", "excludes a forced tool call, which leaves no room for it")
+            raise InvalidRequest("thinking", "excludes a forced tool call, as in Anthropic's API")
         messages = chat_messages(self.messages, self.system)
         return ChatPrompt(
             messages=messages,
@@ -161,8 +163,8 @@ class PromptBody(Body):
             add_special_tokens=add_special_tokens,
             tools=tools,
             reasons=is_reasoning_asked,
+            shows_reasoning=self.thinking is None or self.thinking.display != "omitted",
             effort=self.output_config.effort if self.output_config is not None else None,
-            effort_field="output_config.effort",
         )
 
 

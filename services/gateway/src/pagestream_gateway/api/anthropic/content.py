@@ -32,6 +32,13 @@ class ThinkingBlock(Body):
     signature: Any = None
 
 
+class RedactedThinkingBlock(Body):
+    """Reasoning of an earlier answer that only its maker can read: it is left out."""
+
+    type: Literal["redacted_thinking"]
+    data: Any = None
+
+
 class ToolUseBlock(Body):
     """A call of an earlier answer."""
 
@@ -65,11 +72,18 @@ class MessageParam(Body):
 _TEXT: Mapping[str, type[Body]] = {"text": TextBlock}
 _KINDS: Mapping[str, Mapping[str, type[Body]]] = {
     "user": {**_TEXT, "tool_result": ToolResultBlock},
-    "assistant": {**_TEXT, "thinking": ThinkingBlock, "tool_use": ToolUseBlock},
+    "assistant": {
+        **_TEXT,
+        "thinking": ThinkingBlock,
+        "redacted_thinking": RedactedThinkingBlock,
+        "tool_use": ToolUseBlock,
+    },
     "system": _TEXT,
 }
 """Blocks by the role of their message."""
 Chat = list[dict[str, Any]]
+_BILLING = "x-anthropic-billing-header"
+"""Begins a text of coding agents that differs in each request: no prefix of the prompt would be cached behind it."""
 
 
 @contextmanager
@@ -91,13 +105,15 @@ def chat_messages(messages: Sequence[dict[str, Any]], system: str | Sequence[dic
     if not messages:
         raise InvalidRequest("messages", "must not be empty")
     chat: Chat = []
-    if system:
-        chat.append({"role": "system", "content": _text(system, "system")})
+    if system and (text := _text(system, "system", left_out=_BILLING)):
+        chat.append({"role": "system", "content": text})
     for number, given in enumerate(messages):
         with within(f"messages.{number}"):
             message = parse_body(MessageParam, given)
             for block in _blocks(message.content or "", "content", _KINDS[message.role]):
                 _add(chat, message.role, block)
+    if not chat:
+        raise InvalidRequest("messages", "say nothing that the model may read")
     if messages[-1]["role"] == "assistant" and chat[-1].get("tool_calls"):
         raise InvalidRequest(f"messages.{len(messages) - 1}", "calls a tool, whose tool_result is needed")
     return chat
@@ -146,6 +162,7 @@ def _append(message: dict[str, Any], member: str, text: str) -> None:
     message[member] = f"{before}\n{text}" if before else text
 
 
-def _text(content: str | Sequence[dict[str, Any]], place: str) -> str:
-    """Return the text of a content that has nothing else."""
-    return "\n".join(block.text for block in _blocks(content, place, _TEXT) if isinstance(block, TextBlock))
+def _text(content: str | Sequence[dict[str, Any]], place: str, *, left_out: str = "") -> str:
+    """Return the text of a content that has nothing else; `left_out`: but blocks that begin so."""
+    texts = [block.text for block in _blocks(content, place, _TEXT) if isinstance(block, TextBlock)]
+    return "\n".join(text for text in texts if not (left_out and text.startswith(left_out)))

@@ -1,10 +1,11 @@
 """/v1/load_lora_adapter and /v1/unload_lora_adapter: vLLM's calls."""
 
 from pathlib import Path
+from typing import Literal
 
 from fastapi import APIRouter
 from pagestream.v1.records_pb2 import Adapter
-from pagestream_streams.admin.adapters import adapter_revision
+from pagestream_streams.admin.adapters import Reload, adapter_revision
 from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -28,6 +29,10 @@ class LoadBody(Body):
     lora_path: str = Field(
         pattern=r"^[^\x00]{1,4096}$", description="Its folder in PEFT's format, where engines find it."
     )
+    load_inplace: bool | None = Field(
+        None, description="Whether it takes the place of one that is loaded under its name, which is refused otherwise."
+    )
+    is_3d_lora_weight: Literal[False] | None = Field(None, description="Of experts' matrices: not supported.")
     base_model_name: str = Field(
         "", max_length=256, description="The model that it changes; may be left out where there is one."
     )
@@ -59,7 +64,8 @@ def router(gateway: Gateway) -> APIRouter:
             raise InvalidRequest("base_model_name", f"{body.base_model_name!r} is an adapter; name its base model")
         revision = body.revision or await run_in_threadpool(adapter_revision, Path(body.lora_path))
         adapter = Adapter(name=body.lora_name, model=model.name, path=body.lora_path, revision=revision)
-        await gateway.limit.wait(gateway.broker.adapters.publish(adapter))
+        reload = Reload.REPLACE if body.load_inplace else Reload.REFUSE
+        await gateway.limit.wait(gateway.broker.adapters.publish(adapter, reload))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     @routes.post("/v1/unload_lora_adapter", openapi_extra=body_of(UnloadBody), summary="Let none name it any more")

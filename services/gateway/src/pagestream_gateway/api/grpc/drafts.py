@@ -1,15 +1,28 @@
 """Convert GenerateRequest into a draft."""
 
 import hashlib
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from pagestream.v1.inference_pb2 import ChatInput, GenerateRequest, OnDisconnect
+from pagestream.v1.inference_pb2 import (
+    TRUNCATION_SIDE_LEFT,
+    TRUNCATION_SIDE_RIGHT,
+    TRUNCATION_SIDE_UNSPECIFIED,
+    ChatInput,
+    GenerateRequest,
+    OnDisconnect,
+)
 from pagestream.v1.records_pb2 import API_FORM_GRPC, AnswerForm
 
-from pagestream_gateway.core.drafts import ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt, now_s
+from pagestream_gateway.core.drafts import AskedTruncation, ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt, now_s
 from pagestream_gateway.core.sampling.parameters import PARAMETER_NAMES
 from pagestream_gateway.errors import InvalidRequest
 
+_SIDES: Mapping[int, Literal["left", "right"] | None] = {
+    TRUNCATION_SIDE_UNSPECIFIED: None,
+    TRUNCATION_SIDE_LEFT: "left",
+    TRUNCATION_SIDE_RIGHT: "right",
+}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -25,6 +38,7 @@ def generate_draft(request: GenerateRequest, *, deadline_ms: int) -> Draft:
         prompt_field=prompt_field,
         sampling=request.sampling,
         answer=_answer_form(request),
+        truncation=_truncation(request),
         on_disconnect=request.on_disconnect,
         priority=request.priority,
         deadline_ms=deadline_ms,
@@ -41,6 +55,14 @@ def _answer_form(request: GenerateRequest) -> AnswerForm:
     if request.sampling.HasField("prompt_logprobs"):
         form.prompt_logprobs = request.sampling.prompt_logprobs
     return form
+
+
+def _truncation(request: GenerateRequest) -> AskedTruncation | None:
+    if request.truncation_side not in _SIDES:
+        raise InvalidRequest("truncation_side", f"{request.truncation_side} is no value of TruncationSide")
+    if not request.HasField("truncate_prompt_tokens"):
+        return None
+    return AskedTruncation(request.truncate_prompt_tokens, _SIDES[request.truncation_side])
 
 
 def with_message_path(error: InvalidRequest) -> InvalidRequest:

@@ -51,8 +51,8 @@ def score_draft(request: api.ScoreRequest, *, deadline_ms: int) -> Draft:
             "queries", f"must be one or as many as documents, {len(request.documents)}, got {len(request.queries)}"
         )
     prompts = [TextPrompt(text) for text in (*request.queries, *request.documents)]
-    form = VectorForm(num_queries=len(request.queries))
-    return _draft(request, API_FORM_SCORE, prompts, "documents", form, AskedPooling(normalize=True), deadline_ms)
+    pooling = AskedPooling(normalize=True, num_queries=len(request.queries), query_field="queries")
+    return _draft(request, API_FORM_SCORE, prompts, "documents", VectorForm(), pooling, deadline_ms)
 
 
 def _draft(  # noqa: PLR0917

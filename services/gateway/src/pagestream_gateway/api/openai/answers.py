@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
@@ -103,11 +103,20 @@ class LogAnswer(Response):
         """Let the writer find the bytes of tokens in the model's tokenizer, where the answer shows any."""
         await learn_token_bytes(self._gateway, self._writer)
 
-    def follow(self, sink: Sink | None = None) -> AsyncGenerator[list[LogEntry], None]:
-        """Yield the log from the start position, in batches; but what the sink takes."""
+    def follow(
+        self, sink: Sink | None = None, on_engine: Callable[[str], None] | None = None
+    ) -> AsyncGenerator[list[LogEntry], None]:
+        """Yield the log from the start position, in batches; but what the sink takes.
+
+        `on_engine` gets the engine's fingerprint, where the first entries come with it.
+        """
         position = self._position
         return self._gateway.requests.follow(
-            self._reading.spec, from_index=position.next_index, digest=position.digest, sink=sink
+            self._reading.spec,
+            from_index=position.next_index,
+            digest=position.digest,
+            sink=sink,
+            on_engine=on_engine,
         )
 
     async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,12 +1,13 @@
 """POST /v1/chat/completions: its body, its route and its answers."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from json.encoder import encode_basestring_ascii
 from typing import Annotated, Any, Literal, get_args
 
 from fastapi import APIRouter
-from pagestream.v1.records_pb2 import API_FORM_CHAT_COMPLETIONS, ChoiceFinish, RequestSpec
+from pagestream.v1.inference_pb2 import Usage
+from pagestream.v1.records_pb2 import API_FORM_CHAT_COMPLETIONS, ChoiceFinish, LogEntry, RequestSpec
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -26,7 +27,7 @@ from pagestream_gateway.api.openai.generation import (
 from pagestream_gateway.api.openai.logprobs import ChatLogprobs
 from pagestream_gateway.api.openai.strict_body import Body, parse_body, with_sampling_parameters
 from pagestream_gateway.api.openai.writer import AnswerWriter
-from pagestream_gateway.api.runs import Run
+from pagestream_gateway.api.runs import Run, split_runs
 from pagestream_gateway.core.calls import CHAT
 from pagestream_gateway.core.drafts import ChatPrompt, Draft
 from pagestream_gateway.core.gateway import Gateway
@@ -42,12 +43,10 @@ UNSUPPORTED = {
     "web_search_options": (),
     "verbosity": (),
     "echo": (False,),
-    "documents": ([],),
     "chat_template": (),
     "mm_processor_kwargs": (),
     "media_io_kwargs": (),
     "return_prompt_text": (False,),
-    "include_reasoning": (True,),
 }
 
 
@@ -62,6 +61,7 @@ class TextPart(Body):
 
     type: Literal["text"]
     text: str
+    cache_control: Any = Field(None, description="Ignored: prefixes are cached anyway.")
 
 
 _Content = Annotated[
@@ -76,23 +76,25 @@ class Message(Body):
     role: Role
     content: _Content | None = None
     name: str | None = None
-    refusal: None = None
+    refusal: str | None = Field(None, description="Of an assistant's earlier answer; templates have no place for it.")
     annotations: Items[None] | None = None
     audio: None = None
     function_call: None = None
     tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
-    reasoning_content: str | None = Field(None, description="Of an assistant's earlier answer.")
+    reasoning: str | None = Field(None, description="Of an assistant's earlier answer: vLLM's name.")
+    reasoning_content: str | None = Field(None, description="The same under its older name.")
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message as chat templates take it; text parts are joined as lines, as in vLLM."""
+        """Return the message as chat templates take it; text parts are joined as lines."""
         parts = self.content or ""
         content = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
         message: dict[str, Any] = {"role": self.role, "content": content}
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
-        if self.reasoning_content is not None:
-            message["reasoning_content"] = self.reasoning_content
+        reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        if reasoning is not None:
+            message["reasoning"] = message["reasoning_content"] = reasoning
         if self.name is not None:
             message["name"] = self.name
         if self.tool_call_id is not None:
@@ -106,6 +108,9 @@ class ChatBody(GenerationBody):
 
     messages: Items[Message]
     tools: Items[Tool] | None = Field(None, description="Functions that the model may call.")
+    documents: Items[dict[str, Any]] | None = Field(
+        None, description="What to answer from, as the model's chat template takes it: often `title` and `text`."
+    )
     tool_choice: ToolChoice | None = Field(
         None, description='"auto" (default), "none", "required" or the tool to call; a grammar forces the last two.'
     )
@@ -118,8 +123,9 @@ class ChatBody(GenerationBody):
         None, description="Go on with the last message instead of answering it."
     )
     separate_reasoning: bool | None = Field(None, description="false: reasoning stays in the content.")
+    include_reasoning: bool | None = Field(None, description="false: reasoning is left out of the answer.")
     reasoning_effort: Effort | None = Field(
-        None, description="low, medium or high; refused where the model's template has no `reasoning_effort`."
+        None, description="none (off), minimal, low, medium, high, xhigh, max, as far as the template knows it."
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Further values for the model's chat template."
@@ -138,12 +144,38 @@ class ChatWriter(AnswerWriter):
         super().__init__(spec)
         self._is_parted = spec.answer.HasField("output")
         self._parts: dict[int, ChoiceParts] = {}
+        self._reasons = bool(spec.answer.output.reasoning_format)
         self.needs_history = self.needs_history or self._is_parted
 
     def skip(self, run: Run) -> None:
         super().skip(run)
         if self._is_parted and not run.prompt_end:
             self._delta(run)
+
+    def split(self, first_index: int, entries: Sequence[LogEntry]) -> list[Run]:
+        """Return a run for each entry where tokens of reasoning are counted, whatever came together."""
+        if not self._reasons:
+            return super().split(first_index, entries)
+        return [run for index, entry in enumerate(entries, first_index) for run in split_runs(index, [entry])]
+
+    def note(self, run: Run) -> None:
+        if self._reasons and not run.prompt_end:
+            self._delta(run)
+
+    def usage_body(self, usage: Usage, choices: Iterable[int] | None = None) -> dict[str, Any]:
+        body = super().usage_body(usage)
+        if self._reasons:
+            parts = [self._parts[each] for each in (self._parts if choices is None else choices) if each in self._parts]
+            body["completion_tokens_details"] = {"reasoning_tokens": sum(each.num_reasoning_tokens for each in parts)}
+        return body
+
+    def whole(self, usage: Usage) -> dict[str, Any]:
+        members = super().whole(usage)
+        return {**members, "prompt_token_ids": self.prompt_ids(0)} if self.spec.answer.token_ids else members
+
+    def _opening_members(self) -> str:
+        ids = self.prompt_ids(0) if self.spec.answer.token_ids else None
+        return "" if ids is None else f',"prompt_token_ids":{json.dumps(ids, separators=(",", ":"))}'
 
     def opening_parts(self) -> list[str]:
         """Return the roles."""
@@ -174,7 +206,7 @@ class ChatWriter(AnswerWriter):
         parts = self._parts.get(run.choice)
         if parts is None:
             parts = self._parts[run.choice] = ChoiceParts(self.spec, run.choice)
-        return parts.delta(run.text, is_last=run.finish is not None)
+        return parts.delta(run.text, is_last=run.finish is not None, num_tokens=len(run.token_ids))
 
 
 def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest:
@@ -194,7 +226,9 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest
         arguments=body.chat_template_kwargs or {},
         add_special_tokens=bool(body.add_special_tokens),
         tools=tools,
+        documents=body.documents or (),
         separate_reasoning=body.separate_reasoning is not False,
+        shows_reasoning=body.include_reasoning is not False,
         effort=body.reasoning_effort,
     )
     with named_as(field_names):
@@ -228,7 +262,8 @@ def _check_messages(messages: object) -> None:
         for name in _UNSUPPORTED_OF_MESSAGES:
             if message.get(name):
                 raise UnsupportedField(f"messages.{number}.{name}")
-        if message.get("content") is None and not message.get("tool_calls") and message.get("role") in _ROLES:
+        is_assistants = message.get("role") == "assistant"  # which may have said nothing, but thought
+        if message.get("content") is None and message.get("role") in _ROLES and not is_assistants:
             raise InvalidRequest(f"messages.{number}.content", _CONTENT)
         if message.get("tool_calls") and message.get("role") != "assistant":
             raise InvalidRequest(f"messages.{number}.tool_calls", "only an assistant's message has them")

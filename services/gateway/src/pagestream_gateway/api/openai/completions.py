@@ -1,11 +1,12 @@
 """POST /v1/completions: its body, its route and its answers."""
 
+import json
 from collections.abc import Mapping
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
 from fastapi import APIRouter
-from pagestream.v1.records_pb2 import API_FORM_COMPLETIONS
+from pagestream.v1.records_pb2 import API_FORM_COMPLETIONS, RequestSpec
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -50,6 +51,26 @@ class CompletionWriter(AnswerWriter):
 
     chunk_object = whole_object = "text_completion"
     logprobs_form = CompletionLogprobs
+
+    def __init__(self, spec: RequestSpec) -> None:
+        super().__init__(spec)
+        self._begun: set[int] = set()
+        self.needs_history = self.needs_history or spec.answer.token_ids
+
+    def skip(self, run: Run) -> None:
+        super().skip(run)
+        if not run.prompt_end:
+            self._begun.add(run.choice)
+
+    def whole_prompt_ids(self, choice: int) -> dict[str, Any]:
+        return {"prompt_token_ids": self.prompt_ids(choice)}
+
+    def _token_ids(self, run: Run) -> str:
+        """Return the ids, with those of the prompt in a choice's first chunk."""
+        is_first = run.choice not in self._begun
+        self._begun.add(run.choice)
+        of_prompt = json.dumps(self.prompt_ids(run.choice) if is_first else None, separators=(",", ":"))
+        return f',"prompt_token_ids":{of_prompt}{super()._token_ids(run)}'
 
     def opening_parts(self) -> list[str]:
         """Return the echoed prompts."""

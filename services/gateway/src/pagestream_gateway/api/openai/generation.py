@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pagestream.v1.inference_pb2 import ON_DISCONNECT_CANCEL, ON_DISCONNECT_CONTINUE, SamplingParams
 from pagestream.v1.records_pb2 import AnswerForm, ApiForm
@@ -20,7 +20,7 @@ from pagestream_gateway.api.error_codes import error_report
 from pagestream_gateway.api.openai.answers import Reading
 from pagestream_gateway.api.openai.body import parse_json, read_body
 from pagestream_gateway.api.openai.streaming import EventStream
-from pagestream_gateway.api.openai.strict_body import Body, QueuedBody
+from pagestream_gateway.api.openai.strict_body import Body, NumKeptTokens, QueuedBody, Side, asked_truncation
 from pagestream_gateway.api.openai.whole_answer import WholeAnswer
 from pagestream_gateway.api.openai.whole_body import WholeBody
 from pagestream_gateway.api.openai.writer import AnswerBody, LogWriter
@@ -39,13 +39,9 @@ _MAX_TIMEOUT_S = 7 * 24 * 3600.0
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     **parameters.UNSUPPORTED,
-    "truncate_prompt_tokens": (),
-    "truncation_side": (),
-    "return_tokens_as_token_ids": (False,),
-    "return_token_ids": (False,),
     "return_token_offsets": (False,),
     "return_mm_kwargs": (False,),
-    "mm_payload": (),
+    "mm_payload": ("tensors",),
     "routed_experts_prompt_start": (0,),
     "kv_transfer_params": (),
     "ec_transfer_params": (),
@@ -56,13 +52,22 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 Client libraries send those values unasked. Any other is refused with the field's name: ignoring it silently would
 answer another question than the one that was asked.
 """
+OF_CHATS_AND_COMPLETIONS: Mapping[str, tuple[Any, ...]] = {
+    "spaces_between_special_tokens": (True,),
+    "stream_interval": (1,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "truncate_prompt_tokens": (),
+    "truncation_side": (),
+}
+"""Likewise, for bodies other than those of completions and chats, which take them."""
 
 
 class StreamOptions(Body):
     """OpenAI's and vLLM's stream_options; include_obfuscation changes no token and is ignored."""
 
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = Field(None, description="Usage so far in each chunk: not supported.")
+    continuous_usage_stats: Annotated[bool | None, Field(description="With include_usage: in each chunk.")] = None
     include_obfuscation: bool | None = None
 
 
@@ -74,7 +79,20 @@ class GenerationBody(QueuedBody):
     )
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = Field(None, description="text, json_object or json_schema.")
+    return_token_ids: bool | None = Field(None, description="Show the ids of the prompt's and the output's tokens.")
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description='Log probabilities name tokens "token_id:<id>" in place of their text.'
+    )
+    truncate_prompt_tokens: NumKeptTokens | None = Field(
+        None, description="Most tokens that are kept of each prompt; -1: what leaves one for the output."
+    )
+    truncation_side: Side | None = Field(
+        None, description="Where they are cut off. Default: at the beginning, after the special tokens there."
+    )
     # Known fields that can't change the output.
+    spaces_between_special_tokens: Any = None
+    """Each token's text is what it adds to a text, which has no blanks between special tokens."""
+    stream_interval: Any = None
     store: Any = None
     session_id: Any = None
     prompt_cache_key: Any = None
@@ -120,15 +138,18 @@ def shared_draft(
     shared = {each.name: getattr(body, each.name) for each in parameters.PARAMETERS if each.json_type is not None}
     sampling = sampling_from_json(shared | own)
     _set_response_format(sampling, body.response_format)
-    if body.stream_options and body.stream_options.continuous_usage_stats:
-        raise UnsupportedField("stream_options.continuous_usage_stats", "include_usage shows the usage at the end")
+    options = body.stream_options or StreamOptions()
     return {
         **queued_arguments(body, headers, document, api),
         "sampling": sampling,
+        "truncation": asked_truncation(body.truncate_prompt_tokens, body.truncation_side),
         "answer": AnswerForm(
             api=api,
             created=now_s(),
-            include_usage=bool(body.stream_options and body.stream_options.include_usage),
+            include_usage=bool(options.include_usage),
+            continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
+            token_ids=bool(body.return_token_ids),
+            tokens_by_id=bool(body.return_tokens_as_token_ids),
             top_logprobs=sampling.logprobs,
             prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
         ),

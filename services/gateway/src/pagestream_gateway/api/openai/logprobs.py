@@ -30,6 +30,7 @@ class Logprobs:
         self.token_bytes: Callable[[int], bytes | None] = lambda token_id: None
         """Returns the bytes of a token that is no text by itself; None for unknown ones."""
         self._num_best = spec.answer.top_logprobs
+        self._by_id = spec.answer.tokens_by_id
 
     def write(self, run: Run) -> dict[str, Any] | None:
         """Return the `logprobs` of a run's chunk; None where they were not asked for or the run has no token."""
@@ -49,6 +50,10 @@ class Logprobs:
 
     def _write(self, run: Run) -> dict[str, Any]:
         raise NotImplementedError
+
+    def _name(self, entry: LogprobEntry) -> str:
+        """Return what a token is called."""
+        return f"token_id:{entry.token_id}" if self._by_id else entry.text
 
     def _split(self, token: TokenLogprobs) -> tuple[LogprobEntry, Sequence[LogprobEntry]]:
         """Return the entry of the chosen token, and those of the likeliest ones that were asked for."""
@@ -72,7 +77,7 @@ class ChatLogprobs(Logprobs):
     def _token(self, entry: LogprobEntry) -> dict[str, Any]:
         # The text of a part of a character has U+FFFD in place of its bytes.
         own = self.token_bytes(entry.token_id) if _REPLACEMENT in entry.text else entry.text.encode()
-        return {"token": entry.text, "logprob": _finite(entry), "bytes": None if own is None else list(own)}
+        return {"token": self._name(entry), "logprob": _finite(entry), "bytes": None if own is None else list(own)}
 
 
 class CompletionLogprobs(Logprobs):
@@ -87,8 +92,11 @@ class CompletionLogprobs(Logprobs):
         echoes = [len(text) for text in spec.answer.echo_texts] or [0] * len(spec.prompts)
         # Offsets begin after the echoed prompt, as the text does.
         self._offsets = [length for length in echoes for _ in range(siblings)]
-        self._first_tokens = [text for text in spec.answer.first_tokens for _ in range(siblings)]
-        self._echo_offsets = [len(text) for text in self._first_tokens]
+        first_tokens = list(spec.answer.first_tokens)
+        self._echo_offsets = [len(text) for text in first_tokens for _ in range(siblings)]
+        if self._by_id:
+            first_tokens = [f"token_id:{prompt.ids[0]}" for prompt, _ in zip(spec.prompts, first_tokens, strict=False)]
+        self._first_tokens = [text for text in first_tokens for _ in range(siblings)]
 
     def first(self, choice: int) -> dict[str, Any] | None:
         if not self._first_tokens:
@@ -108,8 +116,8 @@ class CompletionLogprobs(Logprobs):
             chosen, best = self._split(token)
             columns["text_offset"].append(offsets[choice])
             columns["token_logprobs"].append(_finite(chosen))
-            columns["tokens"].append(chosen.text)
-            columns["top_logprobs"].append({entry.text: _finite(entry) for entry in (*best, chosen)})
+            columns["tokens"].append(self._name(chosen))
+            columns["top_logprobs"].append({self._name(entry): _finite(entry) for entry in (*best, chosen)})
             # By the tokens' own texts: in the shown text a character may come with a later token, or not at all.
             offsets[choice] += len(chosen.text)
         return columns

@@ -229,8 +229,6 @@ def router(gateway: Gateway) -> APIRouter:
 
 
 def _whole_answer(gateway: Gateway, request: Request, identity: Identity, view: RequestView) -> Response:
-    if view.is_discarded:
-        raise RequestNotFound(view.request_id)
     if view.state != REQUEST_STATE_FINISHED:
         return _view_answer(view, 202, {"Retry-After": _ANSWER_RETRY_S})
     call = gateway.calls.begin("resume", RESUME, request.headers)

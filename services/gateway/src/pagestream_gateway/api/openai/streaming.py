@@ -1,7 +1,7 @@
 """Streams of a request's log, from any position: server-sent events, or a JSON document a line."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 
 from pagestream.v1.records_pb2 import LogEntry
@@ -14,7 +14,7 @@ from pagestream_gateway.api.failures import failure, is_failed
 from pagestream_gateway.api.openai.answers import LogAnswer, Reading, queue_headers
 from pagestream_gateway.api.openai.errors import error_data
 from pagestream_gateway.api.openai.position import position_after
-from pagestream_gateway.api.runs import Run, split_runs
+from pagestream_gateway.api.runs import Run
 from pagestream_gateway.api.transports.body_writer import BODY_WRITER, BodyWriter
 from pagestream_gateway.api.transports.framing import EventFraming, Framing, LineFraming
 from pagestream_gateway.core.calls import OK
@@ -106,13 +106,12 @@ class EventStream(LogAnswer):
         with self._gateway.streams.entered():
             if self._writer.needs_history and self._position.next_index:
                 await self._read_history()
-            async with self._queue_comments(send) as comments, aclosing(self.follow(self._pass_on)) as batches:
+            async with self._queue_comments(send) as comments, aclosing(self._live_log()) as batches:
                 async for batch in batches:
+                    if comments is not None:
+                        await cancel(comments)
                     if not self._has_fingerprint:  # now an engine has claimed the request
-                        if comments is not None:
-                            await cancel(comments)
-                        self._writer.set_fingerprint(await self._gateway.requests.fingerprint(self._reading.spec))
-                        self._has_fingerprint = True
+                        self._note_engine(await self._gateway.requests.fingerprint(self._reading.spec))
                     before = self._position, self._owes_opening
                     body = self._events(batch).encode()
                     batch.clear()  # a client that has stopped reading holds the body alone
@@ -121,6 +120,14 @@ class EventStream(LogAnswer):
                     except asyncio.CancelledError:  # it waited for the client, which has nothing of the body
                         self._position, self._owes_opening = before
                         raise
+
+    def _live_log(self) -> AsyncGenerator[list[LogEntry], None]:
+        """Follow the log; its first token is written at once, unless comments may be written meanwhile."""
+        return self.follow(self._pass_on, None if self._reading.with_queue_comments else self._note_engine)
+
+    def _note_engine(self, fingerprint: str) -> None:
+        self._writer.set_fingerprint(fingerprint)
+        self._has_fingerprint = True
 
     def _pass_on(self, entries: Sequence[LogEntry]) -> bool:
         """Write the events of live entries at once, where the client takes them; see Sink."""
@@ -140,7 +147,7 @@ class EventStream(LogAnswer):
         async with aclosing(self._gateway.requests.follow(self._reading.spec)) as batches:
             async for batch in batches:
                 await self._gateway.turns.take()
-                for run in split_runs(seen, batch[: limit - seen]):
+                for run in self._writer.split(seen, batch[: limit - seen]):
                     self._writer.skip(run)
                 seen += len(batch)
                 if seen >= limit:

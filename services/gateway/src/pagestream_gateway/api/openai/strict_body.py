@@ -3,10 +3,10 @@
 from collections.abc import Callable, Container
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import Field, ValidationError, create_model
 
-from pagestream_gateway.core.drafts import Prompt, TextPrompt, TokenPrompt
-from pagestream_gateway.core.sampling.json_types import HALF_SURROGATE, Items, Token, expects
+from pagestream_gateway.core.drafts import AskedTruncation, Prompt, TextPrompt, TokenPrompt
+from pagestream_gateway.core.sampling.json_types import HALF_SURROGATE, Items, StrictModel, Token, expects
 from pagestream_gateway.core.sampling.parameters import PARAMETERS
 from pagestream_gateway.errors import InvalidRequest
 
@@ -16,21 +16,14 @@ Prompts = Annotated[
     expects("must be a string, a list of strings, a list of token ids or a list of lists of token ids"),
 ]
 """A completion's prompt, an embedding's input."""
+NumKeptTokens = Annotated[int, Field(ge=-1, lt=2**31)]
+"""Tokens to which a prompt is cut; -1: as many as fit."""
+Side = Literal["left", "right"]
+"""Where it is cut."""
 
 
-class Body(BaseModel):
-    """Strict: unknown fields, numbers as strings, NaN and infinity are errors."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _keep_one_unknown(cls, values: object) -> object:
-        """Drop all unknown fields but the first: each would become an error that takes memory."""
-        if not isinstance(values, dict) or len(values.keys() - cls.model_fields.keys()) < 2:
-            return values
-        first = next(name for name in values if name not in cls.model_fields)
-        return {name: value for name, value in values.items() if name in cls.model_fields or name == first}
+class Body(StrictModel):
+    """A body, or a part of one."""
 
 
 class QueuedBody(Body):
@@ -40,7 +33,7 @@ class QueuedBody(Body):
     add_special_tokens: bool | None = Field(
         None, description="Whether the tokenizer adds its special tokens to the prompt."
     )
-    priority: int | None = Field(None, description="0 is served first.")
+    priority: int | None = Field(None, description="0 (default) is served first, then 1, then 2.")
     on_disconnect: Literal["cancel", "continue"] | None = Field(
         None,
         description='Without a reader: "cancel" after the disconnect grace (default), or "continue".',
@@ -56,6 +49,11 @@ class QueuedBody(Body):
     user: Any = None
     metadata: Any = None
     safety_identifier: Any = None
+
+
+def asked_truncation(num_kept: int | None, side: Side | None) -> AskedTruncation | None:
+    """Return to what a body asks to cut its prompts; None: they are not cut, whatever side it names."""
+    return None if num_kept is None else AskedTruncation(num_kept, side)
 
 
 def with_sampling_parameters(kind: type[BodyModel]) -> type[BodyModel]:

@@ -71,6 +71,8 @@ class WholeAnswer(LogAnswer):
     def __init__(self, gateway: Gateway, reading: Reading) -> None:
         super().__init__(gateway, reading)
         self._share = BudgetShare(gateway.answer_budget)
+        self._fingerprint = ""
+        """Of the engine, where a wake-up told it."""
 
     async def write(self, scope: Scope, receive: Receive, send: Send) -> str:
         """Write the body, or the error that the log or this gateway ended with; return the outcome."""
@@ -79,7 +81,7 @@ class WholeAnswer(LogAnswer):
             try:
                 with self._gateway.streams.entered():
                     body, end = await self._follow_log()
-                fingerprint = await self._gateway.requests.fingerprint(self._reading.spec)
+                fingerprint = self._fingerprint or await self._gateway.requests.fingerprint(self._reading.spec)
                 self._writer.set_fingerprint(fingerprint)
                 body.set_fingerprint(fingerprint)
             except (GatewayError, StreamsError) as error:
@@ -147,11 +149,14 @@ class WholeAnswer(LogAnswer):
         return body
 
     async def _runs(self) -> AsyncGenerator[list[Run], None]:
-        async with aclosing(self.follow()) as batches:
+        async with aclosing(self.follow(on_engine=self._note_engine)) as batches:
             async for batch in batches:
                 runs = self._writer.split(self._position.next_index, batch)
                 self._advance(runs[-1])
                 yield runs
+
+    def _note_engine(self, fingerprint: str) -> None:
+        self._fingerprint = fingerprint
 
     # -- send it --
 

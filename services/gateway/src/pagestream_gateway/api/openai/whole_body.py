@@ -17,6 +17,7 @@ from pagestream_gateway.api.runs import Run
 _CHOICE_BYTES = 512  # of an empty choice's buffers, and of its members' names in the body
 # Most bytes of JSON for packed log probabilities: for each token, and for each of their bytes (a text is also a list).
 _TOKEN_BYTES, _JSON_FACTOR = 32, 8
+_ID_BYTES = 8  # of a token id in a list
 
 
 @dataclass
@@ -26,6 +27,8 @@ class _Choice:
     """The items of each list, as JSON without its brackets."""
     prompt_logprobs: bytearray = field(default_factory=lambda: bytearray(b"null"))
     """The items of the list, likewise; those of a prompt of one token are these."""
+    token_ids: bytearray = field(default_factory=bytearray)
+    """The items of the list, likewise."""
     finish: ChoiceFinish = field(default_factory=ChoiceFinish)
 
 
@@ -46,14 +49,16 @@ class WholeBody:
         """Return the bytes that a body has before any run: each choice repeats what it echoes."""
         siblings = max(1, writer.spec.sampling.n)
         echoes = siblings * sum(len(text.encode()) for text in writer.spec.answer.echo_texts)
-        return writer.num_choices * _CHOICE_BYTES + echoes
+        ids = sum(len(prompt.ids) for prompt in writer.spec.prompts) if writer.spec.answer.token_ids else 0
+        return writer.num_choices * _CHOICE_BYTES + echoes + siblings * ids * _ID_BYTES
 
     @staticmethod
     def size_of(writer: AnswerWriter, run: Run) -> int:
         """See AnswerBody. Choices of a prompt each show its log probabilities, maybe in two forms."""
         logprobs = sum(_TOKEN_BYTES + _JSON_FACTOR * token.ByteSize() for token in run.logprobs)
         of_prompt = sum(_TOKEN_BYTES + _JSON_FACTOR * token.ByteSize() for token in run.prompt_logprobs)
-        return len(run.text.encode()) + logprobs + 2 * max(1, writer.spec.sampling.n) * of_prompt
+        ids = _ID_BYTES * len(run.token_ids) if writer.spec.answer.token_ids else 0
+        return len(run.text.encode()) + ids + logprobs + 2 * max(1, writer.spec.sampling.n) * of_prompt
 
     def set_fingerprint(self, fingerprint: str) -> None:
         """Set what the body shows as `system_fingerprint`; "" for unknown."""
@@ -68,6 +73,11 @@ class WholeBody:
         text = run.text.encode()
         choice.text += text
         self.num_bytes += len(text)
+        self._writer.note(run)
+        if self._writer.spec.answer.token_ids and run.token_ids:
+            ids = _json(run.token_ids)[1:-1]
+            choice.token_ids += b"," + ids if choice.token_ids else ids
+            self.num_bytes += len(ids) + 1
         if run.finish is not None:
             choice.finish = run.finish
         self._add_logprobs(choice, self._writer.logprobs.write(run))
@@ -116,6 +126,10 @@ class WholeBody:
             written["logprobs"] = _object(lists | {name: _json(value) for name, value in form.other_members.items()})
         if self._writer.shows_prompts and self._writer.shows_prompts_by_choice:
             written["prompt_logprobs"] = b"[" + choice.prompt_logprobs + b"]"
+        if self._writer.spec.answer.token_ids:
+            of_prompt = self._writer.whole_prompt_ids(number)
+            written |= {name: _json(ids) for name, ids in of_prompt.items()}
+            written["token_ids"] = b"[" + choice.token_ids + b"]"
         return _object(written)
 
 

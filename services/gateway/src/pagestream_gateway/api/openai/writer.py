@@ -6,7 +6,7 @@ each token.
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Protocol, Self
 
 from pagestream.v1.inference_pb2 import FinishReason, Usage
@@ -108,7 +108,10 @@ class LogWriter(ABC):
 
 
 class AnswerWriter(LogWriter):
-    """Writes generated answers."""
+    """Writes generated answers.
+
+    Methods: one for each part of a chunk or a whole answer that completions and chats spell differently.
+    """
 
     chunk_object: ClassVar[str]
     """OpenAI's `object` of a chunk."""
@@ -119,16 +122,20 @@ class AnswerWriter(LogWriter):
 
     def __init__(self, spec: RequestSpec) -> None:
         super().__init__(spec)
-        self.needs_history = self.logprobs.is_asked and self.logprobs.depends_on_history
+        answer = spec.answer
+        self._counts = answer.continuous_usage
+        self.needs_history = self._counts or (self.logprobs.is_asked and self.logprobs.depends_on_history)
+        self._num_tokens = [0] * (self.num_choices if self._counts else 0)
         self._head = self._chunk_head()
         # With include_usage each chunk says that its usage is still to come.
-        self._tail = '],"usage":null' if spec.answer.include_usage else "]"
+        self._tail = '],"usage":null' if answer.include_usage else "]"
 
     def set_fingerprint(self, fingerprint: str) -> None:
         super().set_fingerprint(fingerprint)
         self._head = self._chunk_head()
 
     def skip(self, run: Run) -> None:
+        self._count(run)
         if not self.logprobs.is_asked:
             return
         if not run.prompt_end:
@@ -136,6 +143,13 @@ class AnswerWriter(LogWriter):
             return
         for choice in self.choices_of(run):
             self.logprobs.echoed(run, choice)
+
+    def note(self, run: Run) -> None:
+        """Take note of a run of a whole answer, for its usage."""
+
+    def prompt_ids(self, choice: int) -> list[int]:
+        """Return the token ids of a choice's prompt."""
+        return list(self.spec.prompts[choice // max(1, self.spec.sampling.n)].ids)
 
     @abstractmethod
     def opening_parts(self) -> list[str]:
@@ -154,11 +168,14 @@ class AnswerWriter(LogWriter):
             f'{{"index":{number},{part},"logprobs":{_compact(self.logprobs.first(number))},"finish_reason":null}}'
             for number, part in enumerate(self.opening_parts())
         ]
-        return f"{self._head}{','.join(choices)}{self._tail}{self._position(START)}" if choices else None
+        if not choices:
+            return None
+        return f"{self._head}{','.join(choices)}{self._tail_of(0)}{self._opening_members()}{self._position(START)}"
 
     def chunk(self, run: Run) -> str:
         if run.prompt_end:
             return self._prompt_chunk(run)
+        self._count(run)
         logprobs = "null"
         if self.logprobs.is_asked:
             logprobs = _compact(self.logprobs.write(run))
@@ -166,8 +183,31 @@ class AnswerWriter(LogWriter):
         if run.finish is not None:
             stop = json.dumps(self._stop_reason(run.finish))
             finish = f'"finish_reason":"{self.finish_reason(run.choice, run.finish)}","stop_reason":{stop}'
-        choice = f'{{"index":{run.choice},{delta},"logprobs":{logprobs},{finish}}}'
-        return f"{self._head}{choice}{self._tail}{self._position(position_after(run))}"
+        ids = self._token_ids(run) if self.spec.answer.token_ids else ""
+        choice = f'{{"index":{run.choice},{delta},"logprobs":{logprobs},{finish}{ids}}}'
+        return f"{self._head}{choice}{self._tail_of(run.choice)}{self._position(position_after(run))}"
+
+    def _token_ids(self, run: Run) -> str:
+        """Return the members of a chunk's choice that show token ids."""
+        return f',"token_ids":{_compact(run.token_ids)}'
+
+    def _opening_members(self) -> str:
+        """Return what the chunk before the first entry shows beside its choices."""
+        return ""
+
+    def _count(self, run: Run) -> None:
+        if self._counts:
+            self._num_tokens[run.choice] += len(run.token_ids)
+
+    def _tail_of(self, choice: int) -> str:
+        """Return what follows the choices in a chunk of one choice."""
+        if not self._counts:
+            return self._tail
+        prompt = self.spec.prompts[choice // max(1, self.spec.sampling.n)]
+        usage = Usage(prompt_tokens=len(prompt.ids), completion_tokens=self._num_tokens[choice])
+        body = self.usage_body(usage, (choice,))
+        del body["prompt_tokens_details"]  # known at the end
+        return f'],"usage":{_compact(body)}'
 
     def _prompt_chunk(self, run: Run) -> str:
         """Return the chunk of log probabilities of a prompt, for all choices of it."""
@@ -178,7 +218,9 @@ class AnswerWriter(LogWriter):
             logprobs = _compact(self.logprobs.echoed(run, choice))
             choices.append(f'{{"index":{choice},{empty},"logprobs":{logprobs},"finish_reason":null{in_choice}}}')
         outside = f',"prompt_logprobs":{shown}' if self.shows_prompts and not in_choice else ""
-        return f"{self._head}{','.join(choices)}{self._tail}{outside}{self._position(position_after(run))}"
+        return (
+            f"{self._head}{','.join(choices)}{self._tail_of(run.choice)}{outside}{self._position(position_after(run))}"
+        )
 
     @property
     def shows_prompts(self) -> bool:
@@ -197,7 +239,11 @@ class AnswerWriter(LogWriter):
         """Return the chunk with the usage, where it was asked for."""
         if not self.spec.answer.include_usage:
             return None
-        return f'{self._head}],"usage":{_compact(usage_body(end.usage))}{self._position(position)}'
+        return f'{self._head}],"usage":{_compact(self.usage_body(end.usage))}{self._position(position)}'
+
+    def usage_body(self, usage: Usage, choices: Iterable[int] | None = None) -> dict[str, Any]:
+        """Return the usage of what has been written, as bodies show it; of some choices, or of all."""
+        return usage_body(usage)
 
     def whole(self, usage: Usage) -> dict[str, Any]:
         """Return the members of an answer that is not streamed, without its choices."""
@@ -206,7 +252,7 @@ class AnswerWriter(LogWriter):
             "object": self.whole_object,
             **self._shared(),
             "choices": [],
-            "usage": usage_body(usage),
+            "usage": self.usage_body(usage),
         }
 
     def whole_choice(self, number: int, text: str, finish: ChoiceFinish) -> dict[str, Any]:
@@ -218,6 +264,10 @@ class AnswerWriter(LogWriter):
             "finish_reason": finish_reason_body(finish.reason),
             "stop_reason": self._stop_reason(finish),
         }
+
+    def whole_prompt_ids(self, choice: int) -> dict[str, Any]:
+        """Return the members of a whole choice that show its prompt's token ids; {} where the answer shows them."""
+        return {}
 
     def _shared(self) -> dict[str, Any]:
         """Return the members that chunks and whole answers have alike."""

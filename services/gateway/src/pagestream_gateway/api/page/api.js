@@ -47,7 +47,8 @@ export class Api {
     throw last;
   }
 
-  // Yields {text, id} of a chat's stream; each text once, whatever dies meanwhile.
+  // Yields {text, id, tokens} of a chat's stream: each text once, whatever dies meanwhile, and how many tokens the
+  // stream has had until then, where the body asks for continuous usage.
   async *chat(body, { signal, first = 0 } = {}) {
     const idempotency = crypto.randomUUID();
     let turn = first, position = "", id = "", pause = 50, progressAt = performance.now();
@@ -80,7 +81,7 @@ export class Api {
             progressAt = performance.now();
             pause = 50;
             const text = event.choices?.[0]?.delta?.content ?? "";
-            if (text) yield { text, id };
+            if (text) yield { text, id, tokens: event.usage?.completion_tokens };
           }
         }
       } catch (error) {

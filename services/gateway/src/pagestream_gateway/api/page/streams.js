@@ -21,23 +21,24 @@ class Stream {
     this.tokens = tokens;
     this.text = "";
     this.id = "";
-    this.pieces = 0;
+    this.num_read = 0; // tokens: a gateway writes several at once to a reader that is late
     this.gap = 0;
     this.ended = false;
   }
 
   get share() {
-    return this.ended ? 1 : Math.min(0.99, this.pieces / this.tokens);
+    return this.ended ? 1 : Math.min(0.99, this.num_read / this.tokens);
   }
 
   async read(api, model) {
     const content = `Tell me a story about ${PROMPTS[this.number % PROMPTS.length]}.`;
     const body = {
       model, seed: 100 + this.number, temperature: 0.9, max_tokens: this.tokens, ignore_eos: true,
+      stream_options: { include_usage: true, continuous_usage_stats: true },
       messages: [...OPENING, { role: "user", content }],
     };
     let last = null;
-    for await (const { text, id } of api.chat(body, { first: this.number })) {
+    for await (const { text, id, tokens } of api.chat(body, { first: this.number })) {
       if (id) nameStream(id, this.number);
       this.id = id;
       if (!text) continue;
@@ -45,7 +46,7 @@ class Stream {
       if (last !== null) this.gap = Math.max(this.gap, now - last);
       last = now;
       this.text += text;
-      this.pieces += 1;
+      this.num_read = tokens ?? this.num_read;
     }
     this.ended = true;
     const bytes = await crypto.subtle.digest("SHA-256", new TextEncoder().encode(this.text));

@@ -1,5 +1,7 @@
 """/tokenize and /detokenize: vLLM's calls, which make the tokens that a request with the same fields would have."""
 
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter
@@ -13,12 +15,21 @@ from pagestream_gateway.api.callers import identify
 from pagestream_gateway.api.documents import body_of
 from pagestream_gateway.api.openai.chat.tools import Tool, tools_of
 from pagestream_gateway.api.openai.chat_completions import Message
-from pagestream_gateway.api.openai.generation import parsed_request
+from pagestream_gateway.api.openai.generation import parsed_request, without_unsupported
 from pagestream_gateway.api.openai.strict_body import Body, parse_body
-from pagestream_gateway.core.drafts import ChatPrompt, Draft, Prompt, TextPrompt
+from pagestream_gateway.core.drafts import ChatPrompt, Draft, Prompt, TextPrompt, most_counted_tokens
 from pagestream_gateway.core.gateway import Gateway
+from pagestream_gateway.core.models import LoadedModel
 from pagestream_gateway.core.sampling.json_types import Items, Token
 from pagestream_gateway.errors import InvalidRequest
+
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "chat_template": (),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+}
+"""Fields of vLLM's body that are not supported, each with the values that ask for nothing."""
+_BATCH = 4096  # tokens that are written at once
 
 
 class TokenizeBody(Body):
@@ -49,27 +60,54 @@ def router(gateway: Gateway) -> APIRouter:
     @routes.post("/tokenize", openapi_extra=body_of(TokenizeBody), summary="The tokens of a text or a conversation")
     async def tokenize(request: Request) -> Response:
         identity = await identify(gateway, request)
-        async with parsed_request(gateway, request, lambda document, _: parse_body(TokenizeBody, document)) as body:
+        async with parsed_request(gateway, request, _parse) as body:
             model, tokens = await gateway.submission.tokens(_draft(body), identity)
-        spelled = [model.tokenizer.id_to_token(token) or "" for token in tokens] if body.return_token_strs else None
-        answer = {"count": len(tokens), "max_model_len": model.max_model_len, "tokens": list(tokens)}
-        return JSONResponse({**answer, "token_strs": spelled})
+            shows_texts = bool(body.return_token_strs)
+            answer = await gateway.pool.run(lambda: _answer(model, tokens, shows_texts=shows_texts))
+        return Response(answer, media_type="application/json")
 
     @routes.post("/detokenize", openapi_extra=body_of(DetokenizeBody), summary="The text of tokens")
     async def detokenize(request: Request) -> Response:
         identity = await identify(gateway, request)
         async with parsed_request(gateway, request, lambda document, _: parse_body(DetokenizeBody, document)) as body:
             model = await gateway.submission.resolve(body.model or "", identity)
-            if len(body.tokens) > model.max_model_len:
-                raise InvalidRequest("tokens", f"at most {model.max_model_len}, got {len(body.tokens)}")
+            most = most_counted_tokens(model.max_model_len, gateway.settings.limits)
+            if len(body.tokens) > most:
+                raise InvalidRequest("tokens", f"at most {most}, got {len(body.tokens)}")
             if (wrong := next((each for each in body.tokens if each >= model.card.vocab_size), None)) is not None:
                 raise InvalidRequest(
                     "tokens", f"{wrong} is not a token of the model (0 to {model.card.vocab_size - 1})"
                 )
-            text = await gateway.pool.run(lambda: model.decode(body.tokens))
+            text = await gateway.pool.run(lambda: _decode(model, body.tokens))
         return JSONResponse({"prompt": text})
 
     return routes
+
+
+def _parse(document: dict[str, Any], _: Mapping[str, str]) -> TokenizeBody:
+    return parse_body(TokenizeBody, without_unsupported(document, UNSUPPORTED))
+
+
+def _answer(model: LoadedModel, tokens: Sequence[int], *, shows_texts: bool) -> bytes:
+    """Return the JSON of a text's tokens, a few at a time: `json.dumps` keeps Python's lock until it has all."""
+    parts = [f'{{"count":{len(tokens)},"max_model_len":{model.max_model_len},"tokens":[']
+    parts += [("," if start else "") + ",".join(map(str, some)) for start, some in _batches(tokens)]
+    parts.append('],"token_strs":' + ("[" if shows_texts else "null"))
+    for start, some in _batches(tokens) if shows_texts else ():
+        texts = json.dumps([model.tokenizer.id_to_token(token) or "" for token in some])
+        parts.append(("," if start else "") + texts[1:-1])
+    parts.append("]}" if shows_texts else "}")
+    return "".join(parts).encode()
+
+
+def _decode(model: LoadedModel, tokens: list[int]) -> str:
+    """Return the text of tokens; in contrast to `Tokenizer.decode` this releases Python's lock."""
+    (text,) = model.tokenizer.decode_batch([tokens], skip_special_tokens=False)
+    return str(text)
+
+
+def _batches(tokens: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
+    return ((start, tokens[start : start + _BATCH]) for start in range(0, len(tokens), _BATCH))
 
 
 def _draft(body: TokenizeBody) -> Draft:

@@ -126,6 +126,7 @@ class JobRunner:
     async def _accepted(self, job: Job, parsed: ParsedJob) -> str:
         """Have a job accepted; return the id of what runs, which a try before this one may have begun."""
         call = self._gateway.calls.begin("batches", "", {})
+        call.identified(self._about.identity)
         outcome = DISCONNECTED
         try:
             async with self._turn:
@@ -149,6 +150,7 @@ class JobRunner:
             deadline_ms=_DEADLINE_MARGIN_MS + max(0, self._rest_ms()),
             idempotency_key=self._key(job),
             body_digest=self._batch.batch_id,
+            is_listed=False,
             client_request_id=draft.client_request_id or parsed.custom_id,
         )
 

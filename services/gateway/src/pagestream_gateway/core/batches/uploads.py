@@ -1,6 +1,7 @@
 """Files on their way into Redis, in parts: none of them is whole in a gateway's memory."""
 
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -58,18 +59,23 @@ class Uploads:
         self._files = files
         self._limit = limit
         self._settings = settings
-        self._num_open = 0
+        self._open = Counter[str]()
+        """Uploads by tenant."""
 
     @asynccontextmanager
     async def begun(self, tenant: str) -> AsyncIterator[Upload]:
         """Write a file inside the block; one that is not ended there is removed.
 
-        Raises Overloaded for too many at once, FilesFull, Unavailable.
+        A tenant may use three quarters of the places: one that sends slowly leaves room for others. Raises Overloaded
+        for too many at once, FilesFull, Unavailable.
         """
         most = self._settings.max_uploads
-        if self._num_open >= most:
+        own = most - most // 4
+        if self._open.total() >= most:
             raise Overloaded(f"this gateway receives {most} files now, its limit; try again", _RETRY_AFTER_S)
-        self._num_open += 1
+        if self._open[tenant] >= own:
+            raise Overloaded(f"this gateway receives {own} files of this tenant now, its limit", _RETRY_AFTER_S)
+        self._open[tenant] += 1
         try:
             limit_ms = round(self._settings.upload_timeout_s * 2000)
             file_id = await self._limit.wait(self._files.begin(tenant, limit_ms))
@@ -80,7 +86,8 @@ class Uploads:
                 if not upload.has_ended:
                     await self._abandon(tenant, file_id)
         finally:
-            self._num_open -= 1
+            self._open[tenant] -= 1
+            self._open += Counter()  # drops tenants without uploads
 
     async def _abandon(self, tenant: str, file_id: str) -> None:
         try:

@@ -32,6 +32,7 @@ class Validation:
         self._gateway = gateway
         self._api = api
         self._endpoint = about.endpoint
+        self._identity = about.identity
         self._waits = waits
         self._seen: set[bytes] = set()
         self._models: dict[str, LoadedModel | None] = {}
@@ -90,11 +91,11 @@ class Validation:
         self._seen.add(name)
 
     async def _model(self, job: ParsedJob, line: int) -> LoadedModel | None:
-        """Return the model of a job; None for one that is not there, which is reported once."""
-        name = job.draft.model
+        """Return the model of a job; None for one that its caller does not have, which is reported once."""
+        name, resolve = job.draft.model, self._gateway.submission.resolve
         if name not in self._models:
             try:
-                self._models[name] = await self._waits.for_success(lambda: self._gateway.models.resolve(name))
+                self._models[name] = await self._waits.for_success(lambda: resolve(name, self._identity))
             except (GatewayError, StreamsError) as error:
                 self._models[name] = None
                 self.problems.append(self._api.problem(error, line, job))

@@ -1,23 +1,25 @@
 """Says in a request's record how its output is divided, so that each reader divides it alike."""
 
-from pagestream.v1.records_pb2 import AnswerForm, OutputForm
+from pagestream.v1.records_pb2 import API_FORM_GRPC, OutputForm, ReasoningMarks
 
-from pagestream_gateway.core.drafts import ChatPrompt
+from pagestream_gateway.core.drafts import ChatPrompt, Draft
 from pagestream_gateway.core.models import LoadedModel
 from pagestream_gateway.core.output.calls.arguments import record_types
 from pagestream_gateway.core.output.formats import HARMONY, HARMONY_REASONING, MARKERS, TYPED_FORMATS
 from pagestream_gateway.core.output.harmony import FINAL, MESSAGE, START, call_header
-from pagestream_gateway.core.output.select import reasoning_format, tool_format
+from pagestream_gateway.core.output.marks import reasoning_marks
+from pagestream_gateway.core.output.select import is_reasoning_over, reasoning_format, tool_format
 from pagestream_gateway.errors import UnsupportedField
 
 
-def set_output_form(answer: AnswerForm, chat: ChatPrompt, model: LoadedModel, prompt: str, *, is_free: bool) -> str:
-    """Set `answer.output` for a chat with `prompt`, as its template has rendered it.
+def set_output_form(draft: Draft, chat: ChatPrompt, model: LoadedModel, prompt: str) -> str:
+    """Set how the answer to a chat with `prompt`, as its template has rendered it, is divided.
 
-    `is_free`: whether no grammar holds the output, which would leave no room for reasoning. Returns what the prompt
-    ends with beside that: where a grammar holds an output in channels, the one that it is for has to be open. Raises
-    UnsupportedField for tools where neither the template nor a setting says how the model writes calls.
+    Sets `draft.answer.output`, and `draft.marks` where reasoning may come before what a grammar holds. Returns what the
+    prompt ends with beside that: where a grammar holds an output in channels, the one that it is for has to be open.
+    Raises UnsupportedField for tools where neither the template nor a setting says how the model writes calls.
     """
+    answer, is_free = draft.answer, not draft.sampling.HasField("structured_outputs")
     tools, template, parsers = chat.tools, model.card.chat_template, model.parsers
     found = tool_format(template, parsers)
     written = tools.forced_format or (found if tools.definitions else "")
@@ -30,19 +32,26 @@ def set_output_form(answer: AnswerForm, chat: ChatPrompt, model: LoadedModel, pr
     reasoning = reasoning_format(template, prompt, continues=chat.continue_final_message, parsers=parsers)
     is_harmony = HARMONY in (found, written) or reasoning == HARMONY_REASONING
     answer.ClearField("output")
+    draft.marks.Clear()
     if is_harmony and not is_free:
         opening = call_header(tools.forced_name) if written == "named" else FINAL
         prompt_end = "" if chat.continue_final_message else opening
     else:
         prompt_end = ""
-    if not is_free or not chat.separate_reasoning:
+    if not chat.separate_reasoning:
         reasoning = ""
+    if not is_free:
+        marks = _marks(draft, chat, model, prompt, reasoning)
+        draft.marks.CopyFrom(marks)
+        reasoning = reasoning if marks.HasField("end") else ""
     if is_harmony and is_free:
         written, answer.output.opening = HARMONY, _open_header(prompt) if chat.continue_final_message else ""
         reasoning = HARMONY_REASONING if reasoning else ""
     if not written and not reasoning:
         return prompt_end
     answer.output.reasoning_format = reasoning
+    answer.output.hides_reasoning = not chat.shows_reasoning
+    answer.output.keeps_blanks = bool(reasoning) and not is_free
     answer.output.tool_format = written
     if written and tools.definitions:
         answer.output.tool_names.extend(tools.names)
@@ -51,6 +60,18 @@ def set_output_form(answer: AnswerForm, chat: ChatPrompt, model: LoadedModel, pr
             functions = [each["function"] for each in tools.definitions]
             record_types(answer.output, {each["name"]: each.get("parameters") for each in functions})
     return prompt_end
+
+
+def _marks(draft: Draft, chat: ChatPrompt, model: LoadedModel, prompt: str, reasoning: str) -> ReasoningMarks:
+    """Return the marks of reasoning before what a grammar holds; empty where that holds from the first token.
+
+    Over gRPC nothing is divided, so that the whole text has to match.
+    """
+    is_open = reasoning == "open"
+    may_begin = reasoning == "think" and not is_reasoning_over(prompt, continues=chat.continue_final_message)
+    if draft.answer.api == API_FORM_GRPC or not (is_open or may_begin):
+        return ReasoningMarks()
+    return reasoning_marks(model, prompt, is_open=is_open) or ReasoningMarks()
 
 
 def shows_special_tokens(form: OutputForm, model: LoadedModel) -> bool:

@@ -55,4 +55,6 @@ def parser_of(form: OutputForm) -> OutputParser:
         inner = _BY_NAMES[name](names)
     elif name in TYPED_FORMATS:
         inner = TYPED_FORMATS[name](names, recorded_types(form))
-    return Think(inner, is_open=form.reasoning_format == "open") if form.reasoning_format else inner
+    if not form.reasoning_format:
+        return inner
+    return Think(inner, is_open=form.reasoning_format == "open", keeps_blanks=form.keeps_blanks)

@@ -6,6 +6,21 @@ from typing import Any
 Message = Mapping[str, Any]
 
 
+def with_system_first(messages: Sequence[Message]) -> Sequence[Message]:
+    """Return messages for a template that knows no `developer`: instructions are of the system then.
+
+    All of the system's become one message at the front, where templates look for it. Without such a message nothing
+    changes. Most templates leave out a role that they don't know, and with it what was asked of the model.
+    """
+    if not any(each.get("role") == "developer" for each in messages):
+        return messages
+    is_instruction = [each.get("role") in ("system", "developer") for each in messages]
+    found = [each for each, is_one in zip(messages, is_instruction, strict=True) if is_one]
+    others = [each for each, is_one in zip(messages, is_instruction, strict=True) if not is_one]
+    text = "\n\n".join(str(each["content"]) for each in found if each.get("content"))
+    return [{"role": "system", "content": text}, *others]
+
+
 def harmony_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return messages as the template of gpt-oss takes them.
 
@@ -20,6 +35,7 @@ def harmony_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
             continue
         message = dict(given)
         thinking = message.pop("reasoning_content", None)
+        message.pop("reasoning", None)
         calls = message.get("tool_calls") or ()
         if calls:
             thinking = "\n".join(each for each in (thinking, message.get("content")) if each)

@@ -8,9 +8,13 @@ BEGIN, END = "<think>", "</think>"
 class Think:
     """Passes what follows the reasoning on to another parser; blanks around reasoning are left out."""
 
-    def __init__(self, inner: OutputParser, *, is_open: bool) -> None:
-        """`is_open`: whether the prompt has opened the reasoning, so that the output begins inside of it."""
+    def __init__(self, inner: OutputParser, *, is_open: bool, keeps_blanks: bool = False) -> None:
+        """`is_open`: whether the prompt has opened the reasoning, so that the output begins inside of it.
+
+        `keeps_blanks`: whether blanks that follow the reasoning are passed on.
+        """
         self._inner = inner
+        self._keeps_blanks = keeps_blanks
         self._state = "inside" if is_open else "begin"
         self._held = ""
         self._is_first = True
@@ -24,7 +28,7 @@ class Think:
         if self._state == "inside":
             text = self._inside(text, parts)
         if self._state == "behind":
-            text = text.lstrip()
+            text = text if self._keeps_blanks else text.lstrip()
             self._state = "outside" if text else "behind"
         if self._state == "outside" and text:
             parts += self._inner.feed(text)

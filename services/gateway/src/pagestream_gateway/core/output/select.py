@@ -75,8 +75,13 @@ def reasoning_format(
         return ""
     is_within = continues and prompt.rfind(BEGIN) > prompt.rfind(END)
     is_open = is_within or prompt.rstrip().endswith(BEGIN)
-    is_closed = continues or prompt.rstrip().endswith(END)
-    return "open" if is_open or (named == _ALWAYS_REASONS and not is_closed) else "think"
+    is_always = named == _ALWAYS_REASONS and not is_reasoning_over(prompt, continues=continues)
+    return "open" if is_open or is_always else "think"
+
+
+def is_reasoning_over(prompt: str, *, continues: bool = False) -> bool:
+    """Return whether a prompt that leaves no reasoning open leaves no room for it either."""
+    return continues or prompt.rstrip().endswith(END)
 
 
 def reasoning_arguments(template: str, *, reasons: bool) -> dict[str, bool] | None:

@@ -92,8 +92,11 @@ _IN_SEARCH = {
     "repetition_penalty": _is_one_of(1.0),
     "logit_bias": _is_one_of({}),
     "stop": _is_one_of([]),
+    "allowed_token_ids": _is_one_of([]),
+    "bad_words": _is_one_of([]),
     "prompt_logprobs": _is_one_of(None),
 }
+_LISTS = ("stop", "allowed_token_ids", "bad_words")
 _OF_SEARCH_ALONE = {"beam_width": None, "length_penalty": 1.0, "early_stopping": EARLY_STOPPING_UNSPECIFIED}
 
 
@@ -111,7 +114,7 @@ def beam_search_fault(sampling: SamplingParams, context: CheckContext) -> tuple[
         value = getattr(sampling, name)
         if name == "prompt_logprobs" and not sampling.HasField(name):
             continue
-        fault = check(dict(value) if name == "logit_bias" else list(value) if name == "stop" else value, context)
+        fault = check(dict(value) if name == "logit_bias" else list(value) if name in _LISTS else value, context)
         if fault is not None:
             return name, fault
     return None
@@ -138,6 +141,26 @@ def stop_strings(values: Sequence[str], context: CheckContext) -> str | None:
         if len(text) > limits.max_stop_chars:
             return f"a stop string has at most {limits.max_stop_chars} characters, got {len(text)}"
     return None
+
+
+def bad_words(values: Sequence[str], context: CheckContext) -> str | None:
+    """Accept a bounded number of words that are neither blank nor too long."""
+    limits = context.limits
+    if len(values) > limits.max_bad_words:
+        return f"at most {limits.max_bad_words} words, got {len(values)}"
+    for text in values:
+        if not text.strip():
+            return "a word must not be blank"
+        if len(text) > limits.max_bad_word_chars:
+            return f"a word has at most {limits.max_bad_word_chars} characters, got {len(text)}"
+    return None
+
+
+def allowed_tokens(values: Sequence[int], context: CheckContext) -> str | None:
+    """Accept a bounded number of tokens of the model."""
+    if len(values) > context.limits.max_allowed_token_ids:
+        return f"at most {context.limits.max_allowed_token_ids} ids, got {len(values)}"
+    return _in_vocabulary(values, context)
 
 
 def stop_tokens(values: Sequence[int], context: CheckContext) -> str | None:

@@ -1,31 +1,26 @@
 """What an output must match: its forms in bodies, its message, and whether it can be compiled."""
 
 import json
+import re
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from llguidance import LLMatcher, LLParserLimits, grammar_from
 from pagestream.v1.inference_pb2 import Choices, StructuredOutputs
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from pagestream_gateway.core.sampling.checks import CheckContext
-from pagestream_gateway.core.sampling.json_types import Items, expects
+from pagestream_gateway.core.sampling.divisors import divisors_fault
+from pagestream_gateway.core.sampling.json_types import Items, StrictModel, expects
 from pagestream_gateway.errors import InvalidRequest
 
 _MAX_NESTING = 64
 _MAX_CHOICES = 4096
-_MAX_MULTIPLE_OF = 10_000
 _HALF_PAIR = "holds half of a surrogate pair, which is not text"
-"""A larger divisor takes seconds to compile, and the time grows with it."""
+_EMBEDDED_SCHEMA = re.compile(r"%json[ \t\r\n]*")
 _NAMES = ("json", "regex", "choice", "grammar", "json_object")
 
 Schema = Annotated[dict[str, Any] | str | bool, expects("must be a JSON schema: an object, a boolean, or text of one")]
-
-
-class StrictModel(BaseModel):
-    """Strict: unknown fields, numbers as strings, NaN and infinity are errors."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class StructuredOutputsBody(StrictModel):
@@ -37,6 +32,8 @@ class StructuredOutputsBody(StrictModel):
     grammar: str | None = Field(None, description="Rules in EBNF: Lark's syntax, or GBNF.")
     json_object: bool | None = Field(None, description="true: any JSON object.")
     disable_any_whitespace: bool | None = Field(None, description="JSON without spaces between its parts.")
+    # What else vLLM's has, and its client sends with the values that ask for nothing.
+    disable_additional_properties: Literal[False] | None = None
 
 
 def constraint_message(body: StructuredOutputsBody) -> StructuredOutputs:
@@ -95,6 +92,8 @@ def _size_fault(value: StructuredOutputs, kind: str, most: int) -> str | None:
     num_bytes = value.choice.ByteSize() if kind == "choice" else len(_text(value, kind).encode())
     if not 0 < num_bytes <= most:
         return f"{kind} has {num_bytes} bytes, must have 1 to {most}"
+    if kind == "grammar":
+        return _embedded_schemas_fault(value.grammar)
     return schema_fault(value.json) if kind == "json" else None
 
 
@@ -116,15 +115,36 @@ def schema_fault(text: str) -> str | None:
         return f"json is no JSON: {error}"
     if not isinstance(document, dict) and document is not True:
         return "json must be a schema, which is an object or true"
-    open_parts: list[Iterator[tuple[str, object]]] = [iter([("", document)])]
-    while open_parts:
-        name, value = next(open_parts[-1], (None, None))
-        if name is None:
-            open_parts.pop()
-        elif isinstance(value, dict | list):
-            if len(open_parts) > _MAX_NESTING:
-                return f"json is nested deeper than {_MAX_NESTING} levels"
-            open_parts.append(iter(value.items() if isinstance(value, dict) else [("[]", item) for item in value]))
-        elif name == "multipleOf" and isinstance(value, int | float) and value > _MAX_MULTIPLE_OF:
-            return f"json has a multipleOf above {_MAX_MULTIPLE_OF}"
-    return None
+    return _documents_fault("json", [document])
+
+
+def _embedded_schemas_fault(rules: str) -> str | None:
+    """Return what is wrong with the schemas that Lark's `%json` begins; what is no JSON there can't be compiled."""
+    decoder = json.JSONDecoder(parse_int=float)
+    documents: list[object] = []
+    for found in _EMBEDDED_SCHEMA.finditer(rules):
+        try:
+            documents.append(decoder.raw_decode(rules, found.end())[0])
+        except ValueError:
+            continue
+        except RecursionError:
+            return f"grammar is nested deeper than {_MAX_NESTING} levels"
+    return _documents_fault("grammar", documents)
+
+
+def _documents_fault(kind: str, documents: list[object]) -> str | None:
+    divisors: set[float] = set()
+    for document in documents:
+        open_parts: list[Iterator[tuple[str, object]]] = [iter([("", document)])]
+        while open_parts:
+            name, value = next(open_parts[-1], (None, None))
+            if name is None:
+                open_parts.pop()
+            elif isinstance(value, dict | list):
+                if len(open_parts) > _MAX_NESTING:
+                    return f"{kind} is nested deeper than {_MAX_NESTING} levels"
+                open_parts.append(iter(value.items() if isinstance(value, dict) else [("[]", item) for item in value]))
+            elif name == "multipleOf" and isinstance(value, int | float) and not isinstance(value, bool):
+                divisors.add(value)
+    fault = divisors_fault(divisors)
+    return None if fault is None else f"{kind} has {fault}"

@@ -4,9 +4,20 @@ pydantic collects the mistakes of every element, for each branch of a union: mor
 of a few megabytes. Hence no container here reports more than one.
 """
 
+from collections.abc import Set
+from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 _HUGE = 1e300  # far beyond any bias; excludes infinity and NaN
@@ -43,3 +54,40 @@ Token = Annotated[int, Field(ge=0, lt=2**32)]
 Strings = Annotated[str | Items[str], expects("must be a string or a list of strings")]
 Biases = Annotated[dict[str, float], BeforeValidator(_first_wrong_bias)]
 EarlyStops = Annotated[bool | Literal["never"], expects('must be true, false or "never"')]
+_MOST_EXACT = 2**53  # up to which each whole number is a float of its own
+
+
+class StrictModel(BaseModel):
+    """Strict: unknown fields, numbers as strings, NaN and infinity are errors.
+
+    An unknown field that is null asks for nothing, and 16.0 is the same number as 16.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain(cls, values: object) -> object:
+        """Drop all unknown fields but the first that asks for something: each would become an error that takes memory.
+
+        Whole numbers become integers.
+        """
+        if not isinstance(values, dict):
+            return values
+        own = _names(cls)
+        if not (values.keys() <= own):
+            first = next((name for name, value in values.items() if name not in own and value is not None), None)
+            values = {name: value for name, value in values.items() if name in own or name == first}
+        if any(type(value) is float for value in values.values()):
+            values = {name: _whole(value) for name, value in values.items()}
+        return values
+
+
+@cache
+def _names(kind: type[StrictModel]) -> Set[str]:
+    """Return the names of a model's fields in JSON."""
+    return {field.alias or name for name, field in kind.model_fields.items()}
+
+
+def _whole(value: object) -> object:
+    return int(value) if type(value) is float and value.is_integer() and abs(value) < _MOST_EXACT else value

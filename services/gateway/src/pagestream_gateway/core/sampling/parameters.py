@@ -19,8 +19,10 @@ from pagestream.v1.inference_pb2 import (
 
 from pagestream_gateway.core.sampling.checks import (
     Check,
+    allowed_tokens,
     at_least_n,
     at_most_max_tokens,
+    bad_words,
     biases,
     candidates,
     in_range,
@@ -126,10 +128,10 @@ PARAMETERS = (
     Parameter(
         "repetition_penalty",
         float,
-        "Divides or multiplies logits of tokens in prompt and output; above 0. Default 1.",
+        "Divides or multiplies logits of tokens in prompt and output; [1e-6, 1e6]. Default 1.",
         default=_always(1.0),
         has_model_default=True,
-        check=in_range(0, above=True),
+        check=in_range(1e-6, 1e6),
     ),
     Parameter(
         "logit_bias",
@@ -145,6 +147,18 @@ PARAMETERS = (
         default=lambda: secrets.randbits(63),
     ),
     Parameter("stop", Strings, "The output ends before any of these.", check=stop_strings, from_json=_texts),
+    Parameter(
+        "allowed_token_ids",
+        Items[Token],
+        "The output has no other tokens. [] allows all.",
+        check=allowed_tokens,
+    ),
+    Parameter(
+        "bad_words",
+        Items[str],
+        "The output has none of these words, as the tokenizer spells them, or after a space.",
+        check=bad_words,
+    ),
     Parameter("stop_token_ids", Items[Token], "The output ends with any of these tokens.", check=stop_tokens),
     Parameter("max_tokens", int, "Most tokens of each choice.", has_model_default=True, check=most_tokens),
     Parameter(
@@ -198,9 +212,6 @@ PARAMETERS = (
 PARAMETER_NAMES = frozenset(parameter.name for parameter in PARAMETERS)
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "spaces_between_special_tokens": (True,),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
@@ -211,7 +222,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "repetition_detection": (),
     "thinking_token_budget": (),
     "watermarking": (False,),
-    "stream_interval": (1,),
     "logits_processors": ([],),
 }
 """Parameters of vLLM's HTTP API that are refused, each with the values that ask for nothing beside null."""

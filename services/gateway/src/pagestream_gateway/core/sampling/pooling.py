@@ -3,7 +3,14 @@
 from collections.abc import Sequence
 
 from pagestream.v1.inference_pb2 import SamplingParams
-from pagestream.v1.records_pb2 import AnswerForm, ModelCard, Pooling
+from pagestream.v1.records_pb2 import (
+    API_FORM_RERANK,
+    API_FORM_SCORE,
+    LABEL_ACTIVATION_IDENTITY,
+    AnswerForm,
+    ModelCard,
+    Pooling,
+)
 
 from pagestream_gateway.core.drafts import AskedPooling
 from pagestream_gateway.errors import InvalidRequest, UnsupportedField
@@ -23,8 +30,8 @@ def resolve_pooling(asked: AskedPooling, card: ModelCard) -> Pooling:
     Raises UnsupportedField where the model gives no vectors, InvalidRequest where it gives none of that size.
     """
     embedding = card.embedding
-    if asked.classifies:
-        return _pooling_of_labels(card)
+    if asked.classifies or is_cross_encoder(asked, card):
+        return _pooling_of_labels(asked, card)
     if not card.HasField("embedding") or embedding.unsupported:
         raise UnsupportedField(
             "model", f"{card.name} gives no vectors: {embedding.unsupported or 'no engine makes any'}"
@@ -48,13 +55,23 @@ def resolve_pooling(asked: AskedPooling, card: ModelCard) -> Pooling:
     return pooling
 
 
-def _pooling_of_labels(card: ModelCard) -> Pooling:
-    """Return how probabilities of labels are made. Raises UnsupportedField where the model has no labels."""
+def is_cross_encoder(asked: AskedPooling, card: ModelCard) -> bool:
+    """Whether a comparison is asked of a model that reads a query and a document together: one with a single label."""
+    return asked.num_queries > 0 and len(card.embedding.labels) == 1
+
+
+def _pooling_of_labels(asked: AskedPooling, card: ModelCard) -> Pooling:
+    """Return how probabilities of labels are made, or their scores alone, where `asked` says so.
+
+    Raises UnsupportedField where the model has no labels.
+    """
     embedding = card.embedding
     if not embedding.labels:
         raise UnsupportedField("model", f"{card.name} has no labels: it is no model ForSequenceClassification")
     pooling = Pooling(dimensions=len(embedding.labels))
     pooling.MergeFrom(embedding.pooling)
+    if asked.activates is False:
+        pooling.activation = LABEL_ACTIVATION_IDENTITY
     return pooling
 
 
@@ -62,10 +79,8 @@ def check_inputs(
     prompts: Sequence[Sequence[int]], field: str, pooling: Pooling, answer: AnswerForm, limits: LimitSettings
 ) -> None:
     """Check what a request's vectors take before an engine works for them. Raises InvalidRequest."""
-    num_tokens = sum(map(len, prompts))
-    if num_tokens > limits.max_input_tokens:
-        raise InvalidRequest(field, f"at most {limits.max_input_tokens} tokens in all, got {num_tokens}")
-    shows_numbers = not answer.vectors.base64 and not answer.vectors.num_queries
+    check_num_tokens(sum(map(len, prompts)), field, limits)
+    shows_numbers = not answer.vectors.base64 and answer.api not in (API_FORM_SCORE, API_FORM_RERANK)
     num_bytes = len(prompts) * pooling.dimensions * (_JSON_BYTES if shows_numbers else _BASE64_BYTES)
     if num_bytes > limits.max_vector_bytes:
         hint = "; encoding_format base64 takes half" if shows_numbers else ""
@@ -74,3 +89,9 @@ def check_inputs(
             f"{len(prompts)} vectors of {pooling.dimensions} numbers take about {num_bytes} bytes, at most "
             f"{limits.max_vector_bytes} are given at once{hint}",
         )
+
+
+def check_num_tokens(num_tokens: int, field: str, limits: LimitSettings) -> None:
+    """Check how many tokens the prompts of a request have in all. Raises InvalidRequest."""
+    if num_tokens > limits.max_input_tokens:
+        raise InvalidRequest(field, f"at most {limits.max_input_tokens} tokens in all, got {num_tokens}")

@@ -1,6 +1,6 @@
 """Complete a request's sampling parameters: conversion from JSON, defaults, checks, and the room in the context."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from google.protobuf.message import Message
@@ -8,7 +8,7 @@ from pagestream.v1.inference_pb2 import SamplingParams
 
 from pagestream_gateway.core.sampling.checks import CheckContext, beam_search_fault, min_tokens_fault
 from pagestream_gateway.core.sampling.parameters import PARAMETERS, Parameter
-from pagestream_gateway.errors import InvalidRequest, PromptTooLong
+from pagestream_gateway.errors import InvalidRequest, PromptTooLong, context_exceeded
 from pagestream_gateway.settings import LimitSettings
 
 _FIELDS = SamplingParams.DESCRIPTOR.fields_by_name
@@ -66,39 +66,38 @@ def fit_context(
     sampling: SamplingParams,
     *,
     is_given: bool,
-    num_prompt_tokens: int,
+    prompt_lengths: Collection[int],
     max_model_len: int,
     default_model_len: int,
     default: int | None,
-) -> None:
+) -> int:
     """Set max_tokens to what the context leaves where it is open or only a default.
+
+    Returns the most tokens of a prompt and its output together, where long prompts leave less than max_tokens; else 0.
 
     Args:
         sampling: resolved parameters; changed in place.
-        is_given: whether the caller gave max_tokens: then too much is an error, where a default is cut.
-        num_prompt_tokens: tokens of the longest prompt.
+        is_given: whether the caller gave max_tokens: more than the context has is an error then; more than the prompt
+            leaves of it is cut, as a default is.
+        prompt_lengths: in tokens; at least one.
         max_model_len: tokens of prompt and output together.
         default_model_len: likewise where max_tokens is open and the prompt leaves half of it; 0: max_model_len.
         default: max_tokens where neither the caller nor the model has one; None is what the context leaves.
 
     Raises PromptTooLong, and InvalidRequest where min_tokens no longer fits.
     """
-    left = max_model_len - num_prompt_tokens
-    if is_given:
-        if sampling.max_tokens > left:
-            raise PromptTooLong(
-                "max_tokens",
-                f"the prompt has {num_prompt_tokens} tokens and max_tokens is {sampling.max_tokens}, together "
-                f"{num_prompt_tokens + sampling.max_tokens}, but the model's context length is {max_model_len} tokens",
-            )
-        return
+    longest, shortest, total = max(prompt_lengths), min(prompt_lengths), max_model_len
+    if is_given and sampling.max_tokens > max_model_len:
+        raise PromptTooLong("max_tokens", context_exceeded(max_model_len, f"max_tokens is {sampling.max_tokens}"))
     wanted = sampling.max_tokens if sampling.HasField("max_tokens") else default
-    by_default = default_model_len - num_prompt_tokens
-    if wanted is None and by_default >= max(num_prompt_tokens, sampling.min_tokens):
-        wanted = by_default
-    sampling.max_tokens = left if wanted is None else min(wanted, left)
+    if wanted is None and default_model_len - longest >= max(longest, sampling.min_tokens):
+        total = default_model_len
+    least, most = (min(total - length, total if wanted is None else wanted) for length in (longest, shortest))
+    sampling.max_tokens = least
     if (fault := min_tokens_fault(sampling)) is not None:
         raise InvalidRequest("min_tokens", fault)
+    sampling.max_tokens = most
+    return total if most > least else 0
 
 
 def _set_default(sampling: SamplingParams, parameter: Parameter, defaults: SamplingParams) -> None:

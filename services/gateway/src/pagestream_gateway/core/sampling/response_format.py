@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal
 from pagestream.v1.inference_pb2 import StructuredOutputs
 from pydantic import Field
 
-from pagestream_gateway.core.sampling.constraints import StrictModel, schema_text
+from pagestream_gateway.core.sampling.constraints import schema_text
+from pagestream_gateway.core.sampling.json_types import StrictModel
 
 
 class TextFormat(StrictModel):

@@ -8,6 +8,7 @@ import unicodedata
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count, islice
 from typing import TypeAlias
 
@@ -15,6 +16,7 @@ from tokenizers import Encoding, Tokenizer
 
 from pagestream_gateway.core.text.bounds import is_separable, most_chars_per_token
 from pagestream_gateway.core.text.encoding_cache import EncodingCache
+from pagestream_gateway.core.text.pairs import PairFrame, frame_of
 from pagestream_gateway.core.text.segments import Segments
 
 PIECE_CHARS = 2**16
@@ -85,6 +87,16 @@ class TextEncoder:
         self._number = next(_NUMBERS)
         self._is_separable = is_separable(definition) and self._frame is not None and longest_added <= _WINDOW_CHARS
 
+    @property
+    def frame(self) -> tuple[array[int], array[int]] | None:
+        """The special tokens before and after a text; None where the tokenizer changes more than that."""
+        return self._frame
+
+    @cached_property
+    def pair_frame(self) -> PairFrame | None:
+        """What the tokenizer adds to a pair of texts; None where it changes more than that."""
+        return frame_of(self._tokenizer)
+
     def most_chars(self, num_tokens: int) -> int | None:
         """Return how many characters of text so many tokens can stand for at most; None where any number can."""
         return None if self._chars_per_token is None else self._chars_per_token * num_tokens
@@ -101,6 +113,28 @@ class TextEncoder:
             return before + self._in_pieces(text, limit - len(before) - len(after), limit) + after
         self._check_count(text, limit, limit)
         return _ids_of(self._encoding(text, add_special_tokens), limit)
+
+    def place_of(self, num_tokens: int, text: str) -> tuple[int, int]:
+        """Return a place at or before the one where a text has had so many tokens, special ones aside, and how many it
+        has before that place; the text's end where it has no more.
+
+        What comes before and after is encoded as it is alone. The place is less than 2 * PIECE_CHARS away, unless the
+        text can't be separated.
+        """
+        place = num_before = 0
+        if not self._is_separable:
+            return place, num_before
+        try:
+            for piece in self._pieces(text):
+                if len(piece) > 2 * PIECE_CHARS:
+                    break
+                num_after = num_before + len(self._encoding(piece, add_special_tokens=False))
+                if num_after > num_tokens:
+                    break
+                place, num_before = place + len(piece), num_after
+        except UnbrokenTextError:
+            pass  # what is left is one word, or has none
+        return place, num_before
 
     def encode_batch(self, jobs: Sequence[EncodingJob], cache: EncodingCache) -> list[Encoded]:
         """Return the token ids of each job or its error, with one call of the tokenizer for what is not cached."""

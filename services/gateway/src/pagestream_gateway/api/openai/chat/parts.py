@@ -1,4 +1,4 @@
-"""One choice of a chat: its text as OpenAI's content, reasoning_content and tool_calls, whole or in deltas."""
+"""One choice of a chat: its text as OpenAI's content, reasoning and tool_calls, whole or in deltas."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -12,6 +12,8 @@ from pagestream_gateway.core.output.formats import parser_of
 from pagestream_gateway.core.output.parts import Arguments, CallBegin, Content, Part, Reasoning
 
 _PIECE_CHARS = 4096  # at once: looking for calls takes time by its square
+_REASONING, _OLD_REASONING = "reasoning", "reasoning_content"
+"""vLLM's name, and the one that DeepSeek and older clients have: both are written."""
 TOOL_CALLS = "tool_calls"
 """OpenAI's finish reason of an answer that calls tools."""
 
@@ -21,6 +23,7 @@ class ChoiceReader:
 
     def __init__(self, spec: RequestSpec, choice: int) -> None:
         self.form = spec.answer.output
+        self.has_reasoned = False
         self.num_calls = 0
         """Calls that have begun, with those that are left out."""
         self._parser = parser_of(self.form)
@@ -42,22 +45,35 @@ class ChoiceReader:
         for part in parts:
             if isinstance(part, CallBegin):
                 self.num_calls += 1
+            self.has_reasoned = self.has_reasoned or isinstance(part, Reasoning)
             is_of_call = isinstance(part, CallBegin | Arguments)
-            if not (is_of_call and self.form.one_call and self.num_calls > 1):
+            is_left_out = is_of_call and self.form.one_call and self.num_calls > 1
+            if not (is_left_out or (self.form.hides_reasoning and isinstance(part, Reasoning))):
                 yield part
 
 
 class ChoiceParts:
-    """Turns a choice's text into members of deltas, in the order of the log."""
+    """Turns a choice's text into members of deltas, in the order of the log.
+
+    Reasoning tokens are those of whole pieces: where they are counted, a piece is one entry of the log.
+    """
 
     def __init__(self, spec: RequestSpec, choice: int) -> None:
         self._reader = ChoiceReader(spec, choice)
+        self._is_answering = False
+        self._num_tokens = 0
+        self.num_reasoning_tokens = 0
+        """Tokens before the first one of the answer, where there is reasoning: with its markers."""
 
-    def delta(self, text: str, *, is_last: bool) -> dict[str, Any]:
-        """Return the delta of a piece of text; {} where it shows nothing yet."""
+    def delta(self, text: str, *, is_last: bool, num_tokens: int = 0) -> dict[str, Any]:
+        """Return the delta of a piece of text, which has so many tokens; {} where it shows nothing yet."""
         delta: dict[str, Any] = {}
         for part in self._reader.read(text, is_last=is_last):
             self._add(part, delta)
+        self._num_tokens += num_tokens
+        self._is_answering = self._is_answering or "content" in delta or TOOL_CALLS in delta
+        if self._reader.has_reasoned and not self._is_answering:
+            self.num_reasoning_tokens = self._num_tokens
         return delta
 
     def finish_reason(self, finish: ChoiceFinish) -> str:
@@ -70,7 +86,7 @@ class ChoiceParts:
             case Content(text):
                 delta["content"] = delta.get("content", "") + text
             case Reasoning(text):
-                delta["reasoning_content"] = delta.get("reasoning_content", "") + text
+                delta[_REASONING] = delta[_OLD_REASONING] = delta.get(_REASONING, "") + text
             case CallBegin(name):
                 delta.setdefault(TOOL_CALLS, []).append(
                     {
@@ -94,8 +110,9 @@ def whole_message(spec: RequestSpec, choice: int, text: str, finish: ChoiceFinis
     calls = [{name: call[name] for name in ("id", "type", "function")} for call in delta.get(TOOL_CALLS, ())]
     message: dict[str, Any] = {"role": "assistant", "content": delta.get("content", None if calls else "")}
     message["refusal"] = None
-    if "reasoning_content" in delta:
-        message["reasoning_content"] = delta["reasoning_content"]
+    for name in (_REASONING, _OLD_REASONING):
+        if name in delta:
+            message[name] = delta[name]
     if calls:
         message[TOOL_CALLS] = calls
     return message, parts.finish_reason(finish)

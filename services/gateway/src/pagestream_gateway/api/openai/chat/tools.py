@@ -11,10 +11,14 @@ from pagestream_gateway.core.output.tools import Tools
 from pagestream_gateway.core.sampling.json_types import Items, expects
 from pagestream_gateway.errors import InvalidRequest, UnsupportedField
 
-_MOST_TOOLS = 128  # OpenAI's
-Effort = Annotated[Literal["low", "medium", "high"], expects('must be "low", "medium" or "high"')]
-"""How much reasoning is asked for, where the model's template knows `reasoning_effort`."""
-ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+_MOST_TOOLS = 1024  # OpenAI takes 128; those who gather them from many servers have more
+Effort = Annotated[
+    Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"],
+    expects('must be "none", "minimal", "low", "medium", "high", "xhigh" or "max"'),
+]
+"""How much reasoning is asked for: "none" switches it off where the model's template can; the others are for templates
+that know `reasoning_effort`."""
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 
 
 class Function(Body):
@@ -29,8 +33,9 @@ class Function(Body):
 class Tool(Body):
     """A tool."""
 
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: Function
+    cache_control: Annotated[Any, Field(exclude=True)] = None
 
 
 class FunctionName(Body):
@@ -63,17 +68,23 @@ class ToolCall(Body):
     """A call of an earlier answer."""
 
     id: str
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: CalledFunction
+    index: Any = None
+    """Ignored: of the delta that the call came in."""
 
     def for_template(self) -> dict[str, Any]:
-        """Return the call as chat templates take it: with arguments as an object, where they are one."""
+        """Return the call as chat templates take it: with arguments as an object.
+
+        What is none, as of an answer that was cut off, becomes an empty one: a template could fail on it, in each later
+        turn of the conversation.
+        """
         try:
             arguments: Any = json.loads(self.function.arguments or "{}")
         except (ValueError, RecursionError):
-            arguments = self.function.arguments
+            arguments = {}
         if not isinstance(arguments, dict):
-            arguments = self.function.arguments
+            arguments = {}
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 

@@ -24,7 +24,7 @@ from pagestream_gateway.api.openai.chat.tools import (
 from pagestream_gateway.api.openai.generation import named_as, queued_arguments, without_unsupported
 from pagestream_gateway.api.openai.responses.items import Item, chat_messages, items_of
 from pagestream_gateway.api.openai.strict_body import Body, QueuedBody, parse_body, with_parameters
-from pagestream_gateway.core.drafts import ChatPrompt, Draft, now_s
+from pagestream_gateway.core.drafts import WHAT_FITS, AskedTruncation, ChatPrompt, Draft, now_s
 from pagestream_gateway.core.sampling import parameters
 from pagestream_gateway.core.sampling.json_types import Items, expects
 from pagestream_gateway.core.sampling.resolution import sampling_from_json
@@ -39,13 +39,13 @@ from pagestream_gateway.errors import InvalidRequest, UnsupportedField
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     **generation.UNSUPPORTED,
+    **generation.OF_CHATS_AND_COMPLETIONS,
     "conversation": (),
     "prompt": (),
     "context_management": ([],),
     "moderation": (),
     "access_programs": (),
     "image": (),
-    "truncation": ("disabled",),
     "chat_template": (),
     "enable_response_messages": (False,),
     "n": (1,),
@@ -71,6 +71,7 @@ _FIELD_NAMES = {
     "logprobs": "top_logprobs",
     "messages": "input",
     "response_format": "text.format",
+    "truncate_prompt_tokens": "truncation",
 }
 _REPEATED = ("max_output_tokens", "max_tool_calls", "metadata", "user", "prompt_cache_key", "safety_identifier")
 
@@ -112,7 +113,7 @@ class TextOptions(Body):
 class Reasoning(Body):
     """What is asked of reasoning: its text is shown in full, whatever summary is asked for."""
 
-    effort: Effort | None = Field(None, description="low, medium or high, where the model's template knows it.")
+    effort: Effort | None = Field(None, description="How much reasoning, as far as the model's template knows it.")
     summary: Any = None
     generate_summary: Any = None
     context: Any = None
@@ -157,6 +158,10 @@ class ResponseBody(QueuedBody):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Further values for the model's chat template."
     )
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None, description="auto: of a conversation that is too long, the beginning is cut off. Default disabled."
+    )
+    include_reasoning: bool | None = Field(None, description="false: reasoning is left out of the output.")
     metadata: dict[str, str] | None = Field(None, description="Kept with the response.")
     # Known fields that can't change the output.
     stream_options: ResponseStreamOptions | None = Field(None, description="include_obfuscation is ignored.")
@@ -230,11 +235,18 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRespons
         arguments=body.chat_template_kwargs or {},
         add_special_tokens=bool(body.add_special_tokens),
         tools=tools,
+        shows_reasoning=body.include_reasoning is not False,
         effort=body.reasoning.effort if body.reasoning is not None else None,
-        effort_field="reasoning.effort",
     )
     answer = AnswerForm(api=API_FORM_RESPONSES, created=now_s(), response=form, top_logprobs=body.top_logprobs or 0)
-    draft = Draft(prompts=[prompt], prompt_field="input", sampling=sampling, answer=answer, **queued)
+    draft = Draft(
+        prompts=[prompt],
+        prompt_field="input",
+        sampling=sampling,
+        answer=answer,
+        truncation=AskedTruncation(WHAT_FITS) if body.truncation == "auto" else None,
+        **queued,
+    )
     return ParsedResponse(
         draft,
         stream=bool(body.stream),
@@ -291,6 +303,7 @@ def _members(body: Any) -> dict[str, Any]:
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
         "text": {"format": {"type": "text"}, **text},
+        "truncation": body.truncation or "disabled",
         "tool_choice": choice.model_dump() if isinstance(choice, NamedFunction) else choice or "auto",
         "tools": [{"strict": None, "description": None, "parameters": None, **tool} for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,

@@ -48,6 +48,8 @@ class ResponseOutput:
         self._logprobs = logprobs or ChatLogprobs(RequestSpec())
         self._fresh: list[Any] = []
         """Log probabilities that no delta has shown."""
+        self._num_earlier = 0
+        """How many of these are of earlier runs."""
         self._shown: list[Any] = []
         """Those of the text that grows."""
         self._reader = ChoiceReader(spec, 0)
@@ -59,12 +61,16 @@ class ResponseOutput:
         """Add a run; return the events of what it shows, without their numbers."""
         events: list[Event] = []
         self.num_bytes += run_bytes(run, with_logprobs=self._logprobs.is_asked)
+        self._num_earlier = len(self._fresh)
         self._fresh += self._logprobs.lists(self._logprobs.write(run)).get("content", ())
         for part in self._reader.read(run.text, is_last=run.finish is not None):
             self._add(part, events)
         self._num_tokens += len(run.token_ids)
-        if self.items and not self._is_answering:
+        is_reasoning = self._reader.has_reasoned and not self._is_answering
+        if is_reasoning:
             self.num_reasoning_tokens = self._num_tokens
+        if is_reasoning or (self.items and self.items[-1]["type"] == "function_call"):
+            self._fresh = []
         if run.finish is not None:
             self._close(events, is_complete=run.finish.reason == FINISH_REASON_STOP)
         return events
@@ -85,8 +91,9 @@ class ResponseOutput:
             self._pieces.append(part.text)
             delta = {"type": f"{_DELTAS[kind]}.delta", **self._place(), "delta": part.text}
             events.append({**delta, "logprobs": self._taken()} if kind == "message" else delta)
-        if kind != "message":
-            self._fresh = []
+        if kind != "message":  # what follows in this run may be text
+            del self._fresh[: self._num_earlier]
+            self._num_earlier = 0
 
     def _open(self, kind: str, name: str, events: list[Event]) -> None:
         digest = hashlib.sha256(f"{self._request_id}:{len(self.items)}".encode()).hexdigest()
@@ -107,7 +114,8 @@ class ResponseOutput:
         if self._pieces is None:
             return
         text, self._pieces, item = "".join(self._pieces), None, self.items[-1]
-        self._taken()
+        if item["type"] == "message":
+            self._taken()
         done = {"type": f"{_DELTAS[item['type']]}.done", **self._place()}
         if item["type"] == "function_call":
             item["arguments"] = text
@@ -127,7 +135,7 @@ class ResponseOutput:
 
     def _taken(self) -> list[Any]:
         """Return the log probabilities that no delta has shown, and count them to the text."""
-        taken, self._fresh = self._fresh, []
+        taken, self._fresh, self._num_earlier = self._fresh, [], 0
         self._shown += taken
         return taken
 

@@ -125,9 +125,9 @@ def router(gateway: Gateway) -> APIRouter:
 
     @routes.delete(_RESPONSE, summary="End a response and forget it")
     async def delete(request: Request, response_id: str) -> Response:
-        tenant = (await identify(gateway, request)).tenant
-        await _stored(gateway, response_id, tenant)
-        await gateway.requests.discard(response_id, tenant)
+        identity = await identify(gateway, request)
+        await _stored(gateway, response_id, identity.tenant)
+        await gateway.discard(response_id, identity)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     @routes.post(f"{_RESPONSE}/cancel", summary="End a response")
@@ -190,7 +190,7 @@ async def _stored(gateway: Gateway, response_id: str, tenant: str) -> RequestVie
     """Return the request of a response. Raises RequestNotFound, also for a request of another API."""
     view = await gateway.requests.view(response_id, tenant)
     answer = view.spec.answer
-    if answer.api != API_FORM_RESPONSES or answer.response.unstored or view.is_discarded:
+    if answer.api != API_FORM_RESPONSES or answer.response.unstored:
         raise RequestNotFound(response_id)
     return view
 

@@ -1,4 +1,7 @@
-"""POST /v1/classify, as vLLM's: its body, its route and its answers. An engine computes the probabilities."""
+"""POST /classify, which is vLLM's, and POST /v1/classify: their body, their routes and their answers.
+
+An engine computes the probabilities.
+"""
 
 import json
 from collections.abc import Mapping
@@ -13,8 +16,8 @@ from starlette.responses import Response
 from pagestream_gateway.api.documents import body_of
 from pagestream_gateway.api.openai import generation
 from pagestream_gateway.api.openai.generation import ParsedRequest, without_unsupported
-from pagestream_gateway.api.openai.strict_body import Prompts, QueuedBody, parse_body, prompts_of
-from pagestream_gateway.api.openai.vectors.bodies import UNSUPPORTED, vector_request
+from pagestream_gateway.api.openai.strict_body import Prompts, parse_body, prompts_of
+from pagestream_gateway.api.openai.vectors.bodies import UNSUPPORTED, VectorBody, vector_request
 from pagestream_gateway.api.openai.vectors.embeddings import EmbeddingList, EmbeddingWriter
 from pagestream_gateway.api.runs import Run
 from pagestream_gateway.api.similarities import numbers_of
@@ -23,8 +26,8 @@ from pagestream_gateway.core.drafts import AskedPooling
 from pagestream_gateway.core.gateway import Gateway
 
 
-class ClassificationBody(QueuedBody):
-    """POST /v1/classify."""
+class ClassificationBody(VectorBody):
+    """POST /classify."""
 
     input: Prompts = Field(description="Text, token ids, or a list of either; each gets a label.")
 
@@ -53,7 +56,7 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest
         prompts=prompts_of(body.input, body.add_special_tokens is not False),
         prompt_field="input",
         form=VectorForm(),
-        pooling=AskedPooling(classifies=True),
+        pooling=AskedPooling(classifies=True, activates=body.use_activation),
     )
 
 
@@ -61,6 +64,7 @@ def router(gateway: Gateway) -> APIRouter:
     """Return the resource's route."""
     routes = APIRouter(tags=["vectors"])
 
+    @routes.post("/classify", openapi_extra=body_of(ClassificationBody), summary="Give texts labels")
     @routes.post("/v1/classify", openapi_extra=body_of(ClassificationBody), summary="Give texts labels")
     async def classify(request: Request) -> Response:
         call = gateway.calls.begin("classify", EMBEDDINGS, request.headers)

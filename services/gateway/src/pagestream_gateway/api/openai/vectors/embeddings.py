@@ -16,20 +16,21 @@ from pagestream_gateway.api.documents import body_of
 from pagestream_gateway.api.openai import generation
 from pagestream_gateway.api.openai.generation import ParsedRequest, without_unsupported
 from pagestream_gateway.api.openai.position import Position, position_after
-from pagestream_gateway.api.openai.strict_body import Prompts, QueuedBody, parse_body, prompts_of
-from pagestream_gateway.api.openai.vectors.bodies import UNSUPPORTED, vector_request
+from pagestream_gateway.api.openai.strict_body import Prompts, parse_body, prompts_of
+from pagestream_gateway.api.openai.vectors.bodies import UNSUPPORTED, VectorBody, vector_request
 from pagestream_gateway.api.openai.writer import LogWriter
 from pagestream_gateway.api.runs import Run
 from pagestream_gateway.api.similarities import numbers_of
 from pagestream_gateway.core.calls import EMBEDDINGS
 from pagestream_gateway.core.drafts import AskedPooling
 from pagestream_gateway.core.gateway import Gateway
+from pagestream_gateway.errors import InvalidRequest
 
 _ITEM_BYTES = 128  # of an embedding's object, without its numbers
 _JSON_BYTES, _BASE64_BYTES = 12, 6  # of a number
 
 
-class EmbeddingBody(QueuedBody):
+class EmbeddingBody(VectorBody):
     """POST /v1/embeddings."""
 
     input: Prompts = Field(description="Text, token ids, or a list of either; each has a vector.")
@@ -40,6 +41,7 @@ class EmbeddingBody(QueuedBody):
         None, description="Leading numbers that are kept, where the model's files say that vectors may be cut."
     )
     normalize: bool | None = Field(None, description="Give vectors length 1. Default: as the model's files say.")
+    use_activation: bool | None = Field(None, description="vLLM's name of normalize.")
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:
@@ -125,6 +127,9 @@ class EmbeddingList:
 def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest:
     """Read a body and its headers. Raises InvalidRequest."""
     body = parse_body(EmbeddingBody, without_unsupported(document, UNSUPPORTED))
+    normalize = body.use_activation if body.normalize is None else body.normalize
+    if body.use_activation not in (None, normalize):
+        raise InvalidRequest("use_activation", "is another name of normalize, which has another value")
     return vector_request(
         body,
         headers,
@@ -133,7 +138,7 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest
         prompts=prompts_of(body.input, body.add_special_tokens is not False),
         prompt_field="input",
         form=VectorForm(base64=body.encoding_format == "base64"),
-        pooling=AskedPooling(body.dimensions, body.normalize),
+        pooling=AskedPooling(body.dimensions, normalize),
     )
 
 

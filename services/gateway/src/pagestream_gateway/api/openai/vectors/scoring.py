@@ -1,4 +1,7 @@
-"""POST /v1/score and POST /v1/rerank: their bodies, routes and answers. Scores are cosines of vectors."""
+"""POST /v1/score, POST /v1/rerank and their other paths, as vLLM's: their bodies, routes and answers.
+
+Scores are cosines of vectors, or what a model says that reads a query and a document together.
+"""
 
 import json
 from abc import abstractmethod
@@ -16,8 +19,8 @@ from pagestream_gateway.api.documents import body_of
 from pagestream_gateway.api.openai import generation
 from pagestream_gateway.api.openai.generation import ParsedRequest, without_unsupported
 from pagestream_gateway.api.openai.position import Position
-from pagestream_gateway.api.openai.strict_body import QueuedBody, parse_body
-from pagestream_gateway.api.openai.vectors.bodies import UNSUPPORTED, vector_request
+from pagestream_gateway.api.openai.strict_body import parse_body
+from pagestream_gateway.api.openai.vectors.bodies import UNSUPPORTED, VectorBody, vector_request
 from pagestream_gateway.api.openai.vectors.embeddings import usage_of
 from pagestream_gateway.api.openai.writer import LogWriter
 from pagestream_gateway.api.runs import Run
@@ -25,26 +28,40 @@ from pagestream_gateway.api.similarities import Similarities
 from pagestream_gateway.core.calls import EMBEDDINGS
 from pagestream_gateway.core.drafts import AskedPooling, TextPrompt
 from pagestream_gateway.core.gateway import Gateway
-from pagestream_gateway.core.sampling.json_types import Items, Strings
+from pagestream_gateway.core.sampling.json_types import Strings
 from pagestream_gateway.errors import InvalidRequest
 
 _RESULT_BYTES = 128  # of a result's object, without a document's text
 
 
-class ScoreBody(QueuedBody):
-    """POST /v1/score: one text or several on the left, as many or more on the right; in vLLM's two spellings."""
+class ScoringBody(VectorBody):
+    """The fields of both bodies."""
+
+    max_tokens_per_query: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
+        None, description="To which each query is cut before it is put into a prompt; 0 (default): it is not."
+    )
+    max_tokens_per_doc: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
+        None, description="To which each document is cut, likewise."
+    )
+
+
+class ScoreBody(ScoringBody):
+    """POST /v1/score: one text or several on the left, as many or more on the right; in vLLM's spellings."""
 
     text_1: Strings | None = Field(None, description="The queries: one, or as many as text_2.")
     text_2: Strings | None = Field(None, description="The texts that are compared with them.")
+    data_1: Strings | None = Field(None, description="Another name of text_1.")
+    data_2: Strings | None = Field(None, description="Another name of text_2.")
     queries: Strings | None = Field(None, description="Another name of text_1.")
     documents: Strings | None = Field(None, description="Another name of text_2.")
+    items: Strings | None = Field(None, description="Another name of text_2.")
 
 
-class RerankBody(QueuedBody):
+class RerankBody(ScoringBody):
     """POST /v1/rerank."""
 
     query: str
-    documents: Items[str] = Field(description="The texts that are ordered by their scores.")
+    documents: Strings = Field(description="The texts that are ordered by their scores.")
     top_n: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(None, description="Most results; 0 (default): all.")
     return_documents: bool | None = Field(None, description="Whether results hold the documents' texts. Default true.")
 
@@ -143,12 +160,13 @@ class ScoreList:
 def parse_score(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest:
     """Read the body of a score and its headers. Raises InvalidRequest."""
     body = parse_body(ScoreBody, without_unsupported(document, UNSUPPORTED))
-    queries = _one_of("text_1", body.text_1, "queries", body.queries)
-    documents = _one_of("text_2", body.text_2, "documents", body.documents)
+    query_field, queries = _one_of(body, "text_1", "data_1", "queries")
+    field, documents = _one_of(body, "text_2", "data_2", "documents", "items")
     if len(queries) not in (1, len(documents)):
-        raise InvalidRequest("text_1", f"must be one text or as many as text_2, {len(documents)}, got {len(queries)}")
-    texts, form = _texts(body, queries, documents, "text_2"), VectorForm(num_queries=len(queries))
-    return vector_request(body, headers, document, API_FORM_SCORE, form=form, **texts)
+        expected = f"must be one text or as many as {field}, {len(documents)}"
+        raise InvalidRequest(query_field, f"{expected}, got {len(queries)}")
+    texts = _texts(body, queries, documents, (query_field, field))
+    return vector_request(body, headers, document, API_FORM_SCORE, form=VectorForm(), **texts)
 
 
 def parse_rerank(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest:
@@ -156,41 +174,57 @@ def parse_rerank(document: dict[str, Any], headers: Mapping[str, str]) -> Parsed
     body = parse_body(RerankBody, without_unsupported(document, UNSUPPORTED))
     if not body.query:
         raise InvalidRequest("query", "must not be empty")
-    shown = [] if body.return_documents is False else body.documents
-    form = VectorForm(num_queries=1, top_n=body.top_n or 0, documents=shown)
-    texts = _texts(body, [body.query], body.documents, "documents")
+    documents = _listed(body.documents)
+    shown = [] if body.return_documents is False else documents
+    form = VectorForm(top_n=body.top_n or 0, documents=shown)
+    texts = _texts(body, [body.query], documents, ("query", "documents"))
     return vector_request(body, headers, document, API_FORM_RERANK, form=form, **texts)
 
 
-def _texts(body: QueuedBody, queries: list[str], documents: list[str], field: str) -> dict[str, Any]:
-    """Return the arguments of `vector_request` that scores and reranks fill alike; `field` names the documents."""
+def _texts(body: ScoringBody, queries: list[str], documents: list[str], names: tuple[str, str]) -> dict[str, Any]:
+    """Return the arguments of `vector_request` that scores and reranks fill alike; `names`: of both fields."""
     if not documents:
-        raise InvalidRequest(field, "must not be empty")
+        raise InvalidRequest(names[1], "must not be empty")
     adds = body.add_special_tokens is not False
     return {
         "prompts": [TextPrompt(text, adds) for text in (*queries, *documents)],
-        "prompt_field": field,
-        "pooling": AskedPooling(normalize=True),
+        "prompt_field": names[1],
+        "pooling": AskedPooling(
+            normalize=True,
+            activates=body.use_activation,
+            num_query_tokens=body.max_tokens_per_query or 0,
+            num_doc_tokens=body.max_tokens_per_doc or 0,
+            num_queries=len(queries),
+            query_field=names[0],
+        ),
     }
 
 
-def _one_of(name: str, given: str | list[str] | None, other_name: str, other: str | list[str] | None) -> list[str]:
-    """Return the texts of a field that has two names. Raises InvalidRequest unless exactly one is given."""
-    if (given is None) == (other is None):
-        raise InvalidRequest(name, f"exactly one of {name} and {other_name} must be given")
-    texts = given if given is not None else other
-    return [texts] if isinstance(texts, str) else list(texts or [])
+def _one_of(body: ScoreBody, *names: str) -> tuple[str, list[str]]:
+    """Return the name and the texts of a field that has several. Raises InvalidRequest unless exactly one is given."""
+    given = {name: texts for name in names if (texts := getattr(body, name)) is not None}
+    if len(given) != 1:
+        raise InvalidRequest(names[0], f"exactly one of {', '.join(names)} must be given")
+    ((name, texts),) = given.items()
+    return name, _listed(texts)
+
+
+def _listed(texts: str | list[str]) -> list[str]:
+    return [texts] if isinstance(texts, str) else texts
 
 
 def router(gateway: Gateway) -> APIRouter:
     """Return the routes of both resources."""
     routes = APIRouter(tags=["vectors"])
 
+    @routes.post("/score", openapi_extra=body_of(ScoreBody), summary="Compare texts")
     @routes.post("/v1/score", openapi_extra=body_of(ScoreBody), summary="Compare texts")
     async def score(request: Request) -> Response:
         call = gateway.calls.begin("score", EMBEDDINGS, request.headers)
         return await generation.generate(gateway, request, call, parse_score, writer=ScoreWriter, body=ScoreList)
 
+    @routes.post("/rerank", openapi_extra=body_of(RerankBody), summary="Order documents by a query")
+    @routes.post("/v2/rerank", openapi_extra=body_of(RerankBody), summary="Order documents by a query")
     @routes.post("/v1/rerank", openapi_extra=body_of(RerankBody), summary="Order documents by a query")
     async def rerank(request: Request) -> Response:
         call = gateway.calls.begin("rerank", EMBEDDINGS, request.headers)
