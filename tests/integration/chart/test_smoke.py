@@ -20,7 +20,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("smoke")
     keys = folder / "keys"
     keys.write_text(f"{hashlib.sha256(KEY.encode()).hexdigest()} -> default\n")
-    with running_stack(folder / "stack", gateways=0) as stack:
+    with running_stack(folder / "stack", gateways=0, is_forked=True) as stack:
         stack.add_gateway("--api-keys", str(keys))
         stack.add_gateway()
         stack.wait_ready()

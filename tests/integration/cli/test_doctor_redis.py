@@ -32,6 +32,7 @@ def examine(url: str, folder: Path) -> dict[str, list[Finding]]:
 def any_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
     with running_server(tmp_path_factory.mktemp("redis"), request.param) as server:
         yield server
+        server.kill()  # it takes no other signal while it begins an append-only file
 
 
 @pytest.fixture

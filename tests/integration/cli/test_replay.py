@@ -17,7 +17,7 @@ OFFLINE = ["--model", str(DEMO_MODEL), "--dtype", "float32"]
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with running_stack(tmp_path_factory.mktemp("stack")) as running:
+    with running_stack(tmp_path_factory.mktemp("stack"), is_forked=True) as running:
         yield running
 
 

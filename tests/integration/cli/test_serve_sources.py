@@ -1,4 +1,4 @@
-"""`pagestream serve` from a repository's name, and from the folder of a LoRA adapter."""
+"""`pagestream serve` until it has answered a question: the demo model, a repository's, and a LoRA adapter of one."""
 
 import os
 import subprocess
@@ -14,10 +14,10 @@ pytestmark = pytest.mark.timeout(200)
 QUESTION = "Who lives in the lighthouse?"
 
 
-def greet(source: str, data_dir: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Serve a source until it has answered a question."""
+def greet(data_dir: Path, *source: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Serve a source, or the demo model, until it has answered a question."""
     ports = ["--http-port", "0", "--grpc-port", "0", "--data-dir", str(data_dir), "--dtype", "float32"]
-    command = [sys.executable, "-m", "pagestream_cli", "serve", source, *ports, "--greet", QUESTION]
+    command = [sys.executable, "-m", "pagestream_cli", "serve", *source, *ports, "--greet", QUESTION]
     return subprocess.run(
         [*command, "--exit-after-greet"],
         env={**os.environ, **environment},
@@ -28,37 +28,47 @@ def greet(source: str, data_dir: Path, **environment: str) -> subprocess.Complet
     )
 
 
+FETCH = "import sys; from pagestream_engine.models.folder import resolve_model; print(resolve_model(sys.argv[1]))"
+
+
 def test_a_repository_is_fetched_once(tmp_path: Path) -> None:
     with running_hub("village/storyteller", DEMO_MODEL) as (hub, url):
         environment = {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_XET": "1"}
-        done = greet("village/storyteller@v1", tmp_path / "data", **environment)
+        done = greet(tmp_path / "data", "village/storyteller@v1", **environment)
         assert done.returncode == 0, done.stderr
         assert "Mara" in done.stdout
-        assert "ready: model 'storyteller'" in done.stderr
+        assert "ready: model 'village/storyteller'" in done.stderr
         assert "/api/models/village/storyteller/revision/v1" in hub.paths
         assert f"/village/storyteller/resolve/{COMMIT}/model.safetensors" in hub.paths
         hub.paths.clear()
-        assert greet("village/storyteller@v1", tmp_path / "data", **environment).returncode == 0
+        again = [sys.executable, "-c", FETCH, "village/storyteller@v1"]  # as the engine does at its next start
+        found = subprocess.run(again, env={**os.environ, **environment}, capture_output=True, text=True, check=True)
+        assert (Path(found.stdout.strip()) / "model.safetensors").is_file()
+        assert hub.paths
         assert not any("model.safetensors" in path for path in hub.paths)
 
 
 def test_a_repository_that_is_not_there_is_named(tmp_path: Path) -> None:
     with running_hub("village/storyteller", DEMO_MODEL) as (_, url):
-        done = greet("village/other", tmp_path / "data", HF_ENDPOINT=url, HF_HOME=str(tmp_path / "cache"))
+        done = greet(tmp_path / "data", "village/other", HF_ENDPOINT=url, HF_HOME=str(tmp_path / "cache"))
     assert done.returncode != 0
     assert "village/other" in done.stderr
 
 
+@pytest.mark.slow
 def test_an_adapters_folder_serves_its_base_model_with_it(tmp_path: Path) -> None:
     folder = make_adapter(DEMO_MODEL, tmp_path / "dialect")
     config = folder / "adapter_config.json"
     assert str(DEMO_MODEL) in config.read_text()
-    plain, adapted = (greet(str(source), tmp_path / "data") for source in (DEMO_MODEL, folder))
+    plain, adapted = greet(tmp_path / "data"), greet(tmp_path / "data", str(folder))
     assert (plain.returncode, adapted.returncode) == (0, 0), adapted.stderr
     assert "Mara" in plain.stdout
+    assert "first token after" in plain.stderr
+    assert "ready: model 'demo' at http://127.0.0.1:" in plain.stderr
+    assert not (tmp_path / "data" / "serve.json").exists()
     assert adapted.stdout.strip() not in ("", plain.stdout.strip())
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "adapter_config.json").write_text("{}")
-    refused = greet(str(tmp_path / "other"), tmp_path / "data")
+    refused = greet(tmp_path / "data", str(tmp_path / "other"))
     assert refused.returncode == 2
     assert "names no base model" in refused.stderr

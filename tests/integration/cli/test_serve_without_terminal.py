@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 
 import httpx
+import pytest
 from pagestream_cli.servefile import ServeRecord, read_record
 from support.processes.waiting import is_running, wait_until
 
 START_LIMIT_S = 90.0
 
 
+@pytest.mark.slow
 def test_a_part_that_dies_with_the_terminal_closed_is_restarted_alone(tmp_path: Path) -> None:
     ports = ["--http-port", "0", "--grpc-port", "0", "--data-dir", str(tmp_path / "data"), "--dtype", "float32"]
     serve = [sys.executable, "-m", "pagestream_cli", "serve", *ports]

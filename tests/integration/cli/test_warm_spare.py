@@ -38,6 +38,7 @@ def generate(served: Served) -> str:
     return str(answer.json()["choices"][0]["text"])
 
 
+@pytest.mark.slow
 def test_a_spare_continues_the_streams_of_an_engine_that_is_killed(tmp_path: Path) -> None:
     with running_serve(tmp_path, "--warm-spares", "1") as served:
         assert list(spares(served)) == ["engine-1"]

@@ -402,7 +402,7 @@ def test_deletion_drains_first(operator: OperatorProcess, world: PoolWorld) -> N
     eventually(lambda: sorted(world.ending("gone")) == sorted(names), "both pods are ending")
     condition = world.wait_condition("Progressing", "Deleting", "gone")
     assert "2 engines left to drain" in condition["message"]
-    assert world.pool("gone")["status"]["drainingReplicas"] == 2
+    eventually(lambda: world.pool("gone")["status"]["drainingReplicas"] == 2, "the operator has seen both end")
     world.end_pods("gone")
     eventually(lambda: world.kube.exists(world.path("jobs", "gone-unpublish")), "a Job that unpublishes the model")
     assert "its model is being unpublished" in eventually(

@@ -21,7 +21,7 @@ LIMIT_S = 30
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with running_stack(tmp_path_factory.mktemp("stack")) as running:
+    with running_stack(tmp_path_factory.mktemp("stack"), is_forked=True) as running:
         yield running
 
 
@@ -254,8 +254,7 @@ def split_json(text: str) -> list[str]:
 
 
 def test_what_an_engine_process_imports_stays_out_of_the_gateway(stack: Stack) -> None:
-    pid = stack.gateways[0].process.pid if stack.gateways[0].process else 0
-    maps = Path(f"/proc/{pid}/maps")
+    maps = Path(f"/proc/{stack.gateways[0].pid}/maps")
     if not maps.exists():
         pytest.skip("needs /proc")
     assert "libtorch" not in maps.read_text()

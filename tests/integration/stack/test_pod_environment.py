@@ -3,15 +3,16 @@
 import hashlib
 import json
 import signal
-import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx
 import pytest
 from pagestream_streams.connection.embedded import find_server, server_command
-from support.processes.stack import DEMO_MODEL, START_LIMIT_S, Part, free_port
+from support.processes.fork_server import ENGINES, GATEWAYS, run_forked, shared_server
+from support.processes.part import Part
+from support.processes.stack import DEMO_MODEL, START_LIMIT_S, free_port
 from support.processes.waiting import wait_until
 
 KEY = "a-key-of-the-test"
@@ -134,11 +135,12 @@ def test_pods_serve_and_answer_probes(pods: Pods) -> None:
     assert pods.engine.wait() == 0
 
 
-@pytest.mark.parametrize("module", ["pagestream_worker", "pagestream_gateway"])
+@pytest.mark.parametrize("modules", [ENGINES, GATEWAYS], ids=["engine", "gateway"])
 @pytest.mark.parametrize("variable", ["PAGESTREAM_WORKR__REDIS", "PAGESTREAM_TELEMETRY__INTERVAL"])
-def test_an_unknown_variable_ends_the_process_with_its_name(module: str, variable: str) -> None:
-    command = [sys.executable, "-m", module]
-    done = subprocess.run(command, env={variable: "1"}, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode != 0
-    assert f"{variable}: unknown" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_an_unknown_variable_ends_the_process_with_its_name(
+    modules: Sequence[str], variable: str, tmp_path: Path
+) -> None:
+    status, said = run_forked(shared_server(*modules), tmp_path, modules[0], **{variable: "1"})
+    assert status != 0
+    assert f"{variable}: unknown" in said
+    assert "Traceback" not in said

@@ -48,7 +48,7 @@ def stack(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Ite
     """One engine and two gateways. Other stacks export to the same collector under the same names, so samples are
     separated by time.
     """
-    with running_stack(tmp_path_factory.mktemp("stack"), gateways=2, engine_module=PACED) as running:
+    with running_stack(tmp_path_factory.mktemp("stack"), gateways=2, engine_module=PACED, is_forked=True) as running:
         yield running
 
 
@@ -75,7 +75,7 @@ def spans_of(collector: Collector, trace_id: str) -> list[Span]:
 
 
 def test_a_request_that_was_resumed_after_a_kill_is_one_trace(collector: Collector, tmp_path: Path) -> None:
-    with running_stack(tmp_path, engines=2, engine_module=PACED) as stack:
+    with running_stack(tmp_path, engines=2, engine_module=PACED, is_forked=True) as stack:
         # The spans of an engine leave it every half second: by then it has been in its decode for a while.
         events = stream(stack, max_tokens=100, kill_after=60)
         assert events[-1] == "[DONE]"
@@ -242,7 +242,7 @@ def test_an_unreachable_collector_delays_nothing(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("PAGESTREAM_TELEMETRY__EXPORT_INTERVAL_S", "0.2")
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
     monkeypatch.setenv("PACED_STEP_S", "0.03")
-    with running_stack(tmp_path, engine_module=PACED) as stack:
+    with running_stack(tmp_path, engine_module=PACED, is_forked=True) as stack:
         assert stream(stack, max_tokens=5)[-1] == "[DONE]"
         wait_until(
             lambda: all("can't be exported" in part.log_tail() for part in (*stack.engines, *stack.gateways)),

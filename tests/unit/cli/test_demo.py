@@ -8,12 +8,12 @@ import json
 import pytest
 from pagestream_cli.demo import report
 from pagestream_cli.demo.options import add_arguments
-from pagestream_cli.demo.streams import DemoStream, new_streams, progress_of
-from pagestream_cli.demo.timeline import NOBODY, Kill, Timeline, character_of, kind_of
+from pagestream_cli.demo.streams import DemoStream, fraction_read, new_streams
+from pagestream_cli.demo.timeline import NO_OWNER, Kill, Timeline, character_of, kind_of
 
 
-def ended(text: str, *, num_read: int = 4) -> DemoStream:
-    return DemoStream("prompt", 1, 4, "id", [text], 4, num_read, 1, 0.25, is_ended=True)
+def ended(text: str, *, completion_tokens: int = 4) -> DemoStream:
+    return DemoStream("prompt", 1, 4, "id", [text], 4, completion_tokens, 1, 0.25, is_finished=True)
 
 
 def test_a_row_has_the_last_sample_of_each_part_of_the_time() -> None:
@@ -32,13 +32,13 @@ def test_kills_stand_above_their_time() -> None:
 
 def test_an_engine_is_shown_by_its_number() -> None:
     assert character_of("engine-1-40123:3f2a") == "1"
-    assert character_of("") == NOBODY
+    assert character_of("") == NO_OWNER
     assert [kind_of(part) for part in ("engine-1", "gateway-0", "redis")] == ["engine", "gateway", "redis"]
 
 
 def test_a_stream_is_identical_where_it_ended_with_the_same_text_and_tokens() -> None:
     assert report.is_identical(ended("abc"), ended("abc"))
-    for other in (ended("abd"), ended("abc", num_read=3), DemoStream("prompt", 1, 4, "id", ["abc"], 4, 4)):
+    for other in (ended("abd"), ended("abc", completion_tokens=3), DemoStream("prompt", 1, 4, "id", ["abc"], 4, 4)):
         assert not report.is_identical(ended("abc"), other)
 
 
@@ -59,8 +59,8 @@ def test_a_difference_is_told_in_the_table_the_verdict_and_the_json() -> None:
 def test_streams_have_seeds_of_their_own_and_progress_is_over_all() -> None:
     streams = new_streams(3, 10, 5)
     assert [each.seed for each in streams] == [5, 6, 7]
-    streams[0].num_entries, streams[1].is_ended = 5, True
-    assert progress_of(streams) == 0.5
+    streams[0].next_index, streams[1].is_finished = 5, True
+    assert fraction_read(streams) == 0.5
 
 
 @pytest.mark.parametrize("given", [["--kill", "engine,disk"], ["--streams", "0"], ["--tokens", "99999"]])

@@ -139,7 +139,12 @@ def contexts(data: Path, model: str | None = None) -> list[Finding]:
 
 
 def test_the_context_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a process measures it that loads the model, by the variables that an engine would take."""
+    """As a process measures it that loads the model, by the variables that an engine would take; behind what a plugin
+    prints.
+    """
+    (tmp_path / "talkative.py").write_text("print('[talkative] ready')")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("PAGESTREAM_ENGINE__PLUGINS", "talkative")
     monkeypatch.setenv("PAGESTREAM_ENGINE__NUM_GPU_BLOCKS_OVERRIDE", "40")
     (part,) = contexts(tmp_path)
     assert part.verdict is Verdict.WARNING
@@ -148,16 +153,6 @@ def test_the_context_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (refused,) = contexts(tmp_path)
     assert refused.verdict is Verdict.PROBLEM
     assert refused.found.startswith("max_model_len: given 641, expected at most 640, what 40 KV blocks hold")
-
-
-def test_the_context_is_found_behind_what_a_plugin_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "talkative.py").write_text("print('[talkative] ready')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("PAGESTREAM_ENGINE__PLUGINS", "talkative")
-    monkeypatch.setenv("PAGESTREAM_ENGINE__MAX_NUM_SEQS", "8")
-    (whole,) = contexts(tmp_path)
-    assert whole.verdict is Verdict.OK
-    assert whole.found == "1,024 tokens, the model's own; the KV pool holds 8 such sequences"
 
 
 def test_the_context_is_measured_only_where_that_is_cheap(
@@ -233,12 +228,16 @@ def test_the_report_has_a_line_for_each_finding_and_what_to_do() -> None:
     }
 
 
-def test_the_command_ends_with_1_when_there_is_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_ends_with_1_when_there_is_a_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGESTREAM_ENGINE__MAX_NUM_SEQS", "8")
     ports = ["--http-port", str(free_port()), "--grpc-port", str(free_port())]
     assert main(["doctor", "--data-dir", str(tmp_path / "data"), *ports, "--json"]) == 0
-    subjects = [finding["subject"] for finding in json.loads(capsys.readouterr().out)]
-    assert subjects[:2] == ["python", "torch"]
-    assert {"triton", "redis", "model", "context", "disk", "data folder", "c++ compiler"} <= set(subjects)
+    found = {finding["subject"]: finding["found"] for finding in json.loads(capsys.readouterr().out)}
+    assert list(found)[:2] == ["python", "torch"]
+    assert {"triton", "redis", "model", "context", "disk", "data folder", "c++ compiler"} <= set(found)
+    assert found["context"] == "1,024 tokens, the model's own; the KV pool holds 8 such sequences"
     assert main(["doctor", str(tmp_path / "none"), "--data-dir", str(tmp_path / "data"), *ports]) == 1
     assert "problem  model" in capsys.readouterr().out
 

@@ -4,7 +4,7 @@ import pytest
 from pagestream_cli.__main__ import main
 from pagestream_cli.serve.help_all import NO_DEFAULT, groups, settings_of
 from pagestream_engine.config import EngineOptions
-from pagestream_gateway.settings import load_settings as gateway_settings
+from pagestream_gateway.configuration import load_settings as gateway_settings
 from pagestream_telemetry.environment import fields_of
 from pagestream_worker.settings import load_settings as worker_settings
 

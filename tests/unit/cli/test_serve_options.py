@@ -90,7 +90,10 @@ def test_the_name_of_a_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert choose_model(str(folder), "mine").name == "mine"
     monkeypatch.chdir(folder.parent)
     assert choose_model("tiny-llama", None).source == str(folder)
-    assert choose_model("some-org/Some-Model-1B", None) == ModelChoice("some-org/Some-Model-1B", "Some-Model-1B")
+    assert choose_model("some-org/Some-Model-1B", None) == ModelChoice(
+        "some-org/Some-Model-1B", "some-org/Some-Model-1B"
+    )
+    assert choose_model("some-org/Some-Model-1B@v2", None).name == "some-org/Some-Model-1B"
 
 
 @pytest.mark.parametrize("model", ["/no/such/folder", "./nothing", "nothing"])

@@ -196,10 +196,10 @@ class EnginePoolSpec(ApiModel):
             ".nodes",
         ),
         Rule(
-            "self.parallel.tensor * self.parallel.pipeline == 1 || !(has(self.engine.speculativeModel) || "
-            "has(self.engine.cpuOffloadGb) && self.engine.cpuOffloadGb > 0.0)",
-            "parallel.tensor and parallel.pipeline are 1 with engine.speculativeModel and cpuOffloadGb, "
-            "which ranks don't have yet: leave those out, or parallel",
+            "self.parallel.tensor * self.parallel.pipeline == 1 || "
+            "!(has(self.engine.cpuOffloadGb) && self.engine.cpuOffloadGb > 0.0)",
+            "parallel.tensor and parallel.pipeline are 1 with engine.cpuOffloadGb, which ranks don't have yet: leave "
+            "that out, or parallel",
             ".parallel",
         ),
     )

@@ -34,7 +34,7 @@ from pagestream_operator.pool.deletion_cost import deletion_costs
 from pagestream_operator.pool.finalizer import FINALIZER
 from pagestream_operator.pool.groups import Groups
 from pagestream_operator.pool.old_config_maps import OldConfigMaps
-from pagestream_operator.pool.scaler import Scaler, Verdict, fewest_replicas, first_replicas
+from pagestream_operator.pool.scaler import Scaler, Verdict, first_replicas, wanted_replicas
 from pagestream_operator.pool.shares import Shares
 from pagestream_operator.pool.status import api_time, changed, differs, differs_in_substance, pool_status
 from pagestream_operator.pool.unpublishing import Unpublishing
@@ -231,20 +231,11 @@ class Reconciler:
         current = next(each["metadata"]["name"] for each in made if each["kind"] == CONFIG_MAP.name)
         await self._old_config_maps.remove(pool, self._view(), current)
 
-    def _wanted(self, pool: EnginePool, view: PoolView, verdict: Verdict | None) -> int:
-        if pool.spec.paused:
-            return pool.status.desired_replicas if view.deployment is None else view.spec_replicas
-        if pool.spec.replicas is not None:
-            return pool.spec.replicas
-        if verdict is None:
-            return view.spec_replicas
-        return max(fewest_replicas(pool), verdict.decision.desired) + pool.spec.num_spares
-
     async def _scale(self, pool: EnginePool, body: dict[str, Any], verdict: Verdict | None) -> None:
         view = self._view()
         if view.deployment is None:
             return
-        before, wanted = view.spec_replicas, self._wanted(pool, view, verdict)
+        before, wanted = view.spec_replicas, wanted_replicas(pool, view, verdict)
         if wanted == before:
             return
         if wanted < before and verdict is not None:
@@ -322,7 +313,7 @@ class Reconciler:
         self, pool: EnginePool, body: dict[str, Any], verdict: Verdict | None, trouble: Trouble | None
     ) -> None:
         view = self._view()
-        self.desired = 0 if pool.is_deleted else self._wanted(pool, view, verdict)
+        self.desired = 0 if pool.is_deleted else wanted_replicas(pool, view, verdict)
         decision = None if verdict is None else verdict.decision
         shown = decision if pool.spec.replicas is None and not pool.spec.paused else None
         status = pool_status(

@@ -118,6 +118,23 @@ def mean_utilization(observation: PoolObservation, policy: SamplesPolicy) -> flo
     return fmean(shares) if shares else None
 
 
+def wanted_replicas(pool: EnginePool, view: PoolView, verdict: Verdict | None) -> int:
+    """Replicas that the Deployment is to have.
+
+    A decision about another size than the Deployment's, which somebody has scaled since, is not carried out: the next
+    one knows of it.
+    """
+    if pool.spec.paused:
+        return pool.status.desired_replicas if view.deployment is None else view.spec_replicas
+    if pool.spec.replicas is not None:
+        return pool.spec.replicas
+    if verdict is None:
+        return view.spec_replicas
+    if view.deployment is not None and verdict.observation.replicas != without_spares(pool, view.spec_replicas):
+        return view.spec_replicas
+    return max(fewest_replicas(pool), verdict.decision.desired) + pool.spec.num_spares
+
+
 def first_replicas(pool: EnginePool) -> int:
     """Replicas of a new Deployment: the pinned number, else the last desired one, else the fewest that are allowed."""
     spec = pool.spec

@@ -50,6 +50,8 @@ class SamplingOptions(TypedDict, total=False):
     seed: int | None
     stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
+    allowed_token_ids: Sequence[int] | None
+    bad_words: Sequence[str] | None
     min_tokens: int | None
     max_tokens: int | None
     ignore_eos: bool | None

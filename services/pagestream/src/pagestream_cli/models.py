@@ -149,9 +149,13 @@ def _is_done(view: RosterView, name: str, verb: Verb) -> bool:
 
 async def _remove(broker: Broker, arguments: argparse.Namespace) -> None:
     from pagestream_streams import ModelInUse, RequestsUnfinished, unpublish
+    from pagestream_streams.limits.ends import EndCounter
 
+    count = EndCounter(broker).count_partition
     try:
-        ended = await unpublish(broker, arguments.name, end_requests=arguments.end_requests, wait_s=arguments.wait)
+        ended = await unpublish(
+            broker, arguments.name, end_requests=arguments.end_requests, wait_s=arguments.wait, count_ended=count
+        )
     except ModelInUse as error:
         raise CliError(str(error), hint="--wait SECONDS waits for engines that are ending") from error
     except RequestsUnfinished as error:

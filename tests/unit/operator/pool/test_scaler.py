@@ -4,7 +4,13 @@ from typing import Any
 from pagestream_operator.api import EnginePoolStatus
 from pagestream_operator.kube.pods import Pod
 from pagestream_operator.metrics import MetricsStore
-from pagestream_operator.pool.scaler import Scaler, first_replicas, mean_utilization, without_spares
+from pagestream_operator.pool.scaler import (
+    Scaler,
+    first_replicas,
+    mean_utilization,
+    wanted_replicas,
+    without_spares,
+)
 from pagestream_operator.pool.shares import Shares
 from pagestream_operator.pool.view import PoolView
 from pagestream_scaling import (
@@ -101,3 +107,16 @@ def test_the_law_sees_no_spares_among_the_replicas_it_asked_for() -> None:
     demo = pool(minReplicas=0, maxReplicas=6, warmSpares=2)
     assert [without_spares(demo, replicas) for replicas in (1, 2, 5)] == [0, 0, 3]
     assert without_spares(pool(replicas=3, warmSpares=2), 3) == 3
+
+
+def test_a_decision_about_another_size_is_not_carried_out() -> None:
+    """The Deployment was created, or scaled by somebody, between the law's look and its decision's turn."""
+    asked = pool(minReplicas=1, maxReplicas=8)
+    before = PoolView(None, [])
+    verdict = Scaler(MetricsStore(release="default.demo"), Shares()).decide(asked, ScalingPolicy(), before, NOW)
+    assert (verdict.observation.replicas, verdict.decision.desired) == (1, 1)
+    for size in (1, 5):
+        assert wanted_replicas(asked, PoolView(deployment_body(size), []), verdict) == size
+    assert wanted_replicas(asked, before, verdict) == 1
+    pinned = pool(minReplicas=1, maxReplicas=8, replicas=3)
+    assert wanted_replicas(pinned, PoolView(deployment_body(5), []), verdict) == 3

@@ -111,8 +111,8 @@ def _set_option(sampling: api.SamplingParams, name: str, value: Any) -> None:
         return
     if name == "stop":
         _extend(sampling.stop, name, [value] if isinstance(value, str) else value)
-    elif name == "stop_token_ids":
-        _extend(sampling.stop_token_ids, name, value)
+    elif name in ("stop_token_ids", "allowed_token_ids", "bad_words"):
+        _extend(getattr(sampling, name), name, value)
     elif name == "logit_bias":
         try:
             sampling.logit_bias.update(value)

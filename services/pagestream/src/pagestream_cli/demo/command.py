@@ -17,8 +17,8 @@ from pagestream_cli import store
 from pagestream_cli.console import say
 from pagestream_cli.demo import report
 from pagestream_cli.demo.host import DemoHost, new_reporter, running
-from pagestream_cli.demo.streams import DemoStream, follow_all, new_streams, progress_of
-from pagestream_cli.demo.timeline import ENDED, NOBODY, UNKNOWN, Kill, Timeline, character_of
+from pagestream_cli.demo.streams import DemoStream, fraction_read, new_streams, read_all
+from pagestream_cli.demo.timeline import FINISHED, NO_OWNER, UNKNOWN, Kill, Timeline, character_of
 
 if TYPE_CHECKING:
     from pagestream_streams import Broker
@@ -69,7 +69,7 @@ async def _read(host: DemoHost, streams: Sequence[DemoStream]) -> None:
 
     try:
         async with AsyncHttpClient(host.urls) as client:
-            await follow_all(streams, client, host.model)
+            await read_all(streams, client, host.model)
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
 
@@ -87,7 +87,7 @@ async def _read_with_kills(
                 timeline.add(
                     time.monotonic() - began_s, [_character(*each) for each in zip(streams, owners, strict=True)]
                 )
-                if left and progress_of(streams) >= (len(kinds) - len(left) + 1) / (len(kinds) + 1):
+                if left and fraction_read(streams) >= (len(kinds) - len(left) + 1) / (len(kinds) + 1):
                     part = _victim(host, left[0], owners)
                     if part is not None:
                         pid = host.kill(part)
@@ -121,9 +121,9 @@ async def _owners(broker: Broker, streams: Sequence[DemoStream]) -> list[str]:
 
 
 def _character(stream: DemoStream, owner: str) -> str:
-    if stream.is_ended:
-        return ENDED
-    return {"": NOBODY, UNKNOWN: UNKNOWN}.get(owner) or character_of(owner)
+    if stream.is_finished:
+        return FINISHED
+    return {"": NO_OWNER, UNKNOWN: UNKNOWN}.get(owner) or character_of(owner)
 
 
 @asynccontextmanager

@@ -9,14 +9,14 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from pagestream_cli.demo.streams import DemoStream
-from pagestream_cli.demo.timeline import ENDED, NOBODY, UNKNOWN, Timeline
+from pagestream_cli.demo.timeline import FINISHED, NO_OWNER, UNKNOWN, Timeline
 
 if TYPE_CHECKING:
     from rich.text import Text
 
 WIDTH = 60
 _LEGEND = (
-    f"0, 1: engine of the stream   {NOBODY}: none   {UNKNOWN}: Redis is away   "
+    f"0, 1: engine of the stream   {NO_OWNER}: none   {UNKNOWN}: Redis is away   "
     "E, G, R: kill -9 of an engine, a gateway, Redis"
 )
 
@@ -30,12 +30,12 @@ _STYLES = (
 
 
 def picture(streams: Sequence[DemoStream], timeline: Timeline, width: int = WIDTH) -> str:
-    """Return the streams as rows: who had them when, and how far they are."""
+    """Return a row for each stream: which engine ran it when, and the percentage of its tokens."""
     end_s = timeline.times_s[-1] if timeline.times_s else 0.0
     lines = [f"{'':>8}  {timeline.marks(width)}  {end_s:.1f} s"]
     for number, stream in enumerate(streams):
-        row = timeline.row(number, width) if timeline.times_s else ENDED * width
-        done = 100 if stream.is_ended else min(99, 100 * stream.num_entries // stream.num_tokens)
+        row = timeline.row(number, width) if timeline.times_s else FINISHED * width
+        done = 100 if stream.is_finished else min(99, 100 * stream.next_index // stream.max_tokens)
         lines.append(f"stream {number + 1:>2} {row}  {done:>3} %")
     return "\n".join([*lines, _LEGEND])
 
@@ -59,9 +59,8 @@ def table(undisturbed: Sequence[DemoStream], killed: Sequence[DemoStream]) -> st
     for number, (first, second) in enumerate(zip(undisturbed, killed, strict=True), 1):
         same = "identical" if is_identical(first, second) else "DIFFERENT"
         gap = f"{second.longest_gap_s * 1000:.0f} ms"
-        lines.append(
-            f"{number:>6}{second.num_read:>8}{second.attempts:>10}{gap:>13}  {first.digest}  {second.digest}  {same}"
-        )
+        counts = f"{number:>6}{second.completion_tokens:>8}{second.attempts:>10}{gap:>13}"
+        lines.append(f"{counts}  {first.digest}  {second.digest}  {same}")
     return "\n".join(lines)
 
 
@@ -78,7 +77,7 @@ def as_json(undisturbed: Sequence[DemoStream], killed: Sequence[DemoStream], tim
         {
             "request_id": second.request_id,
             "seed": second.seed,
-            "tokens": second.num_read,
+            "tokens": second.completion_tokens,
             "attempts": second.attempts,
             "longest_gap_s": round(second.longest_gap_s, 4),
             "undisturbed_digest": first.digest,
@@ -93,5 +92,5 @@ def as_json(undisturbed: Sequence[DemoStream], killed: Sequence[DemoStream], tim
 
 def is_identical(first: DemoStream, second: DemoStream) -> bool:
     """Whether two streams have ended with the same text and as many tokens."""
-    ended = first.is_ended and second.is_ended
-    return ended and (first.digest, first.num_read) == (second.digest, second.num_read)
+    ended = first.is_finished and second.is_finished
+    return ended and (first.digest, first.completion_tokens) == (second.digest, second.completion_tokens)

@@ -1,12 +1,12 @@
-"""Which engine had which stream when, and what was killed."""
+"""Which engine ran which stream when, and which processes were killed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-NOBODY = "·"
-ENDED = " "
+NO_OWNER = "·"
+FINISHED = " "
 UNKNOWN = "?"
 """While Redis does not answer."""
 _MARKS = {"engine": "E", "gateway": "G", "redis": "R"}
@@ -30,12 +30,12 @@ class Kill:
 
 @dataclass
 class Timeline:
-    """Samples of who had each stream, in the order of their time."""
+    """Samples of the engine that ran each stream, in the order of their time."""
 
     times_s: list[float] = field(default_factory=list)
     """Seconds after the streams began."""
     owners: list[Sequence[str]] = field(default_factory=list)
-    """For each sample the character of each stream: an engine's number, NOBODY, ENDED or UNKNOWN."""
+    """For each sample the character of each stream: an engine's number, NO_OWNER, FINISHED or UNKNOWN."""
     kills: list[Kill] = field(default_factory=list)
 
     def add(self, at_s: float, owners: Sequence[str]) -> None:
@@ -50,7 +50,7 @@ class Timeline:
             row[self._column(at_s, width)] = owners[stream]
         for column in range(1, width):  # a part without a sample
             row[column] = row[column] or row[column - 1]
-        return "".join(each or NOBODY for each in row)
+        return "".join(each or NO_OWNER for each in row)
 
     def marks(self, width: int) -> str:
         """Return the row of the kills."""
@@ -71,4 +71,4 @@ def kind_of(part: str) -> str:
 
 def character_of(owner: str) -> str:
     """Return an engine's number, from its id in Redis: `engine-<number>-<pid>:<nonce>`."""
-    return owner.removeprefix("engine-").partition("-")[0][-1:] or NOBODY
+    return owner.removeprefix("engine-").partition("-")[0][-1:] or NO_OWNER

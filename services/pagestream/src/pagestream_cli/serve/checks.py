@@ -78,7 +78,7 @@ def check_parts(parts: Sequence[PartSpec]) -> None:
         UsageError: a value is unknown, malformed or out of range; it is named.
     """
     from pagestream_engine.errors import EngineError
-    from pagestream_gateway import settings as gateway
+    from pagestream_gateway import configuration as gateway
     from pagestream_gateway.errors import SettingsError
     from pagestream_worker import settings as worker
 

@@ -46,7 +46,7 @@ def choose_model(model: str | None, served_model_name: str | None) -> ModelChoic
     if model is None:
         return ModelChoice(str(find_demo_model()), served_model_name or DEMO_MODEL_NAME)
     if not Path(model).exists() and (repository := REPOSITORY.fullmatch(model)) is not None:
-        return ModelChoice(model, served_model_name or repository["name"].rpartition("/")[2])
+        return ModelChoice(model, served_model_name or repository["name"])
     folder = Path(model).expanduser().absolute()
     if (folder / ADAPTER_FILE).is_file() and not (folder / "config.json").exists():
         base = choose_model(_base_of(folder), None)
