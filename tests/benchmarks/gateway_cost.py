@@ -24,7 +24,8 @@ from gateway_streams import ClientFigures, grpc_stream, sse_stream
 from goals import print_goal
 from pagestream.v1 import inference_pb2 as pb
 from pagestream.v1.inference_pb2_grpc import InferenceServicer, InferenceStub, add_InferenceServicer_to_server
-from support.processes.stack import Gateway, Part, Stack, free_port
+from support.processes.part import Part
+from support.processes.stack import Gateway, Stack, free_port
 from support.processes.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -170,7 +171,7 @@ Target = tuple[Part, int]
 
 
 def window(targets: Sequence[Target], api: str, options: argparse.Namespace, folder: Path) -> float:
-    """Return microseconds of processor for a token in one window; the streams are divided among the servers."""
+    """Return microseconds of processor for a token in one window, of all servers at once."""
     clients = [start_client(target, api, len(targets), options, folder) for target in targets]
     wait_until(lambda: not any(client.is_alive() for client in clients), limit_s=LIMIT_S, what="the streams")
     results = [json.loads(client.log.read_text().splitlines()[-1]) for client in clients]
@@ -181,11 +182,11 @@ def window(targets: Sequence[Target], api: str, options: argparse.Namespace, fol
 
 
 def start_client(target: Target, api: str, share: int, options: argparse.Namespace, folder: Path) -> Part:
-    """Start the client of one server, with one of so many shares of the streams."""
+    """Start the client of one server, with one of so many shares of the streams, or with `--each` with all of them."""
     part, port = target
     if part.process is None:
         raise RuntimeError(f"{part.name} is not running")
-    streams = options.streams // share
+    streams = options.streams if options.each else options.streams // share
     given = {"api": api, "port": port, "pid": part.process.pid, "streams": streams, "tokens": options.tokens}
     arguments = [text for name, value in given.items() for text in (f"--{name}", str(value))]
     client = own_part(f"client-{part.name}", folder, "--role", "client", *arguments)
@@ -259,6 +260,7 @@ def main() -> None:
     parser.add_argument("--base", type=Path, help="another checkout, whose gateway is measured beside this tree's")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--gateways", type=int, nargs="+", default=[1], help="how many share the streams; 1 among them")
+    parser.add_argument("--each", action="store_true", help="every gateway has --streams, in place of a share of them")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--rate", type=float, default=20.0, help="tokens a second of each stream")
     parser.add_argument("--tokens", type=int, default=100, help="of each stream in a window")

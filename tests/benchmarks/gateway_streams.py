@@ -30,7 +30,8 @@ from goals import print_goal
 from pagestream.v1 import inference_pb2 as pb
 from pagestream.v1.inference_pb2_grpc import InferenceStub
 from support.engines.synthetic_engine import MODEL
-from support.processes.stack import Part, Stack
+from support.processes.part import Part
+from support.processes.stack import Stack
 from support.processes.waiting import wait_until
 
 CONNECT_PERIOD_S = 0.2
@@ -194,6 +195,8 @@ def cpu_s(part: Part) -> float:
 
 def describe(values: Sequence[float]) -> str:
     """Return the median and the tail, in milliseconds."""
+    if len(values) < 2:
+        return "too few"
     cuts = quantiles(values, n=1000)
     return f"p50 {cuts[499] * 1e3:.0f} ms, p99 {cuts[989] * 1e3:.0f} ms, p99.9 {cuts[998] * 1e3:.0f} ms"
 

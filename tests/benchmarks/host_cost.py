@@ -49,7 +49,7 @@ from pagestream_engine.scheduler.scheduled_step import ScheduledStep
 from pagestream_engine.step.pending import PendingResult
 from pagestream_engine.step.records import StepPlan, StepResult
 from pagestream_streams import AppendKind, AppendOutcome
-from pagestream_streams.engine.appending import append_arguments
+from pagestream_streams.engine.appending import append_arguments, slice_of
 from pagestream_streams.protocol.token_appends import TokenOutcomes
 from pagestream_worker.collector import spare_what_lives
 from pagestream_worker.logs.token_columns import PlainSequences
@@ -261,7 +261,7 @@ async def append_ms(outputs: Sequence[StepOutput], stats: EngineStats, num_steps
         taken.take_deferred()
         pending = table.requests.pending(APPEND_LIMIT)
         if pending.appends:
-            append_arguments(RETENTION_MS, pending.appends, channels="wake:", wakes=True)
+            append_arguments(RETENTION_MS, pending.appends, channels="wake:", first_slice=slice_of)
         appending.append(thread_time() - packed)
         packing.append(packed - started)
         for each in pending.appends:

@@ -179,7 +179,7 @@ class Fleet:
             engine.unpublished = []
         for placer in self.placers:
             for number, queue in enumerate(self.queues):
-                placer.queued[Partition(MODEL, number)] = len(queue)
+                placer.note_queued(Partition(MODEL, number), len(queue))
 
     def _take(self, index: int, now: float) -> None:
         """Let an idle engine take the oldest request that it may."""

@@ -70,6 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--max-num-seqs", type=int, default=64, help="rows of a step, drafts among them")
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--draft-layers", type=int, help="of a draft model, in place of n-grams")
@@ -82,7 +83,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model", args.dtype)
         if args.vllm is not None:
-            work = {"prompts": make_prompts(max(args.streams)), "texts": texts, "output_tokens": args.output_tokens}
+            work = {
+                "prompts": make_prompts(max(args.streams)),
+                "texts": texts,
+                "output_tokens": args.output_tokens,
+                "max_num_seqs": args.max_num_seqs,
+            }
             compare(args.vllm, model, work, args.streams, args.rounds)
             return
         path = str(model)
@@ -91,7 +97,7 @@ def main() -> None:
             damp_above(model, args.draft_layers)
             draft = first_layers(model, Path(folder) / "draft", args.draft_layers)
             drafts = {"speculative_model": str(draft)}
-        options = {"max_num_seqs": 64, "enable_prefix_caching": False}
+        options = {"max_num_seqs": args.max_num_seqs, "enable_prefix_caching": False}
         plain, again, drafting = LLM(path, **options), LLM(path, **options), LLM(path, **options, **drafts)
         print(f"deterministic: {plain.engine.is_deterministic}")
         print("| text | streams | drafts a token | accepted | speed, of without | without again |")

@@ -28,14 +28,16 @@ LIMIT_S = 1800.0
 READY = "ready"
 
 
-def make_side(name: str, folder: str) -> Callable[[Sequence[list[int]], Mapping[str, Any], int], list[int]]:
+def make_side(
+    name: str, folder: str, max_num_seqs: int
+) -> Callable[[Sequence[list[int]], Mapping[str, Any], int], list[int]]:
     """Load an engine; return what generates so many tokens for prompts and returns how many came for each."""
     has_drafts = name.endswith("drafts")
     if name.startswith("pagestream"):
         from pagestream_engine import LLM, SamplingParams
 
         drafts = {"speculative_method": "ngram", "num_speculative_tokens": NUM_DRAFTS} if has_drafts else {}
-        ours = LLM(folder, max_num_seqs=64, enable_prefix_caching=False, **drafts)
+        ours = LLM(folder, max_num_seqs=max_num_seqs, enable_prefix_caching=False, **drafts)
 
         def generate(prompts: Sequence[list[int]], settings: Mapping[str, Any], count: int) -> list[int]:
             given = {**settings, "max_tokens": count, "ignore_eos": True}
@@ -52,7 +54,7 @@ def make_side(name: str, folder: str) -> Callable[[Sequence[list[int]], Mapping[
         skip_tokenizer_init=True,
         dtype="bfloat16",
         max_model_len=2048,
-        max_num_seqs=64,
+        max_num_seqs=max_num_seqs,
         enable_prefix_caching=False,
         speculative_config=lookup if has_drafts else None,
     )
@@ -73,7 +75,7 @@ def serve_side(name: str, folder: str, work_file: str) -> None:
             settings["logit_bias"] = {int(token): bias for token, bias in settings["logit_bias"].items()}
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # What the libraries print is no answer.
-    generate = make_side(name, folder)
+    generate = make_side(name, folder, work["max_num_seqs"])
     generate(work["prompts"][:2], {"temperature": 0.0}, 8)
     print(READY, file=answers, flush=True)
     for line in sys.stdin:
@@ -127,7 +129,7 @@ def compare(vllm_python: str, folder: Path, work: Mapping[str, Any], streams: Se
     Args:
         vllm_python: of the environment that vLLM is installed in.
         folder: the model's; a file beside it is written.
-        work: prompts, texts (sampling parameters by name) and output_tokens.
+        work: prompts, texts (sampling parameters by name), output_tokens and max_num_seqs.
         streams: numbers of streams.
         rounds: of turns.
     """

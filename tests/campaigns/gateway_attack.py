@@ -25,7 +25,8 @@ import httpx
 import uvloop
 from support.clients.stalled_readers import StalledReader, peak_mib
 from support.engines import bulk_engine, synthetic_engine
-from support.processes.stack import Gateway, Part, Stack
+from support.processes.part import Part
+from support.processes.stack import Gateway, Stack
 from support.processes.waiting import wait_until
 from support.protocol.token_streams import eventually
 

@@ -18,7 +18,8 @@ import httpx
 import redis.asyncio
 from support.clients.stalled_readers import StalledReader, peak_mib
 from support.engines.bulk_engine import MODEL, token_text
-from support.processes.stack import Gateway, Part, Stack
+from support.processes.part import Part
+from support.processes.stack import Gateway, Stack
 from support.processes.waiting import wait_until
 from support.protocol.token_streams import eventually
 

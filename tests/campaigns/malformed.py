@@ -36,7 +36,8 @@ from support.malformed.batches import Outcome
 from support.malformed.inputs import Inputs, Sender, exchange
 from support.malformed.neighbours import Neighbours
 from support.malformed.process import Usage, defects_in, unfinished_requests, usage_of
-from support.processes.stack import Gateway, Part, Stack
+from support.processes.part import Part
+from support.processes.stack import Gateway, Stack
 from support.processes.waiting import wait_until
 from support.protocol.token_streams import eventually
 

@@ -22,7 +22,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from support.engines import synthetic_engine
-from support.processes.stack import Gateway, Part, Stack
+from support.processes.part import Part
+from support.processes.stack import Gateway, Stack
 from support.processes.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,8 +48,13 @@ UNSUCCESSFUL = (
     "POST /v1/models/load",  # need an engine with a list of models
     "POST /v1/models/unload",
     "POST /v1/embeddings",  # need an engine that computes vectors
+    "POST /v1/classify",
+    "POST /classify",
     "POST /v1/score",
+    "POST /score",
     "POST /v1/rerank",
+    "POST /v2/rerank",
+    "POST /rerank",
 )
 """Operations that can't succeed here, for want of what stands beside them."""
 

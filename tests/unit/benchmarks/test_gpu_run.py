@@ -19,6 +19,7 @@ from page import NOT_MEASURED, SECTIONS, page  # noqa: E402
 
 
 @pytest.mark.builds
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_dry_run_runs_every_section_and_measures_nothing() -> None:
     command = [sys.executable, str(FOLDER / "run.py"), "--dry-run"]
