@@ -14,9 +14,12 @@ TORCH_INDEX ?=
 PYTEST_ARGS ?=
 # What takes an API server, or helm.
 KUBE_TESTS = tests/integration/chart tests/integration/operator
-# What builds or interprets kernels for half a minute, beside their own tests.
-BUILDS = tests/integration/engine/test_deterministic.py tests/unit/engine/layers/test_linear_levels.py \
-         tests/unit/engine/runner/test_triton_steps.py
+# Longer cases of engines, workers and kills; what builds or interprets kernels, copies large weights or trains.
+LONG = tests/integration/engine tests/integration/worker tests/integration/cli tests/faults \
+       tests/unit/engine/layers/test_linear_levels.py tests/unit/engine/layers/test_exact_linears.py \
+       tests/unit/engine/runner/test_triton_steps.py tests/unit/engine/attention \
+       tests/unit/engine/models/test_loader.py tests/unit/demo/test_train.py \
+       tests/unit/benchmarks/test_gpu_run.py
 # pytest's exit status where a choice of ours leaves one of the two parts without a test; without a choice that fails.
 NOTHING_FOUND = $(if $(PYTEST_ARGS),5,none)
 # Test files that run at once, more than there are cores, since many wait; 0 is one after the other. Tests that kill
@@ -32,7 +35,7 @@ ROUNDS ?= 10
 # docker, buildah, or a command: see deploy/images/build.sh.
 IMAGE_BUILDER ?= $(PAGESTREAM_IMAGE_BUILDER)
 
-.PHONY: help setup run test kube-test kernel-test clients schemas malformed browser-test test-fast check bench faults faults-campaign families topologies properties model-check gpu images cluster-test operator-scale proto demo-model kernels kernel-tables constraints clean
+.PHONY: help setup run test kube-test kernel-test clients schemas malformed browser-test test-fast check bench faults faults-campaign families slow-test topologies properties model-check gpu images cluster-test operator-scale proto demo-model kernels kernel-tables constraints clean
 
 help: ## List the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -46,7 +49,7 @@ $(STAMP): constraints.txt pyproject.toml $(addsuffix /pyproject.toml,$(PACKAGES)
 run: $(STAMP) ## Serve the demo model and show a streamed answer (Ctrl-C ends it)
 	@$(BIN)/pagestream serve --greet "Tell me a story about the lighthouse." $(ARGS)
 
-test: $(STAMP) ## Run the tests (under 15 minutes on two cores): those that kill processes first, one by one
+test: $(STAMP) ## Run the tests (17 minutes on two quiet cores): those that kill processes first, one by one
 	@failed=0; select='not slow and not gpu'; \
 	$(PYTEST) -m "$$select" tests/faults $(PYTEST_ARGS) || [ $$? = $(NOTHING_FOUND) ] || failed=1; \
 	$(SHARED_CORES) $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "$$select" $(addprefix --ignore=,$(KUBE_TESTS)) tests/integration tests/unit $(PYTEST_ARGS) || [ $$? = $(NOTHING_FOUND) ] || failed=1; \
@@ -56,7 +59,10 @@ kube-test: $(STAMP) ## The chart and the operator against a real API server, wit
 	$(SHARED_CORES) $(PYTEST) -n $(WORKERS) --dist loadfile -m 'not slow' $(KUBE_TESTS) $(PYTEST_ARGS)
 
 kernel-test: $(STAMP) ## The builds and interpreted cases of the kernels' cover that `make test` leaves out (minutes)
-	$(SHARED_CORES) $(PYTEST) -n $(WORKERS) --dist loadfile -m 'slow and not gpu' tests/unit/kernels $(BUILDS) $(PYTEST_ARGS)
+	$(SHARED_CORES) $(PYTEST) -n $(WORKERS) --dist worksteal -m 'slow and not gpu' tests/unit/kernels $(PYTEST_ARGS)
+
+slow-test: $(STAMP) ## The longer cases that neither `make test` nor `make kernel-test` has (minutes)
+	$(SHARED_CORES) $(PYTEST) -n $(WORKERS) --dist loadfile -m 'slow and not gpu' $(LONG) $(PYTEST_ARGS)
 
 clients: $(STAMP) ## Clients that others wrote, for Python and JavaScript, against the demo model (needs npm; 3 minutes)
 	PYTHON="$(PYTHON)" tests/clients/prepare.sh .clients
@@ -86,7 +92,7 @@ check: $(STAMP) ## Lint, format, types, layer order, sizes of folders and classe
 bench: $(STAMP) ## Print the benchmarks' ratios (minutes; a quiet machine is best)
 	$(BIN)/python tests/benchmarks/run.py $(ARGS)
 
-faults: $(STAMP) ## Kill, stop, cut off and fill every part at every moment: 168 cells, and a table (25 minutes)
+faults: $(STAMP) ## Kill, stop, cut off and fill every part at every moment: 168 cells, and a table (25 to 40 minutes)
 	$(BIN)/python tests/campaigns/fault_matrix.py $(ARGS)
 
 properties: $(STAMP) ## All pairs of an engine's features, then the property tests with fresh examples, ROUNDS times over (a minute a round)

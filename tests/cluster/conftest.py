@@ -32,7 +32,18 @@ from support.kubernetes.release import (
 from support.redis.servers import skip_for_want_of
 
 TABLE = ROOT / "docs" / "benchmarks" / "cluster.md"
-ORDER = ("install", "scaling", "disturbances", "rollout", "zero", "upgrade", "neighbours", "nodes", "uninstall")
+ORDER = (
+    "install",
+    "scaling",
+    "disturbances",
+    "rollout",
+    "zero",
+    "upgrade",
+    "neighbours",
+    "models",
+    "nodes",
+    "uninstall",
+)
 NUM_QUESTIONS = 16
 MOST_TOKENS = 900  # the demo model's context is 1,024
 

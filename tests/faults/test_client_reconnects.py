@@ -98,7 +98,7 @@ def check(undisturbed: Sequence[Reader], disturbed: Sequence[Reader]) -> None:
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with running_stack(tmp_path_factory.mktemp("stack"), gateways=2) as stack:
+    with running_stack(tmp_path_factory.mktemp("stack"), gateways=2, is_forked=True) as stack:
         yield stack
 
 
@@ -212,7 +212,7 @@ def test_a_quiet_stream_of_a_gateway_that_is_stopped(tmp_path: Path, kind: type[
                 await closing
             return answer
 
-    stack = Stack(tmp_path, model=DEMO_MODEL, engine_options=())
+    stack = Stack(tmp_path, model=DEMO_MODEL, engine_options=(), is_forked=True)
     try:
         stack.redis.start()
         answer = asyncio.run(scenario(stack))

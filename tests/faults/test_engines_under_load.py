@@ -17,7 +17,8 @@ from pagestream.v1.inference_pb2_grpc import InferenceStub
 from support.clients.stream_clients import GrpcReader, Outcome
 from support.faults.disturbed_runs import run_all, unfinished
 from support.faults.workloads import NUM_TOKENS, chat_request
-from support.processes.stack import START_LIMIT_S, Part, Stack, running_stack
+from support.processes.part import Part
+from support.processes.stack import START_LIMIT_S, Stack, running_stack
 from support.processes.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(180)
@@ -29,7 +30,7 @@ Contents = list[tuple[object, ...]]
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with running_stack(tmp_path_factory.mktemp("stack"), engines=2) as stack:
+    with running_stack(tmp_path_factory.mktemp("stack"), engines=2, is_forked=True) as stack:
         yield stack
 
 
@@ -61,7 +62,7 @@ def start_again(engine: Part) -> None:
 def test_no_engine_is_taken_for_dead_while_redis_is_away(stack: Stack, undisturbed: Contents) -> None:
     """Accepted requests finish, no lease expires, no process restarts."""
     others = [part for part in stack.parts if part is not stack.redis]
-    pids = [part.process.pid for part in others if part.process]
+    pids = [part.pid for part in others]
 
     def kill_redis(_: Sequence[GrpcReader]) -> None:
         end = time.monotonic() + OUTAGE_S
@@ -72,7 +73,7 @@ def test_no_engine_is_taken_for_dead_while_redis_is_away(stack: Stack, undisturb
 
     disturbed = asyncio.run(run_all(stack, disturb=kill_redis))
     assert contents(disturbed) == undisturbed
-    assert [part.process.pid for part in others if part.process] == pids
+    assert [part.pid for part in others] == pids
     assert all(part.is_alive() for part in stack.parts)
     assert attempts(stack, disturbed) == [1] * len(disturbed), "a request was taken from a living engine"
 

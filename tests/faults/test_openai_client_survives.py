@@ -32,7 +32,7 @@ CHAT: dict[str, Any] = {
 @asynccontextmanager
 async def gateways_and_engine(folder: Path) -> AsyncIterator[tuple[Stack, SyntheticEngine]]:
     """Run Redis and one gateway more than are killed as processes, and an engine in this one."""
-    stack = Stack(folder, model=DEMO_MODEL, engine_options=())
+    stack = Stack(folder, model=DEMO_MODEL, engine_options=(), is_forked=True)
     try:
         stack.redis.start()
         async with running_engine(stack.redis_url) as engine:

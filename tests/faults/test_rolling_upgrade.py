@@ -16,7 +16,8 @@ from pagestream.v1.inference_pb2_grpc import InferenceStub
 from support.clients.stream_clients import GrpcReader, Outcome
 from support.faults.workloads import chat_request
 from support.processes.earlier import EarlierSources
-from support.processes.stack import DEMO_MODEL, START_LIMIT_S, Gateway, Part, Stack
+from support.processes.part import Part
+from support.processes.stack import DEMO_MODEL, START_LIMIT_S, Gateway, Stack
 from support.processes.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(240)
@@ -26,7 +27,7 @@ EARLIER = "b916991639ddcf2827f78f78c2917f5dc9eee928"
 OPTIONS = ("--dtype", "float32", "--max-num-seqs", "64")
 THREADS = {"OMP_NUM_THREADS": "1"}
 FINISHES = {**THREADS, "PAGESTREAM_WORKER__FINISH_TIMEOUT_S": "60"}
-LONG = 900
+LONG = 600
 SHORT = 40
 
 
@@ -37,7 +38,7 @@ def earlier(tmp_path: Path) -> EarlierSources:
 
 @pytest.fixture
 def stack(tmp_path: Path) -> Iterator[Stack]:
-    running = Stack(tmp_path / "stack", model=DEMO_MODEL, engine_options=OPTIONS)
+    running = Stack(tmp_path / "stack", model=DEMO_MODEL, engine_options=OPTIONS, is_forked=True)
     running.redis.start()
     try:
         yield running
@@ -86,7 +87,7 @@ async def _upgrade(stack: Stack, earlier: EarlierSources) -> None:
     old_gateway = earlier.add_gateway(stack)
     new_gateway = stack.add_gateway()
     await asyncio.to_thread(stack.wait_ready)
-    undisturbed = await run_through(old_gateway, 16, max_tokens=LONG)
+    undisturbed = await run_through(old_gateway, 8, max_tokens=LONG)
 
     # Requests that this commit's gateway accepts run on the earlier engine, and come back the same.
     crossed = await run_through(new_gateway, 4)

@@ -33,7 +33,7 @@ def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[Case]:
 
 
 def sampled(cases: Sequence[Any], every: int = 5) -> list[Any]:
-    """Mark all cases as slow but one in `every`: `make test` runs these, `make kernel-test` the others."""
+    """Mark all cases as slow but one in `every`: `make test` runs these, `kernel-test` or `slow-test` the others."""
     return [
         pytest.param(*case, marks=() if place % every == 0 else pytest.mark.slow)
         if isinstance(case, tuple)

@@ -34,7 +34,9 @@ class Question:
         self, client: AsyncClient, chunks: list[Chunk], on_chunk: Callable[[], object] = lambda: None
     ) -> Content:
         """Ask and append the answer to `chunks`, calling `on_chunk` for each; return what is equal in all runs."""
-        words = f"Tell me a story about the {TOPICS[self.number % len(TOPICS)]}. Number {self.number}."
+        first, second = TOPICS[self.number % len(TOPICS)], TOPICS[self.number // len(TOPICS) % len(TOPICS)]
+        about = f"the {first}" if self.number < len(TOPICS) else f"the {first} and the {second}"
+        words = f"Tell me a story about {about}."
         async for chunk in client.generate(
             self.model,
             messages=[{"role": "user", "content": words}],

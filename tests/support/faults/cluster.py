@@ -26,8 +26,9 @@ from support.faults.feature_rows import FEATURE_ROWS, FeatureRow
 from support.faults.parts import RankPart
 from support.faults.setups import ENGINE_OPTIONS, SETUPS, Engines, write_adapter, write_other_model
 from support.network.tcp_proxy import TcpProxy
-from support.processes.fork_server import ForkedPart, ForkServer
-from support.processes.stack import DEMO_MODEL, Part, StackError, free_port
+from support.processes.fork_server import END_LIMIT_S, ForkedPart, ForkServer
+from support.processes.part import Part, StackError
+from support.processes.stack import DEMO_MODEL, free_port
 from support.processes.waiting import descendants_of
 
 MODEL = "demo"
@@ -41,6 +42,8 @@ READY_LIMIT_S = 240.0
 POLL_S = 0.05
 PAST_LEASE_S = 2.6
 """A lease (1.5 s) and the time until a sweep finds that it has lapsed."""
+IDLE_S = 4.0
+"""Longer than a group waits for a rank without progress (1.5 s), and for its end."""
 PAST_GRACE_S = 13.0
 """The disconnect grace (10 s) and the time until a sweep would find that it is over."""
 
@@ -72,9 +75,7 @@ class Member:
     @property
     def pid(self) -> int:
         """Id of the process that runs now; 0 without one."""
-        if isinstance(self.part, ForkedPart):
-            return self.part.pid
-        return self.part.process.pid if self.part.process else 0
+        return self.part.pid
 
 
 class FaultCluster:
@@ -192,12 +193,16 @@ class FaultCluster:
 
     async def repair(self, fault: Fault, victims: Collection[Member], *, supervised: bool = False) -> None:
         """Restart killed parts at once; resume the others when every lease has lapsed, a full Redis when graces have.
-        A rank that is stopped is killed by its group.
+        A rank that is stopped is killed by its group, which finds it at its next step: one that has nothing more to do
+        finds nothing, and goes on when the rank does.
 
         `supervised` expires a killed engine's lease first, as `pagestream serve` does.
         """
         if fault is Fault.KILL or any(isinstance(victim.part, RankPart) for victim in victims):
             for victim in sorted(victims, key=lambda member: member is not self.redis):
+                if fault is Fault.STOP and await self._is_idle(victim):
+                    victim.part.signal(signal.SIGCONT)
+                    continue
                 # In a thread: a worker whose engine was killed ends by way of Redis, through a proxy of this loop.
                 await asyncio.to_thread(victim.part.wait)
                 if supervised and victim in self.engines:
@@ -218,6 +223,25 @@ class FaultCluster:
             else:
                 for proxy in self._proxies(victim):
                     proxy.heal()
+
+    async def _is_idle(self, victim: Member) -> bool:
+        """Return whether the engine of a stopped rank has no request for longer than a busy one needs to find it."""
+        idle_since = began = time.monotonic()
+        while isinstance(victim.part, RankPart) and victim.part.is_worker_alive():
+            if time.monotonic() - began > END_LIMIT_S:
+                return False  # it hangs
+            if self._num_owned(victim.part.worker_name):
+                idle_since = time.monotonic()
+            if time.monotonic() - idle_since > IDLE_S:
+                return True
+            await asyncio.sleep(POLL_S)
+        return False
+
+    def _num_owned(self, engine: str) -> int:
+        """Return how many unfinished requests an engine owns in Redis."""
+        with Redis(port=self.redis_port, decode_responses=True) as client:
+            keys = list(client.scan_iter(f"ps:{{*}}:owned:{engine}:*", count=1000))
+            return sum(client.scard(key) for key in keys)
 
     def _limit_memory(self, maxmemory: int) -> None:
         """Set the bytes that Redis may use; 0 for no limit."""

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 
 from support.clients.stream_clients import GrpcReader, Outcome
 from support.faults.workloads import NUM_STREAMS, NUM_TOKENS, mixed_requests
-from support.processes.stack import Stack, StackError
+from support.processes.part import StackError
+from support.processes.stack import Stack
 
 MIDDLE = NUM_TOKENS // 4
 

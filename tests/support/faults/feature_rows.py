@@ -133,6 +133,11 @@ FEATURE_ROWS = (
         },
     ),
     FeatureRow("best_of", "A letter came to", {"temperature": 0.9, "seed": 61, "n": 2, "best_of": 5}),
+    FeatureRow(
+        "allowed tokens, bad words",
+        "The baker said that",
+        {"temperature": 0.9, "seed": 67, "allowed_token_ids": list(range(260, 900)), "bad_words": ["the", "boat"]},
+    ),
     FeatureRow("logit_bias", "In the harbour", {"temperature": 0.8, "seed": 29, "logit_bias": {261: 3.0, 300: -100.0}}),
     FeatureRow(
         "all at once",

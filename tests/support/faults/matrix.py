@@ -20,7 +20,7 @@ from support.faults.parts import EnginePart, ExecutorPart, RankPart
 from support.faults.setups import Engines
 from support.pairwise import pairwise, product
 from support.processes.fork_server import ForkedPart
-from support.processes.stack import StackError
+from support.processes.part import StackError
 from support.processes.waiting import descendants_of
 
 PAUSE_LIMIT_S = 120.0

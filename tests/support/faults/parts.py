@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 from support.processes.fork_server import ForkedPart, send_signal
-from support.processes.stack import Part, StackError
+from support.processes.part import Part, StackError
 from support.processes.waiting import children_of
 
 
@@ -26,6 +26,15 @@ class EnginePart(Part):
     def pids(self) -> list[int]:
         """Return the processes that are signalled."""
         return children_of(self._worker.pid)
+
+    @property
+    def worker_name(self) -> str:
+        """Name of the worker that the engine belongs to."""
+        return self._worker.name
+
+    def is_worker_alive(self) -> bool:
+        """Whether the worker runs."""
+        return self._worker.is_alive()
 
     def wait(self) -> int:
         """Wait for the worker's end."""

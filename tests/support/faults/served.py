@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pagestream_cli.servefile import ProcessRecord, ServeRecord, read_record
-from support.processes.stack import StackError
+from support.processes.part import StackError
 from support.processes.waiting import wait_until
 
 READY_LIMIT_S = 150.0

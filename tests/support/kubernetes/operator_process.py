@@ -20,7 +20,8 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
 )
 from support.kubernetes.control_plane import ControlPlane, Object, Refused, eventually
 from support.kubernetes.pool_objects import pool_body
-from support.processes.stack import ROOT, Part, free_port
+from support.processes.part import Part
+from support.processes.stack import ROOT, free_port
 from support.telemetry.otlp_messages import export, gauge, resource
 
 DEFINITION = ROOT / "operator" / "src" / "pagestream_operator" / "crd" / "enginepools.yaml"

@@ -132,8 +132,10 @@ def accepted_bodies(model: str) -> dict[str, dict[str, Any]]:
         "/v1/messages/count_tokens": {"model": model, "messages": messages},
         "/v1/requests/{request_id}": {**texts, "prompt": "hello", "seed": 1},
         "/v1/embeddings": {"model": model, "input": "hello"},
-        "/v1/score": {"model": model, "text_1": "a", "text_2": "b"},
-        "/v1/rerank": {"model": model, "query": "a", "documents": ["b"]},
+        **{path: {"model": model, "text_1": "a", "text_2": "b"} for path in ("/v1/score", "/score")},
+        **{
+            path: {"model": model, "query": "a", "documents": ["b"]} for path in ("/v1/rerank", "/v2/rerank", "/rerank")
+        },
         "/tokenize": {"model": model, "prompt": "hello"},
         "/detokenize": {"model": model, "tokens": [10, 11]},
         "/v1/batches": {"input_file_id": "none", "endpoint": "/v1/completions", "completion_window": "24h"},

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from support.processes.stack import ROOT, Gateway, Part, Stack, free_port
+from support.processes.part import Part
+from support.processes.stack import ROOT, Gateway, Stack, free_port
 from support.redis.servers import skip_for_want_of
 
 PACKAGES = ("proto", "kernels", "operator", "services")

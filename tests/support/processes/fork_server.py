@@ -1,4 +1,8 @@
-"""Processes that start in the time of a fork, from a server that has imported everything they need."""
+"""Processes that start in the time of a fork, from a server that has imported everything they need.
+
+Engines and gateways import for seconds of processor time. A test that is about something else than their start forks
+them; `test_serve.py`, `test_pod_environment.py` and others start them as users do.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,15 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
-from support.processes.stack import Part, StackError
-from support.processes.waiting import descendants_of
+from support.processes.part import Part, StackError
+from support.processes.waiting import descendants_of, wait_until
 
 SERVER = Path(__file__).with_name("fork_server_main.py")
+ENGINES = ("pagestream_worker.__main__", "transformers.models.llama")
+GATEWAYS = ("pagestream_gateway.__main__",)
 END_LIMIT_S = 60.0
 
 
@@ -24,24 +31,41 @@ class ForkServer:
     """Owns the process that forks (`fork_server_main.py`)."""
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start the imports; the first `fork` waits for them."""
+        """Start the imports; the first `fork` waits for them. Forked processes have this environment, too."""
+        self._environment = dict(environment)
         self._process = subprocess.Popen(
             [sys.executable, str(SERVER), *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, **environment},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
             text=True,
         )
         self._is_ready = False
 
-    def fork(self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
-        """Run a module's `main` in a process of its own; returns its pid. StackError where the server has ended."""
+    def fork(
+        self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path, status: Path
+    ) -> int:
+        """Run a module's `main` in a process of its own; returns its pid. StackError where the server has ended.
+
+        Args:
+            module: with a function `main`.
+            arguments: of its command line.
+            environment: on top of this process' own.
+            log: to which its output is added.
+            status: file for its exit status, when it has ended.
+        """
         if not self._is_ready:
             self._read_line()
             self._is_ready = True
         if self._process.stdin is None:
             raise StackError("the fork server has no input")
-        order = {"module": module, "arguments": list(arguments), "environment": dict(environment), "log": str(log)}
+        order = {
+            "module": module,
+            "arguments": list(arguments),
+            "environment": {**os.environ, **self._environment, **environment},
+            "log": str(log),
+            "status": str(status),
+        }
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         return int(self._read_line())
@@ -58,27 +82,39 @@ class ForkServer:
         return line
 
 
+@cache
+def shared_server(*modules: str) -> ForkServer:
+    """Return this process' server of engines or gateways, which ends with it."""
+    return ForkServer(modules, {"OMP_NUM_THREADS": "1"})
+
+
 @dataclass
 class ForkedPart(Part):
     """A part that a fork server starts; `command` is a module and its arguments."""
 
     server: ForkServer | None = None
-    pid: int = 0
     restarts: int = -1
+    _pid: int = field(default=0, repr=False)
     _handle: int = field(default=-1, repr=False)
     _log_start: int = field(default=0, repr=False)
+
+    @property
+    def pid(self) -> int:
+        """Id of the process that was forked last; 0 without one."""
+        return self._pid
 
     def start(self) -> None:
         """Fork the process; its output is added to the log."""
         if self.server is None:
             raise StackError(f"{self.name} has no fork server")
-        self._log_start = self.log.stat().st_size if self.log.exists() else 0
+        self.log.touch()
+        self._log_start = self.log.stat().st_size
+        self.restarts += 1
         module, *arguments = self.command
-        self.pid = self.server.fork(module, arguments, self.environment, self.log)
+        self._pid = self.server.fork(module, arguments, self.environment, self.log, self._status)
         self._close_handle()
         with suppress(ProcessLookupError):  # it has ended
-            self._handle = os.pidfd_open(self.pid)
-        self.restarts += 1
+            self._handle = os.pidfd_open(self._pid)
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal, unless the process has ended. It is stopped and continued with its children."""
@@ -90,11 +126,12 @@ class ForkedPart(Part):
             send_signal(descendants_of(self.pid), number)
 
     def wait(self) -> int:
-        """Wait for the end; StackError after a limit. Returns 0: the fork server's kernel discards the exit status."""
+        """Wait for the end; returns the exit status. StackError after a limit."""
         if not self._has_ended(END_LIMIT_S):
             raise StackError(f"{self.name} did not end within {END_LIMIT_S:.0f} s")
         self._close_handle()
-        return 0
+        wait_until(self._status.exists, f"the exit status of {self.name}")
+        return int(self._status.read_text())
 
     def stop(self) -> None:
         """Kill the process."""
@@ -114,6 +151,10 @@ class ForkedPart(Part):
             log.seek(self._log_start)
             return b'"ready"' in log.read()
 
+    @property
+    def _status(self) -> Path:
+        return self.log.with_suffix(f".status-{self.restarts}")
+
     def _has_ended(self, limit_s: float) -> bool:
         if self._handle < 0:
             return True
@@ -125,6 +166,18 @@ class ForkedPart(Part):
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
+
+
+def run_forked(server: ForkServer, folder: Path, module: str, *arguments: str, **environment: str) -> tuple[int, str]:
+    """Run a module's `main` to its end; returns the exit status and all output."""
+    log = folder / f"{module}.log"
+    log.unlink(missing_ok=True)
+    part = ForkedPart(module, [module, *arguments], log, environment, server=server)
+    part.start()
+    try:
+        return part.wait(), log.read_text()
+    finally:
+        part.stop()
 
 
 def send_signal(pids: Collection[int], number: signal.Signals) -> None:

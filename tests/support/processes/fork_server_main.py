@@ -1,7 +1,7 @@
 """The fork server's program: `python fork_server_main.py MODULE ...` imports the modules and forks on request.
 
-Each line on standard input is {"module", "arguments", "environment", "log"}; the answer is the child's pid. The
-children die with the server.
+Each line on standard input is {"module", "arguments", "environment", "log", "status"}; the answer is the child's pid.
+When it ends, its exit status is written to the file `status`. The children die with the server.
 """
 
 import gc
@@ -13,16 +13,20 @@ import socket
 import sys
 import traceback
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from pagestream_cli.supervisor.guard import die_with_parent
-from pagestream_worker.stepping import child, process_main
+
+CHILD = "pagestream_worker.stepping.child"
 
 
 class ForkedChild:
     """The process of an engine, forked from its worker: that has imported all it needs, and computes nothing."""
 
     def __init__(self, connection: socket.socket) -> None:
+        from pagestream_worker.stepping import process_main
+
         worker = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
@@ -39,35 +43,63 @@ class ForkedChild:
             os.kill(self.pid, signal.SIGKILL)
 
 
+class Children:
+    """The forked processes, whose ends are noted as they come."""
+
+    def __init__(self) -> None:
+        self._statuses: dict[int, Path] = {}
+        signal.signal(signal.SIGCHLD, self._collect)
+
+    def fork(self, order: dict[str, Any]) -> int:
+        """Fork a process; returns its pid. Does not return in the process itself."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # it may end before it is known here
+        pid = os.fork()
+        if pid == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+            _become(order)
+        self._statuses[pid] = Path(order["status"])
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+        return pid
+
+    def _collect(self, *_: object) -> None:
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                self._note(self._statuses.pop(ended[0]), os.waitstatus_to_exitcode(ended[1]))
+
+    def _note(self, file: Path, status: int) -> None:
+        written = file.with_name(f"{file.name}.part")
+        with suppress(FileNotFoundError):  # the test has ended, and with it its folder
+            written.write_text(str(status))
+            written.rename(file)
+
+
 def main() -> None:
     """Import the modules, then serve until the input ends."""
     for name in sys.argv[1:]:
         importlib.import_module(name)
     gc.freeze()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects children
+    children = Children()
     print("ready", flush=True)
     for line in sys.stdin:
-        order = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            _become(order)
-        print(pid, flush=True)
+        print(children.fork(json.loads(line)), flush=True)
 
 
 def _become(order: dict[str, Any]) -> None:
     status = 1
     try:
         die_with_parent()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         nothing = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((nothing, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
+        os.environ.clear()
         os.environ.update(order["environment"])
-        vars(child)["launch"] = ForkedChild
+        if CHILD in sys.modules:
+            vars(sys.modules[CHILD])["launch"] = ForkedChild
         module = order["module"]
         sys.argv = [module, *order["arguments"]]
-        status = sys.modules[module].main() or 0
+        status = importlib.import_module(module).main() or 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 1
         if isinstance(end.code, str):

@@ -3,99 +3,28 @@
 Tests kill, stop and restart the parts themselves; there is no supervisor.
 """
 
-import os
-import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 from pagestream_streams.connection.embedded import find_server, server_command
 from redis import Redis
+from support.processes.fork_server import ENGINES, GATEWAYS, ForkedPart, shared_server
+from support.processes.part import Part, StackError
 from support.processes.waiting import wait_until
 from support.redis.topologies import quiet_port
 
 ROOT = Path(__file__).resolve().parents[3]
 DEMO_MODEL = ROOT / "deploy" / "demo-model" / "model"
 START_LIMIT_S = 60.0
-STOP_LIMIT_S = 15.0
-
-
-class StackError(RuntimeError):
-    """A part did not start, or ended unexpectedly; the message has the end of its log."""
 
 
 def free_port() -> int:
     """Return a TCP port of the loopback interface without a listener, outside the range of outgoing connections."""
     return quiet_port()
-
-
-@dataclass
-class Part:
-    """One process with its command and log; it can be started again after a kill."""
-
-    name: str
-    command: Sequence[str]
-    log: Path
-    environment: dict[str, str] = field(default_factory=dict)
-    process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        """Start the process; its output is added to the log."""
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                list(self.command),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **self.environment},
-            )
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal."""
-        if self.process is None:
-            raise StackError(f"{self.name} is not running")
-        self.process.send_signal(number)
-
-    def kill(self) -> None:
-        """Kill the process (SIGKILL) and wait for its end."""
-        self.signal(signal.SIGKILL)
-        self.wait()
-
-    def wait(self) -> int:
-        """Wait for the end; returns the exit status."""
-        if self.process is None:
-            raise StackError(f"{self.name} is not running")
-        return self.process.wait(STOP_LIMIT_S)
-
-    def stop(self) -> None:
-        """Terminate the process; kill it after a limit."""
-        if self.process is None or self.process.poll() is not None:
-            return
-        self.process.send_signal(signal.SIGCONT)
-        self.process.terminate()
-        try:
-            self.process.wait(STOP_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(STOP_LIMIT_S)
-
-    def is_alive(self) -> bool:
-        """Whether the process runs."""
-        return self.process is not None and self.process.poll() is None
-
-    def has_said_ready(self) -> bool:
-        """Whether the log has "ready". StackError if the process has ended."""
-        if not self.is_alive():
-            raise StackError(f"{self.name} has ended")
-        return '"ready"' in self.log_tail()
-
-    def log_tail(self) -> str:
-        """Return the end of the log."""
-        return self.log.read_text(errors="replace")[-3000:] if self.log.exists() else ""
 
 
 @dataclass
@@ -129,8 +58,23 @@ class Gateway(Part):
         return self.is_ready()
 
 
+@dataclass
+class ForkedGateway(Gateway, ForkedPart):
+    """A gateway process that a fork server starts."""
+
+
 class Stack:
-    """Redis, engines and gateways."""
+    """Redis, engines and gateways.
+
+    Args:
+        folder: for Redis' files and all logs.
+        model: of all engines.
+        engine_options: of all engines.
+        engine_threads: that each computes with.
+        engine_module: whose `main` an engine runs.
+        served_model_name: of the model.
+        is_forked: whether engines and gateways are forked from processes that have imported what they need.
+    """
 
     def __init__(
         self,
@@ -139,14 +83,16 @@ class Stack:
         model: Path,
         engine_options: Sequence[str],
         engine_threads: int = 1,
-        engine_module: str = "pagestream_worker",
+        engine_module: str = "pagestream_worker.__main__",
         served_model_name: str = "demo",
+        is_forked: bool = False,
     ) -> None:
         self.folder = folder
         self.served_model_name = served_model_name
         self._model = model
         self._engine_options = engine_options
         self._engine_module = engine_module
+        self._is_forked = is_forked
         self._engine_environment = {"OMP_NUM_THREADS": str(engine_threads)}
         redis_port = free_port()
         data = folder / "redis"
@@ -159,9 +105,13 @@ class Stack:
     def add_engine(self) -> Part:
         """Start one more engine."""
         name = f"engine-{len(self.engines)}"
-        command = [sys.executable, "-m", self._engine_module, str(self._model), "--redis", self.redis_url]
+        command = [self._engine_module, str(self._model), "--redis", self.redis_url]
         command += ["--served-model-name", self.served_model_name, "--engine-id", name, *self._engine_options]
-        part = Part(name, command, self.folder / f"{name}.log", self._engine_environment)
+        log, environment = self.folder / f"{name}.log", self._engine_environment
+        if self._is_forked:
+            part: Part = ForkedPart(name, command, log, environment, server=shared_server(*ENGINES))
+        else:
+            part = Part(name, [sys.executable, "-m", *command], log, environment)
         part.start()
         self.engines.append(part)
         return part
@@ -170,9 +120,13 @@ class Stack:
         """Start one more gateway."""
         name = f"gateway-{len(self.gateways)}"
         http_port, grpc_port = free_port(), free_port()
-        command = [sys.executable, "-m", "pagestream_gateway", "--redis", self.redis_url, "--gateway-id", name]
+        command = ["pagestream_gateway.__main__", "--redis", self.redis_url, "--gateway-id", name]
         command += ["--http-port", str(http_port), "--grpc-port", str(grpc_port), *options]
-        part = Gateway(name, command, self.folder / f"{name}.log", http_port=http_port, grpc_port=grpc_port)
+        log, ports = self.folder / f"{name}.log", {"http_port": http_port, "grpc_port": grpc_port}
+        if self._is_forked:
+            part: Gateway = ForkedGateway(name, command, log, server=shared_server(*GATEWAYS), **ports)
+        else:
+            part = Gateway(name, [sys.executable, "-m", *command], log, **ports)
         part.start()
         self.gateways.append(part)
         return part
@@ -226,11 +180,17 @@ def running_stack(
     gateways: int = 1,
     engine_options: Sequence[str] = ("--dtype", "float32"),
     engine_threads: int = 1,
-    engine_module: str = "pagestream_worker",
+    engine_module: str = "pagestream_worker.__main__",
+    is_forked: bool = False,
 ) -> Iterator[Stack]:
     """Run a stack for the length of a block; on an error its notes have the ends of all logs."""
     stack = Stack(
-        folder, model=model, engine_options=engine_options, engine_threads=engine_threads, engine_module=engine_module
+        folder,
+        model=model,
+        engine_options=engine_options,
+        engine_threads=engine_threads,
+        engine_module=engine_module,
+        is_forked=is_forked,
     )
     try:
         stack.redis.start()

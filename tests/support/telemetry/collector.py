@@ -12,7 +12,8 @@ from typing import Any
 
 import httpx
 import yaml
-from support.processes.stack import START_LIMIT_S, Part, free_port
+from support.processes.part import Part
+from support.processes.stack import START_LIMIT_S, free_port
 from support.processes.waiting import wait_until
 from support.redis.servers import skip_for_want_of
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from pagestream_gateway import settings as gateway_settings
+from pagestream_gateway.configuration import load_settings as gateway_settings
 from pagestream_worker import settings as engine_settings
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
@@ -24,7 +24,7 @@ def services() -> dict[str, Any]:
 
 
 def test_settings_are_the_programs_own(services: dict[str, Any]) -> None:
-    gateway = gateway_settings.load_settings([], services["gateway"]["environment"])
+    gateway = gateway_settings([], services["gateway"]["environment"])
     assert gateway.gateway.redis == "redis://redis:6379/0"
     _, *arguments = services["engine"]["command"]
     engine = engine_settings.load_settings(arguments, services["engine"]["environment"])

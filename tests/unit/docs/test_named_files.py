@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parents[3]
 FILES = [
     path.relative_to(ROOT).as_posix()
     for folder in sorted(ROOT.iterdir())
+    if not folder.name.startswith(".")
     for path in ([folder] if folder.is_file() else sorted(folder.rglob("*")))
     if path.is_file()
     and not any(part.startswith(".") or part == "__pycache__" for part in path.relative_to(ROOT).parts)
