@@ -26,7 +26,8 @@ from support.protocol.token_streams import (
 from support.redis.topologies import Place, fresh
 
 COUNT = 12
-UNHURRIED = dataclasses.replace(FAST, poll_ms=60_000)  # or a machine that is late takes wake-ups for lost ones
+# Or a machine that is late takes wake-ups for lost ones, or (with a Cluster) doesn't send them.
+UNHURRIED = dataclasses.replace(FAST, poll_ms=60_000, lease_ms=60_000)
 
 
 @pytest.fixture
