@@ -235,6 +235,8 @@ async def test_another_tenant_gets_nothing_of_it(broker: Broker, log_reads: list
         await engine.generate(claim, COUNT, finish=True)
         with pytest.raises(RequestNotFound):
             await anext(gateway.read(request.request_id, tenant="another"))
+        await gateway.readers.registrations.unregister()
+        assert request.request_id in gateway.readers.registrations.expected
         assert numbers(await read_all(gateway, request.request_id)) == list(range(100, 100 + COUNT))
         assert not log_reads
 

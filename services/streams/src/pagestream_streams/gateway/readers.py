@@ -179,7 +179,10 @@ class Readers:
         follower.buffer.clear()
         if follower.ended:
             self._on_end(follower.tenant, follower.request_id)
-        if self.reads.remove(follower) and not follower.ended:
+        was_last = self.reads.remove(follower)
+        if follower.request_id in self.registrations.awaited:
+            return  # it was another tenant's: the registration is for the read that is yet to come
+        if was_last and not follower.ended:
             self.registrations.leave(follower.where, follower.request_id)
             self.timer.nudge()
 
