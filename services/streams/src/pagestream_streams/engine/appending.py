@@ -55,7 +55,8 @@ class Appender:
             places[self._identity.partition_of(each.request_id)].append(place)
         retention_ms = self._settings.retention_s * 1000
         channels = self._connection.keyspace.wake_ups("")
-        waits = self._connection.waits_for_durability
+        # Between a cluster's nodes a message may be held back for 40 ms, behind an earlier one without its TCP ACK.
+        is_published_later = self._connection.waits_for_durability or self._connection.is_cluster
         calls = [
             Call(
                 APPEND,
@@ -64,7 +65,7 @@ class Appender:
                     retention_ms,
                     [appends[i] for i in mine],
                     channels=channels,
-                    first_slice=None if waits else self._slice_of,
+                    first_slice=None if is_published_later else self._slice_of,
                 ),
             )
             for where, mine in places.items()
@@ -173,8 +174,8 @@ def append_arguments(
         retention_ms: how long an ended log is kept.
         appends: theirs.
         channels: prefix of the gateways' channels.
-        first_slice: makes the wake-ups of first entries, which the script publishes. None where writes have to wait for
-            disk or replicas: it must not then.
+        first_slice: makes the wake-ups of first entries, which the script publishes. None where it must not, since
+            writes have to wait for disk or replicas, or where the gateways' channels may be on another node.
     """
     values: list[str | int | bytes] = []
     arguments: list[Argument] = [retention_ms, "", channels]
