@@ -154,6 +154,19 @@ async def test_a_closed_cluster_has_no_connection(topology: Topology) -> None:
     assert not any(socket.is_connected for node in nodes for socket in node._connections)
 
 
+async def test_a_node_that_has_left_keeps_no_connection(broker: Broker) -> None:
+    """It leaves while a command is on its way to it: neither redis-py nor `close` knows it any more."""
+    link = broker.connection.topology
+    assert isinstance(link, ClusterTopology)
+    node = link.cluster.get_primaries()[0]
+    asking = asyncio.create_task(link._batch(node, [("PING",)]))
+    await asyncio.sleep(0)
+    del link.cluster.nodes_manager.nodes_cache[node.name]
+    assert await asking == [True]
+    assert node._connections
+    assert not node._connections[0].is_connected
+
+
 @pytest.mark.parametrize("settings", [FAST, WAITING], ids=["unwaited", "a replica waited for"])
 async def test_streams_go_on_while_their_slots_move(topology: Topology, settings: StreamsSettings) -> None:
     """Keys go one by one: whatever master has which key of a partition, and a second time on the way back."""

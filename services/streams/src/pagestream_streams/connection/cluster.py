@@ -7,10 +7,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
+from weakref import WeakSet
 
 from redis import exceptions
 from redis.asyncio.client import PubSub
 from redis.asyncio.cluster import ClusterNode, RedisCluster
+from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.connection import Connection as Socket
 
 from pagestream_streams.connection.base import Command, close_idle
@@ -34,9 +36,13 @@ class ClusterTopology:
 
     is_cluster = True
 
-    def __init__(self, cluster: RedisCluster, max_commands: int) -> None:
-        """More commands or pipelines at once than `max_commands` wait. A node has a connection for each."""
+    def __init__(self, cluster: RedisCluster, connections: WeakSet[AbstractConnection], max_commands: int) -> None:
+        """`connections`: all that the cluster's nodes make, those too that have left it.
+
+        More commands or pipelines at once than `max_commands` wait. A node has a connection for each.
+        """
         self.cluster = cluster
+        self._connections = connections
         self._turns = asyncio.Semaphore(max_commands)
         self._refreshed_at = float("-inf")
         self._refreshing: asyncio.Task[None] | None = None
@@ -102,16 +108,19 @@ class ClusterTopology:
         await asyncio.gather(*(close_idle(node._free) for node in self.cluster.get_nodes()))
 
     async def close(self) -> None:
-        """Close every connection, those too that were opened since redis-py last called the cluster closed."""
+        """Close every connection.
+
+        redis-py leaves those that were opened since it last called the cluster closed, and some of nodes that have
+        left it.
+        """
         self._is_closed = True
         if self._refreshing is not None:
             await cancel(self._refreshing)
-        manager = self.cluster.nodes_manager
         try:
             await self.cluster.aclose()
         finally:
-            nodes = (*manager.startup_nodes.values(), *manager.nodes_cache.values())
-            await asyncio.gather(*(node.disconnect() for node in nodes), return_exceptions=True)
+            left = [each.disconnect(nowait=True) for each in list(self._connections) if each.is_connected]
+            await asyncio.gather(*left, return_exceptions=True)
 
     def node(self, key: Argument) -> ClusterNode:
         """Return the node that has a key. redis-py's SlotNotCoveredError where no node has its slot."""
@@ -128,6 +137,8 @@ class ClusterTopology:
                 try:
                     return await _replies(node, socket, commands)
                 finally:
+                    if self.cluster.get_node(node_name=node.name) is not node:
+                        await socket.disconnect(nowait=True)  # the node has left meanwhile, and nobody closes it again
                     node.release(socket)
         except _LOST as error:
             return [error] * len(commands)

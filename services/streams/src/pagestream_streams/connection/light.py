@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from redis.asyncio.connection import AbstractConnection
 from redis.connection import HiredisRespSerializer
@@ -43,6 +44,15 @@ class Light(AbstractConnection):
         await super().send_packed_command(command, check_health)
 
 
-def light(connection_class: _Class) -> _Class:
-    """Return one of redis-py's classes of connections with the same behaviour and less work."""
-    return type(f"Light{connection_class.__name__}", (Light, connection_class), {})  # type: ignore[return-value]
+def light(connection_class: _Class, made: WeakSet[AbstractConnection] | None = None) -> _Class:
+    """Return one of redis-py's classes of connections with the same behaviour and less work.
+
+    `made`: gets each connection, for a client that can't name them all when it closes.
+    """
+
+    def note(connection: AbstractConnection, *arguments: Any, **options: Any) -> None:
+        connection_class.__init__(connection, *arguments, **options)
+        if made is not None:
+            made.add(connection)
+
+    return type(f"Light{connection_class.__name__}", (Light, connection_class), {"__init__": note})  # type: ignore[return-value]

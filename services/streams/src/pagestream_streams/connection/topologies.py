@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
+from weakref import WeakSet
 
 from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.client import PubSub
 from redis.asyncio.cluster import ClusterNode, RedisCluster
+from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
@@ -169,11 +171,12 @@ def _cluster(url: str, settings: StreamsSettings) -> Topology:
         **address.credentials,
         **address.options,
     )
-    connection_class = light(cluster.connection_kwargs["connection_class"])
+    connections = WeakSet[AbstractConnection]()
+    connection_class = light(cluster.connection_kwargs["connection_class"], connections)
     cluster.connection_kwargs["connection_class"] = connection_class  # of nodes that are found later
     for node in cluster.startup_nodes:
         node.connection_class = connection_class
-    return ClusterTopology(cluster, settings.max_connections)
+    return ClusterTopology(cluster, connections, settings.max_connections)
 
 
 def _limits(settings: StreamsSettings) -> Mapping[str, Any]:
