@@ -108,7 +108,7 @@ class Engine:
         self._steps = StepPipeline(self._scheduler, plans, executor, num_ahead)
         self._gate = GrammarGate(self._steps, self._scheduler)
         # Releases memory while there are no requests.
-        self.sleep = Sleep(self._steps, self._cache, self._scheduler.residency, self.has_unfinished_requests)
+        self.sleep = Sleep(self._steps, self._cache, self._gate.note, self.has_unfinished_requests)
         self._pieces = Pieces(self.tokenizer) if self.tokenizer is not None else None
         self._generations: dict[str, Generation] = {}
         self._searches = Searches(self._scheduler, self._cache, self._pieces)

@@ -57,6 +57,27 @@ def test_an_abort_reaches_what_waits_for_its_grammar(loaded: Engine, replies: Re
     loaded.check_invariants()
 
 
+def test_what_was_compiled_while_nobody_waited_for_it_is_known(loaded: Engine, replies: Replies) -> None:
+    """Its reply comes while the engine sleeps; more than there are threads, and none could be asked for any more."""
+    params = [SamplingParams(structured_outputs=StructuredOutputsParams(regex=f"left {i}")) for i in range(4)]
+    for number, each in enumerate(params):
+        loaded.add_request(str(number), [5, 6], each)
+    assert loaded.step() == []
+    for number in range(len(params)):
+        loaded.abort_request(str(number))
+    for grammar, reply in replies:
+        reply(PreparedGrammar(grammar, None))
+    loaded.sleep.begin()
+    loaded.sleep.end()
+    assert not loaded._gate._compiling
+    loaded.add_request("again", [5, 6], params[0])
+    assert len(replies) == len(params) + 1
+    loaded.abort_request("again")
+    grammar, reply = replies[-1]
+    reply(PreparedGrammar(grammar, None))
+    loaded.check_invariants()
+
+
 def test_a_grammar_that_takes_too_long_ends_its_request(
     loaded: Engine, replies: Replies, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pagestream_engine.errors import RequestFault
 from pagestream_engine.executor.preparations import PreparedByAll
 from pagestream_engine.request.adapter import LoadedAdapter
+from pagestream_engine.request.grammars import Grammar, PreparedGrammar
 
 READ, UNREAD = LoadedAdapter("a", None), LoadedAdapter("a", "gone")
 
@@ -24,3 +26,11 @@ def test_an_adapter_that_one_rank_cannot_read_has_failed() -> None:
     group.note(0, [READ])
     group.note(1, [UNREAD])
     assert group.take() == [UNREAD]
+
+
+def test_a_grammar_that_each_rank_refuses_in_its_own_words_is_replied_to() -> None:
+    group = PreparedByAll(2)
+    replies = [PreparedGrammar(Grammar("regex", "["), RequestFault(f"rank {rank}")) for rank in range(2)]
+    for rank, reply in enumerate(replies):
+        group.note(rank, [reply])
+    assert group.take() == replies[:1]

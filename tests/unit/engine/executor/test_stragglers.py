@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from pagestream_engine.executor import stragglers
-from pagestream_engine.executor.stragglers import HANG_LIMIT_S, STAGE_LIMIT_S, Stragglers
+from pagestream_engine.executor.stragglers import COLLECTIVE_LIMIT_S, HANG_LIMIT_S, STAGE_LIMIT_S, Stragglers
 from pagestream_engine.parallel.place import Progress
 
 
@@ -72,10 +72,40 @@ def test_ranks_that_stay_in_one_collective_hang_and_those_that_compute_do_not(
     with ExitStack() as stack:
         for rank in range(2):
             stack.enter_context(group.progress.collective(rank))
-        assert group.found_after(HANG_LIMIT_S - 0.1, 0, 1) is None
-        assert group.found_after(HANG_LIMIT_S + 0.1, 0, 1) == 0
-    assert group.found_after(HANG_LIMIT_S + 0.1, 0, 1) is None, "both compute"
+        assert group.found_after(COLLECTIVE_LIMIT_S - 0.1, 0, 1) is None
+        assert group.found_after(COLLECTIVE_LIMIT_S + 0.1, 0, 1) == 0
+    assert group.found_after(COLLECTIVE_LIMIT_S + 0.1, 0, 1) is None, "both compute"
     assert group.progress.counts() == [2, 2]
+
+
+def test_ranks_compute_again_after_a_collective_that_has_failed(tmp_path: Path) -> None:
+    progress = Progress(tmp_path, 1, create=True)
+
+    def fail() -> None:
+        with progress.collective(0):
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        fail()
+    with progress.collective(0):
+        assert progress.count(0) == 3
+    assert progress.count(0) == 4
+    with pytest.raises(MemoryError):
+        fail()
+    progress.advance(0)
+    assert progress.count(0) % 2 == 0
+
+
+def test_a_rank_is_not_late_for_the_time_that_all_were_in_a_slow_collective(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Watched(tmp_path, 2, 2, monkeypatch)
+    with group.progress.collective(0):
+        with group.progress.collective(1):
+            assert group.found_after(COLLECTIVE_LIMIT_S - 0.1, 0, 1) is None
+        assert group.stragglers.find((0, 1)) is None, "it leaves last"
+        group.now += COLLECTIVE_LIMIT_S  # as long as the others took in this step, and more than HANG_LIMIT_S
+        assert group.stragglers.find((0, 1)) == 0
 
 
 def test_a_rank_that_has_not_entered_the_collective_of_the_others_is_the_one(

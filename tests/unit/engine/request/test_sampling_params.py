@@ -137,6 +137,11 @@ def test_equal_parameters_are_equal_and_hashable() -> None:
     assert len({SamplingParams(logit_bias={1: 1}), SamplingParams(logit_bias={1: 1.0}), SamplingParams()}) == 2
 
 
+def test_fewer_tokens_than_were_asked_for_at_least() -> None:
+    params = SamplingParams(min_tokens=5, max_tokens=9).with_max_tokens(3)
+    assert (params.min_tokens, params.max_tokens) == (3, 3)
+
+
 def test_max_tokens_may_be_what_the_context_leaves() -> None:
     assert SamplingParams(max_tokens=None, min_tokens=100).max_tokens is None
 

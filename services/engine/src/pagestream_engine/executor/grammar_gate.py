@@ -10,6 +10,7 @@ from itertools import islice
 
 from pagestream_engine.errors import RequestFault
 from pagestream_engine.executor.pipeline import StepPipeline
+from pagestream_engine.executor.preparations import Prepared
 from pagestream_engine.grammar.compiler import NUM_THREADS
 from pagestream_engine.request.adapter import LoadedAdapter
 from pagestream_engine.request.grammars import Grammar, PreparedGrammar
@@ -92,19 +93,17 @@ class GrammarGate:
         Where nothing else is there to be done, it waits a little.
         """
         scheduler = self._scheduler
-        if not self._held and not scheduler.residency.is_busy:
+        is_awaited = bool(self._held) or scheduler.residency.is_busy
+        if not is_awaited and not self._compiling:
             return []
         has_work = (scheduler.num_running or scheduler.num_waiting) and not scheduler.waits_for_adapters
-        is_idle = self._steps.is_empty and not has_work
+        is_idle = is_awaited and self._steps.is_empty and not has_work
         errors: dict[Grammar, RequestFault] = {}
         for done in self._steps.executor.prepared(IDLE_WAIT_S if is_idle else 0.0):
-            if isinstance(done, LoadedAdapter):
-                scheduler.residency.note(done)
-                continue
+            self.note(done)
             if not isinstance(done, PreparedGrammar):
                 continue
             grammar, error = done
-            self._compiling.pop(grammar, None)
             if error is not None:
                 errors[grammar] = error
             for held in self._held:
@@ -124,6 +123,13 @@ class GrammarGate:
             else:
                 self._scheduler.add(*held.seqs)
         return ended
+
+    def note(self, done: Prepared) -> None:
+        """Note what the executor has prepared, also where nobody waits for it any more."""
+        if isinstance(done, LoadedAdapter):
+            self._scheduler.residency.note(done)
+        elif isinstance(done, PreparedGrammar):
+            self._compiling.pop(done.grammar, None)
 
     def prepare_again(self) -> None:
         """Ask another executor for what is missing."""

@@ -70,7 +70,7 @@ def _key(reply: Prepared) -> object:
         case SleepChanged():
             return reply.is_asleep
         case PreparedGrammar():
-            return reply
+            return reply.grammar  # whatever each rank's error says
 
 
 @runtime_checkable

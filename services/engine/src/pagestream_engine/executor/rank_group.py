@@ -132,7 +132,8 @@ class RankGroup:
     def prepared(self, timeout_s: float) -> list[Prepared]:
         """As for any executor: what is prepared is done when all ranks have done it, each for itself."""
         self._raise_lost()
-        self._receive(timeout_s)
+        while self._receive(timeout_s):
+            timeout_s = 0.0
         for rank in self._ranks:
             self._prepared.note(rank.rank, rank.prepared)
             rank.prepared.clear()
@@ -205,8 +206,8 @@ class RankGroup:
                 self._lose(self._ranks[hanging], f"made no progress for {self._stragglers.limit_s:.1f} s")
             self._receive(_POLL_S)
 
-    def _receive(self, timeout_s: float, *, notice_deaths: bool = True) -> None:
-        """Receive what has come, or comes within the time.
+    def _receive(self, timeout_s: float, *, notice_deaths: bool = True) -> bool:
+        """Receive a message of each rank that has sent one, or sends one within the time; return whether any has.
 
         Raises:
             RankLost: a rank has died.
@@ -231,6 +232,7 @@ class RankGroup:
         for rank in dead:
             if not any(isinstance(each, Failure) for each in rank.answers):
                 self._lose(rank, "")
+        return any(connection in ready and not rank.has_ended for connection, rank in connections.items())
 
     def _answers(self) -> list[Answer]:
         return [rank.answers[0] for rank in self._ranks if rank.answers]

@@ -8,9 +8,7 @@ from time import monotonic
 from pagestream_engine.cache.manager import CacheManager
 from pagestream_engine.errors import EngineAsleep, InvalidRequest, SleepFailed
 from pagestream_engine.executor.pipeline import StepPipeline
-from pagestream_engine.executor.preparations import SleepChange, SleepChanged
-from pagestream_engine.request.adapter import LoadedAdapter
-from pagestream_engine.scheduler.adapters.residency import AdapterResidency
+from pagestream_engine.executor.preparations import Prepared, SleepChange, SleepChanged
 
 LIMIT_S = 120.0
 """For the weights to be copied: 140 GB at 2 GB/s take 70 s."""
@@ -24,7 +22,7 @@ class Sleep:
     Args:
         steps: of the engine.
         cache: whose content sleep ends.
-        residency: of adapters, which stay in host memory.
+        note: takes what else the executor has prepared meanwhile.
         has_requests: whether any are unfinished.
         limit_s: see LIMIT_S.
     """
@@ -33,13 +31,13 @@ class Sleep:
         self,
         steps: StepPipeline,
         cache: CacheManager,
-        residency: AdapterResidency,
+        note: Callable[[Prepared], None],
         has_requests: Callable[[], bool],
         limit_s: float = LIMIT_S,
     ) -> None:
         self._steps = steps
         self._cache = cache
-        self._residency = residency
+        self._note = note
         self._has_requests = has_requests
         self._limit_s = limit_s
         self.is_asleep = False
@@ -90,9 +88,9 @@ class Sleep:
         executor.prepare(wanted)
         while monotonic() < until:
             for done in executor.prepared(_POLL_S):
-                if isinstance(done, LoadedAdapter):
-                    self._residency.note(done)
-                elif isinstance(done, SleepChanged) and done.is_asleep == wanted.is_asleep:
+                if not isinstance(done, SleepChanged):
+                    self._note(done)
+                elif done.is_asleep == wanted.is_asleep:
                     if done.error is not None:
                         raise SleepFailed(f"the executor can't {_verb(wanted)}: {done.error}")
                     return

@@ -9,6 +9,8 @@ from pagestream_engine.parallel.place import Progress
 
 HANG_LIMIT_S = 1.5
 """Of a rank behind the others of its stage, without progress. They do the same work between two exchanges."""
+COLLECTIVE_LIMIT_S = 5.0
+"""Of all ranks of a stage within one collective: a slow network, or a machine without processor time for a rank."""
 STAGE_LIMIT_S = 10.0
 """Of a stage for which others wait, between two layers: no other does the same work."""
 _FIRST_LIMIT_S = 60.0
@@ -20,9 +22,10 @@ class Stragglers:
 
     A rank hangs if it stays behind the others of its stage, by the collectives that it has begun and ended or by its
     answer to the step, for `limit_s`. Where all are as far as each other and in a collective, none computes: one of
-    them hangs in it, the others wait for its data, and the first is named. Where all compute, that has no limit here in
-    a group of one stage. Of several, the first one that has not answered is named where no rank has got on for
-    STAGE_LIMIT_S or longer: later ones wait for it. With drafts it may itself wait for the last one.
+    them hangs in it, the others wait for its data, and the first is named after COLLECTIVE_LIMIT_S or longer. Where all
+    compute, that has no limit here in a group of one stage. Of several, the first one that has not answered is named
+    where no rank has got on for STAGE_LIMIT_S or longer: later ones wait for it. With drafts it may itself wait for the
+    last one.
 
     Args:
         progress: of all ranks.
@@ -34,8 +37,8 @@ class Stragglers:
         self._stage_size = stage_size
         self._longest_s: float | None = None
         self._began = 0.0
-        self._last: tuple[int, int] | None = None
-        """The hindmost rank and its count; the sum of all counts where it is not behind."""
+        self._last: tuple[bool, int, int] | None = None
+        """Whether the hindmost rank is behind, the rank, and its count; the sum of all counts where all compute."""
         self._since = 0.0
 
     @property
@@ -64,13 +67,14 @@ class Stragglers:
         first = waiting[0] - waiting[0] % self._stage_size
         stage = range(first, first + self._stage_size)
         count, rank = min((counts[rank], rank) for rank in waiting if rank in stage)
+        is_behind = any(each not in waiting or counts[each] > count for each in stage)
         is_in_collective = count % 2 == 1
-        is_behind = is_in_collective or any(each not in waiting or counts[each] > count for each in stage)
         is_waited_for = len(counts) > self._stage_size
-        if not is_behind and not is_waited_for:
+        least_s = 0.0 if is_behind else COLLECTIVE_LIMIT_S if is_in_collective else STAGE_LIMIT_S
+        if not (is_behind or is_in_collective or is_waited_for):
             self._last = None
-        elif (seen := (rank, count if is_behind else sum(counts))) != self._last:
+        elif (seen := (is_behind, rank, count if is_behind or is_in_collective else sum(counts))) != self._last:
             self._last, self._since = seen, monotonic()
-        elif monotonic() - self._since > (self.limit_s if is_behind else max(self.limit_s, STAGE_LIMIT_S)):
+        elif monotonic() - self._since > max(self.limit_s, least_s):
             return rank
         return None

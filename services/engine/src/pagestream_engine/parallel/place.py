@@ -82,14 +82,17 @@ class Progress:
 
     def advance(self, rank: int) -> None:
         """Count one more layer of a stage's rank."""
-        self._counts[rank] += 2
+        self._counts[rank] = self._ended(rank) + 2
 
     @contextmanager
     def collective(self, rank: int) -> Iterator[None]:
-        """Count the block as a collective that a rank takes part in; one that fails stays begun."""
-        self._counts[rank] += 1
+        """Count the block as a collective that a rank takes part in; one that fails stays begun until the next."""
+        self._counts[rank] = self._ended(rank) + 1
         yield
         self._counts[rank] += 1
+
+    def _ended(self, rank: int) -> int:
+        return self._counts[rank] + self._counts[rank] % 2
 
     def note(self, rank: int, count: int) -> None:
         """Note the count of a rank of another machine."""

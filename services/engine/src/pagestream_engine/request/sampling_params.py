@@ -240,7 +240,9 @@ class SamplingParams:
 
     def with_max_tokens(self, max_tokens: int) -> SamplingParams:
         """The same parameters, which are not checked again, for at most so many output tokens."""
-        return self if max_tokens == self.max_tokens else self._with(max_tokens=max_tokens)
+        if max_tokens == self.max_tokens:
+            return self
+        return self._with(max_tokens=max_tokens, min_tokens=min(self.min_tokens, max_tokens))
 
     def without_prompt_logprobs(self) -> SamplingParams:
         """The same parameters, which are not checked again, for output tokens alone."""

@@ -110,7 +110,7 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.request.generation": 6,
     "pagestream_engine.request.grammars": 3,
     "pagestream_engine.request.intake": 11,
-    "pagestream_engine.request.sampling_params": 13,
+    "pagestream_engine.request.sampling_params": 14,
     "pagestream_engine.request.sequence": 18,
     "pagestream_engine.request.structured_outputs": 2,
     "pagestream_engine.runner.backends": 6,
