@@ -232,6 +232,20 @@ async def test_what_was_not_used_is_given_back_and_what_was_more_counts(broker: 
         assert error.rate.used == 3 * PROMPT + 8 + OUTPUT + 20
 
 
+async def test_candidates_that_are_not_put_out_count(broker: Broker) -> None:
+    """They are reserved, and counted by the tokens of those that are."""
+    limits = book(tokens_per_minute=8 * (PROMPT + 5 * OUTPUT))
+    async with GatewaySession(broker, limits=limits) as gateway, worker(broker) as engine:
+        seen: list[Rate] = []
+        made = request()
+        made.sampling.best_of = 5
+        await gateway.accept(made, on_rates=seen.extend)
+        assert seen[-1].used == PROMPT + 5 * OUTPUT
+        [claim] = await engine.claim()
+        await engine.generate(claim, 4, finish=True)
+        await eventually(lambda: counts(broker, (1, PROMPT, 5 * 4)))
+
+
 async def test_a_prompt_that_no_engine_has_had_is_not_used(broker: Broker) -> None:
     async with GatewaySession(broker) as gateway:
         made = request()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pagestream.v1.inference_pb2 import ON_DISCONNECT_CANCEL, ON_DISCONNECT_UNSPECIFIED, SamplingParams, TokenIds
 from pagestream.v1.records_pb2 import API_FORM_GRPC, Adapter, Pooling, RequestSpec
+from pagestream_streams.protocol.records import num_sequences
 from pagestream_telemetry.context import NO_TRACE, TraceContext
 
 from pagestream_gateway.core.drafts import ChatPrompt, Draft, most_tokens
@@ -120,9 +121,12 @@ def _sampling_of(draft: Draft, model: LoadedModel, limits: LimitSettings) -> Sam
     sampling = resolve_sampling(given, model.default_sampling, limits=limits, vocab_size=model.card.vocab_size)
     if draft.chosen_seed is not None:
         sampling.seed = draft.chosen_seed
-    num_choices = len(draft.prompts) * sampling.n
+    num_choices = len(draft.prompts) * num_sequences(sampling)
     if num_choices > limits.max_choices:
-        raise InvalidRequest("n", f"prompts times n is {num_choices}, at most {limits.max_choices} are served at once")
+        field = next((name for name in ("beam_width", "best_of") if getattr(sampling, name) > sampling.n), "n")
+        raise InvalidRequest(
+            field, f"prompts times {field} is {num_choices}, at most {limits.max_choices} are served at once"
+        )
     return sampling
 
 

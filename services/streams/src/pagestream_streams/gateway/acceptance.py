@@ -20,7 +20,7 @@ from pagestream_streams.limits.admission import Demand
 from pagestream_streams.protocol import ids
 from pagestream_streams.protocol.expected_lengths import ExpectedLengths
 from pagestream_streams.protocol.keys import Partition
-from pagestream_streams.protocol.records import is_prompt_alone, most_output_tokens, output_bounds
+from pagestream_streams.protocol.records import is_prompt_alone, most_output_tokens, num_sequences, output_bounds
 from pagestream_streams.settings import StreamsSettings
 
 _USUAL_TOKENS = 256  # of an output, where nothing is known of a model's
@@ -160,7 +160,7 @@ class Acceptor:
         that are expected count; what it generates beyond them counts when it ends.
         """
         prompt_tokens = sum(len(prompt.ids) for prompt in spec.prompts)
-        choices = len(spec.prompts) * max(1, spec.sampling.n)
+        choices = len(spec.prompts) * num_sequences(spec.sampling)
         most = 0 if is_prompt_alone(spec) or spec.ends_when_accepted else most_output_tokens(spec)
         if is_length_given or not most:
             return Demand(prompt_tokens, prompt_tokens + most)
@@ -168,9 +168,10 @@ class Acceptor:
         expected = expected or min(most, choices * _USUAL_TOKENS)
         return Demand(prompt_tokens, prompt_tokens + expected, is_expected=True)
 
-    def _counted(self, spec: RequestSpec) -> tuple[int, str, str]:
+    def _counted(self, spec: RequestSpec) -> tuple[int, str, str, str]:
         is_counted = bool(self._broker.settings.usage_days) or self.has_limits
-        return int(is_counted), spec.credential, spec.adapter.name or spec.model
+        times = num_sequences(spec.sampling) / max(1, spec.sampling.n)
+        return int(is_counted), spec.credential, spec.adapter.name or spec.model, f"{times:.6g}"
 
     async def _locate(self, spec: RequestSpec) -> Partition:
         try:

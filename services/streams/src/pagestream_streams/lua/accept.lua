@@ -25,7 +25,7 @@
 --       [27] for how long engines that don't own the partition leave it longer than others, in ms (none: 0)
 --       [28] when the caller learnt [25], by the time that a reply had (none: 0)
 --       [29] whether what it uses is counted for its tenant (0 or none: no), [30] the credential, [31] what it named as
---       its model
+--       its model, [32] how many tokens are generated for each that is put out (1 or none: it alone)
 -- Returns: {1, virtual time of the tenant (0: none), now, since when the queues go by their policy} accepted;
 --          {2} was accepted before; {3} the id is another tenant's; {4, removal} the model was removed;
 --          {0, requests, tokens, drained, drain window in ms, bound of requests, bound of tokens, whose bound it is
@@ -74,6 +74,9 @@ local function write_record()
     'expected', expected)
   if ARGV[29] == '1' then
     call('HSET', req, 'counted', 1, 'caller', ARGV[30], 'named', ARGV[31])
+    if tonumber(ARGV[32] or 1) > 1 then
+      call('HSET', req, 'times', ARGV[32])
+    end
   end
 end
 

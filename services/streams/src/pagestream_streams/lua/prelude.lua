@@ -332,22 +332,23 @@ end
 -- == The end of a request ==
 
 -- Adds to the stream `ended` what a request used that counts for its tenant, see limits/fold.lua. Its field "counted"
--- is 1 where it does, "caller" the credential, "named" what it named as its model, and "billed" how many of its tokens
--- an earlier request with the same log was counted with. The prompt counts once an engine has had the request, or where
--- it has ended as it was accepted (by its length).
+-- is 1 where it does, "caller" the credential, "named" what it named as its model, "times" how many tokens were
+-- generated for each that was put out, and "billed" how many of its tokens an earlier request with the same log was
+-- counted with. The prompt counts once an engine has had the request, or where it has ended as it was accepted (by its
+-- length).
 local MOST_ENDED = 100000 -- about 20 MB; those of an outage of the tenants' node in a cluster
 local function note_usage(id, reason)
   local found = call('HMGET', prefix .. 'req:' .. id, 'counted', 'tenant', 'caller', 'named', 'ptok', 'next', 'others',
-    'cached', 'accepted', 'billed', 'epoch')
+    'cached', 'accepted', 'billed', 'epoch', 'times')
   if found[1] ~= '1' then
     return
   end
-  local output, is_first = found[6] - found[7], not found[10]
+  local output, is_first = found[6] - found[7] - (found[10] or 0), not found[10]
   local has_prompt = is_first and (tonumber(found[11]) > 0 or reason == 'length')
   call('XADD', prefix .. 'ended', 'MAXLEN', '~', MOST_ENDED, '*', 'id', id, 'tenant', found[2], 'caller',
     found[3] or '', 'model', found[4] or '', 'requests', is_first and 1 or 0, 'prompt', has_prompt and found[5] or 0,
-    'cached', is_first and found[8] or 0, 'output', math.max(0, output - (found[10] or 0)), 'accepted', found[9],
-    'ended', now_ms())
+    'cached', is_first and found[8] or 0, 'output', math.max(0, math.ceil(output * (found[12] or 1))),
+    'accepted', found[9], 'ended', now_ms())
 end
 
 -- Marks a request as finished and lets its keys expire; its log has had its end entry. Its field "kept" is the

@@ -9,7 +9,7 @@
 local id, new, spec, deadline, grace, continue = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5], ARGV[6]
 local old, req, log, now = prefix .. 'req:' .. id, prefix .. 'req:' .. new, prefix .. 'log:' .. new, now_ms()
 local found = call('HMGET', old, 'dead', 'revived_as', 'dead_index', 'tenant', 'class', 'ptok', 'choices', 'cached',
-  'attempts', 'print', 'died_on', 'context', 'counted', 'caller', 'named')
+  'attempts', 'print', 'died_on', 'context', 'counted', 'caller', 'named', 'times')
 if not found[1] then
   return false
 end
@@ -43,7 +43,8 @@ if index > 0 then
 end
 call('HSET', req, 'next', index, 'digest', digest, 'others', index - tokens)
 if found[13] then
-  call('HSET', req, 'counted', found[13], 'caller', found[14] or '', 'named', found[15] or '', 'billed', tokens)
+  call('HSET', req, 'counted', found[13], 'caller', found[14] or '', 'named', found[15] or '', 'billed', tokens,
+    'times', found[16] or 1)
 end
 if deadline > 0 then
   call('ZADD', prefix .. 'deadlines', now + deadline, new)

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pagestream.v1.inference_pb2 import FinishReason, RequestState, Usage
+from pagestream.v1.inference_pb2 import FinishReason, RequestState, SamplingParams, Usage
 from pagestream.v1.records_pb2 import RequestSpec
 
 from pagestream_streams.protocol.claimed_log import ClaimedLog
@@ -28,9 +28,15 @@ def output_bounds(spec: RequestSpec) -> list[int]:
     return [min(most, total - len(prompt.ids)) if total else most for prompt in spec.prompts]
 
 
+def num_sequences(sampling: SamplingParams) -> int:
+    """Return how many sequences are generated for each prompt: its choices, or the candidates or beams for them."""
+    width = sampling.beam_width if sampling.use_beam_search else 0
+    return max(1, sampling.n, sampling.best_of, width)
+
+
 def most_output_tokens(spec: RequestSpec) -> int:
-    """Return the most output tokens of a request's choices together; one at least of each."""
-    return max(1, spec.sampling.n) * sum(max(1, bound) for bound in output_bounds(spec))
+    """Return the most tokens that are generated for a request, of all its sequences; one at least of each."""
+    return num_sequences(spec.sampling) * sum(max(1, bound) for bound in output_bounds(spec))
 
 
 @dataclass(frozen=True)

@@ -186,3 +186,11 @@ def test_the_least_tokens_fit_behind_the_longest_prompt() -> None:
             sampling, is_given=True, prompt_lengths=[10, 80], max_model_len=100, default_model_len=60, default=None
         )
     assert caught.value.field == "min_tokens"
+
+
+@pytest.mark.parametrize("field", ["beam_width", "best_of", "n"])
+def test_a_beam_search_has_at_most_the_beams_that_engines_take(field: str) -> None:
+    assert resolve(SamplingParams(use_beam_search=True, **{field: 64}))
+    with pytest.raises(InvalidRequest, match="at most 64 with use_beam_search, got 65") as caught:
+        resolve(SamplingParams(use_beam_search=True, **{field: 65}))
+    assert caught.value.field == field

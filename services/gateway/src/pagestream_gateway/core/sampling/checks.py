@@ -96,6 +96,8 @@ _IN_SEARCH = {
     "bad_words": _is_one_of([]),
     "prompt_logprobs": _is_one_of(None),
 }
+MAX_BEAM_WIDTH = 64
+"""Engines take no more."""
 _LISTS = ("stop", "allowed_token_ids", "bad_words")
 _OF_SEARCH_ALONE = {"beam_width": None, "length_penalty": 1.0, "early_stopping": EARLY_STOPPING_UNSPECIFIED}
 
@@ -110,6 +112,9 @@ def beam_search_fault(sampling: SamplingParams, context: CheckContext) -> tuple[
         return None
     if sampling.HasField("structured_outputs"):
         return "structured_outputs", "is not supported with use_beam_search"
+    for name in ("beam_width", "best_of", "n"):
+        if getattr(sampling, name) > MAX_BEAM_WIDTH:
+            return name, f"must be at most {MAX_BEAM_WIDTH} with use_beam_search, got {getattr(sampling, name)}"
     for name, check in _IN_SEARCH.items():
         value = getattr(sampling, name)
         if name == "prompt_logprobs" and not sampling.HasField(name):
