@@ -74,6 +74,10 @@ async def test_scores_are_those_of_transformers(redis_url: str, tmp_path: Path) 
         assert scores == pytest.approx(expected, abs=TOLERANCE)
         assert answer.json()["usage"]["prompt_tokens"] == sum(map(len, pairs))
         many = await client.post("/v1/score", json={"model": MODEL, "data_1": DOCUMENTS[::-1], "data_2": DOCUMENTS})
+        again = {"data_1": DOCUMENTS[::-1], "data_2": DOCUMENTS, "model": MODEL}
+        put = await client.put(f"/v1/requests/{many.headers['x-request-id']}", json=again)
+        assert put.status_code == 200, put.text
+        assert put.json()["state"] == "finished"
         crossed = AutoTokenizer.from_pretrained(model)(DOCUMENTS[::-1], DOCUMENTS)["input_ids"]
         wanted = torch.sigmoid(torch.tensor(logits(model, crossed))).tolist()
         assert [each["score"] for each in many.json()["data"]] == pytest.approx(wanted, abs=TOLERANCE)

@@ -58,7 +58,7 @@ async def test_each_prompt_is_cut(http: httpx.AsyncClient) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_chat_keeps_its_end(http: httpx.AsyncClient, stream: bool) -> None:
-    kept = ids("gh</s>[assistant]")
+    kept = [BEGIN, *ids("h</s>[assistant]")]
     body = {**CHAT, "truncate_prompt_tokens": len(kept), "return_token_ids": True}
     if stream:
         options = {"stream": True, "stream_options": {"include_usage": True}}
@@ -106,7 +106,11 @@ async def test_a_response_is_cut_where_it_may_be(http: httpx.AsyncClient) -> Non
     body = {"model": MODEL, "input": LONG, "max_output_tokens": 2}
     assert (await http.post("/v1/responses", json=body)).status_code == 400
     answer = (await http.post("/v1/responses", json={**body, "truncation": "auto"})).json()
-    assert (answer["truncation"], answer["usage"]["input_tokens"]) == ("auto", MAX_MODEL_LEN - 1)
+    assert (answer["truncation"], answer["usage"]["input_tokens"]) == ("auto", MAX_MODEL_LEN - 2)
+    for most, room in ((None, MAX_MODEL_LEN // 4), (50, 50), (MAX_MODEL_LEN, MAX_MODEL_LEN // 2)):
+        asked = {**body, "truncation": "auto", "max_output_tokens": most}
+        usage = (await http.post("/v1/responses", json=asked)).json()["usage"]
+        assert (usage["input_tokens"], usage["output_tokens"]) == (MAX_MODEL_LEN - room, room), most
     short = (await http.post("/v1/responses", json={**body, "input": "x"})).json()
     assert short["truncation"] == "disabled"
     found = (await http.get(f"/v1/responses/{answer['id']}")).json()

@@ -67,6 +67,8 @@ class AskedTruncation:
     """Where tokens are cut off, be they special or not. None: within the special tokens, at the beginning of a text
     that an output goes on with, at the end of one that has none.
     """
+    leaves_room: bool = False
+    """Of WHAT_FITS: whether the output has the room that is asked for it; else it has one token."""
 
 
 @dataclass(frozen=True)

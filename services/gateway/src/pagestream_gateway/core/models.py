@@ -98,9 +98,7 @@ class LoadedModel:
                     context_exceeded(self.max_model_len, f"the prompt has {found.found}"),
                 ) from found
             case UnbrokenTextError():
-                raise InvalidRequest(
-                    job.field, f"has more than {MAX_RUN_CHARS} letters in a row; put a space or a line end between them"
-                ) from found
+                raise unbroken_text(job.field) from found
         return found
 
     def decode(self, token_ids: list[int]) -> str:
@@ -134,6 +132,13 @@ def _without_contexts(card: ModelCard) -> ModelCard:
     copy.ClearField("default_model_len")
     copy.ClearField("deterministic")
     return copy
+
+
+def unbroken_text(field: str) -> InvalidRequest:
+    """Return the error of a field whose text can't be encoded piece by piece."""
+    return InvalidRequest(
+        field, f"has more than {MAX_RUN_CHARS} letters in a row; put a space or a line end between them"
+    )
 
 
 def check_unicode(text: str, field: str) -> None:

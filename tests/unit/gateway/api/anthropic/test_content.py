@@ -31,6 +31,19 @@ def test_neighbours_of_one_role_are_one_message() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("system", "kept"),
+    [
+        ("x-anthropic-billing-header: cch=1\nBe brief.\nBe kind.", "Be brief.\nBe kind."),
+        ([{"type": "text", "text": text} for text in ("x-anthropic-billing-header: 1\nx", "Be brief.")], "Be brief."),
+    ],
+)
+def test_a_system_prompt_loses_its_billing_header_alone(system: Any, kept: str) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    assert chat_messages(messages, system)[0] == {"role": "system", "content": kept}
+    assert chat_messages(messages, "x-anthropic-billing-header: 1") == messages
+
+
 @pytest.mark.parametrize("content", ["", []])
 def test_a_message_without_content_keeps_its_turn(content: Any) -> None:
     given = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]

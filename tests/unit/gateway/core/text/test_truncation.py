@@ -154,6 +154,25 @@ def test_a_beginning_is_encoded_in_pieces(text: str, most: int, monkeypatch: pyt
     assert tokenizer.encode(found).ids == tokenizer.encode(text).ids[:number]
 
 
+def test_what_few_tokens_stand_for_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single token here: all of a text would be encoded, again and again."""
+    monkeypatch.setattr(truncation, "MAX_RUN_CHARS", 1 << 16)
+    tokenizer = Tokenizer(models.WordLevel({"x": 0}, unk_token="x"))
+    model = replace(loaded(), tokenizer=tokenizer, encoder=TextEncoder(tokenizer))
+    assert beginning("y" * 10_000, 3, model) == "y" * 10_000
+    with pytest.raises(encoder.UnbrokenTextError):
+        beginning("y" * 1_000_000, 3, model)
+
+
+def test_a_chat_keeps_the_special_tokens_that_its_template_begins_with() -> None:
+    ids = array("I", [SPECIALS["<s>"], *range(10)])
+    for side, expected in ((None, [SPECIALS["<s>"], 8, 9]), ("left", [7, 8, 9])):
+        cut = truncation_of(asking(3, side, pooling=None), loaded())
+        assert cut is not None
+        assert list(cut.of_prompt(ids, has_special_tokens=False, is_chat=True)) == expected
+        assert list(cut.of_prompt(ids, has_special_tokens=False)) == [7, 8, 9]
+
+
 def test_most_is_what_the_model_takes() -> None:
     for number in (-1, 64, 63):
         for pooling in (None, VECTORS):

@@ -105,7 +105,7 @@ def chat_messages(messages: Sequence[dict[str, Any]], system: str | Sequence[dic
     if not messages:
         raise InvalidRequest("messages", "must not be empty")
     chat: Chat = []
-    if system and (text := _text(system, "system", left_out=_BILLING)):
+    if system and (text := _without_billing(system)):
         chat.append({"role": "system", "content": text})
     for number, given in enumerate(messages):
         with within(f"messages.{number}"):
@@ -162,7 +162,14 @@ def _append(message: dict[str, Any], member: str, text: str) -> None:
     message[member] = f"{before}\n{text}" if before else text
 
 
-def _text(content: str | Sequence[dict[str, Any]], place: str, *, left_out: str = "") -> str:
-    """Return the text of a content that has nothing else; `left_out`: but blocks that begin so."""
-    texts = [block.text for block in _blocks(content, place, _TEXT) if isinstance(block, TextBlock)]
-    return "\n".join(text for text in texts if not (left_out and text.startswith(left_out)))
+def _without_billing(system: str | Sequence[dict[str, Any]]) -> str:
+    """Return the text of a system prompt without its billing block; of a text without a first line that is one."""
+    texts = [block.text for block in _blocks(system, "system", _TEXT) if isinstance(block, TextBlock)]
+    if isinstance(system, str) and system.startswith(_BILLING):
+        texts = [system.partition("\n")[2]]
+    return "\n".join(text for text in texts if not text.startswith(_BILLING))
+
+
+def _text(content: str | Sequence[dict[str, Any]], place: str) -> str:
+    """Return the text of a content that has nothing else."""
+    return "\n".join(block.text for block in _blocks(content, place, _TEXT) if isinstance(block, TextBlock))

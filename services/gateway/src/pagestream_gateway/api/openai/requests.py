@@ -103,6 +103,7 @@ _PARSERS: Mapping[str, Callable[[dict[str, Any], Mapping[str, str]], ParsedReque
     "input": embeddings.parse,
     "query": scoring.parse_rerank,
     "text_1": scoring.parse_score,
+    "data_1": scoring.parse_score,
     "queries": scoring.parse_score,
 }
 _AGAIN: dict[str, Any] = {

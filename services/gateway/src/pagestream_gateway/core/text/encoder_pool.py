@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from threading import Lock
 
-from pagestream_gateway.core.drafts import Draft
+from pagestream_gateway.core.drafts import Draft, TextPrompt
 from pagestream_gateway.core.models import LoadedModel
 from pagestream_gateway.core.preparation import Preparation, PreparedRequest, preparing
 from pagestream_gateway.core.text.encoder import PIECE_CHARS, Encoded, EncodingJob, TextEncoder
@@ -26,8 +26,9 @@ _MOST_CHARS = 4 * PIECE_CHARS  # of a batch
 class _Work:
     """One draft on its way through a thread."""
 
-    def __init__(self, preparation: Preparation, encoder: TextEncoder) -> None:
+    def __init__(self, preparation: Preparation, encoder: TextEncoder, *, cuts_long_texts: bool) -> None:
         self.encoder = encoder
+        self.cuts_long_texts = cuts_long_texts
         self.jobs: list[EncodingJob] = []
         self.done: asyncio.Future[PreparedRequest] = asyncio.get_running_loop().create_future()
         self._preparation = preparation
@@ -89,7 +90,7 @@ class EncoderPool:
             raise Overloaded(
                 f"too many requests wait for the tokenizer, at most {limits.tokenize_queue}", retry_after_s=1.0
             )
-        work = _Work(preparing(draft, model, limits, scope), model.encoder)
+        work = _Work(preparing(draft, model, limits, scope), model.encoder, cuts_long_texts=_cuts_long_texts(draft))
         self._num_pending += 1
         with self._lock:
             self._waiting.append(work)
@@ -122,13 +123,15 @@ class EncoderPool:
 
     def _prepare(self, batch: list[_Work], loop: asyncio.AbstractEventLoop) -> None:
         """Encode short texts together; then, one after the other, what is long, for which no other one waits."""
-        rendered = [work for work in batch if work.render()]
+        cutting = [work for work in batch if work.cuts_long_texts]
+        rendered = [work for work in batch if work not in cutting and work.render()]
         long = [work for work in rendered if sum(len(job.text) for job in work.jobs) > PIECE_CHARS]
         for group in _groups([work for work in rendered if work not in long]):
             self._encode_together(group)
-        _call(loop, _deliver, [work for work in batch if work not in long])
-        for work in long:
-            work.encode(self.cache)
+        _call(loop, _deliver, [work for work in batch if work not in long and work not in cutting])
+        for work in (*long, *cutting):
+            if work in long or work.render():
+                work.encode(self.cache)
             _call(loop, _deliver, [work])
 
     def _encode_together(self, group: list[_Work]) -> None:
@@ -144,6 +147,14 @@ class EncoderPool:
 
     def _release(self, count: int) -> None:
         self._num_pending -= count
+
+
+def _cuts_long_texts(draft: Draft) -> bool:
+    """Whether texts are encoded already while they are rendered, to be cut, and long ones."""
+    asked = draft.pooling
+    if asked is None or not (asked.num_query_tokens or asked.num_doc_tokens):
+        return False
+    return sum(len(prompt.text) for prompt in draft.prompts if isinstance(prompt, TextPrompt)) > PIECE_CHARS
 
 
 def _groups(works: list[_Work]) -> Iterator[list[_Work]]:

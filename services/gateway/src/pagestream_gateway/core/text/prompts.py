@@ -55,7 +55,7 @@ def _render(chat: ChatPrompt, prompt_field: str, model: LoadedModel) -> str:
     if chat.continue_final_message and chat.add_generation_prompt:
         raise InvalidRequest("continue_final_message", "excludes add_generation_prompt")
     opens = not chat.continue_final_message if chat.add_generation_prompt is None else chat.add_generation_prompt
-    messages = chat.messages
+    messages: Sequence[Mapping[str, Any]] = [_with_both_names(each) for each in chat.messages]
     if is_harmony(model.card.chat_template):
         messages = harmony_messages(messages)
     elif "developer" not in model.card.chat_template:
@@ -67,6 +67,12 @@ def _render(chat: ChatPrompt, prompt_field: str, model: LoadedModel) -> str:
         arguments=_arguments(chat, model),
         tools=chat.tools.definitions,
     )
+
+
+def _with_both_names(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message that has its reasoning under both names by which templates read it."""
+    old, new = "reasoning_content", "reasoning"
+    return {**message, new: message[old]} if old in message and new not in message else message
 
 
 def _arguments(chat: ChatPrompt, model: LoadedModel) -> Mapping[str, Any]:

@@ -244,7 +244,7 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRespons
         prompt_field="input",
         sampling=sampling,
         answer=answer,
-        truncation=AskedTruncation(WHAT_FITS) if body.truncation == "auto" else None,
+        truncation=AskedTruncation(WHAT_FITS, leaves_room=True) if body.truncation == "auto" else None,
         **queued,
     )
     return ParsedResponse(
