@@ -1,5 +1,8 @@
 """The model card: durable, cached by digest, and known without any engine."""
 
+import asyncio
+from typing import Any
+
 import pytest
 from pagestream.v1.inference_pb2 import FINISH_REASON_CANCELLED
 from pagestream.v1.records_pb2 import ModelCard
@@ -39,6 +42,22 @@ async def test_another_process_sees_a_new_card(redis_url: str, broker: Broker) -
 async def test_unknown_model(broker: Broker) -> None:
     with pytest.raises(ModelNotFound, match="nothing"):
         await broker.model_card("nothing")
+
+
+async def test_many_who_miss_a_model_read_once_for_all(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else anyone could have the models read as often as he asks for one that isn't there."""
+    await broker.models()
+    await asyncio.sleep(0.15)  # older than what is read anew
+    reads, execute = [0], broker.connection.execute
+
+    async def counted(*command: Any) -> Any:
+        reads[0] += command[0] == "HGETALL" and command[1] == broker.connection.keyspace.models
+        return await execute(*command)
+
+    monkeypatch.setattr(broker.connection, "execute", counted)
+    found = await asyncio.gather(*(broker.model_card("nothing") for _ in range(200)), return_exceptions=True)
+    assert all(isinstance(each, ModelNotFound) for each in found)
+    assert 1 <= reads[0] <= 3
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a{b", "a}b", "a\nb", "x" * 257])

@@ -142,3 +142,40 @@ async def test_stopping_ends_what_waits(server: Server, num_turns: int) -> None:
     assert await first == 0
     with pytest.raises(LostConnection):
         await server.gathering.run(("ECHO", "late"))
+
+
+async def test_round_trips_that_hang_do_not_hold_others_up(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of connections that the network has lost; a new one answers."""
+    monkeypatch.setattr("pagestream_streams.connection.gathering._SLOW_S", 0.05)
+    hung = server.begin(*range(1 + 8 * 64))
+    await until_sent(server, len(hung))
+    late = server.begin("late")
+    await until_sent(server, len(hung) + 1)
+    assert server.sent[-1] == [("ECHO", "late")]
+    server.may_answer.set()
+    assert await asyncio.gather(*late) == ["late"]
+    await asyncio.gather(*hung)
+
+
+async def test_a_round_trip_that_nobody_waits_for_gives_its_turn_back(server: Server) -> None:
+    tasks = server.begin(*range(4))
+    await until_sent(server, 4)
+    held = server.turns._value
+    for each in tasks[1:3]:
+        each.cancel()
+    await asyncio.wait(tasks[1:3])
+    await asyncio.sleep(0)
+    assert server.turns._value == held
+    tasks[3].cancel()
+    await asyncio.wait(tasks[3:])
+    await eventually(lambda: server.turns._value == held + 1)
+    server.may_answer.set()
+    assert await tasks[0] == 0
+
+
+async def test_large_commands_keep_nobody_waiting(server: Server) -> None:
+    tasks = server.begin("first", "a" * 50_000, "b" * 50_000, "small", "c" * 200_000, "last")
+    await until_sent(server, 6)
+    assert [len(each) for each in server.sent] == [1, 1, 2, 1, 1]
+    server.may_answer.set()
+    await asyncio.gather(*tasks)

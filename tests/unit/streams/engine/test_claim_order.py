@@ -173,17 +173,28 @@ def test_a_partition_without_an_answer_is_left_out_for_a_while() -> None:
 
 def test_a_partition_is_alone_where_all_others_are_known_to_have_nothing() -> None:
     order = ClaimOrder()
-    assert order.lone(2, 0.0) is None, "nothing is known"
+    assert order.lone(2, {0}, 0.0) is None, "nothing is known"
     order.learn(0, Heads(), 0.0, is_own=True)
-    assert order.lone(2, 0.1) == 1, "it alone is unknown"
+    assert order.lone(2, {0}, 0.1) == 1, "it alone is unknown"
     order.learn(1, Heads(), 0.1, is_own=False)
-    assert order.lone(2, 0.2) is None, "neither has anything"
+    assert order.lone(2, {0}, 0.2) is None, "neither has anything"
     order.ring(0, 0.3)
-    assert order.lone(2, 0.3) == 0
+    assert order.lone(2, {0}, 0.3) == 0
     order.ring(1, 0.4)
-    assert order.lone(2, 0.4) is None, "which one goes first has to be asked"
+    assert order.lone(2, {0}, 0.4) is None, "which one goes first has to be asked"
     order.note_away(1, 0.5)
-    assert order.lone(2, 0.5) == 0
-    assert order.lone(2, 0.5 + AWAY_S) is None, "it may have something, and is asked again"
+    assert order.lone(2, {0}, 0.5) == 0
+    assert order.lone(2, {0}, 0.5 + AWAY_S) is None, "it may have something, and is asked again"
     order.learn(1, Heads(Head(5, 1)), 2.0, is_own=False)
-    assert order.lone(2, 2.0) is None, "the other one has a head"
+    assert order.lone(2, {0}, 2.0) is None, "the other one has a head"
+
+
+def test_a_partition_is_not_alone_beside_one_whose_head_is_this_engines_now() -> None:
+    """Its head was another engine's: left alone until it is old enough, or the partition's owner has changed."""
+    order = ClaimOrder()
+    order.learn(0, Heads(ripens_s=1.0), 0.0, is_own=False)
+    order.learn(1, Heads(), 0.0, is_own=True)
+    order.ring(1, 0.1)
+    assert order.lone(2, {1}, 0.2) == 1
+    assert order.lone(2, {0, 1}, 0.2) is None
+    assert order.lone(2, {1}, 1.1) is None

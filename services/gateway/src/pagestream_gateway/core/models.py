@@ -212,11 +212,14 @@ class Models:
             if len(infos) > 1:
                 raise InvalidRequest("model", f"is needed, since {len(infos)} models are served")
             name = infos[0].name
-        adapter = None
+        # A name that is not in the view of the models is an adapter's, where there is one: no model is read for it.
+        adapter = None if self._broker.directory.knows(name) else await self._adapter(name)
         try:
-            card = await self._limit.wait(self._broker.model_card(name))
+            card = await self._limit.wait(self._broker.model_card(name if adapter is None else adapter.model))
         except ModelNotFound:
-            adapter = (await self._limit.wait(self._broker.adapters.all())).get(name)
+            if adapter is not None:
+                raise
+            adapter = await self._adapter(name)
             if adapter is None:
                 await self._check_loadable(name)
                 raise
@@ -230,6 +233,9 @@ class Models:
         if adapter is None and named == BY_TEMPLATE:
             return model
         return replace(model, adapter=adapter, parsers=named.over(model.parsers))
+
+    async def _adapter(self, name: str) -> Adapter | None:
+        return (await self._limit.wait(self._broker.adapters.all())).get(name)
 
     async def _check_loadable(self, name: str) -> None:
         """Raise ModelUnavailable where engines list a model and none of them can load it."""

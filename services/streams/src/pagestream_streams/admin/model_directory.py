@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import re
+import time
 from dataclasses import dataclass
 
 from pagestream.v1.records_pb2 import ModelCard
@@ -48,6 +50,7 @@ class ModelDirectory:
         self._tags: dict[str, str] = {}
         self._cards: dict[str, ModelCard] = {}
         self._age = ViewAge()
+        self._missing = asyncio.Lock()  # held while the models are read for one that is missing
         self._is_stale = False  # whether the last read failed: models that are missing here may exist
 
     async def publish(self, card: ModelCard, partitions: int) -> None:
@@ -149,6 +152,10 @@ class ModelDirectory:
             for (name, entry), engines in zip(models, living, strict=True)
         ]
 
+    def knows(self, name: str) -> bool:
+        """Return whether a model is in the view, without reading anything."""
+        return name in self._entries
+
     async def locate_published(self, request_id: str) -> Partition:
         """Return the partition of a request id as `locate`, where requests are served.
 
@@ -203,9 +210,13 @@ class ModelDirectory:
             self._is_stale = True
 
     async def _read_missed(self) -> None:
-        """Read anew for a model that is missing, unless the view is of just now."""
-        if self._is_stale or self._age.seconds > _MISSED_S:
-            await self._read()
+        """Read anew for a model that is missing, unless the view is of just now. Whoever misses one meanwhile waits."""
+        asked_at = time.monotonic()
+        async with self._missing:
+            age_s = self._age.seconds
+            is_read_since = age_s < time.monotonic() - asked_at
+            if self._is_stale or (age_s > _MISSED_S and not is_read_since):
+                await self._read()
 
     async def _read(self) -> None:
         reading = self._age.begin()

@@ -67,8 +67,9 @@ class ClusterTopology:
 
         A lost connection is the reply of its commands, too. A node that is silent for longer than the limit is left.
         """
+        until = None if limit_s is None else asyncio.get_running_loop().time() + limit_s
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout_at(until):
                 await self._turns.acquire()
         except TimeoutError as error:
             return [error] * len(commands)
@@ -84,7 +85,7 @@ class ClusterTopology:
             batches = (self._batch(node, [commands[place] for place in mine], limit_s) for node, mine in places.items())
             for mine, found in zip(places.values(), await asyncio.gather(*batches), strict=True):
                 for place, reply in zip(mine, found, strict=True):
-                    replies[place] = await self._redirected(commands[place], reply)
+                    replies[place] = await self._redirected(commands[place], reply, until)
             await self._learn(replies)
             return replies
         finally:
@@ -143,17 +144,18 @@ class ClusterTopology:
         except _LOST as error:
             return [error] * len(commands)
 
-    async def _redirected(self, command: Command, reply: Any) -> Any:
-        """Follow MOVED and ASK, and return the reply at their end."""
+    async def _redirected(self, command: Command, reply: Any, until: float | None) -> Any:
+        """Follow MOVED and ASK, and return the reply at their end. `until`: no longer than to this time of the loop."""
         for _ in range(_MOST_REDIRECTIONS):
+            left_s = None if until is None else max(0.0, until - asyncio.get_running_loop().time())
             if isinstance(reply, exceptions.MovedError):
                 await self.cluster.nodes_manager.move_slot(reply)
-                [reply] = await self._batch(self.node(_key(command)), [command])
+                [reply] = await self._batch(self.node(_key(command)), [command], left_s)
             elif isinstance(reply, exceptions.AskError):
                 node = self.cluster.get_node(host=reply.host, port=reply.port)
                 if node is None:
                     return reply
-                _, reply = await self._batch(node, [("ASKING",), command])
+                _, reply = await self._batch(node, [("ASKING",), command], left_s)
             else:
                 break
         return reply

@@ -20,7 +20,10 @@ from pagestream_streams.connection.base import Command
 from pagestream_streams.tasks import cancel
 
 _MOST_TOGETHER = 64  # commands of a round trip
+_LARGE_BYTES = 1 << 16  # of a round trip's arguments: whatever comes then has another one
 _MOST_TRIPS = 8  # beside each other; what comes meanwhile gathers
+_SLOW_S = 0.25
+"""After which a round trip does not count among these: its connection may be dead, and others not."""
 
 _CLOSED = "the connections are closed"
 
@@ -30,8 +33,8 @@ _Reply = asyncio.Future[Any]
 class Gathering:
     """Runs commands: one alone at once, those that come meanwhile together, once a turn of the event loop.
 
-    Who is cancelled no longer waits, and what has not been sent by then never is. A lost or silent connection is an
-    error for each command of its round trip.
+    Who is cancelled no longer waits, and what has not been sent by then never is; a round trip for which nobody waits
+    any more ends, with its connection. A lost or silent connection is an error for each command of its round trip.
     """
 
     def __init__(
@@ -53,7 +56,10 @@ class Gathering:
         self._is_one_sent = False
         self._is_closed = False
         self._waiting: dict[_Reply, Command] = {}
-        self._trips: set[asyncio.Task[None]] = set()
+        self._trips: dict[asyncio.Task[None], float] = {}
+        """With when they began."""
+        self._trip_of: dict[_Reply, asyncio.Task[None]] = {}
+        self._looks_again: asyncio.TimerHandle | None = None
 
     async def run(self, command: Command) -> Any:
         """Return a command's reply, or raise its error."""
@@ -75,25 +81,58 @@ class Gathering:
             return await reply
         finally:
             self._waiting.pop(reply, None)
+            self._leave(reply)
 
     async def stop(self) -> None:
         """End the round trips in flight: their commands, and those that wait, are lost. It takes no more."""
         self._is_closed = True
+        if self._looks_again is not None:
+            self._looks_again.cancel()
         _fail(self._waiting, LostConnection(_CLOSED))
         for trip in list(self._trips):
             await cancel(trip)
 
     def _send(self) -> None:
-        while self._waiting and len(self._trips) < _MOST_TRIPS and not self._is_closed:
-            together = dict(islice(self._waiting.items(), _MOST_TOGETHER))
-            for reply in together:
-                del self._waiting[reply]
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        while self._waiting and not self._is_closed:
+            quick = [began for began in self._trips.values() if now - began < _SLOW_S]
+            if len(quick) >= _MOST_TRIPS:
+                if self._looks_again is None:
+                    self._looks_again = loop.call_at(min(quick) + _SLOW_S, self._look_again)
+                return
+            together = self._next_together()
             trip = asyncio.create_task(self._take_turn(together))
-            self._trips.add(trip)
+            self._trips[trip] = now
+            self._trip_of.update(dict.fromkeys(together, trip))
             trip.add_done_callback(partial(self._ended, together))
 
+    def _look_again(self) -> None:
+        self._looks_again = None
+        self._send()
+
+    def _next_together(self) -> dict[_Reply, Command]:
+        """Return what goes in the next round trip, which waits no longer."""
+        together, num_bytes = dict[_Reply, Command](), 0
+        for reply, command in islice(self._waiting.items(), _MOST_TOGETHER):
+            num_bytes += sum(len(each) for each in command if isinstance(each, bytes | str))
+            if together and num_bytes > _LARGE_BYTES:
+                break
+            together[reply] = command
+        for reply in together:
+            del self._waiting[reply]
+        return together
+
+    def _leave(self, reply: _Reply) -> None:
+        """End the round trip of a reply that is no longer waited for, unless another one's still is."""
+        trip = self._trip_of.pop(reply, None)
+        if trip is not None and reply.cancelled() and trip not in self._trip_of.values():
+            trip.cancel()
+
     def _ended(self, together: Iterable[_Reply], trip: asyncio.Task[None]) -> None:
-        self._trips.discard(trip)
+        del self._trips[trip]
+        for reply in together:
+            self._trip_of.pop(reply, None)
         _fail(together, LostConnection(_CLOSED) if trip.cancelled() else trip.exception())
         self._send()
 

@@ -114,13 +114,13 @@ class ClaimOrder:
         old.sort(key=lambda number: self._known[number].asked_at)
         return wanted + old[:REFRESH_AT_ONCE]
 
-    def lone(self, count: int, now: float) -> int | None:
+    def lone(self, count: int, own: Collection[int], now: float) -> int | None:
         """Return the one of the partitions 0 to count - 1 that may have something, where all others are known to have
         nothing: whatever it has is next.
         """
         found = None
         for number in range(count):
-            if self._may_have(number) and self._away_until.get(number, -math.inf) <= now:
+            if self._may_have_now(number, own, now) and self._away_until.get(number, -math.inf) <= now:
                 if found is not None:
                     return None
                 found = number
@@ -129,6 +129,12 @@ class ClaimOrder:
     def may_have(self, numbers: Collection[int]) -> bool:
         """Return whether any of some partitions may have something that the engine may take, as far as it is known."""
         return any(self._may_have(number) for number in numbers)
+
+    def _may_have_now(self, number: int, own: Collection[int], now: float) -> bool:
+        """Likewise, by what has changed since it was asked, too: what was left to others may be this engine's now."""
+        known = self._known.get(number)
+        changed = known is not None and (self._has_changed(number, known, now) or known.is_own != (number in own))
+        return changed or self._may_have(number)
 
     def _may_have(self, number: int) -> bool:
         known = self._known.get(number)

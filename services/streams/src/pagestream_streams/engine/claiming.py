@@ -226,7 +226,7 @@ class Claimer:
         assignment, now = self._assignment, time.monotonic()
         count = len(assignment.partitions)
         numbers = self._order.to_ask(count, assignment.own, now)
-        lone = None if assignment.with_suspects else self._order.lone(count, now)
+        lone = None if assignment.with_suspects else self._order.lone(count, assignment.own, now)
         most = {lone: found.max_requests}
         await self._send([Take(each, most.get(each, 0), found.max_tokens, None) for each in numbers], found)
 

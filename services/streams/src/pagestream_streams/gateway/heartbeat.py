@@ -61,7 +61,8 @@ class GatewayHeartbeat:
                     continue
                 registered, queued = reply
                 self._acceptor.placer.note_queued(where, queued)
-                await self._registrations.compare(where, registered)
+                async with within(limit_s / 2, f"the registrations in {where.prefix}"):
+                    await self._registrations.compare(where, registered)
             models = {where.model for where in partitions}
             self._acceptor.engines.keep_only(models)
             await self._acceptor.engines.read(models, limit_s / 2)
