@@ -1,5 +1,6 @@
 """Fixtures that all tests share, and how they are given to the processes of pytest-xdist."""
 
+import os
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -83,3 +84,24 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedR
 def redis_url(redis_server: EmbeddedRedis) -> str:
     """The URL of a real server without any keys."""
     return emptied(redis_server)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Note that a run has begun: `.ci/run` runs nothing again where one has not come to its end."""
+    if not hasattr(session.config, "workerinput"):
+        mark = _unfinished(session.config)
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Note that all its tests have been run."""
+    if not hasattr(session.config, "workerinput") and exitstatus in _ENDS:
+        _unfinished(session.config).unlink(missing_ok=True)
+
+
+_ENDS = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
+
+
+def _unfinished(config: pytest.Config) -> Path:
+    return config.rootpath / ".pytest_cache" / "unfinished" / str(os.getpid())

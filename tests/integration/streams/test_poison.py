@@ -3,12 +3,13 @@
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 
 import pytest
 from pagestream.v1.inference_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP, REQUEST_STATE_QUEUED
 from pagestream.v1.records_pb2 import RequestSpec
-from pagestream_streams import Broker, Claim, EngineSession, GatewaySession, RequestNotFound, expire_engine
+from pagestream_streams import Broker, Claim, EngineSession, GatewaySession, RequestNotFound, Unavailable, expire_engine
 from pagestream_streams.protocol.claimed_log import ClaimedLog
 from pagestream_streams.protocol.keys import Partition
 from support.protocol.token_streams import (
@@ -19,6 +20,7 @@ from support.protocol.token_streams import (
     card,
     eventually,
     numbers,
+    once_there,
     read_all,
     spec,
     worker,
@@ -432,9 +434,10 @@ class TestStorms:
             async with mortal(broker, "next") as engine:
                 claims: list[Claim] = []
                 while not claims and not all(task.done() for task in ended):
-                    claims = await engine.session.claim(max_requests=1, max_prompt_tokens=100)
+                    with suppress(Unavailable):
+                        claims = await engine.session.claim(max_requests=1, max_prompt_tokens=100)
                     await asyncio.wait(ended, timeout=0.02)
-                await engine.session.mark(running=[claim.request_id for claim in claims])
+                await once_there(partial(engine.session.mark, running=[claim.request_id for claim in claims]))
                 assert all(claim.isolated for claim in claims)
                 await die(broker, engine)
         codes = [(await task)[-1].end.error.code for task in ended]
@@ -453,8 +456,10 @@ class TestStorms:
                 async with mortal(broker, "next") as engine:
                     claims: list[Claim] = []
                     while not claims and not all(task.done() for task in ended):
-                        claims = await engine.session.claim(max_requests=1, max_prompt_tokens=100)
+                        with suppress(Unavailable):
+                            claims = await engine.session.claim(max_requests=1, max_prompt_tokens=100)
                         await asyncio.wait(ended, timeout=0.02)
-                    await engine.session.mark(running=[claim.request_id for claim in claims])
+                    running = [claim.request_id for claim in claims]
+                    await once_there(partial(engine.session.mark, running=running))
                     await die(broker, engine)
         assert [(await task)[-1].end.error.code for task in ended] == ["quarantined"] * 2

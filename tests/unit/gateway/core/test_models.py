@@ -135,6 +135,7 @@ async def test_tokenizers_are_loaded_before_anybody_asks(caplog: pytest.LogCaptu
     broken = synthetic_card()
     broken.MergeFrom(ModelCard(name="broken", tokenizer_json_zlib=b"x"))
     broker, cards = SimpleNamespace(), {"broken": broken, "gone": None, MODEL: synthetic_card()}
+    broker.directory = SimpleNamespace(knows=lambda name: name in cards)
 
     async def model_card(name: str) -> ModelCard:
         if (card := cards[name]) is None:

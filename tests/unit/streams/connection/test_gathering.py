@@ -22,7 +22,7 @@ class Server:
         self.may_answer = asyncio.Event()
         self.is_lost = False
         self.turns = asyncio.Semaphore(100)
-        self.gathering = Gathering(self.turns, self.run_one, self.run_many)
+        self.gathering = Gathering(self.turns, 100, self.run_one, self.run_many)
 
     async def run_one(self, *command: Any) -> Any:
         [reply] = await self.run_many([command])
@@ -155,6 +155,20 @@ async def test_round_trips_that_hang_do_not_hold_others_up(server: Server, monke
     server.may_answer.set()
     assert await asyncio.gather(*late) == ["late"]
     await asyncio.gather(*hung)
+
+
+async def test_however_slow_they_are_round_trips_leave_half_of_the_turns(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagestream_streams.connection.gathering._SLOW_S", 0.0)
+    monkeypatch.setattr("pagestream_streams.connection.gathering._MOST_TOGETHER", 1)
+    tasks = server.begin(*range(200))
+    await until_sent(server, 51)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert len(server.sent) == 51
+    server.may_answer.set()
+    assert await asyncio.gather(*tasks) == list(range(200))
 
 
 async def test_a_round_trip_that_nobody_waits_for_gives_its_turn_back(server: Server) -> None:

@@ -87,13 +87,16 @@ class Sleep:
         executor, until = self._steps.executor, monotonic() + self._limit_s
         executor.prepare(wanted)
         while monotonic() < until:
+            change: SleepChanged | None = None
             for done in executor.prepared(_POLL_S):
                 if not isinstance(done, SleepChanged):
                     self._note(done)
                 elif done.is_asleep == wanted.is_asleep:
-                    if done.error is not None:
-                        raise SleepFailed(f"the executor can't {_verb(wanted)}: {done.error}")
-                    return
+                    change = done
+            if change is not None:
+                if change.error is not None:
+                    raise SleepFailed(f"the executor can't {_verb(wanted)}: {change.error}")
+                return
             executor.check_alive()
         raise SleepFailed(f"the executor does not {_verb(wanted)} in {self._limit_s:g} s")
 

@@ -26,6 +26,10 @@ _FIELDS = ("created", "digest", "partitions")
 _MISSED_S = 0.1
 """Age of a view that is read anew for a model that it lacks: it may have been published since, and engines be ready."""
 
+_MISSED_LIMIT_S = 2.0
+"""Of that read: others wait for it, and a connection may be dead."""
+_READ = "a read of the models"
+
 
 @dataclass(frozen=True)
 class _Entry:
@@ -50,7 +54,8 @@ class ModelDirectory:
         self._tags: dict[str, str] = {}
         self._cards: dict[str, ModelCard] = {}
         self._age = ViewAge()
-        self._missing = asyncio.Lock()  # held while the models are read for one that is missing
+        self._reading = asyncio.Lock()  # held while the models are read anew: others wait for what comes of it
+        self._failed_at = float("-inf")  # as time.monotonic()
         self._is_stale = False  # whether the last read failed: models that are missing here may exist
 
     async def publish(self, card: ModelCard, partitions: int) -> None:
@@ -201,22 +206,33 @@ class ModelDirectory:
         if not self._entries or self._age.seconds == float("inf"):
             await self._read()
             return
-        try:
-            async with within(self._limit_s, "a read of the models"):
-                await self._read()
-        except Unavailable:
-            # Known models are good enough for heartbeats and sweeps; the next read tries again.
-            self._age.end(self._age.begin())
-            self._is_stale = True
+        async with self._reading:
+            if self._age.seconds < self._ttl:
+                return
+            try:
+                async with within(self._limit_s, _READ):
+                    await self._read()
+            except Unavailable:
+                # Known models are good enough for heartbeats and sweeps; the next read tries again.
+                self._age.end(self._age.begin())
+                self._is_stale = True
 
     async def _read_missed(self) -> None:
         """Read anew for a model that is missing, unless the view is of just now. Whoever misses one meanwhile waits."""
         asked_at = time.monotonic()
-        async with self._missing:
+        async with self._reading:
             age_s = self._age.seconds
             is_read_since = age_s < time.monotonic() - asked_at
-            if self._is_stale or (age_s > _MISSED_S and not is_read_since):
-                await self._read()
+            if not self._is_stale and (age_s <= _MISSED_S or is_read_since):
+                return
+            if self._failed_at > asked_at:
+                raise Unavailable(f"{_READ} has just failed")
+            try:
+                async with within(_MISSED_LIMIT_S, _READ):
+                    await self._read()
+            except Unavailable:
+                self._failed_at = time.monotonic()
+                raise
 
     async def _read(self) -> None:
         reading = self._age.begin()

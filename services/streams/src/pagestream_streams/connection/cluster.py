@@ -147,7 +147,9 @@ class ClusterTopology:
     async def _redirected(self, command: Command, reply: Any, until: float | None) -> Any:
         """Follow MOVED and ASK, and return the reply at their end. `until`: no longer than to this time of the loop."""
         for _ in range(_MOST_REDIRECTIONS):
-            left_s = None if until is None else max(0.0, until - asyncio.get_running_loop().time())
+            left_s = None if until is None else until - asyncio.get_running_loop().time()
+            if left_s is not None and left_s <= 0:
+                break  # it has run nowhere; sent now, it would run and its reply be lost
             if isinstance(reply, exceptions.MovedError):
                 await self.cluster.nodes_manager.move_slot(reply)
                 [reply] = await self._batch(self.node(_key(command)), [command], left_s)

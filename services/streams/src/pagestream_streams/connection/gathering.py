@@ -40,6 +40,7 @@ class Gathering:
     def __init__(
         self,
         turns: asyncio.Semaphore,
+        num_turns: int,
         run_one: Callable[..., Awaitable[Any]],
         run_many: Callable[[Sequence[Command]], Awaitable[Sequence[Any]]],
     ) -> None:
@@ -47,10 +48,12 @@ class Gathering:
 
         Args:
             turns: one is taken for each round trip.
+            num_turns: as many as there are; half of them at most are taken, however slow round trips are.
             run_one: runs a command.
             run_many: runs commands in one round trip; returns a reply or an exception for each.
         """
         self._turns = turns
+        self._most_trips = max(_MOST_TRIPS, num_turns // 2)
         self._run_one = run_one
         self._run_many = run_many
         self._is_one_sent = False
@@ -95,7 +98,7 @@ class Gathering:
     def _send(self) -> None:
         loop = asyncio.get_running_loop()
         now = loop.time()
-        while self._waiting and not self._is_closed:
+        while self._waiting and len(self._trips) < self._most_trips and not self._is_closed:
             quick = [began for began in self._trips.values() if now - began < _SLOW_S]
             if len(quick) >= _MOST_TRIPS:
                 if self._looks_again is None:

@@ -63,7 +63,7 @@ class SingleServer:
         self._redis = redis
         self._others = others
         self._turns = asyncio.Semaphore(max_connections)
-        self._gathering = Gathering(self._turns, redis.execute_command, self._pipeline)
+        self._gathering = Gathering(self._turns, max_connections, redis.execute_command, self._pipeline)
 
     async def execute(self, *command: Argument) -> Any:
         return await self._gathering.run(command)

@@ -124,7 +124,7 @@ class Acceptor:
         placed = self._placed.pop(spec.request_id, None)
         left = left_ms(settings, placed.held_tokens) if placed else 0
         most = 0 if is_prompt_alone(spec) else most_output_tokens(spec)
-        expected = self.lengths.expected(spec.model, tokens, spec.tenant, most)
+        expected = self._expected(spec, tokens, most)
         order = (expected, known.virtual, settings.ageing_ms, left, known.learnt_ms, *self._counted(spec))
         reply = await connection.run_acknowledged(ACCEPT, where.prefix, *arguments, "", *order)
         if reply[0] == _REMOVED:  # this process' view of the models is old, or the model was published anew
@@ -164,14 +164,17 @@ class Acceptor:
         most = 0 if is_prompt_alone(spec) or spec.ends_when_accepted else most_output_tokens(spec)
         if is_length_given or not most:
             return Demand(prompt_tokens, prompt_tokens + most)
-        expected = self.lengths.expected(spec.model, prompt_tokens, spec.tenant, most)
+        expected = self._expected(spec, prompt_tokens, most)
         expected = expected or min(most, choices * _USUAL_TOKENS)
         return Demand(prompt_tokens, prompt_tokens + expected, is_expected=True)
 
     def _counted(self, spec: RequestSpec) -> tuple[int, str, str, str]:
         is_counted = bool(self._broker.settings.usage_days) or self.has_limits
-        times = num_sequences(spec.sampling) / max(1, spec.sampling.n)
-        return int(is_counted), spec.credential, spec.adapter.name or spec.model, f"{times:.6g}"
+        return int(is_counted), spec.credential, spec.adapter.name or spec.model, f"{_times(spec):.12g}"
+
+    def _expected(self, spec: RequestSpec, prompt_tokens: int, most: int) -> int:
+        """Return how many tokens will be generated, by what engines know of answers, that is of what is put out."""
+        return min(most, round(self.lengths.expected(spec.model, prompt_tokens, spec.tenant, most) * _times(spec)))
 
     async def _locate(self, spec: RequestSpec) -> Partition:
         try:
@@ -195,6 +198,11 @@ class Acceptor:
         same.CopyFrom(spec)
         same.request_id = reservation.request_id
         return reservation, same
+
+
+def _times(spec: RequestSpec) -> float:
+    """Return how many tokens are generated for each that is put out."""
+    return num_sequences(spec.sampling) / max(1, spec.sampling.n)
 
 
 def _queue_full(settings: StreamsSettings, tenant: str, reply: Sequence[int]) -> QueueFull:

@@ -347,7 +347,7 @@ local function note_usage(id, reason)
   local has_prompt = is_first and (tonumber(found[11]) > 0 or reason == 'length')
   call('XADD', prefix .. 'ended', 'MAXLEN', '~', MOST_ENDED, '*', 'id', id, 'tenant', found[2], 'caller',
     found[3] or '', 'model', found[4] or '', 'requests', is_first and 1 or 0, 'prompt', has_prompt and found[5] or 0,
-    'cached', is_first and found[8] or 0, 'output', math.max(0, math.ceil(output * (found[12] or 1))),
+    'cached', is_first and found[8] or 0, 'output', math.max(0, math.ceil(output * (found[12] or 1) - 0.01)),
     'accepted', found[9], 'ended', now_ms())
 end
 

@@ -31,7 +31,7 @@ def output_bounds(spec: RequestSpec) -> list[int]:
 def num_sequences(sampling: SamplingParams) -> int:
     """Return how many sequences are generated for each prompt: its choices, or the candidates or beams for them."""
     width = sampling.beam_width if sampling.use_beam_search else 0
-    return max(1, sampling.n, sampling.best_of, width)
+    return max(1, sampling.n, width or sampling.best_of)
 
 
 def most_output_tokens(spec: RequestSpec) -> int:

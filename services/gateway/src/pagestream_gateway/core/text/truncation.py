@@ -185,7 +185,9 @@ def _beginning(text: str, num_tokens: int, tokenizer: Tokenizer) -> str:
         if len(encoding) <= num_tokens + (0 if len(piece) == len(text) else _SLACK):
             if len(piece) == len(text):
                 return text
-            if size >= MAX_RUN_CHARS:  # few tokens stand for all these characters
+            if size >= max(
+                MAX_RUN_CHARS, _CHARS_PER_TOKEN * (num_tokens + _SLACK)
+            ):  # few tokens stand for all these characters
                 raise UnbrokenTextError
             size *= 2
             continue
