@@ -7,18 +7,26 @@ from pathlib import Path
 
 import pytest
 from pagestream_engine.executor import stragglers
-from pagestream_engine.executor.stragglers import COLLECTIVE_LIMIT_S, HANG_LIMIT_S, STAGE_LIMIT_S, Stragglers
+from pagestream_engine.executor.stragglers import (
+    COLLECTIVE_LIMIT_S,
+    HANG_LIMIT_S,
+    REMOTE_LIMIT_S,
+    STAGE_LIMIT_S,
+    Stragglers,
+)
 from pagestream_engine.parallel.place import Progress
 
 
 class Watched:
     """A group whose first step has taken no time."""
 
-    def __init__(self, folder: Path, size: int, stage_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, folder: Path, size: int, stage_size: int, monkeypatch: pytest.MonkeyPatch, num_local: int | None = None
+    ) -> None:
         self.now = 0.0
         monkeypatch.setattr(stragglers, "monotonic", lambda: self.now)
         self.progress = Progress(folder, size, create=True)
-        self.stragglers = Stragglers(self.progress, stage_size)
+        self.stragglers = Stragglers(self.progress, stage_size, num_local)
         self.stragglers.begin()
         self.stragglers.end()
 
@@ -116,3 +124,12 @@ def test_a_rank_that_has_not_entered_the_collective_of_the_others_is_the_one(
         assert group.found_after(HANG_LIMIT_S + 0.1, 0, 1) == 1
     with group.progress.collective(1):
         assert group.found_after(HANG_LIMIT_S + 0.1, 0, 1) == 1, "it is the last to leave"
+
+
+def test_a_rank_of_another_machine_has_the_time_of_its_heartbeats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Watched(tmp_path, 2, 2, monkeypatch, num_local=1)
+    assert group.found_after(HANG_LIMIT_S + 0.1, 1) is None
+    assert group.found_after(REMOTE_LIMIT_S + 0.1, 1) == 1
+    assert group.found_after(HANG_LIMIT_S + 0.1, 0) == 0

@@ -64,7 +64,8 @@ class RankGroup:
         self._first_sampling = self._size - self._size // num_stages
         """The first rank of the last stage: those of other stages have no tokens."""
         self._progress = Progress(self._folder, self._size, create=True)
-        self._stragglers = Stragglers(self._progress, self._size // num_stages)
+        num_local = self._size // config.parallel.nnodes
+        self._stragglers = Stragglers(self._progress, self._size // num_stages, num_local)
         self._ranks: list[Rank] = []
         self._in_flight: deque[int] = deque()
         self._prepared = PreparedByAll(self._size)
@@ -203,7 +204,7 @@ class RankGroup:
                 self._lose(_failed(self._ranks), "failed alone", failures[0].error)
             hanging = self._stragglers.find([rank.rank for rank in waiting])
             if hanging is not None:
-                self._lose(self._ranks[hanging], f"made no progress for {self._stragglers.limit_s:.1f} s")
+                self._lose(self._ranks[hanging], f"made no progress for {self._stragglers.waited_s:.1f} s")
             self._receive(_POLL_S)
 
     def _receive(self, timeout_s: float, *, notice_deaths: bool = True) -> bool:

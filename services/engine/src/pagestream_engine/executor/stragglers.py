@@ -9,6 +9,8 @@ from pagestream_engine.parallel.place import Progress
 
 HANG_LIMIT_S = 1.5
 """Of a rank behind the others of its stage, without progress. They do the same work between two exchanges."""
+REMOTE_LIMIT_S = 5.0
+"""Of one on another machine, whose progress comes with heartbeats, in their time without a byte."""
 COLLECTIVE_LIMIT_S = 5.0
 """Of all ranks of a stage within one collective: a slow network, or a machine without processor time for a rank."""
 STAGE_LIMIT_S = 10.0
@@ -30,11 +32,15 @@ class Stragglers:
     Args:
         progress: of all ranks.
         stage_size: ranks of a stage.
+        num_local: ranks of this machine, the first ones; None: all.
     """
 
-    def __init__(self, progress: Progress, stage_size: int) -> None:
+    def __init__(self, progress: Progress, stage_size: int, num_local: int | None = None) -> None:
         self._progress = progress
         self._stage_size = stage_size
+        self._num_local = num_local
+        self.waited_s = 0.0
+        """How long the rank that was found has made no progress."""
         self._longest_s: float | None = None
         self._began = 0.0
         self._last: tuple[bool, int, int] | None = None
@@ -70,11 +76,14 @@ class Stragglers:
         is_behind = any(each not in waiting or counts[each] > count for each in stage)
         is_in_collective = count % 2 == 1
         is_waited_for = len(counts) > self._stage_size
-        least_s = 0.0 if is_behind else COLLECTIVE_LIMIT_S if is_in_collective else STAGE_LIMIT_S
+        is_remote = self._num_local is not None and rank >= self._num_local
+        behind_s = REMOTE_LIMIT_S if is_remote else HANG_LIMIT_S
+        least_s = behind_s if is_behind else COLLECTIVE_LIMIT_S if is_in_collective else STAGE_LIMIT_S
         if not (is_behind or is_in_collective or is_waited_for):
             self._last = None
         elif (seen := (is_behind, rank, count if is_behind or is_in_collective else sum(counts))) != self._last:
             self._last, self._since = seen, monotonic()
         elif monotonic() - self._since > max(self.limit_s, least_s):
+            self.waited_s = monotonic() - self._since
             return rank
         return None
