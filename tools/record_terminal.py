@@ -42,9 +42,6 @@ def record(command: Sequence[str], columns: int, rows: int, limit_s: float) -> l
     """Run a command in a terminal; return what it showed. Raises CommandError.
 
     Args:
-        command: with its arguments.
-        columns: of the terminal.
-        rows: of the terminal.
         limit_s: seconds after which the command is killed.
     """
     screen = pyte.Screen(columns, rows)

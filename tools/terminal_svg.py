@@ -55,7 +55,6 @@ def draw(frames: Sequence[Frame], columns: int, title: str) -> str:
 
     Args:
         frames: in their order, each with its time.
-        columns: of the terminal.
         title: what is shown above it.
     """
     rows = max((place + 1 for frame in frames for place, line in enumerate(frame.lines) if line), default=1)

@@ -50,7 +50,6 @@ def cut_tiles(order: Tensor, bounds: Sequence[int], slots: Sequence[int], max_ra
         order: as in LoraTiles, on the device that computes.
         bounds: (groups + 1,) where each group begins in `order`, and the end.
         slots: (groups,) of each group's adapter.
-        max_rank: of these adapters.
     """
     tiles = [
         (first, min(first + TILE_ROWS, end), slot)

@@ -28,9 +28,7 @@ class LoraTable:
 
     Args:
         parts: of each module, its first output of the linear, and its number of outputs.
-        num_inputs: of the linear.
         num_slots: adapters at once.
-        dtype: of the matrices.
         device: of the matrices, and of the table.
     """
 

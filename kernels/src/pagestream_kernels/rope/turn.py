@@ -30,7 +30,6 @@ def turned(
         row_mask: (heads, 1).
         cos, sin: (1 or heads, BLOCK_HALF) float32.
         weight_ptr: (HEAD_DIM,) of the norm.
-        eps: of the norm.
 
     Returns:
         Two of (heads, BLOCK_HALF), and (heads, BLOCK_DIM), in float32.

@@ -137,11 +137,7 @@ def row_for(
 
     Args:
         operator: paged_decode or paged_prefill.
-        geometry: of the cache.
-        options: of the layer.
         num_rows: query rows a KV head: query heads, in decode times the query tokens.
-        backend: of the GPU.
-        table: of the chip.
     """
     row = None if table is None else table.find(operator, geometry, num_rows)
     if row is None:

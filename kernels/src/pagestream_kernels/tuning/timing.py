@@ -36,9 +36,7 @@ def fastest(key: RowKey, rows: Sequence[Row], device: torch.device, measure: Tim
     Args:
         key: what the rows are for.
         rows: at least one.
-        device: to run on.
         measure: gives a call's time, in any unit.
-        sizes: of the workload.
     """
     times = []
     for row in rows:

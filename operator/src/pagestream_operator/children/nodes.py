@@ -118,9 +118,7 @@ def followers(pool_name: str, leader: Mapping[str, Any], release: str) -> Manife
     The leader's pod owns it: garbage collection deletes it once that pod is gone, which is after it has drained.
 
     Args:
-        pool_name: of the leader's pool.
         leader: its pod, which has an address.
-        release: of the operator.
     """
     metadata = leader["metadata"]
     chosen = {"app.kubernetes.io/name": "pagestream-engine-node", LEADER_LABEL: metadata["name"]}

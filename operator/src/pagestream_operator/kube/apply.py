@@ -48,7 +48,6 @@ class Applier:
         """Create or change an object so that it has what the manifest asks for.
 
         Args:
-            pool: the owner.
             manifest: what the object should have.
             replicas: those of a new Deployment; an existing one keeps its own.
 

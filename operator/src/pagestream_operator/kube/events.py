@@ -30,9 +30,6 @@ class Recorder:
         """Publish an event, and log its note.
 
         Args:
-            pool: metadata of the pool.
-            reason: one word for programs.
-            note: a sentence for people.
             action: what the operator did.
             warning: whether its type is Warning instead of Normal.
         """

@@ -29,7 +29,6 @@ class Kind:
 
         Args:
             namespace: None for all namespaces, and for kinds of the whole cluster.
-            name: the object's name.
             subresource: such as `status` or `scale`.
         """
         parts = ["apis" if self.group else "api", self.api_version, *(["namespaces", namespace] if namespace else [])]

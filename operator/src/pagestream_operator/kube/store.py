@@ -116,7 +116,6 @@ class ObjectStore:
         """Store a fresh list, and drop the objects that no longer exist.
 
         Args:
-            kind: of the list.
             listed: the objects that exist.
             suspects: uids that were stored before the list was requested; those that it lacks are dropped.
 

@@ -108,7 +108,6 @@ class MetricsStore:
         """Create an empty store.
 
         Args:
-            settings: bounds.
             release: whose queues and latencies are kept, wherever its gateways run. A gateway that names no release
                 counts for each; without a release of its own the store keeps all.
             clock: Unix seconds.

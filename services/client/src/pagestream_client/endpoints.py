@@ -15,7 +15,6 @@ class Endpoints:
 
     Args:
         targets: addresses of the gateways; a repeated one counts once.
-        rng: draws the first one.
 
     Raises:
         ValueError: there is no target.

@@ -96,7 +96,6 @@ class ResumableStream:
         """Move past a chunk.
 
         Args:
-            chunk: the next one.
             num_entries: numbers of log entries that the chunk may stand for; None where the protocol does not say.
 
         Raises:

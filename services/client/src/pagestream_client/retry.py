@@ -24,7 +24,6 @@ class RetryState:
 
     Args:
         endpoints: the gateways; failures and successes are reported to them.
-        policy: limits and delays.
         clock: returns monotonic seconds.
         rng: draws the random part of delays.
     """

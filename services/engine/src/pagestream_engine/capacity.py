@@ -35,8 +35,6 @@ def measure_capacity(
 
     Args:
         model: a model folder, or the name of a Hugging Face repository.
-        config: settings.
-        make_runner: loads the model.
 
     Raises:
         EngineError: an engine with these settings would not start, for this reason.

@@ -50,7 +50,6 @@ def usable_instruction_sets(cpuinfo: str, environ: Mapping[str, str]) -> frozens
     """Return `instruction_sets` without those that the environment keeps oneDNN from using.
 
     Args:
-        cpuinfo: text of /proc/cpuinfo.
         environ: environment of the process at its start.
     """
     limit = next((environ[name] for name in _ONEDNN_LIMITS if environ.get(name)), "").lower()

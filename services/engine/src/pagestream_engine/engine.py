@@ -54,7 +54,6 @@ class Engine:
 
     Args:
         model: a model folder, or the name of a Hugging Face repository.
-        config: settings.
         make_runner: builds the runner, which computes the steps.
 
     Raises:
@@ -163,7 +162,6 @@ class Engine:
             output_token_ids: what an earlier run of this request has generated. The next output is the token after
                 them; if they reach the end already, it is that end without a token.
             priority: its class, 0 first, for policies that look at it.
-            tenant: whose it is, likewise.
             cache_salt: the prefix cache is shared only with sequences of the same salt.
             adapter: of `adapters`, that computes its tokens; the prefix cache is shared within its revision only.
 

@@ -41,7 +41,6 @@ def find_library(folder: Path, name: str, levels: Sequence[Level], flags: frozen
     Args:
         folder: of libraries compiled beforehand; need not exist.
         name: of the library without its level.
-        levels: the best first.
         flags: another processor's, as `/proc/cpuinfo` shows them.
     """
     if not folder.is_dir():

@@ -124,7 +124,6 @@ def unpack(packed: Tensor, shapes: Sequence[tuple[torch.Size, bool]]) -> list[Te
     """Return what `pack` has packed, as int32 and float32.
 
     Args:
-        packed: its result.
         shapes: of each tensor, and whether it has floating point numbers.
     """
     parts = torch.split(packed, [prod(shape) for shape, _ in shapes])

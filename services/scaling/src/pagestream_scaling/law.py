@@ -28,7 +28,6 @@ def decide(
     Pure: no clock, no I/O, no state. Call it about once a second.
 
     Args:
-        policy: the pool's policy.
         observation: what is seen now.
         memory: what the last call returned; ScalingMemory() for the first one.
 

@@ -73,10 +73,7 @@ def simulate(
     """Run a load through a law.
 
     Args:
-        load: the requests.
-        profile: of every engine.
         law: decides the number of pods; not used before.
-        terms: objective, fleet and signals.
         startup_s: from a pod's order to ready.
         seed: of partition ownership and claims.
         on_course: called with the run's time series; recording them takes a little longer.

@@ -94,8 +94,6 @@ def parse_value(variable: str, text: str, kind: Any) -> Any:
     """Convert a variable's text to its field's type.
 
     Args:
-        variable: name, for the error.
-        text: as given.
         kind: str, int, float, bool, Path, each also with None (which an empty text then means), Mapping[str, int],
             written "name=2,other=1", Mapping[str, str], written "name=text", or Sequence[str], written "name,other".
 

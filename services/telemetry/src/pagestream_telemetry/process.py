@@ -50,7 +50,6 @@ def running_telemetry(
         settings: without an endpoint nothing is exported, and no exporter is imported.
         service: `service.name`.
         instance_id: `service.instance.id`, the same after a restart of the process.
-        environ: for OTEL_RESOURCE_ATTRIBUTES.
     """
     registry, resource = Registry(), resource_attributes(service, instance_id, environ)
     with ExitStack() as stack:

@@ -32,7 +32,6 @@ async def run_process(settings: ProcessSettings, make_engine: EngineFactory = En
     """Serve until SIGTERM or SIGINT.
 
     Args:
-        settings: of the process.
         make_engine: makes the engine; picklable where it gets a process of its own.
 
     Raises:

@@ -25,7 +25,6 @@ async def stand_by(core: EngineCore, state: str) -> float:
     """Wait for a line on standard input. A pipe keeps the line until it is read, so that it may be sent at any time.
 
     Args:
-        core: watched meanwhile.
         state: how far the engine has started, for the log.
 
     Returns:

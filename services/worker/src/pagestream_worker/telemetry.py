@@ -37,8 +37,6 @@ class WorkerTelemetry:
     """Records what happens to requests. `step` is called on the engine's thread, the rest on the event loop.
 
     Args:
-        telemetry: of the process.
-        model: the served name.
         engine_id: as in leases, for spans.
         began_s: age of the process when the loading of the model began, in seconds.
     """

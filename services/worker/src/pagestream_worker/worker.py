@@ -37,7 +37,6 @@ class Worker:
 
     Args:
         core: has loaded its engine; the worker ends it.
-        settings: names and limits.
         health: gets heartbeats of the event loop, and the begin and end of serving.
         telemetry: gets the phases of requests.
         degradation: of the ladder; None for its defaults.
@@ -99,8 +98,6 @@ class Worker:
         """Serve until `stop` or `leave` is set, then hand everything back.
 
         Args:
-            session: of the engine.
-            stop: the process ends.
             leave: the process goes on with another model; what runs has settings.switch_finish_s to end.
             keeps_weights: once `leave` is set: whether the engine falls asleep in place of its end.
 

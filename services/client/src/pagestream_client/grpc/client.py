@@ -42,7 +42,6 @@ class Client:
         targets: "host:port" of each gateway's gRPC port.
         api_key: sent to the gateways, where they require one.
         credentials: those of a TLS connection, such as `grpc.ssl_channel_credentials()`; None is no TLS.
-        reconnection: limits of retries.
         transport: how connections are made and watched.
 
     Raises:
@@ -113,7 +112,6 @@ class Client:
             on_disconnect: "cancel" or "continue" when the request has no reader any more.
             priority: 0 is served first.
             client_request_id: the caller's own id, kept as metadata.
-            sampling: see SamplingOptions.
 
         Raises:
             InvalidRequest: an argument cannot be sent. All other errors are raised by the stream.
@@ -160,8 +158,6 @@ class Client:
             normalize: whether vectors have length 1; None: as the model's files say.
             deadline_s: seconds after which the request ends without vectors.
             idempotency_key: as for `generate`.
-            on_disconnect: likewise.
-            priority: likewise.
 
         Raises:
             PagestreamError: see errors.py.

@@ -34,7 +34,6 @@ class AsyncHttpClient:
     Args:
         urls: base URL of each gateway's HTTP port, with or without `/v1`.
         api_key: sent to the gateways, where they require one.
-        reconnection: limits of retries.
         transport: how connections are made and watched.
 
     Raises:

@@ -62,9 +62,7 @@ def failure_of_answer(status: int, headers: Mapping[str, str], content: bytes) -
     """Return the failure that an answer other than 200 stands for.
 
     Args:
-        status: the answer's.
         headers: the answer's; case-insensitive, or in lower case.
-        content: the answer's body.
     """
     error = _error_in(content)
     code = str(error.get("code") or "")

@@ -32,7 +32,6 @@ def transport(
 
     Args:
         urls: base URL of each gateway, with or without `/v1`; they replace that of the `openai` client.
-        reconnection: limits of retries.
         limits: time limits of connections and streams, and whom TLS trusts; they replace those of the `openai` client
             for streams. An answer that is not streamed has the client's own limits, its read limit for all tries.
 

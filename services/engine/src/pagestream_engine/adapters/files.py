@@ -61,8 +61,6 @@ def open_adapter(name: str, folder: Path, modules: Mapping[str, ModuleSlice], ma
 
     Args:
         name: that requests give.
-        folder: of the adapter.
-        modules: of the model.
         max_rank: the largest that is allowed.
 
     Raises:
@@ -81,8 +79,6 @@ def read_adapter(
 
     Args:
         adapter: with the revision that is expected.
-        modules: of the model.
-        dtype: of the matrices.
         max_rank: the largest that is allowed.
 
     Raises:

@@ -62,7 +62,6 @@ def adaptable_modules(weights: WeightMap, of_rank: WeightMap | None = None) -> M
     """Return the modules of a model that adapters may change, by their names in the checkpoint.
 
     Args:
-        weights: of the whole model.
         of_rank: what a rank has of them; None: all.
     """
     modules: dict[str, ModuleSlice] = {}

@@ -45,7 +45,6 @@ class NamePattern:
     20 characters can hold the interpreter for hours. Here all ways are followed together.
 
     Args:
-        text: of the pattern.
         room: steps that the patterns before it have left of MAX_STEPS_OF_ADAPTER.
 
     Raises:

@@ -40,8 +40,6 @@ class AdapterPool:
     Args:
         linears: of the model, by parameter.
         modules: that adapters may change, by their names in the checkpoint.
-        config: settings.
-        dtype: of the model.
         device: that computes.
         exact: whether a row has to have the same bits in any batch.
         by_triton: whether a GPU multiplies by Triton's kernel.

@@ -181,9 +181,7 @@ class Attention(ABC, Generic[MetadataT]):
         """Attend causally, the keys and values of all tokens being in the cache.
 
         Args:
-            layer: index of the layer.
             query: (tokens, num_heads, head_dim), rotated.
-            spec: of the layer.
             metadata: of this step's batch in the layer's KV group.
 
         Returns:

@@ -184,7 +184,6 @@ class KVStore:
         tokens of a block are written from its first slot on: that one takes the block anew.
 
         Args:
-            layer: index of the layer.
             key: (tokens, num_kv_heads, head_dim).
             value: as `key`.
             slots: (tokens,) int64: block * block_size + offset.
@@ -225,7 +224,6 @@ class KVStore:
         """Norm and rotate query and key, and write key and value, in one pass over them.
 
         Args:
-            layer: index of the layer.
             query: (tokens, num_heads, head_dim), overwritten.
             key: (tokens, num_kv_heads, head_dim).
             value: as `key`.

@@ -72,9 +72,7 @@ def block_map(pool: BlockPool, running: Iterable[TokenSequence], *, num_running:
     """Return the map of a pool; O(blocks in tables), at the speed of set intersections, and O(MOST_CELLS).
 
     Args:
-        pool: between two steps.
         running: the sequences that hold its blocks.
-        num_running: of them.
         num_waiting: sequences that hold none.
     """
     num_cells = min(pool.num_blocks, MOST_CELLS)

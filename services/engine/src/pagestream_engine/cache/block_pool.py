@@ -23,7 +23,6 @@ class BlockPool:
         """Make a pool whose blocks are all free.
 
         Args:
-            num_blocks: in it.
             order: of all of them, for this pool alone; None: least recently used first.
         """
         self.num_blocks = num_blocks

@@ -22,11 +22,7 @@ class GroupCache:
         """Make the tables of a layout's group.
 
         Args:
-            pool: of all groups.
-            index: in the layout.
-            group: one of the layout's.
             hasher: of the layout's smallest blocks.
-            tier: below the pool.
         """
         self._tier = tier
         self.index = index
@@ -158,7 +154,6 @@ class GroupCache:
         """Bound the blocks of a cached prefix that running sequences hold, and that cost another no free block.
 
         Args:
-            seq: whose prefix it is.
             table: of the prefix of all groups; this group's own may be longer.
             num_tokens: of the longest prefix that is wanted.
 

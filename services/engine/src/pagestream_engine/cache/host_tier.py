@@ -65,8 +65,6 @@ class HostTier:
         """Make an empty tier.
 
         Args:
-            pool: of the device's blocks.
-            num_pages: of host memory.
             num_ahead: how many of the blocks that are evicted next are saved; what a step takes at most is enough.
             load_page_s: seconds to copy a page to the device.
         """
@@ -115,11 +113,9 @@ class HostTier:
         """Load a block that some page holds.
 
         Args:
-            seq: whose block it is.
             block: its page is free to be written.
             block_hash: of what it gets.
             num_tokens: as `BlockPool.cache_full_block`.
-            parent_hash: likewise.
         """
         page = self._pages.by_hash[block_hash]
         self._pages.reuse(page)

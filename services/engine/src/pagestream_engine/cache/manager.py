@@ -53,8 +53,6 @@ class CacheManager:
         """Manage an unused pool.
 
         Args:
-            pool: of all groups.
-            layout: of the model.
             enable_prefix_caching: whether full blocks are found again.
             tier: below the pool; only with prefix caching.
         """

@@ -15,7 +15,6 @@ def least_wanted_blocks(cache: CacheManager, seq: TokenSequence, prefix: CachedP
 
     Args:
         cache: its pool watches from now on for this sequence.
-        seq: has no blocks.
         prefix: what `get_computed_blocks` has found for it.
         chunk: most tokens of a step.
     """

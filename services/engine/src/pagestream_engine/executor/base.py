@@ -241,13 +241,7 @@ def load_runner(make_runner: RunnerFactory, folder: Path, config: EngineConfig) 
 
 
 def make_tier(pool: BlockPool, facts: ExecutorFacts, limits: SchedulerConfig) -> HostTier | None:
-    """Make the tier below a pool; None without host pages.
-
-    Args:
-        pool: of the executor's blocks.
-        facts: the executor's.
-        limits: of a step.
-    """
+    """Make the tier below a pool; None without host pages."""
     host = facts.host_memory
     if host is None:
         return None

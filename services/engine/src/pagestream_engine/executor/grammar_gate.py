@@ -43,9 +43,7 @@ class GrammarGate:
     are refused at once, by an error that does not blame their requests.
 
     Args:
-        steps: whose executor compiles.
         scheduler: gets the sequences.
-        limit_s: see COMPILE_LIMIT_S.
     """
 
     def __init__(self, steps: StepPipeline, scheduler: Scheduler, limit_s: float = COMPILE_LIMIT_S) -> None:

@@ -14,13 +14,7 @@ from pagestream_engine.step.records import StepPlan, StepResult
 
 
 class InlineExecutor:
-    """Launches each step when it is submitted: on a CPU that computes it, on a GPU it queues it.
-
-    Args:
-        make_runner: loads the model.
-        folder: the model's.
-        config: settings.
-    """
+    """Launches each step when it is submitted: on a CPU that computes it, on a GPU it queues it."""
 
     def __init__(self, make_runner: RunnerFactory, folder: Path, config: EngineConfig) -> None:
         self._runner, self.facts = load_runner(make_runner, folder, config)

@@ -40,9 +40,6 @@ class StepPipeline:
     no step 3 has the sequence. Were a its end token, b would be dropped.
 
     Args:
-        scheduler: plans the steps.
-        plans: turns them into records.
-        executor: runs them.
         num_ahead: 0 or 1.
     """
 

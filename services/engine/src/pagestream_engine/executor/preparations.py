@@ -32,11 +32,7 @@ Prepared = PreparedGrammar | LoadedAdapter | SleepChanged
 
 
 class PreparedByAll:
-    """What the ranks of a group have prepared, each for itself: a preparation is done when all have replied.
-
-    Args:
-        num_ranks: of the group.
-    """
+    """What the ranks of a group have prepared, each for itself: a preparation is done when all have replied."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -127,7 +123,6 @@ def prepare(runner: object, wanted: Preparation, reply: Callable[[Prepared], Non
     """Let a runner begin with a preparation.
 
     Args:
-        runner: of the executor.
         wanted: what to prepare.
         reply: called with what came of it, on another thread where it is done beside the steps.
 

@@ -27,8 +27,6 @@ class ProcessExecutor:
 
     Args:
         make_runner: loads the model; it is pickled, so it is a function of a module.
-        folder: the model's.
-        config: settings.
 
     Raises:
         ExecutorDied: the process ended while it loaded.

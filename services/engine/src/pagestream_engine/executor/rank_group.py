@@ -48,8 +48,6 @@ class RankGroup:
 
     Args:
         make_runner: loads a rank's part of the model by `config.place`; a function of a module.
-        folder: the model's.
-        config: settings.
 
     Raises:
         RankLost: a process ended while it loaded.
@@ -253,7 +251,6 @@ class RankGroup:
         """End the group because of a rank, and raise RankLost.
 
         Args:
-            rank: the one.
             how: what it does, for one that is alive; empty for one that has died.
             cause: if an error has shown it.
         """

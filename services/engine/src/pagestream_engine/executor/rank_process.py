@@ -109,9 +109,7 @@ class RankProcess:
     """Starts a rank by `spawn`.
 
     Args:
-        context: to start it in.
         make_runner: loads its part of the model; a function of a module.
-        folder: the model's.
         config: settings, with the rank's place.
     """
 

@@ -12,13 +12,7 @@ from pagestream_engine.executor.rank_group import RankGroup
 
 
 def make_executor(make_runner: RunnerFactory, folder: Path, config: EngineConfig) -> Executor:
-    """Load a model into an executor of the configured kind.
-
-    Args:
-        make_runner: loads the model.
-        folder: the model's.
-        config: settings.
-    """
+    """Load a model into an executor of the configured kind."""
     if config.parallel.num_ranks > 1:
         return RankGroup(make_runner, folder, config)
     kind = ProcessExecutor if config.executor.executor == "process" else InlineExecutor

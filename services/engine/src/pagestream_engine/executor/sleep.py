@@ -20,11 +20,8 @@ class Sleep:
     """Puts an engine's executor to sleep, and wakes it.
 
     Args:
-        steps: of the engine.
-        cache: whose content sleep ends.
         note: takes what else the executor has prepared meanwhile.
         has_requests: whether any are unfinished.
-        limit_s: see LIMIT_S.
     """
 
     def __init__(

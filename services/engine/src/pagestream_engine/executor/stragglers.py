@@ -30,8 +30,6 @@ class Stragglers:
     last one.
 
     Args:
-        progress: of all ranks.
-        stage_size: ranks of a stage.
         num_local: ranks of this machine, the first ones; None: all.
     """
 

@@ -41,7 +41,6 @@ class GrammarCompiler:
 
     Args:
         folder: of the model, with its tokenizer.json.
-        vocab_size: of the logits.
         eos_token_ids: tokens that end an output where its grammar is complete.
         cache_bytes: most memory of the compiled grammars that are kept, by an estimate.
     """

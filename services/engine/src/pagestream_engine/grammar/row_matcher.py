@@ -27,8 +27,6 @@ class RowMatcher:
     no fault of this output.
 
     Args:
-        compiler: makes matchers.
-        constraint: on the output.
         end_bits: (words,) int32: the tokens that end the output.
         output_token_ids: what it has generated.
         min_tokens: no end before so many tokens, unless nothing else is allowed.

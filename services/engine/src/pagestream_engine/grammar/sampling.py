@@ -24,12 +24,6 @@ class ConstrainedSampling:
     A row's mask depends on its last token. On a CPU that is there when the next step is sampled. A GPU may compute that
     next step already when the host asks for the token: then the masks are made while the model runs, and only sampling
     waits for them. Steps without grammars wait for nothing, and have no operation more.
-
-    Args:
-        batch: samples.
-        compiler: makes matchers.
-        vocab_size: of the logits.
-        device: of the logits.
     """
 
     def __init__(self, batch: SamplingBatch, compiler: GrammarCompiler, vocab_size: int, device: torch.device) -> None:

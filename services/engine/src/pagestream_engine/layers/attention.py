@@ -23,7 +23,6 @@ class PagedAttention:
         Args:
             backend: whose cache and attention are used.
             layer: index of the layer in the cache.
-            spec: how the layer attends.
         """
         backend.attention.check(spec)
         self._backend = backend
@@ -47,7 +46,6 @@ class PagedAttention:
             query: (tokens, num_heads, head size), may be overwritten.
             key: (tokens, num_kv_heads, head size of the query), may be overwritten.
             value: (tokens, num_kv_heads, its own head size).
-            context: of this step.
             angles: by which query and key are to be rotated; None where they are already, or never.
             norm: of query and key, before they are rotated.
 

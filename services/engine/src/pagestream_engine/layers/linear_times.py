@@ -39,8 +39,6 @@ def time_methods(
     Args:
         makers: make the methods from a weight.
         shape: of the weight, (out features, in features).
-        rows: of the input.
-        dtype: of all.
         seconds: to spend, about; three turns at least.
     """
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter

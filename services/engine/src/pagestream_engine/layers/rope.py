@@ -92,10 +92,6 @@ def rope_frequencies(rope: Rope, num_tokens: int) -> tuple[Tensor, float]:
 
     Where a scaling depends on a request's length, every request gets the frequencies of one of `num_tokens` tokens.
 
-    Args:
-        rope: the rotation.
-        num_tokens: of the longest sequence.
-
     Raises:
         ModelFileError: the scaling lacks a parameter.
     """

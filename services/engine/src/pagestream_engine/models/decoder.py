@@ -67,7 +67,6 @@ class DecoderLayer(Protocol):
         Args:
             x: (tokens, hidden_size), to be added to the residual first; None for the first layer.
             residual: (tokens, hidden_size).
-            step: of all layers.
             wanted: (wanted,) int64, the packed tokens to go on with after attention; None: all. The others end with
                 their keys and values.
 
@@ -167,11 +166,9 @@ class DecoderModel(Model):
         """Take the parameters `embedding` and `head`, and the layers that a family has built.
 
         Args:
-            config: of the model.
             parameters: loaded by the family's `WeightMap`.
             layers: of the stage by their indices, in order, at least one.
             norm: before the head; None for a stage that is not the last one.
-            operators: of the backend.
             stage: that this process has.
         """
         super().__init__(config.info)

@@ -94,8 +94,6 @@ def read_decoder(
     """Read the fields that all fused families spell alike.
 
     Args:
-        config: the file.
-        info: of the model.
         layers: one for each layer.
         activation: name of the field that has the MLP's activation.
         scale: of the attention; None is `head_dim ** -0.5`.
@@ -156,7 +154,6 @@ def plain_rope(config: ConfigFile, *, theta: float = 10_000.0) -> Rope:
     and `rope_scaling`.
 
     Args:
-        config: the file.
         theta: base where the file has none.
     """
     return read_rope(config, config.get("rope_parameters") or config.get("rope_scaling") or {}, theta=theta)

@@ -34,8 +34,6 @@ class FamilySource(ModelSource):
         """Raise ModelFileError or UnsupportedModel, as `Family.read`.
 
         Args:
-            folder: of the model.
-            file: its configuration.
             family: that runs it.
             is_base: whether the folder has no head but the embedding, which gives logits only where they are tied.
             num_labels: that the folder has a matrix of scores for; 0: it has none.

@@ -52,7 +52,6 @@ def load_parameters(
     `Target.shared_bytes` the model's size is that of a file whose pages all engines of the machine share.
 
     Args:
-        folder: of the model.
         weights: what is read.
         target: what for.
         scheme: how linears are quantised there; None: they are not.
@@ -255,7 +254,6 @@ class WeightReader:
         Args:
             parts: in order.
             trailing: the other dimensions, the same for all.
-            suffix: of the names.
 
         Returns:
             (sum of the rows, *trailing).

@@ -21,10 +21,7 @@ def stored_bytes(weights: WeightMap, dtype: torch.dtype, quantization: str | Non
     Of a quantised checkpoint all linears but head and routers are counted as quantised, as its tools leave them.
 
     Args:
-        weights: a family's declaration.
-        dtype: of the model.
         quantization: `ModelConfig.quantization`.
-        scheme: of the checkpoint.
     """
     if scheme is not None:
         return sum(

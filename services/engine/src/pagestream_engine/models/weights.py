@@ -105,7 +105,6 @@ def check_shapes(weights: WeightMap, shapes: Mapping[str, tuple[int, ...]]) -> N
     """Check that a checkpoint has the tensors that parameters are declared to consist of.
 
     Args:
-        weights: of the model, undivided.
         shapes: of the checkpoint's tensors, by name.
 
     Raises:

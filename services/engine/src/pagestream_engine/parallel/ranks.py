@@ -82,7 +82,6 @@ class DistributedRanks:
         """Meet the other ranks; waits for them.
 
         Args:
-            place: of this process.
             device: that computes.
             fixed_order: whether sums have one order of additions, whatever the shape. On a CPU they always have.
         """

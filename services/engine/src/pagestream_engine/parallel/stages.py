@@ -77,9 +77,7 @@ class DistributedStage(Stage):
         """Make the group of tokens; `open_ranks` has met the others.
 
         Args:
-            place: of this process.
             device: that computes.
-            dtype: of hidden states.
         """
         if place.folder is None:
             raise InvariantViolation(f"rank {place.rank} of {place.size}: given no folder to meet the others in")

@@ -94,7 +94,6 @@ class PooledRows:
         """Add the states of a part's tokens to their rows. Return the vectors of the prompts that are complete.
 
         Args:
-            part: of the step.
             states: (tokens, hidden_size): of `part.places`.
         """
         samples: list[int] = []

@@ -75,7 +75,6 @@ class BeamSearch:
     outcome is a function of the log probabilities alone.
 
     Args:
-        params: of the request.
         end_token_ids: tokens that end an output.
         max_output_tokens: tokens of the longest output.
     """

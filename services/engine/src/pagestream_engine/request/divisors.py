@@ -22,7 +22,6 @@ def check_divisors(field: str, divisors: Collection[float]) -> None:
     """Check all values of `multipleOf` of one grammar.
 
     Args:
-        field: which the error names.
         divisors: as they are in the document.
 
     Raises:

@@ -24,8 +24,6 @@ class Intake:
 
     Args:
         tokenizer: of the model; None where it has none.
-        pieces: of the tokenizer.
-        vocab_size: of the model.
         eos_token_ids: end a sequence, unless its parameters ignore them.
         max_model_len: most tokens of a sequence.
         max_logprobs: most log probabilities that a request may ask for; ALL_LOGPROBS: any number.
@@ -87,8 +85,6 @@ class Intake:
 
         Args:
             prompt_token_ids: as for `Engine.add_request`.
-            sibling: the choice.
-            arrival: of the sequence.
             priority: as for `Engine.add_request`.
             aged_classes: as for `Engine.adding_group`.
             tenant: as for `Engine.add_request`.

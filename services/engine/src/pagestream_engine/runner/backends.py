@@ -46,8 +46,6 @@ def cache_shapes(
     """Return the shape of each KV group's cache.
 
     Args:
-        layout: of the model's layers.
-        dtype: of queries.
         kv_cache_dtype: `CacheConfig.kv_cache_dtype`.
         own: the layers of a stage; None: all.
     """
@@ -83,10 +81,7 @@ def plan_cache(
     """Plan the cache of the stage that `config.place` names.
 
     Args:
-        specs: of all layers.
-        config: settings.
         max_model_len: tokens of the longest sequence.
-        dtype: of queries.
         device: that computes.
 
     Raises:

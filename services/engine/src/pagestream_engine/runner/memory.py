@@ -146,7 +146,6 @@ def offload_target(
 
     Args:
         given_gb: `ModelConfig.cpu_offload_gb`.
-        source: of the model.
         device: that computes.
         copier: in place of a GPU's, on any device.
 

@@ -67,7 +67,6 @@ def wants_exact_linears(
 
     Args:
         wanted: `ModelConfig.deterministic`.
-        dtype: of the weights.
         device: that computes.
         by_triton: whether the model runs on the Triton kernels.
     """
@@ -84,9 +83,7 @@ def settle_numerics(model: Model, backend: Backend, dtype: torch.dtype, *, exact
     """Return how a model computes.
 
     Args:
-        model: loaded.
         backend: that it runs on.
-        dtype: of the weights.
         exact_linears: what `wants_exact_linears` has returned.
     """
     if not exact_linears:

@@ -71,7 +71,6 @@ class PersistentBatch:
     """Tokens, lengths and block tables of up to `max_num_seqs` sequences.
 
     Args:
-        max_num_seqs: rows.
         max_model_len: tokens of the longest sequence.
         block_sizes: of each KV group, in tokens.
         device: where block tables and next tokens are.
@@ -158,7 +157,6 @@ class PersistentBatch:
         """Return the inputs of a plan that was applied, and count its tokens as computed.
 
         Args:
-            plan: the next one.
             drafts: of its decodes; None where each computes one token.
         """
         starts, new = self.count_computed(plan), plan.num_new_tokens
@@ -244,7 +242,6 @@ class PersistentBatch:
         """Take what the rows of a step with drafts were given, and count the drafts that did not hold as not computed.
 
         Args:
-            plan: with the drafts counted.
             tokens: of each of its samples; a decode's are one more than its drafts that held, or none.
         """
         rows, most = plan.rows[plan.num_prefills :], plan.num_new_tokens[plan.num_prefills :]

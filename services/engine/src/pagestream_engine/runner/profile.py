@@ -130,7 +130,6 @@ def profile_plan(num_new_tokens: list[int], num_computed: int, layout: KVLayout,
         num_new_tokens: of each sequence.
         num_computed: tokens before them in each. Above 0 the sequences decode.
         layout: of the cache. All tables name block 0 alone.
-        params: of all sequences.
     """
     count = len(num_new_tokens)
     num_prompt_tokens = 1 if num_computed else max(num_new_tokens)

@@ -43,7 +43,6 @@ class PromptPart:
             hidden: (wanted, hidden_size): what the model gave for the tokens that the step wants.
             reporting: (tokens,) int64: which rows of it are those of `places`.
             logits_of: makes logits of such rows.
-            vocab_size: of the model.
         """
         return prompt_logprobs(
             reporting,
@@ -106,12 +105,7 @@ class PromptRows:
 
 
 class PromptWork:
-    """Rows of the batch of whose prompts something is wanted beside the samples: log probabilities, or a vector.
-
-    Args:
-        model: of the batch.
-        device: of the model.
-    """
+    """Rows of the batch of whose prompts something is wanted beside the samples: log probabilities, or a vector."""
 
     def __init__(self, model: Model, device: torch.device) -> None:
         self._model = model
@@ -135,7 +129,6 @@ class PromptWork:
         """Return what a step has of prompts.
 
         Args:
-            tokens: of the step.
             hidden: (wanted, hidden_size): what the model gave for them.
         """
         logprobs = states = None
@@ -154,8 +147,6 @@ class WantedTokens:
     """The packed tokens of a step whose result is wanted: for its samples, and for what it has of prompts.
 
     Args:
-        plan: of the step.
-        device: of the model.
         prompts: whose log probabilities are wanted, if any.
         pooled: whose hidden states are, if any.
     """

@@ -55,7 +55,6 @@ def pending_result(step_id: int, sampled: Sampled | None, prompts: Reported = NO
     """Start the copies to the host; the result waits for them, and for no step after this one.
 
     Args:
-        step_id: the plan's.
         sampled: None where the step samples nothing.
         prompts: what the step has of prompts.
     """

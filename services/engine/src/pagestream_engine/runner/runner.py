@@ -74,8 +74,6 @@ class ModelRunner:
         """Load the weights.
 
         Args:
-            model_dir: the model's folder.
-            config: settings.
             device: that computes.
             recorder: of steps of decodes; None: CUDA graphs on a GPU, unless `enforce_eager`.
             copier: of offloaded weights; None: a stream of a GPU's.

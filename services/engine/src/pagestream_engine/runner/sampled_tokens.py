@@ -32,7 +32,6 @@ class SampledTokens:
     each step at its end.
 
     Args:
-        stage: of this process.
         next_tokens: (rows,) int64 of the batch: the token that each row's next decode computes.
         num_drafts: most drafts of a row in a step; 0 without speculation.
     """

@@ -42,8 +42,6 @@ class SamplingBatch:
 
     Args:
         max_rows: most sequences at a time; rows are 0 to `max_rows - 1`.
-        vocab_size: of the logits.
-        device: of the logits.
     """
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
@@ -75,8 +73,6 @@ class SamplingBatch:
             row: one that is free.
             params: of its request; token ids in them lie in the vocabulary.
             seed: of its noise, 64 bits signed.
-            end_token_ids: tokens that end it.
-            prompt_token_ids: its prompt.
             output_token_ids: what it has generated; its next token is the one after them.
 
         Raises:

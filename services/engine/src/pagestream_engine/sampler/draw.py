@@ -69,7 +69,6 @@ def draw(logits: Tensor, params: DrawParams, positions: Tensor) -> Drawn:
 
     Args:
         logits: (rows, vocab_size) float32, before temperature; overwritten.
-        params: of the rows.
         positions: (rows,) int64: index of each token within its output.
     """
     scaled = logits.div_(params.temperatures[:, None])

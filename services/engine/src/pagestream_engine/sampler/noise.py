@@ -29,7 +29,6 @@ def gumbel(seeds: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
     Args:
         seeds: (rows,) int64.
         positions: (rows,) int64: index of the token to sample within the request's output.
-        num_tokens: size of the vocabulary.
 
     Returns:
         (rows, num_tokens) float32, finite.

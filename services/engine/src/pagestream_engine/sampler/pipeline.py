@@ -26,7 +26,6 @@ def choose(logits: Tensor, selection: Selection, positions: Tensor, masks: Token
 
     Args:
         logits: (rows, vocab_size) of any float dtype.
-        selection: of these rows.
         positions: of all rows of the batch: index of each row's next token within its output.
         masks: those that `selection` was made with.
         draw: draws from logits and noise.

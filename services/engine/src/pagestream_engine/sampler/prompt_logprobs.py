@@ -33,7 +33,6 @@ def prompt_logprobs(
         next_token_ids: (tokens,) int64: the token after each.
         count: how many of the likeliest are wanted; beyond `vocab_size`, all.
         logits_of: makes (rows, vocab_size) logits of (rows, hidden_size).
-        vocab_size: of the logits.
         max_bytes: bound of a piece's temporaries.
 
     Returns:

@@ -119,7 +119,6 @@ def select(
 
     Args:
         rows: (sampled,) rows of the batch.
-        host: of all rows.
         columns: of all rows, on the device.
         stages: in the order in which they are applied.
         masked: (masks,) places among `rows` that have a token mask.

@@ -176,7 +176,6 @@ class Scheduler:
         Those of sequences that have ended meanwhile are dropped.
 
         Args:
-            step: the oldest in flight.
             tokens: of each sample, prefills, then decodes. See `StepResult` for how many each may have.
         """
         self._in_flight.update_from_output(step, tokens)

@@ -43,7 +43,6 @@ class OutputProcessor:
         Args:
             step: a collected step, after `Scheduler.update_from_output`.
             tokens: `result.tokens()`.
-            result: the step's.
         """
         outputs: list[StepOutput] = []
         if result.prompt_logprobs is not None:

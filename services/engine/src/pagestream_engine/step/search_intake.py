@@ -79,7 +79,6 @@ def make_search(
         make: makes a choice of the prompt, with an arrival.
         siblings: the choices that are wanted of it, with equal parameters but for their seeds.
         first_arrival: of as many as there are beams.
-        limits: of the engine.
 
     Raises:
         InvalidRequest: names what is wrong.

@@ -53,7 +53,6 @@ class Searches:
     """The searches of an engine.
 
     Args:
-        scheduler: runs the beams.
         cache: of the scheduler; forks them.
         pieces: makes the texts of log probabilities; None without a tokenizer.
     """

@@ -24,8 +24,6 @@ async def run_load(
     """Send every request when it is due, and wait for all answers.
 
     Args:
-        client: sends one request.
-        requests: in any order.
         concurrency: most requests at once; None is no limit.
         timeout_s: longest time for one answer.
         on_done: called with each outcome.

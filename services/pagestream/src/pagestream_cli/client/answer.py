@@ -25,9 +25,7 @@ async def stream_answer(
     """Send a request and yield its chunks as they come, each once. Cancel the request where this task is cancelled.
 
     Args:
-        endpoint: the gateways.
         request: arguments of `AsyncHttpClient.generate`.
-        policy: limits of the reconnection.
 
     Raises:
         RequestRejectedError: the server refuses the request, or the answer ends with an error.

@@ -24,7 +24,6 @@ class Deployment:
     """Start the parts of a plan and keep serve.json up to date.
 
     Args:
-        plan: the parts.
         redis_command: command line of its own Redis; None where another one is used.
         reporter: prints what happens.
         dead_engines: engines that an earlier serve left in Redis. They are expired at the start, so that their requests

@@ -167,7 +167,6 @@ def engine_environment(
     synchronization waits for whatever else runs on their cores.
 
     Args:
-        engines: number of engines.
         environment: the supervisor's; what it sets is kept.
         weights: bytes of the model's weights; None is not known.
         warm_spares: engines that use no core, but map the weights too.

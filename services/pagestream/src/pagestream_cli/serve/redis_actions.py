@@ -20,7 +20,6 @@ class RedisActions:
     """Run commands in Redis in the background. Connects for the first one, and owns the tasks that run them.
 
     Args:
-        url: of the Redis.
         on_failure: called with a message for the user where a command fails.
     """
 

@@ -49,7 +49,6 @@ class VirtualEngine:
     the one before it runs, as by `StepPipeline`.
 
     Args:
-        config: of the scheduler.
         cache: empty; its pool can hold each request alone.
         step_seconds: returns what a step takes; called when the step is scheduled, before it is sent.
         num_ahead: steps that are scheduled before the one that runs has ended, 0 or 1.

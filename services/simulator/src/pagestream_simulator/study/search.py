@@ -43,11 +43,8 @@ def search(
     """Try the default, then drawn settings, and in the second half changes of the best one.
 
     Args:
-        space: the law's settings.
         attempt: runs a setting at each start-up time.
-        trials: settings to try.
         attainment: share of the requests that must meet the objective.
-        seed: of the draws.
 
     Returns:
         All trials, the best first.

@@ -225,8 +225,6 @@ class Broker:
         """End a request from outside and wake its readers. Unavailable; a retry is harmless.
 
         Args:
-            where: its partition.
-            request_id: the request.
             reason: name of the finish reason, see protocol.finish_reasons.
             tenant: end it only if it is this tenant's; "" for any.
             condition: "deadlines", "graces" or "verdicts" ends it only if it is due there by Redis' clock now; after

@@ -60,8 +60,6 @@ async def list_requests(broker: Broker, tenant: str, *, limit: int, after: str =
     """Return up to `limit` of a tenant's requests, newest first.
 
     Args:
-        broker: the connection.
-        tenant: whose requests.
         limit: most requests of the page.
         after: the id of the last request of the page before; "" for the first page.
 

@@ -43,7 +43,6 @@ async def unpublish(
 
     Args:
         broker: the process' connection to Redis.
-        name: the model.
         end_requests: end unfinished requests with the error `model_removed`.
         wait_s: seconds to wait for engines that still live to go.
         count_ended: counts ends that no gateway has counted yet. Without it their usage is lost.

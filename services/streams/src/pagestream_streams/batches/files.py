@@ -109,7 +109,6 @@ class FileStore:
         """Return a page of a tenant's files.
 
         Args:
-            tenant: whose.
             limit: most files of the page.
             after: the id of the last file of the page before; "" for the first page.
             purpose: only files with this purpose; "" for all.

@@ -55,7 +55,6 @@ class BatchRegistry:
         it again.
 
         Args:
-            tenant: whose.
             input_file_id: of the file that has its jobs.
             about: what is kept with it.
             window_s: seconds after which it expires.

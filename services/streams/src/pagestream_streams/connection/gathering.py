@@ -49,7 +49,6 @@ class Gathering:
         Args:
             turns: one is taken for each round trip.
             num_turns: as many as there are; half of them at most are taken, however slow round trips are.
-            run_one: runs a command.
             run_many: runs commands in one round trip; returns a reply or an exception for each.
         """
         self._turns = turns

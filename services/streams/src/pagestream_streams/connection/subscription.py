@@ -34,8 +34,6 @@ class Subscription:
         """Create it stopped.
 
         Args:
-            connection: makes the subscriber.
-            channels: their names.
             on_message: called with each message, must not block; where it yields, other tasks get their turn.
             on_gap: called where messages may have been lost; must not block.
         """

@@ -172,7 +172,6 @@ def append_arguments(
 
     Args:
         retention_ms: how long an ended log is kept.
-        appends: theirs.
         channels: prefix of the gateways' channels.
         first_slice: makes the wake-ups of first entries, which the script publishes. None where it must not, since
             writes have to wait for disk or replicas, or where the gateways' channels may be on another node.

@@ -85,7 +85,6 @@ class Acceptor:
         """Accept a request durably; see GatewaySession.accept.
 
         Args:
-            spec: the request.
             bounded: whether the queue's bounds apply.
             expect: gets the partition and the id before Redis is asked.
             deadline_ms: what is left of the deadline of a request that is accepted again; None for the spec's.

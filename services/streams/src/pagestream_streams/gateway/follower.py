@@ -48,9 +48,6 @@ class Follower:
         """Create a follower that reads the log first.
 
         Args:
-            where: the request's partition.
-            request_id: the request.
-            tenant: its tenant.
             from_index: index of the first entry to yield.
             digest: digest of the log before `from_index`; "" for unknown.
             limits: bounds on what it keeps and yields.

@@ -135,7 +135,6 @@ class GatewaySession:
         """Accept a request durably, and register this gateway as its reader. Accepting an id again changes nothing.
 
         Args:
-            spec: the request.
             is_length_given: whether its caller has named max_tokens, see Acceptor.demand.
             on_rates: called with how far the limits are used that the caller has, once it is admitted.
 
@@ -170,7 +169,6 @@ class GatewaySession:
         A retry after the request's end renews its log, so that the key never outlives it. A refusal frees the key.
 
         Args:
-            spec: the request.
             body_digest: digest of the client's body; tries with the same key must have the same.
             is_length_given, on_rates: as `accept`. A try that joins an earlier one is not counted again.
 
@@ -215,8 +213,6 @@ class GatewaySession:
         read. An offset past the end of an unfinished log waits. Redis may go away and come back.
 
         Args:
-            request_id: the request.
-            tenant: its tenant.
             from_index: index of the first entry to yield.
             digest: digest of the log before `from_index`, which is then verified; "" for unknown.
             spec: the request as it was accepted. With it, a request that Redis has lost (its disk or a replica was

@@ -24,7 +24,6 @@ class Ladders:
 
     Args:
         marks: of each resource.
-        pace: of all three.
     """
 
     def __init__(self, marks: Mapping[Resource, Watermarks], pace: Pace) -> None:

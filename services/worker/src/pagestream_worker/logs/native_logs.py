@@ -67,7 +67,6 @@ class NativeLogs:
     """See TokenLogs.
 
     Args:
-        library: see library.load_library.
         limit_bytes: of all packed entries.
     """
 

@@ -18,7 +18,6 @@ class Cores:
     """The engine that runs, and the one that is about to.
 
     Args:
-        settings: of the process.
         make_engine: makes the engine; picklable where it gets a process of its own.
     """
 

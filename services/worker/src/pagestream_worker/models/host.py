@@ -42,7 +42,6 @@ class ModelHost:
     """Serves one model after another, until the process is stopped.
 
     Args:
-        service: serves a loaded one.
         cores: starts engines.
     """
 

@@ -51,7 +51,6 @@ class Loader:
         """Load a model.
 
         Args:
-            name: of the model.
             began_s: age of the process when the change to it began, in seconds.
 
         Raises:

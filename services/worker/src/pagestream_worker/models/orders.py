@@ -28,7 +28,6 @@ def read_duties(row: RosterRow, view: RosterView) -> Duties:
 
     Args:
         row: its own, as it is in the roster.
-        view: the roster.
     """
     frees, sleeps, wakes, done = False, False, "", {}
     serves = "" if row.is_loading else row.serving

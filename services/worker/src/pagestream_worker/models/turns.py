@@ -46,7 +46,6 @@ class Turns:
 
         Args:
             prefilling: ids of the claimed sequences that have no token yet.
-            now_s: of a monotonic clock.
         """
         if self._is_first_look or now_s - self._began_s <= self._min_s:
             for each in prefilling:

@@ -117,9 +117,7 @@ class ClaimBudget:
         """Reserve room for the choices of one prompt.
 
         Args:
-            prompt_tokens: length of the prompt.
             siblings: sequence id, and the number of tokens that other engines have generated for it.
-            priority: the request's class.
             num_at_end: sequences that they are chosen from, which have no token before their end; 0: they have.
         """
         num_extra = max(0, num_at_end - len(siblings))

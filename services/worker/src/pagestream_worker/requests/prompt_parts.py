@@ -36,12 +36,7 @@ def logprobs_message(tokens: Sequence[TokenLogprob]) -> TokenLogprobs:
 
 
 class PromptParts:
-    """How far the parts of a request's prompts go in its log, and what is to be added.
-
-    Args:
-        spec: of the request.
-        ends: see ClaimedLog.prompt_ends.
-    """
+    """How far the parts of a request's prompts go in its log, and what is to be added."""
 
     def __init__(self, spec: RequestSpec, ends: Mapping[int, int]) -> None:
         self._spec = spec
@@ -92,7 +87,6 @@ def embedding_part(states: bytes, pooling: Pooling) -> tuple[int, bytes]:
 
     Args:
         states: `StepOutput.pooled`.
-        pooling: of the request.
     """
     if pooling.activation:
         vector = probabilities_of(states, ACTIVATIONS[pooling.activation])

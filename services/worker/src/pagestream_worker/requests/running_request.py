@@ -169,7 +169,6 @@ class RunningRequest:
         """End every open choice, and the log, with an error. Running sequences stay in `running_seq_ids`.
 
         Args:
-            code: of the error.
             message: any text. Half a surrogate pair, as an exception may quote one, becomes "?": UTF-8 has none, and
                 the append of all other requests would fail too.
         """

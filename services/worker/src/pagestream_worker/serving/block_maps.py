@@ -28,7 +28,6 @@ def block_maps(core: EngineCore, session: EngineSession, block_size: int) -> Per
 
     Args:
         core: whose engine makes the maps.
-        session: of the engine.
         block_size: of the engine's blocks, in tokens.
     """
     return Periodic("block maps", PERIOD_S, lambda: _publish(core, session, block_size))

@@ -33,13 +33,10 @@ class Degradation:
     """The ladders of one engine, between its start and its end.
 
     Args:
-        settings: of the ladder.
         core: its engine gets the limits of a step.
         max_num_seqs: of the engine, as configured.
-        budget: of claims.
         requests: whose kept log entries are a cache.
         kept_log_bytes: most that those take.
-        telemetry: counts transitions.
         host: reads the share of the host's memory that is in use.
     """
 

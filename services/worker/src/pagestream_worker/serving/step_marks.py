@@ -19,7 +19,6 @@ class StepMarks:
     """Writes a mark for each request that enters or leaves the running step.
 
     Args:
-        session: writes them.
         submit: hands a command to the engine: its step may wait for the mark.
     """
 

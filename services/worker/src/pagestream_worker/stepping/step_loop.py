@@ -91,7 +91,6 @@ class StepLoop:
 
     Args:
         engine: was created on the same thread.
-        commands: from the worker.
         report: gets each report, on this thread.
         profiler: for profiles on demand; None: there are none.
         before_marked_step: called before a step that requests enter or leave, after their mark.

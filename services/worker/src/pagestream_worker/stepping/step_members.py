@@ -36,7 +36,6 @@ class StepMembers:
         Args:
             prefilling: sequences with prompt tokens in the step.
             decoding: returns its other sequences; called only after a requeue.
-            num_requeues: the engine's counter.
         """
         requeued = num_requeues != self._num_requeues
         if not prefilling and not requeued:

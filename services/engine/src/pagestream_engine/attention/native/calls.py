@@ -129,9 +129,6 @@ class NativeKernels:
 
         Args:
             query: (tokens, heads, head_dim), a token's heads contiguous; `key` and `value` likewise.
-            key: see query.
-            value: see query.
-            to: slots, norm and rotation.
         """
         keys, values = to.cache
         norm = to.norm

@@ -21,7 +21,6 @@ class Forming:
     """A group on machine 0 until all of its ranks are there. Closes the port at its end.
 
     Args:
-        config: settings.
         folder: for the ranks of this machine.
 
     Raises:
@@ -64,7 +63,6 @@ def places_on(
     """Return the places of the ranks of machine `node_rank`.
 
     Args:
-        config: settings.
         folder: that these ranks and their parent share.
         store: where the ranks of several machines find each other.
         interface: of this machine, for the others.

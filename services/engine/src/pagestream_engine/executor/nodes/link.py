@@ -45,7 +45,6 @@ class Link:
 
     Args:
         end: connected, after the handshake.
-        keys: of the handshake.
         on_message: called with each message's bytes, on the reading thread; what it raises ends the link.
         on_beat: called with the count that each heartbeat brings, likewise.
         on_end: called once with the reason, on whatever thread finds it; empty: the other side has ended it orderly.

@@ -36,7 +36,6 @@ class RankListener:
         options: addresses, sizes and the secret's file.
         ranks: that may join.
         settings: digest of the engine's settings, which those of a rank have to equal.
-        store_port: for the admission.
 
     Raises:
         ConfigError: the secret can't be read, or the port is taken.

@@ -55,7 +55,6 @@ def usable_levels(cpuinfo: str, environ: Mapping[str, str]) -> tuple[LinearLevel
     """Return the levels that this processor has and the environment allows, the best first.
 
     Args:
-        cpuinfo: text of /proc/cpuinfo.
         environ: environment of the process: `ONEDNN_MAX_CPU_ISA` limits these kernels as it limits oneDNN's.
     """
     has = usable_instruction_sets(cpuinfo, environ)

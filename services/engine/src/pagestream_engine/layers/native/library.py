@@ -87,7 +87,6 @@ class NativeLinears:
             weight: (out features, in features), or None with `packed`.
             packed: the same by `pack`, or None with `weight`.
             bias: (out features,), or None.
-            out_features: of the weight.
             activation: of gates; needs `packed`, and that this class `can_gate`.
 
         Returns:

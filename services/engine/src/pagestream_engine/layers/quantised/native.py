@@ -71,7 +71,6 @@ class QuantisedLinears:
         Args:
             x: (rows, in features).
             packed: the weight by `pack`.
-            layout: of it.
             bias: (out features,), or None.
             activation: of gates; needs that this class `can_gate`.
 

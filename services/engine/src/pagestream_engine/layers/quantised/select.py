@@ -26,7 +26,6 @@ def choose_quantised_method(
 
     Args:
         weight: read from a checkpoint, or made of a plain one.
-        dtype: of activations.
         exact: whether a row has to have the same bits in any batch. The kernels' rows have, asked for or not.
         by_triton: whether the model runs on the Triton kernels.
     """
@@ -55,7 +54,6 @@ def from_parts(
     Args:
         parts: returns the tensor of a name, None where there is none.
         shape: (out features, in features).
-        dtype: of activations.
 
     Returns:
         None where these are not the parts of a quantised weight.

@@ -62,10 +62,8 @@ def shard_weights(weights: WeightMap, config: DecoderConfig, rank: int, size: in
     """Return what one rank reads of a model's weights.
 
     Args:
-        weights: of the whole model.
         config: likewise; `shard_config` takes it.
         rank: from 0.
-        size: ranks.
 
     Raises:
         UnsupportedOption: a family declares a linear that this module can't divide.
@@ -132,9 +130,6 @@ def join_linears(parameters: Parameters, weights: WeightMap, ranks: Ranks, vocab
 
     Args:
         parameters: loaded by `weights`.
-        weights: of this rank.
-        ranks: the group.
-        vocab_size: of the model.
     """
     if ranks.size == 1:
         return

@@ -89,7 +89,6 @@ def probe(model: nn.Module, max_model_len: int, vocab_size: int) -> list[Attenti
     Args:
         model: a causal LM of `transformers`, loaded.
         max_model_len: longest sequence, in tokens.
-        vocab_size: of the model.
 
     Raises:
         UnsupportedModel: the model can't run on the paged cache.

@@ -48,7 +48,6 @@ def plan_offload(weights: WeightMap, dtype: torch.dtype, max_bytes: int, *, pinn
     Args:
         weights: a model's; a layer's are those whose names begin with its index and a dot.
         dtype: that they are loaded in.
-        max_bytes: of host memory.
         pinned: whether it is, so that torch rounds each allocation up.
 
     Raises:

@@ -53,8 +53,6 @@ def read_projection(source: TensorSource, scheme: Scheme, name: str, shape: tupl
     """Read a projection.
 
     Args:
-        source: of tensors.
-        scheme: of the checkpoint.
         name: of the projection, without a suffix.
         shape: (out features, in features).
 

@@ -39,9 +39,7 @@ class StepCost:
         Args:
             num_tokens: that it has computed.
             num_sampled: that it gave.
-            seconds: of computing and sampling.
             num_drafts: that were made for it; 0 where their time tells nothing.
-            draft_seconds: of making them.
         """
         if num_drafts:
             self._drafts = self._drafts * _FORGETTING_DRAFTS + num_drafts
@@ -83,9 +81,7 @@ class DraftLengths:
     """The acceptance of each row's drafts, and what follows for their number.
 
     Args:
-        max_num_seqs: rows.
         most: drafts of a row in a step.
-        cost: of steps and drafts.
         are_made: whether making a draft takes time too.
     """
 

@@ -54,9 +54,7 @@ class DraftModel:
     Where both models are nearly sure of a distribution, they draw the same token from it.
 
     Args:
-        loaded: the model.
         batch: whose block tables it reads.
-        max_num_seqs: rows.
         guess: chooses tokens by the rows' sampling state.
         agree: returns the first rank's tokens for all ranks of a stage. Each has the whole model, and computes the same
             drafts but for bits of different machines; ranks that verify different drafts would wait for each other for

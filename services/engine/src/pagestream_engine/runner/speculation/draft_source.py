@@ -42,7 +42,6 @@ def open_draft(name: str | None, info: ModelInfo, target: Target) -> OpenedDraft
 
     Args:
         name: of its folder or repository.
-        info: of the target.
         target: what the target is loaded for.
 
     Raises:
@@ -63,10 +62,7 @@ def load_draft(opened: OpenedDraft, config: EngineConfig, target: Target, blocks
     """Load a draft model, and attach its pages to the target's blocks.
 
     Args:
-        opened: the draft model.
-        config: settings.
         target: what the target was loaded for: the draft model computes in its dtype.
-        blocks: of the target.
 
     Raises:
         ModelError: its weights are incomplete.

@@ -16,7 +16,6 @@ class FollowedSpeculation:
     the last stage alone.
 
     Args:
-        stage: of this process.
         num_speculative_tokens: most drafts of a row in a step.
     """
 

@@ -20,7 +20,6 @@ class NgramProposer:
     """The tokens of each row, prompt and output, and drafts from them.
 
     Args:
-        max_num_seqs: rows.
         shortest: fewest last tokens that must have stood before.
         longest: most that are compared; the place where the most of them agree is taken, the latest of several.
     """

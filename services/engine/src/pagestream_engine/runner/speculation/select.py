@@ -32,9 +32,7 @@ def make_speculation(
     """Return None where the settings name no method.
 
     Args:
-        config: settings.
         draft: the model of `speculative_model`, if there is one and this is the last stage.
-        batch: of the runner.
         sampling: returns the state of the runner's rows.
         ranks: of the stage, which have the same drafts: those of its first rank.
         stage: of this process. The last one makes the drafts of all.

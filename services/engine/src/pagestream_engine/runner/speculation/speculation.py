@@ -26,9 +26,7 @@ class Speculation:
     those up to the first that its grammar forbids.
 
     Args:
-        proposer: of drafts.
         grammars: returns the state of the rows, with their grammars.
-        max_num_seqs: rows of the batch.
         num_speculative_tokens: most drafts of a row in a step.
         agree: returns one number for all ranks, which measure different times and must have the same drafts.
         clock: in seconds, by which drafts have to pay.
@@ -110,7 +108,6 @@ class Speculation:
 
         Args:
             chunks: what the step computes of prompts.
-            rows: of the decodes.
             counts: most tokens that each computes.
             room: most drafts of all.
         """
@@ -144,8 +141,6 @@ class Speculation:
 
         Args:
             plan: as `propose` returned it.
-            drafts: likewise.
-            result: the step's.
             draft_seconds: of `propose`.
             seconds: from there to the result.
         """

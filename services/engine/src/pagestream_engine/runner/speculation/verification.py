@@ -25,11 +25,8 @@ def verify(plan: StepPlan, drafts: Drafts, logits: Tensor, firsts: Tensor, sampl
     """Sample a step with drafts, and wait for its tokens.
 
     Args:
-        plan: with the drafts counted.
-        drafts: of its decodes.
         logits: (logits rows, vocab_size): of a decode for its last token and each draft, in order.
         firsts: (samples,) int64: of each sample the row of logits that its first token is sampled from.
-        sampling: the rows' state.
     """
 
     def sample(wanted: Tensor, rows: Int32Array) -> StepResult:
@@ -51,9 +48,6 @@ def sample_while_drafts_hold(
 
     Args:
         plan: as for `verify`.
-        drafts: likewise.
-        logits: likewise.
-        firsts: likewise, on the host.
         sample: moves the sampling state on.
     """
     first = sample(logits[firsts], plan.sampled_rows)

@@ -28,7 +28,6 @@ class TokenTable:
         Args:
             slot: a slot of the table's stage.
             token_ids: at least one, all different.
-            values: as many.
         """
         length = len(token_ids)
         self._ids = _widened(self._ids, slot + 1, length)

@@ -14,7 +14,6 @@ def reasoning_marks(model: LoadedModel, prompt: str, *, is_open: bool) -> Reason
     written in any tokens, and the engine compares tokens.
 
     Args:
-        model: with the tokenizer.
         prompt: as its template has rendered it.
         is_open: whether the prompt has opened the reasoning, which the output may do otherwise.
     """

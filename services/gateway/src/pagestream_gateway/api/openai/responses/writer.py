@@ -76,7 +76,6 @@ class ResponseWriter(LogWriter):
     The last event of an entry has the position after it.
 
     Args:
-        spec: of the request.
         after: the number of the last event that the reader has; -1 for none.
         seen: the position that the reader has read up to. Its digest is compared when the log comes there; without
             `after` the reader has the events before it.
