@@ -81,13 +81,13 @@ browser-test: $(STAMP) ## The page in Chromium, while its buttons kill processes
 test-fast: $(STAMP) ## Run at each change: the unit tests but interpreted kernels and C++ builds (under 5 minutes)
 	$(SHARED_CORES) $(PYTEST) -n $(WORKERS) --dist loadfile -m 'not slow and not gpu and not builds' tests/unit $(PYTEST_ARGS)
 
-check: $(STAMP) ## Lint, format, types, layer order, sizes of folders and classes, width of prose
+check: $(STAMP) ## Lint, format, types, layer order, widths of Markdown and YAML
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python tools/structure.py --check
-	$(BIN)/python tools/prose.py --check
+	$(BIN)/rumdl check --quiet --no-cache .
+	$(BIN)/yamllint --strict .
 
 bench: $(STAMP) ## Print the benchmarks' ratios (minutes; a quiet machine is best)
 	$(BIN)/python tests/benchmarks/run.py $(ARGS)
