@@ -7,11 +7,33 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pagestream_engine.config import EngineConfig
+    from pagestream_engine.capacity import Capacity, measure_capacity
+    from pagestream_engine.config import EngineConfig, SchedulerConfig
     from pagestream_engine.engine import Engine
+    from pagestream_engine.errors import (
+        AdapterError,
+        ConfigError,
+        EngineError,
+        ExecutorDied,
+        InvalidRequest,
+        InvalidSamplingParams,
+        InvariantViolation,
+        ModelError,
+        ModelFileError,
+        ModelNotFound,
+        OutOfMemory,
+        PromptTooLong,
+        RankLost,
+        RequestFault,
+        UnsupportedModel,
+        WeightsError,
+    )
     from pagestream_engine.llm import LLM
+    from pagestream_engine.request.adapter import LoRARequest
     from pagestream_engine.request.outputs import (
+        ClassificationOutput,
         CompletionOutput,
+        EmbeddingOutput,
         EngineStats,
         Logprob,
         RequestOutput,
@@ -20,42 +42,99 @@ if TYPE_CHECKING:
     )
     from pagestream_engine.request.sampling_params import SamplingParams
     from pagestream_engine.request.sequence import Sibling, TokenSequence
-    from pagestream_engine.request.structured_outputs import StructuredOutputsParams
+    from pagestream_engine.request.structured_outputs import ReasoningMarks, StructuredOutputsParams
     from pagestream_engine.scheduler.policy import SchedulingPolicy
     from pagestream_engine.scheduler.policy_registry import register_policy
+    from pagestream_engine.sizing import CARDS, ModelSize, largest_batches, size_config, size_model
 
 __all__ = [
+    "CARDS",
     "LLM",
+    "AdapterError",
+    "Capacity",
+    "ClassificationOutput",
     "CompletionOutput",
+    "ConfigError",
+    "EmbeddingOutput",
     "Engine",
     "EngineConfig",
+    "EngineError",
     "EngineStats",
+    "ExecutorDied",
+    "InvalidRequest",
+    "InvalidSamplingParams",
+    "InvariantViolation",
+    "LoRARequest",
     "Logprob",
+    "ModelError",
+    "ModelFileError",
+    "ModelNotFound",
+    "ModelSize",
+    "OutOfMemory",
+    "PromptTooLong",
+    "RankLost",
+    "ReasoningMarks",
+    "RequestFault",
     "RequestOutput",
     "SamplingParams",
+    "SchedulerConfig",
     "SchedulingPolicy",
     "Sibling",
     "StepOutput",
     "StructuredOutputsParams",
     "TokenLogprob",
     "TokenSequence",
+    "UnsupportedModel",
+    "WeightsError",
+    "largest_batches",
+    "measure_capacity",
     "register_policy",
+    "size_config",
+    "size_model",
 ]
 
-_MODULES = {
-    "LLM": "llm",
-    "Engine": "engine",
-    "EngineConfig": "config",
-    "SamplingParams": "request.sampling_params",
-    "SchedulingPolicy": "scheduler.policy",
-    "Sibling": "request.sequence",
-    "StructuredOutputsParams": "request.structured_outputs",
-    "TokenSequence": "request.sequence",
-    "register_policy": "scheduler.policy_registry",
-    **dict.fromkeys(
-        ("CompletionOutput", "EngineStats", "Logprob", "RequestOutput", "StepOutput", "TokenLogprob"), "request.outputs"
+_NAMES = {
+    "capacity": ("Capacity", "measure_capacity"),
+    "config": ("EngineConfig", "SchedulerConfig"),
+    "engine": ("Engine",),
+    "errors": (
+        "AdapterError",
+        "ConfigError",
+        "EngineError",
+        "ExecutorDied",
+        "InvalidRequest",
+        "InvalidSamplingParams",
+        "InvariantViolation",
+        "ModelError",
+        "ModelFileError",
+        "ModelNotFound",
+        "OutOfMemory",
+        "PromptTooLong",
+        "RankLost",
+        "RequestFault",
+        "UnsupportedModel",
+        "WeightsError",
     ),
+    "llm": ("LLM",),
+    "request.adapter": ("LoRARequest",),
+    "request.outputs": (
+        "ClassificationOutput",
+        "CompletionOutput",
+        "EmbeddingOutput",
+        "EngineStats",
+        "Logprob",
+        "RequestOutput",
+        "StepOutput",
+        "TokenLogprob",
+    ),
+    "request.sampling_params": ("SamplingParams",),
+    "request.sequence": ("Sibling", "TokenSequence"),
+    "request.structured_outputs": ("ReasoningMarks", "StructuredOutputsParams"),
+    "scheduler.policy": ("SchedulingPolicy",),
+    "scheduler.policy_registry": ("register_policy",),
+    "sizing": ("CARDS", "ModelSize", "largest_batches", "size_config", "size_model"),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 """The module that defines each exported name."""
 
 

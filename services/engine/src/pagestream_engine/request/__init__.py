@@ -1,1 +1,50 @@
 """Requests inside the engine: parameters, sequences, and the outputs that they produce."""
+
+from pagestream_engine.request.adapter import Adapter, AdapterLoad, LoadedAdapter, LoRARequest
+from pagestream_engine.request.beam_search import BeamSearch
+from pagestream_engine.request.generation import Generation, Taken
+from pagestream_engine.request.grammars import Grammar
+from pagestream_engine.request.length_predictor import LengthPredictor
+from pagestream_engine.request.logprob_row import LogprobRow
+from pagestream_engine.request.outputs import (
+    ClassificationOutput,
+    CompletionOutput,
+    EmbeddingOutput,
+    EngineStats,
+    Logprob,
+    RequestOutput,
+    StepOutput,
+    TokenLogprob,
+)
+from pagestream_engine.request.sampling_params import SamplingParams, child_seed
+from pagestream_engine.request.sequence import SequenceGroup, SequenceState, Sibling, TokenSequence
+from pagestream_engine.request.structured_outputs import ReasoningMarks, StructuredOutputsParams
+
+__all__ = [
+    "Adapter",
+    "AdapterLoad",
+    "BeamSearch",
+    "ClassificationOutput",
+    "CompletionOutput",
+    "EmbeddingOutput",
+    "EngineStats",
+    "Generation",
+    "Grammar",
+    "LengthPredictor",
+    "LoRARequest",
+    "LoadedAdapter",
+    "Logprob",
+    "LogprobRow",
+    "ReasoningMarks",
+    "RequestOutput",
+    "SamplingParams",
+    "SequenceGroup",
+    "SequenceState",
+    "Sibling",
+    "StepOutput",
+    "StructuredOutputsParams",
+    "Taken",
+    "TokenLogprob",
+    "TokenSequence",
+    "child_seed",
+]
