@@ -12,30 +12,28 @@ PYTEST := $(BIN)/python -m pytest
 # (see docs/getting-started.md, "Which torch").
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
-# What takes an API server, or helm.
-KUBE_TESTS = tests/integration/chart tests/integration/operator
-# Longer cases of engines, workers and kills; what builds or interprets kernels, copies large weights or trains.
-LONG = tests/integration/engine tests/integration/worker tests/integration/cli tests/faults \
-       tests/unit/engine/layers/test_linear_levels.py tests/unit/engine/layers/test_exact_linears.py \
-       tests/unit/engine/runner/test_triton_steps.py tests/unit/engine/attention \
-       tests/unit/engine/models/test_loader.py tests/unit/demo/test_train.py \
-       tests/unit/benchmarks/test_gpu_run.py
-# pytest's exit status where a choice of ours leaves one of the two parts without a test; without a choice that fails.
+# What `make test` leaves out: what takes minutes, an API server, a GPU.
+QUICK = not slow and not kube and not gpu
+# The parts of `make deep`; PARTS="kernels faults" chooses some. CI runs "kube" and the cover of "faults".
+PARTS ?= slow kube kernels families faults topologies properties model-check malformed schemas
+# pytest's exit status where a choice of ours (PYTEST_ARGS) leaves a part without a test; without one that fails.
 NOTHING_FOUND = $(if $(PYTEST_ARGS),5,none)
-# Test files that run at once, more than there are cores, since many wait; 0 is one after the other. Tests that kill
-# processes always run one after the other.
+# Test files that run at once, more than there are cores, since many wait; 0 is one after the other.
 WORKERS ?= 3
 # The processes that tests start load this repository's modules compiled, from the second one on.
 unexport PYTHONDONTWRITEBYTECODE
 # Test files that run at once share the cores: one thread each, and none that spins while it waits for another's.
 SHARED_CORES = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
+PARALLEL = $(SHARED_CORES) $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 SEED ?= 1
 KILLS ?= 1000
 ROUNDS ?= 10
 # docker, buildah, or a command: see deploy/images/build.sh.
 IMAGE_BUILDER ?= $(PAGESTREAM_IMAGE_BUILDER)
 
-.PHONY: help setup run test kube-test kernel-test clients schemas malformed browser-test test-fast check bench faults faults-campaign families slow-test topologies properties model-check gpu images cluster-test operator-scale proto demo-model kernels kernel-tables constraints clean
+.PHONY: help setup run test test-fast deep $(addprefix deep-,slow kube kernels families faults topologies properties \
+	model-check malformed schemas) clients browser-test check bench paths faults faults-campaign gpu images cluster-test \
+	operator-scale proto demo-model kernels kernel-tables constraints clean
 
 help: ## List the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -49,37 +47,49 @@ $(STAMP): constraints.txt pyproject.toml $(addsuffix /pyproject.toml,$(PACKAGES)
 run: $(STAMP) ## Serve the demo model and show a streamed answer (Ctrl-C ends it)
 	@$(BIN)/pagestream serve --greet "Tell me a story about the lighthouse." $(ARGS)
 
-test: $(STAMP) ## Run the tests (17 minutes on two quiet cores): those that kill processes first, one by one
-	@failed=0; select='not slow and not gpu'; \
-	$(PYTEST) -m "$$select" tests/faults $(PYTEST_ARGS) || [ $$? = $(NOTHING_FOUND) ] || failed=1; \
-	$(SHARED_CORES) $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "$$select" $(addprefix --ignore=,$(KUBE_TESTS)) tests/integration tests/unit $(PYTEST_ARGS) || [ $$? = $(NOTHING_FOUND) ] || failed=1; \
-	exit $$failed
+test: $(STAMP) ## Run the tests (8 minutes on two cores)
+	$(PARALLEL) -m '$(QUICK)' $(PYTEST_ARGS)
 
-kube-test: $(STAMP) ## The chart and the operator against a real API server, without a cluster (minutes)
-	$(SHARED_CORES) $(PYTEST) -n $(WORKERS) --dist loadfile -m 'not slow' $(KUBE_TESTS) $(PYTEST_ARGS)
+test-fast: $(STAMP) ## Run at each change: no process is started, nothing is compiled (a minute)
+	$(PARALLEL) -m '$(QUICK) and not builds and not served' $(PYTEST_ARGS)
 
-kernel-test: $(STAMP) ## The builds and interpreted cases of the kernels' cover that `make test` leaves out (minutes)
-	$(SHARED_CORES) $(PYTEST) -n $(WORKERS) --dist worksteal -m 'slow and not gpu' tests/unit/kernels $(PYTEST_ARGS)
+deep: $(addprefix deep-,$(PARTS)) ## All that CI has no time for (hours; PARTS="kernels topologies" chooses; -k goes on)
 
-slow-test: $(STAMP) ## The longer cases that neither `make test` nor `make kernel-test` has (minutes)
-	$(SHARED_CORES) $(PYTEST) -n $(WORKERS) --dist loadfile -m 'slow and not gpu' $(LONG) $(PYTEST_ARGS)
+deep-slow: $(STAMP)
+	$(PARALLEL) -m 'slow and not kube and not gpu' $(PYTEST_ARGS) || [ $$? = $(NOTHING_FOUND) ]
+
+deep-kube: $(STAMP)
+	$(PARALLEL) -m 'kube' $(PYTEST_ARGS)
+
+deep-kernels: kernels
+
+deep-families: $(STAMP)
+	$(BIN)/python tests/campaigns/families.py --write docs/models.md $(ARGS)
+
+deep-faults: faults
+
+deep-topologies: $(STAMP)
+	$(PARALLEL) -m 'not gpu' tests/streams $(PYTEST_ARGS)
+
+deep-properties: $(STAMP)
+	for round in $$(seq $(ROUNDS)); do env -u CI $(PYTEST) -q -m "hypothesis and not gpu" $(PYTEST_ARGS) || exit 1; done
+
+deep-model-check: $(STAMP)
+	$(PYTEST) -m 'not gpu' tests/streams/test_model_check.py tests/streams/test_model_mutants.py $(PYTEST_ARGS)
+
+deep-malformed: $(STAMP)
+	$(BIN)/python tests/campaigns/malformed.py $(ARGS)
+
+deep-schemas: $(STAMP)
+	PYTHON="$(PYTHON)" tests/schemas/prepare.sh .schemas
+	$(BIN)/python tests/campaigns/schemas.py $(ARGS)
 
 clients: $(STAMP) ## Clients that others wrote, for Python and JavaScript, against the demo model (needs npm; 3 minutes)
 	PYTHON="$(PYTHON)" tests/clients/prepare.sh .clients
 	$(PYTEST) tests/clients $(PYTEST_ARGS)
 
-schemas: $(STAMP) ## Call every operation of the OpenAPI document by schemathesis (3 minutes; ARGS="--examples 200")
-	PYTHON="$(PYTHON)" tests/schemas/prepare.sh .schemas
-	$(BIN)/python tests/campaigns/schemas.py $(ARGS)
-
-malformed: $(STAMP) ## Malformed inputs over HTTP, WebSocket and gRPC (20,000 a minute; ARGS="--count 1000000 --seed 1")
-	$(BIN)/python tests/campaigns/malformed.py $(ARGS)
-
 browser-test: $(STAMP) ## The page in Chromium, while its buttons kill processes (needs chromium and chromium-driver)
 	$(PYTEST) tests/browser $(PYTEST_ARGS)
-
-test-fast: $(STAMP) ## Run at each change: the unit tests but interpreted kernels and C++ builds (under 5 minutes)
-	$(SHARED_CORES) $(PYTEST) -n $(WORKERS) --dist loadfile -m 'not slow and not gpu and not builds' tests/unit $(PYTEST_ARGS)
 
 check: $(STAMP) ## Lint, format, types, layer order, widths of Markdown and YAML
 	$(BIN)/ruff check .
@@ -92,24 +102,11 @@ check: $(STAMP) ## Lint, format, types, layer order, widths of Markdown and YAML
 bench: $(STAMP) ## Print the benchmarks' ratios (minutes; a quiet machine is best)
 	$(BIN)/python tests/benchmarks/run.py $(ARGS)
 
-faults: $(STAMP) ## Kill, stop, cut off and fill every part at every moment: 168 cells, and a table (25 to 40 minutes)
+faults: $(STAMP) ## Kill, stop, cut off and fill every part at every moment: 168 cells, and a table (40 minutes; ARGS=--cover: 4)
 	$(BIN)/python tests/campaigns/fault_matrix.py $(ARGS)
-
-properties: $(STAMP) ## All pairs of an engine's features, then the property tests with fresh examples, ROUNDS times over (a minute a round)
-	$(PYTEST) -q -m "slow or not slow" tests/integration/engine/test_feature_pairs.py
-	for round in $$(seq $(ROUNDS)); do $(PYTEST) -q -m "hypothesis and not gpu" tests/unit $(PYTEST_ARGS) || exit 1; done
-
-model-check: $(STAMP) ## The protocol's scripts on virtual time, and every broken variant of them (minutes)
-	$(PYTEST) -m "slow or not slow" tests/integration/streams/test_model_check.py tests/integration/streams/test_model_mutants.py
-
-topologies: $(STAMP) ## The streams' tests on the oldest and newest server, a cluster, behind Sentinels (minutes)
-	$(PYTEST) -n $(WORKERS) --dist loadfile -m "slow or not slow" tests/integration/redis tests/integration/streams --ignore-glob='*/test_model_*' $(PYTEST_ARGS)
 
 faults-campaign: $(STAMP) ## Random kills under continuous load: SEED=1 KILLS=1000; goes on after an interruption
 	$(BIN)/python tests/campaigns/faults.py --seed $(SEED) --kills $(KILLS) $(ARGS)
-
-families: $(STAMP) ## Run every causal LM that transformers registers, small, and write docs/models.md (4 minutes)
-	$(BIN)/python tests/campaigns/families.py --write docs/models.md $(ARGS)
 
 images: ## Build the images of gateway, operator and engine, each with its list of contents; CUDA=1 for GPUs, too
 	PAGESTREAM_IMAGE_BUILDER="$(IMAGE_BUILDER)" TORCH_INDEX="$(TORCH_INDEX)" deploy/images/build.sh $(if $(filter 1,$(CUDA)),--cuda) $(ARGS)
@@ -129,6 +126,9 @@ gpu: $(STAMP) ## On one GPU: tests/gpu, then all figures, to docs/benchmarks/gpu
 
 operator-scale: $(STAMP) ## One operator, 50 pools, 1,000 pods that kwok pretends to run: times, calls, memory (minutes)
 	$(BIN)/python tests/benchmarks/operator_scale.py $(ARGS)
+
+paths: $(STAMP) ## Files and functions that one decode step and one chat cross, to docs/architecture.md (a minute)
+	$(BIN)/python tools/paths.py $(ARGS)
 
 proto: $(STAMP) ## Generate the Python code of the wire contract
 	$(BIN)/python tools/generate_proto.py
