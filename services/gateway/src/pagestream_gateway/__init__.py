@@ -10,14 +10,32 @@ if TYPE_CHECKING:
     from pagestream_gateway.configuration import load_settings
     from pagestream_gateway.errors import GatewayError, SettingsError, StartupError
     from pagestream_gateway.lifecycle import Ports, running_gateway, serve
-    from pagestream_gateway.settings import Settings
+    from pagestream_gateway.settings import (
+        AuditSettings,
+        BatchSettings,
+        ClassSettings,
+        ConnectionSettings,
+        GatewaySettings,
+        LimitSettings,
+        Settings,
+        ShutdownSettings,
+        StreamSettings,
+    )
 
 __all__ = [
+    "AuditSettings",
+    "BatchSettings",
+    "ClassSettings",
+    "ConnectionSettings",
     "GatewayError",
+    "GatewaySettings",
+    "LimitSettings",
     "Ports",
     "Settings",
     "SettingsError",
+    "ShutdownSettings",
     "StartupError",
+    "StreamSettings",
     "load_settings",
     "running_gateway",
     "serve",
@@ -26,7 +44,20 @@ __all__ = [
 _MODULES = {
     **dict.fromkeys(("GatewayError", "SettingsError", "StartupError"), "errors"),
     **dict.fromkeys(("Ports", "running_gateway", "serve"), "lifecycle"),
-    "Settings": "settings",
+    **dict.fromkeys(
+        (
+            "AuditSettings",
+            "BatchSettings",
+            "ClassSettings",
+            "ConnectionSettings",
+            "GatewaySettings",
+            "LimitSettings",
+            "Settings",
+            "ShutdownSettings",
+            "StreamSettings",
+        ),
+        "settings",
+    ),
     "load_settings": "configuration",
 }
 """The module that defines each exported name."""
