@@ -31,8 +31,8 @@ from support.engines.general_parity import check_parity
 MIN_SHARE = 0.8
 HEAD = """# Models
 
-Written by `make families`, which runs each of these with a small random configuration and compares tokens and log
-probabilities with `transformers` {version}. "fused" is a family of the engine's own layers, "general" is
+Written by `make deep PARTS=families`, which runs each of these with a small random configuration and compares tokens
+and log probabilities with `transformers` {version}. "fused" is a family of the engine's own layers, "general" is
 `transformers`' own modelling code on the paged cache. A model type counts if it is registered as a causal language
 model, its code calls the attention interface, and it is no encoder-decoder.
 
