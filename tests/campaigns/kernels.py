@@ -13,6 +13,8 @@ import random
 import sys
 import threading
 import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,39 @@ from support.pairwise import product
 
 Item = tuple[str, dict[str, Any]]
 MODES: tuple[Mode, ...] = ("interpret", "compile")
+CALLS: Mapping[Mode, Callable[..., object]] = {"interpret": kernel_cases.check, "compile": kernel_builds.build}
 REPORT_INTERVAL_S = 10.0
+
+# The campaign takes every combination of these; the other factors take a value that the combination's name picks.
+PRODUCT_FACTORS: Mapping[str, Sequence[str]] = {
+    "paged_decode": ("head_dim", "group_size", "block_size", "dtype", "lengths"),
+    "plan_decode": ("lengths", "rows", "split_tokens", "window", "num_kv_heads"),
+    "paged_prefill": ("head_dim", "group_size", "block_size", "dtype", "chunks"),
+    "rope_and_cache": ("head_dim", "group_size", "block_size", "dtype", "tokens"),
+    "rope_and_quantise": ("head_dim", "block_size", "dtype", "rotary", "norm", "interleaved"),
+    "float8_attention": ("operator", "head_dim", "group_size", "block_size", "dtype", "window"),
+    "copy_blocks": ("page", "dtype", "pools"),
+    "rms_norm": ("shape", "dtype", "residual", "strided"),
+    "silu_and_mul": ("shape", "dtype", "strided"),
+    "filter_and_draw": ("shape", "top_k", "top_p", "min_p", "values"),
+    "fixed_order_matmul": ("shape", "dtype", "bias", "strided"),
+    "int8_matmul": ("shape", "group", "dtype", "bias"),
+    "add_lora": ("shape", "ranks", "rows", "dtype"),
+}
+
+
+def full_product(kernel: str) -> list[dict[str, Any]]:
+    """The campaign's cases of one kernel."""
+    factors, primary = kernel_cases.FACTORS[kernel], PRODUCT_FACTORS[kernel]
+    cases = []
+    for combination in product({name: factors[name] for name in primary}):
+        pick = zlib.crc32(kernel_cases.case_id(combination).encode())
+        rest = {name: values for name, values in factors.items() if name not in primary}
+        for name, values in rest.items():
+            pick, index = divmod(pick, len(values))
+            combination[name] = values[index]
+        cases.append(combination)
+    return cases
 
 
 @dataclass
@@ -47,7 +81,7 @@ class Progress:
 
 def items_of(mode: Mode, kernels: list[str]) -> list[Item]:
     if mode == "interpret":
-        return [(kernel, case) for kernel in kernels for case in kernel_cases.full_product(kernel)]
+        return [(kernel, case) for kernel in kernels for case in full_product(kernel)]
     return [(kernel, case) for kernel in kernels for case in product(kernel_builds.FACTORS[kernel])]
 
 
@@ -62,7 +96,7 @@ def work(mode: Mode, items: queue.SimpleQueue[Item], cache: ResultCache, progres
                 return
             worker = worker or KernelWorker(mode)
             try:
-                result = worker.run(kernel, case)
+                result = worker.run(CALLS[mode], kernel, case)
             except (AssertionError, BrokenPipeError) as error:
                 with progress.lock:
                     progress.failures.append(str(error))

@@ -15,7 +15,7 @@ import torch
 from pagestream_engine.attention.triton.deterministic_attention import DeterministicTritonAttention
 from support.engines.recorded_logits import Run, differences
 from support.engines.tiny_models import random_prompts
-from support.kernels.interpreter import fix_order_of_additions
+from support.kernels.worker import fix_order_of_additions
 
 SMALL = {
     "hidden_size": 32,

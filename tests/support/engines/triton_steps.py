@@ -19,7 +19,7 @@ from pagestream_engine.runner import ModelRunner
 from pagestream_engine.runner.recorder import EagerRecorder, Step
 from pagestream_kernels.launcher import recorded_launches
 from support.engines.tiny_models import random_prompts
-from support.kernels.interpreter import fix_order_of_additions
+from support.kernels.worker import fix_order_of_additions
 from torch.utils._python_dispatch import TorchDispatchMode
 
 READING = {"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.masked_select.default"}

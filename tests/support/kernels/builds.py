@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -170,14 +171,19 @@ def problems_of(name: str, usage: Usage, case: Case) -> list[str]:
     return problems
 
 
-def build(kernel: str, case: Case, *, is_packed: bool = True) -> dict[str, Usage]:
-    """Compile what one case of `kernel` launches; AssertionError when a limit of the target is passed."""
+def build(kernel: str, case: Case, is_packed: bool = True) -> dict[str, dict[str, Any]]:
+    """Compile what one case of `kernel` launches; AssertionError when a limit of the target is passed.
+
+    Returns:
+        What each variant needs, as JSON takes it.
+    """
     target = TARGETS[case["target"]]
     usages = {}
     for name, variant in variants_of(kernel, case).items():
-        usages[name] = compile_variant(variant, target, is_packed=is_packed)
-        problems = problems_of(name, usages[name], case)
-        assert not problems, f"{name} for {target.name}: {'; '.join(problems)}; {usages[name]}"
+        usage = compile_variant(variant, target, is_packed=is_packed)
+        problems = problems_of(name, usage, case)
+        assert not problems, f"{name} for {target.name}: {'; '.join(problems)}; {usage}"
+        usages[name] = asdict(usage)
         if is_packed and target.backend == "cuda" and case.get("dtype") != "float32" and name in LOOP_CHECKS:
             LOOP_CHECKS[name](variant, case)
     return usages

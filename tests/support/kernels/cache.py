@@ -1,4 +1,7 @@
-"""Results of kernel cases that passed, kept under `.kernel-cache/` until a source that they rest on changes."""
+"""Results of kernel cases that passed, kept in the user's cache until a source that they rest on changes.
+
+All checkouts share them: a file's name is a digest of what the results rest on.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from pagestream_engine.native_build import user_cache
 from support.kernels.worker import REPOSITORY, Mode
 
-CACHE_DIR = REPOSITORY / ".kernel-cache"
-SUPPORT_SOURCES = ("builds.py", "cases.py", "matmul.py", "plans.py", "worker.py")
+MOST_FILES = 8
+"""That are kept of a mode: those of the last sources that it ran with."""
+SUPPORT_SOURCES = ("builds.py", "cases.py", "worker.py")
 
 
 def source_hash() -> str:
@@ -28,8 +33,10 @@ def source_hash() -> str:
 class ResultCache:
     """One append-only file of JSON lines per mode and source hash; several processes may append to it."""
 
-    def __init__(self, mode: Mode, directory: Path = CACHE_DIR) -> None:
-        self._path = directory / f"{mode}-{source_hash()}.jsonl"
+    def __init__(self, mode: Mode, directory: Path | None = None) -> None:
+        folder = user_cache() / "kernel-cases" if directory is None else directory
+        self._path = folder / f"{mode}-{source_hash()}.jsonl"
+        self._mode = mode
         self._results: dict[str, Any] = {}
         if self._path.exists():
             for line in self._path.read_text().splitlines():
@@ -47,7 +54,11 @@ class ResultCache:
         """Remember a case that passed."""
         key = _key(kernel, case)
         self._results[key] = result
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if not self._path.exists():
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            kept = sorted(self._path.parent.glob(f"{self._mode}-*.jsonl"), key=lambda path: path.stat().st_mtime)
+            for path in kept[: 1 - MOST_FILES]:
+                path.unlink(missing_ok=True)
         with self._path.open("a") as file:
             file.write(json.dumps({"key": key, "result": result}) + "\n")
 

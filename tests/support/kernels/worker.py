@@ -1,10 +1,12 @@
 """A process that interprets or compiles kernels, because one process can only do one of them: Triton decides at import.
 
-`KernelWorker` is the test's end; run as a script this file is the other end. Both speak one JSON line a case.
+`KernelWorker` is the test's end; run as a script this file is the other end. Both speak one JSON line a call.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import os
 import select
@@ -13,18 +15,23 @@ import sys
 import tempfile
 import time
 import traceback
+import zlib
+from collections.abc import Callable
 from contextlib import suppress
+from inspect import getfile
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any, Literal
 
 Mode = Literal["interpret", "compile"]
 
 REPOSITORY = Path(__file__).resolve().parents[3]
+TESTS = REPOSITORY / "tests"
 STOP_LIMIT_S = 10.0
 
 
 class KernelWorker:
-    """Runs cases in a process of its own; a failure comes back as an AssertionError with the worker's traceback."""
+    """Calls functions in a process of its own; a failure comes back as an AssertionError with its traceback there."""
 
     def __init__(self, mode: Mode) -> None:
         self._mode = mode
@@ -34,13 +41,10 @@ class KernelWorker:
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        environment = dict(os.environ)
-        environment.pop("TRITON_INTERPRET", None)
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         if self._mode == "interpret":
             environment["TRITON_INTERPRET"] = "1"
-        environment["TRITON_CACHE_DIR"] = self._builds.name
-        environment["OMP_NUM_THREADS"] = "1"
-        environment["PYTHONPATH"] = str(REPOSITORY / "tests")
+        environment |= {"TRITON_CACHE_DIR": self._builds.name, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
         return subprocess.Popen(
             [sys.executable, str(Path(__file__)), self._mode],
             stdin=subprocess.PIPE,
@@ -60,19 +64,23 @@ class KernelWorker:
         """The worker's process id."""
         return self._process.pid
 
-    def run(self, kernel: str, case: dict[str, Any], *, limit_s: float = 110.0) -> dict[str, Any]:
-        """The worker's result for one case; AssertionError if it failed there or took the process with it."""
-        if self._process.poll() is not None:  # the last case killed it (a kernel can write anywhere)
+    def run(self, function: Callable[..., object], *arguments: object, limit_s: float = 110.0) -> Any:
+        """Call a function of a module's top level with arguments that travel as JSON and seed torch's random numbers.
+
+        Raises:
+            AssertionError: the function raised, or took the process with it.
+        """
+        if self._process.poll() is not None:  # the last call killed it (a kernel can write anywhere)
             self._stop()
             self._process = self._start()
-        line = json.dumps({"kernel": kernel, "case": case}) + "\n"
+        call = {"file": getfile(function), "name": function.__name__, "arguments": arguments}
         assert self._process.stdin is not None
-        self._process.stdin.write(line.encode())
+        self._process.stdin.write(json.dumps(call).encode() + b"\n")
         self._process.stdin.flush()
         answer = self._receive(limit_s)
-        if not answer["ok"]:
-            raise AssertionError(f"{kernel} {case} ({self._mode}):\n{answer['error']}")
-        return dict(answer["result"])
+        if "error" in answer:
+            raise AssertionError(f"{function.__name__} {arguments} ({self._mode}):\n{answer['error']}")
+        return answer["result"]
 
     def close(self) -> None:
         """End the worker; harmless when it is gone."""
@@ -117,42 +125,53 @@ def _serve(mode: Mode) -> None:
     import torch
 
     torch.set_num_threads(1)
-    run = _runner(mode)
+    if mode == "interpret":
+        fix_order_of_additions()
     for line in sys.stdin:
-        request = json.loads(line)
+        call = json.loads(line)
         try:
-            answer = {"ok": True, "result": run(request["kernel"], request["case"])}
-        except Exception:  # noqa: BLE001 - whatever a case raises is its result
-            answer = {"ok": False, "error": traceback.format_exc(limit=8)}
+            torch.manual_seed(zlib.crc32(json.dumps(call["arguments"]).encode()))
+            answer = {"result": getattr(_module(call["file"]), call["name"])(*call["arguments"])}
+        except BaseException:  # noqa: BLE001 - whatever a function raises is its result, pytest's own exceptions too
+            answer = {"error": traceback.format_exc(limit=8)}
         print(json.dumps(answer), file=answers, flush=True)
 
 
-def _runner(mode: Mode) -> Any:
-    import torch
+def _module(file: str) -> ModuleType:
+    """Import a module of tests/support by its name, a file of tests by its path."""
+    parts = Path(file).relative_to(TESTS).with_suffix("").parts
+    name = ".".join(parts)
+    if parts[0] == "support" or name in sys.modules:
+        return importlib.import_module(name)
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
-    if mode == "interpret":
-        from support.kernels import cases as kernel_cases
-        from support.kernels.interpreter import fix_order_of_additions
 
-        fix_order_of_additions()
+def fix_order_of_additions() -> None:
+    """From now on each element of an interpreted `tl.dot` depends on its row and its column alone.
 
-        def interpret(kernel: str, case: dict[str, Any]) -> dict[str, Any]:
-            kernel_cases.check(kernel, case, torch.device("cpu"))
-            return {}
+    The interpreter computes it by `numpy.matmul`. OpenBLAS gives the last rows of a tile to other microkernels than the
+    first ones: with its kernels for AVX2 an element's bits depend on the row's place in the tile (with those for
+    AVX-512 they do not). A tensor core has no such places, so tests of bits need a product that has none either.
+    """
+    import numpy as np
+    from triton.runtime import interpreter
 
-        return interpret
+    class OwnMatmul:
+        """NumPy, but for `matmul`: by NumPy's own loops, none of which sees where a row lies."""
 
-    from dataclasses import asdict
+        def __getattr__(self, name: str) -> Any:
+            return getattr(np, name)
 
-    from support.kernels import builds as kernel_builds
-    from support.kernels import launches
+        @staticmethod
+        def matmul(left: Any, right: Any, dtype: Any) -> Any:
+            return np.einsum("...mk,...kn->...mn", left.astype(dtype), right.astype(dtype))
 
-    def compile_case(kernel: str, case: dict[str, Any]) -> dict[str, Any]:
-        if kernel in launches.QUESTIONS:
-            return dict(launches.QUESTIONS[kernel](case))
-        return {name: asdict(usage) for name, usage in kernel_builds.build(kernel, case).items()}
-
-    return compile_case
+    interpreter.np = OwnMatmul()
 
 
 if __name__ == "__main__":

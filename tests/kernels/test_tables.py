@@ -17,8 +17,6 @@ from pagestream_kernels.tables.rows import CHIPS, RowKey, chips, load_table, tab
 from pagestream_kernels.tuning import sources
 from pagestream_kernels.tuning.filter import row_keys
 from pagestream_kernels.tuning.write import BUILT, KNOWN, TIMED, write_table
-from support.kernels.worker import KernelWorker
-from support.pairwise import sampled
 
 GEOMETRY = Geometry(head_dim=128, group_size=4, block_size=64, dtype=torch.bfloat16)
 
@@ -97,9 +95,3 @@ def test_rows_of_unchanged_kernels_are_taken_over(tmp_path: Path) -> None:
     (tmp_path / "h100.json").write_text(json.dumps(kept))
     written = json.loads(write_table("h100", tmp_path, again=False).read_text())
     assert written["rows"] == kept["rows"]
-
-
-@pytest.mark.builds
-@pytest.mark.parametrize("operator", sampled(list(sources.KERNELS)))
-def test_the_fastest_candidate_is_chosen(interpreter: KernelWorker, operator: str) -> None:
-    interpreter.run("fastest_row", {"operator": operator})
