@@ -1,6 +1,7 @@
 """What a Helm hook runs once: `pagestream-operator apply-crd` and `pagestream-operator delete-pools`."""
 
-from pagestream_operator.commands.apply_crd import apply_crd
-from pagestream_operator.commands.delete_pools import delete_pools
+from pagestream_operator.commands.apply_crd import apply_crd, apply_definition
+from pagestream_operator.commands.delete_pools import delete_pools, remove_pools
+from pagestream_operator.commands.once import run_once, wait_until
 
-__all__ = ["apply_crd", "delete_pools"]
+__all__ = ["apply_crd", "apply_definition", "delete_pools", "remove_pools", "run_once", "wait_until"]

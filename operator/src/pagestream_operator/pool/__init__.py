@@ -1,1 +1,40 @@
 """One pool: its view, the scaling decision, the pass that acts on it, its status."""
+
+from pagestream_operator.pool.claim import Claim, claim_on
+from pagestream_operator.pool.conditions import Finding, Trouble, findings, stamped
+from pagestream_operator.pool.deletion_cost import DeletionCost, deletion_costs
+from pagestream_operator.pool.scaler import (
+    Scaler,
+    Verdict,
+    first_replicas,
+    mean_utilization,
+    wanted_replicas,
+    without_spares,
+)
+from pagestream_operator.pool.shares import Shares
+from pagestream_operator.pool.status import api_time, changed, differs, differs_in_substance, pool_status
+from pagestream_operator.pool.view import PoolView
+
+__all__ = [
+    "Claim",
+    "DeletionCost",
+    "Finding",
+    "PoolView",
+    "Scaler",
+    "Shares",
+    "Trouble",
+    "Verdict",
+    "api_time",
+    "changed",
+    "claim_on",
+    "deletion_costs",
+    "differs",
+    "differs_in_substance",
+    "findings",
+    "first_replicas",
+    "mean_utilization",
+    "pool_status",
+    "stamped",
+    "wanted_replicas",
+    "without_spares",
+]
