@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from pagestream_engine.errors import ModelFileError
-from pagestream_engine.layers.rope import ROPE_KINDS, Rope, cos_sin_table, rope_frequencies
+from pagestream_engine import ModelFileError
+from pagestream_engine.layers import ROPE_KINDS, Rope, cos_sin_table, rope_frequencies
 from pagestream_engine.models.config import ConfigFile
 from pagestream_engine.models.decoder_config import plain_rope
 from transformers import LlamaConfig
