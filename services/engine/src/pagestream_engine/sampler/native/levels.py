@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from pagestream_engine.cpu import instruction_sets, read_cpuinfo
 from pagestream_engine.native_build import NativeLibrary
 from pagestream_engine.native_levels import ARMV8_A, X86_64_V3, X86_64_V4, Level
 
@@ -51,3 +52,8 @@ def libraries() -> Iterator[NativeLibrary]:
     """Yield what an image brings: each level of this architecture."""
     for level in LEVELS.get(platform.machine(), ()):
         yield library_for(level)
+
+
+def own_libraries() -> Iterator[NativeLibrary]:
+    """Yield what a process on this machine compiles at first use."""
+    yield from map(library_for, levels_of(instruction_sets(read_cpuinfo()))[:1])

@@ -1,18 +1,27 @@
-"""An adapter is checked by its configuration and its header, and refused by the name of what is wrong with it."""
+"""An adapter is checked by its configuration and its header, and refused by the name of what is wrong with it.
+
+Its patterns match as Python's own matcher finds them, in one pass; its matrices are cut as ranks need them.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pagestream_engine import AdapterChanged, AdapterError, AdapterFileError, AdapterMismatch, UnsupportedAdapter
 from pagestream_engine.adapters.files import open_adapter, read_adapter
 from pagestream_engine.adapters.modules import adaptable_modules
-from pagestream_engine.errors import AdapterChanged, AdapterError, AdapterFileError, AdapterMismatch, UnsupportedAdapter
+from pagestream_engine.adapters.patterns import NamePattern
+from pagestream_engine.models.config import ConfigFile
+from pagestream_engine.models.division.sharding import shard_weights
+from pagestream_engine.models.families.llama import Llama
+from pagestream_engine.models.families.phi3 import Phi3
 from pagestream_engine.models.weights import LinearWeight, Part, TensorWeight
 from safetensors.torch import save_file
 
@@ -168,3 +177,100 @@ def test_files_that_have_changed_since(tmp_path: Path) -> None:
     assert open_adapter("a", folder, MODULES, 64).revision != adapter.revision
     with pytest.raises(AdapterChanged, match=adapter.revision):
         read_adapter(adapter, MODULES, torch.float32, 64)
+
+
+# -- patterns -----------------------------------------------------------------------------------------------------
+
+NAMES = [
+    f"model.layers.{layer}.{block}.{linear}"
+    for layer in (0, 1, 10, 21)
+    for block in ("self_attn", "mlp")
+    for linear in ("q_proj", "v_proj", "down_proj", "proj.q_proj")
+]
+USUAL = [
+    "q_proj",
+    "self_attn.v_proj",
+    "model.layers.1.self_attn.q_proj",
+    r".*\.1\.self_attn\.v_proj",
+    r"layers\.\d+\.mlp\.down_proj",
+    "q_proj|v_proj",
+    r"model\.layers\.(0|1|2)\.(self_attn|mlp)\..*_proj",
+    "^model.*q_proj$",
+    r"(layers\.)?1[0-9]?\.[^.]+\.[qkv]_proj",
+    r"(.*\.)?(?:q|v)_proj",
+    r"layers\.\d{2}\..{3,9}\.\w+?",
+    r"(?P<x>m|l)+p\.\S*j",
+    "",
+]
+
+
+@pytest.mark.parametrize("pattern", USUAL)
+def test_a_pattern_matches_what_it_does_for_peft(pattern: str) -> None:
+    found = NamePattern(pattern)
+    for name in NAMES:
+        assert found.matches(name) == bool(re.match(rf"(.*\.)?({pattern})$", name)), name
+
+
+@pytest.mark.parametrize("pattern", ["([a-z0-9_.]+)+!", "(.|.)" * 150 + "!", ".*" * 300 + "!", "((a*)*)*" * 60 + "!"])
+def test_a_pattern_that_backtracks_without_end_has_one_pass(pattern: str) -> None:
+    assert not NamePattern(pattern).matches("model.layers.1.self_attn." + "a" * 60)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "match"),
+    [
+        (r"(a)\1", "groupref"),
+        ("(?=a)a", "assert"),
+        ("(?i:a)", "subpattern"),
+        (r"\ba", "at_boundary"),
+        ("a{1000}" * 9, "too many"),
+        ("(((){4000}){4000}){4000}", "too many"),
+        ("a)|(b", "unbalanced"),
+        ("(?i)a", "global flags"),
+        ("a" * 2000, "2000 characters"),
+    ],
+)
+def test_what_needs_backtracking_or_is_too_large_is_refused(pattern: str, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        NamePattern(pattern)
+
+
+def test_the_patterns_of_an_adapter_share_their_steps() -> None:
+    assert NamePattern("layers.[0-9].mlp", 0).num_steps == 0, "a name takes none"
+    first = NamePattern(".{0,100}x")
+    assert first.num_steps > 100
+    assert NamePattern(".{0,100}x", first.num_steps).matches("ax")
+    with pytest.raises(ValueError, match="and those before it have more than 65536 parts"):
+        NamePattern(".{0,100}x", first.num_steps - 1)
+
+
+# -- cuts for ranks -----------------------------------------------------------------------------------------------
+
+SHAPE = {"hidden_size": 16, "intermediate_size": 12, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+FIELDS = {"architectures": [""], "vocab_size": 10, "num_hidden_layers": 1, **SHAPE}
+
+
+def test_ranks_have_the_rows_and_columns_of_their_linears() -> None:
+    """Two KV heads on four ranks: the rows of a key are on two of them each."""
+    for family in (Llama(), Phi3()):
+        config = family.read(ConfigFile(FIELDS))
+        whole = family.weights(config)
+        ranks = [adaptable_modules(whole, shard_weights(whole, config, rank, 4)) for rank in range(4)]
+        for name, module in adaptable_modules(whole).items():
+            a, b, x = torch.randn(3, module.in_features), torch.randn(module.rows, 3), torch.randn(module.in_features)
+            own = [rank[name] for rank in ranks]
+            inputs = [x[None] if len(each.cut_a(a)[0]) == len(x) else each.cut_a(x[None]) for each in own]
+            products = [each.cut_b(b) @ (each.cut_a(a) @ given[0]) for each, given in zip(own, inputs, strict=True)]
+            if name.endswith(("o_proj", "down_proj")):
+                torch.testing.assert_close(sum(products), b @ (a @ x))
+                continue
+            rows = [[row for first, end in each.cut.rows for row in range(first, end)] for each in own if each.cut]
+            assert sorted({row for of_rank in rows for row in of_rank}) == list(range(module.rows))
+            for of_rank, product in zip(rows, products, strict=True):
+                torch.testing.assert_close(product, (b @ (a @ x))[of_rank])
+
+
+def test_linears_of_other_stages_have_no_rows() -> None:
+    config = Llama().read(ConfigFile(FIELDS))
+    modules = adaptable_modules(Llama().weights(config), {})
+    assert {(module.rows, module.shape) for name, module in modules.items() if "q_proj" in name} == {(0, (16, 16))}

@@ -19,6 +19,7 @@ from pagestream_engine.native_build import cached
 from pagestream_engine.sampler.native.levels import levels_of
 from torch import Tensor
 
+pytestmark = pytest.mark.builds
 CPU = torch.device("cpu")
 INPUTS, PARTS, OUTPUTS = 75, (70, 63, 255), 388
 MODULES = [ModuleSlice("qkv", part, sum(PARTS[:part]), rows, INPUTS) for part, rows in enumerate(PARTS)]
@@ -89,6 +90,7 @@ def test_a_mixed_batch(make: Make, dtype: torch.dtype) -> None:
         assert torch.equal(added(chosen), got[list(chosen)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_each_level_of_instructions_has_the_same_bits(dtype: torch.dtype) -> None:
     levels = levels_of(instruction_sets(read_cpuinfo()))

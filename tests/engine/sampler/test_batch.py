@@ -12,16 +12,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
-from pagestream_engine.errors import InvariantViolation
-from pagestream_engine.request.sampling_params import ALL_LOGPROBS, SamplingParams
-from pagestream_engine.sampler import DrawFault, Sampled, SamplingBatch, TokenMasks
-from pagestream_engine.sampler.draw import draw_by_kernel, draw_for
-from pagestream_engine.sampler.filters import apply_filters
-from pagestream_engine.sampler.noise import gumbel
-from pagestream_engine.sampler.stages.logit_bias import LogitBias
-from pagestream_engine.sampler.stages.penalties import Penalties
+from pagestream_engine import InvariantViolation, SamplingParams
+from pagestream_engine.sampler import (
+    DrawFault,
+    Sampled,
+    SamplingBatch,
+    TokenMasks,
+    apply_filters,
+    draw_by_kernel,
+    draw_for,
+    gumbel,
+)
+from pagestream_engine.sampler.stages import LogitBias, Penalties
 from torch import Tensor
 
+ALL_LOGPROBS = -1
 VOCAB_SIZE = 60
 EOS = 2
 CPU = torch.device("cpu")
