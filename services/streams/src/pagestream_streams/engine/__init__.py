@@ -1,1 +1,5 @@
 """The engine side: claim requests, append tokens, hand back."""
+
+from pagestream_streams.engine.session import EngineSession
+
+__all__ = ["EngineSession"]

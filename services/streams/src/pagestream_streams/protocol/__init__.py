@@ -1,1 +1,45 @@
-"""The stored form: ids, keys, records, log entries, digests and partitions."""
+"""The stored form: ids, keys, records, log entries, digests and partitions.
+
+Names are imported when they are used: ids and keys can be read without protobuf.
+"""
+
+from typing import TYPE_CHECKING
+
+from pagestream_streams.lazy import lazily
+
+if TYPE_CHECKING:
+    from pagestream_streams.protocol import digests, ids, placement
+    from pagestream_streams.protocol.adapter_files import check_adapter_files
+    from pagestream_streams.protocol.claimed_log import ClaimedLog
+    from pagestream_streams.protocol.entries import from_stream_fields, to_entry_values, to_log_entry
+    from pagestream_streams.protocol.finish_reasons import FINISH_REASONS, finish_reason_name, parse_finish_reason
+    from pagestream_streams.protocol.keys import Keyspace, Partition, tenant_tag
+    from pagestream_streams.protocol.prefixes import prefixes_of
+    from pagestream_streams.protocol.records import most_output_tokens, output_bounds
+    from pagestream_streams.protocol.token_appends import TokenAppends
+
+__all__ = [
+    "FINISH_REASONS",
+    "ClaimedLog",
+    "Keyspace",
+    "Partition",
+    "TokenAppends",
+    "check_adapter_files",
+    "digests",
+    "finish_reason_name",
+    "from_stream_fields",
+    "ids",
+    "most_output_tokens",
+    "output_bounds",
+    "parse_finish_reason",
+    "placement",
+    "prefixes_of",
+    "tenant_tag",
+    "to_entry_values",
+    "to_log_entry",
+]
+
+_LIGHT = ("ids", "keys", "placement", "prefixes", "adapter_files")
+_OF_PROTOBUF = ("finish_reasons", "entries", "digests", "claimed_log", "records", "token_appends")
+
+__getattr__ = lazily(__name__, __all__, (*_LIGHT, *_OF_PROTOBUF))
