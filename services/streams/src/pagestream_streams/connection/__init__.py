@@ -1,28 +1,20 @@
-"""Connections to Redis: topologies, scripts, durability and subscriptions.
+"""Connections to Redis: topologies, scripts, durability and subscriptions."""
 
-Names are imported when they are used: a server can be started without redis-py.
-"""
-
-from typing import TYPE_CHECKING
-
-from pagestream_streams.lazy import lazily
-
-if TYPE_CHECKING:
-    from pagestream_streams.connection import scripts
-    from pagestream_streams.connection.cluster import ClusterTopology
-    from pagestream_streams.connection.connection import Call, Connection
-    from pagestream_streams.connection.embedded import (
-        LEAST_VERSION,
-        EmbeddedRedis,
-        ServerBinary,
-        find_servers,
-        free_port,
-        socket_path,
-    )
-    from pagestream_streams.connection.partition_runs import run_on_each
-    from pagestream_streams.connection.scripts import Script
-    from pagestream_streams.connection.subscription import Subscription
-    from pagestream_streams.connection.topologies import open_topology
+from pagestream_streams.connection import scripts
+from pagestream_streams.connection.cluster import ClusterTopology
+from pagestream_streams.connection.connection import Call, Connection
+from pagestream_streams.connection.embedded import (
+    LEAST_VERSION,
+    EmbeddedRedis,
+    ServerBinary,
+    find_servers,
+    free_port,
+    socket_path,
+)
+from pagestream_streams.connection.partition_runs import run_on_each
+from pagestream_streams.connection.scripts import Script
+from pagestream_streams.connection.subscription import Subscription
+from pagestream_streams.connection.topologies import open_topology
 
 __all__ = [
     "LEAST_VERSION",
@@ -40,8 +32,3 @@ __all__ = [
     "scripts",
     "socket_path",
 ]
-
-_LIGHT = ("schemes", "scripts", "embedded")
-_OF_REDIS = ("connection", "partition_runs", "cluster", "topologies", "subscription")
-
-__getattr__ = lazily(__name__, __all__, (*_LIGHT, *_OF_REDIS))

@@ -3,9 +3,8 @@
 Names are imported when they are used: ids and keys can be read without protobuf.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
-
-from pagestream_streams.lazy import lazily
 
 if TYPE_CHECKING:
     from pagestream_streams.protocol import digests, ids, placement
@@ -42,4 +41,13 @@ __all__ = [
 _LIGHT = ("ids", "keys", "placement", "prefixes", "adapter_files")
 _OF_PROTOBUF = ("finish_reasons", "entries", "digests", "claimed_log", "records", "token_appends")
 
-__getattr__ = lazily(__name__, __all__, (*_LIGHT, *_OF_PROTOBUF))
+
+def __getattr__(name: str) -> object:
+    if name in __all__:
+        for each in (*_LIGHT, *_OF_PROTOBUF):
+            module = import_module(f"{__name__}.{each}")
+            if each == name:
+                return module
+            if hasattr(module, name):
+                return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
