@@ -5,29 +5,63 @@ A test's copier stands for the GPU's stream: all else is the code that runs ther
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pagestream_engine.config import EngineConfig
-from pagestream_engine.engine import Engine
-from pagestream_engine.errors import ConfigError, UnsupportedOption
+from pagestream_engine import ConfigError, Engine, EngineConfig, SamplingParams, UnsupportedOption, size_model
+from pagestream_engine.layers import Linear
+from pagestream_engine.layers.linear_methods import PlainMethod
 from pagestream_engine.models.config import ConfigFile
+from pagestream_engine.models.offload import moving
+from pagestream_engine.models.offload.copier import Wait
+from pagestream_engine.models.offload.moving import MovedTensors, tensors_of
 from pagestream_engine.models.offload.plan import NUM_BUFFERS, OffloadPlan, plan_offload
 from pagestream_engine.models.registry import find_family
 from pagestream_engine.models.weights import LinearWeight, TensorWeight, WeightMap
-from pagestream_engine.request.adapter import Adapter
-from pagestream_engine.request.sampling_params import SamplingParams
+from pagestream_engine.request import Adapter
 from pagestream_engine.runner import ModelRunner
-from pagestream_engine.sizing import size_model
-from support.engines.late_copier import LateCopier
 from support.engines.lora_adapters import make_adapter
-from support.engines.tiny_models import make_model, random_prompts
+from support.engines.tiny_models import random_prompts
+from torch import Tensor, nn
 
 NUM_LAYERS = 7
 CPU = torch.device("cpu")
+
+
+pytestmark = pytest.mark.served
+
+
+NAN_BYTES = 0xFF
+"""Every floating point number of such bytes is NaN."""
+
+
+class LateCopier:
+    """Copies when the computation waits for it, on the device of the test."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+        """What was begun and waited for, with the address of the page in host memory."""
+        self.fails_after: int | None = None
+        """Copies that begin before one runs out of memory; None: none does."""
+
+    def begin(self, target: Tensor, source: Tensor) -> Wait:
+        if self.fails_after is not None:
+            self.fails_after -= 1
+            if self.fails_after < 0:
+                self.fails_after = None
+                raise MemoryError("no room to launch a copy")
+        self.events.append(("begin", source.data_ptr()))
+        target.fill_(NAN_BYTES)
+
+        def wait() -> None:
+            self.events.append(("wait", source.data_ptr()))
+            target.copy_(source)
+
+        return wait
 
 
 def weights_of(folder: Path) -> WeightMap:
@@ -66,14 +100,21 @@ def serve(engine: Engine, adapter: Adapter | None = None) -> dict[str, list[int]
     return tokens
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("model", ["llama", "qwen2", "qwen3-moe", "gemma3"])
+@pytest.mark.parametrize(
+    ("model", "deterministic"),
+    [
+        ("qwen3-moe", False),
+        ("gemma3", True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("qwen3-moe", True), ("gemma3", False))),
+        *(pytest.param(name, mode, marks=pytest.mark.slow) for name in ("llama", "qwen2") for mode in (False, True)),
+    ],
+)
 def test_tokens_are_equal_with_half_and_with_all_layers_offloaded(
-    tmp_path: Path, model: str, *, deterministic: bool
+    model_of: Callable[..., Path], model: str, *, deterministic: bool
 ) -> None:
     layer_types = ["sliding_attention", "full_attention"] * 3 + ["full_attention"]
     changes: dict[str, Any] = {"layer_types": layer_types} if model == "gemma3" else {}
-    folder = make_model(tmp_path / model, model, num_hidden_layers=NUM_LAYERS, **changes)
+    folder = model_of(model, num_hidden_layers=NUM_LAYERS, **changes)
     options = {"deterministic": deterministic}
     plain, runner = engine_of(folder, None, 0, **options)
     expected, on_device = serve(plain), runner.memory_bytes()["model"]
@@ -87,8 +128,8 @@ def test_tokens_are_equal_with_half_and_with_all_layers_offloaded(
         assert plan.freed_bytes == plan.weight_bytes - NUM_BUFFERS * plan.page_bytes > 0
 
 
-def test_adapters_add_to_weights_that_come_and_go(tmp_path: Path) -> None:
-    folder = make_model(tmp_path / "llama", "llama", num_hidden_layers=NUM_LAYERS)
+def test_adapters_add_to_weights_that_come_and_go(model_of: Callable[..., Path], tmp_path: Path) -> None:
+    folder = model_of("llama", num_hidden_layers=NUM_LAYERS)
     path, found = make_adapter(folder, tmp_path / "adapter"), []
     for copier, num_bytes in ((None, 0), (LateCopier(), 1 << 30)):
         engine, _ = engine_of(folder, copier, num_bytes, enable_lora=True)
@@ -97,8 +138,8 @@ def test_adapters_add_to_weights_that_come_and_go(tmp_path: Path) -> None:
     assert found[0] == found[1] != serve(engine_of(folder, None, 0)[0])
 
 
-def test_each_copy_has_begun_while_another_layer_computes(tmp_path: Path) -> None:
-    folder, copier = make_model(tmp_path / "llama", "llama", num_hidden_layers=NUM_LAYERS), LateCopier()
+def test_each_copy_has_begun_while_another_layer_computes(model_of: Callable[..., Path]) -> None:
+    folder, copier = model_of("llama", num_hidden_layers=NUM_LAYERS), LateCopier()
     engine, _ = engine_of(folder, copier, 4 * plan_for(folder).page_bytes)
     serve(engine)
     events = copier.events[4:]  # the first two layers' have no layer before them
@@ -109,9 +150,11 @@ def test_each_copy_has_begun_while_another_layer_computes(tmp_path: Path) -> Non
     assert len({page for _, page in events}) == 4
 
 
-@pytest.mark.parametrize("fails_after", [*range(5), 12, 13])
-def test_a_copy_that_can_not_be_launched_fails_its_step_alone(tmp_path: Path, fails_after: int) -> None:
-    folder, copier = make_model(tmp_path / "llama", "llama", num_hidden_layers=NUM_LAYERS), LateCopier()
+@pytest.mark.parametrize(
+    "fails_after", [1, 12, *(pytest.param(count, marks=pytest.mark.slow) for count in (0, 2, 3, 4, 13))]
+)
+def test_a_copy_that_can_not_be_launched_fails_its_step_alone(model_of: Callable[..., Path], fails_after: int) -> None:
+    folder, copier = model_of("llama", num_hidden_layers=NUM_LAYERS), LateCopier()
     expected = serve(engine_of(folder, None, 0)[0])
     engine, _ = engine_of(folder, copier, 1 << 30)
     copier.fails_after = fails_after
@@ -138,8 +181,8 @@ def test_pinned_pages_stay_within_the_bytes_that_were_given() -> None:
     assert len(plan.pages) == sum(plan.slabs) == 15
 
 
-def test_sizes_count_what_is_offloaded(tmp_path: Path) -> None:
-    folder = make_model(tmp_path / "llama", "llama", num_hidden_layers=NUM_LAYERS)
+def test_sizes_count_what_is_offloaded(model_of: Callable[..., Path]) -> None:
+    folder = model_of("llama", num_hidden_layers=NUM_LAYERS)
     whole, sized = (
         size_model(folder, EngineConfig.from_options({"cpu_offload_gb": given, "dtype": "float32"})) for given in (0, 1)
     )
@@ -156,8 +199,8 @@ def test_what_frees_nothing_is_refused() -> None:
         plan_offload({"norm": TensorWeight.of("n", 4)}, torch.bfloat16, 1 << 30, pinned=False)
 
 
-def test_who_can_not_offload_refuses_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make_model(tmp_path / "llama", "llama", num_hidden_layers=NUM_LAYERS)
+def test_who_can_not_offload_refuses_by_name(model_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = model_of("llama", num_hidden_layers=NUM_LAYERS)
     with pytest.raises(UnsupportedOption, match=r"cpu_offload_gb: given 1\.0, .*a CPU computes with the weights where"):
         engine_of(folder, None, 1 << 30)
     with pytest.raises(ConfigError, match=r"cpu_offload_gb: given .*, expected at most the .* GiB of host memory"):
@@ -165,3 +208,36 @@ def test_who_can_not_offload_refuses_by_name(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("pagestream_engine.models.select.find_family", lambda _: None)
     with pytest.raises(UnsupportedOption, match=r"LlamaForCausalLM runs by the code of transformers"):
         engine_of(folder, LateCopier(), 1 << 30)
+
+
+# -- tensors whose memory goes to the host while an engine sleeps -----------------------------------------------------
+
+
+def test_tensors_come_back_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moving, "_GRANULE_BYTES", 64)
+    monkeypatch.setattr(moving, "slab_pages", lambda num_bytes, page_bytes, *, pinned: [1] * (num_bytes // page_bytes))
+    matrix, module = torch.randn(7, 9), nn.Sequential(nn.Linear(3, 5), nn.ParameterList([torch.randn(4)]))
+    held = {"a": [Linear(PlainMethod(matrix[2:]), matrix[0])], "b": (module, None, 3)}
+    num_bytes = sum(each.untyped_storage().nbytes() for each in (matrix, *module.parameters()))
+    expected = [each.detach().clone() for each in tensors_of([held])]
+    moved = MovedTensors(tensors_of([held]), CPU)
+    assert moved.num_bytes == num_bytes
+    assert all(each.untyped_storage().nbytes() == 0 for each in tensors_of([held]))
+    moved.restore()
+    found = list(tensors_of([held]))
+    assert len(found) == 5
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    matrix.zero_()
+    assert not held["a"][0].method._weight.any(), "a view of what came back"  # type: ignore[index, union-attr]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("llama-tied", {}), ("mixtral", {}), ("gemma3", {"quantization": "int8"})],
+)
+def test_all_weights_of_a_model_are_found(model_of: Callable[..., Path], name: str, options: dict[str, Any]) -> None:
+    config = EngineConfig.from_options({"dtype": "float32", "deterministic": True, **options})
+    runner = ModelRunner(model_of(name), config, CPU)
+    found = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors_of([runner._model])}
+    assert sum(found.values()) >= runner.memory_bytes()["model"]

@@ -17,6 +17,7 @@ from pagestream_engine.layers.native.library import native_linears
 from pagestream_engine.models.shared_weights import Named, SharedWeights, map_or_write
 from support.engines.tiny_models import make_model, random_prompts
 
+pytestmark = pytest.mark.served
 A_MODEL = [("a", torch.arange(5.0)), ("b", torch.arange(12, dtype=torch.int32).view(3, 4)), ("c", torch.ones(2, 3))]
 FEW_BYTES, MANY_BYTES = 1 << 11, 1 << 20
 
@@ -75,6 +76,7 @@ def test_files_that_nobody_maps_make_room(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("partial-*"))
 
 
+@pytest.mark.slow
 def test_what_a_killed_writer_has_left_is_removed(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys, torch\n"
@@ -124,7 +126,9 @@ def test_of_processes_that_start_at_once_one_writes(tmp_path: Path) -> None:
     assert printed[0][-1] == printed[1][-1]
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "qwen2", "mixtral"])
+@pytest.mark.parametrize(
+    "name", ["llama-tied", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "mixtral"))]
+)
 def test_an_engine_has_equal_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:

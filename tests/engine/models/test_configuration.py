@@ -1,18 +1,22 @@
-"""What the engine makes of a model folder's configuration."""
+"""What the engine makes of a model folder's configuration, and of which code its family is."""
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from pagestream_engine.errors import ModelFileError, UnsupportedModel
+from pagestream_engine import LLM, ModelFileError, UnsupportedModel
 from pagestream_engine.models.config import ConfigFile
 from pagestream_engine.models.decoder_config import DecoderConfig
-from pagestream_engine.models.registry import find_family
+from pagestream_engine.models.families.llama import Llama
+from pagestream_engine.models.registry import find_family, plugin_digest
 from pagestream_engine.models.select import read_info
+from pagestream_engine.pooling.labels import IDENTITY, SIGMOID, SOFTMAX, activation_of
 
 _LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -48,24 +52,6 @@ def _read(architecture: str = "LlamaForCausalLM", **changes: Any) -> DecoderConf
 
 def _windows(config: DecoderConfig) -> list[int | None]:
     return [layer.window for layer in config.layers]
-
-
-def test_defaults_of_a_bare_llama() -> None:
-    config = _read()
-    assert (config.num_kv_heads, config.head_dim, config.query_size, config.kv_size) == (4, 16, 64, 64)
-    assert (config.qkv_bias, config.output_bias, config.mlp_bias, config.tie_word_embeddings) == (False,) * 4
-    assert config.scale == 16**-0.5
-    assert config.info.dtype is torch.float32
-    assert config.info.eos_token_ids == ()
-
-
-def test_families_differ_in_biases() -> None:
-    qwen2 = _read("Qwen2ForCausalLM")
-    assert (qwen2.qkv_bias, qwen2.output_bias) == (True, False)
-    qwen3 = _read("Qwen3ForCausalLM", head_dim=32)
-    assert (qwen3.qkv_bias, qwen3.output_bias, qwen3.head_dim) == (False, False, 32)
-    llama = _read(attention_bias=True)
-    assert (llama.qkv_bias, llama.output_bias) == (True, True)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +129,7 @@ def test_what_is_not_supported_is_refused_by_name(architecture: str, changes: di
 def test_malformed_fields_are_named(tmp_path: Path, architecture: str, changes: dict[str, Any], word: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**_LLAMA, "architectures": [architecture], **changes}))
     with pytest.raises(ModelFileError, match=word):
-        read_info(tmp_path)
+        LLM(tmp_path)
 
 
 def test_eos_ids_of_the_generation_config_win(tmp_path: Path) -> None:
@@ -153,9 +139,67 @@ def test_eos_ids_of_the_generation_config_win(tmp_path: Path) -> None:
     assert read_info(tmp_path).eos_token_ids == (7, 9)
 
 
-@pytest.mark.parametrize("content", [None, "{", "[]"])
-def test_a_folder_without_a_readable_configuration(tmp_path: Path, content: str | None) -> None:
-    if content is not None:
-        (tmp_path / "config.json").write_text(content)
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_a_folder_without_a_readable_configuration(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
     with pytest.raises(ModelFileError, match=r"config\.json"):
-        read_info(tmp_path)
+        LLM(tmp_path)
+
+
+# -- scores of labels -------------------------------------------------------------------------------------------------
+
+SIGMOID_MODULE = "torch.nn.modules.activation.Sigmoid"
+IDENTITY_MODULE = "torch.nn.modules.linear.Identity"
+
+
+@pytest.mark.parametrize(
+    ("config", "num_labels", "expected"),
+    [
+        ({}, 1, SIGMOID),
+        ({}, 2, SOFTMAX),
+        ({"problem_type": "single_label_classification"}, 1, SIGMOID),
+        ({"problem_type": "single_label_classification"}, 2, SOFTMAX),
+        ({"sentence_transformers": {"version": "5"}}, 1, SIGMOID),
+        ({"sentence_transformers": {"activation_fn": IDENTITY_MODULE}}, 1, IDENTITY),
+        ({"sbert_ce_default_activation_function": IDENTITY_MODULE}, 1, IDENTITY),
+        ({"sentence_transformers": {"activation_fn": SIGMOID_MODULE}}, 1, SIGMOID),
+        ({"sentence_transformers": {"activation_fn": SIGMOID_MODULE}}, 3, SOFTMAX),
+        ({"problem_type": "regression", "sentence_transformers": {"activation_fn": SIGMOID_MODULE}}, 1, IDENTITY),
+    ],
+)
+def test_the_function_of_scores(config: dict[str, Any], num_labels: int, expected: str) -> None:
+    assert activation_of(config, ("label",) * num_labels) == expected
+
+
+@pytest.mark.parametrize("given", ["os.system", "torch.nn.modules.activation.GELU", 3])
+def test_an_unknown_function_is_refused(given: object) -> None:
+    with pytest.raises(ModelFileError, match=r"activation function: given .*, expected one of torch"):
+        activation_of({"sentence_transformers": {"activation_fn": given}}, ("label",))
+
+
+# -- families of plugins ----------------------------------------------------------------------------------------------
+
+
+class Mine(Llama):
+    architecture = "MineForCausalLM"
+
+
+def test_only_a_family_of_the_users_has_a_digest() -> None:
+    family = find_family("LlamaForCausalLM")
+    assert family is not None
+    assert plugin_digest(family) == ""
+    assert len(plugin_digest(Mine())) == 64
+
+
+def test_a_family_in_a_zip_archive_has_a_digest_of_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = []
+    for version in range(2):
+        archive = tmp_path / f"{version}.zip"
+        with zipfile.ZipFile(archive, "w") as file:
+            text = f"from {Llama.__module__} import Llama\nclass Mine(Llama): version = {version}\n"
+            file.writestr("zipped_family.py", text)
+        monkeypatch.syspath_prepend(archive)
+        digests.append(plugin_digest(importlib.import_module("zipped_family").Mine()))
+        del sys.modules["zipped_family"]
+    assert digests[0] != digests[1]
+    assert all(len(digest) == 64 for digest in digests)

@@ -1,11 +1,11 @@
+import shutil
 from pathlib import Path
 
 import pytest
-from pagestream_engine.errors import ModelFileError, ModelNotFound
+from pagestream_engine import ModelFileError, ModelNotFound
 from pagestream_engine.models.folder import load_tokenizer, model_revision, resolve_model
 from safetensors.torch import load_file, save_file
 from support.engines.arithmetic_model import byte_level_tokenizer, make_folder
-from support.engines.tiny_models import make_model
 
 
 def test_a_folder_is_itself(tmp_path: Path) -> None:
@@ -20,9 +20,9 @@ def test_a_missing_folder_is_no_repository(given: str) -> None:
         resolve_model(given)
 
 
-def test_a_revision_is_of_all_that_decides_tokens_and_text(tmp_path: Path) -> None:
+def test_a_revision_is_of_all_that_decides_tokens_and_text(llama: Path, tmp_path: Path) -> None:
     """Of weights also where a few layers in the middle of a large file are others."""
-    folder = make_model(tmp_path / "model", "llama")
+    folder = shutil.copytree(llama, tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
     first = model_revision(folder)
     assert model_revision(folder) == first
