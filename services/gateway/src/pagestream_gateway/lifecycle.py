@@ -137,7 +137,14 @@ def _exists(file: Path | None) -> bool:
 
 @contextlib.asynccontextmanager
 async def _gateway(settings: Settings, identities: Identities, limit_file: LimitFile | None) -> AsyncIterator[Gateway]:
-    broker = await _connect(settings)
+    async with await _connect(settings) as broker, _gateway_of(broker, settings, identities, limit_file) as gateway:
+        yield gateway
+
+
+@contextlib.asynccontextmanager
+async def _gateway_of(
+    broker: Broker, settings: Settings, identities: Identities, limit_file: LimitFile | None
+) -> AsyncIterator[Gateway]:
     limits = settings.limits
     pool = TokenizePool(
         workers=limits.tokenize_workers, max_pending=limits.tokenize_queue, limit_s=limits.tokenize_limit_s
@@ -150,7 +157,7 @@ async def _gateway(settings: Settings, identities: Identities, limit_file: Limit
     ):
         tenants = TenantLimits() if limit_file is None else limit_file.limits
         opening = GatewaySession(broker, settings.gateway.id, limits=None if limit_file is None else tenants)
-        async with broker, opening as session, pool:
+        async with opening as session, pool:
             telemetry.registry.on_collect(lambda: _count_reclaims(telemetry, session))
             metrics = Metrics(telemetry.registry)
             tenant_metrics = TenantMetrics(telemetry.registry, settings.gateway.metric_tenants)
