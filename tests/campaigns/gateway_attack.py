@@ -23,8 +23,9 @@ from statistics import quantiles
 
 import httpx
 import uvloop
-from support.clients.stalled_readers import StalledReader, peak_mib
-from support.engines import bulk_engine, synthetic_engine
+from campaigns import bulk_engine
+from campaigns.stalled_readers import StalledReader, peak_mib
+from support.engines import synthetic_engine
 from support.processes.part import Part
 from support.processes.stack import Gateway, Stack
 from support.processes.waiting import wait_until
@@ -216,7 +217,7 @@ async def run(options: argparse.Namespace, folder: Path) -> int:
     stack = Stack(folder, model=Path(), engine_options=())
     python = {"PYTHONPATH": str(ROOT / "tests")}
     steady = [sys.executable, "-m", "support.engines.synthetic_engine", "--redis", stack.redis_url, "--rate", str(RATE)]
-    bulk = _nice([sys.executable, "-m", "support.engines.bulk_engine", "--redis", stack.redis_url])
+    bulk = _nice([sys.executable, "-m", "campaigns.bulk_engine", "--redis", stack.redis_url])
     engines = [Part("steady", steady, folder / "steady.log", python), Part("bulk", bulk, folder / "bulk.log", python)]
     try:
         stack.redis.start()

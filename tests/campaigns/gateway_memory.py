@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests python tests/campaigns/gateway_memory.py [--readers 1000] [--answers 10]
 
-A real gateway and a real Redis; an engine without a model writes the logs (`support/engines/bulk_engine.py`). Printed
+A real gateway and a real Redis; an engine without a model writes the logs (`campaigns/bulk_engine.py`). Printed
 is the most memory that the gateway's process has ever had (VmHWM). Every answer that is read is compared with its log.
 """
 
@@ -16,8 +16,8 @@ from pathlib import Path
 
 import httpx
 import redis.asyncio
-from support.clients.stalled_readers import StalledReader, peak_mib
-from support.engines.bulk_engine import MODEL, token_text
+from campaigns.bulk_engine import MODEL, token_text
+from campaigns.stalled_readers import StalledReader, peak_mib
 from support.processes.part import Part
 from support.processes.stack import Gateway, Stack
 from support.processes.waiting import wait_until
@@ -85,7 +85,7 @@ async def whole_answers(gateway: Gateway, options: argparse.Namespace) -> str:
 async def run(options: argparse.Namespace, folder: Path) -> int:
     """Run both parts, each with a fresh gateway. Returns 1 where a bound is exceeded."""
     stack = Stack(folder, model=Path(), engine_options=())
-    command = [sys.executable, "-m", "support.engines.bulk_engine", "--redis", stack.redis_url]
+    command = [sys.executable, "-m", "campaigns.bulk_engine", "--redis", stack.redis_url]
     engine = Part("engine", command, folder / "engine.log", {"PYTHONPATH": str(ROOT / "tests")})
     within = True
     try:

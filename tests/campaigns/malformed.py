@@ -1,6 +1,6 @@
 """Malformed inputs over HTTP, WebSocket and gRPC: nothing crashes, neighbours are served, memory stays flat.
 
-    make malformed ARGS="--count 1000000 --seed 1"
+    make deep PARTS=malformed ARGS="--count 1000000 --seed 1"
 
 A real gateway and a real Redis, with engines without a model. Inputs are grammar-aware changes of valid ones, and bytes
 that are of no protocol; each is derived from the seed and a number, so that a run can be repeated, and one batch alone
@@ -30,12 +30,12 @@ import uvloop
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from campaigns.malformed_inputs.batches import Outcome
+from campaigns.malformed_inputs.inputs import Inputs, Sender, exchange
+from campaigns.malformed_inputs.neighbours import Neighbours
+from campaigns.malformed_inputs.process import Usage, defects_in, unfinished_requests, usage_of
 from pagestream_streams.tasks import cancel
 from support.engines import synthetic_engine
-from support.malformed.batches import Outcome
-from support.malformed.inputs import Inputs, Sender, exchange
-from support.malformed.neighbours import Neighbours
-from support.malformed.process import Usage, defects_in, unfinished_requests, usage_of
 from support.processes.part import Part
 from support.processes.stack import Gateway, Stack
 from support.processes.waiting import wait_until

@@ -1,6 +1,6 @@
 """Call every operation of the OpenAPI document with generated requests, and compare each answer with the document.
 
-    make schemas ARGS="--examples 200"
+    make deep PARTS=schemas ARGS="--examples 200"
 
 A real gateway and a real Redis, with all calls that settings can allow; an engine without a model answers. schemathesis
 makes requests that the document allows and requests that it forbids, and calls operations in sequences that share ids.

@@ -29,7 +29,7 @@ from statistics import quantiles
 
 import httpx
 from pagestream_streams import Broker
-from pagestream_streams.limits.usage import read_usage
+from pagestream_streams.limits import read_usage
 from support.engines.paced_worker import PACE
 from support.processes.stack import DEMO_MODEL, Stack
 

@@ -1,8 +1,9 @@
 """Gateways in the test's own event loop, and clients of their two APIs."""
 
+import hashlib
 import json
 import subprocess
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,7 @@ import grpc
 import httpx
 from google.rpc import error_details_pb2, status_pb2
 from pagestream.v1.inference_pb2_grpc import InferenceStub
-from pagestream_gateway import Settings, running_gateway
-from pagestream_gateway.settings import GatewaySettings, ShutdownSettings, StreamSettings
+from pagestream_gateway import GatewaySettings, Settings, ShutdownSettings, StreamSettings, running_gateway
 from redis.asyncio import Redis
 
 
@@ -78,6 +78,18 @@ def gateway_settings(
     )
 
 
+def write_keys(path: Path, tenants: Mapping[str, str]) -> Path:
+    """Write a file of API keys, or of administrators' keys, by whom they name."""
+    lines = [f"{hashlib.sha256(key.encode()).hexdigest()} -> {name}\n" for key, name in tenants.items()]
+    path.write_text("".join(lines))
+    return path
+
+
+def bearer(key: str) -> dict[str, str]:
+    """Return the header field that carries a key."""
+    return {"Authorization": f"Bearer {key}"}
+
+
 def issue_certificate(folder: Path, serial: int) -> tuple[Path, Path]:
     """Write a self-signed certificate for the loopback address; return its file and its key's, the same each time."""
     certificate, key = folder / "tls.crt", folder / "tls.key"
@@ -93,6 +105,15 @@ async def running_address(settings: Settings) -> AsyncIterator[Address]:
     """Run a gateway in this event loop."""
     async with running_gateway(settings) as ports:
         yield Address(ports.http, ports.grpc)
+
+
+async def serving(addresses: Sequence[Address]) -> int:
+    """Return the place of the first gateway that has an open stream."""
+    for place, address in enumerate(addresses):
+        async with httpx.AsyncClient(base_url=address.url) as client:
+            if "pagestream_streams_open 0.0" not in (await client.get("/metrics")).text:
+                return place
+    raise AssertionError("no gateway has an open stream")
 
 
 @asynccontextmanager

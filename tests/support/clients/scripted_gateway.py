@@ -106,9 +106,9 @@ class ScriptedGateway:
             return {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": len(self.tokens)}}
         text = self.tokens[index] if index < len(self.tokens) else ""
         finish = "stop" if index == len(self.tokens) else None
-        if "chat" in call.path:
-            return {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": finish}]}
-        return {"choices": [{"index": 0, "text": text, "finish_reason": finish}]}
+        said = {"delta": {"content": text}} if "chat" in call.path else {"text": text}
+        running = {"prompt_tokens": 3, "completion_tokens": index + 1}  # some servers count in each chunk
+        return {"choices": [{"index": 0, **said, "finish_reason": finish}], "usage": running}
 
 
 def _start(call: Call) -> int:

@@ -31,12 +31,13 @@ from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, ModelCard,
 from pagestream_streams import Append, AppendKind, Broker, Claim, EngineSession, Unavailable
 from pagestream_streams.protocol import digests
 from pagestream_streams.tasks import cancel, raise_if_cancelled
+from support.processes.waiting import until
 from support.protocol.token_streams import append_of
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 MODEL = "synthetic"
 ECHO_MODEL = "synthetic-echo"
-"""Writes what the prompt has between `[say]` and `[said]`, and stops; byte by byte, where it is ASCII."""
+"""Models whose names begin so write what the prompt has between `[say]` and `[said]`, and stop; a character a token."""
 MAX_MODEL_LEN = 128
 REASONING_MARKS = ("<think>", "</think>")
 """Words that are tokens of cards made with them."""
@@ -54,13 +55,16 @@ _WAIT_S = 1.0
 _ANY_TOKENS = 2**31
 
 
-def byte_tokenizer(words: Sequence[str] = ()) -> Tokenizer:
-    """Return a tokenizer with one token for each byte, after <s>, </s> and eight unused ones, and for each word."""
-    specials = ["<s>", "</s>", *(f"<unused{number}>" for number in range(8))]
+def byte_tokenizer(words: Sequence[str] = (), specials: Sequence[str] = ()) -> Tokenizer:
+    """Return a tokenizer with one token for each byte, after <s>, </s> and eight unused ones.
+
+    `words` and `specials` are tokens, too; these are special ones.
+    """
+    first = ["<s>", "</s>", *(f"<unused{number}>" for number in range(8))]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: number for number, token in enumerate([*specials, *alphabet])}
+    vocab = {token: number for number, token in enumerate([*first, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.add_special_tokens(specials)
+    tokenizer.add_special_tokens([*first, *specials])
     tokenizer.add_tokens([AddedToken(word, special=False, normalized=False) for word in words])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -74,9 +78,10 @@ def synthetic_card(
     max_model_len: int = MAX_MODEL_LEN,
     chat_template: str = CHAT_TEMPLATE,
     words: Sequence[str] = (),
+    specials: Sequence[str] = (),
 ) -> ModelCard:
     """Return the card of a model with that tokenizer."""
-    tokenizer = byte_tokenizer(words)
+    tokenizer = byte_tokenizer(words, specials)
     return ModelCard(
         name=name,
         tokenizer_json_zlib=zlib.compress(tokenizer.to_str().encode()),
@@ -88,6 +93,11 @@ def synthetic_card(
         architecture="Synthetic",
         takes_output_constraints=True,
     )
+
+
+def tokenizer_of(card: ModelCard) -> Tokenizer:
+    """Return the tokenizer that a card holds."""
+    return Tokenizer.from_str(zlib.decompress(card.tokenizer_json_zlib).decode())
 
 
 def answer_text(spec: RequestSpec, choice: int) -> str:
@@ -183,6 +193,17 @@ class SyntheticEngine:
         """Let streams that are held, and all later ones, run to the entry `hold_at`; None: to their end."""
         self.hold_at = hold_at
         self._has_work.set()
+
+    def forget(self) -> None:
+        """Begin to count anew."""
+        self.claimed.clear()
+        self.lost.clear()
+        self.num_tokens = 0
+
+    async def finish(self) -> None:
+        """Let all streams run to their end, and wait for that."""
+        self.go_on()
+        await until(lambda: not self._streams, "the streams' ends")
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -304,7 +325,7 @@ def main() -> None:
 
 def _said(spec: RequestSpec) -> str | None:
     """Return the text that the echoing model writes; None for another model."""
-    if spec.model != ECHO_MODEL:
+    if not spec.model.startswith(ECHO_MODEL):
         return None
     prompt: str = byte_tokenizer(REASONING_MARKS).decode(list(spec.prompts[0].ids))
     return prompt.rpartition("[say]")[2].partition("[said]")[0]

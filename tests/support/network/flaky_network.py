@@ -49,6 +49,10 @@ class FlakyNetwork:
             await self._server.wait_closed()
         await asyncio.gather(*self._pipes, return_exceptions=True)
 
+    def lead_to(self, port: int) -> None:
+        """Let new connections go to another server."""
+        self._port = port
+
     def reset(self) -> None:
         """Reset all connections, and new ones until `repair`."""
         self._refuses = True

@@ -1,0 +1,276 @@
+"""Tool calls and reasoning are found in an output, however its text is cut into pieces."""
+
+import json
+from collections.abc import Collection, Iterable
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pagestream.v1.records_pb2 import OutputForm
+from pagestream_gateway.core.output.calls.arguments import record_types
+from pagestream_gateway.core.output.formats import FORMATS, parser_of
+from pagestream_gateway.core.output.parts import (
+    Arguments,
+    CallBegin,
+    Content,
+    OutputParser,
+    Part,
+    Reasoning,
+    joined,
+)
+from pagestream_gateway.core.output.select import reasoning_format, tool_format
+from transformers.utils.chat_parsing.response_parser import parse_response
+
+SCHEMAS = {
+    "get_weather": {"properties": {"city": {"type": "string"}, "days": {"type": ["null", "array"]}}},
+    "add": {"properties": {"a": {"$ref": "#/$defs/n"}, "b": {"enum": [True, 5]}}, "$defs": {"n": {"type": "integer"}}},
+}
+
+
+def parser(
+    form: str, *, reasoning: str = "", opening: str = "", tools: Collection[str] = tuple(SCHEMAS)
+) -> OutputParser:
+    reasoning = reasoning or ("openai_gptoss" if form == "openai" else "")
+    record = OutputForm(tool_format=form, reasoning_format=reasoning, opening=opening)
+    record.tool_names.extend(["add"] if form == "named" else tools)
+    record_types(record, SCHEMAS)
+    return parser_of(record)
+
+
+def parts_of(parser: OutputParser, pieces: Iterable[str]) -> list[Part]:
+    return joined([*(part for piece in pieces for part in parser.feed(piece)), *parser.end()])
+
+
+def call(name: str, arguments: str) -> list[Part]:
+    return [CallBegin(name), Arguments(arguments)]
+
+
+QWEN_RESPONSES = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+            "close_pattern": r"</function>\s*</tool_call>",
+            "repeats": True,
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        }
+    },
+}
+"""How transformers reads Qwen3-Coder's calls."""
+
+
+CASES: list[tuple[str, str, list[Part]]] = [
+    (
+        "hermes",
+        'Hi there.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "O\\"slo }"}}\n</tool_call>\n'
+        '<tool_call>\n{"arguments": {"a": 1, "b": [2, {"c": "]"}]}, "name": "add"}\n</tool_call>\nDone.',
+        [
+            Content("Hi there."),
+            *call("get_weather", '{"city": "O\\"slo }"}'),
+            *call("add", '{"a": 1, "b": [2, {"c": "]"}]}'),
+            Content("\nDone."),
+        ],
+    ),
+    ("hermes", "a <tool_call> b", [Content("a <tool_call> b")]),
+    ("hermes", '<tool_call>{"x": 1}</tool_call>', [Content('<tool_call>{"x": 1}</tool_call>')]),
+    ("hermes", "an end <tool_ca", [Content("an end <tool_ca")]),
+    ("hermes", '<tool_call>{"name":"add","arguments":"{\\"a\\": 1}"}</tool_call>', call("add", '{"a": 1}')),
+    ("hermes", '<tool_call>{"name":"add","arguments":null}</tool_call>', call("add", "{}")),
+    ("hermes", '<tool_call>{"name":"add","arguments":{"a":', call("add", '{"a":')),
+    (
+        "hermes",
+        '<tool_call>{"name":"add","arguments":{"a":1}}\n{"name":"add","arguments":{"a":2}}</tool_call>',
+        [*call("add", '{"a":1}'), *call("add", '{"a":2}')],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name":"add","arguments":{"a":1},"arguments":{"b":1}}</tool_call> x',
+        [*call("add", '{"a":1}'), Content(" x")],
+    ),
+    ("hermes", '<tool_call>{"name":"add","arguments":{"a":"1\n\x01"}}', call("add", '{"a":"1\\n\\u0001"}')),
+    ("hermes", '<tool_call>{"name":"add\\ud83d","arguments":"\\ud83d"}', call("add\ufffd", "\ufffd")),
+    (
+        "llama3_json",
+        '{"name": "add", "parameters": {"a": 1}}; {"name": "add", "parameters": {"a": 2}}',
+        [*call("add", '{"a": 1}'), *call("add", '{"a": 2}')],
+    ),
+    ("llama3_json", '<|python_tag|>{"name": "add", "parameters": {}}', call("add", "{}")),
+    ("llama3_json", '{"name": "Mara", "parameters": {}}', [Content('{"name": "Mara", "parameters": {}}')]),
+    ("llama3_json", 'So: {"name": "add"}', [Content('So: {"name": "add"}')]),
+    (
+        "required",
+        '[{"name":"add","parameters":{"a":1}}, {"name":"get_weather","parameters":{}}]',
+        [*call("add", '{"a":1}'), *call("get_weather", "{}")],
+    ),
+    ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]', call("add", '{"a": 1}')),
+    (
+        "mistral",
+        'Well. [TOOL_CALLS]add[ARGS]{"a": "}"}[TOOL_CALLS]get_weather{"city": "x"}',
+        [Content("Well."), *call("add", '{"a": "}"}'), *call("get_weather", '{"city": "x"}')],
+    ),
+    ("mistral", 'add{"a": 1}add{"a": 2}', [*call("add", '{"a": 1}'), *call("add", '{"a": 2}')]),
+    ("mistral", "address [1, 2] of get_weather", [Content("address [1, 2] of get_weather")]),
+    ("mistral", "[1, 2]", [Content("[1, 2]")]),
+    (
+        "pythonic",
+        "[add(a=1, b=\"x)]\"), get_weather(city='Oslo', days=[1, {'x': None}])]",
+        [*call("add", '{"a": 1, "b": "x)]"}'), *call("get_weather", '{"city": "Oslo", "days": [1, {"x": null}]}')],
+    ),
+    ("pythonic", "[add(a='\\ud83d')]\n so", [*call("add", '{"a": "\\ud83d"}'), Content("so")]),
+    (
+        "qwen3_coder",
+        'I look.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nO"s\nlo\n</parameter>\n<parameter=days>'
+        "\n[1, 2]\n"
+        "</parameter>\n</function>\n</tool_call>\n<function=add>\n<parameter=a>\n5\n</parameter>\n<parameter=b>true</parameter>"
+        "<parameter=a>6</parameter></function>\n</tool_call>",
+        [
+            Content("I look."),
+            *call("get_weather", '{"city": "O\\"s\\nlo", "days": [1, 2]}'),
+            *call("add", '{"a": 5, "b": true}'),
+        ],
+    ),
+    ("qwen3_coder", "<tool_call> b", [Content("<tool_call> b")]),
+    ("qwen3_coder", "a <function=\nx", [Content("a <function=\nx")]),
+    ("qwen3_coder", "<function=now></function>\n done", [*call("now", "{}"), Content("\n done")]),
+    ("qwen3_coder", "<function=add><parameter=a>x</parameter>", call("add", '{"a": "x"')),
+    ("qwen3_coder", "<function=f><parameter=a>\nb\n\n</parameter></tool_call>", call("f", '{"a": "b\\n"}')),
+    (
+        "glm45",
+        "\nSo.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Oslo\n</arg_value>\n<arg_key>days</arg_key>"
+        "<arg_value>null</arg_value>\n</tool_call><tool_call>now\n</tool_call>",
+        [Content("\nSo."), *call("get_weather", '{"city": "Oslo\\n", "days": null}'), *call("now", "{}")],
+    ),
+    ("glm45", "<tool_call>a b c", [Content("<tool_call>a b c")]),
+    ("glm45", "<tool_call>add<arg_key>b</arg_key><arg_value>[</arg_value></tool_call>", call("add", '{"b": "["}')),
+    (
+        "deepseek_v3",
+        "Well.\n\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+        '{"city": "}"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 1}\n```'
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        [Content("Well."), *call("get_weather", '{"city": "}"}'), *call("add", '{"a": 1}')],
+    ),
+    (
+        "deepseek_v3",
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": {}}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        call("add", '{"a": {}}'),
+    ),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜> so", [Content("<｜tool▁calls▁begin｜> so")]),
+    (
+        "openai",
+        "<|channel|>analysis<|message|>Look < it up.<|end|>"
+        "<|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        '<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>',
+        [Reasoning("Look < it up."), Content("I look."), *call("add", '{"a": 1}')],
+    ),
+    (
+        "openai",
+        " to=functions.get_weather<|channel|>commentary json<|message|><|call|>"
+        "<|start|>assistant<|channel|>final<|message|>A<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>B<|return|>",
+        [*call("get_weather", "{}"), Content("A\nB")],
+    ),
+    ("openai", "<|channel|>analysis to=browser.search<|message|>{}<|call|>", [Reasoning("{}")]),
+    ("openai", "no <|channel|>header", [Content("no ")]),
+    ("openai", " tomorrow", [Content(" tomorrow")]),
+    ("openai", "<|channel|>" + "x" * 600, [Content("<|channel|>" + "x" * 600)]),
+    ("pythonic", "[]", [Content("[]")]),
+    ("pythonic", "[add(1)]", [Content("[add(1)]")]),
+    ("pythonic", "[open(a=1)]", [Content("[open(a=1)]")]),
+    ("pythonic", "[1, 2]", [Content("[1, 2]")]),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "expected"), CASES)
+def test_calls_are_found_at_any_cut(form: str, text: str, expected: list[Part]) -> None:
+    assert parts_of(parser(form), [text]) == expected
+    assert parts_of(parser(form), text) == expected
+    for place in range(len(text)):
+        assert parts_of(parser(form), [text[:place], text[place:]]) == expected
+
+
+def test_one_named_tool_has_all_of_the_text_as_its_arguments() -> None:
+    assert parts_of(parser("named"), ['{"a"', ": 1}"]) == call("add", '{"a": 1}')
+
+
+WORDS = st.sampled_from(
+    [
+        *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>"),
+        *("<function=", "<parameter=", ">", "</parameter>", "</function>", "<arg_key>", "</arg_key>", "<arg_value>"),
+        *("</arg_value>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+        *("<｜tool▁calls▁end｜>", "```json", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "to=functions.add"),
+        *('{"name": "add"', '"arguments": ', '"parameters": ', '"name": "get_weather"', "add", "(", ")", "a=1"),
+        *("[", "]", "{", "}", ", ", '"', " ", "\n", ":", "\\", "1", "null", "x", "'", "<", "é"),
+    ]
+)
+
+
+@pytest.mark.parametrize("value", ["5", "5.0", "[1, {}]", "null", "Null", "true", "x", "{1}", ""])
+@pytest.mark.parametrize("kind", ["integer", "number", "array", "object", "boolean", "string", ["null", "integer"]])
+def test_values_have_the_types_that_transformers_gives_them(value: str, kind: str | list[str]) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": kind}}}
+    text = f"<tool_call>\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    record = OutputForm(tool_format="qwen3_coder", tool_names=["f"])
+    record_types(record, {"f": schema})
+    [name, arguments] = parts_of(parser_of(record), text)
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    [expected] = parse_response(text, QWEN_RESPONSES, prefix="", tools=[tool])["tool_calls"]
+    assert isinstance(arguments, Arguments)
+    assert (name, json.loads(arguments.text)) == (CallBegin("f"), expected["function"]["arguments"])
+
+
+@given(
+    words=st.lists(WORDS, max_size=12), cuts=st.lists(st.integers(0, 200), max_size=4), form=st.sampled_from([*FORMATS])
+)
+def test_any_text_has_the_same_parts_however_it_is_cut(words: list[str], cuts: list[int], form: str) -> None:
+    text = "".join(words)
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    for reasoning in ("", "think", "open"):
+        whole = parts_of(parser(form, reasoning=reasoning), [text])
+        assert parts_of(parser(form, reasoning=reasoning), [text[a:b] for a, b in pairwise(places)]) == whole
+        assert parts_of(parser(form, reasoning=reasoning), text) == whole
+
+
+@pytest.mark.parametrize(
+    ("text", "is_open", "expected"),
+    [
+        ("<think>\nlong </thin\n</think>\n\nHi", False, [Reasoning("long </thin"), Content("Hi")]),
+        ("so\n</think>\n\nHi", True, [Reasoning("so"), Content("Hi")]),
+        ("Hi </think>", False, [Content("Hi </think>")]),
+        ("<think>cut off", False, [Reasoning("cut off")]),
+    ],
+)
+def test_reasoning_stands_apart(text: str, is_open: bool, expected: list[Part]) -> None:
+    reasoning = "open" if is_open else "think"
+    assert parts_of(parser("", reasoning=reasoning), [text]) == expected
+    assert parts_of(parser("", reasoning=reasoning), text) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{% if tools %}<tool_call>{% endif %}", "hermes"),
+        ("{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]", "mistral"),
+        ("{{ tools }}<|python_tag|>ipython", "llama3_json"),
+        ("{{ tools }} [func_name1(params_name1=params_value1)]", "pythonic"),
+        ("{{ tools }}<tool_call><function=example>", "qwen3_coder"),
+        ("{{ tools }}<tool_call>{name}<arg_key>", "glm45"),
+        ("{{ tools }}<｜tool▁calls▁begin｜>", "deepseek_v3"),
+        ("{{ tools }}<|channel|>final<|message|>", "openai"),
+        ("{{ tools }}<|tool_call>call:", None),
+        ("<tool_call>", None),
+        ("", None),
+    ],
+)
+def test_a_chat_template_names_its_format(template: str, expected: str | None) -> None:
+    assert tool_format(template) == expected
+
+
+def test_a_prompt_may_open_the_reasoning() -> None:
+    assert reasoning_format("<think></think>", "x<think>\n") == "open"
+    assert reasoning_format("<think></think>", "x") == "think"
+    assert reasoning_format("", "x<think>") == ""
+    assert reasoning_format("<think></think>", "x<think>Let me", continues=True) == "open"
+    assert reasoning_format("<think></think>", "x<think>y</think>Let me", continues=True) == "think"

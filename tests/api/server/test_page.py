@@ -1,0 +1,37 @@
+"""The page at `/`: whole, from this server alone; switched off by a setting."""
+
+import re
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+
+import httpx
+import pytest
+from pagestream_gateway import Settings
+from support.clients.gateway_clients import Address
+
+pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
+
+Another = Callable[[Settings], AbstractAsyncContextManager[Address]]
+
+
+async def test_the_page_has_all_its_parts_and_names_no_other_server(http: httpx.AsyncClient) -> None:
+    seen, left = set(), {"/"}
+    while left:
+        path = left.pop()
+        answer = await http.get(path)
+        assert answer.status_code == 200, path
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+        assert not re.search(r"https?://(?!127\.0\.0\.1)", answer.text), path
+        seen.add(path)
+        found = set(re.findall(r'(?:href|src)="(/page/[^"]+)"', answer.text))
+        found |= {f"/page/{name}" for name in re.findall(r'from "\./([^"]+)"', answer.text)}
+        left |= found - seen
+    assert len(seen) == 11
+
+
+async def test_the_page_can_be_switched_off(settings: Settings, another: Another) -> None:
+    off = replace(settings, gateway=replace(settings.gateway, page=False))
+    async with another(off) as address, httpx.AsyncClient(base_url=address.url) as client:
+        assert {(await client.get(path)).status_code for path in ("/", "/page/app.js", "/page/state")} == {404}
+        assert (await client.get("/healthz")).status_code == 200

@@ -1,0 +1,125 @@
+"""The gateway as a process: its start, its exit statuses, its stop."""
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import httpx
+import pytest
+from support.clients.gateway_clients import sse_events
+from support.engines.synthetic_engine import MODEL, SyntheticEngine
+from support.processes.fork_server import GATEWAYS, run_forked, shared_server
+
+pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
+
+LIMIT_S = 60.0
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "my secret"}], "max_tokens": 6, "seed": 0}
+
+
+@contextmanager
+def process(*flags: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "pagestream_gateway", "--http-port", "0", "--grpc-port", "0", *flags]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        try:
+            yield running
+        finally:
+            running.kill()
+
+
+def serving(running: subprocess.Popen[str]) -> dict[str, object]:
+    """Return the log record that holds the ports."""
+    if running.stderr is None:
+        raise AssertionError("stderr is a pipe")
+    for line in running.stderr:
+        record: dict[str, object] = json.loads(line)
+        if record["message"] == "serving":
+            return record
+    raise AssertionError("the process ended")
+
+
+@pytest.fixture
+def failure(tmp_path: Path) -> Callable[..., tuple[int, str]]:
+    """Return exit status and output of a process that can't start."""
+    ports = ("--http-port", "0", "--grpc-port", "0")
+    return partial(run_forked, shared_server(*GATEWAYS), tmp_path, "pagestream_gateway.__main__", *ports)
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+async def test_redis_that_does_not_answer_is_told(failure: Callable[..., tuple[int, str]]) -> None:
+    given = {"PAGESTREAM_BROKER__CONNECT_TIMEOUT_S": "0.5"}
+    status, said = await asyncio.to_thread(failure, "--redis", "redis://user:password@127.0.0.1:1/0", **given)
+    assert status == 1
+    assert "pagestream-gateway: Redis does not answer at redis://127.0.0.1:1/0 (--redis)" in said
+    assert "password" not in said
+
+
+@pytest.mark.parametrize("flag", ["--http-port", "--grpc-port", "--metrics-port"])
+async def test_a_port_that_is_taken_is_told(
+    failure: Callable[..., tuple[int, str]], redis_url: str, taken_port: int, flag: str
+) -> None:
+    status, said = await asyncio.to_thread(failure, "--redis", redis_url, flag, str(taken_port))
+    assert status == 1
+    assert f"127.0.0.1:{taken_port}" in said.splitlines()[-1]
+    assert "Traceback" not in said
+
+
+async def test_wrong_flags_are_told(failure: Callable[..., tuple[int, str]], redis_url: str, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("not-a-hash tenant\n")
+    for flags, word in (
+        (["--api-keys", str(keys)], "--api-keys"),
+        (["--redis", "localhost"], "--redis"),
+        (["--host"], "--host"),
+    ):
+        status, said = await asyncio.to_thread(failure, "--redis", redis_url, *flags)
+        assert status == 2
+        assert word in said
+        assert "Traceback" not in said
+
+
+async def test_sigterm_ends_an_open_stream_and_the_process(engine: SyntheticEngine, redis_url: str) -> None:
+    engine.hold_at = 2
+    with process("--redis", redis_url, "--gateway-id", "g1") as running:
+        port = (await asyncio.to_thread(serving, running))["http_port"]
+        title = await asyncio.to_thread(Path(f"/proc/{running.pid}/cmdline").read_bytes)
+        codes = []
+        async with (
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=LIMIT_S) as client,
+            client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as response,
+        ):
+            async for event in sse_events(response):
+                if event.next_index == 2 and "error" not in event.body:
+                    running.send_signal(signal.SIGTERM)
+                if "error" in event.body:
+                    codes.append(event.body["error"]["code"])
+        _, said = await asyncio.to_thread(running.communicate, timeout=LIMIT_S)
+    assert title.startswith(b"pagestream-gateway")
+    assert codes == ["gateway_stopping"]
+    assert running.returncode == 0
+    assert all(json.loads(line)["level"] == "INFO" for line in said.splitlines()), said
+    assert "my secret" not in said
+
+
+async def test_the_process_never_loads_a_model_library() -> None:
+    program = (
+        "import sys, pagestream_gateway.__main__\n"
+        "never = {'torch', 'transformers', 'triton', 'pagestream_kernels', 'pagestream_engine'}\n"
+        "print(*sorted(never & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", program]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=True, timeout=LIMIT_S)
+    assert done.stdout.strip() == ""
