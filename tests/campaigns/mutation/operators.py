@@ -35,6 +35,7 @@ ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.Mod: ast.FloorDiv,
 }
 EXTREMES = {"min": "max", "max": "min"}
+LARGE = 100
 LOGS = re.compile(r"(self\.)?_?(log|logger|logging)\.")
 LUA_FLIPS = {
     "==": ("~=",),
@@ -151,6 +152,13 @@ def draw(candidates: list[Mutant], sources: Mapping[str, bytes], count: int, see
     return list(drawn.values())
 
 
+def other_number(number: int | float) -> int | float:
+    """Return a number one above; half of a large one, to which one more would make no difference."""
+    if number < LARGE:
+        return number + 1
+    return number // 2 if isinstance(number, int) else number / 2
+
+
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -248,7 +256,7 @@ class _Edits:
             case ast.Constant(value=bool() as truth):
                 yield self._edit("constant", node, str(not truth))
             case ast.Constant(value=int() | float() as number):
-                yield self._edit("constant", node, repr(number + 1))
+                yield self._edit("constant", node, repr(other_number(number)))
             case ast.Call(func=ast.Name(id=name)) if name in EXTREMES:
                 yield self._edit("min/max", node.func, EXTREMES[name])
             case _:
@@ -303,8 +311,8 @@ def _lua_edits(text: str) -> Iterator[Edit]:
         word = token.group()
         is_unary = word == "-" and (before in LUA_KEYWORDS or not (before[-1].isalnum() or before[-1] in ")]_"))
         if token.group("number"):
-            number = str(int(word) + 1) if word.isdigit() else str(float(word) + 1)
-            yield Edit("constant", token.start(), token.end(), number)
+            number = other_number(int(word) if word.isdigit() else float(word))
+            yield Edit("constant", token.start(), token.end(), str(number))
         elif word in LUA_FLIPS and not is_unary:
             for flipped in LUA_FLIPS[word]:
                 yield Edit(f"{word} flipped", token.start(), token.end(), flipped)
