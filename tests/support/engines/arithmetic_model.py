@@ -14,14 +14,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-from pagestream_engine.cache.host_tier import HostMemory
-from pagestream_engine.cache.kv_groups import KVSpec, make_layout
-from pagestream_engine.config import DEFAULT_BLOCK_SIZE, EngineConfig
-from pagestream_engine.request.beam_search import BeamSearch
-from pagestream_engine.request.logprob_row import LogprobRow
-from pagestream_engine.request.sampling_params import SamplingParams
-from pagestream_engine.step.pending import PendingResult
-from pagestream_engine.step.records import StepLogprobs, StepPlan, StepResult
+from pagestream_engine import EngineConfig, SamplingParams
+from pagestream_engine.cache import HostMemory, KVSpec, make_layout
+from pagestream_engine.config import DEFAULT_BLOCK_SIZE
+from pagestream_engine.request import BeamSearch, LogprobRow
+from pagestream_engine.step import PendingResult, StepLogprobs, StepPlan, StepResult
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 EOS = 0

@@ -1,10 +1,10 @@
 """Sequences over a cache manager, without a scheduler: each takes its blocks and is computed by one call."""
 
-from pagestream_engine.cache.block_pool import BlockPool
-from pagestream_engine.cache.kv_groups import KVLayout, full_attention
-from pagestream_engine.cache.manager import CacheManager
-from pagestream_engine.request.sampling_params import SamplingParams
-from pagestream_engine.request.sequence import SequenceState, TokenSequence
+from collections.abc import Sequence
+
+from pagestream_engine import SamplingParams, TokenSequence
+from pagestream_engine.cache import BlockPool, CacheManager, KVLayout, full_attention
+from pagestream_engine.request import SequenceState
 
 BLOCK_SIZE = 4
 LAYOUT = full_attention(BLOCK_SIZE)
@@ -14,7 +14,13 @@ def make_cache(num_blocks: int = 16, *, layout: KVLayout = LAYOUT, enable_prefix
     return CacheManager(BlockPool(num_blocks), layout, enable_prefix_caching=enable_prefix_caching)
 
 
-def make_seq(token_ids: list[int], name: str = "a", salt: bytes = b"", num_kv_groups: int = 1) -> TokenSequence:
+def make_seq(
+    token_ids: list[int],
+    name: str = "a",
+    salt: bytes = b"",
+    num_kv_groups: int = 1,
+    output_token_ids: Sequence[int] = (),
+) -> TokenSequence:
     return TokenSequence(
         name,
         token_ids,
@@ -24,6 +30,7 @@ def make_seq(token_ids: list[int], name: str = "a", salt: bytes = b"", num_kv_gr
         max_total_tokens=999,
         cache_salt=salt,
         num_kv_groups=num_kv_groups,
+        output_token_ids=output_token_ids,
     )
 
 

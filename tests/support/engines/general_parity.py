@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pagestream_engine import LLM, SamplingParams
-from pagestream_engine.request.outputs import RequestOutput
+from pagestream_engine import LLM, RequestOutput, SamplingParams
 from support.engines.architectures import VOCAB_SIZE, WINDOW
 
 NUM_TOKENS = 12

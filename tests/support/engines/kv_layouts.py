@@ -1,6 +1,6 @@
 """Layers of small models whose KV groups differ."""
 
-from pagestream_engine.cache.kv_groups import KVSpec
+from pagestream_engine.cache import KVSpec
 
 LAYERS: dict[str, tuple[KVSpec, ...]] = {
     "full": (KVSpec(1, 1),),

@@ -1,0 +1,127 @@
+"""Choices of one prompt on a real model: the tokens of separate requests, for one prefill and fewer blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pagestream_engine import LLM, Engine, EngineConfig, SamplingParams, Sibling, StepOutput
+from pagestream_engine.request import child_seed
+from support.engines.tiny_models import random_prompts
+
+pytestmark = pytest.mark.served
+
+NUM_TOKENS = 20
+BLOCK_SIZE = 8
+LENGTHS = [3, 16, 21, 47]
+"""Some end with a full block, some do not."""
+BACKENDS = ["auto", "torch"]
+
+
+def make_llm(llama: Path, **options: Any) -> LLM:
+    defaults = {"dtype": "float32", "device": "cpu", "num_gpu_blocks_override": 256, "block_size": BLOCK_SIZE}
+    return LLM(llama, **{**defaults, **options})
+
+
+def generate(llm: LLM, prompts: list[list[int]], **params: Any) -> list[list[list[int]]]:
+    given = SamplingParams(**{"max_tokens": NUM_TOKENS, "ignore_eos": True, **params})
+    outputs = llm.generate(prompts, given)
+    llm.engine.check_invariants()
+    assert llm.engine.stats().num_free_blocks == llm.engine.stats().num_blocks
+    return [[choice.token_ids for choice in output.outputs] for output in outputs]
+
+
+def one_by_one(llm: LLM, prompt: list[int], n: int, seed: int, **params: Any) -> list[list[int]]:
+    """Each choice as a request of its own, from an empty pool's point of view."""
+    return [generate(llm, [prompt], seed=child_seed(seed, child), **params)[0][0] for child in range(n)]
+
+
+@pytest.mark.parametrize(("backend", "caching"), [("auto", True), ("torch", False)])
+def test_greedy_siblings_equal_a_request_alone(llama: Path, backend: str, caching: bool) -> None:
+    prompts = random_prompts(LENGTHS)
+    alone = generate(make_llm(llama, attention_backend=backend), prompts, temperature=0)
+    llm = make_llm(llama, attention_backend=backend, enable_prefix_caching=caching)
+    assert generate(llm, prompts, temperature=0, n=4) == [choices * 4 for choices in alone]
+    assert llm.engine.stats().num_prompt_tokens == sum(LENGTHS)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_seeded_siblings_equal_separate_requests(llama: Path, backend: str) -> None:
+    sampling: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.1}
+    llm, other = make_llm(llama, attention_backend=backend), make_llm(llama, attention_backend="torch")
+    for prompt in random_prompts(LENGTHS):
+        (together,) = generate(llm, [prompt], n=3, seed=11, **sampling)
+        assert together == one_by_one(other, prompt, 3, 11, **sampling)
+        assert len({tuple(token_ids) for token_ids in together}) == 3
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_preempted_groups_go_on_exactly(llama: Path, caching: bool) -> None:
+    prompts = random_prompts(LENGTHS)
+    sampling: dict[str, Any] = {"temperature": 0.9, "seed": 2, "n": 3, "presence_penalty": 0.5}
+    calm = generate(make_llm(llama), prompts, **sampling)
+    tight = make_llm(llama, num_gpu_blocks_override=21, max_num_batched_tokens=25, enable_prefix_caching=caching)
+    assert generate(tight, prompts, **sampling) == calm
+    assert tight.engine.stats().num_preemptions > 0
+
+
+def test_a_group_larger_than_the_engine_is_served_in_parts(llama: Path) -> None:
+    (prompt,) = random_prompts([13])
+    calm = generate(make_llm(llama), [prompt], temperature=0.9, seed=2, n=7)
+    tight = make_llm(llama, num_gpu_blocks_override=12, max_num_seqs=4, max_num_batched_tokens=16)
+    assert generate(tight, [prompt], temperature=0.9, seed=2, n=7) == calm
+
+
+@pytest.mark.parametrize("cut", [1, 13])
+def test_a_resumed_group_goes_on_with_what_each_sibling_has(llama: Path, cut: int) -> None:
+    params = SamplingParams(n=3, temperature=0.8, max_tokens=NUM_TOKENS, ignore_eos=True, frequency_penalty=0.5)
+    (prompt,) = random_prompts([21])
+    config = EngineConfig.from_options({"dtype": "float32", "device": "cpu", "num_gpu_blocks_override": 64})
+    first, second = Engine(llama, config), Engine(llama, config)
+    first.add_group(prompt, [Sibling(str(child), params.for_child(5, child)) for child in range(3)])
+    whole = run(first)
+    # As a log that was cut within a step: the later siblings have a token less.
+    kept = {name: tokens[: cut - (index > 0)] for index, (name, tokens) in enumerate(whole.items())}
+    second.add_group(prompt, [Sibling(name, params.for_child(5, int(name)), kept[name]) for name in whole])
+    rest = run(second)
+    assert {name: kept[name] + rest[name] for name in whole} == whole
+
+
+def run(engine: Engine) -> dict[str, list[int]]:
+    outputs: list[StepOutput] = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+        engine.check_invariants()
+    tokens: dict[str, list[int]] = {}
+    for output in outputs:
+        tokens.setdefault(output.seq_id, []).append(output.token_id if output.token_id is not None else -1)
+    return tokens
+
+
+def test_siblings_hold_far_fewer_blocks_than_separate_requests(llama: Path) -> None:
+    (prompt,) = random_prompts([100])
+    n = 8
+    peaks = {}
+    for kind in ("together", "apart"):
+        config = EngineConfig.from_options(
+            {"dtype": "float32", "device": "cpu", "num_gpu_blocks_override": 256, "block_size": BLOCK_SIZE}
+        )
+        engine = Engine(llama, config)
+        params = SamplingParams(temperature=0.9, max_tokens=NUM_TOKENS, ignore_eos=True)
+        siblings = [Sibling(str(child), params.for_child(3, child)) for child in range(n)]
+        if kind == "together":
+            engine.add_group(prompt, siblings)
+        else:
+            for sibling in siblings:
+                engine.add_group([int(sibling.seq_id) + 3, *prompt[1:]], [sibling])
+        peaks[kind] = 0
+        while engine.has_unfinished_requests():
+            engine.step()
+            stats = engine.stats()
+            peaks[kind] = max(peaks[kind], stats.num_blocks - stats.num_free_blocks)
+    full = len(prompt) // BLOCK_SIZE
+    own = -(-(len(prompt) + NUM_TOKENS - 1) // BLOCK_SIZE) - full
+    print(f"{n} choices of a prompt of {len(prompt)} tokens: {peaks['together']} blocks, apart {peaks['apart']}")
+    assert peaks["apart"] == n * (full + own)
+    assert peaks["together"] == full + n * own

@@ -1,0 +1,271 @@
+"""Quantised models against the same models with the weights that the quantised ones stand for."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pagestream_engine import (
+    LLM,
+    ConfigError,
+    EngineConfig,
+    LoRARequest,
+    SamplingParams,
+    UnsupportedModel,
+    WeightsError,
+    size_model,
+)
+from pagestream_engine.layers.native.library import native_linears
+from pagestream_engine.layers.quantised.weight import QuantisedWeight, Storage, quantise_int8
+from pagestream_engine.models.config import ConfigFile
+from pagestream_engine.models.division.sharding import shard_weights
+from pagestream_engine.models.families.qwen2 import Qwen2
+from pagestream_engine.models.loader import load_parameters
+from pagestream_engine.models.quantised.scheme import Scheme
+from pagestream_engine.models.source import Target
+from safetensors.torch import load_file, save_file
+from support.engines.architectures import VOCAB_SIZE, small_config, write_model
+from support.engines.lora_adapters import make_adapter
+from support.engines.quantised_checkpoints import FORMS, write
+from support.engines.tiny_models import make_model, random_prompts
+
+pytestmark = pytest.mark.served
+
+OPTIONS = {"dtype": "float32", "device": "cpu", "num_gpu_blocks_override": 64, "max_logprobs": 5}
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
+PROMPTS = [[5, 9, 5, 9, 5, 9, 5], *([token % VOCAB_SIZE for token in prompt] for prompt in random_prompts([3, 40]))]
+TOLERANCE = 2e-4
+"""Of log probabilities in float32, whose sums are grouped otherwise."""
+KEPT = (".gate.weight", "embed_tokens.weight", "wte.weight", "wpe.weight")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def generate(
+    folder: Path, params: SamplingParams = GREEDY, adapter: LoRARequest | None = None, **options: Any
+) -> list[tuple[list[int], list[float]]]:
+    """Return each output's tokens, and their log probabilities."""
+    llm = LLM(str(folder), **{**OPTIONS, **options})
+    answers = [answer.outputs[0] for answer in llm.generate(PROMPTS, params, lora_request=adapter)]
+    llm.engine.close()
+    return [
+        (
+            list(answer.token_ids),
+            [at[token].logprob for token, at in zip(answer.token_ids, answer.logprobs or (), strict=False)],
+        )
+        for answer in answers
+    ]
+
+
+def check_equal(got: list[tuple[list[int], list[float]]], expected: list[tuple[list[int], list[float]]]) -> None:
+    """Compare tokens, and log probabilities within the tolerance."""
+    assert [tokens for tokens, _ in got] == [tokens for tokens, _ in expected]
+    for (_, these), (_, those) in zip(got, expected, strict=True):
+        assert these == pytest.approx(those, abs=TOLERANCE)
+
+
+def dequantised_copy(folder: Path, target: Path) -> Path:
+    """Write a model whose linears have the weights that int8 makes of them."""
+    target.mkdir()
+    tensors = {
+        name: tensor
+        if tensor.dim() < 2 or name.endswith(KEPT)
+        else quantise_int8(tensor).dequantised(torch.float32).contiguous()
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    for path in folder.iterdir():
+        if path.name != "model.safetensors":
+            (target / path.name).write_bytes(path.read_bytes())
+    return target
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mixtral", "phi", pytest.param("llama", marks=pytest.mark.slow)])
+def test_int8_made_while_loading(tmp_path: Path, name: str) -> None:
+    """`phi` has no family: its linears are those of transformers' code, which are replaced."""
+    folder = tmp_path / "model"
+    if name == "phi":
+        write_model(folder, small_config("phi"))
+    else:
+        make_model(folder, name)
+    expected = generate(dequantised_copy(folder, tmp_path / "dequantised"))
+    got = generate(folder, quantization="int8")
+    check_equal(got, expected)
+    plain = generate(folder)
+    assert all(these[1] != pytest.approx(those[1], abs=1e-5) for these, those in zip(got, plain, strict=True))
+
+
+def test_memory_and_fingerprint(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "llama", hidden_size=192, intermediate_size=384)
+    engines = [LLM(str(folder), **OPTIONS, **options).engine for options in ({}, {"quantization": "int8"})]
+    plain, quantised = (engine.memory_bytes()["model"] for engine in engines)
+    fingerprints = {engine.fingerprint for engine in engines}
+    for engine in engines:
+        engine.close()
+    embedding = 331 * 192 * 4
+    assert quantised - embedding < 0.3 * (plain - embedding)
+    assert len(fingerprints) == 2
+
+
+def test_drafts_beams_batches_and_shared_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_model(tmp_path / "model", "llama")
+    expected = generate(folder, quantization="int8")
+    assert generate(folder, quantization="int8", speculative_method="ngram") == expected
+    beams = SamplingParams(temperature=0, max_tokens=4, use_beam_search=True, beam_width=2)
+    reference = dequantised_copy(folder, tmp_path / "dequantised")
+    found = generate(folder, beams, quantization="int8")
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in generate(reference, beams)]
+    if native_linears(torch.float32) is None:
+        return
+    monkeypatch.setattr("pagestream_engine.models.loader.weights_folder", lambda: tmp_path / "weights")
+    for _ in range(2):
+        shared = generate(folder, quantization="int8", deterministic=True, shared_weights_gb=1)
+        assert shared == expected
+    assert len(list((tmp_path / "weights").glob("*.weights"))) == 1
+    monkeypatch.setattr("pagestream_engine.layers.quantised.select.quantised_linears", lambda dtype: None)
+    check_equal(generate(folder, quantization="int8"), expected)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose matrices have whole groups and words; projections of queries, keys and values have biases."""
+    shape = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 192}
+    return make_model(tmp_path_factory.mktemp("floats") / "model", "qwen2", **shape)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_quantised_checkpoint(form: str, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    quantised, plain = write(folder, tmp_path, form)
+    with caplog.at_level(logging.WARNING):
+        got = generate(quantised, quantization=None)
+    check_equal(got, generate(plain))
+    has_activations = form in {"compressed-tensors int8, W8A8", "fp8"}
+    assert ("activations, which are not quantised here" in caplog.text) == has_activations
+    sized = size_model(quantised, EngineConfig.from_options({"dtype": "float32"}))
+    engine = LLM(str(quantised), **OPTIONS).engine
+    assert engine.memory_bytes()["model"] == pytest.approx(sized.weight_bytes, rel=0.35)
+    engine.close()
+
+
+def weights_of(folder: Path, rank: int, size: int) -> dict[str, torch.Tensor]:
+    """Return the weights of a rank's linears, transposed, by their products with the identity."""
+    family, config = Qwen2(), Qwen2().read(ConfigFile.read(folder))
+    weights = shard_weights(family.weights(config), config, rank, size)
+    target = Target(torch.float32, torch.device("cpu"), max_model_len=64, exact_linears=True)
+    scheme = Scheme.read(ConfigFile.read(folder))
+    linears = load_parameters(folder, weights, target, scheme).named_linears()
+    return {name: linear.method.product(torch.eye(linear.method.shape[1]), None) for name, linear in linears.items()}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_ranks_of_a_quantised_checkpoint_have_its_weights(form: str, folder: Path, tmp_path: Path) -> None:
+    """Heads have 32 channels, as groups have inputs; of four ranks each has one group and a half of the MLP's."""
+    quantised, plain = write(folder, tmp_path, form)
+    if form == "gptq, desc_act":
+        refusal = r"tensor_parallel_size: given 2, expected 1 for model\.layers\.0\.self_attn\.o_proj; .*g_idx"
+        with pytest.raises(ConfigError, match=refusal):
+            weights_of(quantised, 0, 2)
+        return
+    for rank, size in ((1, 2), (2, 4)):
+        expected = weights_of(plain, rank, size)
+        for name, weight in weights_of(quantised, rank, size).items():
+            assert torch.equal(weight, expected[name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize(("form", "size"), [("awq", 2), ("fp8", 4), ("compressed-tensors int4", 4)])
+def test_ranks_give_the_tokens_of_a_quantised_checkpoint(form: str, size: int, folder: Path, tmp_path: Path) -> None:
+    quantised, _ = write(folder, tmp_path, form)
+    check_equal(generate(quantised, tensor_parallel_size=size), generate(quantised))
+
+
+def test_groups_that_ranks_cut_become_smaller_ones() -> None:
+    values = torch.arange(2 * 24, dtype=torch.int8).view(2, 24)
+    weight = QuantisedWeight(Storage.INT8, values, torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), 8)
+    for first, count, size in ((0, 24, 8), (8, 8, 8), (12, 4, 4), (12, 12, 4), (9, 5, 5)):
+        part = weight.cut(slice(1, 2), slice(first, first + count))
+        assert part is not None
+        assert part.group_size == size
+        assert torch.equal(part.dequantised(torch.float32), weight.dequantised(torch.float32)[1:, first:][:, :count])
+    assert weight.cut(slice(0, 2), slice(5, 10)) is None
+
+
+def test_adapters_add_to_quantised_linears(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "llama", intermediate_size=128)
+    reference = dequantised_copy(folder, tmp_path / "dequantised")
+    adapter = LoRARequest("one", 1, str(make_adapter(folder, tmp_path / "adapter", seed=1)))
+    check_equal(
+        generate(folder, adapter=adapter, enable_lora=True, quantization="int8"),
+        generate(reference, adapter=adapter, enable_lora=True),
+    )
+
+
+def test_shared_files_and_drafts_of_a_checkpoint(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if native_linears(torch.float32) is None:
+        pytest.skip("no C++ kernels")
+    quantised, _ = write(folder, tmp_path, "gptq, desc_act")
+    expected = generate(quantised)
+    monkeypatch.setattr("pagestream_engine.models.loader.weights_folder", lambda: tmp_path / "weights")
+    for _ in range(2):
+        assert generate(quantised, deterministic=True, shared_weights_gb=1, speculative_method="ngram") == expected
+    assert len(list((tmp_path / "weights").glob("*.weights"))) == 1
+
+
+REFUSED = {
+    "quant_method: given bitsandbytes, expected one of awq, comp": {"quant_method": "bitsandbytes"},
+    "version: given gemv, expected gemm": {"quant_method": "awq", "bits": 4, "version": "gemv"},
+    "bits: given 3, expected 4": {"quant_method": "gptq", "bits": 3},
+    "weight_block_size: given [128, 128], expected None": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "config_groups.group_0.format: given nvfp4-pack-quantized, expected one of pack": {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": {"weights": {"num_bits": 4}, "format": "nvfp4-pack-quantized"}},
+    },
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_has_no_reader_is_refused_by_name(message: str, folder: Path, tmp_path: Path) -> None:
+    quantised, _ = write(folder, tmp_path, "awq")
+    _set_config(quantised, REFUSED[message])
+    with pytest.raises(UnsupportedModel, match=re.escape(f"quantization_config.{message}")):
+        LLM(str(quantised), **OPTIONS)
+
+
+def test_tensors_that_contradict_the_configuration(folder: Path, tmp_path: Path) -> None:
+    quantised, plain = write(folder, tmp_path, "awq")
+    with pytest.raises(ConfigError, match=r"quantization: given 'int8', expected None for a checkpoint .* by awq"):
+        LLM(str(quantised), **OPTIONS, quantization="int8")
+    with pytest.raises(ConfigError, match="cpu_offload_gb: given 'more', expected 0 for a checkpoint"):
+        Scheme("awq", 4).check_options(None, offloads=True)
+    configuration = FORMS["awq"][1]
+    _set_config(plain, configuration)
+    with pytest.raises(WeightsError, match="given floats alone, expected some that are quantised by awq"):
+        LLM(str(plain), **OPTIONS)
+    _set_config(quantised, {**configuration, "group_size": 64})
+    with pytest.raises(WeightsError, match=r"q_proj\.qzeros: given shape \(4, 16\), expected \(2, 16\)"):
+        LLM(str(quantised), **OPTIONS)
+    _set_config(quantised, None)
+    with pytest.raises(WeightsError, match=r"q_proj\.weight: missing"):
+        LLM(str(quantised), **OPTIONS)
+    write_model(tmp_path / "general", small_config("phi"))
+    _set_config(tmp_path / "general", configuration)
+    with pytest.raises(UnsupportedModel, match="given awq for PhiForCausalLM, expected a model with a family"):
+        LLM(str(tmp_path / "general"), **OPTIONS)
+
+
+def _set_config(folder: Path, quantization: dict[str, Any] | None) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
