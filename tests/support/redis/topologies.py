@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pagestream_streams.connection.embedded import EmbeddedRedis, ServerBinary
+from pagestream_streams import EmbeddedRedis, ServerBinary
 from redis import Redis, exceptions
 from support.redis.servers import emptied
 
