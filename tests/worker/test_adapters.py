@@ -16,13 +16,15 @@ from pagestream_engine import LLM, SamplingParams
 from pagestream_engine.adapters.files import open_adapter
 from pagestream_engine.adapters.modules import adaptable_modules
 from pagestream_engine.models.select import open_model
-from pagestream_engine.request.adapter import LoRARequest
+from pagestream_engine.request import LoRARequest
 from pagestream_streams import Broker
-from pagestream_streams.admin.adapters import adapter_revision
+from pagestream_streams.admin import adapter_revision
 from support.clients.gateway_clients import gateway_settings, running_address
 from support.engines.arithmetic_worker import MODEL, running_worker
 from support.engines.lora_adapters import make_adapter
 from support.engines.tiny_models import make_model, random_prompts
+
+pytestmark = pytest.mark.served
 
 LIMIT_S = 60.0
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_gpu_blocks_override": 64, "enable_lora": True}

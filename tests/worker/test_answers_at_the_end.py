@@ -11,8 +11,10 @@ from support.engines.arithmetic_model import SeededRunner, searched
 from support.engines.arithmetic_worker import FACTS, SlowRunner, accepted, read, running_worker, tokens
 from support.protocol.token_streams import eventually
 
+pytestmark = pytest.mark.served
 
-@pytest.mark.parametrize("core", ["inline", "process"])
+
+@pytest.mark.parametrize("core", [pytest.param("inline", marks=pytest.mark.slow), "process"])
 async def test_a_search_begins_anew_on_the_next_engine(redis_url: str, tmp_path: Path, core: str) -> None:
     search = {"n": 2, "use_beam_search": True, "beam_width": 4, "length_penalty": 0.5, "max_tokens": 40}
     async with await Broker.connect(redis_url) as broker, GatewaySession(broker) as gateway:

@@ -4,18 +4,18 @@ from pathlib import Path
 
 import pytest
 from pagestream.v1.records_pb2 import BlockMap
-from pagestream_engine.cache.block_map import HELD
+from pagestream_engine.cache import HELD
 from pagestream_streams import Broker, GatewaySession
-from pagestream_streams.admin.engine_loads import read_engine_loads
-from pagestream_streams.observation.block_maps import KEPT_MS, WATCHED_MS, BlockMaps
+from pagestream_streams.admin import read_engine_loads
+from pagestream_streams.observation import KEPT_MS, WATCHED_MS, BlockMaps
 from support.engines.arithmetic_worker import MODEL, TENANT, SlowRunner, accepted, running_worker
 from support.protocol.token_streams import eventually
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.served, pytest.mark.timeout(120)]
 PROMPT = [*range(1, 40)]
 
 
-@pytest.mark.parametrize("engine_core", ["inline", "process"])
+@pytest.mark.parametrize("engine_core", [pytest.param("inline", marks=pytest.mark.slow), "process"])
 async def test_a_watched_engine_publishes_who_holds_its_blocks(
     redis_url: str, tmp_path: Path, engine_core: str
 ) -> None:

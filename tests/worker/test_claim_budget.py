@@ -1,20 +1,15 @@
 import random
 
 import pytest
-from pagestream_engine.cache.block_pool import BlockPool
-from pagestream_engine.cache.kv_groups import KVLayout, KVSpec, full_attention, make_layout
-from pagestream_engine.cache.manager import CacheManager
-from pagestream_engine.config import SchedulerConfig
-from pagestream_engine.request.sampling_params import SamplingParams
-from pagestream_engine.request.sequence import TokenSequence
-from pagestream_engine.scheduler.adapters.residency import AdapterResidency
+from pagestream_engine import SchedulerConfig
+from pagestream_engine.cache import BlockPool, CacheManager, KVLayout, KVSpec, full_attention, make_layout
+from pagestream_engine.request import SamplingParams, TokenSequence
+from pagestream_engine.scheduler import AdapterResidency, FirstComeFirstServed, WaitingQueue
 from pagestream_engine.scheduler.adapters.turns import AdapterTurns
 from pagestream_engine.scheduler.admission import Admission
 from pagestream_engine.scheduler.decode import DecodeSet
-from pagestream_engine.scheduler.policies import FirstComeFirstServed
-from pagestream_engine.scheduler.policy import WaitingQueue
 from pagestream_engine.scheduler.prefill import PrefillSet
-from pagestream_worker.requests.claim_budget import UNLIMITED_TOKENS, ClaimBudget
+from pagestream_worker.requests import UNLIMITED_TOKENS, ClaimBudget
 
 STEP_TOKENS, BLOCK, MOST, BLOCKS = 128, 16, 8, 100
 

@@ -14,15 +14,14 @@ from pagestream.v1.inference_pb2 import TokenIds
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams import Broker, ClassRefused, EmbeddedRedis, GatewaySession
 from pagestream_streams.admin.memory import memory_use
-from pagestream_telemetry import catalog
-from pagestream_telemetry.process import silent_telemetry
-from pagestream_worker.ladder.host_memory import host_share
-from pagestream_worker.ladder.ladder import TOP, Resource, Rung
-from pagestream_worker.ladder.settings import DegradationSettings
-from pagestream_worker.telemetry import WorkerTelemetry
+from pagestream_telemetry import catalog, silent_telemetry
+from pagestream_worker import WorkerTelemetry
+from pagestream_worker.ladder import TOP, DegradationSettings, Resource, Rung, host_share
 from redis.asyncio import Redis
 from support.engines.arithmetic_worker import MODEL, TENANT, Running, SlowRunner, expected, read, running_worker, tokens
 from support.protocol.token_streams import eventually
+
+pytestmark = pytest.mark.served
 
 SETTINGS = DegradationSettings(redis_high=0.5, redis_low=0.4, climb_s=0.1, descend_s=0.1, period_s=0.05)
 NUM_LONG, LONG, SHORT = 4, 400, 20

@@ -1,5 +1,5 @@
 import pytest
-from pagestream_worker.health import Health
+from pagestream_worker import Health
 
 
 @pytest.fixture

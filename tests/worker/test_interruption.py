@@ -12,6 +12,8 @@ from pagestream_streams import Broker, GatewaySession
 from support.engines.arithmetic_worker import MODEL, TENANT, SlowRunner, expected, read, running_worker, tokens
 from support.protocol.token_streams import eventually
 
+pytestmark = pytest.mark.served
+
 NUM_SEATS = 2
 NUM_LOW_TOKENS = 300
 OPTIONS = {"max_num_seqs": NUM_SEATS, "scheduling_policy": "priority"}
@@ -31,7 +33,7 @@ async def accepted(gateway: GatewaySession, prompt: list[int], num_tokens: int, 
     return spec
 
 
-@pytest.mark.parametrize("num_engines", [1, 2])
+@pytest.mark.parametrize("num_engines", [pytest.param(1, marks=pytest.mark.slow), 2])
 async def test_the_first_class_takes_seats_from_the_lowest(redis_url: str, tmp_path: Path, num_engines: int) -> None:
     """All seats are taken and more of the lowest class wait; so many of class 0 come as there are seats."""
     num_seats = NUM_SEATS * num_engines

@@ -1,12 +1,30 @@
 """The ladder on given shares: how far it climbs, when it turns back, and what it never does."""
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pagestream_worker.ladder.effects import BatchLimit, Effects, Ladders, Rungs, effects_at
-from pagestream_worker.ladder.ladder import BETWEEN_MARKS, TOP, Ladder, Pace, Resource, Rung, Shares, Watermarks
+from pagestream_telemetry.errors import VariableError
+from pagestream_worker.ladder import (
+    BETWEEN_MARKS,
+    TOP,
+    BatchLimit,
+    DegradationSettings,
+    Effects,
+    Ladder,
+    Ladders,
+    Pace,
+    Resource,
+    Rung,
+    Rungs,
+    Shares,
+    Watermarks,
+    degradation_settings,
+    effects_at,
+    host_share,
+)
 
 MARKS = {
     Resource.DEVICE: Watermarks(1.0, 0.9),
@@ -142,3 +160,53 @@ def test_the_batch_is_lowered_at_each_climb_and_given_back_with_its_rung() -> No
         limit.update(Rung(rung), running)
         most.append(limit.most)
     assert most == [64, 30, 30, 21, 18, 18, 21, 21, 64]
+
+
+def test_this_machine_uses_some() -> None:
+    assert 0.0 < host_share() < 1.0
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "files", "share"),
+    [
+        ("max", 900, 0, 0.25),
+        ("1000", 900, 0, 0.9),
+        ("1000", 900, 300, 0.6),
+        ("1000", 100, 0, 0.25),
+        ("1000", None, 0, 0.25),
+    ],
+)
+def test_the_fuller_of_machine_and_container(
+    tmp_path: Path, limit: str, used: int | None, files: int, share: float
+) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal:  4000 kB\nMemFree:  100 kB\nMemAvailable:  3000 kB\n")
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    if used is not None:
+        (tmp_path / "memory.current").write_text(f"{used}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {files // 3}\nactive_file {files - files // 3}\n")
+    assert host_share(tmp_path, tmp_path) == pytest.approx(share)
+
+
+def test_a_system_without_such_files_is_never_short(tmp_path: Path) -> None:
+    assert host_share(tmp_path, tmp_path) == 0.0
+
+
+def test_defaults_and_variables() -> None:
+    assert degradation_settings({}) == DegradationSettings()
+    assert degradation_settings({"PAGESTREAM_DEGRADATION__REDIS_HIGH": "0.97"}).redis_high == 0.97
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("REDIS_LOW", "0.9", "below redis_high, 0.9"),
+        ("CLIMB_S", "1.5", "at least twice period_s, 1.0"),
+        ("PERIOD_S", "0", "above 0"),
+        ("DISK_HIGH", "1", "unknown setting"),
+    ],
+)
+def test_refusals_name_the_variable(name: str, value: str, message: str) -> None:
+    variable = f"PAGESTREAM_DEGRADATION__{name}"
+    with pytest.raises(VariableError, match=message) as caught:
+        degradation_settings({variable: value})
+    assert variable in str(caught.value)

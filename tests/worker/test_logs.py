@@ -1,25 +1,50 @@
-"""The logs in C++ append the bytes that those in Python append, whatever is written, lost, dropped and closed."""
+"""The logs in C++ append the bytes that those in Python append, whatever is written, lost, dropped and closed.
 
+Both send what was written to them, and without a compiler there are those in Python.
+"""
+
+import os
+import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from pagestream.v1.records_pb2 import LogSlice, RequestSpec, WakeUp
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from pagestream.v1.inference_pb2 import LogprobEntry, TokenLogprobs
+from pagestream.v1.records_pb2 import ChoiceFinish, LogEntry, LogSlice, RequestSpec, WakeUp
+from pagestream_engine import StepOutput
 from pagestream_streams import Append, Claim
 from pagestream_streams.engine.appending import append_arguments
-from pagestream_streams.protocol.entries import END, FINISH, TOKEN, to_log_entry
-from pagestream_worker.logs.base import PACKED_ENTRIES, PendingLogs, TokenLog, TokenLogs
-from pagestream_worker.logs.library import load_library
-from pagestream_worker.logs.native_logs import NativeLogError
-from pagestream_worker.logs.python_logs import PythonLog, PythonLogs
-from pagestream_worker.logs.token_columns import TokenColumns
-from support.engines.token_logs import native_logs
+from pagestream_streams.protocol import digests, to_entry_values, to_log_entry
+from pagestream_streams.protocol.entries import END, FINISH, TOKEN
+from pagestream_worker.logs import (
+    NO_TOKENS,
+    PACKED_ENTRIES,
+    NativeLogError,
+    PendingLogs,
+    PlainSequences,
+    PythonLog,
+    PythonLogs,
+    TokenColumns,
+    TokenLog,
+    TokenLogs,
+    load_library,
+)
+from support.engines.token_logs import KINDS, native_logs
 
-pytestmark = pytest.mark.skipif(load_library() is None, reason="no C++ compiler")
+needs_library = pytest.mark.skipif(load_library() is None, reason="no C++ compiler")
 
 texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=12) | st.sampled_from(
     ['\0\x1f\x7f"\\/\b\f\n\r\t', "\u2028\u2029", "\U0001f600", "a" * 300]
@@ -198,14 +223,15 @@ class SameBytes(RuleBasedStateMachine):
         assert self.python.held_bytes == self.native.held_bytes == 0
 
 
-TestSameBytes = SameBytes.TestCase
-TestSameBytes.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestSameBytes = needs_library(SameBytes.TestCase)
+TestSameBytes.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
 
 
 def _end(pair: Pair, limit: int) -> int:
     return pair.python.next_index + len(pair.python.pending(limit)[0])
 
 
+@needs_library
 @given(st.integers(0, 200).map("x".__mul__), st.integers(0, 200).map("7".__mul__))
 def test_a_link_is_one_of_sha_1_at_any_length(value: str, choice: str) -> None:
     """One, two and more blocks, and each way to pad the last one."""
@@ -216,6 +242,7 @@ def test_a_link_is_one_of_sha_1_at_any_length(value: str, choice: str) -> None:
     assert native.pending(1) == python.pending(1)
 
 
+@needs_library
 def test_text_is_escaped_as_orjson_escapes_it() -> None:
     """All characters that UTF-8 has, in runs of 1,000."""
     made = claim(1, 0, 0)
@@ -233,6 +260,7 @@ def test_text_is_escaped_as_orjson_escapes_it() -> None:
         log.acknowledge(log.next_index + 1)
 
 
+@needs_library
 def test_what_does_not_fit_is_refused() -> None:
     logs = native_logs(1000)
     log = logs.open(claim(1, 0, 0))
@@ -250,3 +278,131 @@ def test_what_does_not_fit_is_refused() -> None:
     log.close()
     with pytest.raises(NativeLogError):
         log.write(TOKEN, "0", "1", "")
+
+
+LIMIT = 20_000
+BEFORE = digests.chained("", [LogEntry(token_id=number) for number in range(3)])
+
+
+def entry_of(number: int) -> LogEntry:
+    logprobs = TokenLogprobs(entries=[LogprobEntry(token_id=7, logprob=-1.5, rank=1, text=" word")] * (number % 3))
+    return LogEntry(token_id=number, text=f" {number}", logprobs=logprobs)
+
+
+class Logs(RuleBasedStateMachine):
+    """A log beside the list of all that was written to it."""
+
+    def __init__(self, make_logs: Callable[[int], TokenLogs]) -> None:
+        super().__init__()
+        claim = Claim(
+            spec=RequestSpec(request_id="r"),
+            epoch=1,
+            nonce="a",
+            next_index=len(BEFORE),
+            digest=BEFORE[-1].digest,
+            attempts=2,
+            cached_tokens=0,
+            deadline=None,
+        )
+        self.logs = make_logs(LIMIT)
+        self.log = self.logs.open(claim)
+        self.written = list(BEFORE)
+        self.first = len(BEFORE)
+
+    @rule(count=st.integers(1, 3 * PACKED_ENTRIES), finishes=st.booleans())
+    def write(self, count: int, finishes: bool) -> None:
+        entries = [entry_of(len(self.written) + number) for number in range(count)]
+        if finishes:
+            entries.append(LogEntry(finish=ChoiceFinish(reason=1)))
+        for entry in entries:
+            kind, choice, value, text, _, extra = to_entry_values(entry)
+            self.log.write(kind, choice, value, text, extra)
+        self.written += digests.chained(self.written[-1].digest, entries)
+
+    @precondition(lambda self: self.log.has_pending)
+    @rule(limit=st.integers(1, 40))
+    def append(self, limit: int) -> None:
+        start = self.log.next_index
+        entries, previous = self.log.pending(limit)
+        assert list(map(to_log_entry, entries)) == self.written[start : start + len(entries)]
+        assert previous == self.written[start - 1].digest
+        follows = self.written[start + limit : start + limit + 1]
+        splits = bool(follows) and follows[0].HasField("finish")
+        assert len(entries) == min(limit + splits, len(self.written) - start)
+        self.log.acknowledge(start + len(entries))
+
+    @rule(back=st.integers(0, 200))
+    def lose(self, back: int) -> None:
+        """Redis lost its last entries."""
+        index = max(0, self.log.next_index - back)
+        assert self.log.can_send_from(index) == (index >= self.first)
+        if index >= self.first:
+            self.log.acknowledge(index)
+
+    @rule()
+    def drop(self) -> None:
+        if self.log.drop_oldest():
+            self.first += PACKED_ENTRIES
+            assert self.first <= self.log.next_index, "it is not acknowledged"
+        else:
+            assert self.log.next_index < self.first + PACKED_ENTRIES or self.log.num_bytes == 0
+
+    @invariant()
+    def counts(self) -> None:
+        assert self.logs.held_bytes == self.log.num_bytes >= 0
+        assert self.logs.is_exceeded == (self.log.num_bytes > LIMIT)
+        assert not self.log.can_send_from(len(self.written) + 1)
+        assert self.log.has_pending == (self.log.next_index < len(self.written))
+
+    def teardown(self) -> None:
+        self.log.close()
+        assert self.logs.held_bytes == 0
+
+
+@pytest.mark.parametrize("make_logs", KINDS)
+def test_a_log_sends_what_was_written_to_it(make_logs: Callable[[int], TokenLogs]) -> None:
+    run_state_machine_as_test(
+        lambda: Logs(make_logs), settings=settings(max_examples=25, stateful_step_count=20, deadline=None)
+    )
+
+
+def test_the_first_and_the_last_output_of_a_sequence_stay_whole() -> None:
+    plain = PlainSequences()
+    plain.add("a", 7)
+    first, second, third = StepOutput("a", 1, "x"), StepOutput("a", 2, "é"), StepOutput("a", 3, "", "stop")
+    assert plain.split([first]) == (NO_TOKENS, [first])
+    assert plain.split([second, third]) == (TokenColumns.of([7], [2], ["é"]), [third])
+    plain.discard("a")
+    assert plain.split([second]) == (NO_TOKENS, [second])
+
+
+def test_tokens_of_the_step_with_the_first_one_stay_whole_behind_it() -> None:
+    plain = PlainSequences()
+    plain.add("a", 7)
+    outputs = [StepOutput("a", 1, "x"), StepOutput("a", 2, "y")]
+    assert plain.split(outputs) == (NO_TOKENS, outputs)
+    assert plain.split(outputs) == (TokenColumns.of([7, 7], [1, 2], ["x", "y"]), [])
+
+
+def test_an_output_without_a_token_is_no_first_one_and_other_sequences_stay_whole() -> None:
+    plain = PlainSequences()
+    plain.add("a", 7)
+    of_prompt, other = StepOutput("a", None, ""), StepOutput("b", 5, "z")
+    first, second = StepOutput("a", 1, "x"), StepOutput("a", 2, "y")
+    assert plain.split([of_prompt, other]) == (NO_TOKENS, [of_prompt, other])
+    assert plain.split([first, other]) == (NO_TOKENS, [first, other])
+    assert plain.split([other, second]) == (TokenColumns.of([7], [2], ["y"]), [other])
+
+
+def test_without_a_compiler_python_writes_the_logs_and_says_so(tmp_path: Path) -> None:
+    code = (
+        "import logging; logging.basicConfig(level='INFO')\n"
+        "from pagestream_worker.logs import PythonLogs, open_logs\n"
+        "assert isinstance(open_logs(1), PythonLogs)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in ("CXX", "CC")}
+    environment |= {"PATH": "/nonexistent", "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "by Python" in done.stderr
+    assert "no C++ compiler" in done.stderr

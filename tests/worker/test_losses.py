@@ -22,6 +22,8 @@ from support.protocol.token_streams import eventually
 from support.redis.lost_writes import DiskState, die_behind, disk_state
 from support.redis.servers import running_server
 
+pytestmark = pytest.mark.served
+
 NUM_TOKENS = 300
 
 
@@ -43,7 +45,9 @@ async def read(gateway: GatewaySession, spec: RequestSpec, seen: list[LogEntry])
             seen += batch
 
 
-@pytest.mark.parametrize("lost_since", ["accept", "first tokens", "twentieth token"])
+@pytest.mark.parametrize(
+    "lost_since", ["accept", pytest.param("first tokens", marks=pytest.mark.slow), "twentieth token"]
+)
 async def test_the_stream_goes_on(server: EmbeddedRedis, broker: Broker, tmp_path: Path, lost_since: str) -> None:
     async with GatewaySession(broker) as gateway, running_worker(broker, tmp_path, SlowRunner) as running:
         states: dict[str, DiskState] = {"accept": await disk_state(server, broker)}

@@ -21,7 +21,7 @@ from support.processes.stack import Stack, running_stack
 from support.protocol.token_streams import eventually
 
 LIMIT_S = 500.0
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.served, pytest.mark.timeout(600)]
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_gpu_blocks_override": 512}
 FLAGS = ["--dtype", "float32", "--device", "cpu", "--num-gpu-blocks-override", "512"]
 (PROMPT,) = random_prompts([20])

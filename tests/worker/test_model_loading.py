@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 from pagestream_engine import Engine, EngineConfig
-from pagestream_worker.models.cores import Cores
-from pagestream_worker.models.loader import EngineStuckError, Loader, LoadTimeoutError
-from pagestream_worker.settings import load_settings
-from pagestream_worker.stepping.engine_process import EngineProcess
+from pagestream_worker import load_settings
+from pagestream_worker.models import Cores, EngineStuckError, Loader, LoadTimeoutError
+from pagestream_worker.stepping import EngineProcess
+
+pytestmark = pytest.mark.served
 
 LIMIT_S = 60.0
 

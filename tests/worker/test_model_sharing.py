@@ -1,13 +1,29 @@
-"""How engines share out their models, on virtual time: nobody starves, nobody flaps, one request moves one engine."""
+"""How engines share out their models, on virtual time: nobody starves, nobody flaps, one request moves one engine.
+
+Then what a turn owes to its requests, what an operator's order has an engine do, and how often a failed load is tried.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from pagestream_worker.models.sharing import Change, Demand, EngineState, SharingLimits, plan_changes
-from pagestream_worker.models.turns import Turns
+from pagestream_streams.admin import Order, RosterRow, RosterView, Verb
+from pagestream_worker.models import (
+    FIRST_DELAY_S,
+    MOST_DELAY_S,
+    Change,
+    Demand,
+    Duties,
+    EngineState,
+    Failures,
+    SharingLimits,
+    Turns,
+    plan_changes,
+    read_duties,
+)
 
 MODELS = ("a", "b", "c", "d")
 LIMITS = SharingLimits(min_serve_s=10.0, spread_tokens=1000, gain=2.0)
@@ -189,3 +205,132 @@ def test_an_engine_that_keeps_the_weights_of_a_model_loads_it() -> None:
     for gone, taken in (("", "z"), ("z", "y"), ("y", "x")):
         asleep.pop(gone, None)
         assert plan_changes(list(asleep.values()), {"a": Demand(1, 10)}, LIMITS) == (Change(taken, "a"),)
+
+
+def seconds_owed(turns: Turns, first_token_s: float, began: int = 0) -> int:
+    """Return for how long a turn owes a sequence that is claimed at its begin."""
+    return next(now for now in range(10_000) if not turns.owes({"a"} if now < first_token_s else (), began + now))
+
+
+def test_a_turn_owes_the_first_token_and_as_much_time_again() -> None:
+    turns = Turns(min_serve_s=10, max_serve_s=60)
+    for first_token_s, expected in ((0, 0), (4, 8), (25, 35), (55, 65)):
+        turns.begin("a", 0)
+        assert seconds_owed(turns, first_token_s) == expected
+
+
+def test_what_comes_late_in_a_turn_waits_for_the_next() -> None:
+    turns = Turns(min_serve_s=10, max_serve_s=60)
+    turns.begin("a", 0)
+    assert not turns.owes((), 11)
+    assert not turns.owes({"late"}, 12)
+    turns.begin("a", 20)
+    assert turns.owes({"late"}, 40), "the first look counts, however late it is"
+
+
+def test_a_turn_that_was_too_short_is_twice_as_long_while_that_is_needed() -> None:
+    turns = Turns(min_serve_s=10, max_serve_s=60)
+    now = 0
+    for first_token_s, expected in ((150, 60), (150, 120), (150, 160), (150, 160), (5, 10), (150, 60)):
+        turns.begin("a", now)
+        assert seconds_owed(turns, first_token_s, now) == expected
+        now += expected
+        turns.begin("b", now)
+        assert seconds_owed(turns, 50, now) == 60, "the limit is that of the model"
+        now += 60
+
+
+def test_turns_grow_to_a_bound() -> None:
+    turns = Turns(min_serve_s=10, max_serve_s=60)
+    now, owed = 0, []
+    for _ in range(7):
+        turns.begin("a", now)
+        owed.append(seconds_owed(turns, 9_999, now))
+        now += owed[-1]
+    assert owed == [60, 120, 240, 480, 960, 960, 960]
+
+
+def test_a_turn_that_an_order_ended_was_not_too_short() -> None:
+    turns = Turns(min_serve_s=10, max_serve_s=60)
+    turns.begin("a", 0)
+    assert turns.owes({"a"}, 2)
+    turns.begin("b", 2)
+    turns.begin("a", 20)
+    assert seconds_owed(turns, 150, 20) == 60
+
+
+SERVED = ("a", "b")
+
+
+def beat(rows: dict[str, RosterRow], orders: dict[str, Order], engine_id: str) -> Duties:
+    """Let an engine read its duties and do them: it loads a model until its next beat."""
+    row = rows[engine_id] = replace(rows[engine_id], is_loading=False)
+    duties = read_duties(row, RosterView(0, "", rows, {}, orders))
+    for name in duties.done:
+        del orders[name]
+    if duties.wakes:
+        rows[engine_id] = replace(row, serving=duties.wakes, is_loading=True, last="")
+    return duties
+
+
+@pytest.mark.parametrize("beats", ["xyz" * 3, "xxxyyyzzz", "zyx" * 3])
+def test_all_engines_that_had_a_model_wake_by_one_order(beats: str) -> None:
+    rows = {"x": RosterRow(SERVED, last="a"), "y": RosterRow(SERVED, last="a"), "z": RosterRow(SERVED, last="b")}
+    orders = {name: Order(Verb.LOAD, 1) for name in SERVED}
+    for engine_id in [*beats, *"xyz"]:
+        beat(rows, orders, engine_id)
+    assert [row.serving for row in rows.values()] == ["a", "a", "b"]
+    assert not orders
+
+
+def test_an_order_waits_for_no_engine_that_can_not_load() -> None:
+    serving, failed = RosterRow(SERVED, serving="a"), RosterRow(SERVED, last="a", failed={"a": "it is cut off"})
+    for broken in (failed, replace(failed, failed={}, postponed=("a",))):
+        rows, orders = {"x": serving, "y": broken}, {"a": Order(Verb.LOAD, 1)}
+        assert not beat(rows, orders, "y").wakes
+        beat(rows, orders, "x")
+        assert not orders
+
+
+def test_an_engine_frees_what_it_serves_since_before_the_order() -> None:
+    view = RosterView(0, "", {}, {}, {"a": Order(Verb.UNLOAD, 5)})
+    row = RosterRow(SERVED, serving="a", since_ms=5)
+    assert read_duties(row, view).frees
+    for other in (replace(row, since_ms=6), replace(row, is_loading=True), replace(row, serving="b")):
+        assert not read_duties(other, view).frees
+
+
+def test_an_engine_sleeps_with_its_weights_until_it_is_to_free_them() -> None:
+    view = RosterView(0, "", {}, {}, {"a": Order(Verb.SLEEP, 5)})
+    row = RosterRow(SERVED, serving="a", since_ms=5)
+    assert read_duties(row, view) == Duties(sleeps=True)
+    asleep = RosterRow(SERVED, last="a", keeps="a", since_ms=5)
+    assert read_duties(asleep, view) == Duties()
+    assert read_duties(asleep, replace(view, orders={"a": Order(Verb.UNLOAD, 6)})) == Duties(frees=True)
+    assert read_duties(replace(asleep, keeps=""), replace(view, orders={"a": Order(Verb.UNLOAD, 6)})) == Duties()
+
+
+def test_what_may_pass_is_tried_again_ever_later() -> None:
+    now_s = [0.0]
+    failures = Failures(lambda: now_s[0])
+    delays = []
+    for _ in range(10):
+        failures.note("a", "the hub is away", 1, is_permanent=False)
+        began_s = now_s[0]
+        while failures.postponed:
+            assert failures.postponed == ("a",)
+            now_s[0] += 1.0
+        delays.append(now_s[0] - began_s)
+    assert delays[0] == FIRST_DELAY_S
+    assert delays[1] == 2 * FIRST_DELAY_S
+    assert delays[-1] == MOST_DELAY_S
+    assert not failures.permanent
+
+
+def test_what_can_not_pass_waits_for_an_operator() -> None:
+    failures = Failures()
+    failures.note("a", "it is cut off", 10, is_permanent=True)
+    assert not failures.forget_before("a", 10)
+    assert failures.permanent == {"a": "it is cut off"}
+    assert failures.forget_before("a", 11)
+    assert not failures.permanent

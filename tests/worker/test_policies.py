@@ -9,9 +9,11 @@ from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED, TokenIds
 from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams import Broker, GatewaySession
-from pagestream_streams.admin.queues import queue_states
+from pagestream_streams.admin import queue_states
 from support.engines.arithmetic_worker import LIMIT_S, MODEL, SlowRunner, expected, running_worker, tokens
 from support.protocol.token_streams import eventually
+
+pytestmark = pytest.mark.served
 
 NUM_ENGINES = 2
 NUM_TOKENS = 20

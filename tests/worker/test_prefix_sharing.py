@@ -16,6 +16,8 @@ from support.clients.gateway_clients import gateway_settings, running_address
 from support.engines.arithmetic_worker import MODEL, SlowRunner, running_worker
 from support.processes.waiting import until
 
+pytestmark = pytest.mark.served
+
 LIMIT_S = 20.0
 BLOCK = 16
 PROMPT = [*range(1, 2 * BLOCK + 2)]

@@ -30,6 +30,8 @@ from support.engines.arithmetic_worker import (
 )
 from support.protocol.token_streams import eventually
 
+pytestmark = pytest.mark.served
+
 LONG, MIDDLE, SHORT = 800, 300, 200  # tokens; Redis stays full until short ones are computed, and no long one
 ROOM_FOR_ALL = {"num_gpu_blocks_override": 200}
 SOME_TOKENS = 20

@@ -20,6 +20,8 @@ from support.engines.arithmetic_worker import (
 )
 from support.protocol.token_streams import eventually
 
+pytestmark = pytest.mark.served
+
 PROMPTS = [[number, *range(1, 12)] for number in range(1, 5)]
 LONG = 400
 SETTINGS = dataclasses.replace(StreamsSettings(), fingerprint_grace_ms=300)
@@ -67,7 +69,9 @@ async def test_it_finishes_only_where_no_other_engine_has_its_fingerprint(
     check(logs, LONG)
 
 
-@pytest.mark.parametrize("pause_s", [0.0, 0.005, 0.05, 0.5])
+@pytest.mark.parametrize(
+    "pause_s", [0.0, *(pytest.param(pause, marks=pytest.mark.slow) for pause in (0.005, 0.05, 0.5))]
+)
 async def test_engines_of_one_fingerprint_that_end_together_leave_nothing_to_others(
     redis_url: str, tmp_path: Path, pause_s: float
 ) -> None:

@@ -6,16 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pagestream.v1.inference_pb2 import FinishReason, SamplingParams, TokenIds
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
-from pagestream_engine.errors import InvalidRequest
-from pagestream_engine.request.outputs import StepOutput, TokenLogprob
-from pagestream_engine.request.sampling_params import child_seed
+from pagestream_engine import InvalidRequest
+from pagestream_engine.request import StepOutput, TokenLogprob, child_seed
 from pagestream_streams import Claim
-from pagestream_streams.protocol import digests
-from pagestream_streams.protocol.claimed_log import ClaimedLog
-from pagestream_streams.protocol.entries import to_log_entry
-from pagestream_worker.logs.python_logs import PythonLogs
-from pagestream_worker.requests.prompt_parts import PART_BYTES
-from pagestream_worker.requests.running_request import RunningRequest
+from pagestream_streams.protocol import ClaimedLog, digests, to_log_entry
+from pagestream_worker.logs import PythonLogs
+from pagestream_worker.requests import PART_BYTES, RunningRequest
 
 PROMPTS = ([1, 2, 3], [4, 5])
 

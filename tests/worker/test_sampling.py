@@ -9,12 +9,10 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from pagestream.v1.inference_pb2 import EARLY_STOPPING_NEVER, Choices, SamplingParams, StructuredOutputs
 from pagestream.v1.records_pb2 import RequestSpec
-from pagestream_engine.errors import InvalidRequest
-from pagestream_engine.request.grammars import Grammar
-from pagestream_engine.request.sampling_params import SamplingParams as EngineParams
-from pagestream_engine.request.sampling_params import child_seed
-from pagestream_engine.request.structured_outputs import ReasoningMarks, StructuredOutputsParams
-from pagestream_worker.requests.sampling import child_of, sampling_of, sampling_of_child
+from pagestream_engine import InvalidRequest
+from pagestream_engine.request import Grammar, ReasoningMarks, StructuredOutputsParams, child_seed
+from pagestream_engine.request import SamplingParams as EngineParams
+from pagestream_worker.requests import child_of, sampling_of, sampling_of_child
 
 
 def params_of(message: SamplingParams, child: int = 0) -> EngineParams:

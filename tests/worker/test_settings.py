@@ -1,8 +1,8 @@
 from pathlib import Path
 
 import pytest
-from pagestream_engine.errors import ConfigError
-from pagestream_worker.settings import ProcessSettings, build_parser, load_settings
+from pagestream_engine import ConfigError
+from pagestream_worker import ProcessSettings, build_parser, load_settings
 
 POD = {
     "PAGESTREAM_WORKER__REDIS": "redis://there:6379/0",

@@ -7,18 +7,13 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from pagestream_engine.cache.kv_groups import full_attention
-from pagestream_engine.errors import RankLost
+from pagestream_engine import RankLost
+from pagestream_engine.cache import full_attention
 from pagestream_streams import Append, AppendOutcome, Claim, EngineSession
-from pagestream_telemetry.process import silent_telemetry
-from pagestream_worker.health import Health
-from pagestream_worker.serving import shutdown
-from pagestream_worker.serving.outputs import EngineFailed
-from pagestream_worker.settings import WorkerSettings
-from pagestream_worker.stepping.commands import Stop
-from pagestream_worker.stepping.engine_core import EngineCore
-from pagestream_worker.telemetry import WorkerTelemetry
-from pagestream_worker.worker import Worker
+from pagestream_telemetry import silent_telemetry
+from pagestream_worker import Health, Worker, WorkerSettings, WorkerTelemetry
+from pagestream_worker.serving import EngineFailed, shutdown
+from pagestream_worker.stepping import EngineCore, Stop
 
 
 class IdleCore:

@@ -5,17 +5,15 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from pagestream_engine.step.pending import PendingResult
-from pagestream_engine.step.records import StepPlan
+from pagestream_engine.step import PendingResult, StepPlan
 from pagestream_streams import Broker, GatewaySession
-from pagestream_telemetry.instruments import Point
-from pagestream_telemetry.process import Telemetry, silent_telemetry
-from pagestream_worker.gauges import EngineGauges, EngineReaders
-from pagestream_worker.health import Health
-from pagestream_worker.serving.outputs import EngineFailed
-from pagestream_worker.telemetry import WorkerTelemetry
+from pagestream_telemetry import Point, Telemetry, silent_telemetry
+from pagestream_worker import EngineGauges, EngineReaders, Health, WorkerTelemetry
+from pagestream_worker.serving import EngineFailed
 from support.engines import arithmetic_worker as w
 from support.protocol.token_streams import eventually
+
+pytestmark = pytest.mark.served
 
 
 @pytest.fixture
@@ -89,7 +87,7 @@ class UnhurriedRunner(w.ArithmeticRunner):
         return super().execute(plan)
 
 
-@pytest.mark.parametrize("engine_core", ["process", "inline"])
+@pytest.mark.parametrize("engine_core", ["process", pytest.param("inline", marks=pytest.mark.slow)])
 async def test_gauges_follow_what_the_engine_holds(
     broker: Broker, tmp_path: Path, process: Telemetry, telemetry: WorkerTelemetry, engine_core: str
 ) -> None:

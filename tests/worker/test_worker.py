@@ -15,14 +15,12 @@ from pagestream.v1.inference_pb2 import FinishReason, TokenIds
 from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_engine import SamplingParams
-from pagestream_engine.request.outputs import StepOutput
-from pagestream_engine.request.sampling_params import child_seed
-from pagestream_engine.step.pending import PendingResult
-from pagestream_engine.step.records import StepPlan
+from pagestream_engine.request import StepOutput, child_seed
+from pagestream_engine.step import PendingResult, StepPlan
 from pagestream_streams import Append, AppendOutcome, Broker, EngineSession, GatewaySession
-from pagestream_worker.health import EXIT_STALLED
-from pagestream_worker.requests.running_request import RunningRequest
-from pagestream_worker.serving.outputs import EngineFailed
+from pagestream_worker import EXIT_STALLED
+from pagestream_worker.requests import RunningRequest
+from pagestream_worker.serving import EngineFailed
 from support.engines.arithmetic_model import (
     ArithmeticRunner,
     SeededRunner,
@@ -43,6 +41,8 @@ from support.engines.arithmetic_worker import (
 )
 from support.processes.waiting import wait_until
 from support.protocol.token_streams import FAST, eventually
+
+pytestmark = pytest.mark.served
 
 
 class BrokenRunner(ArithmeticRunner):
@@ -369,7 +369,7 @@ STALLING = """
 
 
 def test_the_watchdog_ends_a_process_whose_step_never_ends(redis_url: str, tmp_path: Path) -> None:
-    support = Path(__file__).parents[2]
+    support = Path(__file__).parents[1]
     program = textwrap.dedent(STALLING).format(support=str(support), url=redis_url, folder=str(tmp_path))
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=LIMIT_S + 10, check=False)
     assert ended.returncode == EXIT_STALLED, ended.stderr.decode()
@@ -405,7 +405,7 @@ STALL_TIMEOUT_S = 1.5
 @pytest.mark.parametrize("core", ["process", pytest.param("inline", marks=pytest.mark.slow)])
 def test_a_process_that_was_stopped_goes_on(redis_url: str, tmp_path: Path, core: str) -> None:
     """SIGSTOP and SIGCONT of the worker, with a step under way: for its watchdog the time between did not pass."""
-    values = {"support": str(Path(__file__).parents[2]), "url": redis_url, "folder": str(tmp_path), "core": core}
+    values = {"support": str(Path(__file__).parents[1]), "url": redis_url, "folder": str(tmp_path), "core": core}
     program = textwrap.dedent(STOPPED).format(**values, stall_timeout_s=STALL_TIMEOUT_S)
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as worker:
         assert worker.stdout is not None

@@ -16,22 +16,12 @@ from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
 from pagestream.v1.inference_pb2 import TokenIds
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_engine import Engine, EngineConfig, SamplingParams
-from pagestream_engine.step.pending import PendingResult
-from pagestream_engine.step.records import StepPlan
+from pagestream_engine.step import PendingResult, StepPlan
 from pagestream_streams import Broker, EngineSession, GatewaySession
-from pagestream_telemetry.process import silent_telemetry
-from pagestream_telemetry.settings import TelemetrySettings
-from pagestream_worker.card import build_card
-from pagestream_worker.health import Health
-from pagestream_worker.ladder.settings import DegradationSettings
-from pagestream_worker.serving.degradation import HostShare
-from pagestream_worker.settings import WorkerSettings
-from pagestream_worker.stepping.engine_core import EngineCore
-from pagestream_worker.stepping.engine_process import EngineProcess
-from pagestream_worker.stepping.engine_thread import EngineThread
-from pagestream_worker.stepping.process_main import Program
-from pagestream_worker.telemetry import WorkerTelemetry
-from pagestream_worker.worker import Worker
+from pagestream_telemetry import TelemetrySettings, silent_telemetry
+from pagestream_worker import Health, HostShare, Worker, WorkerSettings, WorkerTelemetry, build_card
+from pagestream_worker.ladder import DegradationSettings
+from pagestream_worker.stepping import EngineCore, EngineProcess, EngineThread, Program
 from support.engines.arithmetic_model import (
     ArithmeticFacts,
     ArithmeticRunner,

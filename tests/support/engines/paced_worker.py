@@ -4,39 +4,42 @@
 
 Everything but the model's arithmetic is real: scheduler, block tables, detokenizer, claims, appends. The folder gives
 the card and the tokenizer. The arithmetic model would not do: reading its cache back takes longer than a GPU's step.
+With POISON_TOKEN=N, a prompt that begins with this token kills the engine's process.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from functools import partial
 from pathlib import Path
 
 from pagestream_engine import Engine, EngineConfig
-from pagestream_engine.cache.kv_groups import full_attention
-from pagestream_engine.config import DEFAULT_BLOCK_SIZE
+from pagestream_engine.cache import full_attention
 from pagestream_engine.models.select import read_info
-from pagestream_engine.step.pending import PendingResult
-from pagestream_engine.step.records import StepPlan
+from pagestream_engine.step import PendingResult, StepPlan
 from pagestream_worker import __main__ as worker
 from support.engines.arithmetic_model import as_result
 
-NUM_BLOCKS = 8192
+NUM_BLOCKS, BLOCK_SIZE = 8192, 16
 PACE = "PACED_STEP_S"
 """Environment variable: seconds a step."""
+POISON = "POISON_TOKEN"
+"""Environment variable: the token of a prompt that kills."""
 
 
 class PacedRunner:
-    """Returns a token for each sample after a fixed time."""
+    """Returns a token for each sample after a fixed time: it follows from the prompt's first token and the length."""
 
-    def __init__(self, folder: Path, config: EngineConfig, step_s: float) -> None:
+    def __init__(self, folder: Path, config: EngineConfig, step_s: float, poison: int) -> None:
         self.model_info = read_info(folder)
         self.max_model_len = self.model_info.max_position_embeddings
-        self.kv_layout = full_attention(config.cache.block_size or DEFAULT_BLOCK_SIZE)
+        self.kv_layout = full_attention(config.cache.block_size or BLOCK_SIZE)
         self.fingerprint = "0" * 16
         self._step_s = step_s
+        self._poison = poison
         self._lengths: dict[int, int] = {}
 
     def profile_num_blocks(self) -> int:
@@ -47,26 +50,34 @@ class PacedRunner:
 
     def execute(self, plan: StepPlan) -> PendingResult:
         for new in plan.added:
-            self._lengths[new.row] = len(new.token_ids)
+            if new.token_ids[0] == self._poison:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self._lengths[new.row] = new.token_ids[0] + len(new.token_ids)
         tokens = []
         for row in plan.sampled_rows.tolist():
-            tokens.append(10 + self._lengths[row] % 100)
+            tokens.append(token_at(self._lengths[row]))
             self._lengths[row] += 1
         result = as_result(plan, tokens)
         time.sleep(self._step_s)
         return lambda: result
 
 
-def paced_engine(model: str | Path, config: EngineConfig, *, step_s: float) -> Engine:
+def token_at(place: int) -> int:
+    """Return the token that follows where the first token and the number of tokens have this sum."""
+    return 10 + place % 100
+
+
+def paced_engine(model: str | Path, config: EngineConfig, *, step_s: float, poison: int = -1) -> Engine:
     """Return an engine whose model takes `step_s` seconds a step."""
-    return Engine(model, config, make_runner=lambda folder, config: PacedRunner(folder, config, step_s))
+    return Engine(model, config, make_runner=lambda folder, config: PacedRunner(folder, config, step_s, poison))
 
 
 def main() -> int:
     """Run the worker's command; returns its exit code."""
     from support.engines import paced_worker  # what is pickled must not be named after __main__
 
-    return worker.main(make_engine=partial(paced_worker.paced_engine, step_s=float(os.environ[PACE])))
+    options = {"step_s": float(os.environ[PACE]), "poison": int(os.environ.get(POISON, "-1"))}
+    return worker.main(make_engine=partial(paced_worker.paced_engine, **options))
 
 
 if __name__ == "__main__":

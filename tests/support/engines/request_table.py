@@ -9,16 +9,15 @@ from collections.abc import Callable
 
 from pagestream.v1.inference_pb2 import SamplingParams, TokenIds
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
-from pagestream_engine.cache.kv_groups import full_attention
+from pagestream_engine.cache import full_attention
 from pagestream_streams import Claim
-from pagestream_streams.protocol.entries import to_log_entry
-from pagestream_telemetry.process import silent_telemetry
-from pagestream_worker.logs.base import TokenLogs
-from pagestream_worker.logs.opening import open_logs
-from pagestream_worker.requests.claim_budget import ClaimBudget
-from pagestream_worker.serving.active_requests import ActiveRequests
-from pagestream_worker.stepping.commands import Command
-from pagestream_worker.telemetry import WorkerTelemetry
+from pagestream_streams.protocol import to_log_entry
+from pagestream_telemetry import silent_telemetry
+from pagestream_worker import WorkerTelemetry
+from pagestream_worker.logs import TokenLogs, open_logs
+from pagestream_worker.requests import ClaimBudget
+from pagestream_worker.serving import ActiveRequests
+from pagestream_worker.stepping import Command
 
 STEP_TOKENS = 512
 

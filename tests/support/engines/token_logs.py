@@ -2,11 +2,7 @@
 
 from collections.abc import Callable
 
-from pagestream_worker.logs.base import TokenLogs
-from pagestream_worker.logs.divided_logs import DividedLogs
-from pagestream_worker.logs.library import load_library
-from pagestream_worker.logs.native_logs import NativeLogs
-from pagestream_worker.logs.python_logs import PythonLogs
+from pagestream_worker.logs import DividedLogs, NativeLogs, PythonLogs, TokenLogs, load_library
 
 
 def divided_logs(limit_bytes: int) -> DividedLogs:

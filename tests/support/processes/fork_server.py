@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 
 from support.processes.part import Part, StackError
+from support.processes.session import at_session_end
 from support.processes.waiting import descendants_of, wait_until
 
 SERVER = Path(__file__).with_name("fork_server_main.py")
@@ -85,7 +86,9 @@ class ForkServer:
 @cache
 def shared_server(*modules: str) -> ForkServer:
     """Return this process' server of engines or gateways, which ends with it."""
-    return ForkServer(modules, {"OMP_NUM_THREADS": "1"})
+    server = ForkServer(modules, {"OMP_NUM_THREADS": "1"})
+    at_session_end.append(server.close)
+    return server
 
 
 @dataclass

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-from pagestream_streams.connection.embedded import find_server, server_command
+from pagestream_streams import find_server, server_command
 from redis import Redis
 from support.processes.fork_server import ENGINES, GATEWAYS, ForkedPart, shared_server
 from support.processes.part import Part, StackError
