@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from pagestream_engine.config import EngineConfig
-from pagestream_engine.engine import Engine
-from pagestream_engine.request.sampling_params import SamplingParams
+from pagestream_engine import Engine, EngineConfig, SamplingParams
 from pagestream_engine.runner import ModelRunner
 from support.engines.tiny_models import make_model, random_prompts
 from support.engines.triton_bits import Comparison

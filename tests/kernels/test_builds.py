@@ -23,7 +23,7 @@ from pagestream_kernels.decode.attend import attend_variant
 from pagestream_kernels.paging import Geometry, Options
 from pagestream_kernels.prefill.attend import prefill_variant
 from pagestream_kernels.silu_and_mul import silu_and_mul_variant
-from pagestream_kernels.tables.rows import load_table
+from pagestream_kernels.tables import load_table
 from support.kernels import builds
 from support.kernels.cache import ResultCache
 from support.kernels.cases import case_id

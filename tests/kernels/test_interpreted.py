@@ -355,7 +355,7 @@ def test_benchmark_runs_its_smallest_workload(interpreter: KernelWorker, kernel:
 def fastest_row(operator: str) -> None:
     """The times of an operator's candidates are of launches that are cut as they say; the least time wins."""
     from pagestream_kernels.launcher import recorded_launches
-    from pagestream_kernels.tables.rows import Row, RowKey
+    from pagestream_kernels.tables import Row, RowKey
     from pagestream_kernels.tuning.timing import Sizes, fastest
 
     candidates = [Row(16, tokens, 4, 1) for tokens in (16, 32, 64)]

@@ -13,7 +13,7 @@ import torch
 from pagestream_kernels.decode.attend import attend_variant
 from pagestream_kernels.paging import Geometry, Options
 from pagestream_kernels.prefill.attend import prefill_variant
-from pagestream_kernels.tables.rows import CHIPS, RowKey, chips, load_table, table_of_name
+from pagestream_kernels.tables import CHIPS, RowKey, chips, load_table, table_of_name
 from pagestream_kernels.tuning import sources
 from pagestream_kernels.tuning.filter import row_keys
 from pagestream_kernels.tuning.write import BUILT, KNOWN, TIMED, write_table

@@ -19,8 +19,7 @@ from pagestream_engine.attention import AttentionBatch, CacheShape, KVStore
 from pagestream_engine.attention.triton import deterministic_attention
 from pagestream_engine.attention.triton.attention import TritonMetadata
 from pagestream_engine.attention.triton.deterministic_attention import DeterministicTritonAttention
-from pagestream_engine.runner import ModelRunner
-from pagestream_engine.runner.recorder import EagerRecorder, Step
+from pagestream_engine.runner import EagerRecorder, ModelRunner, Step
 from support.engines.tiny_models import make_model, random_prompts
 from support.kernels.worker import KernelWorker
 from torch.utils._python_dispatch import TorchDispatchMode

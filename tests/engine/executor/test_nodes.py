@@ -35,7 +35,7 @@ from pagestream_engine.executor.nodes.handshake import Hello, join
 from pagestream_engine.executor.nodes.link import Link, LinkKeys
 from pagestream_engine.executor.nodes.listener import RankListener
 from support.engines.arithmetic_model import make_folder, undisturbed
-from support.engines.faulty_runners import FACTS, make_faulty_rank
+from support.engines.faulty_runners import FACTS, FaultyRunner
 from support.engines.nodes import TESTS, node_options, start_follower
 from support.processes.waiting import children_of, is_running, wait_until
 
@@ -101,7 +101,7 @@ def run(engine: Engine, tokens: dict[str, list[int]], num_steps: int = 1000) -> 
 def test_lost_machines_end_the_group_and_requests_go_on_with_the_next_generation(
     tmp_path: Path, options: dict[str, Any], follower: Follower
 ) -> None:
-    engine = Engine(tmp_path, EngineConfig.from_options(options), make_runner=make_faulty_rank)
+    engine = Engine(tmp_path, EngineConfig.from_options(options), make_runner=FaultyRunner)
     tokens: dict[str, list[int]] = {str(number): [] for number in range(len(PROMPTS))}
     for number, prompt in enumerate(PROMPTS):
         engine.add_request(str(number), prompt, params(number))
@@ -137,9 +137,9 @@ LEADER = """
 import json, sys, time
 from pathlib import Path
 from pagestream_engine import Engine, EngineConfig
-from support.engines.faulty_runners import make_faulty_rank
+from support.engines.faulty_runners import FaultyRunner
 if __name__ == "__main__":
-    engine = Engine(Path(sys.argv[1]), EngineConfig.from_options(json.loads(sys.argv[2])), make_runner=make_faulty_rank)
+    engine = Engine(Path(sys.argv[1]), EngineConfig.from_options(json.loads(sys.argv[2])), make_runner=FaultyRunner)
     print("loaded", flush=True)
     time.sleep(3600)
 """
@@ -175,7 +175,7 @@ def test_a_machine_without_the_secret_is_refused(
     other.write_text("f" * 32)
     config = EngineConfig.from_options({**options, "node_rank": 1, "node_secret_file": str(other)})
     with pytest.raises(NodeRefused, match="expected the leader's secret"):
-        run_node(tmp_path, config, make_faulty_rank)
+        run_node(tmp_path, config, FaultyRunner)
     assert listener.missing == [1]
 
 
@@ -183,7 +183,7 @@ def test_a_machine_with_other_options_is_refused_by_name(
     tmp_path: Path, options: dict[str, Any], listener: RankListener
 ) -> None:
     with pytest.raises(NodeRefused, match="settings: given others than the leader's"):
-        run_node(tmp_path, EngineConfig.from_options({**options, "node_rank": 1}), make_faulty_rank)
+        run_node(tmp_path, EngineConfig.from_options({**options, "node_rank": 1}), FaultyRunner)
     assert listener.missing == [1]
 
 
@@ -282,13 +282,13 @@ def test_an_injected_frame_ends_the_link() -> None:
 def test_a_leader_and_a_machine_alone_give_up(tmp_path: Path, options: dict[str, Any]) -> None:
     alone = {**options, "node_join_timeout_s": 0.1}
     with pytest.raises(NodesMissing, match=r"ranks \[1\] have not joined within 0.1 s"):
-        Engine(tmp_path, EngineConfig.from_options(alone), make_runner=make_faulty_rank)
+        Engine(tmp_path, EngineConfig.from_options(alone), make_runner=FaultyRunner)
     assert not active_children()
     with pytest.raises(NodesMissing, match=r"no leader has answered at 127\.0\.0\.1"):
-        run_node(tmp_path, EngineConfig.from_options({**alone, "node_rank": 1}), make_faulty_rank)
+        run_node(tmp_path, EngineConfig.from_options({**alone, "node_rank": 1}), FaultyRunner)
     Path(options["node_secret_file"]).write_text("short")
     with pytest.raises(ConfigError, match="at least 16 bytes"):
-        Engine(tmp_path, EngineConfig.from_options(options), make_runner=make_faulty_rank)
+        Engine(tmp_path, EngineConfig.from_options(options), make_runner=FaultyRunner)
 
 
 def test_a_constraint_arrives_with_its_marks_of_reasoning() -> None:

@@ -12,15 +12,14 @@ from pathlib import Path
 
 import pytest
 from pagestream_engine import ConfigError, Engine, EngineConfig, ExecutorDied, ExecutorError, SamplingParams, Sibling
-from pagestream_engine.executor import process
 from support.engines.arithmetic_model import HOST_PAGE_BYTES, make_folder, undisturbed
 from support.engines.faulty_runners import (
     COMPUTING,
     FACTS,
-    LAST_STEP,
+    FaultyRunner,
+    UnendingRunner,
     die_while_loading,
-    make_faulty_runner,
-    make_unending_runner,
+    rank_file,
     refuse_to_load,
 )
 from support.processes.waiting import wait_until
@@ -43,7 +42,7 @@ def make_engine(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
 
     def make(**options: object) -> Engine:
         config = EngineConfig.from_options({**OPTIONS, "executor": "process", **options})
-        engines.append(Engine(make_folder(tmp_path), config, make_runner=make_faulty_runner))
+        engines.append(Engine(make_folder(tmp_path), config, make_runner=FaultyRunner))
         return engines[-1]
 
     yield make
@@ -86,7 +85,7 @@ def test_the_tokens_are_those_of_an_undisturbed_run(make_engine: Callable[..., E
 def test_its_death_in_a_step_is_noticed(make_engine: Callable[..., Engine], tmp_path: Path) -> None:
     engine = make_engine()
     add_requests(engine)
-    (tmp_path / LAST_STEP).write_text("4 kill")
+    rank_file(tmp_path).write_text("4 kill")
     with pytest.raises(ExecutorDied, match="killed by signal 9") as caught:
         run(engine)
     assert caught.value.exit_code == -signal.SIGKILL
@@ -107,7 +106,7 @@ def test_its_death_is_noticed_while_nothing_runs(make_engine: Callable[..., Engi
 def test_requests_go_on_after_its_death(make_engine: Callable[..., Engine], tmp_path: Path) -> None:
     engine = make_engine()
     expected = add_requests(engine)
-    (tmp_path / LAST_STEP).write_text("6 kill")
+    rank_file(tmp_path).write_text("6 kill")
     tokens: Tokens = defaultdict(list)
     with pytest.raises(ExecutorDied):
         run(engine, tokens)
@@ -124,7 +123,7 @@ def test_a_step_that_failed_there_can_be_run_again(
     """Nothing is launched behind it, though another one has been sent."""
     engine = make_engine(async_scheduling=ahead)
     expected = add_requests(engine)
-    (tmp_path / LAST_STEP).write_text("4 raise")
+    rank_file(tmp_path).write_text("4 raise unpicklable")
     tokens: Tokens = defaultdict(list)
     with pytest.raises(ExecutorError, match="Unpicklable") as caught:
         run(engine, tokens)
@@ -141,7 +140,7 @@ def test_answers_that_an_interrupted_caller_left_behind_are_not_taken(
     tokens: Tokens = defaultdict(list)
     for _ in range(3):
         with monkeypatch.context() as patched:
-            patched.setattr(process, "wait", _interrupt)
+            patched.setattr("pagestream_engine.executor.process.wait", _interrupt)
             with pytest.raises(KeyboardInterrupt):
                 run(engine, tokens)
     assert run(engine, tokens) == expected
@@ -169,7 +168,7 @@ def _interrupt(*_: object) -> None:
 
 def test_it_ends_in_a_step_without_an_abort(tmp_path: Path) -> None:
     config = EngineConfig.from_options({"executor": "process", "async_scheduling": True})
-    engine = Engine(make_folder(tmp_path), config, make_runner=make_unending_runner)
+    engine = Engine(make_folder(tmp_path), config, make_runner=UnendingRunner)
     [child] = active_children()
     engine.add_request("a", [1, 2, 3], SamplingParams())
     assert engine.step() == []

@@ -8,13 +8,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from multiprocessing import active_children
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 from pagestream_engine import ConfigError, Engine, EngineConfig, RankLost, SamplingParams
-from pagestream_engine.executor.rank_group import RankGroup
 from support.engines.arithmetic_model import make_folder, undisturbed
-from support.engines.faulty_runners import FACTS, make_faulty_rank, rank_file, refuse_on_rank_1
+from support.engines.faulty_runners import FACTS, FaultyRunner, rank_file, refuse_to_load
 from support.processes.waiting import children_of, is_running, wait_until
 
 pytestmark = pytest.mark.served
@@ -27,11 +27,15 @@ Tokens = dict[str, list[int]]
 def engine(tmp_path: Path) -> Iterator[Engine]:
     """Of two ranks, with five requests that have begun: the first step of a group has a longer limit."""
     config = EngineConfig.from_options({**OPTIONS, "tensor_parallel_size": 2})
-    engine = Engine(make_folder(tmp_path), config, make_runner=make_faulty_rank)
+    engine = Engine(make_folder(tmp_path), config, make_runner=FaultyRunner)
     for number, prompt in enumerate(PROMPTS):
         engine.add_request(str(number), prompt, params(number))
     yield engine
     engine.close()
+
+
+def ranks_by_name() -> dict[str, BaseProcess]:
+    return {child.name: child for child in active_children() if child.name.startswith("pagestream-rank")}
 
 
 def params(number: int) -> SamplingParams:
@@ -74,14 +78,12 @@ def begun(engine: Engine) -> Tokens:
 def test_a_rank_that_fails_ends_the_group_and_requests_go_on_with_another(
     engine: Engine, tmp_path: Path, fault: str, reason: str
 ) -> None:
-    group, tokens = engine._steps.executor, begun(engine)
-    assert isinstance(group, RankGroup)
-    ranks = [child for child in active_children() if child.pid in group.pids]
+    tokens, ranks = begun(engine), ranks_by_name()
     assert len(ranks) == 2
     rank_file(tmp_path, 1).write_text(fault)
     with pytest.raises(RankLost, match=reason):
         run(engine, tokens)
-    assert [rank.exitcode for rank in ranks] == [-signal.SIGKILL] * 2
+    assert [rank.exitcode for rank in ranks.values()] == [-signal.SIGKILL] * 2
     with pytest.raises(RankLost, match=reason):
         engine.check_executor()
     rank_file(tmp_path, 1).unlink(missing_ok=True)
@@ -100,8 +102,7 @@ def test_a_step_that_all_ranks_fail_fails_alone(engine: Engine, tmp_path: Path) 
 
 
 def test_a_death_is_noticed_while_nothing_runs(engine: Engine) -> None:
-    assert isinstance(engine._steps.executor, RankGroup)
-    ranks = {child.name: child for child in active_children() if child.pid in engine._steps.executor.pids}
+    ranks = ranks_by_name()
     engine.check_executor()
     ranks["pagestream-rank-1"].kill()
     ranks["pagestream-rank-1"].join(30)
@@ -113,19 +114,20 @@ def test_a_death_is_noticed_while_nothing_runs(engine: Engine) -> None:
 def test_what_one_rank_raises_while_it_loads_comes_through(tmp_path: Path) -> None:
     config = EngineConfig.from_options({"tensor_parallel_size": 2})
     with pytest.raises(ConfigError, match="torch finds no GPU"):
-        Engine(make_folder(tmp_path), config, make_runner=refuse_on_rank_1)
-    assert not [child for child in active_children() if child.name.startswith("pagestream-rank")]
+        Engine(make_folder(tmp_path), config, make_runner=refuse_to_load)
+    assert not ranks_by_name()
 
 
 PARENT = """
 import sys, time
+from multiprocessing import active_children
 from pathlib import Path
 from pagestream_engine import Engine, EngineConfig
-from support.engines.faulty_runners import make_faulty_rank
+from support.engines.faulty_runners import FaultyRunner
 if __name__ == "__main__":
     config = EngineConfig.from_options({"tensor_parallel_size": 2, "num_gpu_blocks_override": 8})
-    engine = Engine(Path(sys.argv[1]), config, make_runner=make_faulty_rank)
-    print(*engine._steps.executor.pids, flush=True)
+    engine = Engine(Path(sys.argv[1]), config, make_runner=FaultyRunner)
+    print(*(child.pid for child in sorted(active_children(), key=lambda child: child.name)), flush=True)
     time.sleep(3600)
 """
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 from pagestream_engine import ModelFileError, ModelNotFound
-from pagestream_engine.models.folder import load_tokenizer, model_revision, resolve_model
+from pagestream_engine.models import load_tokenizer, model_revision, resolve_model
 from safetensors.torch import load_file, save_file
 from support.engines.arithmetic_model import byte_level_tokenizer, make_folder
 

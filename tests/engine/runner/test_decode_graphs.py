@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 from pagestream_engine import Engine, EngineConfig, SamplingParams, Sibling
-from pagestream_engine.runner import ModelRunner
+from pagestream_engine.runner import EagerRecorder, ModelRunner, Step
 from pagestream_engine.runner.decode_graphs import graph_sizes
-from pagestream_engine.runner.recorder import EagerRecorder, Step
 from pagestream_engine.transfers import PackedUpload
 from support.engines.tiny_models import random_prompts
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -8,39 +8,21 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from pagestream_engine.config import EngineConfig
-from pagestream_engine.errors import ConfigError, OutOfMemory
-from pagestream_engine.step.pending import PendingResult
-from pagestream_engine.step.records import StepPlan, StepResult
+from pagestream_engine import ConfigError, EngineConfig, OutOfMemory
+from pagestream_engine.step import PendingResult, StepPlan, StepResult
 from support.engines.arithmetic_model import ArithmeticFacts, SeededRunner
 
 FACTS = ArithmeticFacts(vocab_size=23)
 COMPUTING = "computing"
-LAST_STEP = "last_step"
-"""File in the model folder with the number of the step at which the runner fails once, and what it does: an int, then
-`kill` or `raise`."""
+"""File in the model folder by which a runner says that its endless step computes."""
 
 
 class FaultyRunner(SeededRunner):
-    """Does once, at the step that a file says, what it says."""
+    """Does once, at the first step from the one on that its rank's file says, what the file says.
 
-    def __init__(self, folder: Path, config: EngineConfig) -> None:
-        super().__init__(config, FACTS)
-        self._file = folder / LAST_STEP
-
-    def execute(self, plan: StepPlan) -> PendingResult:
-        if self._file.exists():
-            step, _, fault = self._file.read_text().partition(" ")
-            if self.num_steps == int(step):
-                self._file.unlink()
-                if fault == "kill":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                raise Unpicklable(lambda: None)
-        return super().execute(plan)
-
-
-class FaultyRank(SeededRunner):
-    """Does once, at the step that its rank's file says, what it says: `kill`, `stop`, `raise`, or `differ`."""
+    `kill` and `stop` are signals; `raise` is a step that ran out of memory, `raise unpicklable` what a library may
+    raise; with `differ` the rank samples other tokens than the others.
+    """
 
     def __init__(self, folder: Path, config: EngineConfig) -> None:
         super().__init__(config, FACTS)
@@ -50,12 +32,14 @@ class FaultyRank(SeededRunner):
         fault = self._take_fault()
         if fault == "raise":
             raise OutOfMemory("no memory for this step")
+        if fault == "raise unpicklable":
+            raise Unpicklable(lambda: None)
         if fault in ("kill", "stop"):
             os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+        if fault != "differ":
+            return super().execute(plan)
         result = super().execute(plan)()
-        if fault == "differ":
-            result = replace(result, token_ids=result.token_ids + 1)
-        return lambda: result
+        return lambda: replace(result, token_ids=result.token_ids + 1)
 
     def _take_fault(self) -> str:
         if not self._file.exists():
@@ -67,27 +51,9 @@ class FaultyRank(SeededRunner):
         return fault
 
 
-def rank_file(folder: Path, rank: int) -> Path:
+def rank_file(folder: Path, rank: int = 0) -> Path:
     """File of a rank's fault: the number of the first step at which it happens, and the fault."""
     return folder / f"fault_of_rank_{rank}"
-
-
-def make_faulty_rank(folder: Path, config: EngineConfig) -> FaultyRank:
-    """Return a runner that reads its rank's fault from the folder."""
-    return FaultyRank(folder, config)
-
-
-def refuse_on_rank_1(folder: Path, config: EngineConfig) -> FaultyRank:
-    """Fail on one rank; the other one waits for it."""
-    if config.place.rank == 1:
-        return refuse_rank()
-    time.sleep(3600)
-    return FaultyRank(folder, config)
-
-
-def refuse_rank() -> FaultyRank:
-    """Fail as a rank without a device."""
-    raise ConfigError("device", "cuda", "cpu or auto", "torch finds no GPU on this machine")
 
 
 class UnendingRunner(SeededRunner):
@@ -114,22 +80,14 @@ class Unpicklable(Exception):  # noqa: N818
     """As a library may raise one."""
 
 
-def make_faulty_runner(folder: Path, config: EngineConfig) -> FaultyRunner:
-    """Return a runner that reads its fault from the folder."""
-    return FaultyRunner(folder, config)
-
-
-def make_unending_runner(folder: Path, config: EngineConfig) -> UnendingRunner:
-    """Return a runner whose steps don't end."""
-    return UnendingRunner(folder, config)
-
-
 def refuse_to_load(folder: Path, config: EngineConfig) -> FaultyRunner:
-    """Fail as a runner whose device is missing."""
+    """Fail as a runner whose device is missing; of several ranks the second one alone, for which the first waits."""
+    if config.place.size > 1 and config.place.rank != 1:
+        time.sleep(3600)
     raise ConfigError("device", "cuda", "cpu or auto", "torch finds no GPU on this machine")
 
 
 def die_while_loading(folder: Path, config: EngineConfig) -> FaultyRunner:
     """End the process as the kernel does where memory runs out."""
     os.kill(os.getpid(), signal.SIGKILL)
-    return make_faulty_runner(folder, config)
+    return FaultyRunner(folder, config)

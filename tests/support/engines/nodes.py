@@ -16,9 +16,9 @@ PROGRAM = """
 import json, sys
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.executor.nodes.follower import run_node
-from support.engines.faulty_runners import make_faulty_rank
+from support.engines.faulty_runners import FaultyRunner
 if __name__ == "__main__":
-    sys.exit(run_node(sys.argv[1], EngineConfig.from_options(json.loads(sys.argv[2])), make_faulty_rank) or 0)
+    sys.exit(run_node(sys.argv[1], EngineConfig.from_options(json.loads(sys.argv[2])), FaultyRunner) or 0)
 """
 
 
