@@ -38,7 +38,7 @@ _UNUSED_S = 86_400  # after which a tenant's reservations are forgotten, beside 
 
 _RECORD_BYTES = 8192  # a record (1.3 to 2.4 KB), and the blocks that a log is made of (4 KB, one partly filled)
 _PROMPT_TOKEN_BYTES = 3
-_ENTRY_BYTES = 64  # measured: 45 with texts of four letters, see tests/integration/streams/test_memory.py
+_ENTRY_BYTES = 64  # measured: 45 with texts of four letters, see tests/streams/test_log_quota.py
 _LOGPROB_BYTES = 24  # for each likeliest token, and for the chosen one
 _FLOAT_BYTES = 4
 
