@@ -79,17 +79,31 @@ build() { # NAME DOCKERFILE CONTEXT
   esac
 }
 
-mkdir -p "$out"
-for image in "${images[@]}"; do
-  name=${image%%=*} begin=$SECONDS
-  file=deploy/images/${name#pagestream-}.Dockerfile context=.
-  if [ "$image" != "$name" ]; then file=${image#*=} context=$(dirname "$file"); fi
+make_image() { # NAME[=DOCKERFILE]
+  local name=${1%%=*} begin=$SECONDS
+  local file=deploy/images/${name#pagestream-}.Dockerfile context=.
+  if [ "$1" != "$name" ]; then file=${1#*=} context=$(dirname "$file"); fi
   if ! build "$name" "$file" "$context" >"$out/$name.log" 2>&1; then
     tail -n 40 "$out/$name.log" >&2
     echo "images: $name can't be built; the whole log is $out/$name.log" >&2
-    exit 1
+    return 1
   fi
   python3 deploy/images/archive.py "$out/$name.tar" usr/share/pagestream/sbom.cdx.json \
     >"$out/$name.cdx.json" 2>/dev/null || rm -f "$out/$name.cdx.json"
   echo "images: $name:$tag in $((SECONDS - begin)) s, $(du -h "$out/$name.tar" | cut -f1)"
+}
+
+# The engine takes longer than all others together, which share their first layers: it is built beside them.
+mkdir -p "$out"
+failed=0 engines=()
+for image in "${images[@]}"; do
+  if [[ $image == pagestream-engine* ]]; then
+    make_image "$image" &
+    engines+=($!)
+  fi
 done
+for image in "${images[@]}"; do
+  if [[ $image != pagestream-engine* ]]; then make_image "$image" || failed=1; fi
+done
+for engine in "${engines[@]}"; do wait "$engine" || failed=1; done
+exit $failed

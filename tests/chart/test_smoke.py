@@ -11,6 +11,8 @@ import pytest
 from support.kubernetes.chart import CHART
 from support.processes.stack import Gateway, Stack, running_stack
 
+pytestmark = [pytest.mark.kube, pytest.mark.served]
+
 SMOKE = CHART / "files" / "smoke.py"
 KEY = "ps-tests"
 

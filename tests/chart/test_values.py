@@ -1,7 +1,9 @@
-"""The chart's values against their schema and their README, without helm."""
+"""x"""
 
 import json
+import runpy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,9 @@ import yaml
 from jsonschema import Draft202012Validator
 from jsonschema.validators import validator_for
 from support.kubernetes.chart import CHART
+
+# -- The chart's values against their schema and their README, without helm
+
 
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
@@ -125,3 +130,21 @@ def test_every_value_is_in_the_readme_with_a_description() -> None:
     for path in leaves(VALUES):
         # A list or object may be described as a whole.
         assert documented & {".".join(path[:length]) for length in range(1, len(path) + 1)}, ".".join(path)
+
+
+# -- Files that are made from others are as they would be made now
+
+
+TOOL: dict[str, Any] = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "generate_chart.py"))
+
+
+@pytest.mark.parametrize("part", ["schema", "dashboards"])
+def test_is_up_to_date(part: str) -> None:
+    for path, text in TOOL["PARTS"][part]().items():
+        assert path.read_text() == text, f"run tools/generate_chart.py {part}"
+
+
+def test_the_pools_schema_has_the_fields_of_the_definition_but_replicas() -> None:
+    properties = json.loads(TOOL["schema_text"]())["$defs"]["enginePoolSpec"]["properties"]
+    assert {"model", "engine", "template", "scaling", "minReplicas", "maxReplicas"} <= set(properties)
+    assert "replicas" not in properties

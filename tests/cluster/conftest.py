@@ -1,5 +1,7 @@
 """One release for all scenarios, which run in the order of `ORDER`; a table of times at the end.
 
+`-m short` chooses what CI runs: install from nothing, stream, kill, scale to zero and back, upgrade, uninstall.
+
 The cluster is KUBECONFIG's; images must lie on its nodes (tests/cluster/prepare.sh). Everything happens in namespaces
 of these tests' own. On a failure, pods, events and logs are shown. With PAGESTREAM_KEEP_RELEASE set, the release is not
 taken away at the end and used again by the next run: for work on one scenario.
@@ -44,8 +46,8 @@ ORDER = (
     "nodes",
     "uninstall",
 )
-NUM_QUESTIONS = 16
-MOST_TOKENS = 900  # the demo model's context is 1,024
+NUM_QUESTIONS = 12
+MOST_TOKENS = 600
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -35,6 +35,7 @@ async def test_an_engine_pod_deleted_by_force(scene: Scene) -> None:
         scene.times.note("from there until the pool is whole", time.monotonic() - begin)
 
 
+@pytest.mark.short
 async def test_an_engine_process_killed_on_the_node(scene: Scene) -> None:
     need_node_here(scene)
     victims: list[Object] = []
@@ -88,16 +89,18 @@ async def test_the_redis_pod_killed(scene: Scene) -> None:
         await scene.until("Redis", lambda: NAMESPACE.ready_pods(scene.release.selector("redis")))
 
 
-@pytest.mark.parametrize("way", ["deleted", "deleted by force"])
-async def test_a_gateway_pod(scene: Scene, way: str) -> None:
+def delete(pod: str) -> None:
+    NAMESPACE.kubectl("delete", "pod", pod, "--wait=false")
+
+
+async def test_gateway_pods(scene: Scene) -> None:
+    """One that is deleted hands its streams on; then one is deleted by force."""
     gateways = scene.release.selector("gateway")
-    before = NAMESPACE.ready_pods(gateways)
-
-    def disturb() -> None:
-        if way == "deleted":
-            NAMESPACE.kubectl("delete", "pod", before[0], "--wait=false")
-        else:
-            delete_by_force(before[0])
-
-    async with scene.disturbed(f"a gateway pod {way}", disturb):
-        await scene.until("as many gateways", lambda: len(NAMESPACE.ready_pods(gateways)) == len(before), limit_s=90)
+    count = len(NAMESPACE.ready_pods(gateways))
+    async with scene.load() as load:
+        for way, lose in {"deleted": delete, "deleted by force": delete_by_force}.items():
+            await load.wait_under_way()
+            await asyncio.to_thread(lose, NAMESPACE.ready_pods(gateways)[0])
+            await scene.until("as many gateways", lambda: len(NAMESPACE.ready_pods(gateways)) == count, limit_s=90)
+            await load.wait_marked()
+            scene.times.note(f"a gateway pod {way}: longest silence of a stream", load.longest_silence_s)

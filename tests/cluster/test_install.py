@@ -17,6 +17,7 @@ from support.processes.waiting import wait_until
 from support.redis.servers import skip_for_want_of
 
 
+@pytest.mark.short
 def test_everything_is_ready(release: Release, times: Times) -> None:
     components = {"gateway": 2, "redis": 1, "operator": 2, "collector": 2}
 
@@ -33,6 +34,7 @@ def test_everything_is_ready(release: Release, times: Times) -> None:
     assert not is_ready(pool, "Degraded")
 
 
+@pytest.mark.short
 def test_pods_have_no_rights(release: Release) -> None:
     """The namespace admits only what Pod Security calls restricted; beyond it, roots are read-only. The images run as a
     user whom they do not know, as on OpenShift.
@@ -45,18 +47,21 @@ def test_pods_have_no_rights(release: Release) -> None:
             assert container["securityContext"]["readOnlyRootFilesystem"] is True
 
 
+@pytest.mark.short
 def test_helm_test(release: Release, times: Times) -> None:
     with times.of("helm test"):
         said = release.helm("test", release.name, "--timeout", "120s")
     assert "Phase:          Succeeded" in said
 
 
+@pytest.mark.short
 async def test_a_stream_by_our_client(target: str, api_key: str) -> None:
     async with AsyncClient([target], api_key=api_key) as client:
         answer = await client.generate("demo", "The lighthouse", max_tokens=16, ignore_eos=True).collect()
     assert len(answer.choices[0].token_ids) == 16
 
 
+@pytest.mark.short
 async def test_without_a_key_nobody_is_served(release: Release, target: str) -> None:
     async with AsyncClient([target]) as client:
         with pytest.raises(Unauthenticated):
@@ -82,6 +87,7 @@ def test_a_stream_by_grpcurl(target: str, api_key: str) -> None:
     assert sum(len(chunk.token_ids) for chunk in chunks) == 8, said
 
 
+@pytest.mark.short
 def test_a_stream_by_the_openai_client(target: str, api_key: str) -> None:
     url = f"http://{target.rpartition(':')[0]}:8000/v1"
     with OpenAI(base_url=url, api_key=api_key, max_retries=0) as client:
@@ -97,6 +103,7 @@ def test_a_stream_by_the_openai_client(target: str, api_key: str) -> None:
     assert len(text) > 10
 
 
+@pytest.mark.short
 def test_undisturbed_answers_are_long(answers: dict[int, Content], questions: list[Question]) -> None:
     """What all that follows is held against."""
     assert len(answers) == len(questions)

@@ -15,8 +15,8 @@ from support.kubernetes.release import NAMESPACE, Scene, wait_for_pool
 
 POOL = "shared"
 MODELS = ("first", "second")
-NUM_QUESTIONS = 8
-MOST_TOKENS = 500
+NUM_QUESTIONS = 6
+MOST_TOKENS = 400
 WIDTH = 6
 
 
@@ -45,7 +45,7 @@ def shared(scene: Scene) -> Iterator[Scene]:
         make_pool(scene)
         wait_for_pool(POOL, 1)
     questions = [Question(number, MOST_TOKENS, MODELS[number % len(MODELS)]) for number in range(NUM_QUESTIONS)]
-    with scene.times.of("eight streams of two models by one engine, which changes its model for the second"):
+    with scene.times.of("six streams of two models by one engine, which changes its model for the second"):
         answers = asyncio.run(known_answers([scene.target], scene.api_key, questions))
     yield Scene(scene.release, scene.target, scene.api_key, questions, answers, scene.times, POOL, WIDTH)
     NAMESPACE.kubectl("delete", "enginepool", POOL, "--wait", "--timeout", "90s", limit_s=100)

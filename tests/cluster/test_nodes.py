@@ -15,9 +15,9 @@ from support.kubernetes.engines import busiest_engine, delete_by_force, num_rest
 from support.kubernetes.release import NAMESPACE, Scene, wait_for_pool
 
 POOL = "pair"
-NUM_QUESTIONS = 8
-MOST_TOKENS = 500
-WIDTH = 6
+NUM_QUESTIONS = 6
+MOST_TOKENS = 300
+WIDTH = 4
 SAME_TOKENS = 64
 """Of an answer, compared with one process. A sum of two parts may have other bits than the whole, so somewhere within
 thousands of tokens two that are almost as likely change places."""
@@ -82,30 +82,33 @@ def force_deletion(follower: Object) -> None:
     delete_by_force(name_of(follower))
 
 
-@pytest.mark.parametrize("lose", [kill_process, force_deletion])
-async def test_a_lost_rank(pair: Scene, lose: Callable[[Object], None]) -> None:
-    """The group ends with it, its streams go on with another group, and it forms again."""
+async def test_lost_ranks(pair: Scene) -> None:
+    """The group ends with its rank, its streams go on with another group, and it forms again."""
     pair.pin(2)
     await pair.settled(2)
-    what = {
-        kill_process: "kill -9 of a rank in another pod than its group's leader",
-        force_deletion: "kubectl delete pod --force of the same pod",
-    }[lose]
-    if lose is kill_process:
-        process_of(follower_of(min(pair.pods())), "engine")  # skips where it runs on another machine
-    leaders: dict[str, int] = {}
+    ways = {
+        "kill -9 of a rank in another pod than its group's leader": kill_process,
+        "kubectl delete pod --force of the same pod": force_deletion,
+    }
+    process_of(follower_of(min(pair.pods())), "engine")  # skips where it runs on another machine
+    async with pair.load() as load:
+        for what, lose in ways.items():
+            await load.wait_under_way()
+            leader, restarts = await asyncio.to_thread(lose_rank, pair, lose)
+            begin = time.monotonic()
+            await pair.until("the leader's restart", lambda: num_restarts(leader) > restarts)  # noqa: B023
+            await pair.settled(2)
+            pair.times.note("from there until its group is ready again", time.monotonic() - begin)
+            await load.wait_marked()
+            pair.times.note(f"{what}: longest silence of a stream", load.longest_silence_s)
 
-    def disturb() -> None:
-        leader = name_of(busiest_engine(pair))
-        leaders[leader] = num_restarts(leader)
-        lose(follower_of(leader))
 
-    async with pair.disturbed(what, disturb):
-        [(leader, restarts)] = leaders.items()
-        begin = time.monotonic()
-        await pair.until("the leader's restart", lambda: num_restarts(leader) > restarts)
-        await pair.settled(2)
-        pair.times.note("from there until its group is ready again", time.monotonic() - begin)
+def lose_rank(pair: Scene, lose: Callable[[Object], None]) -> tuple[str, int]:
+    """Lose the other pod of the busiest group; return the group's leader, and how often that was started before."""
+    leader = name_of(busiest_engine(pair))
+    restarts = num_restarts(leader)
+    lose(follower_of(leader))
+    return leader, restarts
 
 
 async def test_a_rolling_update(pair: Scene) -> None:

@@ -7,14 +7,8 @@ import time
 from support.kubernetes.cluster import Object, seconds_to_ready
 from support.kubernetes.release import NAMESPACE, Scene
 
-FEW_BLOCKS = 256  # 4,096 tokens: four or five of these streams fill it
-EARLY = {"target": 0.4, "low": 0.2}
-EAGER = {
-    "backlog": {"arrivalWindowSeconds": 15},
-    "panic": {"holdSeconds": 5, "holdStartups": 0},
-    "stabilization": {"downSeconds": 5, "downStartups": 0, "watchSeconds": 5},
-    "rate": {"downPeriodSeconds": 5, "downPods": 1, "downFraction": 0},
-}
+FEW_BLOCKS = 256  # 4,096 tokens: six or seven of these streams fill it
+EARLY = {"target": 0.25, "low": 0.1}
 
 
 def scaling(scene: Scene) -> Object:
@@ -25,7 +19,7 @@ def scaling(scene: Scene) -> Object:
 
 async def test_kv_utilization_brings_engines(scene: Scene) -> None:
     """Five long streams are no backlog for one engine; it is its KV pool that they fill."""
-    scene.patch(engine={"numGpuBlocksOverride": FEW_BLOCKS}, scaling={**EAGER, "kvUtilization": EARLY})
+    scene.patch(engine={"numGpuBlocksOverride": FEW_BLOCKS}, scaling={"kvUtilization": EARLY})
     await scene.settled(1)
     decisions: list[Object] = []
 
@@ -50,10 +44,10 @@ async def test_kv_utilization_brings_engines(scene: Scene) -> None:
 
 async def test_more_load_brings_all_engines(scene: Scene) -> None:
     scene.patch(scaling={"kvUtilization": None})
-    async with scene.load(width=16) as load:
+    async with scene.load(width=24) as load:
         begin = time.monotonic()
         await scene.until("three engines", lambda: len(NAMESPACE.ready_pods(scene.engines)) == 3, limit_s=120)
-        scene.times.note("16 streams until three engines are ready", time.monotonic() - begin)
+        scene.times.note("24 streams until three engines are ready", time.monotonic() - begin)
         await load.wait_finished(6)
     newest = max(NAMESPACE.pods(scene.engines), key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
     scene.times.note("an engine's start-up under load: pod created until ready", seconds_to_ready(newest))
@@ -62,7 +56,7 @@ async def test_more_load_brings_all_engines(scene: Scene) -> None:
 async def test_scale_in_in_the_middle_of_streams(scene: Scene) -> None:
     scene.pin(3)
     await scene.settled(3)
-    async with scene.load(width=12) as load:
+    async with scene.load(width=8) as load:
         await load.wait_under_way()
         begin = time.monotonic()
         scene.pin(1)

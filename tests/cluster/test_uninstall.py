@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from support.faults.checked_load import known_answers
 from support.kubernetes.cluster import ClusterError, Release, run, wait_for
 from support.kubernetes.release import NAMESPACE, Scene, wait_for_pool
@@ -52,6 +53,7 @@ async def test_uninstall_and_install_again(scene: Scene) -> None:
     ]
 
 
+@pytest.mark.short
 def test_nothing_is_left_at_the_end(release: Release) -> None:
     release.uninstall()
     wait_for("all objects to go", lambda: not left(release) or None, limit_s=60)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
+import pytest
 from support.kubernetes.cluster import name_of, run
 from support.kubernetes.release import NAMESPACE, Scene
 
@@ -31,6 +32,7 @@ def engines(scene: Scene) -> dict[str, int]:
     }
 
 
+@pytest.mark.short
 async def test_other_values_and_another_definition(scene: Scene) -> None:
     scene.pin(2)
     await scene.settled(2)
@@ -38,7 +40,7 @@ async def test_other_values_and_another_definition(scene: Scene) -> None:
     make_older()
     assert columns() != current
     what = "helm upgrade under load: gateways and operators restart, the definition changes"
-    async with scene.load(width=6) as load:
+    async with scene.load() as load:
         await load.wait_under_way()
         with scene.times.of(what):
             await asyncio.to_thread(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+import pytest
 from pagestream_client import AsyncClient, Chunk
 from support.kubernetes.release import NAMESPACE, Scene
 
@@ -15,6 +16,7 @@ message: here kubectl looks for the decision, and streams, cluster and kubectl s
 FIRST_TOKEN_LIMIT_S = 90.0
 
 
+@pytest.mark.short
 async def test_to_zero_and_back(scene: Scene) -> None:
     scene.patch(replicas=None, minReplicas=0, scaling={"idle": {"afterSeconds": 5}})
     begin = time.monotonic()

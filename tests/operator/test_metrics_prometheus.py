@@ -7,15 +7,13 @@ import json
 import shutil
 import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pagestream_operator.errors import SourceUnavailable
+from pagestream_operator import SourceUnavailable
 from pagestream_operator.metrics import MetricsStore, PoolMetrics, PrometheusSettings, PrometheusSource
 from support.clients.gateway_clients import issue_certificate
-from support.kubernetes.control_plane import ControlPlane, eventually
-from support.kubernetes.operator_process import PoolWorld, running_operator
 from support.processes.waiting import until
 from support.telemetry.prometheus_servers import Pages, running_prometheus, serving_pages
 
@@ -70,6 +68,7 @@ def observed(store: MetricsStore) -> PoolMetrics:
     return store.observe(namespace="ns", pool="demo", model="demo", pods=["pod-0"])
 
 
+@pytest.mark.kube
 async def test_what_prometheus_scrapes_arrives_with_the_time_of_its_scrape(tmp_path: Path, pages: Pages) -> None:
     store = MetricsStore()
     began = time.time()
@@ -118,30 +117,8 @@ def _queue_time(store: MetricsStore) -> float:
     return queue.time_s if queue is not None else 0.0
 
 
-def test_an_operator_with_the_setting_queries_prometheus(
-    kube: ControlPlane, new_world: Callable[[], PoolWorld], tmp_path: Path, pages: Pages
-) -> None:
-    world = new_world()
-    world.create("asked", minReplicas=1, maxReplicas=3)
-    with (
-        running_prometheus(tmp_path, pages, {"/engine": {"k8s_namespace_name": world.namespace}}) as url,
-        running_operator(kube, world.namespace, PROMETHEUS_URL=url),
-    ):
-        (pod,) = eventually(lambda: world.make_ready("asked", 1), "a pod")
-        labels = f'{{k8s_pod_name="{pod}",pagestream_pool="asked",{MODEL}}}'
-        queue = f'{{k8s_pod_name="gw-0",{MODEL}}}'.replace("demo", "asked")
-        pages.pages["/engine"] = f"""
-pagestream_kv_utilization_ratio{labels} 0.95
-pagestream_requests_running{labels} 9
-pagestream_requests_waiting{labels} 0
-pagestream_queue_tokens{queue} 0
-pagestream_queue_running{queue} 9
-"""
-        world.wait_replicas(2, "asked")
-        status = eventually(lambda: world.pool("asked")["status"].get("kvUtilization") == "95%", "the status")
-    assert status
-
-
+@pytest.mark.kube
+@pytest.mark.slow
 async def test_a_prometheus_that_restarts_is_asked_on(tmp_path: Path, pages: Pages) -> None:
     store = MetricsStore()
     pages.pages = {"/engine": engine_page(0.4, 1000), "/gateway": gateway_page(0)}

@@ -5,9 +5,8 @@ import sys
 import tomllib
 from typing import Any
 
-from pagestream_operator.children import children
-from pagestream_operator.children.unpublish import unpublish_job
-from pagestream_operator.settings import EngineDefaults
+from pagestream_operator import EngineDefaults
+from pagestream_operator.children import children, unpublish_job
 from pagestream_streams import Broker, StreamsSettings
 from support.kubernetes.pool_objects import DEFAULTS, pool
 from support.processes.stack import ROOT

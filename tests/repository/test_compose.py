@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import yaml
-from pagestream_gateway.configuration import load_settings as gateway_settings
+from pagestream_gateway import load_settings as gateway_settings
 from pagestream_worker import settings as engine_settings
 
-DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 COMPOSE = DEPLOY / "compose" / "compose.yaml"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "tests" / "benchmarks" / "gpu"
 PAGE = ROOT / "docs" / "benchmarks" / "gpu.md"
 RECORD = PAGE.with_suffix(".json")

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 from record_terminal import LAST_S, CommandError, record
 from terminal_svg import Frame, Run, draw
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from pagestream_scaling import ScalingPolicy
-from pagestream_simulator.traces.files import read_trace
+from pagestream_simulator.traces import read_trace
 from support.scaling.worlds import FluidPool
 
 

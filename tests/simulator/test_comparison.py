@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from pagestream_cli.__main__ import main
-from pagestream_simulator.traces.files import SAMPLE
+from pagestream_simulator.traces import SAMPLE
 
 
 def test_the_command_prints_a_table_and_writes_numbers_and_a_picture(

@@ -6,7 +6,7 @@ import pytest
 from pagestream_simulator.study.disaggregation import LOADS, SHAPES, Machine, drawn, objectives, outcome, serve, study
 from pagestream_simulator.study.disaggregation_report import goodput, tables, write_plot
 from pagestream_simulator.study.policies import thinned
-from pagestream_simulator.traces.files import TraceRow, read_trace
+from pagestream_simulator.traces import TraceRow, read_trace
 from support import traces
 
 TRACE = Path(traces.__path__[0]) / "azure_llm_2023_conv_300.csv"
@@ -24,7 +24,7 @@ def test_prompts_delay_the_tokens_of_a_mixed_pool_less_under_a_bound_and_least_o
 
 
 def test_a_study_goes_on_where_it_was_interrupted_and_is_printed_and_drawn(tmp_path: Path) -> None:
-    rows = thinned(read_trace(str(TRACE)), 8)
+    rows = thinned(read_trace(str(TRACE)), 3)
     kept: dict[str, object] = {}
     num_saved: list[int] = []
     study({"azure_x.csv": rows}, kept, lambda content: num_saved.append(len(content)))

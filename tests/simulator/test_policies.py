@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from pagestream_simulator.fleet.profile import EngineProfile, StepCost
+from pagestream_simulator.fleet import EngineProfile, StepCost
 from pagestream_simulator.study.policies import POLICIES, drawn, outcome, serve, study, thinned
 from pagestream_simulator.study.policy_report import tables, write_plot
-from pagestream_simulator.traces.files import read_trace
+from pagestream_simulator.traces import read_trace
 from support import traces
 
 TRACE = Path(traces.__path__[0]) / "azure_llm_2023_conv_300.csv"
@@ -27,8 +27,8 @@ def test_each_policy_keeps_its_promise_where_too_much_arrives() -> None:
 
 
 def test_a_study_goes_on_where_it_was_interrupted_and_is_printed_and_drawn(tmp_path: Path) -> None:
-    rows = thinned(read_trace(str(TRACE)), 30)
-    assert len(rows) == 30
+    rows = thinned(read_trace(str(TRACE)), 12)
+    assert len(rows) == 12
     assert [row.arrival_s for row in rows] == sorted(row.arrival_s for row in rows)
     saved: list[int] = []
     kept: dict[str, object] = {}

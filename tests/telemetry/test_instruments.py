@@ -1,9 +1,7 @@
 import logging
 
 import pytest
-from pagestream_telemetry import catalog
-from pagestream_telemetry.errors import TelemetryError
-from pagestream_telemetry.instruments import Family, Registry
+from pagestream_telemetry import Family, Registry, TelemetryError, catalog
 
 
 def families(registry: Registry) -> dict[str, Family]:

@@ -7,6 +7,8 @@ import pytest
 from support.kubernetes.api import Administrator, CommandError
 from support.kubernetes.chart import Manifest, pods, render, values_files
 
+pytestmark = pytest.mark.kube
+
 MATRIX = {path.stem: ("--values", str(path)) for path in values_files()} | {"default": ()}
 RESTRICTED = "pod-security.kubernetes.io/enforce=restricted"
 

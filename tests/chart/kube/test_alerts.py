@@ -11,10 +11,11 @@ import pytest
 import yaml
 from pagestream_gateway.api.error_codes import ERROR_CODES
 from pagestream_operator import instruments
-from pagestream_telemetry.catalog import ENGINE_METRICS, GATEWAY_METRICS, Kind, Metric
-from pagestream_telemetry.exposition import exposed_name
+from pagestream_telemetry import ENGINE_METRICS, GATEWAY_METRICS, Kind, Metric, exposed_name
 from support.kubernetes.api import CommandError, run_tool
 from support.kubernetes.chart import CHART, ROOT
+
+pytestmark = pytest.mark.kube
 
 ALERTS = CHART / "files" / "alerts.yaml"
 CASES = Path(__file__).with_name("alerts_test.yaml")

@@ -30,6 +30,8 @@ from support.processes.part import Part
 from support.processes.stack import free_port
 from support.processes.waiting import wait_until
 
+pytestmark = pytest.mark.kube
+
 
 def configuration(folder: Path, *options: str) -> str:
     """The rendered configuration, with the sink's Secret in a folder of this machine instead of its mount."""

@@ -11,6 +11,8 @@ from pagestream_gateway.core.identities.api_keys import KeyFile
 from support.kubernetes.api import Administrator
 from support.kubernetes.chart import CHART, one, render
 
+pytestmark = pytest.mark.kube
+
 
 def secret(admin: Administrator, namespace: str, name: str) -> dict[str, str]:
     data = admin.get("--namespace", namespace, "secret", name)["data"]

@@ -5,13 +5,13 @@ import json
 from collections.abc import AsyncIterator
 
 import pytest
-from pagestream_operator.commands import apply_crd, delete_pools
-from pagestream_operator.commands.apply_crd import apply_definition
-from pagestream_operator.commands.delete_pools import remove_pools
+from pagestream_operator import Rejected
+from pagestream_operator.commands import apply_crd, apply_definition, delete_pools, remove_pools
 from pagestream_operator.crd import definition
-from pagestream_operator.errors import Rejected
-from pagestream_operator.kube.client import KubeClient
+from pagestream_operator.kube import KubeClient
 from support.kubernetes.api import Administrator
+
+pytestmark = pytest.mark.kube
 
 FINALIZER = "tests.pagestream.dev/nobody-takes-it-away"
 NAME = "enginepools.pagestream.dev"

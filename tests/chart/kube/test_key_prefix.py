@@ -4,6 +4,8 @@ import pytest
 from support.kubernetes.api import Administrator
 from support.kubernetes.chart import CHART, one, render
 
+pytestmark = pytest.mark.kube
+
 OWN_REDIS = ("--set", "redis.bundled.enabled=false,redis.external.existingSecret=redis,networkPolicy.enabled=false")
 VARIABLE = "PAGESTREAM_BROKER__KEY_PREFIX"
 

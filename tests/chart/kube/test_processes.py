@@ -13,19 +13,21 @@ from pathlib import Path
 
 import httpx
 import pytest
-from pagestream_gateway.configuration import load_settings as gateway_settings
+from pagestream_gateway import load_settings as gateway_settings
 from pagestream_gateway.core.identities.certificates import CertificateRules
 from pagestream_gateway.core.identities.issuers import read_issuers
+from pagestream_operator import load_settings as operator_settings
 from pagestream_operator.__main__ import main as operator_main
-from pagestream_operator.settings import load_settings as operator_settings
 from pagestream_streams import StreamsSettings
-from pagestream_telemetry.settings import telemetry_settings
+from pagestream_telemetry import telemetry_settings
 from support.kubernetes.api import Administrator, CommandError
 from support.kubernetes.chart import CHART, Manifest, one, pods, render
 from support.kubernetes.control_plane import ADMIN_TOKEN
 from support.processes.part import Part
 from support.processes.stack import free_port
 from support.processes.waiting import wait_until
+
+pytestmark = pytest.mark.kube
 
 FIELDS = {"metadata.name": "pod-0", "metadata.uid": "7c0ffee0-0000-0000-0000-000000000000"}
 REDIS = "redis://:secret@redis:6379/0"

@@ -14,13 +14,15 @@ from typing import Any
 import httpx
 import pytest
 import redis
-from pagestream_streams.connection.embedded import find_server
+from pagestream_streams import find_server
 from support.kubernetes.chart import one, render
 from support.processes.part import Part
 from support.processes.stack import DEMO_MODEL, START_LIMIT_S, Gateway, free_port
 from support.processes.waiting import wait_until
 from support.protocol.adapter_folders import write_adapter
 from support.redis.servers import skip_for_want_of
+
+pytestmark = pytest.mark.kube
 
 OPTIONS = ("--set", "redis.bundled.tls.enabled=true,redis.bundled.metrics.enabled=true")
 HOST = "pagestream-redis.llm.svc:6379"

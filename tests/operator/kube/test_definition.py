@@ -6,6 +6,8 @@ import pytest
 from support.kubernetes.control_plane import ControlPlane, Refused
 from support.kubernetes.operator_process import PoolWorld
 
+pytestmark = pytest.mark.kube
+
 
 @pytest.fixture(scope="module")
 def pools(world: PoolWorld) -> PoolWorld:

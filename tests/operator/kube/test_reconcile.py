@@ -7,11 +7,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from pagestream_operator.kube.ownership import SCALER
-from pagestream_operator.pool.status import api_time
-from support.kubernetes.control_plane import ControlPlane, Refused, eventually
+from pagestream_operator.kube import SCALER
+from pagestream_operator.pool import api_time
+from support.kubernetes.control_plane import ControlPlane, Object, Refused, eventually
 from support.kubernetes.operator_process import OperatorProcess, PoolWorld
 from support.processes.waiting import wait_until
+
+pytestmark = pytest.mark.kube
+
+# -- One operator, its pools, real controllers: from any state to the same objects, and nothing touched without need
+
 
 CHILDREN = [
     ("serviceaccounts", "engine"),
@@ -484,3 +489,69 @@ def test_probes_and_metrics_answer(operator: OperatorProcess) -> None:
     assert operator.page("/readyz")[0] == 200
     assert operator.figures("pagestream_operator_reconciles_total")['result="ok"'] > 0
     assert operator.figures("pagestream_operator_leader_ratio") == {"": 1}
+
+
+# -- `spec.adapters`: a Job loads them, and the status has what became of each
+
+
+RESULTS = {"sql": {"revision": "r1"}, "poet": {"error": "/adapters/poet: no such file"}}
+
+
+def job_of(world: PoolWorld, known: set[str], pool: str = "tuned") -> Object:
+    """The next Job of a pool's adapters."""
+
+    def found() -> Object | None:
+        jobs = world.kube.get(world.path("jobs"))["items"]
+        made = [each for each in jobs if each["metadata"]["name"].startswith(f"{pool}-adapters-")]
+        return next((each for each in made if each["metadata"]["name"] not in known), None)
+
+    job: Object = eventually(found, "a Job")
+    known.add(job["metadata"]["name"])
+    return job
+
+
+def arguments(job: Object) -> list[str]:
+    args: list[str] = job["spec"]["template"]["spec"]["containers"][0]["args"]
+    return [each for each in args if each.startswith("--") and "=" in each]
+
+
+def test_adapters_are_loaded_reported_and_unloaded(operator: OperatorProcess, world: PoolWorld) -> None:
+    listed = [{"name": "sql", "path": "/adapters/sql"}, {"name": "poet", "path": "/adapters/poet"}]
+    world.create("tuned", engine={"enableLora": True}, adapters=listed)
+    known: set[str] = set()
+    job = job_of(world, known)
+    assert arguments(job) == ["--load=sql=/adapters/sql", "--load=poet=/adapters/poet"]
+    world.end_job(job["metadata"]["name"], "Succeeded", message=json.dumps(RESULTS))
+    condition = world.wait_condition("Degraded", "AdapterRefused", "tuned")
+    assert condition["message"] == "poet: /adapters/poet: no such file"
+    assert world.pool("tuned")["status"]["adapters"] == [
+        {"name": "sql", "path": "/adapters/sql", "revision": "r1", "message": ""},
+        {"name": "poet", "path": "/adapters/poet", "revision": "", "message": "/adapters/poet: no such file"},
+    ]
+    world.change({"adapters": []}, "tuned")
+    job = job_of(world, known)
+    assert arguments(job) == ["--unload=sql=r1"]
+    world.end_job(job["metadata"]["name"], "Succeeded", message="{}")
+    world.wait_condition("Degraded", "AsExpected", "tuned")
+    world.change({"adapters": listed[:1]}, "tuned")
+    world.end_job(job_of(world, known)["metadata"]["name"], "Failed", exit_code=2)
+    assert "exit code 2" in world.wait_condition("Degraded", "AdapterRefused", "tuned")["message"]
+
+
+@pytest.mark.slow
+def test_adapters_that_could_not_be_unloaded_are_tried_again(operator: OperatorProcess, world: PoolWorld) -> None:
+    """After a delay of 10 s."""
+    world.create("kept", engine={"enableLora": True}, adapters=[{"name": "sql", "path": "/adapters/sql"}])
+    known: set[str] = set()
+    world.end_job(
+        job_of(world, known, "kept")["metadata"]["name"], "Succeeded", message=json.dumps({"sql": RESULTS["sql"]})
+    )
+    eventually(lambda: world.pool("kept")["status"]["adapters"][0]["revision"] == "r1", "it is loaded")
+    world.change({"adapters": []}, "kept")
+    world.end_job(job_of(world, known, "kept")["metadata"]["name"], "Failed", exit_code=2)
+    eventually(lambda: "exit code 2" in world.pool("kept")["status"]["adapters"][0]["message"], "the failure")
+    assert [each["revision"] for each in world.pool("kept")["status"]["adapters"]] == ["r1"], "it is loaded still"
+    job = job_of(world, known, "kept")
+    assert arguments(job) == ["--unload=sql=r1"], "another try"
+    world.end_job(job["metadata"]["name"], "Succeeded", message="{}")
+    world.wait_condition("Degraded", "AsExpected", "kept")

@@ -6,12 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-from pagestream_engine.cache.block_pool import BlockPool
-from pagestream_engine.cache.kv_groups import full_attention
-from pagestream_engine.cache.manager import CacheManager
-from pagestream_engine.config import SchedulerConfig
-from pagestream_engine.scheduler.scheduled_step import ScheduledStep
-from pagestream_simulator.engine.virtual_engine import VirtualEngine, VirtualRequest
+from pagestream_engine import SchedulerConfig
+from pagestream_engine.cache import BlockPool, CacheManager, full_attention
+from pagestream_engine.scheduler import ScheduledStep
+from pagestream_simulator.engine import VirtualEngine, VirtualRequest
 
 NUM_STREAMS = 32
 STREAM_PROMPT_TOKENS = 64

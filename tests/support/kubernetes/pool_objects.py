@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from pagestream_operator import EngineDefaults
 from pagestream_operator.api import API_VERSION, KIND, EnginePool
-from pagestream_operator.children.manifest import labels
-from pagestream_operator.settings import EngineDefaults
+from pagestream_operator.children import labels
 
 CREATED = "2026-01-01T00:00:00Z"
 

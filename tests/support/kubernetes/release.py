@@ -36,7 +36,7 @@ __all__ = [
     "wait_for_pool",
 ]
 
-WIDTH = 10
+WIDTH = 6
 
 
 @dataclass
@@ -150,5 +150,5 @@ class Scene:
             await asyncio.to_thread(disturb)
             yield load
             await load.wait_marked()
-            await load.wait_finished(4)
+            await load.wait_finished(2)
             self.times.note(f"{what}: longest silence of a stream", load.longest_silence_s)

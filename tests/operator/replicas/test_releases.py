@@ -9,6 +9,8 @@ from support.kubernetes.control_plane import ControlPlane, eventually
 from support.kubernetes.operator_process import OperatorProcess, PoolWorld, running_operator
 from support.telemetry.otlp_messages import export, gauge, resource
 
+pytestmark = pytest.mark.kube
+
 Both = tuple[OperatorProcess, OperatorProcess]
 
 
