@@ -8,8 +8,7 @@ import time
 
 import pytest
 from support.kubernetes.cluster import Object, name_of, process_of, send
-from support.kubernetes.engines import busiest_engine, delete_by_force, num_restarts
-from support.kubernetes.release import NAMESPACE, Scene
+from support.kubernetes.release import NAMESPACE, Scene, busiest_engine, delete_by_force, num_restarts
 
 FROZEN_S = 15.0  # longer than an engine's lease lives
 

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import pytest
 from support.faults.checked_load import Question, known_answers
 from support.kubernetes.cluster import send
-from support.kubernetes.engines import busiest_engine
-from support.kubernetes.release import NAMESPACE, Scene, wait_for_pool
+from support.kubernetes.release import NAMESPACE, Scene, busiest_engine, wait_for_pool
 
 POOL = "shared"
 MODELS = ("first", "second")

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import http.server
 import json
 import shutil
 import ssl
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
 
 import pytest
+import yaml
 from pagestream_operator import SourceUnavailable
 from pagestream_operator.metrics import MetricsStore, PoolMetrics, PrometheusSettings, PrometheusSource
 from support.clients.gateway_clients import issue_certificate
-from support.processes.waiting import until
-from support.telemetry.prometheus_servers import Pages, running_prometheus, serving_pages
+from support.kubernetes.api import kube_binary
+from support.kubernetes.control_plane import ControlPlane, eventually
+from support.kubernetes.operator_process import PoolWorld, running_operator
+from support.processes.part import Part
+from support.processes.stack import free_port
+from support.processes.waiting import until, wait_until
 
 TARGETS = {
     "/engine": {"k8s_namespace_name": "ns", "k8s_pod_name": "pod-0", "pagestream_pool": "demo"},
@@ -24,10 +34,80 @@ TARGETS = {
 MODEL = 'gen_ai_request_model="demo"'
 
 
+class Pages(http.server.ThreadingHTTPServer):
+    """An HTTP server of pages by path; other paths are 404."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.pages: dict[str, str] = {}
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.server_port}"
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        server = self.server
+        page = server.pages.get(self.path) if isinstance(server, Pages) else None
+        self.send_response(404 if page is None else 200)
+        self.send_header("Content-Type", "text/plain; version=0.0.4")
+        self.end_headers()
+        self.wfile.write((page or "").encode())
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 -- the base class' name
+        """Log nothing."""
+
+
 @pytest.fixture
 def pages() -> Iterator[Pages]:
-    with serving_pages() as serving:
-        yield serving
+    """Serve pages on a port of this machine."""
+    with Pages() as pages:
+        thread = threading.Thread(target=pages.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield pages
+        finally:
+            pages.shutdown()
+            thread.join(10)
+
+
+@contextmanager
+def running_prometheus(
+    folder: Path, pages: Pages, targets: Mapping[str, Mapping[str, str]], port: int | None = None
+) -> Iterator[str]:
+    """Run a Prometheus that scrapes these paths every second, with these labels; yield its URL."""
+    port = port or free_port()
+    scrapes = [
+        {
+            "job_name": path.strip("/"),
+            "metrics_path": path,
+            "static_configs": [{"targets": [pages.address], "labels": dict(labels)}],
+        }
+        for path, labels in targets.items()
+    ]
+    config = folder / "prometheus.yaml"
+    settings = {"global": {"scrape_interval": "1s", "scrape_timeout": "1s"}, "scrape_configs": scrapes}
+    config.write_text(yaml.safe_dump(settings))
+    command = [kube_binary("prometheus"), f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"]
+    command.append(f"--web.listen-address=127.0.0.1:{port}")
+    part = Part("prometheus", command, folder / "prometheus.log")
+    part.start()
+    try:
+        wait_until(lambda: _is_ready(port), f"a Prometheus that is ready; see {part.log}", 60)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        part.stop()
+
+
+def _is_ready(port: int) -> bool:
+    try:
+        with urlopen(f"http://127.0.0.1:{port}/-/ready", timeout=2) as answer:
+            return bool(answer.status == 200)
+    except (URLError, OSError):
+        return False
 
 
 def engine_page(utilization: float, prompt_tokens: int) -> str:
@@ -251,3 +331,29 @@ class _answering:  # noqa: N801 -- used as a function
             await writer.wait_closed()
         except ConnectionError:
             return
+
+
+@pytest.mark.kube
+@pytest.mark.slow
+def test_an_operator_with_the_setting_queries_prometheus(
+    kube: ControlPlane, new_world: Callable[[], PoolWorld], tmp_path: Path, pages: Pages
+) -> None:
+    world = new_world()
+    world.create("asked", minReplicas=1, maxReplicas=3)
+    with (
+        running_prometheus(tmp_path, pages, {"/engine": {"k8s_namespace_name": world.namespace}}) as url,
+        running_operator(kube, world.namespace, PROMETHEUS_URL=url),
+    ):
+        (pod,) = eventually(lambda: world.make_ready("asked", 1), "a pod")
+        labels = f'{{k8s_pod_name="{pod}",pagestream_pool="asked",gen_ai_request_model="demo"}}'
+        queue = '{k8s_pod_name="gw-0",gen_ai_request_model="demo"}'.replace("demo", "asked")
+        pages.pages["/engine"] = f"""
+pagestream_kv_utilization_ratio{labels} 0.95
+pagestream_requests_running{labels} 9
+pagestream_requests_waiting{labels} 0
+pagestream_queue_tokens{queue} 0
+pagestream_queue_running{queue} 9
+"""
+        world.wait_replicas(2, "asked")
+        status = eventually(lambda: world.pool("asked")["status"].get("kvUtilization") == "95%", "the status")
+    assert status

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
 
 import grpc
 import grpc.aio
 import pytest
+import yaml
 from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
 from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
@@ -31,9 +36,11 @@ from pagestream_operator.metrics import (
 )
 from pagestream_telemetry import TelemetrySettings, catalog, running_telemetry
 from support.clients.gateway_clients import issue_certificate
+from support.kubernetes.api import kube_binary
 from support.network.flaky_network import FlakyNetwork
-from support.processes.waiting import until
-from support.telemetry.metric_collectors import running_collector
+from support.processes.part import Part
+from support.processes.stack import free_port
+from support.processes.waiting import until, wait_until
 from support.telemetry.otlp_messages import engine, export, gateway, gauge, histogram, total
 
 # -- The sink over real gRPC: exports by the OpenTelemetry SDK and by hand, whole and broken
@@ -333,6 +340,57 @@ async def test_metrics_take_another_connection() -> None:
 
 TTFT = "gen_ai.server.time_to_first_token"
 PODS = [f"pod-{index}" for index in range(20)]
+SHIPPED = Path(__file__).resolve().parents[2] / "deploy" / "otel" / "collector.yaml"
+
+
+@contextmanager
+def running_collector(folder: Path, sinks: Sequence[int], resource: dict[str, str] | None = None) -> Iterator[int]:
+    """Run a collector that passes metrics on to the sinks at these ports of this machine; yield its own OTLP/gRPC port.
+
+    `resource`: attributes that it adds to every resource, as a cluster's collector may.
+    """
+    port, health = free_port(), free_port()
+    config = folder / "collector.yaml"
+    config.write_text(yaml.safe_dump(_configuration(sinks, port, health, resource or {})))
+    part = Part("collector", [kube_binary("otelcol"), "--config", str(config)], folder / "collector.log")
+    part.start()
+    try:
+        wait_until(lambda: _is_healthy(health), f"a collector that is healthy; see {part.log}", 60)
+        yield port
+    finally:
+        part.stop()
+
+
+def _configuration(sinks: Sequence[int], port: int, health: int, resource: dict[str, str]) -> dict[str, Any]:
+    """The chart's configuration with this machine's ports, the given sinks as replicas in plain text, and no
+    Prometheus.
+    """
+    config: dict[str, Any] = yaml.safe_load(SHIPPED.read_text())
+    config["receivers"]["otlp"]["protocols"] = {"grpc": {"endpoint": f"127.0.0.1:{port}"}}
+    config["extensions"]["health_check"]["endpoint"] = f"127.0.0.1:{health}"
+    shipped = next(each for name, each in config["exporters"].items() if name.startswith("otlp"))
+    shipped = {name: value for name, value in shipped.items() if name != "headers"} | {"tls": {"insecure": True}}
+    config["exporters"] = {
+        f"otlp_grpc/operator-{index}": {**shipped, "endpoint": f"127.0.0.1:{sink}"} for index, sink in enumerate(sinks)
+    }
+    config["processors"]["resource"] = {
+        "attributes": [
+            {"key": key, "value": value, "action": "insert"} for key, value in {"added": "yes", **resource}.items()
+        ]
+    }
+    pipeline = config["service"]["pipelines"]["metrics/operators"]
+    processors = [name for name in pipeline["processors"] if name != "batch"]
+    pipeline = {**pipeline, "processors": [*processors, "resource", "batch"], "exporters": [*config["exporters"]]}
+    config["service"]["pipelines"] = {"metrics/operators": pipeline}
+    return config
+
+
+def _is_healthy(port: int) -> bool:
+    try:
+        with urlopen(f"http://127.0.0.1:{port}/", timeout=2) as answer:
+            return bool(answer.status == 200)
+    except (URLError, OSError):
+        return False
 
 
 def observed(store: MetricsStore, now_s: float | None = None) -> PoolMetrics:

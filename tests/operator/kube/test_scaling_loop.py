@@ -4,12 +4,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
-from support.kubernetes.control_plane import ControlPlane, eventually
-from support.kubernetes.operator_process import OperatorProcess, PoolWorld, running_operator
-from support.telemetry.prometheus_servers import running_prometheus, serving_pages
+from support.kubernetes.control_plane import eventually
+from support.kubernetes.operator_process import OperatorProcess, PoolWorld
 
 pytestmark = pytest.mark.kube
 
@@ -129,29 +127,3 @@ def test_an_idle_pool_goes_to_zero_and_one_message_for_any_of_its_models_brings_
     took = time.monotonic() - start
     record_property("seconds_from_zero", took)
     print(f"from one queued message to a decision at zero pods: {took:.1f} s")
-
-
-@pytest.mark.slow
-def test_an_operator_with_the_setting_queries_prometheus(
-    kube: ControlPlane, new_world: Callable[[], PoolWorld], tmp_path: Path
-) -> None:
-    world = new_world()
-    world.create("asked", minReplicas=1, maxReplicas=3)
-    with (
-        serving_pages() as pages,
-        running_prometheus(tmp_path, pages, {"/engine": {"k8s_namespace_name": world.namespace}}) as url,
-        running_operator(kube, world.namespace, PROMETHEUS_URL=url),
-    ):
-        (pod,) = eventually(lambda: world.make_ready("asked", 1), "a pod")
-        labels = f'{{k8s_pod_name="{pod}",pagestream_pool="asked",gen_ai_request_model="demo"}}'
-        queue = '{k8s_pod_name="gw-0",gen_ai_request_model="demo"}'.replace("demo", "asked")
-        pages.pages["/engine"] = f"""
-pagestream_kv_utilization_ratio{labels} 0.95
-pagestream_requests_running{labels} 9
-pagestream_requests_waiting{labels} 0
-pagestream_queue_tokens{queue} 0
-pagestream_queue_running{queue} 9
-"""
-        world.wait_replicas(2, "asked")
-        status = eventually(lambda: world.pool("asked")["status"].get("kvUtilization") == "95%", "the status")
-    assert status
