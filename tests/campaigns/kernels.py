@@ -1,6 +1,6 @@
 """The full product of kernel cases under the interpreter, and of builds for every target: `make kernels`.
 
-Cases that passed are recorded under `.kernel-cache/` until a source changes: an interrupted campaign resumes, and
+Cases that passed are recorded in the user's cache until a source changes: an interrupted campaign resumes, and
 one of unchanged kernels ends at once.
 """
 
