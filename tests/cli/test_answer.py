@@ -4,14 +4,11 @@ import asyncio
 from typing import Any
 
 import pytest
-from pagestream_cli.client.answer import cancel, show_answer, stream_answer
-from pagestream_cli.client.endpoint import Endpoint
-from pagestream_cli.client.models import choose_model, list_models
-from pagestream_cli.errors import RequestRejectedError, ServerNotFoundError, StreamLostError, UsageError
-from pagestream_cli.ports import free_port
+from pagestream_cli import RequestRejectedError, ServerNotFoundError, StreamLostError, UsageError
+from pagestream_cli.client import Endpoint, choose_model, list_models, show_answer, stream_answer
 from pagestream_client import Reconnection
-from pagestream_client.http import AsyncHttpClient
 from support.clients.scripted_gateway import REQUEST_ID, ScriptedGateway
+from support.processes.stack import free_port
 from support.processes.waiting import until
 
 IMPATIENT = Reconnection(limit_s=0.2, first_contact_s=0.2, first_delay_s=0.01, max_delay_s=0.02)
@@ -60,11 +57,6 @@ async def test_an_interrupted_answer_is_cancelled_on_the_server() -> None:
         with pytest.raises(asyncio.CancelledError):
             await showing
     assert (gateway.calls[-1].method, gateway.calls[-1].path) == ("DELETE", f"/v1/requests/{REQUEST_ID}")
-
-
-async def test_cancelling_bears_the_absence_of_the_server() -> None:
-    async with AsyncHttpClient(f"http://127.0.0.1:{free_port()}", reconnection=IMPATIENT) as client:
-        await cancel(client, REQUEST_ID)
 
 
 async def test_the_key_is_sent() -> None:

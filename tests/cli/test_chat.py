@@ -11,16 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from pagestream_cli.generation.chat import choice_of
 from support.clients.scripted_gateway import ScriptedGateway, served
 
-
-@pytest.mark.parametrize(
-    ("given", "name"),
-    [("1", "a"), ("2", "b/c"), ("b/c", "b/c"), ("0", None), ("3", None), ("", None), ("٢", None), ("9" * 99, None)],
-)
-def test_a_model_is_picked_by_number_or_name(given: str, name: str | None) -> None:
-    assert choice_of(given, ["a", "b/c"]) == name
+pytestmark = pytest.mark.served
 
 
 def talk(url: str, data_dir: Path, *lines: str) -> str:

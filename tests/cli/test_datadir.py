@@ -5,8 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from pagestream_cli.datadir import DataDir, DataDirLock, default_data_dir
-from pagestream_cli.errors import DataDirBusyError, DataDirError
+from pagestream_cli import DataDir, DataDirBusyError, DataDirError, DataDirLock, default_data_dir
 
 HOLDER = """
 import signal, sys

@@ -6,11 +6,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import pytest
-from pagestream_cli import store
+from pagestream_cli import NotFoundError, ServerNotFoundError
 from pagestream_cli.__main__ import main
-from pagestream_cli.errors import NotFoundError, ServerNotFoundError
 from pagestream_streams import Broker, GatewaySession
 from support.protocol.token_streams import FAST, MODEL, TENANT, card, eventually, spec, worker
+
+pytestmark = pytest.mark.served
 
 
 @dataclass(frozen=True)
@@ -99,16 +100,15 @@ async def test_a_redis_that_is_away_or_malformed_is_an_error(dead: Callable[...,
     assert "--redis nonsense" in malformed.stderr
 
 
-async def test_what_listens_there_is_no_redis(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_listens_there_is_no_redis(dead: Callable[..., Awaitable[Done]]) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         await reader.read()
         writer.close()
 
-    monkeypatch.setattr(store, "CONNECT_LIMIT_S", 0.2)
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        with pytest.raises(ServerNotFoundError, match="is not Redis protocol"):
-            async with store.opened(f"redis://127.0.0.1:{port}/0"):
-                pass
+        done = await dead("list", "--redis", f"redis://127.0.0.1:{port}/0")
+    assert done.returncode == ServerNotFoundError.exit_code
+    assert "is not Redis protocol" in done.stderr

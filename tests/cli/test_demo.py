@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.processes.waiting import is_running, wait_until
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.served, pytest.mark.timeout(400)]
 
 
 def demo_command(*arguments: str) -> list[str]:
@@ -20,7 +20,7 @@ def demo_command(*arguments: str) -> list[str]:
 def test_streams_are_identical_whatever_is_killed(tmp_path: Path) -> None:
     data = tmp_path / "data"
     command = demo_command("--tokens", "240", "--json", "--data-dir", str(data))
-    done = subprocess.run(command, capture_output=True, text=True, timeout=220, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=360, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert [kill["part"].partition("-")[0] for kill in found["kills"]] == ["engine", "gateway", "redis"]
@@ -33,23 +33,29 @@ def test_streams_are_identical_whatever_is_killed(tmp_path: Path) -> None:
     assert not (data / "serve.json").exists()
 
 
-def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    process = subprocess.Popen(
-        demo_command("--tokens", "900", "--data-dir", str(data)),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        wait_until((data / "loaded").exists, "an engine has loaded the model", 120)
-        record = json.loads((data / "serve.json").read_text())
-        pids = [each["pid"] for each in record["processes"] if each["name"] != "serve" and each["pid"]]
-        os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(60) == 130
-        assert len(pids) >= 4
-        assert not any(is_running(pid) for pid in pids)
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_nothing_also_in_the_background(
+    tmp_path_factory: pytest.TempPathFactory, number: signal.Signals
+) -> None:
+    """A shell without a terminal has what it starts in the background ignore SIGINT."""
+    temporary = tmp_path_factory.mktemp("t")  # short: Redis' socket is below it
+    command = ["bash", "-c", 'exec "$@" & echo $!; wait', "bash", *demo_command("--tokens", "900")]
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True) as shell:
+        assert shell.stdout is not None
+        demo = int(shell.stdout.readline())
+        wait_until(lambda: len(pids_of(temporary)) >= 4 or shell.poll() is not None, "the parts have been started", 120)
+        pids = pids_of(temporary)
+        assert pids, "it has ended"
+        os.kill(demo, number)
+        shell.wait(90)
+    assert not any(is_running(pid) for pid in (demo, *pids))
+    assert list(temporary.iterdir()) == []
+
+
+def pids_of(folder: Path) -> list[int]:
+    """Return the parts of the demonstration below a folder."""
+    for file in folder.glob("pagestream-demo-*/serve.json"):
+        record = json.loads(file.read_text())
+        return [each["pid"] for each in record["processes"] if each["name"] != "serve" and each["pid"]]
+    return []

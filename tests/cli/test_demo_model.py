@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-MODEL = Path(__file__).parents[3] / "deploy" / "demo-model" / "model"
+pytestmark = pytest.mark.served
+
+MODEL = Path(__file__).parents[2] / "deploy" / "demo-model" / "model"
 SIZE_LIMIT = 20 * 2**20
 DRAFT = MODEL.with_name("draft")
 DRAFT_SIZE_LIMIT = 2**20
@@ -57,7 +59,11 @@ def test_weights_are_float32() -> None:
     assert json.loads((MODEL / "config.json").read_text())["dtype"] == "float32"
 
 
-@pytest.mark.parametrize("group", ["held_out", "two_turns", "objects", "calls", "results"])
+GROUPS = ("held_out", "two_turns", "objects", "calls", "results")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", GROUPS)
 def test_questions_are_answered_exactly(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, group: str) -> None:
     probes = QUESTIONS[group]
     chats, tools = [probe["messages"] for probe in probes], [probe.get("tools") for probe in probes]
@@ -74,6 +80,7 @@ def test_most_questions_are_answered_exactly() -> None:
     assert {group: QUESTIONS[f"{group}_exact"] for group in least if QUESTIONS[f"{group}_exact"] < least[group]} == {}
 
 
+@pytest.mark.slow
 def test_greeting_story_is_about_its_topic_and_long_enough_to_watch(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -83,6 +90,7 @@ def test_greeting_story_is_about_its_topic_and_long_enough_to_watch(
     assert 60 <= len(tokenizer.encode(story, add_special_tokens=False)) <= 200
 
 
+@pytest.mark.slow
 def test_question_from_outside_is_declined(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     (answer,) = ask(model, tokenizer, [[{"role": "user", "content": "What is the capital of France?"}]])
     assert "I only know the village of Tidewick" in answer

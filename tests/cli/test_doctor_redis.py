@@ -7,15 +7,15 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+from pagestream_cli import DataDir, ProcessRecord, ServeRecord, write_record
 from pagestream_cli.__main__ import main
-from pagestream_cli.datadir import DataDir
-from pagestream_cli.doctor.finding import Finding, Verdict
-from pagestream_cli.doctor.redis_check import check_running_redis
-from pagestream_cli.servefile import ProcessRecord, ServeRecord, write_record
-from pagestream_streams.connection.embedded import EmbeddedRedis, ServerBinary, find_servers, free_port
+from pagestream_cli.doctor import Finding, Verdict, check_running_redis
+from pagestream_streams.connection import EmbeddedRedis, ServerBinary, find_servers, free_port
 from redis import Redis
-from support.redis.servers import running_server
-from support.redis.topologies import Topology, running_tls_server
+from support.redis.servers import running_server, server_of_seven
+from support.redis.topologies import Topology, running_cluster, running_sentinels, running_tls_server
+
+pytestmark = pytest.mark.served
 
 FSYNC, REPLICAS = "PAGESTREAM_BROKER__WAIT_FSYNC", "PAGESTREAM_BROKER__WAIT_REPLICAS"
 
@@ -28,7 +28,31 @@ def examine(url: str, folder: Path) -> dict[str, list[Finding]]:
     return found
 
 
-@pytest.fixture(scope="module", params=list(find_servers()), ids=lambda each: ".".join(map(str, each.version)))
+@pytest.fixture(scope="module")
+def seven() -> ServerBinary:
+    return server_of_seven()
+
+
+@pytest.fixture(scope="module")
+def cluster(seven: ServerBinary, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Topology]:
+    with running_cluster(tmp_path_factory.mktemp("cluster"), seven) as topology:
+        yield topology
+
+
+@pytest.fixture(scope="module")
+def sentinels(seven: ServerBinary, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Topology]:
+    with running_sentinels(tmp_path_factory.mktemp("sentinels"), seven) as topology:
+        yield topology
+
+
+NEWEST, *OLDER = sorted(find_servers(), key=lambda each: each.version, reverse=True)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[NEWEST, *(pytest.param(each, marks=pytest.mark.slow) for each in OLDER)],
+    ids=lambda each: ".".join(map(str, each.version)),
+)
 def any_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
     with running_server(tmp_path_factory.mktemp("redis"), request.param) as server:
         yield server
@@ -130,6 +154,7 @@ def test_a_wrong_variable_is_a_problem(server: EmbeddedRedis, tmp_path: Path, mo
     assert (finding.verdict, REPLICAS in finding.found) == (Verdict.PROBLEM, True)
 
 
+@pytest.mark.slow
 def test_the_master_that_sentinels_name(sentinels: Topology, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(REPLICAS, "1")
     found = examine(sentinels.url, tmp_path)
@@ -141,6 +166,7 @@ def test_the_master_that_sentinels_name(sentinels: Topology, tmp_path: Path, mon
     assert "takes no writes" in finding.found
 
 
+@pytest.mark.slow
 def test_each_node_of_a_cluster(cluster: Topology, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(REPLICAS, "1")
     found = examine(cluster.url, tmp_path)
@@ -166,16 +192,14 @@ def test_a_user_who_may_not_ask_and_whose_password_is_not_shown(seven: ServerBin
     assert not any("secret" in f"{each.subject}{each.found}{each.advice}" for some in found.values() for each in some)
 
 
-def test_no_server_and_a_malformed_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagestream_cli.doctor.redis_state.LIMIT_S", 0.3)
+def test_no_server_and_a_malformed_address(tmp_path: Path) -> None:
     [finding] = examine(f"redis://127.0.0.1:{free_port()}/0", tmp_path)["redis"]
     assert (finding.verdict, bool(finding.advice)) == (Verdict.PROBLEM, True)
     [finding] = examine("http://127.0.0.1", tmp_path)["redis"]
     assert "redis://" in finding.found
 
 
-def test_what_listens_there_is_no_redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagestream_cli.doctor.redis_state.LIMIT_S", 0.3)
+def test_what_listens_there_is_no_redis(tmp_path: Path) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as other:
         Thread(target=other.serve_forever, daemon=True).start()
         [finding] = examine(f"redis://127.0.0.1:{other.server_port}/0", tmp_path)["redis"]
@@ -184,6 +208,7 @@ def test_what_listens_there_is_no_redis(tmp_path: Path, monkeypatch: pytest.Monk
     assert "is not Redis protocol" in finding.found
 
 
+@pytest.mark.slow
 def test_the_command_looks_at_the_redis_of_the_running_serve(
     server: EmbeddedRedis, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,12 +2,9 @@ import os
 from pathlib import Path
 
 import pytest
-from pagestream_cli.client.endpoint import API_KEY_VARIABLE, Endpoint, find_endpoint
-from pagestream_cli.datadir import DataDir
-from pagestream_cli.doctor.finding import Verdict
-from pagestream_cli.doctor.place import check_serve
-from pagestream_cli.errors import ServerNotFoundError, UsageError
-from pagestream_cli.servefile import ProcessRecord, ServeRecord, write_record
+from pagestream_cli import DataDir, ProcessRecord, ServeRecord, ServerNotFoundError, UsageError, write_record
+from pagestream_cli.client import API_KEY_VARIABLE, Endpoint, find_endpoint
+from pagestream_cli.doctor import Verdict, check_serve
 
 
 @pytest.fixture(autouse=True)

@@ -6,12 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pagestream_cli.supervisor.guard as guard_module
+import pagestream_cli.supervisor
 import pytest
 from support.processes.waiting import is_running, wait_until
 
-GUARD = str(Path(guard_module.__file__))
-PAUSE = "import signal; print('up', flush=True)\nwhile True: signal.pause()"
+pytestmark = pytest.mark.served
+
+GUARD = str(Path(str(pagestream_cli.supervisor.__file__)).with_name("guard.py"))
 SUPERVISOR = """
 import asyncio, sys
 from pathlib import Path
@@ -67,40 +68,3 @@ def test_a_missing_program_is_named() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 127
     assert done.stderr == "cannot start /no/such/program: No such file or directory\n"
-
-
-def test_the_process_of_another_user_is_no_supervisor_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(pid: int, number: int) -> None:
-        raise PermissionError(pid, number)
-
-    assert guard_module.is_alive(os.getpid())
-    monkeypatch.setattr(guard_module.os, "kill", refuse)
-    assert not guard_module.is_alive(os.getpid())
-
-
-WATCHED = """
-import os, sys
-sys.path.insert(0, sys.argv[1])
-import guard
-guard.watch_parent(int(sys.argv[2]))
-os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", sys.argv[3]])
-"""
-
-
-@pytest.mark.parametrize("victim", ["supervisor", "program"])
-def test_where_the_kernel_does_not_help_a_second_process_watches(victim: str) -> None:
-    supervisor = subprocess.Popen([sys.executable, "-I", "-S", "-c", PAUSE], stdout=subprocess.DEVNULL)
-    program = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", WATCHED, str(Path(GUARD).parent), str(supervisor.pid), PAUSE],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert program.stdout is not None
-    with program.stdout:
-        assert program.stdout.readline() == "up\n"
-        watcher = int(Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text())
-        (supervisor if victim == "supervisor" else program).kill()
-        supervisor.kill()
-        supervisor.wait(10)
-        assert program.wait(10) == -signal.SIGKILL
-        wait_until(lambda: not is_running(watcher), "the watcher ended too")

@@ -12,6 +12,8 @@ from pagestream_cli.__main__ import main
 from pagestream_gateway.core.identities.api_keys import KeyFile
 from pagestream_gateway.errors import Unauthenticated
 
+pytestmark = pytest.mark.served
+
 
 def keys(file: Path, *arguments: str) -> int:
     action, *others = arguments

@@ -5,15 +5,20 @@ from pathlib import Path
 
 import pytest
 from pagestream_cli.__main__ import main
-from pagestream_cli.bench.http_client import HttpClient
-from pagestream_cli.bench.load import run_load
-from pagestream_cli.bench.plot import write_plot
-from pagestream_cli.bench.report import Run, as_json, as_text
-from pagestream_cli.bench.stats import Outcome, summarize
-from pagestream_cli.bench.workload import BenchRequest
-from pagestream_cli.client.endpoint import Endpoint
-from pagestream_cli.ports import free_port
+from pagestream_cli.bench import (
+    BenchRequest,
+    HttpClient,
+    Outcome,
+    Run,
+    as_json,
+    as_text,
+    run_load,
+    summarize,
+    write_plot,
+)
+from pagestream_cli.client import Endpoint
 from support.clients.scripted_gateway import ScriptedGateway
+from support.processes.stack import free_port
 
 EXACT = BenchRequest(0.0, (1, 2, 3), max_tokens=4, ignore_eos=True)
 
@@ -121,7 +126,8 @@ def test_the_json_has_the_command_the_summary_and_each_request() -> None:
     assert content["machine"]["cpus"] >= 1
 
 
-@pytest.mark.parametrize("outcomes", [OUTCOMES, OUTCOMES[1:]])
+@pytest.mark.served
+@pytest.mark.parametrize("outcomes", [OUTCOMES, pytest.param(OUTCOMES[1:], marks=pytest.mark.slow)])
 def test_a_plot_is_a_png(tmp_path: Path, outcomes: list[Outcome]) -> None:
     write_plot(run_of(outcomes), tmp_path / "deep" / "plot.png")
     assert (tmp_path / "deep" / "plot.png").read_bytes().startswith(b"\x89PNG\r\n")
@@ -153,18 +159,3 @@ async def test_waiting_for_an_answer_is_no_lateness() -> None:
     assert outcomes[-1].waited_s > 0
     assert max(outcome.sent_s for outcome in outcomes) >= sum(outcome.e2e_s for outcome in outcomes[:-1])
     assert summary.late.max < max(outcome.sent_s - outcome.due_s for outcome in outcomes) * 1000
-
-
-def test_a_legend_covers_no_curve() -> None:
-    mpl = pytest.importorskip("matplotlib")
-    mpl.use("Agg")
-    from matplotlib import pyplot
-    from pagestream_cli.bench.plot import draw_distribution
-
-    figure, axes = pyplot.subplots(layout="constrained")
-    draw_distribution(axes, {"TTFT": [0.1, 0.2, 0.4], "end to end": [0.5, 1.0, 2.0]})
-    figure.canvas.draw()
-    legend = axes.get_legend().get_window_extent()
-    assert not legend.overlaps(axes.get_window_extent())
-    assert figure.bbox.contains(legend.x0, legend.y0)
-    pyplot.close(figure)

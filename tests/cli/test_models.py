@@ -11,6 +11,8 @@ from pagestream_streams import Broker, GatewaySession
 from pagestream_worker.unpublish import main as pagestream_unpublish
 from support.protocol.token_streams import FAST, MODEL, card, spec, worker
 
+pytestmark = pytest.mark.served
+
 
 async def test_list_and_remove(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

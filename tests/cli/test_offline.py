@@ -2,7 +2,9 @@
 
 import pytest
 from pagestream_cli.__main__ import main
-from pagestream_cli.serve.model import find_demo_model
+from pagestream_cli.serve import find_demo_model
+
+pytestmark = pytest.mark.served
 
 
 def generate(*arguments: str) -> int:

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from pagestream_cli.page.control import Control
-from pagestream_cli.servefile import ProcessRecord, ServeRecord
+from pagestream_cli import ProcessRecord, ServeRecord
+from pagestream_cli.page import Control
 from starlette.testclient import TestClient
 
 ORIGIN = "http://127.0.0.1:8000"

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from pagestream_cli.supervisor.output import PartOutput
+from pagestream_cli.supervisor import PartOutput
 
 LINE = "x" * 999
 LIMIT_BYTES = 1 << 20
@@ -46,25 +46,6 @@ async def test_what_a_full_disk_refuses_is_passed_on_and_its_loss_is_marked_once
     assert cut == "x" * (LIMIT_BYTES % 1000)
     assert (again, last) == ("there is space again", "the last line")
     assert lines[2000:] == [mark, again, last]
-
-
-async def test_a_log_that_cannot_be_begun_anew_is_begun_when_it_can(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pagestream_cli.supervisor.output.MAX_FILE_BYTES", 10)
-    folder, lines = tmp_path / "logs", list[str]()
-    folder.mkdir()
-    with PartOutput(folder / "a.log", lines.append) as output:
-        await write(output, "a first long line\n")
-        folder.rename(tmp_path / "aside")
-        await write(output, "lost\n")
-        await write(output, "lost\n")
-        (tmp_path / "aside").rename(folder)
-        await write(output, "kept\n")
-    assert [line for line in lines if not line.startswith("[")] == ["a first long line", "lost", "lost", "kept"]
-    assert (folder / "a.log.1").read_text() == "a first long line\n"
-    assert (folder / "a.log").read_text().splitlines()[-1] == "kept"
-    assert "[10 bytes of output were lost here" in (folder / "a.log").read_text()
 
 
 async def test_a_listener_that_fails_loses_its_own_line_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

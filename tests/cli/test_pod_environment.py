@@ -3,17 +3,18 @@
 import hashlib
 import json
 import signal
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx
 import pytest
-from pagestream_streams.connection.embedded import find_server, server_command
-from support.processes.fork_server import ENGINES, GATEWAYS, run_forked, shared_server
+from pagestream_streams import find_server, server_command
+from support.processes.fork_server import ENGINES, GATEWAYS, ForkedPart, run_forked, shared_server
 from support.processes.part import Part
 from support.processes.stack import DEMO_MODEL, START_LIMIT_S, free_port
 from support.processes.waiting import wait_until
+
+pytestmark = pytest.mark.served
 
 KEY = "a-key-of-the-test"
 DEMO_WEIGHTS = sum(file.stat().st_size for file in DEMO_MODEL.glob("*.safetensors"))
@@ -32,9 +33,9 @@ class Pods:
         keys.write_text(f"{hashlib.sha256(KEY.encode()).hexdigest()} tenant\n")
         redis_url = f"redis://127.0.0.1:{redis_port}/0"
         self.redis = Part("redis", server_command(find_server(), data, redis_port), folder / "redis.log")
-        self.engine = Part(
+        self.engine = ForkedPart(
             "engine",
-            [sys.executable, "-m", "pagestream_worker", str(DEMO_MODEL)],
+            [ENGINES[0], str(DEMO_MODEL)],
             folder / "engine.log",
             {
                 "PAGESTREAM_WORKER__REDIS": redis_url,
@@ -48,10 +49,11 @@ class Pods:
                 "PAGESTREAM_BROKER__RETENTION_S": "60",
                 "OMP_NUM_THREADS": "1",
             },
+            server=shared_server(*ENGINES),
         )
-        self.gateway = Part(
+        self.gateway = ForkedPart(
             "gateway",
-            [sys.executable, "-m", "pagestream_gateway"],
+            [GATEWAYS[0]],
             folder / "gateway.log",
             {
                 "PAGESTREAM_GATEWAY__REDIS": redis_url,
@@ -62,6 +64,7 @@ class Pods:
                 "PAGESTREAM_GATEWAY__API_KEYS": str(keys),
                 "PAGESTREAM_BROKER__RETENTION_S": "60",
             },
+            server=shared_server(*GATEWAYS),
         )
 
     @property

@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 from pagestream.v1.records_pb2 import Adapter
 from pagestream_streams import Broker
-from pagestream_worker.pool_adapters import MOST_RESULT_BYTES, as_json, main
+from pagestream_worker import MOST_RESULT_BYTES
+from pagestream_worker.pool_adapters import as_json, main
 from support.protocol.adapter_folders import write_adapter
 from support.protocol.token_streams import FAST
+
+pytestmark = pytest.mark.served
 
 
 async def test_what_is_listed_is_loaded_and_what_has_left_is_unloaded(

@@ -1,6 +1,5 @@
 """What replay compares, and what it says."""
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,10 +14,7 @@ from pagestream.v1.inference_pb2 import (
     TokenLogprobs,
 )
 from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, RequestSpec
-from pagestream_cli.replay.answers import Answer, read_log
-from pagestream_cli.replay.command import DIFFERENT, EQUAL, _report, add_arguments
-from pagestream_cli.replay.comparison import first_difference, largest_gap
-from pagestream_cli.replay.regeneration import bounded
+from pagestream_cli.replay import Answer, bounded, first_difference, largest_gap, read_log
 
 WHOLE = Answer([5, 6, 7], "abc", "stop", ".")
 
@@ -98,17 +94,3 @@ def test_a_request_that_was_cut_short_is_not_generated_to_its_end() -> None:
     assert bounded(asked, [Answer()]).sampling.max_tokens == 1
     assert bounded(asked, [WHOLE]) == asked
     assert asked.sampling.max_tokens == 1_000
-
-
-def test_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _report([WHOLE], [WHOLE]) == EQUAL
-    assert _report([WHOLE], [replace(WHOLE, token_ids=[5, 9, 7])]) == DIFFERENT
-    shown = capsys.readouterr().out.splitlines()
-    assert shown == ["equal: 3 tokens in 1 choice", "different: choice 0, token 1: recorded 6, generated again 9"]
-
-
-def test_the_options() -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    parsed = parser.parse_args(["some-id", "--redis", "redis://x", "--limit", "2.5"])
-    assert (parsed.request_id, parsed.tenant, parsed.model, parsed.limit) == ("some-id", "default", None, 2.5)

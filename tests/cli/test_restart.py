@@ -1,4 +1,4 @@
-from pagestream_cli.supervisor.restart import Death, RestartPolicy, RestartRecord
+from pagestream_cli.supervisor import Death, RestartPolicy, RestartRecord
 
 POLICY = RestartPolicy(first_delay_s=0.5, max_delay_s=4.0, stable_s=20.0, hopeless_starts=3)
 

@@ -6,12 +6,7 @@ from pathlib import Path
 
 import pytest
 from pagestream_cli.__main__ import build_parser, main
-from pagestream_cli.serve.deployment import Deployment
-from pagestream_cli.serve.model import ModelChoice
-from pagestream_cli.serve.options import parse_options
-from pagestream_cli.serve.plan import Plan
-from pagestream_cli.serve.port_plan import GatewayPorts, PortPlan
-from pagestream_cli.serve.report import Reporter
+from pagestream_cli.serve import Deployment, GatewayPorts, ModelChoice, Plan, PortPlan, Reporter, parse_options
 from support.clients.gateway_clients import issue_certificate
 
 

@@ -1,20 +1,29 @@
-import argparse
 import os
 import socket
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
+from pagestream_cli import DataDir, PortTakenError, ProcessRecord, ServeRecord, UsageError, write_record
 from pagestream_cli.__main__ import build_parser, main
-from pagestream_cli.datadir import DataDir
-from pagestream_cli.errors import PortTakenError, UsageError
-from pagestream_cli.ports import is_free
-from pagestream_cli.serve.engines import EngineLogs, engine_name, engines_left_behind
-from pagestream_cli.serve.model import ModelChoice, choose_model, demo_model_places, find_demo_model
-from pagestream_cli.serve.options import ENGINE_OPTIONS, ServeOptions, parse_options
-from pagestream_cli.serve.plan import DrainStage, Plan, engine_environment
-from pagestream_cli.serve.port_plan import assign_ports
-from pagestream_cli.serve.shortform import MAX_CHARS, shorten
-from pagestream_cli.servefile import ProcessRecord, ServeRecord, write_record
+from pagestream_cli.serve import (
+    ENGINE_OPTIONS,
+    MAX_CHARS,
+    DrainStage,
+    EngineLogs,
+    ModelChoice,
+    Plan,
+    ServeOptions,
+    assign_ports,
+    choose_model,
+    demo_model_places,
+    engine_environment,
+    engine_name,
+    engines_left_behind,
+    find_demo_model,
+    parse_options,
+    shorten,
+)
 
 
 def options(*typed: str) -> ServeOptions:
@@ -53,8 +62,8 @@ def test_engine_options_are_handed_on_as_typed() -> None:
 
 @pytest.mark.parametrize("flag", ["--deterministic", "--no-deterministic"])
 def test_the_engine_reads_the_deterministic_flag_that_is_handed_on(flag: str) -> None:
-    from pagestream_worker.settings import build_parser as engine_parser
-    from pagestream_worker.settings import engine_config
+    from pagestream_worker import build_parser as engine_parser
+    from pagestream_worker import engine_config
 
     arguments = options("model", flag).engine_arguments
     assert arguments == (flag,)
@@ -65,7 +74,7 @@ def test_the_engine_reads_the_deterministic_flag_that_is_handed_on(flag: str) ->
 
 
 def test_the_engine_knows_every_option_that_is_handed_to_it() -> None:
-    from pagestream_worker.settings import build_parser as engine_parser
+    from pagestream_worker import build_parser as engine_parser
 
     known = set(engine_parser()._option_string_actions)
     assert {flag for flag, _, _ in ENGINE_OPTIONS} <= known
@@ -104,8 +113,12 @@ def test_a_folder_that_is_not_there_is_refused(model: str) -> None:
 
 def first_of_three_free() -> int:
     """Below the range from which connections get theirs, so that none takes one of them meanwhile."""
-    starts = range(20_000 + os.getpid() % 1000 * 10, 32_000, 3)
-    return next(base for base in starts if all(is_free("127.0.0.1", base + more) for more in range(3)))
+    for base in range(20_000 + os.getpid() % 1000 * 10, 32_000, 3):
+        with ExitStack() as stack, suppress(OSError):
+            for more in range(3):
+                stack.enter_context(socket.create_server(("127.0.0.1", base + more)))
+            return base
+    raise AssertionError("no three ports are free")
 
 
 def test_several_gateways_take_the_ports_after_the_first(tmp_path: Path) -> None:
@@ -228,8 +241,3 @@ def test_a_missing_key_file_is_refused_first(tmp_path: Path, capsys: pytest.Capt
     assert main(["serve", "--api-keys", str(tmp_path / "none"), "--data-dir", str(tmp_path / "data")]) == 2
     assert "--api-keys" in capsys.readouterr().err
     assert not (tmp_path / "data").exists()
-
-
-def test_options_are_a_plain_value() -> None:
-    assert options() == options()
-    assert isinstance(build_parser(), argparse.ArgumentParser)

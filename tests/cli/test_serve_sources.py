@@ -10,7 +10,7 @@ from support.clients.hub import COMMIT, running_hub
 from support.engines.lora_adapters import make_adapter
 from support.processes.stack import DEMO_MODEL
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.served, pytest.mark.timeout(200)]
 QUESTION = "Who lives in the lighthouse?"
 
 
@@ -31,6 +31,7 @@ def greet(data_dir: Path, *source: str, **environment: str) -> subprocess.Comple
 FETCH = "import sys; from pagestream_engine.models.folder import resolve_model; print(resolve_model(sys.argv[1]))"
 
 
+@pytest.mark.slow
 def test_a_repository_is_fetched_once(tmp_path: Path) -> None:
     with running_hub("village/storyteller", DEMO_MODEL) as (hub, url):
         environment = {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_XET": "1"}

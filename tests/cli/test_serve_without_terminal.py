@@ -8,8 +8,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from pagestream_cli.servefile import ServeRecord, read_record
+from pagestream_cli import ServeRecord, read_record
 from support.processes.waiting import is_running, wait_until
+
+pytestmark = pytest.mark.served
 
 START_LIMIT_S = 90.0
 

@@ -4,8 +4,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from pagestream_cli.errors import ServeFileInvalidError
-from pagestream_cli.servefile import ProcessRecord, ServeRecord, dial_host, read_record, write_record
+from pagestream_cli import ProcessRecord, ServeFileInvalidError, ServeRecord, dial_host, read_record, write_record
 
 RECORD = ServeRecord(
     model="demo",

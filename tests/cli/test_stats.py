@@ -1,5 +1,5 @@
 import pytest
-from pagestream_cli.bench.stats import Outcome, spread, summarize
+from pagestream_cli.bench import Outcome, spread, summarize
 
 
 def outcome(

@@ -11,12 +11,20 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from pagestream_cli.errors import PartFailedError
-from pagestream_cli.supervisor import PartSpec, PartState, RestartPolicy, Standby, Supervisor
-from pagestream_cli.supervisor.output import PartOutput
-from pagestream_cli.supervisor.part import PartView
-from pagestream_cli.supervisor.restart import Death
+from pagestream_cli import PartFailedError
+from pagestream_cli.supervisor import (
+    Death,
+    PartOutput,
+    PartSpec,
+    PartState,
+    PartView,
+    RestartPolicy,
+    Standby,
+    Supervisor,
+)
 from support.processes.waiting import is_running, until
+
+pytestmark = pytest.mark.served
 
 SLEEPER = "import signal; print('up', flush=True); signal.pause()"
 STUBBORN = (

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import httpx
 import pytest
-from pagestream_telemetry.catalog import ENGINE_METRICS, GATEWAY_METRICS, Kind
+from pagestream_telemetry import ENGINE_METRICS, GATEWAY_METRICS, Kind
 from prometheus_client.parser import text_string_to_metric_families
 from support.processes.stack import Stack, running_stack
 from support.processes.waiting import wait_until
 from support.telemetry.collector import Collector, Sample, Span, running_collector
 
-TESTS = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.served
+
+TESTS = Path(__file__).resolve().parents[1]
 PACED = "support.engines.paced_worker"
 TRACE_ID, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACEPARENT = f"00-{TRACE_ID}-{CALLER}-01"
@@ -237,6 +239,7 @@ def test_logs_name_request_and_trace_and_never_the_prompt_or_the_key(stack: Stac
         assert record["span_id"] != CALLER
 
 
+@pytest.mark.slow
 def test_an_unreachable_collector_delays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGESTREAM_TELEMETRY__OTLP_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("PAGESTREAM_TELEMETRY__EXPORT_INTERVAL_S", "0.2")

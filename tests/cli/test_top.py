@@ -7,8 +7,10 @@ import pytest
 from pagestream.v1.records_pb2 import BlockMap
 from pagestream_cli.__main__ import main as pagestream
 from pagestream_streams import Broker, GatewaySession
-from pagestream_streams.observation.block_maps import BlockMaps
+from pagestream_streams.observation import BlockMaps
 from support.protocol.token_streams import FAST, MODEL, card, spec, worker
+
+pytestmark = pytest.mark.served
 
 
 async def test_a_reading_has_the_engines_their_requests_and_the_queue(

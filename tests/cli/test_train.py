@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = pytest.mark.slow  # a short training takes half a minute
 
-SCRIPT = Path(__file__).parents[3] / "deploy" / "demo-model" / "train.py"
+SCRIPT = Path(__file__).parents[2] / "deploy" / "demo-model" / "train.py"
 QUICK_LIMIT_S = 100
 
 

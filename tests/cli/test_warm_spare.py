@@ -11,7 +11,7 @@ from redis import Redis
 from support.faults.served import Served, running_serve
 from support.processes.waiting import is_running, wait_until
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.served, pytest.mark.timeout(600)]
 
 LIMIT_S = 150.0
 BODY = {"model": "demo", "prompt": "One evening", "max_tokens": 600, "temperature": 0, "ignore_eos": True}

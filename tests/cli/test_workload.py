@@ -4,10 +4,9 @@ import statistics
 from pathlib import Path
 
 import pytest
-from pagestream_cli.bench.options import LengthRange
-from pagestream_cli.bench.workload import from_prompts, from_random, from_trace, poisson, with_poisson
-from pagestream_simulator.errors import InputFileInvalidError
-from pagestream_simulator.traces.files import TraceRow
+from pagestream_cli.bench import LengthRange, from_prompts, from_random, from_trace, poisson, with_poisson
+from pagestream_simulator import InputFileInvalidError
+from pagestream_simulator.traces import TraceRow
 
 OUTPUT = LengthRange(8, 8)
 

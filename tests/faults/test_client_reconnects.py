@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 from pagestream_client import AsyncClient, AsyncStream, Chunk, Client, FinishReason, Generation, Transport, put_together
+from support.engines.paced_worker import PACE, token_at
 from support.engines.synthetic_engine import MODEL, running_engine
-from support.faults.workloads import QUESTIONS
 from support.network.flaky_network import FlakyNetwork
 from support.processes.stack import DEMO_MODEL, START_LIMIT_S, Stack, running_stack
 from support.processes.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.served, pytest.mark.timeout(300)]
 
-NUM_STREAMS = 24
-NUM_TOKENS = 480  # long enough for a gateway's restart
-LIMIT_S = 120.0
+NUM_STREAMS = 12
+NUM_TOKENS = 400  # of 30 ms each: long enough for a restart of two gateways
+LIMIT_S = 200.0
 
 
 @dataclass
@@ -32,18 +32,15 @@ class Reader:
     number: int
     chunks: list[Chunk] = field(default_factory=list)
 
+    @property
+    def prompt(self) -> list[int]:
+        return [20 + self.number, 5, 6]
+
     async def read(self, client: AsyncClient) -> None:
         """Call generate once and read to the end."""
-        question = QUESTIONS[self.number % len(QUESTIONS)] + " " * (self.number // 4)
+        num_choices = 2 if self.number % 8 == 5 else 1
         async for chunk in client.generate(
-            "demo",
-            messages=[{"role": "user", "content": question}],
-            max_tokens=NUM_TOKENS,
-            ignore_eos=True,
-            temperature=0.8 if self.number % 2 else 0.0,
-            seed=self.number,
-            logprobs=1 if self.number % 3 == 0 else None,
-            n=2 if self.number % 8 == 5 else 1,
+            "demo", self.prompt, max_tokens=NUM_TOKENS, ignore_eos=True, seed=self.number, n=num_choices
         ):
             self.chunks.append(chunk)
 
@@ -51,15 +48,15 @@ class Reader:
     def num_tokens(self) -> int:
         return sum(len(chunk.token_ids) for chunk in self.chunks)
 
-    def content(self) -> tuple[object, ...]:
-        """Return what is equal in two runs: all but the request's id and the borders of chunks."""
+    def check(self) -> None:
+        """Assert that the stream is complete, in order, without repetition."""
         answer: Generation = put_together(self.chunks)
-        # Cached tokens depend on earlier runs.
-        usage = answer.usage and (
-            answer.usage.prompt_tokens,
-            answer.usage.completion_tokens,
-        )
-        return answer.choices, usage, self.chunks[-1].next_index, self.chunks[-1].digest
+        start = self.prompt[0] + len(self.prompt)
+        for choice in answer.choices:
+            assert list(choice.token_ids) == [token_at(start + place) for place in range(NUM_TOKENS)]
+        indices = [chunk.next_index for chunk in self.chunks]
+        assert indices == sorted(set(indices))
+        assert len({chunk.request_id for chunk in self.chunks}) == 1
 
 
 Disturbance = Callable[[Sequence[Reader]], Awaitable[object]]
@@ -86,28 +83,17 @@ async def until_tokens(readers: Sequence[Reader], count: int) -> None:
         await asyncio.sleep(0.02)
 
 
-def check(undisturbed: Sequence[Reader], disturbed: Sequence[Reader]) -> None:
-    """Assert that every stream is complete, in order, without repetition, and equal to the undisturbed one."""
-    for before, after in zip(undisturbed, disturbed, strict=True):
-        assert after.content() == before.content()
-        indices = [chunk.next_index for chunk in after.chunks]
-        assert indices == sorted(set(indices))
-        assert len({chunk.request_id for chunk in after.chunks}) == 1
-        assert all(len(choice.token_ids) == NUM_TOKENS for choice in put_together(after.chunks).choices)
-
-
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with running_stack(tmp_path_factory.mktemp("stack"), gateways=2, is_forked=True) as stack:
-        yield stack
+    paced = "support.engines.paced_worker"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(PACE, "0.03")
+        folder = tmp_path_factory.mktemp("stack")
+        with running_stack(folder, gateways=2, engine_module=paced, is_forked=True) as stack:
+            yield stack
 
 
-@pytest.fixture(scope="module")
-def undisturbed(stack: Stack) -> list[Reader]:
-    return asyncio.run(run_all([gateway.grpc_target for gateway in stack.gateways]))
-
-
-def test_gateways_that_are_killed_one_after_the_other(stack: Stack, undisturbed: list[Reader]) -> None:
+def test_gateways_that_are_killed_one_after_the_other(stack: Stack) -> None:
     unfinished: list[int] = []
 
     async def kill_both(readers: Sequence[Reader]) -> None:
@@ -121,20 +107,21 @@ def test_gateways_that_are_killed_one_after_the_other(stack: Stack, undisturbed:
     disturbed = asyncio.run(run_all([gateway.grpc_target for gateway in stack.gateways], kill_both))
     assert len(unfinished) == 2
     assert all(unfinished), "a gateway was killed after the streams had ended"
-    check(undisturbed, disturbed)
+    for reader in disturbed:
+        reader.check()
 
 
 def num_connections(networks: Sequence[FlakyNetwork]) -> int:
     return sum(network.num_connections for network in networks)
 
 
-def test_a_network_that_is_cut_again_and_again(stack: Stack, undisturbed: list[Reader]) -> None:
+def test_a_network_that_is_cut_again_and_again(stack: Stack) -> None:
     async def scenario() -> tuple[list[Reader], int]:
         async with AsyncExitStack() as opened:
             networks = [await opened.enter_async_context(FlakyNetwork(gateway.grpc_port)) for gateway in stack.gateways]
 
             async def cut(readers: Sequence[Reader]) -> None:
-                for part in range(1, 6):
+                for part in range(1, 5):
                     await until_tokens(readers, NUM_TOKENS * part // 8)
                     attempts = num_connections(networks)
                     for network in networks:
@@ -148,11 +135,13 @@ def test_a_network_that_is_cut_again_and_again(stack: Stack, undisturbed: list[R
             return disturbed, num_connections(networks)
 
     disturbed, connections = asyncio.run(scenario())
-    assert connections > 5, "the connections outlived the cuts"
-    check(undisturbed, disturbed)
+    assert connections > 4, "the connections outlived the cuts"
+    for reader in disturbed:
+        reader.check()
 
 
-def test_gateways_that_are_stopped_and_go_on(stack: Stack, undisturbed: list[Reader]) -> None:
+@pytest.mark.slow
+def test_gateways_that_are_stopped_and_go_on(stack: Stack) -> None:
     """They neither reset connections nor answer; a client can only notice their silence."""
     unfinished: list[int] = []
 
@@ -169,7 +158,8 @@ def test_gateways_that_are_stopped_and_go_on(stack: Stack, undisturbed: list[Rea
     # All streams are on one gateway: where that is the second one stopped, they have half of their tokens by then.
     assert len(unfinished) == 2
     assert all(unfinished), "a gateway was stopped after the streams had ended"
-    check(undisturbed, disturbed)
+    for reader in disturbed:
+        reader.check()
 
 
 class ProbesAlone(Transport):

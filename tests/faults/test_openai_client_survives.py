@@ -17,7 +17,7 @@ from support.engines.synthetic_engine import MODEL, SyntheticEngine, answer_text
 from support.processes.stack import DEMO_MODEL, Stack
 from support.protocol.token_streams import eventually
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.served, pytest.mark.timeout(120)]
 
 NUM_TOKENS = 40
 KILLS_AT = (1, 20)

@@ -286,7 +286,7 @@ async def test_it_waits_for_a_worker_that_takes_no_reports(tmp_path: Path) -> No
     ("runner", "reason"),
     [
         (ExitingRunner, "SystemExit: a library has had enough"),
-        (CrashingRunner, "exited with code 7"),
+        pytest.param(CrashingRunner, "exited with code 7", marks=pytest.mark.slow),
         (SilentRunner, "sent nothing for 1.5 s"),
     ],
 )
@@ -301,7 +301,10 @@ async def test_a_process_that_ends_itself_says_why(tmp_path: Path, runner: type[
 
 @pytest.mark.parametrize(
     ("load", "error", "words"),
-    [(refused_load, EngineError, "block_size: given 3"), (broken_load, EngineCoreError, "ImportError: libtorch")],
+    [
+        (refused_load, EngineError, "block_size: given 3"),
+        pytest.param(broken_load, EngineCoreError, "ImportError: libtorch", marks=pytest.mark.slow),
+    ],
 )
 async def test_the_error_of_a_load_is_the_futures(load: object, error: type[Exception], words: str) -> None:
     process = EngineProcess(Program(load, TelemetrySettings(), "e", None))  # type: ignore[arg-type]

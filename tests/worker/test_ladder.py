@@ -4,7 +4,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagestream_telemetry.errors import VariableError
 from pagestream_worker.ladder import (
@@ -92,6 +92,7 @@ def test_a_stopped_process_does_not_skip_rungs() -> None:
     assert ladder.update(with_share(Resource.HOST, 1.0), 3600.0) is Rung.NO_PREFETCH
 
 
+@settings(max_examples=30)
 @given(READINGS)
 def test_it_moves_by_one_rung_and_turns_back_after_a_whole_one(readings: Readings) -> None:
     rungs = [Rung.NORMAL, *rungs_of(readings)]
@@ -102,6 +103,7 @@ def test_it_moves_by_one_rung_and_turns_back_after_a_whole_one(readings: Reading
             assert (second - first) * PERIOD_S >= min(CLIMB_S, DESCEND_S) - PERIOD_S
 
 
+@settings(max_examples=30)
 @given(READINGS, st.lists(SHARES, min_size=MOST_READINGS, max_size=MOST_READINGS))
 def test_less_in_use_is_never_a_higher_rung(readings: Readings, bounds: list[dict[Resource, float]]) -> None:
     less = [
@@ -111,6 +113,7 @@ def test_less_in_use_is_never_a_higher_rung(readings: Readings, bounds: list[dic
     assert all(low <= high for low, high in zip(rungs_of(less), rungs_of(readings), strict=True))
 
 
+@settings(max_examples=30)
 @given(READINGS)
 def test_who_watches_less_is_never_on_a_higher_rung(readings: Readings) -> None:
     ladders = Ladders(MARKS, PACE)

@@ -21,6 +21,7 @@ def hang(folder: str | Path, config: EngineConfig) -> Engine:
         time.sleep(LIMIT_S)
 
 
+@pytest.mark.slow
 async def test_a_load_that_hangs_ends_with_its_process_and_one_that_stays_is_an_error() -> None:
     limits = {"PAGESTREAM_WORKER__LOAD_TIMEOUT_S": "0.1", "PAGESTREAM_WORKER__KILL_TIMEOUT_S": "1e-9"}
     hasty = load_settings(["model", "--redis", "redis://x"], limits)

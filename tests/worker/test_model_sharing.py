@@ -77,7 +77,7 @@ def test_changes_are_those_of_any_reader_and_keep_the_limits(
         assert not engine.serving or is_idle or (engine.served_s >= LIMITS.min_serve_s and not engine.owes)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(fleets(), st.sampled_from(MODELS))
 def test_one_request_moves_one_engine(engines: list[EngineState], model: str) -> None:
     changes = plan_changes(engines, {model: Demand(requests=1, tokens=999)}, LIMITS)
@@ -137,7 +137,7 @@ class Fleet:
         return any(each.serving == model and not each.is_loading for each in self.engines.values())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.lists(st.sets(st.sampled_from(MODELS), min_size=1).map(frozenset), min_size=1, max_size=4),
     st.lists(st.dictionaries(st.sampled_from(MODELS), st.integers(1, 2000)), min_size=20, max_size=60),

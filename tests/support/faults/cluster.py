@@ -14,14 +14,12 @@ from pathlib import Path
 
 import httpx
 from pagestream.v1.records_pb2 import Adapter
-from pagestream_streams import Broker, expire_engine
-from pagestream_streams.admin.adapters import adapter_revision
-from pagestream_streams.connection.embedded import find_server, server_command
-from pagestream_streams.errors import StreamsError
+from pagestream_streams import Broker, StreamsError, expire_engine, find_server, server_command
+from pagestream_streams.admin import adapter_revision
 from pagestream_streams.fault_points import VARIABLE
 from redis import Redis
 from support.faults.fault_points import FaultPointController
-from support.faults.feature_clients import FeatureClient, GrpcClient, Transcript, clients_of
+from support.faults.feature_clients import FeatureClient, Transcript, clients_of
 from support.faults.feature_rows import FEATURE_ROWS, FeatureRow
 from support.faults.parts import RankPart
 from support.faults.setups import ENGINE_OPTIONS, SETUPS, Engines, write_adapter, write_other_model
@@ -84,8 +82,7 @@ class FaultCluster:
     def __init__(
         self,
         folder: Path,
-        fork_server: ForkServer,
-        fault_points: FaultPointController,
+        harness: Harness,
         redis: Part,
         redis_port: int,
         *,
@@ -93,13 +90,13 @@ class FaultCluster:
         engines: Engines,
     ) -> None:
         self.folder = folder
-        self.fault_points = fault_points
+        self.fault_points = harness.fault_points
         self.redis = Member(redis, (), {})
         self.engines: list[Member] = []
         self.gateways: list[Member] = []
         self.redis_port = redis_port
         self.undisturbed: dict[str, Transcript] = {}
-        self._fork_server = fork_server
+        self._fork_server = harness.fork_server
         self._dtype = dtype
         self._setup = SETUPS[engines]
         self._has_texts = dtype == TEXTS_DTYPE and engines is Engines.PLAIN
@@ -342,13 +339,17 @@ class FaultCluster:
             row = replace(row, finish=None)
         return kind(row, addresses, model=model, key=f"{row.name} {self._number}", seed=seed)
 
-    def clients(self) -> list[FeatureClient]:
-        """Return a client of each row over each API, spread over the gateways."""
+    def clients(self, half: int | None = None) -> list[FeatureClient]:
+        """Return a client of each row over each API, spread over the gateways.
+
+        With `half`, each row is over one API: every second one over gRPC, the others if it is odd.
+        """
         number = len(self.gateways)
         return [
             self.client(kind, row, first=(place + shift) % number)
             for place, row in enumerate(FEATURE_ROWS)
             for shift, kind in enumerate(clients_of(row))
+            if half is None or len(clients_of(row)) == 1 or (place + shift + half) % 2 == 0
         ]
 
     async def reference(self, client: FeatureClient) -> Transcript:
@@ -361,11 +362,9 @@ class FaultCluster:
         return await self.client(type(client), client.row, seed=spec.sampling.seed).run()
 
     async def record_references(self) -> None:
-        """Run every row undisturbed, one after another, so that no row depends on others in its batch."""
-        for row in FEATURE_ROWS:
-            if not row.seed_is_chosen:
-                for kind in clients_of(row):
-                    await self.reference(self.client(kind, row))
+        """Run every row undisturbed, all at once: the engines' mode makes no row depend on others in its batch."""
+        rows = [(kind, row) for row in FEATURE_ROWS if not row.seed_is_chosen for kind in clients_of(row)]
+        await asyncio.gather(*(self.reference(self.client(kind, row)) for kind, row in rows))
         for row in FEATURE_ROWS:
             if not row.seed_is_chosen and not row.is_list:
                 self._compare_apis(row)
@@ -376,26 +375,44 @@ class FaultCluster:
             raise StackError(f"{row.name}: the two APIs answered differently")
 
 
+@dataclass(frozen=True)
+class Harness:
+    """What clusters that follow each other share: the imports of their processes, and the fault points."""
+
+    fork_server: ForkServer
+    fault_points: FaultPointController
+
+
+@asynccontextmanager
+async def running_harness(folder: Path) -> AsyncIterator[Harness]:
+    """Yield the harness of clusters that run one after the other."""
+    async with FaultPointController(folder / "faults") as controller:
+        threads = os.environ.get("OMP_NUM_THREADS", "1")
+        fork_server = ForkServer(MODULES, {VARIABLE: str(controller.path), "OMP_NUM_THREADS": threads})
+        try:
+            yield Harness(fork_server, controller)
+        finally:
+            fork_server.close()
+
+
 @asynccontextmanager
 async def running_cluster(
-    folder: Path, *, gateways: int = 2, dtype: str = TEXTS_DTYPE, engines: Engines = Engines.PLAIN
+    folder: Path,
+    harness: Harness,
+    *,
+    gateways: int = 2,
+    dtype: str = TEXTS_DTYPE,
+    engines: Engines = Engines.PLAIN,
 ) -> AsyncIterator[FaultCluster]:
     """Yield a ready cluster with recorded references; the tails of all logs are added to an exception as notes.
 
     The two engines compute in `dtype`, in deterministic mode, as their set-up says.
     """
     async with AsyncExitStack() as stack:
-        controller = await stack.enter_async_context(FaultPointController(folder / "faults"))
-        environment = {
-            VARIABLE: str(controller.path),
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        }
-        fork_server = ForkServer(MODULES, environment)
-        stack.callback(fork_server.close)
         redis_port, data = free_port(), folder / "redis"
         data.mkdir(parents=True)
         redis = Part("redis", server_command(find_server(), data, redis_port), folder / "redis.log")
-        cluster = FaultCluster(folder, fork_server, controller, redis, redis_port, dtype=dtype, engines=engines)
+        cluster = FaultCluster(folder, harness, redis, redis_port, dtype=dtype, engines=engines)
         redis.start()
         stack.push_async_callback(cluster.close)
         try:
@@ -414,6 +431,3 @@ async def running_cluster(
             for member in cluster.members:
                 error.add_note(f"--- {member.name}\n{member.part.log_tail()}")
             raise
-
-
-__all__ = ["Fault", "FaultCluster", "FeatureClient", "GrpcClient", "Member", "running_cluster"]

@@ -17,7 +17,7 @@ import grpc.aio
 import httpx
 from pagestream.v1 import inference_pb2 as pb
 from pagestream.v1.inference_pb2_grpc import InferenceStub
-from pagestream_streams.protocol.finish_reasons import finish_reason_name
+from pagestream_streams.protocol import finish_reason_name
 from support.clients.stream_clients import StreamBrokenError
 from support.faults.feature_rows import FeatureRow, grpc_request, http_body
 

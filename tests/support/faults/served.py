@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from pagestream_cli.servefile import ProcessRecord, ServeRecord, read_record
+from pagestream_cli import ProcessRecord, ServeRecord, read_record
 from support.processes.part import StackError
 from support.processes.waiting import wait_until
 

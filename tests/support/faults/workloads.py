@@ -8,8 +8,8 @@ QUESTIONS = (
     "Tell me a story about a cat.",
     "Tell me a story about the baker.",
 )
-NUM_STREAMS = 32
-NUM_TOKENS = 200
+NUM_STREAMS = 16
+NUM_TOKENS = 160
 
 
 def chat_request(number: int, *, model: str = "demo", max_tokens: int = NUM_TOKENS) -> pb.GenerateRequest:

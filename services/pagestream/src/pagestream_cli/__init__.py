@@ -1,5 +1,81 @@
-"""The pagestream command: serve, generate, chat, bench, replay, simulate, dead, doctor."""
+"""The pagestream command: serve, generate, chat, bench, replay, simulate, dead, doctor.
 
-from pagestream_cli.errors import CliError
+Names are imported when they are used, so that `--help` is quick.
+"""
 
-__all__ = ["CliError"]
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pagestream_cli.datadir import DataDir, DataDirLock, default_data_dir
+    from pagestream_cli.errors import (
+        CliError,
+        DataDirBusyError,
+        DataDirError,
+        NotFoundError,
+        PartFailedError,
+        PortTakenError,
+        ReplayFailedError,
+        RequestRejectedError,
+        ServeFileInvalidError,
+        ServerNotFoundError,
+        StreamLostError,
+        UsageError,
+    )
+    from pagestream_cli.servefile import ProcessRecord, ServeRecord, dial_host, read_record, write_record
+
+__all__ = [
+    "CliError",
+    "DataDir",
+    "DataDirBusyError",
+    "DataDirError",
+    "DataDirLock",
+    "NotFoundError",
+    "PartFailedError",
+    "PortTakenError",
+    "ProcessRecord",
+    "ReplayFailedError",
+    "RequestRejectedError",
+    "ServeFileInvalidError",
+    "ServeRecord",
+    "ServerNotFoundError",
+    "StreamLostError",
+    "UsageError",
+    "default_data_dir",
+    "dial_host",
+    "read_record",
+    "write_record",
+]
+
+_MODULES = {
+    **dict.fromkeys(("DataDir", "DataDirLock", "default_data_dir"), "datadir"),
+    **dict.fromkeys(
+        (
+            "CliError",
+            "DataDirBusyError",
+            "DataDirError",
+            "NotFoundError",
+            "PartFailedError",
+            "PortTakenError",
+            "ReplayFailedError",
+            "RequestRejectedError",
+            "ServeFileInvalidError",
+            "ServerNotFoundError",
+            "StreamLostError",
+            "UsageError",
+        ),
+        "errors",
+    ),
+    **dict.fromkeys(("ProcessRecord", "ServeRecord", "dial_host", "read_record", "write_record"), "servefile"),
+}
+"""The module that defines each exported name."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from pagestream_simulator.errors import SimulatorError
@@ -88,7 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if parsed.verb in (None, "help"):
         return _help(parser, getattr(parsed, "topic", None))
     run: Callable[[argparse.Namespace], int] = _module(parsed.work).run
-    return guarded(lambda: run(parsed))
+    with _interrupted_by_signals():
+        return guarded(lambda: run(parsed))
 
 
 def guarded(work: Callable[[], int]) -> int:
@@ -101,10 +105,26 @@ def guarded(work: Callable[[], int]) -> int:
             say(f"  {error.hint}")
         return error.exit_code
     except KeyboardInterrupt:
-        return 130
+        return 128 + signal.SIGINT
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output has closed the pipe; a message would fail as well
         return 141
+
+
+@contextmanager
+def _interrupted_by_signals() -> Iterator[None]:
+    """Have SIGTERM end a command in order, as Ctrl-C does, and SIGINT where a background shell has it ignored."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _module(name: str) -> Any:

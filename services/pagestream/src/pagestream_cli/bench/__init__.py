@@ -1,1 +1,58 @@
-"""`pagestream bench`: load against a running server, and what it felt like."""
+"""`pagestream bench`: load against a running server, and what it felt like.
+
+Names are imported when they are used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pagestream_cli.bench.http_client import HttpClient
+    from pagestream_cli.bench.load import run_load
+    from pagestream_cli.bench.options import LengthRange
+    from pagestream_cli.bench.plot import write_plot
+    from pagestream_cli.bench.report import Run, as_json, as_text
+    from pagestream_cli.bench.stats import Outcome, spread, summarize
+    from pagestream_cli.bench.workload import BenchRequest, from_prompts, from_random, from_trace, poisson, with_poisson
+
+__all__ = [
+    "BenchRequest",
+    "HttpClient",
+    "LengthRange",
+    "Outcome",
+    "Run",
+    "as_json",
+    "as_text",
+    "from_prompts",
+    "from_random",
+    "from_trace",
+    "poisson",
+    "run_load",
+    "spread",
+    "summarize",
+    "with_poisson",
+    "write_plot",
+]
+
+_MODULES = {
+    "HttpClient": "http_client",
+    "run_load": "load",
+    "LengthRange": "options",
+    "write_plot": "plot",
+    **dict.fromkeys(("Run", "as_json", "as_text"), "report"),
+    **dict.fromkeys(("Outcome", "spread", "summarize"), "stats"),
+    **dict.fromkeys(
+        ("BenchRequest", "from_prompts", "from_random", "from_trace", "poisson", "with_poisson"), "workload"
+    ),
+}
+"""The module that defines each exported name."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,1 +1,62 @@
-"""`pagestream serve`: all parts on one machine."""
+"""`pagestream serve`: all parts on one machine.
+
+Names are imported when they are used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pagestream_cli.serve.deployment import Deployment
+    from pagestream_cli.serve.engines import EngineLogs, engine_name, engines_left_behind
+    from pagestream_cli.serve.model import ModelChoice, choose_model, demo_model_places, find_demo_model
+    from pagestream_cli.serve.options import ENGINE_OPTIONS, ServeOptions, parse_options
+    from pagestream_cli.serve.plan import DrainStage, Plan, engine_environment
+    from pagestream_cli.serve.port_plan import GatewayPorts, PortPlan, assign_ports
+    from pagestream_cli.serve.report import Reporter
+    from pagestream_cli.serve.shortform import MAX_CHARS, shorten
+
+__all__ = [
+    "ENGINE_OPTIONS",
+    "MAX_CHARS",
+    "Deployment",
+    "DrainStage",
+    "EngineLogs",
+    "GatewayPorts",
+    "ModelChoice",
+    "Plan",
+    "PortPlan",
+    "Reporter",
+    "ServeOptions",
+    "assign_ports",
+    "choose_model",
+    "demo_model_places",
+    "engine_environment",
+    "engine_name",
+    "engines_left_behind",
+    "find_demo_model",
+    "parse_options",
+    "shorten",
+]
+
+_MODULES = {
+    "Deployment": "deployment",
+    **dict.fromkeys(("EngineLogs", "engine_name", "engines_left_behind"), "engines"),
+    **dict.fromkeys(("ModelChoice", "choose_model", "demo_model_places", "find_demo_model"), "model"),
+    **dict.fromkeys(("ENGINE_OPTIONS", "ServeOptions", "parse_options"), "options"),
+    **dict.fromkeys(("DrainStage", "Plan", "engine_environment"), "plan"),
+    **dict.fromkeys(("GatewayPorts", "PortPlan", "assign_ports"), "port_plan"),
+    "Reporter": "report",
+    **dict.fromkeys(("MAX_CHARS", "shorten"), "shortform"),
+}
+"""The module that defines each exported name."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -24,8 +24,8 @@ from pagestream_cli.serve.port_plan import PortPlan, assign_ports
 from pagestream_cli.serve.redis_server import check_redis, redis_command
 from pagestream_cli.serve.report import Reporter
 
-ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that end serve, except those that its parent made it ignore, as nohup does."""
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Signals that end serve, also where a shell that started it in the background has it ignore SIGINT."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -61,7 +61,9 @@ async def _serve(plan: Plan, deployment: Deployment, reporter: Reporter) -> None
     if plan.options.redis_url is not None:
         await check_redis(plan.options.redis_url)
     loop = asyncio.get_running_loop()
-    handled = [number for number in ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    handled = [*ENDING_SIGNALS]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup has it ignored
+        handled.append(signal.SIGHUP)
     for number in handled:
         loop.add_signal_handler(number, _stop, deployment, reporter)
     reporter.say(f"starting {plan.model.name!r} from {plan.model.source} (data: {plan.options.data_dir.path})")

@@ -1,7 +1,43 @@
-"""Child processes: kept running, restarted with a delay, and stopped in order."""
+"""Child processes: kept running, restarted with a delay, and stopped in order.
 
-from pagestream_cli.supervisor.part import PartSpec, PartState, Standby
-from pagestream_cli.supervisor.restart import RestartPolicy
-from pagestream_cli.supervisor.supervisor import Supervisor
+Names are imported when they are used.
+"""
 
-__all__ = ["PartSpec", "PartState", "RestartPolicy", "Standby", "Supervisor"]
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pagestream_cli.supervisor.output import PartOutput
+    from pagestream_cli.supervisor.part import PartSpec, PartState, PartView, Standby
+    from pagestream_cli.supervisor.restart import Death, RestartPolicy, RestartRecord
+    from pagestream_cli.supervisor.supervisor import Supervisor
+
+__all__ = [
+    "Death",
+    "PartOutput",
+    "PartSpec",
+    "PartState",
+    "PartView",
+    "RestartPolicy",
+    "RestartRecord",
+    "Standby",
+    "Supervisor",
+]
+
+_MODULES = {
+    "PartOutput": "output",
+    **dict.fromkeys(("PartSpec", "PartState", "PartView", "Standby"), "part"),
+    **dict.fromkeys(("Death", "RestartPolicy", "RestartRecord"), "restart"),
+    "Supervisor": "supervisor",
+}
+"""The module that defines each exported name."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
