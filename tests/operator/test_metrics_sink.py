@@ -242,7 +242,7 @@ async def exported(port: int, *, ca: bytes | None = None, token: str | None = No
     metadata = [] if token is None else [("authorization", f"Bearer {token}")]
     async with channel:
         try:
-            await MetricsServiceStub(channel).Export(export(engine(time.time())), metadata=metadata, timeout=5)
+            await MetricsServiceStub(channel).Export(export(engine(time.time())), metadata=metadata, timeout=30)
         except grpc.aio.AioRpcError as error:
             return error.code()
     return grpc.StatusCode.OK

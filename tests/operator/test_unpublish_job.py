@@ -5,12 +5,15 @@ import sys
 import tomllib
 from typing import Any
 
+import pytest
 from pagestream_operator import EngineDefaults
 from pagestream_operator.children import children, unpublish_job
 from pagestream_streams import Broker, StreamsSettings
 from support.kubernetes.pool_objects import DEFAULTS, pool
 from support.processes.stack import ROOT
 from support.protocol.token_streams import MODEL, card
+
+pytestmark = pytest.mark.served
 
 PREFIX = "llm.pagestream"
 

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.served
+
 MODELS = {"torch", "triton", "transformers", "pagestream_kernels", "pagestream_engine"}
 EXPORTERS = {"opentelemetry.exporter", "pagestream_telemetry.otlp_metrics", "pagestream_telemetry.otlp_tracing"}
 LEFT_OUT = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, replace
 
 import pytest
@@ -45,7 +46,14 @@ from support.scaling.worlds import (
 CALM = ScalingPolicy(min_replicas=1, max_replicas=20)
 fast = settings(deadline=None, max_examples=15)  # two cores shared with others say nothing about this code
 thorough = settings(deadline=None, max_examples=40)
-worlds = settings(deadline=None, max_examples=5)
+
+
+def worlds(test: Callable[..., None]) -> Callable[..., None]:
+    """Few examples, each of which runs a pool for minutes of its time."""
+    found: Callable[..., None] = pytest.mark.served(settings(deadline=None, max_examples=5)(test))
+    return found
+
+
 ABSURD = (math.nan, math.inf, -math.inf, -1.0, 1.5)
 
 

@@ -7,6 +7,8 @@ from pagestream_scaling import ScalingPolicy
 from pagestream_simulator.traces import read_trace
 from support.scaling.worlds import FluidPool
 
+pytestmark = pytest.mark.served
+
 
 @pytest.fixture(scope="module")
 def arrivals() -> list[float]:

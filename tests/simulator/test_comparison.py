@@ -7,6 +7,8 @@ import pytest
 from pagestream_cli.__main__ import main
 from pagestream_simulator.traces import SAMPLE
 
+pytestmark = pytest.mark.served
+
 
 def test_the_command_prints_a_table_and_writes_numbers_and_a_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -9,6 +9,8 @@ from pagestream_simulator.study.policies import thinned
 from pagestream_simulator.traces import TraceRow, read_trace
 from support import traces
 
+pytestmark = pytest.mark.served
+
 TRACE = Path(traces.__path__[0]) / "azure_llm_2023_conv_300.csv"
 MACHINE = Machine(lambda step: 0.01 + 0.001 * step.prefill_tokens, 4096, 1, 1e9, 8192)
 

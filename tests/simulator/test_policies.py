@@ -9,6 +9,8 @@ from pagestream_simulator.study.policy_report import tables, write_plot
 from pagestream_simulator.traces import read_trace
 from support import traces
 
+pytestmark = pytest.mark.served
+
 TRACE = Path(traces.__path__[0]) / "azure_llm_2023_conv_300.csv"
 PROFILE = EngineProfile(StepCost(0.01, 0.0004, 3e-7, 0.0002, 3e-6), kv_blocks=1024)
 
@@ -27,8 +29,8 @@ def test_each_policy_keeps_its_promise_where_too_much_arrives() -> None:
 
 
 def test_a_study_goes_on_where_it_was_interrupted_and_is_printed_and_drawn(tmp_path: Path) -> None:
-    rows = thinned(read_trace(str(TRACE)), 12)
-    assert len(rows) == 12
+    rows = thinned(read_trace(str(TRACE)), 30)
+    assert len(rows) == 30
     assert [row.arrival_s for row in rows] == sorted(row.arrival_s for row in rows)
     saved: list[int] = []
     kept: dict[str, object] = {}

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.kube
 
 
 HANDOVER_LIMIT_S = 60.0
-SHORT = {"LEASE_DURATION_S": "4", "LEASE_RENEW_S": "1", "LEASE_MARGIN_S": "1", "LEASE_LOOK_S": "0.5"}
+SHORT = {"LEASE_DURATION_S": "7", "LEASE_RENEW_S": "1", "LEASE_MARGIN_S": "1", "LEASE_LOOK_S": "0.5"}
 Pair = tuple[OperatorProcess, OperatorProcess]
 
 
@@ -157,8 +157,8 @@ def test_a_restarted_operator_writes_nothing_but_its_term(kube: ControlPlane, pl
 # -- The fence on a real API server: what a leader sends after its term has ended is refused, wherever it was frozen
 
 
-NAMES = LeaseSettings("fence", "fence", duration_s=2.0, renew_s=0.5, margin_s=0.5, look_s=0.2)
-LIMIT_S = 20.0
+NAMES = LeaseSettings("fence", "fence", duration_s=5.0, renew_s=0.5, margin_s=0.5, look_s=0.2)
+LIMIT_S = 60.0
 Act = Callable[[KubeClient, Leadership, Applier], Awaitable[None]]
 
 

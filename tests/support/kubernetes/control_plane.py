@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from support.kubernetes.api import kube_binary, write_kubeconfig
+from support.kubernetes.api import WITH_PARENT, kube_binary, write_kubeconfig
 from support.processes.stack import free_port
 from support.processes.waiting import wait_until
 
@@ -232,7 +232,7 @@ class ControlPlane:
     def _start(self, name: str, *arguments: str) -> None:
         with (self.folder / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
-                [kube_binary(name), *arguments], stdout=log, stderr=log, stdin=subprocess.DEVNULL
+                [*WITH_PARENT, kube_binary(name), *arguments], stdout=log, stderr=log, stdin=subprocess.DEVNULL
             )
 
     def _end(self, name: str) -> None:
@@ -253,7 +253,7 @@ def _parsed(text: bytes) -> Object:
     return found
 
 
-def eventually(read: Callable[[], T], what: str, limit_s: float = 30.0) -> T:
+def eventually(read: Callable[[], T], what: str, limit_s: float = 60.0) -> T:
     """Wait until `read()` returns something true, and return it. Refusals and missing objects count as not yet."""
     found: list[T] = []
 

@@ -18,6 +18,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
     ExportMetricsServiceRequest,
     ExportMetricsServiceResponse,
 )
+from support.kubernetes.api import WITH_PARENT
 from support.kubernetes.control_plane import ControlPlane, Object, Refused, eventually
 from support.kubernetes.pool_objects import pool_body
 from support.processes.part import Part
@@ -66,7 +67,7 @@ class OperatorProcess(Part):
         environment = {f"PAGESTREAM_OPERATOR__{field}": value for field, value in given.items()}
         super().__init__(
             name,
-            [sys.executable, "-m", "pagestream_operator"],
+            [*WITH_PARENT, sys.executable, "-m", "pagestream_operator"],
             folder / f"{name}.log",
             {**environment, "KUBECONFIG": str(kubeconfig)},
         )
@@ -82,7 +83,7 @@ class OperatorProcess(Part):
 
     def wait_ready(self) -> None:
         """Wait until it is ready."""
-        eventually(lambda: self.is_alive() and self.page("/readyz")[0] == 200, f"{self.name} ready", 60)
+        eventually(lambda: self.is_alive() and self.page("/readyz")[0] == 200, f"{self.name} ready", 120)
 
     def figures(self, name: str) -> dict[str, float]:
         """A metric's values by their labels."""
@@ -109,7 +110,7 @@ class OperatorProcess(Part):
                 request_serializer=ExportMetricsServiceRequest.SerializeToString,
                 response_deserializer=ExportMetricsServiceResponse.FromString,
             )
-            call(request, timeout=5)
+            call(request, timeout=30)
 
 
 @contextmanager
@@ -189,7 +190,7 @@ class PoolWorld:
         found: int = self.deployment(name)["spec"]["replicas"]
         return found
 
-    def wait_replicas(self, count: int, name: str = "demo", limit_s: float = 30) -> None:
+    def wait_replicas(self, count: int, name: str = "demo", limit_s: float = 60) -> None:
         """Wait until the Deployment's spec.replicas is `count`."""
         eventually(lambda: self.replicas(name) == count, f"{count} replicas of {name}", limit_s)
 
@@ -198,7 +199,7 @@ class PoolWorld:
         conditions = self.pool(name).get("status", {}).get("conditions", [])
         return next((each for each in conditions if each["type"] == kind), {})
 
-    def wait_condition(self, kind: str, reason: str, name: str = "demo", limit_s: float = 30) -> Object:
+    def wait_condition(self, kind: str, reason: str, name: str = "demo", limit_s: float = 60) -> Object:
         """Wait until a condition has a reason."""
         eventually(
             lambda: self.condition(kind, name).get("reason") == reason, f"{kind} of {name} for {reason}", limit_s
