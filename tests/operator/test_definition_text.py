@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import yaml
-from pagestream_operator.api.base import ApiModel
+from pagestream_operator.api import ApiModel
 from pagestream_operator.crd import SchemaError, definition, definition_text, structural_schema
 from pydantic import Field
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from pagestream_gateway import load_settings as gateway_settings
-from pagestream_worker import settings as engine_settings
+from pagestream_worker import load_settings as engine_settings
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 COMPOSE = DEPLOY / "compose" / "compose.yaml"
@@ -27,7 +27,7 @@ def test_settings_are_the_programs_own(services: dict[str, Any]) -> None:
     gateway = gateway_settings([], services["gateway"]["environment"])
     assert gateway.gateway.redis == "redis://redis:6379/0"
     _, *arguments = services["engine"]["command"]
-    engine = engine_settings.load_settings(arguments, services["engine"]["environment"])
+    engine = engine_settings(arguments, services["engine"]["environment"])
     assert engine.worker.model == "/models/served"
     assert engine.worker.served_model_name == "demo"
 
