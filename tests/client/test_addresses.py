@@ -28,7 +28,7 @@ async def remote_gateway(redis_url: str) -> AsyncIterator[tuple[Address, TcpProx
     assert where.port is not None
     async with TcpProxy(where.port) as way:
         settings = gateway_settings(where._replace(netloc=f"127.0.0.1:{way.port}").geturl())
-        impatient = replace(settings, gateway=replace(settings.gateway, answer_limit_s=0.3))
+        impatient = replace(settings, gateway=replace(settings.gateway, answer_limit_s=1.0))
         async with running_address(impatient) as address:
             try:
                 yield address, way

@@ -23,6 +23,7 @@ from pagestream_client.http import AsyncHttpClient, HttpClient
 from support.clients.scripted_gateway import REQUEST_ID, ScriptedGateway
 from support.processes.waiting import until
 
+pytestmark = pytest.mark.served
 QUICK = Reconnection(limit_s=30.0, first_contact_s=0.2, first_delay_s=0.01, max_delay_s=0.02)
 IMPATIENT = Reconnection(limit_s=0.2, first_contact_s=0.2, first_delay_s=0.01, max_delay_s=0.02)
 TEXT = "Once upon a time"
@@ -152,23 +153,23 @@ async def test_an_error_that_says_later_is_waited_out(ask: Ask, code: str) -> No
 
 
 @pytest.fixture
-def _ten_times_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    healthy = {"": 0.2, "GATEWAY_STOPPING": 0.2, "UNAVAILABLE": 0.2}
+def _sooner_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    healthy = {"": 0.5, "GATEWAY_STOPPING": 0.5, "UNAVAILABLE": 0.5}
     monkeypatch.setattr("pagestream_client.retry._HEALTHY_S", healthy)
 
 
-@pytest.mark.usefixtures("_ten_times_faster")
+@pytest.mark.usefixtures("_sooner_healthy")
 async def test_waiting_in_a_queue_through_gateways_that_end_is_no_loss(ask: Ask) -> None:
-    policy = Reconnection(limit_s=0.4, first_delay_s=0.01, max_delay_s=0.02)
-    async with ScriptedGateway(breaks=[1, 0.8, 0.8]) as gateway:
+    policy = Reconnection(limit_s=1.5, first_delay_s=0.01, max_delay_s=0.02)
+    async with ScriptedGateway(breaks=[1, 1.6, 1.6]) as gateway:
         chunks = await ask(gateway.url, policy=policy)
     assert text_of(chunks) == TEXT
     assert len(gateway.calls) == 4
 
 
-@pytest.mark.usefixtures("_ten_times_faster")
+@pytest.mark.usefixtures("_sooner_healthy")
 async def test_signs_of_life_of_connections_that_end_at_once_are_no_progress(ask: Ask) -> None:
-    policy = Reconnection(limit_s=0.4, first_delay_s=0.01, max_delay_s=0.02)
+    policy = Reconnection(limit_s=1.5, first_delay_s=0.01, max_delay_s=0.02)
     async with ScriptedGateway(breaks=[1, *[0.05] * 100]) as gateway:
         with pytest.raises(Unavailable):
             await ask(gateway.url, policy=policy)

@@ -123,7 +123,7 @@ def hmac_of(key: bytes) -> Callable[[bytes], bytes]:
     return lambda data: hmac.digest(key, data, hashlib.sha256)
 
 
-PUBLIC = private_key("RS256").public_key()
+PUBLIC = private_key("RS256", 0).public_key()
 PEM = PUBLIC.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 DER = PUBLIC.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
 CLAIMS = {"iss": ISSUER, "aud": AUDIENCE, "sub": "u1", "exp": NOW + 600, "tenant": "a"}
@@ -208,7 +208,7 @@ async def test_claims_give_the_class_and_may_be_required(http: httpx.AsyncClient
 
 
 async def test_a_token_that_was_good_ends_with_its_time(http: httpx.AsyncClient, engine: SyntheticEngine) -> None:
-    token = SIGNER.token(iss="https://all.test", exp=int(time.time()) + 3)
+    token = SIGNER.token(iss="https://all.test", exp=int(time.time()) + 4)
     await accepted(http, engine, token)
 
     async def has_ended() -> bool:
@@ -259,7 +259,7 @@ async def test_keys_change_with_their_file_and_wrong_ones_are_left_out(
         assert any(await reload(http))
         await accepted(http, engine, new.token())
         await refusal(http, SIGNER.token(jti="not seen before"))
-        private = RSAAlgorithm.to_jwk(private_key("RS256"), as_dict=True)
+        private = RSAAlgorithm.to_jwk(private_key("RS256", 0), as_dict=True)
         file.write_bytes(json.dumps({"keys": [{**private, "kid": "one", "key_ops": ["sign", "verify"]}]}).encode())
         assert any(await reload(http))
         await refusal(http, new.token())

@@ -82,7 +82,8 @@ class Served:
 
     async def prompts(self, path: str, body: dict[str, Any]) -> list[list[int]]:
         """Return the prompts of a request that waits for an engine."""
-        await self.client.post(path, json=body, headers={"X-Request-Timeout": "0.5"})
+        answer = await self.client.post(path, json=body, headers={"X-Request-Timeout": "0.5"})
+        assert answer.json()["error"]["code"] == "deadline", answer.text
         [newest] = (await list_requests(self.broker, "default", limit=1)).requests
         return [list(each.ids) for each in (await self.broker.spec(newest.request_id, "default")).prompts]
 
@@ -239,9 +240,10 @@ async def test_a_template_with_roles_for_both_makes_the_prompt_and_without_one_t
 
 async def test_what_cannot_be_scored_is_refused(scorer: Served) -> None:
     client = scorer.client
+    await scorer.with_card("short", lambda card: setattr(card, "max_model_len", 64))
 
     async def refusal(query: str, document: str) -> dict[str, Any]:
-        body = {"model": MODEL, "text_1": query, "text_2": [document]}
+        body = {"model": "short", "text_1": query, "text_2": [document]}
         answer = await client.post("/v1/score", content=json.dumps(body), headers={"content-type": "application/json"})
         assert answer.status_code == 400
         assert "x-request-id" not in answer.headers
@@ -254,15 +256,15 @@ async def test_what_cannot_be_scored_is_refused(scorer: Served) -> None:
     assert (long["param"], "document 0 and its query are 64 tokens" in long["message"]) == ("text_2", True)
     assert "half of a surrogate pair" in (await refusal("\ud800", "x"))["message"]
     assert "half of a surrogate pair" in (await refusal("x", "\ud800"))["message"]
-    fits = await client.post("/v1/score", json={"model": MODEL, "text_1": "q" * 30, "text_2": ["d" * 29]})
-    assert fits.status_code == 200
-    assert fits.json()["usage"]["prompt_tokens"] == 63
+    fits = {"model": "short", "text_1": "q" * 30, "text_2": ["d" * 29]}
+    assert [len(prompt) for prompt in await scorer.prompts("/v1/score", fits)] == [63]
 
 
 async def test_a_long_query_before_many_documents_is_refused_before_work(scorer: Served) -> None:
     """It stands in the body once, and would be rendered for each document."""
     await scorer.with_card("long", lambda card: setattr(card, "chat_template", TEMPLATE))
-    for model in (MODEL, "long"):
+    await scorer.with_card("long-joined", lambda card: setattr(card.embedding, "joins_pairs", True))
+    for model in ("long", "long-joined"):
         body = {"model": model, "query": "q" * 100_000, "documents": ["d"] * 2000}
         refused = await scorer.client.post("/v1/rerank", json=body)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "documents")

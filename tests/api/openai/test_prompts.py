@@ -1,5 +1,6 @@
 """Prompts: what is cut of them, and which tokens they are."""
 
+import asyncio
 from typing import Any
 
 import grpc
@@ -186,3 +187,23 @@ async def test_refusals_of_texts_name_the_field(http: httpx.AsyncClient, engine:
         answer = await http.post(f"/{path}", json=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
     assert not engine.claimed
+
+
+async def test_of_requests_that_come_together_the_failing_fail_alone(http: httpx.AsyncClient) -> None:
+    """They are encoded together."""
+    system = {"role": "system", "content": "be kind " * 10}
+
+    async def status_of(number: int) -> int:
+        if number == 3:
+            body: dict[str, Any] = {**CHAT, "messages": []}
+        elif number == 7:
+            body = {**CHAT, "messages": [{"role": "user", "content": LONG}]}
+        elif number == 9:
+            body = {**CHAT, "messages": [{"role": "user", "content": "y" * 100_000}]}
+        else:
+            body = {**CHAT, "messages": [system, {"role": "user", "content": f"hello {number}"}]}
+        return (await http.post("/v1/chat/completions", json=body)).status_code
+
+    found = await asyncio.gather(*(status_of(number) for number in range(20)))
+    assert [number for number, status in enumerate(found) if status == 400] == [3, 7, 9]
+    assert set(found) == {200, 400}

@@ -3,6 +3,7 @@
 No engine serves these models: requests are accepted and stay queued, and their records are read from Redis.
 """
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -515,3 +516,13 @@ async def test_bounds_of_multiples_are_those_of_engines(records: Records) -> Non
             assert "multipleOf" in (await records.refusal("/v1/completions", body))["message"], given
         else:
             assert (await records.of("/v1/completions", body)).sampling.structured_outputs.json
+
+
+async def test_callers_that_come_together_share_a_models_load_also_where_the_first_leaves(records: Records) -> None:
+    body = {"model": await records.published(synthetic_card()), "prompt": "x"}
+    callers = [asyncio.create_task(records.of("/v1/completions", body)) for _ in range(12)]
+    await asyncio.sleep(0)
+    callers[0].cancel()
+    first, *others = await asyncio.gather(*callers, return_exceptions=True)
+    assert isinstance(first, asyncio.CancelledError)
+    assert [each.model if isinstance(each, RequestSpec) else each for each in others] == [body["model"]] * 11

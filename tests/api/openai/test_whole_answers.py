@@ -95,6 +95,40 @@ async def test_a_client_that_does_not_take_its_answer_holds_no_memory(redis_url:
         assert [choice["text"] for choice in json.loads(content)["choices"]] == texts
 
 
+@pytest.mark.slow
+async def test_a_slow_client_gives_way_to_others(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes each piece in time, but needs longer for its answer than the others would wait; it misses nothing."""
+    monkeypatch.setattr("pagestream_gateway.api.openai.whole_answer.STALL_S", 0.4)
+    monkeypatch.setattr("pagestream_gateway.api.openai.whole_answer._TURN_S", 1.0)
+    prompt, n = "x" * 100_000, 64
+    body = asked(model=LONG_MODEL, prompt=prompt, n=n, max_tokens=1, echo=True)
+    size = n * (len(prompt) + 600)
+    async with (
+        running_engine(redis_url, synthetic_card(LONG_MODEL, max_model_len=2**20)) as engine,
+        running_address(little_memory(redis_url, size + 20_000, wait_s=5.0)) as address,
+        client_of(address) as client,
+        asyncio.timeout(LIMIT_S),
+    ):
+        slow = socket.socket()
+        try:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16_384)
+            received = await _begin(slow, address, json.dumps(body).encode())
+            others = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(2)]
+            while not all(other.done() for other in others):  # less than 64 KiB in 0.4 s would be a stall
+                received += await asyncio.get_running_loop().sock_recv(slow, 16_384)
+                await asyncio.sleep(0.02)  # how the client is slow
+            assert [other.result().status_code for other in others] == [200, 200]
+            assert len(received) < size / 2, "the client was not slow"
+            while part := await asyncio.get_running_loop().sock_recv(slow, MB):
+                received += part
+        finally:
+            slow.close()
+        head, _, content = received.partition(b"\r\n\r\n")
+        assert f"content-length: {len(content)}".encode() in head.lower()
+        texts = [prompt + answer_text(engine.claimed[0], choice) for choice in range(n)]
+        assert [choice["text"] for choice in json.loads(content)["choices"]] == texts
+
+
 async def test_memory_that_stays_in_use_is_waited_for_in_vain(redis_url: str, engine: SyntheticEngine) -> None:
     async with running_address(little_memory(redis_url, 4000, wait_s=0.1)) as address, client_of(address) as client:
         engine.hold_at = 60

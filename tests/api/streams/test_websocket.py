@@ -138,7 +138,7 @@ async def test_a_reader_that_leaves_ends_its_reading(
     quick = replace(
         settings,
         stream=StreamSettings(disconnect_grace_s=0.2, keep_alive_s=0.05),
-        connections=ConnectionSettings(body_timeout_s=0.2),
+        connections=ConnectionSettings(body_timeout_s=1.0),
     )
     async with another(quick) as address:
         async with web.ws_connect(address.url + POST, autoping=False) as socket:
