@@ -22,7 +22,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from pagestream_engine.errors import EngineError
+from pagestream_engine import EngineError
 from pagestream_engine.models.registry import find_family
 from pagestream_engine.models.select import open_model
 from support.engines.architectures import model_types, small_config, write_model

@@ -1,8 +1,7 @@
 from typing import Any
 
 import pytest
-from pagestream_engine import ConfigError, EngineConfig
-from pagestream_engine.config import EngineOptions
+from pagestream_engine import ConfigError, EngineConfig, EngineOptions
 
 
 def test_defaults() -> None:

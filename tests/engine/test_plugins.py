@@ -16,6 +16,7 @@ class LastComeFirstServed(SchedulingPolicy):
 register_policy("lcfs", LastComeFirstServed)
 """
 MODULES = {
+    "__init__": "",
     "policies": POLICY,
     "families": "",
     "lacking": "import nowhere_to_be_found",

@@ -3,7 +3,15 @@ from collections import deque
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pagestream_engine.cache import NO_BLOCK, BlockPool, CacheManager, FreeList, full_attention, make_eviction_order
+from pagestream_engine.cache import (
+    NO_BLOCK,
+    BlockHasher,
+    BlockPool,
+    CacheManager,
+    FreeList,
+    full_attention,
+    make_eviction_order,
+)
 from support.engines.cached_sequences import make_seq, run
 
 EVICTION_POLICIES = ("lru", "slru", "lfu", "cost")
@@ -37,9 +45,8 @@ def test_no_order_evicts_a_block_before_what_continues_it(policy: str, prompts: 
     for prompt in prompts:
         serve(cache, prompt)
         for other in prompts:
-            seq = make_seq(other)
-            hashes = [cache._hasher.block_hash(seq, end) for end in range(1, len(other) + 1)]
-            known = [block_hash in cache.pool.by_hash for block_hash in hashes]
+            seq, hasher = make_seq(other), BlockHasher(1)
+            known = [hasher.block_hash(seq, end) in cache.pool.by_hash for end in range(1, len(other) + 1)]
             assert known == sorted(known, reverse=True), "a block is cached whose beginning is not"
 
 

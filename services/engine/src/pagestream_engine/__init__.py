@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pagestream_engine.capacity import Capacity, measure_capacity
-    from pagestream_engine.config import EngineConfig, SchedulerConfig
+    from pagestream_engine.config import AdapterConfig, EngineConfig, EngineOptions, SchedulerConfig
     from pagestream_engine.engine import Engine
     from pagestream_engine.errors import (
         AdapterChanged,
@@ -62,6 +62,7 @@ __all__ = [
     "CARDS",
     "LLM",
     "AdapterChanged",
+    "AdapterConfig",
     "AdapterError",
     "AdapterFileError",
     "AdapterMismatch",
@@ -74,6 +75,7 @@ __all__ = [
     "EngineAsleep",
     "EngineConfig",
     "EngineError",
+    "EngineOptions",
     "EngineStats",
     "ExecutorDied",
     "ExecutorError",
@@ -116,7 +118,7 @@ __all__ = [
 
 _NAMES = {
     "capacity": ("Capacity", "measure_capacity"),
-    "config": ("EngineConfig", "SchedulerConfig"),
+    "config": ("AdapterConfig", "EngineConfig", "EngineOptions", "SchedulerConfig"),
     "engine": ("Engine",),
     "errors": (
         "AdapterChanged",
