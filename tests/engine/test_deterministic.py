@@ -23,10 +23,10 @@ from pagestream_engine.layers.native.library import native_linears
 from pagestream_engine.native_build import find_compiler
 from pagestream_engine.runner import ModelRunner
 from pagestream_engine.scheduler import ScheduledSequence, ScheduledStep
-from support.engines import triton_bits
 from support.engines.given_plans import given_plan
-from support.engines.recorded_logits import BLOCK_SIZE, NUM_TOKENS, Logits, Run, differences
+from support.engines.recorded_logits import BLOCK_SIZE, NUM_TOKENS, Comparison, Logits, Run, differences
 from support.engines.tiny_models import make_model, random_prompts
+from support.kernels.worker import KernelWorker
 from torch import Tensor
 
 pytestmark = pytest.mark.served
@@ -245,18 +245,41 @@ def test_the_fingerprint_is_of_what_the_bits_depend_on(folder_of: Callable[[str]
     assert len({first, *others}) == len(others) + 1
 
 
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+"""A model that the interpreter runs in a third of a second a step."""
+
+
+def compare_by_triton(folder: str) -> dict[str, dict[str, int]]:
+    """Compare in float32 on a model that is `SMALL`, with a pool that is too small for both requests to end in."""
+    from pagestream_engine.attention.triton.deterministic_attention import DeterministicTritonAttention
+
+    DeterministicTritonAttention.split_tokens = 64  # so that few tokens have two splits
+    options = {"attention_backend": "triton", "device": "cpu", "dtype": "float32", "max_model_len": 72}
+    prompts = {f"request {index}": prompt for index, prompt in enumerate(random_prompts([23, 63]))}
+    tight = {"num_gpu_blocks_override": 12, "max_num_batched_tokens": 96, "max_num_seqs": 3}
+    exact = Comparison(Path(folder), {**options, "deterministic": True}, prompts, 3)
+    default = Comparison(Path(folder), {**options, "deterministic": False}, prompts, 3)
+    return {
+        "together": exact.together(**tight),
+        "resumed": exact.resumed(max_num_batched_tokens=40),
+        "default": default.together(**tight),
+    }
+
+
 @pytest.mark.slow
 @pytest.mark.builds
 @pytest.mark.timeout(600)
 def test_the_triton_kernels_under_the_interpreter(tmp_path: Path) -> None:
     """With preemption, resumed, and in conversations whose answers are in the prefix cache."""
-    folder = make_model(tmp_path / "model", "llama", **triton_bits.SMALL)
-    tests = Path(triton_bits.__file__).parents[2]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tests)}
-    command = [sys.executable, triton_bits.__file__, str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    folder = make_model(tmp_path / "model", "llama", **SMALL)
+    with KernelWorker("interpret") as interpreter:
+        found = interpreter.run(compare_by_triton, str(folder), limit_s=580)
     print(found)
     assert found["together"] == {"differing": 0, "preemptions": 1}
     differing = {what: count for what, count in found["resumed"].items() if what.startswith("differing")}

@@ -11,8 +11,8 @@ import pytest
 import torch
 from pagestream_engine import Engine, EngineConfig, SamplingParams
 from pagestream_engine.runner import ModelRunner
+from support.engines.recorded_logits import Comparison
 from support.engines.tiny_models import make_model, random_prompts
-from support.engines.triton_bits import Comparison
 
 pytestmark = pytest.mark.gpu
 

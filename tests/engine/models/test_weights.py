@@ -1,4 +1,4 @@
-"""Weights arrive unchanged, in their fused places, once, and each rank's part alone; what does not fit is named."""
+"""Weights arrive unchanged and once, of each rank its part alone; what does not fit is named."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from pagestream_engine import ConfigError, ModelFileError, UnsupportedOption, WeightsError
+from pagestream_engine import (
+    ConfigError,
+    Engine,
+    EngineConfig,
+    ModelFileError,
+    SamplingParams,
+    UnsupportedOption,
+    WeightsError,
+)
 from pagestream_engine.layers.quantised.weight import quantise_int8
 from pagestream_engine.models.config import ConfigFile
 from pagestream_engine.models.decoder_config import DecoderConfig
@@ -19,7 +27,6 @@ from pagestream_engine.models.division.sharding import shard_config, shard_weigh
 from pagestream_engine.models.division.staging import weights_of_stage
 from pagestream_engine.models.families.llama import Llama
 from pagestream_engine.models.families.phi3 import Phi3
-from pagestream_engine.models.families.qwen2 import Qwen2
 from pagestream_engine.models.family_source import FamilySource
 from pagestream_engine.models.loader import load_parameters
 from pagestream_engine.models.safetensors_file import open_files, read_folder
@@ -39,56 +46,31 @@ def folder(model_of: Callable[..., Path]) -> Path:
     return model_of("qwen2")
 
 
-@pytest.fixture
-def rewritten(folder: Path, tmp_path: Path) -> Callable[[dict[str, torch.Tensor | None]], Path]:
-    """Copies the folder with some tensors replaced, added, or (None) left out."""
-
-    def rewrite(changes: dict[str, torch.Tensor | None]) -> Path:
-        tensors = {**load_file(folder / "model.safetensors"), **changes}
-        save_file({name: t for name, t in tensors.items() if t is not None}, tmp_path / "model.safetensors")
-        (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-        return tmp_path
-
-    return rewrite
+def load(folder: Path) -> Engine:
+    options = {"device": "cpu", "dtype": "float32", "num_gpu_blocks_override": 20, "max_model_len": 128}
+    return Engine(folder, EngineConfig.from_options(options))
 
 
-def _load(folder: Path, dtype: torch.dtype = torch.float32) -> Parameters:
-    family = Qwen2()
-    target = Target(dtype, _CPU, max_model_len=128)
-    return load_parameters(folder, family.weights(family.read(ConfigFile.read(folder))), target)
+def tokens_of(engine: Engine) -> list[int | None]:
+    engine.add_request("a", [5, 6, 7], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    return [output.token_id for _ in range(9) for output in engine.step()]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fused_weights_hold_their_parts_in_order(folder: Path, dtype: torch.dtype) -> None:
-    loaded, tensors = _load(folder, dtype), load_file(folder / "model.safetensors")
-    for index in range(3):
-        prefix = f"model.layers.{index}."
-        qkv = torch.cat([tensors[f"{prefix}self_attn.{part}_proj.weight"] for part in "qkv"])
-        bias = torch.cat([tensors[f"{prefix}self_attn.{part}_proj.bias"] for part in "qkv"])
-        gate_up = torch.cat([tensors[f"{prefix}mlp.{part}_proj.weight"] for part in ("gate", "up")])
-        x = torch.eye(qkv.shape[1], dtype=dtype)
-        assert torch.equal(loaded.linear(f"{index}.qkv")(x), (qkv.to(dtype).T + bias.to(dtype)))
-        assert torch.equal(loaded.linear(f"{index}.gate_up")(x), gate_up.to(dtype).T)
-        norm = tensors[prefix + "input_layernorm.weight"].to(dtype)
-        assert torch.equal(loaded.tensor(f"{index}.input_norm"), norm)
-    assert torch.equal(loaded.tensor("embedding"), tensors["model.embed_tokens.weight"].to(dtype))
-
-
-def test_a_sharded_index_gives_the_same_tensors(folder: Path, tmp_path: Path) -> None:
+def test_a_sharded_model_is_the_same_and_frequencies_of_old_checkpoints_are_ignored(
+    folder: Path, tmp_path: Path
+) -> None:
     tensors = load_file(folder / "model.safetensors")
-    names = sorted(tensors)
+    old = {**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
+    names = sorted(old)
     shards = {"one.safetensors": names[::2], "two.safetensors": names[1::2]}
     for file, held in shards.items():
-        save_file({name: tensors[name] for name in held}, tmp_path / file)
+        save_file({name: old[name] for name in held}, tmp_path / file)
     index = {"weight_map": {name: file for file, held in shards.items() for name in held}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    entries = read_folder(tmp_path)
-    assert entries.keys() == tensors.keys()
-    with open_files() as files:
-        for name, entry in entries.items():
-            target = torch.empty(entry.shape)
-            files.read(entry, target)
-            assert torch.equal(target, tensors[name])
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    tokens = tokens_of(load(folder))
+    assert len(tokens) == 8
+    assert tokens_of(load(tmp_path)) == tokens
 
 
 def test_conversion_goes_through_the_buffer_in_pieces(tmp_path: Path) -> None:
@@ -100,33 +82,24 @@ def test_conversion_goes_through_the_buffer_in_pieces(tmp_path: Path) -> None:
     assert torch.equal(target, tensor.bfloat16())
 
 
-def test_a_missing_tensor_is_named(rewritten: Callable[[dict[str, torch.Tensor | None]], Path]) -> None:
-    folder = rewritten({"model.layers.1.mlp.up_proj.weight": None})
-    with pytest.raises(WeightsError, match=r"model\.layers\.1\.mlp\.up_proj\.weight: missing, expected"):
-        _load(folder)
-
-
-def test_an_unexpected_tensor_is_named(rewritten: Callable[[dict[str, torch.Tensor | None]], Path]) -> None:
-    with pytest.raises(WeightsError, match=r"model\.layers\.0\.adapter"):
-        _load(rewritten({"model.layers.0.adapter": torch.zeros(2)}))
-
-
-def test_computed_frequencies_of_old_checkpoints_are_ignored(
-    rewritten: Callable[[dict[str, torch.Tensor | None]], Path],
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("model.layers.1.mlp.up_proj.weight", None, r"model\.layers\.1\.mlp\.up_proj\.weight: missing, expected"),
+        ("model.layers.0.adapter", torch.zeros(2), r"model\.layers\.0\.adapter"),
+        ("model.norm.weight", torch.zeros(7), r"model\.norm\.weight: given shape \(7,\), expected \(96,\)"),
+        ("model.norm.weight", torch.zeros(96, dtype=torch.int32), r"given torch\.int32, expected floats"),
+    ],
+    ids=["missing", "unexpected", "of another shape", "of whole numbers"],
+)
+def test_a_tensor_that_does_not_fit_is_named(
+    folder: Path, tmp_path: Path, name: str, tensor: torch.Tensor | None, message: str
 ) -> None:
-    assert _load(rewritten({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)})).linears()
-
-
-def test_a_mis_shaped_tensor_is_named_with_both_shapes(
-    rewritten: Callable[[dict[str, torch.Tensor | None]], Path],
-) -> None:
-    with pytest.raises(WeightsError, match=r"model\.norm\.weight: given shape \(7,\), expected \(96,\)"):
-        _load(rewritten({"model.norm.weight": torch.zeros(7)}))
-
-
-def test_a_tensor_of_whole_numbers_is_refused(rewritten: Callable[[dict[str, torch.Tensor | None]], Path]) -> None:
-    with pytest.raises(WeightsError, match=r"given torch\.int32, expected floats"):
-        _load(rewritten({"model.norm.weight": torch.zeros(96, dtype=torch.int32)}))
+    tensors = {**load_file(folder / "model.safetensors"), name: tensor}
+    save_file({name: each for name, each in tensors.items() if each is not None}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(WeightsError, match=message):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["gone", "empty", "no header", "cut", "index"])
@@ -139,7 +112,7 @@ def test_damaged_files_are_errors_of_the_folder(folder: Path, tmp_path: Path, da
     if damage == "index":
         (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"x": "../elsewhere.safetensors"}}')
     with pytest.raises(ModelFileError):
-        _load(tmp_path)
+        load(tmp_path)
 
 
 _MEASURE = """

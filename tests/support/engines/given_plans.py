@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pagestream_engine.cache.kv_groups import KVLayout, full_attention
+from pagestream_engine.cache import KVLayout, full_attention
 from pagestream_engine.request.sequence import NO_ROW
-from pagestream_engine.scheduler.scheduled_step import ScheduledStep
+from pagestream_engine.scheduler import ScheduledStep
+from pagestream_engine.step import StepPlan
 from pagestream_engine.step.plan_builder import PlanBuilder
-from pagestream_engine.step.records import StepPlan
 
 MAX_ROWS = 64
 LAYOUT = full_attention(16)

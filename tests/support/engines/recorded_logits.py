@@ -8,12 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pagestream_engine.config import EngineConfig
-from pagestream_engine.engine import Engine
-from pagestream_engine.request.sampling_params import SamplingParams
+from pagestream_engine import Engine, EngineConfig, SamplingParams
 from pagestream_engine.runner import ModelRunner
-from pagestream_engine.step.pending import PendingResult
-from pagestream_engine.step.records import StepPlan
+from pagestream_engine.step import PendingResult, StepPlan
 from torch import Tensor
 
 NUM_TOKENS = 16
@@ -117,3 +114,48 @@ def differences(got: Logits, expected: Logits) -> list[tuple[str, int]]:
     """The tokens whose logits have other bits; AssertionError where they are not those of the same tokens."""
     assert got.keys() == expected.keys()
     return [key for key, logits in expected.items() if not torch.equal(got[key], logits)]
+
+
+class Comparison:
+    """Requests, and their logits when each runs alone."""
+
+    def __init__(self, folder: Path, options: dict[str, Any], prompts: dict[str, list[int]], num_tokens: int) -> None:
+        self._folder, self._options, self._prompts = folder, options, prompts
+        self._alone = Run(folder, {**options, "enable_prefix_caching": False}, num_tokens)
+        self._expected = self._alone.alone(prompts)
+        self.num_compared = len(self._expected)
+        """Tokens of all requests."""
+
+    def together(self, **changes: Any) -> dict[str, int]:
+        """Run them together under changed options. Return how many tokens have other logits, and preemptions."""
+        run = Run(self._folder, {**self._options, "enable_prefix_caching": False, **changes}, self._alone.num_tokens)
+        got = run.generate(self._prompts)
+        return {
+            "differing": len(differences(got, self._expected)),
+            "preemptions": run.engine.stats().num_preemptions,
+        }
+
+    def resumed(self, **changes: Any) -> dict[str, int]:
+        """Let requests go on before their last token, from nothing and from a prefix cache, under changed options. Then
+        the next turn of the last one's conversation begins with what is cached of it.
+
+        Returns:
+            How many tokens have other logits, how many prompt tokens the next turn found in the cache, and how many
+            kernels were compiled after the warm-up.
+        """
+        num_tokens = self._alone.num_tokens
+        given = {name: tokens[:-1] for name, tokens in self._alone.tokens.items()}
+        left = {key: logits for key, logits in self._expected.items() if key[1] == num_tokens - 1}
+        run = Run(self._folder, {**self._options, **changes}, num_tokens)
+        found = {
+            "differing": len(differences(run.generate(self._prompts, given), left)),
+            "differing on a cache": len(differences(run.generate(self._prompts, given), left)),
+        }
+        last = [*self._prompts][-1]
+        turns = {f"{last}, next turn": self._prompts[last] + self._alone.tokens[last] + [5, 7]}
+        self._alone.num_tokens = run.num_tokens = 1
+        before = run.engine.stats().prefix_hit_tokens
+        found["differing in the next turn"] = len(differences(run.generate(turns), self._alone.alone(turns)))
+        found["cached tokens of the next turn"] = run.engine.stats().prefix_hit_tokens - before
+        found["late compilations"] = run.runner.num_late_compilations
+        return found
