@@ -25,3 +25,12 @@ editable=()
 for package in "$@"; do editable+=(--editable "./$package"); done
 # One call for torch and all packages: pip must never see a chance to prefer a newer torch.
 "${pip[@]}" --no-build-isolation "${editable[@]}"
+
+# The C++ that processes on this machine compile at their first start, for the demo model's heads. It is kept by content
+# in the user's cache (~/.cache/pagestream), which all checkouts share.
+echo "setup: compiling the C++ kernels for this processor (30 s, once)"
+PAGESTREAM_HEAD_DIMS=64 .venv/bin/python -m pagestream_engine.native_prebuild \
+  pagestream_engine.attention.native.levels pagestream_engine.layers.native.levels \
+  pagestream_engine.adapters.native.levels pagestream_engine.sampler.native.levels \
+  pagestream_worker.logs.library >/dev/null ||
+  echo "setup: they are not compiled; engines on this CPU are slower until the first start that finds a compiler" >&2

@@ -1,9 +1,12 @@
-"""C++ is compiled once, kept privately, and every failure is a NativeBuildError that says what to do."""
+"""C++ is compiled once, kept privately and by content, and every failure is a NativeBuildError that says what to do."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,8 @@ from pagestream_engine.native_build import NativeLibrary, cached, compile_into, 
 
 pytestmark = pytest.mark.builds
 
-_NEEDS_COMPILER = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+_COMPILER = find_compiler()
+_NEEDS_COMPILER = pytest.mark.skipif(_COMPILER is None, reason="no C++ compiler")
 
 
 @pytest.fixture
@@ -39,7 +43,7 @@ def _script(path: Path, text: str) -> str:
 
 def _another_compiler(path: Path) -> str:
     """A compiler like the one that is here, of another version."""
-    return _script(path, f'"{find_compiler()}" "$@"; [ "$1" = --version ] && echo another; true')
+    return _script(path, f'"{_COMPILER}" "$@"; [ "$1" = --version ] && echo another; true')
 
 
 @_NEEDS_COMPILER
@@ -48,7 +52,7 @@ def test_a_library_is_compiled_once_into_a_private_folder(folder: Path, library:
     before = made.stat()
     assert cached(library) == made
     assert list(folder.iterdir()) == [made]
-    assert made.stat().st_mtime_ns == before.st_mtime_ns
+    assert made.stat().st_ino == before.st_ino
     assert folder.stat().st_mode & 0o077 == 0
 
 
@@ -80,11 +84,10 @@ def test_what_the_machine_code_depends_on_is_in_the_name(
 def test_a_library_for_other_machines_does_not_depend_on_this_one(
     library: NativeLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiler = find_compiler()
-    assert compiler is not None
-    made = compile_into(tmp_path, library, compiler)
+    assert _COMPILER is not None
+    made = compile_into(tmp_path, library, _COMPILER)
     monkeypatch.setattr(native_build, "processor_identity", lambda _: b"another processor")
-    assert compile_into(tmp_path, library, compiler) == made
+    assert compile_into(tmp_path, library, _COMPILER) == made
 
 
 def test_without_a_compiler(folder: Path, library: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,15 +126,84 @@ def test_a_folder_that_cannot_be_made(folder: Path, library: NativeLibrary) -> N
         cached(library)
 
 
-@_NEEDS_COMPILER
-def test_processes_may_compile_at_once(folder: Path, library: NativeLibrary) -> None:
+def _counting_compiler(path: Path, log: Path, *, first: str = "true") -> str:
+    """A compiler like the one that is here, which notes each library that it compiles before it does."""
+    return _script(path, f'[ "$1" = --version ] || {{ echo >>"{log}"; {first}; }}; exec "{_COMPILER}" "$@"')
+
+
+def _build(library: NativeLibrary) -> subprocess.Popen[str]:
+    """Start a process that asks for a library and prints its path."""
     code = (
         "from pathlib import Path\n"
         "from pagestream_engine.native_build import NativeLibrary, cached\n"
         f"print(cached(NativeLibrary('answer', Path({str(library.source)!r}), {library.flags!r})))\n"
     )
-    children = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    printed = {child.communicate(timeout=60)[0].strip() for child in children}
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+
+@_NEEDS_COMPILER
+def test_of_processes_that_ask_at_once_one_compiles(
+    folder: Path, library: NativeLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "compiled"
+    monkeypatch.setenv("CXX", _counting_compiler(tmp_path / "counting", log, first="sleep 1"))
+    children = [_build(library) for _ in range(3)]
+    printed = {child.communicate(timeout=100)[0].strip() for child in children}
     assert [child.returncode for child in children] == [0, 0, 0]
     assert printed == {str(cached(library))}
     assert [str(path) for path in folder.iterdir()] == list(printed)
+    assert log.read_text() == "\n"
+
+
+@_NEEDS_COMPILER
+def test_a_build_that_was_killed_holds_nobody_up_and_leaves_nothing(
+    folder: Path, library: NativeLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "compiled"
+    monkeypatch.setenv("CXX", _counting_compiler(tmp_path / "hanging", log, first="sleep 100"))
+    killed = _build(library)
+    until = time.monotonic() + 60
+    while not log.exists():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.communicate(timeout=60)
+    _counting_compiler(tmp_path / "hanging", log)  # the same name and version, so the same library
+    left = [path for path in folder.iterdir() if path.suffix != ".so"]
+    assert left
+    for path in left:
+        os.utime(path, (1, 1))
+    made = cached(library)
+    assert list(folder.iterdir()) == [made]
+
+
+@_NEEDS_COMPILER
+def test_the_libraries_that_were_not_used_for_longest_go(
+    folder: Path, library: NativeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variants = [NativeLibrary("answer", library.source, (*library.flags, f"-DVARIANT={number}")) for number in range(4)]
+    first, second, third = (cached(each) for each in variants[:3])
+    for age, path in enumerate((third, second, first)):
+        os.utime(path, (age, age))
+    assert cached(variants[2]) == third  # used now
+    monkeypatch.setattr(native_build, "_MOST_BYTES", 2 * third.stat().st_size)
+    fourth = cached(variants[3])
+    assert set(folder.iterdir()) == {third, fourth}
+
+
+@_NEEDS_COMPILER
+def test_setup_fills_the_cache_with_what_a_first_start_needs(folder: Path) -> None:
+    # The smallest library stands for the others: each module says in the same way what this machine compiles.
+    command = [sys.executable, "-m", "pagestream_engine.native_prebuild", "pagestream_worker.logs.library"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout.split()
+    assert [Path(line).parent for line in printed] == [folder]
+    assert [str(path) for path in folder.iterdir()] == printed
+
+
+def test_setup_goes_on_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    command = [sys.executable, "-m", "pagestream_engine.native_prebuild", "pagestream_worker.logs.library"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "install g++" in done.stderr

@@ -1,16 +1,23 @@
 """Compile C++ sources of this project, at first use into the user's cache folder or beforehand into another one.
 
+The cache is by content: a library's name has digests of its source, its flags, the compiler and the processor. All
+checkouts of a user share it, and a library is compiled once, whatever branch asks for it.
+
 This module imports no torch: the simulator compiles its fleet with it, and an image's build the engine's kernels.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +27,10 @@ from pagestream_engine.errors import CompilerNotFound, NativeBuildError
 _COMPILERS = ("c++", "g++", "clang++")
 _LIMIT_S = 120.0
 """Of one run of the compiler."""
+_MOST_BYTES = 128 << 20
+"""Of the cache's libraries: some 800 of the largest. Beyond, those go that have not been used for longest."""
+_LEFT_BEHIND_S = 3600.0
+"""Age at which what a build has beside its library is a killed build's, and from which a library may go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +74,8 @@ def find_compiler() -> str | None:
 def cached(library: NativeLibrary) -> Path:
     """Return the library in the user's cache folder, compiled if it isn't there.
 
-    Any number of processes may do this at once. The folder may be shared by unlike machines: the file's name holds the
-    identity of the processor, for which `-march=native` compiles.
+    Any number of processes may do this at once: one compiles, the others wait for it. The folder may be shared by
+    unlike machines: the file's name holds the identity of the processor, for which `-march=native` compiles.
 
     Raises:
         CompilerNotFound: there is no C++ compiler.
@@ -78,11 +89,16 @@ def cached(library: NativeLibrary) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_private(folder)
         target = folder / library.file_name(compiler, processor_identity(read_cpuinfo()))
-        return target if target.is_file() else _compile(compiler, library, target)
+        if not _is_used(target):
+            with _alone(target):
+                if not _is_used(target):
+                    _compile(compiler, library, target)
+                    _tidy(folder)
     except OSError as error:
         raise NativeBuildError(
             f"{folder}: {error.strerror or error}; set XDG_CACHE_HOME to a writable folder"
         ) from error
+    return target
 
 
 def compile_into(folder: Path, library: NativeLibrary, compiler: str) -> Path:
@@ -106,9 +122,55 @@ def user_cache() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "pagestream"
 
 
+def _is_used(target: Path) -> bool:
+    """Return whether a library is there; if so, its time of change says from now on that it was used."""
+    if not target.is_file():
+        return False
+    with suppress(OSError):  # a cache that others have filled and nobody may write
+        os.utime(target)
+    return True
+
+
+@contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    """Hold the lock of a library's build. The system takes it from a process that is killed.
+
+    The file goes with the lock: who has opened it before, or makes another one, finds the library, or builds it again
+    because this build has failed.
+    """
+    path = target.with_suffix(".lock")
+    with path.open("w") as file:
+        with suppress(OSError):  # a file system without locks: several processes may build, and the last one renames
+            fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _tidy(folder: Path) -> None:
+    """Delete what killed builds have left, and the libraries that have not been used for longest where there are too
+    many. What other processes delete at the same time is no fault."""
+    old = time.time() - _LEFT_BEHIND_S
+    libraries: list[tuple[float, int, Path]] = []
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):
+            status = path.stat()
+            if path.suffix == ".so":
+                libraries.append((status.st_mtime, status.st_size, path))
+            elif status.st_mtime < old:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+    excess = sum(size for _, size, _ in libraries) - _MOST_BYTES
+    for used, size, path in sorted(libraries):
+        if excess <= 0 or used >= old:
+            break
+        path.unlink(missing_ok=True)
+        excess -= size
+
+
 def _compile(compiler: str, library: NativeLibrary, target: Path) -> Path:
     """Write beside the target and rename, so that no process loads a file that is not whole."""
-    with tempfile.TemporaryDirectory(dir=target.parent) as name:
+    with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as name:
         made = Path(name) / target.name
         _run([compiler, *library.flags, "-o", str(made), str(library.source)])
         made.replace(target)

@@ -29,6 +29,11 @@ def libraries() -> Iterator[NativeLibrary]:
     yield LIBRARY
 
 
+def own_libraries() -> Iterator[NativeLibrary]:
+    """Yield what a process on this machine compiles at first use."""
+    yield LIBRARY
+
+
 def find_or_compile() -> Path:
     """Return the path of the library, which an image brings or the user's cache holds, compiled if need be.
 

@@ -9,8 +9,9 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path
 
+from pagestream_engine.cpu import instruction_sets, read_cpuinfo
 from pagestream_engine.native_build import NativeLibrary
-from pagestream_engine.sampler.native.levels import LEVELS, DrawLevel
+from pagestream_engine.sampler.native.levels import LEVELS, DrawLevel, levels_of
 
 SOURCE = Path(__file__).parent / "lora.cpp"
 PREBUILT = Path(__file__).parent / "prebuilt"
@@ -29,3 +30,8 @@ def libraries() -> Iterator[NativeLibrary]:
     """Yield what an image brings: each level of this architecture."""
     for level in LEVELS.get(platform.machine(), ()):
         yield library_for(level)
+
+
+def own_libraries() -> Iterator[NativeLibrary]:
+    """Yield what a process on this machine compiles at first use."""
+    yield from map(library_for, levels_of(instruction_sets(read_cpuinfo()))[:1])

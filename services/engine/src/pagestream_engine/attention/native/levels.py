@@ -82,6 +82,12 @@ def wanted_head_dims() -> tuple[int, ...]:
     return tuple(known[each] for each in given) or HEAD_DIMS
 
 
+def own_libraries() -> Iterator[NativeLibrary]:
+    """Yield what a process on this machine compiles at first use, for each of `wanted_head_dims`."""
+    for head_dim in wanted_head_dims():
+        yield library_for(head_dim, NATIVE)
+
+
 def libraries(head_dims: Sequence[int] | None = None, caches: Sequence[str] = CACHES) -> Iterator[NativeLibrary]:
     """Yield what an image brings: each level of this architecture for each head size and kind of cache.
 

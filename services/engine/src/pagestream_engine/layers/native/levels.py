@@ -5,12 +5,13 @@ This module imports no torch: an image's build compiles the libraries without it
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagestream_engine.cpu import usable_instruction_sets
+from pagestream_engine.cpu import read_cpuinfo, usable_instruction_sets
 from pagestream_engine.native_build import NativeLibrary
 from pagestream_engine.native_levels import ARMV8_A, X86_64_V3, X86_64_V4, Level
 
@@ -70,3 +71,8 @@ def libraries() -> Iterator[NativeLibrary]:
     """Yield what an image brings: each level of this architecture."""
     for level in LEVELS.get(platform.machine(), ()):
         yield library_for(level)
+
+
+def own_libraries() -> Iterator[NativeLibrary]:
+    """Yield what a process on this machine compiles at first use."""
+    yield from map(library_for, usable_levels(read_cpuinfo(), os.environ)[:1])
