@@ -390,10 +390,9 @@ def run_mutants(state: State, checkout: Path, mutants: Sequence[Mutant], *, jobs
     copies: SimpleQueue[Scratch] = SimpleQueue()
     for number in range(jobs):
         copies.put(state.scratch(checkout, number))
-    listed = [{"key": each.key, "area": each.area, "mutant": str(each)} for each in mutants]
-    state.drawn.write_text(json.dumps(listed, indent=1))
-    cover, done = state.cover_map(), {each["key"] for each in read_results(state)}
-    pending = [each for each in mutants if each.key not in done]
+    cover = state.cover_map()
+    results = {each["key"]: each for each in read_results(state)}
+    pending = [each for each in mutants if not is_final(results.get(each.key), each, checkout, cover)]
 
     def run(mutant: Mutant) -> None:
         if time.monotonic() > until:
@@ -411,7 +410,15 @@ def run_mutants(state: State, checkout: Path, mutants: Sequence[Mutant], *, jobs
 
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(run, pending))
-    return len(read_results(state)) >= len(mutants)
+    results = {each["key"]: each for each in read_results(state)}
+    return all(is_final(results.get(each.key), each, checkout, cover) for each in mutants)
+
+
+def is_final(result: Mapping[str, Any] | None, mutant: Mutant, checkout: Path, cover: CoverMap) -> bool:
+    """Whether a mutant need not be run: it was caught, or the map has no more tests that cover it than it had then."""
+    if result is None or result["outcome"] == "caught":
+        return result is not None
+    return bool(len(covering(mutant, checkout, cover)) <= result["num_covering"])
 
 
 @dataclass
@@ -431,14 +438,11 @@ class Result:
 def run_mutant(mutant: Mutant, source: bytes, scratch: Scratch, cover: CoverMap) -> Result:
     """Run the tests that cover a mutant until one fails."""
     started = time.monotonic()
-    covering = sorted(
-        {test for file, lines in lines_of(mutant, scratch.folder).items() for test in cover.covering(file, lines)},
-        key=lambda test: cover.seconds[test],
-    )
-    if not covering:
+    tests = covering(mutant, scratch.folder, cover)
+    if not tests:
         return Result("uncovered")
-    total = list(itertools.accumulate(cover.seconds[test] for test in covering))
-    chosen = [test for test, seconds in zip(covering, total, strict=True) if seconds <= LIMIT_S] or covering[:1]
+    total = list(itertools.accumulate(cover.seconds[test] for test in tests))
+    chosen = [test for test, seconds in zip(tests, total, strict=True) if seconds <= LIMIT_S] or tests[:1]
     file = scratch.folder / mutant.file
     if file.read_bytes() != source:
         raise SystemExit(f"mutants: {file} is not the checkout's; remove the folder of the state's copies")
@@ -447,8 +451,14 @@ def run_mutant(mutant: Mutant, source: bytes, scratch: Scratch, cover: CoverMap)
         by = caught_by([cover.tests[test] for test in in_files(chosen, cover)], scratch)
     finally:
         _write(file, source)
-    outcome = "caught" if by else "survived" if len(chosen) == len(covering) else "beyond"
-    return Result(outcome, by, len(chosen), len(covering), time.monotonic() - started)
+    outcome = "caught" if by else "survived" if len(chosen) == len(tests) else "beyond"
+    return Result(outcome, by, len(chosen), len(tests), time.monotonic() - started)
+
+
+def covering(mutant: Mutant, root: Path, cover: CoverMap) -> list[int]:
+    """Return the tests that may notice a mutant, the fastest first."""
+    tests = {test for file, lines in lines_of(mutant, root).items() for test in cover.covering(file, lines)}
+    return sorted(tests, key=lambda test: cover.seconds[test])
 
 
 def in_files(tests: Sequence[int], cover: CoverMap) -> list[int]:
@@ -514,8 +524,9 @@ def first_failure(tests: Sequence[str], scratch: Scratch) -> str:
 
 
 def read_results(state: State) -> list[dict[str, Any]]:
-    """Return the results so far."""
-    return [json.loads(line) for line in state.results.read_text().splitlines()] if state.results.exists() else []
+    """Return the latest result of each mutant so far."""
+    lines = state.results.read_text().splitlines() if state.results.exists() else []
+    return list({each["key"]: each for each in map(json.loads, lines)}.values())
 
 
 def report(state: State) -> str:
@@ -567,17 +578,17 @@ def coverage_table(state: State) -> list[str]:
     return lines
 
 
-def unique_lines(state: State) -> str:
-    """Return how many lines each test file covers, and how many it alone; the lines, where they are fewer than 40."""
+def unique_lines(state: State, checkout: Path) -> str:
+    """Return how many lines of functions each test file covers, and how many it alone: by number where under 40."""
     cover = state.cover_map()
     files = sorted({test.partition("::")[0] for test in cover.tests})
-    masks: Counter[str] = Counter()
-    for place, test in enumerate(cover.tests):
-        masks[test.partition("::")[0]] |= 1 << place
     alone: defaultdict[str, defaultdict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     covered: Counter[str] = Counter()
     for file, lines in cover.lines.items():
+        in_functions = lines_in_functions(checkout / file)
         for line, bits in sorted(lines.items()):
+            if line not in in_functions:
+                continue  # runs when its module is imported
             tests = {cover.tests[place].partition("::")[0] for place in _bits(bits)}
             covered.update(tests)
             if len(tests) == 1:
@@ -590,12 +601,17 @@ def unique_lines(state: State) -> str:
         count = sum(map(len, alone[file].values()))
         result.append(f"{count:5} {covered[file]:6} {seconds[file]:7.1f} {file}")
         if count < 40:
-            result += [f"        {source}: {_ranges(lines)}" for source, lines in sorted(alone[file].items())]
+            result += [
+                f"        {source}: {' '.join(map(str, lines))}" for source, lines in sorted(alone[file].items())
+            ]
     return "\n".join(result)
 
 
-def _ranges(lines: Sequence[int]) -> str:
-    return " ".join(map(str, lines))
+def lines_in_functions(path: Path) -> set[int]:
+    """Return the lines of the bodies of all functions of a module."""
+    nodes = ast.walk(ast.parse(path.read_bytes())) if path.exists() else iter(())
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return {line for node in functions for line in range(node.body[0].lineno, (node.end_lineno or node.lineno) + 1)}
 
 
 def main() -> int:
@@ -610,6 +626,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--from", type=Path, dest="earlier", metavar="DRAWN", help="drawn.json of another state")
     parser.add_argument("--jobs", type=int, default=1, help="mutants that run at once, each in its own copy")
+    parser.add_argument("--areas", nargs="+", choices=AREAS, metavar="AREA", help="to be run (default: all)")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin nothing after this time")
     given = parser.parse_intermixed_args()
     state, checkout = State(given.state), given.checkout.resolve()
@@ -618,12 +635,15 @@ def main() -> int:
             is_done = map_tests(state, checkout, given.paths, given.select, given.minutes)
         case "run":
             mutants = drawn_mutants(sources_of(checkout), given.count, given.seed, given.earlier)
-            is_done = run_mutants(state, checkout, mutants, jobs=given.jobs, minutes=given.minutes)
+            listed = [{"key": each.key, "area": each.area, "mutant": str(each)} for each in mutants]
+            state.drawn.write_text(json.dumps(listed, indent=1))
+            chosen = [each for each in mutants if each.area in (given.areas or AREAS)]
+            is_done = run_mutants(state, checkout, chosen, jobs=given.jobs, minutes=given.minutes)
         case "report":
             print(report(state))
             return 0
         case _:
-            print(unique_lines(state))
+            print(unique_lines(state, checkout))
             return 0
     print("done" if is_done else "interrupted: run the same command again to go on")
     return 0 if is_done else 3
