@@ -2,11 +2,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pagestream_engine.text import IncrementalDetokenizer, Pieces, bad_words_token_ids
-from support.engines.arithmetic_model import byte_fallback_tokenizer, byte_level_tokenizer
+from support.engines.arithmetic_model import byte_level_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 BYTES = byte_level_tokenizer()
-FALLBACK = byte_fallback_tokenizer()
 SAMPLES = ["naïve café", "你好，世界", "😀👨‍👩‍👧🇩🇪", "a\u0301", "עברית", "\ufffd", "plain", " two  spaces "]  # noqa: RUF001
 
 
@@ -27,6 +26,21 @@ def merged_tokenizer() -> Tokenizer:
 
 
 MERGED = merged_tokenizer()
+
+
+def fallback_tokenizer() -> Tokenizer:
+    """A tokenizer in Llama 2's form: words with ▁ for a space, and a token for each byte outside of words."""
+    words = ("▁", "a", "▁hi", "é", "語")
+    vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": 1 + byte for byte in range(256)}
+    vocab |= {word: 257 + index for index, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+FALLBACK = fallback_tokenizer()
 
 
 def stream(

@@ -318,17 +318,6 @@ def byte_level_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def byte_fallback_tokenizer(words: Sequence[str] = ("▁", "a", "▁hi", "é", "語")) -> Tokenizer:
-    """Return a tokenizer in Llama 2's form: words with ▁ for a space, and a token for each byte outside of words."""
-    vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": 1 + byte for byte in range(256)}
-    vocab |= {word: 257 + index for index, word in enumerate(words)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return tokenizer
-
-
 def _require(holds: bool, contradiction: str) -> None:
     if not holds:
         raise SlotError(contradiction)
