@@ -10,10 +10,8 @@ from pagestream_engine import ModelFileError
 from pagestream_engine.layers import ROPE_KINDS, Rope, cos_sin_table, rope_frequencies
 from pagestream_engine.models.config import ConfigFile
 from pagestream_engine.models.decoder_config import plain_rope
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+pytestmark = pytest.mark.served
 _CPU = torch.device("cpu")
 _HALF = 12
 _KINDS: dict[str, dict[str, Any]] = {
@@ -37,12 +35,17 @@ _KINDS: dict[str, dict[str, Any]] = {
 
 
 def test_every_scaling_of_transformers_is_known() -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     assert set(ROPE_KINDS) == {"default", *ROPE_INIT_FUNCTIONS} == set(_KINDS)
 
 
 @pytest.mark.parametrize("num_tokens", [64, 300])
 @pytest.mark.parametrize("kind", ROPE_KINDS)
 def test_angles_are_those_of_transformers(kind: str, num_tokens: int) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
     config = LlamaConfig(
         hidden_size=96,
         num_attention_heads=4,

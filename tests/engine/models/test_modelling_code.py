@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from pagestream_engine import ModelFileError, UnsupportedModel, WeightsError
 from pagestream_engine.attention import CacheShape, Operators, select_backend
 from pagestream_engine.layers import RopeContext
@@ -25,8 +24,6 @@ from safetensors.torch import load_file, save_file
 from support.engines.architectures import small_config, write_model
 from support.pairwise import Case, pairwise
 from torch import Tensor, nn
-from transformers.models.glm4.modeling_glm4 import Glm4RMSNorm
-from transformers.models.granite.modeling_granite import GraniteRMSNorm
 
 pytestmark = pytest.mark.served
 _CPU = torch.device("cpu")
@@ -110,6 +107,8 @@ def operators(option: str, dtype: torch.dtype) -> Operators:
 
 
 def granite_norm(dtype: torch.dtype) -> Any:
+    from transformers.models.granite.modeling_granite import GraniteRMSNorm
+
     norm = GraniteRMSNorm(SIZE, eps=1e-5).to(dtype).requires_grad_(False)
     norm.weight.copy_(torch.randn(SIZE))
     return norm
@@ -146,6 +145,8 @@ def test_another_dtype_than_the_weights_is_left_to_the_modelling_code() -> None:
 @pytest.mark.parametrize(("kind", "is_taken_over"), [("granite", True), ("olmo2", False), ("gemma", False)])
 def test_what_rounds_elsewhere_or_offsets_its_weight_stays(kind: str, is_taken_over: bool) -> None:
     """Olmo2 multiplies with the weight before it rounds; Gemma adds one to it."""
+    import transformers
+
     config = small_config(kind)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
@@ -155,6 +156,8 @@ def test_what_rounds_elsewhere_or_offsets_its_weight_stays(kind: str, is_taken_o
 
 
 def test_a_subclass_with_a_forward_of_its_own_stays() -> None:
+    from transformers.models.glm4.modeling_glm4 import Glm4RMSNorm
+
     class Doubled(Glm4RMSNorm):
         def forward(self, hidden_states: Tensor) -> Tensor:
             return 2 * super().forward(hidden_states)

@@ -29,14 +29,6 @@ from pagestream_engine.sampler.stages import (
     StageRows,
 )
 from torch import Tensor
-from transformers import (
-    LogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    NoBadWordsLogitsProcessor,
-    PrefixConstrainedLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-)
 
 
 @dataclass
@@ -131,10 +123,14 @@ def logits_for(rows: int, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> Tensor
     return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def processed(processor: LogitsProcessor, logits: Tensor, tokens: list[int]) -> Tensor:
-    ids: Any = torch.tensor([tokens])
-    scores: Any = logits[None].clone()
-    return processor(ids, scores)[0]
+def processed(name: str, arguments: tuple[Any, ...], logits: Tensor, tokens: list[int], **options: Any) -> Tensor:
+    """What a processor of `transformers` makes of a row."""
+    import transformers
+
+    changed: Tensor = getattr(transformers, name)(*arguments, **options)(torch.tensor([tokens]), logits[None].clone())[
+        0
+    ]
+    return changed
 
 
 def penalised(logits: Tensor, prompt: list[int], output: list[int], params: SamplingParams) -> Tensor:
@@ -161,23 +157,24 @@ def test_penalties_equal_their_definition_in_rows_of_any_length(output: list[int
 def test_the_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
     logits = logits_for(1)
     (got,) = apply_stage(Penalties, logits, [row(repetition_penalty=penalty)])
-    reference = RepetitionPenaltyLogitsProcessor(penalty)
-    torch.testing.assert_close(got, processed(reference, logits[0], PROMPT + OUTPUT))
+    expected = processed("RepetitionPenaltyLogitsProcessor", (penalty,), logits[0], PROMPT + OUTPUT)
+    torch.testing.assert_close(got, expected)
 
 
 def test_the_bias_is_that_of_transformers() -> None:
     logits = logits_for(2)
     got, other = apply_stage(LogitBias, logits, [row(logit_bias={4: 1.5, 7: -2.0}), row(logit_bias={9: 1.0})])
-    torch.testing.assert_close(got, processed(SequenceBiasLogitsProcessor({(4,): 1.5, (7,): -2.0}), logits[0], [1]))
-    torch.testing.assert_close(other, processed(SequenceBiasLogitsProcessor({(9,): 1.0}), logits[1], [1]))
+    for row_of, before, bias in ((got, logits[0], {(4,): 1.5, (7,): -2.0}), (other, logits[1], {(9,): 1.0})):
+        torch.testing.assert_close(row_of, processed("SequenceBiasLogitsProcessor", (bias,), before, [1]))
 
 
 @pytest.mark.parametrize("min_tokens", [4, 5, 6])
 def test_the_minimum_length_is_that_of_transformers(min_tokens: int) -> None:
     logits = logits_for(1)
     (got,) = apply_stage(MinTokens, logits, [row(min_tokens=min_tokens)], eos=[2])
-    reference = MinNewTokensLengthLogitsProcessor(len(PROMPT), min_tokens, [2])
-    assert torch.equal(got, processed(reference, logits[0], PROMPT + OUTPUT))
+    arguments = (len(PROMPT), min_tokens, [2])
+    expected = processed("MinNewTokensLengthLogitsProcessor", arguments, logits[0], PROMPT + OUTPUT)
+    assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("words", [[[7]], [[21, 5], [4, 21, 5], [3, 21, 6]], [[9, 21, 21, 4, 21, 8], [1, 2]]])
@@ -185,7 +182,7 @@ def test_bad_words_are_those_of_transformers(words: list[list[int]]) -> None:
     logits = logits_for(2)
     rows = [row(bad_words_token_ids=words), row(output=[21], bad_words_token_ids=[[21, 6, 1], [21, 3]])]
     got, other = apply_stage(BadWords, logits, rows)
-    assert torch.equal(got, processed(NoBadWordsLogitsProcessor(words), logits[0], OUTPUT))
+    assert torch.equal(got, processed("NoBadWordsLogitsProcessor", (words,), logits[0], OUTPUT))
     assert (other == -torch.inf).nonzero().flatten().tolist() == [3]
 
 
@@ -213,8 +210,9 @@ def test_allowed_tokens_are_those_of_transformers() -> None:
     allowed = [[4, 7, 4], [0], list(range(VOCAB_SIZE))]
     got = apply_stage(AllowedTokens, logits, [row(allowed_token_ids=token_ids) for token_ids in allowed])
     for index, token_ids in enumerate(allowed):
-        reference = PrefixConstrainedLogitsProcessor(lambda *_, ids=token_ids: ids, num_beams=1)
-        assert torch.equal(got[index], processed(reference, logits[index], [1]))
+        allow = (lambda *_, ids=token_ids: ids,)
+        expected = processed("PrefixConstrainedLogitsProcessor", allow, logits[index], [1], num_beams=1)
+        assert torch.equal(got[index], expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
