@@ -437,7 +437,8 @@ async def test_a_lost_request_that_is_accepted_again_keeps_its_deadline(broker: 
         await broker.connection.execute("DEL", record)
 
         async def is_accepted_again() -> bool:
-            return await broker.connection.execute("HGET", record, "state") == b"queued"
+            state: bytes | None = await broker.connection.execute("HGET", record, "state")
+            return state == b"queued"
 
         await eventually(is_accepted_again)
         again = int(await broker.connection.execute("HGET", record, "deadline"))

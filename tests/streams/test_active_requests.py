@@ -5,8 +5,7 @@ from pagestream.v1.inference_pb2 import FINISH_REASON_STOP
 from pagestream.v1.records_pb2 import LogEnd, LogEntry
 from pagestream_streams import Append, AppendKind, AppendOutcome
 from pagestream_streams.engine.active_requests import ActiveRequests
-from pagestream_streams.engine.assignment import Assignment
-from pagestream_streams.protocol import Partition, to_entry_values
+from pagestream_streams.protocol import to_entry_values
 
 
 def test_lost_is_what_the_same_claim_held_before_and_after() -> None:
@@ -70,28 +69,3 @@ def test_an_end_finishes_a_request_and_an_earlier_claim_s_loss_does_not() -> Non
     end = [to_entry_values(LogEntry(end=LogEnd(reason=FINISH_REASON_STOP)))]
     assert active.settle(Append("x", 2, "m", 0, end), AppendOutcome(AppendKind.OK, 1))
     assert "x" not in active
-
-
-# -- Which partitions are an engine's own.
-
-
-def made(own: list[int]) -> Assignment:
-    assignment = Assignment()
-    assignment.partitions = [Partition("m", number) for number in range(4)]
-    assignment.own = own
-    return assignment
-
-
-def test_the_living_engines_share_the_partitions() -> None:
-    a, b = made([]), made([])
-    a.assign("a", {"a", "b"})
-    b.assign("b", {"a", "b"})
-    assert sorted([*a.own, *b.own]) == [0, 1, 2, 3]
-
-
-def test_a_retired_engine_owns_nothing_and_claims_at_most_its_fingerprint() -> None:
-    assignment = made([1])
-    assignment.retire()
-    assert (assignment.own, assignment.claims_nothing) == ((), True)
-    assignment.same_fingerprint_only = True
-    assert not assignment.claims_nothing

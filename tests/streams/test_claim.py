@@ -10,10 +10,9 @@ import pytest
 import pytest_asyncio
 from pagestream.v1.inference_pb2 import REQUEST_STATE_RUNNING
 from pagestream.v1.records_pb2 import RequestSpec
-from pagestream_streams import Broker, EngineSession, GatewaySession, RequestView
+from pagestream_streams import Broker, Claim, EngineSession, GatewaySession, RequestView
 from pagestream_streams.admin import read_owners
 from pagestream_streams.connection import scripts
-from pagestream_streams.gateway.placing import Placed
 from support.protocol.token_streams import (
     CALM,
     MODEL,
@@ -61,7 +60,7 @@ async def test_each_request_goes_to_one_engine(broker: Broker) -> None:
     async with GatewaySession(broker) as gateway, worker(broker, "a") as a, worker(broker, "b") as b:
         wanted = [spec(partition=i % 2) for i in range(40)]
         await asyncio.gather(*(gateway.accept(request) for request in wanted))
-        claims = []
+        claims: list[Claim] = []
         while len(claims) < 40:
             for found in await asyncio.gather(
                 *(each.session.claim(max_requests=3, max_prompt_tokens=1000) for each in (a, b, a, b))
@@ -179,13 +178,15 @@ async def test_stealing_moves_the_coldest(redis_url: str) -> None:
             assert kept.request_id == ids_of[1]
 
 
-async def accept_cached(broker: Broker, gateway: GatewaySession, partition: int, count: int) -> list[str]:
-    """Accept requests that are left to the engine of a partition for ten minutes; return their ids."""
+async def accept_cached(gateway: GatewaySession, count: int) -> list[str]:
+    """Accept requests that are left for ten minutes to the engine which has their prompt; return their ids."""
+    await gateway.acceptor.engines.read([MODEL], 60.0)
+    await gateway.place(MODEL, range(1000), TENANT)
     found = []
     for _ in range(count):
-        request = spec(partition=partition)
-        placed = Placed(MODEL, "its engine", partition, new_tokens=0, held_tokens=10_000, reading=0)
-        gateway.acceptor.note_placed(request.request_id, placed)
+        gateway.acceptor.placer.queued.clear()  # as if its engine were not late
+        request = spec()
+        request.request_id = await gateway.place(MODEL, range(1000), TENANT)
         await gateway.accept(request)
         found.append(request.request_id)
     return found
@@ -202,7 +203,7 @@ async def test_engines_beyond_the_partitions_take_what_is_cached_elsewhere(redis
         async with worker(broker) as one, worker(broker) as other:
             await one.session.heartbeat.beat()
             [spare] = [each for each in (one, other) if not each.session.assignment.own]
-            accepted = await accept_cached(broker, gateway, 0, 1)
+            accepted = await accept_cached(gateway, 1)
             assert [each.request_id for each in await spare.claim()] == accepted
 
 
@@ -214,14 +215,16 @@ async def test_an_engine_takes_its_own_before_what_is_cached_elsewhere_and_that_
         await broker.publish_model(card(), partitions=2)
         async with worker(broker) as one, worker(broker) as other:
             await one.session.heartbeat.beat()
-            [theirs], [mine] = other.session.assignment.own, one.session.assignment.own
-            cached = await accept_cached(broker, gateway, theirs, 1)
+            cached = await accept_cached(gateway, 1)
+            where = await broker.directory.locate(cached[0])
+            [thief] = [each for each in (one, other) if where.number not in each.session.assignment.own]
+            [mine] = thief.session.assignment.own
             await asyncio.sleep(0.2)  # more than what counts as the same time
             later = spec(partition=mine)
             await gateway.accept(later)
-            one.session.claim_order.forget()
-            assert [each.request_id for each in await one.claim()] == [later.request_id]
-            assert [each.request_id for each in await one.claim()] == cached
+            thief.session.claim_order.forget()
+            assert [each.request_id for each in await thief.claim()] == [later.request_id]
+            assert [each.request_id for each in await thief.claim()] == cached
 
 
 @pytest.mark.parametrize("policy", ["oldest", "fair"])
@@ -231,7 +234,7 @@ async def test_a_look_passes_few_cached_entries_and_reads_no_records(redis_url: 
         await broker.publish_model(card(), partitions=1)
         session = EngineSession(broker, model=MODEL, on_lost=lambda _: None, policy=policy, max_model_len=8192)
         async with session:
-            await accept_cached(broker, gateway, 0, 40)
+            await accept_cached(gateway, 40)
             await gateway.accept(spec(partition=0))
             await asyncio.sleep(0.05)
             where = (await broker.directory.all_partitions(MODEL))[0]

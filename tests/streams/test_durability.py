@@ -629,7 +629,8 @@ def topology(seven: ServerBinary, tmp_path: Path) -> Iterator[Topology]:
 def nodes_of(topology: Topology, key: str) -> list[Server]:
     """Return a key's master and its replicas."""
     by_port = {each.port: each for each in topology.servers}
-    for first, last, *nodes in topology.masters()[0].ask("CLUSTER", "SLOTS"):
+    slots: Any = topology.masters()[0].ask("CLUSTER", "SLOTS")
+    for first, last, *nodes in slots:
         if first <= key_slot(key.encode()) <= last:
             return [by_port[node[1]] for node in nodes]
     raise AssertionError(key)

@@ -8,7 +8,15 @@ from contextlib import aclosing
 import pytest
 from pagestream.v1.inference_pb2 import FINISH_REASON_CANCELLED, REQUEST_STATE_FINISHED
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
-from pagestream_streams import Broker, EngineSession, GatewaySession, RequestNotFound, StorageFull, StreamsSettings
+from pagestream_streams import (
+    Broker,
+    Claim,
+    EngineSession,
+    GatewaySession,
+    RequestNotFound,
+    StorageFull,
+    StreamsSettings,
+)
 from pagestream_streams.connection import scripts
 from pagestream_streams.protocol import Partition
 from support.protocol.token_streams import (
@@ -99,7 +107,7 @@ async def test_a_lost_model_card_is_published_again_by_its_engine(broker: Broker
 
             await eventually(is_accepted)
             assert [(info.name, info.partitions) for info in await broker.models()] == [(MODEL, 2)]
-            claims = []
+            claims: list[Claim] = []
             while not claims:
                 claims = await session.claim(max_requests=1, max_prompt_tokens=100)
                 await session.wait_for_work(0.05)
@@ -128,7 +136,7 @@ async def test_a_large_head_gets_what_becomes_free_before_others_do(redis_url: s
             await eventually(lambda: len(session.assignment.own) == 2)
             large = spec(prompt=range(1, 81))
             await gateway.accept(large)
-            running = []
+            running: list[Claim] = []
             for turn in range(200):
                 await gateway.accept(spec(partition=1, prompt=range(1, 21)))
                 free = 100 - sum(len(claim.spec.prompts[0].ids) for claim in running)

@@ -15,7 +15,7 @@ from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams import Broker, EmbeddedRedis, GatewaySession, QueueFull, RateLimited, expire_engine
 from pagestream_streams.limits import NO_LIMITS, Limits, Rate, read_usage, tenants_with_usage
 from redis import Redis
-from support.protocol.token_streams import CALM, MODEL, TENANT, card, eventually, read_all, spec, worker
+from support.protocol.token_streams import CALM, MODEL, TENANT, card, eventually, home_of, read_all, spec, worker
 from support.protocol.virtual_streams import VirtualStreams
 from support.redis.servers import emptied
 from support.redis.topologies import Place, find_keys
@@ -141,7 +141,7 @@ async def test_whatever_ends_a_request_makes_room(
             await broker.connection.execute("DEL", where.request(first.request_id))
         if end in ("lost", "dead gateway"):
             assert await refused(two, request(1)) is not None, "its accept may be under way"
-            monkeypatch.setattr("pagestream_streams.limits.admission.ACCEPT_S", 0.0)
+            monkeypatch.setattr(home_of(one.admissions), "ACCEPT_S", 0.0)
         if end == "late":
             where = await broker.directory.locate(first.request_id)
             await broker.connection.execute("ZADD", f"{where.prefix}deadlines", "XX", 1, first.request_id)
@@ -203,10 +203,10 @@ async def test_an_end_that_is_looked_up_before_it_is_counted_is_settled(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Refusals look up what runs, several times between the end of a long answer and its count."""
-    monkeypatch.setattr("pagestream_streams.limits.admission.ACCEPT_S", 0.0)
     limits = book(tokens_per_minute=100 * (PROMPT + OUTPUT), concurrent_requests=1)
     seen: list[Rate] = []
     async with GatewaySession(broker, limits=limits) as gateway, worker(broker) as engine:
+        monkeypatch.setattr(home_of(gateway.admissions), "ACCEPT_S", 0.0)
         await gateway.ends.timer.stop()
         await gateway.accept(request())
         [claim] = await engine.claim()
@@ -277,8 +277,8 @@ async def test_each_end_is_counted_once(redis_url: str, broker: Broker, num_gate
             each.ends.listeners.append(lambda ends: counted.extend(end.request_id for end in ends))
         dying = await stack.enter_async_context(worker(broker, "dying"))
         made = [request(number % 2, credential="ab"[number % 2]) for number in range(20)]
-        for each in made:
-            await gateways[0].accept(each)
+        for one in made:
+            await gateways[0].accept(one)
         for claim in await dying.claim(5):
             await dying.generate(claim, 2)
         await expire_engine(broker, dying.session.engine_id)
@@ -388,7 +388,7 @@ def scopes_of(key: str) -> tuple[str, ...]:
     return ("", key) if key else ("",)
 
 
-class Limits(RuleBasedStateMachine):
+class LimitsMachine(RuleBasedStateMachine):
     client: Redis
     streams: VirtualStreams
 
@@ -563,7 +563,7 @@ def client(redis_server: EmbeddedRedis) -> Iterator[Redis]:
 
 
 def test_any_order_of_requests_and_ends(client: Redis) -> None:
-    machine = type("Bound", (Limits,), {"client": client, "streams": VirtualStreams(client)})
+    machine = type("Bound", (LimitsMachine,), {"client": client, "streams": VirtualStreams(client)})
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         machine,
         settings=settings(

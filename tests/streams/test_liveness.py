@@ -191,7 +191,7 @@ async def test_what_is_due_does_not_hold_up_the_sweeps(broker: Broker, monkeypat
         await eventually(is_queued)
         reclaimed.set()
         for each in late:
-            await eventually(lambda each=each: has_ended(broker, each))  # type: ignore[misc]
+            await eventually(lambda each=each: has_ended(broker, each))
         assert num_begun < 2 * len(late), "what is being ended is not ended again by each sweep"
         dead.session.active_requests.drop(list(dead.session.active_requests))
 

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import random
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -34,8 +35,8 @@ NUM_TOKENS = 50
 @pytest.fixture
 def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every reservation may be looked up at any time."""
-    monkeypatch.setattr("pagestream_streams.gateway.log_quota.LOOK_UP_AFTER_S", 0.0)
-    monkeypatch.setattr("pagestream_streams.gateway.log_quota.LOOK_UP_AGAIN_S", 0.0)
+    monkeypatch.setattr(sys.modules[most_bytes.__module__], "LOOK_UP_AFTER_S", 0.0)
+    monkeypatch.setattr(sys.modules[most_bytes.__module__], "LOOK_UP_AGAIN_S", 0.0)
 
 
 def request(partition: int = 0, tenant: str = TENANT) -> RequestSpec:

@@ -64,7 +64,7 @@ async def test_what_is_sent_after_the_end_is_an_outage(connection: Connection) -
 
 
 ECHO = Script("echo", "return ARGV[1]")
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 @pytest.fixture

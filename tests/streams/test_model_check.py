@@ -1409,7 +1409,8 @@ def test_a_request_that_ends_as_it_is_accepted_is_never_claimed(client: Redis) -
 def test_a_grace_ends_while_redis_is_full_in_every_other_sweep(client: Redis) -> None:
     """And not before it has run for its whole length while Redis was not full."""
     protocol = Protocol(client)
-    for op in (("accept", "g", "p", 1), ("unregister", "g", "p")):
+    begun: list[Op] = [("accept", "g", "p", 1), ("unregister", "g", "p")]
+    for op in begun:
         protocol.do(op)
     [until] = protocol.state["graces"].values()
     num_sweeps = 0

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from pagestream.v1.inference_pb2 import FINISH_REASON_STOP
+from pagestream.v1.inference_pb2 import FINISH_REASON_STOP, REQUEST_STATE_QUEUED
 from pagestream.v1.records_pb2 import LogEntry
 from pagestream_streams import Broker, Claim, EmbeddedRedis, GatewaySession, ServerBinary, Unavailable, server_command
 from pagestream_streams.connection import free_port, socket_path
@@ -23,6 +23,7 @@ from support.protocol.token_streams import (
     append_of,
     card,
     ending,
+    eventually,
     lapse,
     numbers,
     once_there,
@@ -139,7 +140,13 @@ async def test_an_engine_that_died_during_the_outage_is_reclaimed_from(server: E
         server.kill()
         await a.session.heartbeat.stop()
         await server.start()
-        await once_there(partial(lapse, broker, a.session))
+
+        async def is_reclaimed() -> bool:
+            """The first sweep of another process of Redis starts all leases anew."""
+            await lapse(broker, a.session)
+            return (await broker.view(request.request_id, TENANT)).state == REQUEST_STATE_QUEUED
+
+        await once_there(partial(eventually, is_reclaimed))
         [again] = await b.claim()
         assert (again.epoch, again.log.tokens[0].tolist()) == (2, [100, 101])
 

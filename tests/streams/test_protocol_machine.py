@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import sys
 from collections.abc import Collection, Coroutine, Sequence
 from contextlib import AsyncExitStack, aclosing
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from hypothesis.stateful import (
 from pagestream.v1.records_pb2 import LogEntry
 from pagestream_streams import AppendKind, Broker, Claim, EngineSession, GatewaySession, expire_engine
 from pagestream_streams.connection import Script, scripts
+from pagestream_streams.engine import append_arguments
 from pagestream_streams.protocol import ClaimedLog, from_stream_fields
 from redis.exceptions import ResponseError
 from support.protocol.token_streams import LIMIT_S, MODEL, STILL, TENANT, append_of, card, ending, numbers, spec, tokens
@@ -277,8 +279,7 @@ def test_the_model_catches_a_broken_append(
 ) -> None:
     """A check that can't fail would prove nothing."""
     assert sound in scripts.APPEND.text
-    monkeypatch.setattr(
-        "pagestream_streams.engine.appending.APPEND", Script("append", scripts.APPEND.text.replace(sound, broken))
-    )
+    changed = Script("append", scripts.APPEND.text.replace(sound, broken))
+    monkeypatch.setattr(sys.modules[append_arguments.__module__], "APPEND", changed)
     with pytest.raises((AssertionError, ResponseError)):
         check(redis_server, 60, [Phase.generate])

@@ -9,11 +9,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from pagestream.v1.records_pb2 import LogEntry, LogSlice, RequestSpec
+from pagestream.v1.records_pb2 import LogEntry, LogSlice
 from pagestream_streams import Broker, DigestMismatch, StreamsSettings, Unavailable
 from pagestream_streams.byte_budget import ByteBudget
 from pagestream_streams.connection import Call, Connection, scripts
-from pagestream_streams.connection.base import Topology
 from pagestream_streams.gateway.follower import Follower
 from pagestream_streams.gateway.open_reads import OpenReads
 from pagestream_streams.gateway.polling import Poller
@@ -279,13 +278,13 @@ class HalfATopology:
         return [5, 0] * (len(command) - 5)
 
 
-async def refuse(_: RequestSpec, __: bool) -> None:
+async def refuse(*_: object) -> None:
     raise Unavailable("nothing is accepted here")
 
 
 @contextmanager
 def readers_of(topology: HalfATopology, settings: StreamsSettings = SETTINGS) -> Iterator[Readers]:
-    connection = Connection("redis://127.0.0.1:1", settings, cast(Topology, topology))
+    connection = Connection("redis://127.0.0.1:1", settings, cast(Any, topology))
     broker = SimpleNamespace(settings=settings, connection=connection)
     yield Readers(cast(Broker, broker), "gateway:1", refuse)
 
@@ -427,39 +426,3 @@ async def test_after_a_gap_all_logs_are_read_at_once(reads: OpenReads) -> None:
     for each in reads:
         each.suspect_loss()
     assert await poll(reads) == NUM_READS
-
-
-# -- The open reads of a gateway, by request and by partition.
-
-
-LIMITS = ReadLimits(buffer_bytes=1, batch_bytes=1, page_entries=1, budget=ByteBudget(1))
-
-
-class CountedFollower(Follower):
-    """Counts how often it is looked at."""
-
-    looks = 0
-
-    @property
-    def is_open(self) -> bool:
-        self.looks += 1
-        return super().is_open
-
-
-def follower_open_reads(partition: int, request_id: str) -> CountedFollower:
-    return CountedFollower(Partition("m", partition), request_id, tenant="t", from_index=0, digest="", limits=LIMITS)
-
-
-def test_a_partition_s_registrations_are_found_without_looking_at_other_reads() -> None:
-    reads, here, elsewhere = (
-        OpenReads(),
-        [follower_open_reads(0, "a"), follower_open_reads(0, "a"), follower_open_reads(0, "b")],
-        follower_open_reads(1, "c"),
-    )
-    for each in (*here, elsewhere):
-        reads.add(each)
-    assert reads.unfinished(Partition("m", 0)) == {"a": "t", "b": "t"}
-    assert elsewhere.looks == 0
-    assert [reads.remove(each) for each in here] == [False, True, True]
-    assert reads.unfinished(Partition("m", 0)) == {}
-    assert reads.unfinished(Partition("m", 1)) == {"c": "t"}

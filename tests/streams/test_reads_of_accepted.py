@@ -18,12 +18,13 @@ from support.protocol.token_streams import (
     TENANT,
     Worker,
     eventually,
+    home_of,
     numbers,
     read_all,
     spec,
     worker,
 )
-from support.redis.topologies import Place, fresh
+from support.redis.topologies import Place, ask_all, fresh
 
 pytestmark = pytest.mark.served
 
@@ -144,8 +145,8 @@ async def test_the_first_entries_bring_the_fingerprint_of_their_engine(broker: B
 async def test_what_has_no_room_is_read_from_the_log(
     broker: Broker, log_reads: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagestream_streams.gateway.open_reads._EXPECTED_BYTES", 100)
     async with GatewaySession(broker) as gateway, worker(broker) as engine:
+        monkeypatch.setattr(home_of(gateway.readers.registrations.awaited), "_EXPECTED_BYTES", 100)
         request, claim = await accepted(broker, gateway, engine)
         awaited = gateway.readers.registrations.awaited
         await engine.generate(claim, COUNT, finish=True)
@@ -154,13 +155,13 @@ async def test_what_has_no_room_is_read_from_the_log(
         assert log_reads
 
 
-async def test_wake_ups_that_were_lost_before_the_read(broker: Broker) -> None:
+async def test_wake_ups_that_were_lost_before_the_read(broker: Broker, redis_server: Place) -> None:
     """The subscription ends; what is appended before the next one is in the log alone."""
     async with GatewaySession(broker) as gateway, worker(broker) as engine:
         request, claim = await accepted(broker, gateway, engine)
         awaited = gateway.readers.registrations.awaited
         digest = await engine.generate(claim, 2)
-        await broker.connection.execute("CLIENT", "KILL", "TYPE", "pubsub")
+        ask_all(redis_server, "CLIENT", "KILL", "TYPE", "pubsub")
         rest = dataclasses.replace(claim, next_index=2, digest=digest)
         await engine.generate(rest, COUNT, finish=True)
         await eventually(lambda: not awaited.is_whole(request.request_id))

@@ -31,6 +31,7 @@ from support.protocol.token_streams import (
     card,
     ending,
     eventually,
+    home_of,
     numbers,
     once_there,
     read_all,
@@ -301,7 +302,7 @@ async def claim_one_before(
     """Accept the requests behind another one that is claimed. The engine knows then what is first in each partition,
     and asks nothing more: its next call is one that claims.
     """
-    monkeypatch.setattr("pagestream_streams.engine.claim_order.LOOK_PAUSE_S", 0.0)
+    monkeypatch.setattr(home_of(engine.session.claim_order), "LOOK_PAUSE_S", 0.0)
     first = spec(partition=0)
     for request in (first, *requests):
         await gateway.accept(request)
@@ -311,7 +312,7 @@ async def claim_one_before(
     await engine.generate(claim, 2, finish=True)
     assert await engine.session.claim(max_requests=0, max_prompt_tokens=100) == []
     for pause in ("LOOK_PAUSE_S", "REFRESH_S"):
-        monkeypatch.setattr(f"pagestream_streams.engine.claim_order.{pause}", 60.0)
+        monkeypatch.setattr(home_of(engine.session.claim_order), pause, 60.0)
 
 
 async def test_a_claim_whose_connection_is_reset_in_the_middle_of_the_script_leaves_nothing_that_nobody_serves(

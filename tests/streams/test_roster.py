@@ -9,7 +9,7 @@ from pagestream.v1.records_pb2 import Adapter, BlockMap
 from pagestream_streams import AdapterRefused, Broker, GatewaySession
 from pagestream_streams.admin import Reload, RosterRow, Verb, refuse_waiting
 from pagestream_streams.observation import KEPT_MS, WATCHED_MS, BlockMaps
-from support.protocol.token_streams import MODEL, TENANT, spec, worker
+from support.protocol.token_streams import MODEL, TENANT, home_of, spec, worker
 from support.redis.topologies import Place, ask_all
 
 pytestmark = pytest.mark.served
@@ -36,7 +36,7 @@ async def test_a_row_lapses_and_an_order_stays_until_it_is_settled(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await broker.roster.order("b", Verb.LOAD)
-    monkeypatch.setattr("pagestream_streams.admin.roster._ROW_MS", 1)
+    monkeypatch.setattr(home_of(broker.roster), "_ROW_MS", 1)
     failed = RosterRow(models=("a", "b"), failed={"b": "it is cut off"})
     view = await broker.roster.renew("gone", failed)
     assert (view.reason("b"), view.reason("a"), view.loadable) == ("it is cut off", None, {"a"})
@@ -96,7 +96,7 @@ async def test_begun_requests_of_a_model_that_does_not_load_end_and_running_ones
 
 
 async def test_no_more_than_the_most_are_loaded(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagestream_streams.admin.adapters.MOST_ADAPTERS", 2)
+    monkeypatch.setattr(home_of(broker.adapters), "MOST_ADAPTERS", 2)
     first, second, third = (Adapter(name=name, model=MODEL, path="/a", revision="0" * 32) for name in "abc")
     for each in (first, second, first):  # once more is no error
         await broker.adapters.publish(each)

@@ -56,7 +56,7 @@ def port_of(broker: Broker, key: str) -> int:
 
 @contextmanager
 def silent(topology: Topology, port: int) -> Iterator[None]:
-    [process] = [each.process for each in topology.masters() if each.port == port]
+    [process] = [each.process for each in topology.masters() if each.port == port and each.process]
     process.send_signal(signal.SIGSTOP)
     try:
         yield

@@ -14,7 +14,7 @@ from pagestream_streams.tasks import Periodic, Turns, cancel, raise_if_cancelled
 
 
 async def test_rounds_go_on_after_every_kind_of_failure(caplog: pytest.LogCaptureFixture) -> None:
-    rounds, done = [], asyncio.Event()
+    rounds, done = list[int](), asyncio.Event()
 
     async def work() -> None:
         rounds.append(len(rounds))

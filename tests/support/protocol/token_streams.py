@@ -1,10 +1,12 @@
 """Requests, entries and engines for tests of the durable token stream."""
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from types import ModuleType
 from typing import TypeVar, cast
 
 from pagestream.v1.inference_pb2 import (
@@ -28,7 +30,7 @@ from pagestream_streams import (
     StreamsSettings,
     Unavailable,
 )
-from pagestream_streams.engine.appending import append_arguments
+from pagestream_streams.engine import append_arguments
 from pagestream_streams.protocol import TokenAppends, digests, ids, to_entry_values, to_log_entry
 
 T = TypeVar("T")
@@ -66,7 +68,7 @@ FORGETFUL = replace(CALM, accepted_unread_ms=300)
 # Timers that never fire: for tests that drive each step.
 STILL = StreamsSettings(lease_ms=600_000, heartbeat_ms=100_000, sweep_ms=100_000, sweep_gap_ms=400_000)
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 def card(name: str = MODEL) -> ModelCard:
@@ -158,6 +160,11 @@ async def once_there(step: Callable[[], Awaitable[T]]) -> T:
                 return await step()
             except Unavailable:
                 await asyncio.sleep(0.02)
+
+
+def home_of(part: object) -> ModuleType:
+    """Return the module of an object's class, where the constants are that it goes by."""
+    return sys.modules[type(part).__module__]
 
 
 async def lapse(broker: Broker, *dead: EngineSession | GatewaySession) -> None:
