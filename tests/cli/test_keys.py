@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from pagestream_cli.__main__ import main
+from pagestream_gateway import GatewayError
 from pagestream_gateway.core.identities.api_keys import KeyFile
-from pagestream_gateway.errors import Unauthenticated
 
 pytestmark = pytest.mark.served
 
@@ -35,11 +35,11 @@ def test_a_key_is_made_listed_used_and_revoked(tmp_path: Path, capsys: pytest.Ca
     assert [line.split()[1] for line in shown] == ["a", "b"]
     assert keys(file, "revoke", made[0]) == 0
     assert gateway.refresh()
-    with pytest.raises(Unauthenticated):
+    with pytest.raises(GatewayError):
         gateway.keys.identity(made[0])
     assert keys(file, "revoke", shown[1].split()[0]) == 0
     assert gateway.refresh()
-    with pytest.raises(Unauthenticated):
+    with pytest.raises(GatewayError):
         gateway.keys.identity(made[1])
 
 

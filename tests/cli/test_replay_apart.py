@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 from pagestream.v1.inference_pb2 import ON_DISCONNECT_CONTINUE, REQUEST_STATE_FINISHED
@@ -12,7 +13,8 @@ from support.protocol.token_streams import FAST, MODEL, TENANT, Worker, card, re
 
 pytestmark = pytest.mark.served
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
+QUICK = replace(FAST, lease_ms=2000)
 
 
 async def replay(redis_url: str, request_id: str) -> int:
@@ -40,8 +42,8 @@ async def test_while_every_gateway_is_away_it_ends_no_other_request(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("lease_ms", "heartbeat_ms", "sweep_ms", "sweep_gap_ms", "silence_ms"):
-        monkeypatch.setenv(f"PAGESTREAM_BROKER__{name.upper()}", str(getattr(FAST, name)))
-    async with await Broker.connect(redis_url, FAST) as broker:
+        monkeypatch.setenv(f"PAGESTREAM_BROKER__{name.upper()}", str(getattr(QUICK, name)))
+    async with await Broker.connect(redis_url, QUICK) as broker:
         await broker.publish_model(card(), partitions=1)
         async with GatewaySession(broker) as gateway, worker(broker) as engine:
             past, live = await answered(gateway, engine), spec(grace_ms=100)
@@ -51,13 +53,13 @@ async def test_while_every_gateway_is_away_it_ends_no_other_request(
             async with aclosing(gateway.read(live.request_id, tenant=TENANT)) as batches:
                 await anext(batches)
                 await die(gateway)
-                await asyncio.sleep(FAST.lease_ms / 1000)
+                await asyncio.sleep(QUICK.lease_ms / 1000)
                 replaying = asyncio.create_task(replay(redis_url, past))
                 [copy] = await engine.claim()
                 assert copy.spec.on_disconnect == ON_DISCONNECT_CONTINUE  # no reader is registered
                 assert copy.spec.deadline_ms > LIMIT_S * 1000  # and it ends where the command is killed
                 # Time in which a sweeping gateway would take the dead one's reader for gone, and end the grace.
-                await asyncio.sleep(4 * FAST.lease_ms / 1000)
+                await asyncio.sleep(4 * QUICK.lease_ms / 1000)
                 assert (await broker.view(live.request_id, TENANT)).state != REQUEST_STATE_FINISHED
                 await engine.generate(copy, 3, finish=True)
                 assert await replaying == 0, "it is equal"
@@ -74,7 +76,7 @@ async def test_a_copy_whose_accept_was_not_answered_is_cancelled(
         copies.append(request.request_id)
         raise TimeoutError
 
-    async with await Broker.connect(redis_url, FAST) as broker:
+    async with await Broker.connect(redis_url, QUICK) as broker:
         await broker.publish_model(card(), partitions=1)
         async with GatewaySession(broker) as gateway, worker(broker) as engine:
             past = await answered(gateway, engine)
@@ -87,7 +89,7 @@ async def test_a_copy_whose_accept_was_not_answered_is_cancelled(
 async def test_a_quarantined_request_is_not_given_to_the_deployment_again(
     redis_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with await Broker.connect(redis_url, FAST) as broker:
+    async with await Broker.connect(redis_url, QUICK) as broker:
         await broker.publish_model(card(), partitions=1)
         request = spec()
         async with GatewaySession(broker) as gateway:

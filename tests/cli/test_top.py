@@ -8,7 +8,7 @@ from pagestream.v1.records_pb2 import BlockMap
 from pagestream_cli.__main__ import main as pagestream
 from pagestream_streams import Broker, GatewaySession
 from pagestream_streams.observation import BlockMaps
-from support.protocol.token_streams import FAST, MODEL, card, spec, worker
+from support.protocol.token_streams import CALM, MODEL, card, spec, worker
 
 pytestmark = pytest.mark.served
 
@@ -21,7 +21,7 @@ async def test_a_reading_has_the_engines_their_requests_and_the_queue(
         return capsys.readouterr().out
 
     assert await top() == "no model is published\n"
-    async with await Broker.connect(redis_url, FAST) as broker:
+    async with await Broker.connect(redis_url, CALM) as broker:
         await broker.publish_model(card(), partitions=2)
         async with GatewaySession(broker) as gateway, worker(broker, "a") as engine:
             await gateway.accept(spec())

@@ -7,9 +7,10 @@ from contextlib import nullcontext
 
 import pytest
 from pagestream.v1.inference_pb2 import SamplingParams
+from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry
 from pagestream_engine.request import StepOutput
 from pagestream_streams import AppendKind, AppendOutcome
-from pagestream_streams.protocol.entries import END, FINISH, TOKEN
+from pagestream_streams.protocol import to_entry_values
 from pagestream_streams.protocol.token_appends import TokenOutcomes
 from pagestream_worker.logs import NativeLog, PythonLog, TokenColumns, TokenLogs, load_library
 from pagestream_worker.requests import RunningRequest
@@ -17,6 +18,12 @@ from pagestream_worker.serving import EngineFailed, StepOutputs
 from pagestream_worker.stepping import AbortSequences, AddGroup
 from support.engines.request_table import STEP_TOKENS, RequestTable, claim
 from support.engines.token_logs import KINDS, divided_logs
+
+TOKEN, FINISH, END = (
+    to_entry_values(entry)[0]
+    for entry in (LogEntry(token_id=1), LogEntry(finish=ChoiceFinish(reason=1)), LogEntry(end=LogEnd(reason=1)))
+)
+"""What the values of an entry begin with."""
 
 
 async def test_a_request_that_is_claimed_again_before_its_loss_is_seen_leaves_nothing_reserved() -> None:

@@ -13,9 +13,6 @@ import httpx
 import pytest
 from pagestream_cli.__main__ import main
 from pagestream_engine import LLM, SamplingParams
-from pagestream_engine.adapters.files import open_adapter
-from pagestream_engine.adapters.modules import adaptable_modules
-from pagestream_engine.models.select import open_model
 from pagestream_engine.request import LoRARequest
 from pagestream_streams import Broker
 from pagestream_streams.admin import adapter_revision
@@ -160,9 +157,3 @@ async def test_the_command(redis_url: str, model: Path, adapter: Path, capsys: p
         assert adapter_revision(adapter) in capsys.readouterr().out
         assert (await complete(client, "small")).json()["choices"][0]["text"] == expected(model, adapter)
         assert await asyncio.to_thread(main, ["adapters", "unload", "small", *where]) == 0
-
-
-def test_engine_and_streams_have_one_digest(model: Path, adapter: Path) -> None:
-    weights = open_model(model).weights
-    assert weights is not None
-    assert open_adapter("a", adapter, adaptable_modules(weights), 64).revision == adapter_revision(adapter)

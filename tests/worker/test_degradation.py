@@ -13,7 +13,6 @@ from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
 from pagestream.v1.inference_pb2 import TokenIds
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams import Broker, ClassRefused, EmbeddedRedis, GatewaySession
-from pagestream_streams.admin.memory import memory_use
 from pagestream_telemetry import catalog, silent_telemetry
 from pagestream_worker import WorkerTelemetry
 from pagestream_worker.ladder import TOP, DegradationSettings, Resource, Rung, host_share
@@ -80,10 +79,11 @@ async def full_host(folder: Path) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def full_redis(server: EmbeddedRedis, broker: Broker) -> AsyncIterator[None]:
-    use = await memory_use(broker.connection)
+async def full_redis(server: EmbeddedRedis) -> AsyncIterator[None]:
     async with Redis(port=server.port) as redis:
-        await redis.config_set("maxmemory", int(use.used / 0.6))
+        memory = await redis.info("memory")
+        used = memory["used_memory"] - memory.get("mem_not_counted_for_evict", 0)
+        await redis.config_set("maxmemory", int(used / 0.6))
         yield
         await redis.config_set("maxmemory", 0)
 
@@ -106,7 +106,7 @@ async def test_it_climbs_and_comes_back_and_loses_nothing(
     exhaust: dict[Resource, Exhaust] = {
         Resource.DEVICE: no_exhaustion,
         Resource.HOST: partial(full_host, tmp_path),
-        Resource.REDIS: partial(full_redis, redis_server, broker),
+        Resource.REDIS: partial(full_redis, redis_server),
     }
     telemetry = silent_telemetry()
     engine = running_worker(

@@ -14,8 +14,16 @@ import pytest
 from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
 from pagestream.v1.inference_pb2 import TokenIds
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
-from pagestream_engine import Engine, EngineConfig, SamplingParams, Sibling, StepOutput
-from pagestream_engine.errors import ConfigError, EngineError, RankLost
+from pagestream_engine import (
+    ConfigError,
+    Engine,
+    EngineConfig,
+    EngineError,
+    RankLost,
+    SamplingParams,
+    Sibling,
+    StepOutput,
+)
 from pagestream_engine.step import PendingResult, StepPlan
 from pagestream_streams import Broker, GatewaySession, StreamsSettings
 from pagestream_telemetry import TelemetrySettings

@@ -6,7 +6,7 @@ from pagestream_worker import Health
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time on time.monotonic(), to be set."""
     now = [100.0]
-    monkeypatch.setattr("pagestream_worker.health.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
     return now
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pagestream_telemetry.errors import VariableError
+from pagestream_telemetry import VariableError
 from pagestream_worker.ladder import (
     BETWEEN_MARKS,
     TOP,

@@ -23,12 +23,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from pagestream.v1.inference_pb2 import LogprobEntry, TokenLogprobs
-from pagestream.v1.records_pb2 import ChoiceFinish, LogEntry, LogSlice, RequestSpec, WakeUp
+from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, LogSlice, RequestSpec, WakeUp
 from pagestream_engine import StepOutput
 from pagestream_streams import Append, Claim
-from pagestream_streams.engine.appending import append_arguments
+from pagestream_streams.engine import append_arguments
 from pagestream_streams.protocol import digests, to_entry_values, to_log_entry
-from pagestream_streams.protocol.entries import END, FINISH, TOKEN
 from pagestream_worker.logs import (
     NO_TOKENS,
     PACKED_ENTRIES,
@@ -43,6 +42,12 @@ from pagestream_worker.logs import (
     load_library,
 )
 from support.engines.token_logs import KINDS, native_logs
+
+TOKEN, FINISH, END = (
+    to_entry_values(entry)[0]
+    for entry in (LogEntry(token_id=1), LogEntry(finish=ChoiceFinish(reason=1)), LogEntry(end=LogEnd(reason=1)))
+)
+"""What the values of an entry begin with."""
 
 needs_library = pytest.mark.skipif(load_library() is None, reason="no C++ compiler")
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 import pytest
-from pagestream_gateway.settings import CacheSettings
 from pagestream_streams import Broker
 from support.clients.gateway_clients import gateway_settings, running_address
 from support.engines.arithmetic_worker import MODEL, SlowRunner, running_worker
@@ -45,12 +44,13 @@ class Tenants:
 
 
 @asynccontextmanager
-async def tenants(redis_url: str, folder: Path, cache: CacheSettings) -> AsyncIterator[Tenants]:
+async def tenants(redis_url: str, folder: Path, **cache: Any) -> AsyncIterator[Tenants]:
     """Run a gateway with keys of the tenants a, b and c."""
     keys = folder / "keys"
     keys.write_text("\n".join(f"{hashlib.sha256(f'key-{name}'.encode()).hexdigest()} -> {name}" for name in "abc"))
+    settings = gateway_settings(redis_url, keys=keys)
     async with (
-        running_address(replace(gateway_settings(redis_url, keys=keys), cache=cache)) as address,
+        running_address(replace(settings, cache=replace(settings.cache, **cache))) as address,
         httpx.AsyncClient(base_url=address.url, timeout=LIMIT_S) as client,
     ):
         yield Tenants(client)
@@ -59,20 +59,20 @@ async def tenants(redis_url: str, folder: Path, cache: CacheSettings) -> AsyncIt
 @pytest.mark.parametrize(
     ("cache", "expected"),
     [
-        (CacheSettings(), [COMPUTED, CACHED, COMPUTED, COMPUTED]),
-        (CacheSettings(prefix_groups={"a": 1, "b": 1}), [COMPUTED, CACHED, CACHED, COMPUTED]),
-        (CacheSettings(prefix_groups={"a": 1, "b": 2}), [COMPUTED, CACHED, COMPUTED, COMPUTED]),
-        (CacheSettings(prefix_sharing="all"), [COMPUTED, CACHED, CACHED, CACHED]),
+        ({}, [COMPUTED, CACHED, COMPUTED, COMPUTED]),
+        ({"prefix_groups": {"a": 1, "b": 1}}, [COMPUTED, CACHED, CACHED, COMPUTED]),
+        ({"prefix_groups": {"a": 1, "b": 2}}, [COMPUTED, CACHED, COMPUTED, COMPUTED]),
+        ({"prefix_sharing": "all"}, [COMPUTED, CACHED, CACHED, CACHED]),
     ],
     ids=["tenant", "group", "groups", "all"],
 )
 async def test_prefixes_are_shared_as_set(
-    redis_url: str, tmp_path: Path, cache: CacheSettings, expected: list[int]
+    redis_url: str, tmp_path: Path, cache: dict[str, Any], expected: list[int]
 ) -> None:
     async with (
         await Broker.connect(redis_url) as broker,
         running_worker(broker, tmp_path),
-        tenants(redis_url, tmp_path, cache) as clients,
+        tenants(redis_url, tmp_path, **cache) as clients,
     ):
         assert [await clients.cached(name) for name in "aabc"] == expected
         assert [await clients.cached("a", cache_salt=salt) for salt in ("x", "x", "y")] == [COMPUTED, CACHED, COMPUTED]
@@ -85,7 +85,7 @@ async def test_prefixes_are_shared_as_set(
 async def test_a_request_that_another_engine_goes_on_with_keeps_its_salt(redis_url: str, tmp_path: Path) -> None:
     async with await Broker.connect(redis_url) as broker, AsyncExitStack() as stack:
         async with running_worker(broker, tmp_path, SlowRunner) as first:
-            clients = await stack.enter_async_context(tenants(redis_url, tmp_path, CacheSettings()))
+            clients = await stack.enter_async_context(tenants(redis_url, tmp_path))
             answer = asyncio.create_task(clients.post("a", max_tokens=400))
             await until(lambda: answer.done() or first.worker.load()["running"] == 1, "the claim")
             await first.end()

@@ -12,7 +12,7 @@ from pagestream_engine.cache import full_attention
 from pagestream_streams import Append, AppendOutcome, Claim, EngineSession
 from pagestream_telemetry import silent_telemetry
 from pagestream_worker import Health, Worker, WorkerSettings, WorkerTelemetry
-from pagestream_worker.serving import EngineFailed, shutdown
+from pagestream_worker.serving import EngineFailed
 from pagestream_worker.stepping import EngineCore, Stop
 
 
@@ -76,10 +76,7 @@ class ScriptedSession:
         return []
 
 
-async def test_the_last_engine_of_a_fingerprint_waits_for_the_answer_of_its_last_claim(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(shutdown, "LINGER_S", 0.0)
+async def test_the_last_engine_of_a_fingerprint_waits_for_the_answer_of_its_last_claim() -> None:
     settings = WorkerSettings("m", "", "m", "e", finish_timeout_s=5.0)
     telemetry = WorkerTelemetry(silent_telemetry(), "m", "e")
     worker = Worker(cast(EngineCore, IdleCore()), settings, Health(60.0), telemetry)

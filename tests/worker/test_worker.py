@@ -17,7 +17,7 @@ from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_engine import SamplingParams
 from pagestream_engine.request import StepOutput, child_seed
 from pagestream_engine.step import PendingResult, StepPlan
-from pagestream_streams import Append, AppendOutcome, Broker, EngineSession, GatewaySession
+from pagestream_streams import Append, AppendOutcome, Broker, EngineSession, GatewaySession, StreamsSettings
 from pagestream_worker import EXIT_STALLED
 from pagestream_worker.requests import RunningRequest
 from pagestream_worker.serving import EngineFailed
@@ -40,9 +40,12 @@ from support.engines.arithmetic_worker import (
     tokens,
 )
 from support.processes.waiting import wait_until
-from support.protocol.token_streams import FAST, eventually
+from support.protocol.token_streams import eventually
 
 pytestmark = pytest.mark.served
+
+
+QUICK = StreamsSettings(lease_ms=2000)
 
 
 class BrokenRunner(ArithmeticRunner):
@@ -91,12 +94,12 @@ async def test_a_request_that_the_engine_refuses_fails_alone(redis_url: str, tmp
 async def test_a_step_that_takes_three_leases_costs_no_request_its_engine(redis_url: str, tmp_path: Path) -> None:
     GatedRunner.gate.clear()
     try:
-        async with await Broker.connect(redis_url, FAST) as broker, GatewaySession(broker) as gateway:
+        async with await Broker.connect(redis_url, QUICK) as broker, GatewaySession(broker) as gateway:
             async with running_worker(broker, tmp_path, GatedRunner) as slow:
                 spec = await accepted(gateway, [1, 2])
                 await eventually(lambda: slow.worker.load()["running"] == 1)
                 async with running_worker(broker, tmp_path) as other:
-                    await asyncio.sleep(3 * FAST.lease_ms / 1000)  # the length is what is tested
+                    await asyncio.sleep(3 * QUICK.lease_ms / 1000)  # the length is what is tested
                     GatedRunner.gate.set()
                     assert tokens(await read(gateway, spec)) == expected([1, 2])
                     assert (await broker.view(spec.request_id, TENANT)).attempts == 1

@@ -4,6 +4,7 @@ Each line on standard input is {"module", "arguments", "environment", "log", "st
 When it ends, its exit status is written to the file `status`. The children die with the server.
 """
 
+import ctypes
 import gc
 import importlib
 import json
@@ -16,9 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pagestream_cli.supervisor.guard import die_with_parent
-
 CHILD = "pagestream_worker.stepping.child"
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class ForkedChild:
@@ -88,7 +88,7 @@ def main() -> None:
 def _become(order: dict[str, Any]) -> None:
     status = 1
     try:
-        die_with_parent()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # with the server
         log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         nothing = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((nothing, 0), (log, 1), (log, 2)):
