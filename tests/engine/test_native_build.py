@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pagestream_engine.native_build import NativeLibrary, cached, compile_into, 
 
 pytestmark = pytest.mark.builds
 
+ROOT = Path(__file__).resolve().parents[2]
 _COMPILER = find_compiler()
 _NEEDS_COMPILER = pytest.mark.skipif(_COMPILER is None, reason="no C++ compiler")
 
@@ -192,12 +194,45 @@ def test_the_libraries_that_were_not_used_for_longest_go(
 
 
 @_NEEDS_COMPILER
-def test_setup_fills_the_cache_with_what_a_first_start_needs(folder: Path) -> None:
-    # The smallest library stands for the others: each module says in the same way what this machine compiles.
-    command = [sys.executable, "-m", "pagestream_engine.native_prebuild", "pagestream_worker.logs.library"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout.split()
-    assert [Path(line).parent for line in printed] == [folder]
-    assert [str(path) for path in folder.iterdir()] == printed
+def test_setup_fills_the_cache_with_what_modules_name(folder: Path, library: NativeLibrary, tmp_path: Path) -> None:
+    (tmp_path / "answers.py").write_text(
+        "from pathlib import Path\n"
+        "from pagestream_engine.native_build import NativeLibrary\n"
+        "def own_libraries():\n"
+        f"    yield NativeLibrary('answer', Path({str(library.source)!r}), {library.flags!r})\n"
+    )
+    command = [sys.executable, "-m", "pagestream_engine.native_prebuild", "answers"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100, env=environment)
+    assert done.stdout.split() == [str(cached(library))]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@_NEEDS_COMPILER
+def test_a_first_start_after_setup_compiles_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = (ROOT / "tools" / "setup.sh").read_text()
+    head_dims, command = re.findall(r"(\w+=[\d ]+) .venv/bin/python -m ([\w.\s\\]+)", script)[-1]
+    name, _, value = head_dims.partition("=")
+    modules = command.replace("\\", " ").split()
+    subprocess.run(
+        [sys.executable, "-m", *modules], check=True, capture_output=True, timeout=500, env={**os.environ, name: value}
+    )
+    made = set(folder.iterdir())
+    log = tmp_path / "compiled"
+    monkeypatch.setenv("CXX", _counting_compiler(tmp_path / "counting", log))
+    code = (
+        "import sys; from pagestream_engine import LLM\n"
+        "llm = LLM(sys.argv[1], device='cpu', num_gpu_blocks_override=8, max_model_len=64, enable_lora=True)\n"
+        "llm.generate('The lighthouse', use_tqdm=False)\n"
+        "from pagestream_worker.logs.library import load_library; assert load_library() is not None"
+    )
+    model = str(ROOT / "deploy" / "demo-model" / "model")
+    subprocess.run([sys.executable, "-c", code, model], check=True, timeout=100)
+    assert set(folder.iterdir()) == made
+    assert not log.exists()
 
 
 def test_setup_goes_on_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
