@@ -93,17 +93,18 @@ make_image() { # NAME[=DOCKERFILE]
   echo "images: $name:$tag in $((SECONDS - begin)) s, $(du -h "$out/$name.tar" | cut -f1)"
 }
 
-# The engine takes longer than all others together, which share their first layers: it is built beside them.
+# The engine takes longer than all others together, which share their first layers: it is built beside them, after the
+# first of them, with which a builder may prepare its base image.
 mkdir -p "$out"
-failed=0 engines=()
+others=() engines=() running=() failed=0
 for image in "${images[@]}"; do
-  if [[ $image == pagestream-engine* ]]; then
-    make_image "$image" &
-    engines+=($!)
-  fi
+  if [[ $image == pagestream-engine* ]]; then engines+=("$image"); else others+=("$image"); fi
 done
-for image in "${images[@]}"; do
-  if [[ $image != pagestream-engine* ]]; then make_image "$image" || failed=1; fi
+if [ ${#others[@]} -gt 0 ]; then make_image "${others[0]}"; fi
+for image in "${engines[@]}"; do
+  make_image "$image" &
+  running+=($!)
 done
-for engine in "${engines[@]}"; do wait "$engine" || failed=1; done
+for image in "${others[@]:1}"; do make_image "$image" || failed=1; done
+for each in "${running[@]}"; do wait "$each" || failed=1; done
 exit $failed

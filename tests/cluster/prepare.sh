@@ -25,9 +25,8 @@ cmp -s "$collector" "$context/otelcol" || install -m 755 "$collector" "$context/
 cp tests/cluster/images/otelcol.Dockerfile "$context/Dockerfile"
 
 # Of the demo model and of the tests' own: all sizes take ten minutes more.
-HEAD_DIMS="16 64" deploy/images/build.sh
-deploy/images/build.sh pagestream-test-redis=tests/cluster/images/redis.Dockerfile \
-  pagestream-test-otelcol="$context/Dockerfile"
+HEAD_DIMS="16 64" deploy/images/build.sh pagestream-{gateway,operator,engine} \
+  pagestream-test-redis=tests/cluster/images/redis.Dockerfile pagestream-test-otelcol="$context/Dockerfile"
 begin=$SECONDS
 for archive in build/images/pagestream-*.tar; do
   # shellcheck disable=SC2086  # the loader may bring arguments
