@@ -1,9 +1,12 @@
 """The command as a person types it."""
 
+import io
 import json
 import pkgutil
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,9 +20,25 @@ pytestmark = pytest.mark.served
 HEAVY = ("torch", "transformers", "httpx2", "grpc", "matplotlib", "redis", "rich", "numpy", "kopf")
 
 
-def run(*arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pagestream_cli", *arguments]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60, check=False)
+@dataclass(frozen=True)
+class Done:
+    """A command's status and output."""
+
+    returncode: object
+    stdout: str
+    stderr: str
+
+
+def run(*arguments: str, stdin: str | None = None) -> Done:
+    """Run a command in this process, which has imported its modules."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdin", io.StringIO(stdin or ""))
+        try:
+            status: object = main(arguments)
+        except SystemExit as ended:
+            status = ended.code
+    return Done(status, out.getvalue(), err.getvalue())
 
 
 def test_help_and_options_load_nothing_heavy() -> None:
@@ -81,7 +100,10 @@ def test_an_unknown_option_is_refused() -> None:
 
 def test_generate_streams_a_completion_into_a_pipe() -> None:
     with served(ScriptedGateway(breaks=[2])) as gateway:
-        done = run("generate", "Tell", "--url", gateway.url, "--seed", "3", "--stop", "x", "--stop", "y")
+        command = ["generate", "Tell", "--url", gateway.url, "--seed", "3", "--stop", "x", "--stop", "y"]
+        done = subprocess.run(
+            [sys.executable, "-m", "pagestream_cli", *command], capture_output=True, text=True, timeout=60, check=False
+        )
     assert (done.returncode, done.stdout, done.stderr) == (0, "Once upon a time\n", "")
     body = next(call.body for call in gateway.calls if call.method == "POST")
     assert body == {

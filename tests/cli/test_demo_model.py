@@ -1,15 +1,18 @@
 """The committed demo model: its size, its tokenizer, and its answers about its world."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 pytestmark = pytest.mark.served
 
@@ -24,11 +27,16 @@ QUESTIONS: dict[str, Any] = json.loads((MODEL / "questions.json").read_text(enco
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
+    import torch
+    from transformers import AutoModelForCausalLM
+
     return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
     return AutoTokenizer.from_pretrained(MODEL)
 
 

@@ -181,6 +181,7 @@ def test_cards_that_are_not_here_get_a_line_each(capsys: pytest.CaptureFixture[s
     assert str(small) in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "gpu", "said"), [("/nonexistent", "L4", "/nonexistent"), (None, "ZX81", "H100")])
 def test_what_cannot_be_sized_is_said(
     capsys: pytest.CaptureFixture[str], model: str | None, gpu: str, said: str

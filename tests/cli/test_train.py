@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = pytest.mark.slow  # a short training takes half a minute
 
@@ -25,6 +24,8 @@ def quick_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_folder_loads_with_plain_transformers(quick_folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(quick_folder)
     model = AutoModelForCausalLM.from_pretrained(quick_folder)
     inputs = tokenizer.apply_chat_template(

@@ -40,7 +40,12 @@ class Reader:
         """Call generate once and read to the end."""
         num_choices = 2 if self.number % 8 == 5 else 1
         async for chunk in client.generate(
-            "demo", self.prompt, max_tokens=NUM_TOKENS, ignore_eos=True, seed=self.number, n=num_choices
+            "demo",
+            prompt_token_ids=self.prompt,
+            max_tokens=NUM_TOKENS,
+            ignore_eos=True,
+            seed=self.number,
+            n=num_choices,
         ):
             self.chunks.append(chunk)
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
 from support.processes.stack import DEMO_MODEL
 
 NUM_SEATS, NUM_BLOCKS = 8, 56
@@ -80,6 +78,9 @@ def write_other_model(folder: Path) -> Path:
 
 def write_adapter(folder: Path) -> Path:
     """Write a LoRA adapter of random matrices for the demo model, in PEFT's format, and return its folder."""
+    import torch
+    from safetensors.torch import save_file
+
     config = json.loads((DEMO_MODEL / "config.json").read_text())
     hidden, width = config["hidden_size"], config["intermediate_size"]
     generator = torch.Generator().manual_seed(1)
