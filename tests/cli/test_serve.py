@@ -220,11 +220,13 @@ def test_a_second_serve_in_the_same_folder_is_refused(serve: Serve) -> None:
     assert "--data-dir" in done.stderr
 
 
-def test_sigterm_leaves_nothing(serve: Serve) -> None:
-    end(serve, signal.SIGTERM)
+def test_ctrl_c_leaves_nothing(serve: Serve) -> None:
+    """SIGTERM does the same in the slow test below, and to `pagestream demo`."""
+    end(serve)
 
 
-def test_kill_9_of_serve_leaves_nothing_and_ctrl_c_ends_the_next_one_that_goes_on(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_kill_9_of_serve_leaves_nothing_and_the_next_one_goes_on(tmp_path: Path) -> None:
     """Over TLS, and on a file of Redis that was torn in a transaction: the start after the next would run its half."""
     data = tmp_path / "data"
     certificate, key = issue_certificate(tmp_path, 1)
@@ -262,7 +264,7 @@ def test_kill_9_of_serve_leaves_nothing_and_ctrl_c_ends_the_next_one_that_goes_o
         times = [float(phase[0]) for phase in phases]
         assert times == sorted(times)
     finally:
-        end(second)
+        end(second, signal.SIGTERM)
 
 
 def test_a_wrong_engine_option_ends_serve_before_anything_starts(tmp_path: Path) -> None:

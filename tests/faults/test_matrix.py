@@ -20,5 +20,4 @@ async def test_streams_are_equal_whatever_is_killed_stopped_or_cut_off(tmp_path:
     assert [f"{each.cell}: {failure}" for each in results for failure in each.failures] == []
     missed = [str(each.cell) for each in results if not each.unfinished]
     assert missed == [], "no stream was open when the fault was injected"
-    assert sum(each.interrupted for each in results) > 0
     assert sum(each.swapped_bytes for each in results) > 0

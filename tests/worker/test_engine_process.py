@@ -293,7 +293,7 @@ async def test_it_waits_for_a_worker_that_takes_no_reports(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("runner", "reason"),
     [
-        (ExitingRunner, "SystemExit: a library has had enough"),
+        pytest.param(ExitingRunner, "SystemExit: a library has had enough", marks=pytest.mark.slow),
         pytest.param(CrashingRunner, "exited with code 7", marks=pytest.mark.slow),
         (SilentRunner, "sent nothing for 1.5 s"),
     ],
