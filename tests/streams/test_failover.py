@@ -34,12 +34,8 @@ LIMIT_S = 100.0
 def topology(
     request: pytest.FixtureRequest, seven: ServerBinary, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Topology]:
-    folder = tmp_path_factory.mktemp(request.param)
-    # Sentinels make a replica of a master that comes back after ten seconds: the other one is waited for until then.
-    start = (
-        running_sentinels(folder, seven, replicas=2) if request.param == "sentinels" else running_cluster(folder, seven)
-    )
-    with start as running:
+    start = running_sentinels if request.param == "sentinels" else running_cluster
+    with start(tmp_path_factory.mktemp(request.param), seven) as running:
         yield running
 
 

@@ -97,14 +97,14 @@ async def hold_up(broker: Broker, redis_server: EmbeddedRedis) -> None:
 
 
 async def test_a_server_that_loads_its_files_is_an_outage_that_ends(tmp_path: Path, seven: ServerBinary) -> None:
-    """LOADING: a server that was started again answers before it has read its file."""
+    """LOADING: a server that was started again answers before it has read its file, once every 1024 keys."""
     one = server(seven, tmp_path / "data", "--key-load-delay", "200")
     with running(Topology(f"redis://127.0.0.1:{one.port}/0", [one])) as topology:
         one.start()
         until(one.answers, "the server")
         async with await Broker.connect(topology.url, CALM) as broker:
             await broker.publish_model(card(), partitions=2)
-            await broker.connection.pipeline([("SET", f"ballast:{number}", "x") for number in range(6000)])
+            await broker.connection.pipeline([("SET", f"ballast:{number}", "x") for number in range(15_000)])
             async with GatewaySession(broker) as gateway:
                 request = spec()
                 await gateway.accept(request)
@@ -132,13 +132,13 @@ async def test_a_server_that_loads_its_files_is_waited_for_at_the_start(tmp_path
         one.start()
         until(one.answers, "the server")
         async with await Broker.connect(topology.url, CALM) as broker:
-            await broker.connection.pipeline([("SET", f"ballast:{number}", "x") for number in range(6000)])
+            await broker.connection.pipeline([("SET", f"ballast:{number}", "x") for number in range(15_000)])
         one.kill()
         one.start()
         began = time.monotonic()
         async with asyncio.timeout(60):
             async with await Broker.connect(topology.url, patience) as broker:
-                assert await broker.connection.execute("DBSIZE") >= 6000
+                assert await broker.connection.execute("DBSIZE") >= 15_000
         assert time.monotonic() - began > patience.connect_timeout_s
 
 
