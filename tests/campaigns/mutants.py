@@ -58,11 +58,13 @@ AREAS = {
 """The files of each area that mutants are drawn from in equal numbers."""
 TESTS = ("tests",)
 SELECT = "not slow and not gpu and not cluster"
-LIMIT_S = 150.0
+LIMIT_S = 120.0
 """Of a mutant's tests, by the times that they took without it; what covers the line beyond that is not run."""
+LATEST_S = 150.0
+"""No test of a mutant begins later."""
 TEST_LIMIT_S = 60
 """Of one test, which then has failed."""
-STARTING_S = 90.0
+STARTING_S = 60.0
 """Of a run of pytest, for imports and fixtures that no test's time has."""
 
 
@@ -389,7 +391,11 @@ def run_mutants(state: State, checkout: Path, mutants: Sequence[Mutant], *, jobs
     until = time.monotonic() + 60 * minutes
     copies: SimpleQueue[Scratch] = SimpleQueue()
     for number in range(jobs):
-        copies.put(state.scratch(checkout, number))
+        scratch = state.scratch(checkout, number)
+        for file in {each.file for each in mutants}:  # a run that was killed has left its mutant
+            if (source := (checkout / file).read_bytes()) != (scratch.folder / file).read_bytes():
+                _write(scratch.folder / file, source)
+        copies.put(scratch)
     cover = state.cover_map()
     results = {each["key"]: each for each in read_results(state)}
     pending = [each for each in mutants if not is_final(results.get(each.key), each, checkout, cover)]
@@ -444,14 +450,12 @@ def run_mutant(mutant: Mutant, source: bytes, scratch: Scratch, cover: CoverMap)
     total = list(itertools.accumulate(cover.seconds[test] for test in tests))
     chosen = [test for test, seconds in zip(tests, total, strict=True) if seconds <= LIMIT_S] or tests[:1]
     file = scratch.folder / mutant.file
-    if file.read_bytes() != source:
-        raise SystemExit(f"mutants: {file} is not the checkout's; remove the folder of the state's copies")
     _write(file, mutant.applied(source))
     try:
-        by = caught_by([cover.tests[test] for test in in_files(chosen, cover)], scratch)
+        by, is_whole = caught_by([cover.tests[test] for test in in_files(chosen, cover)], scratch)
     finally:
         _write(file, source)
-    outcome = "caught" if by else "survived" if len(chosen) == len(tests) else "beyond"
+    outcome = "caught" if by else "survived" if is_whole and len(chosen) == len(tests) else "beyond"
     return Result(outcome, by, len(chosen), len(tests), time.monotonic() - started)
 
 
@@ -484,40 +488,47 @@ def _write(file: Path, source: bytes) -> None:
     os.utime(file, (moment, moment))
 
 
-def caught_by(tests: Sequence[str], scratch: Scratch) -> str:
-    """Return the test that fails, twice; empty: none."""
+def caught_by(tests: Sequence[str], scratch: Scratch) -> tuple[str, bool]:
+    """Return the test that fails, twice; empty: none. And whether all have been run."""
     left = list(tests)
     while left:
-        failed = first_failure(left, scratch)
+        failed, is_whole = first_failure(left, scratch)
         if not failed:
-            return ""
-        if failed not in left or first_failure([failed], scratch):
-            return failed
+            return "", is_whole
+        if failed not in left or first_failure([failed], scratch)[0]:
+            return failed, is_whole
         left = left[left.index(failed) + 1 :]  # it fails by chance, with or without the mutant
-    return ""
+    return "", True
 
 
-def first_failure(tests: Sequence[str], scratch: Scratch) -> str:
-    """Run tests in their order until one fails; return it, or a word for a run that has failed as a whole."""
+def first_failure(tests: Sequence[str], scratch: Scratch) -> tuple[str, bool]:
+    """Run tests in their order until one fails.
+
+    Returns:
+        the test, or a word for a run that has failed as a whole; empty: none. And whether all have been run.
+    """
     with tempfile.TemporaryDirectory(dir=scratch.folder.parent) as name:
         folder = Path(name)
         (folder / "select").write_text("\n".join(tests))
         log = folder / "log"
         log.touch()
-        limit_s = 2 * LIMIT_S
+        latest_s = LATEST_S if len(tests) > 1 else 0.0
         variables = {
             "MUTANTS_SELECT": str(folder / "select"),
             "MUTANTS_LOG": str(log),
-            "MUTANTS_LIMIT_S": str(limit_s),
+            "MUTANTS_LIMIT_S": str(latest_s),
         }
         files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
         try:
-            ran = scratch.pytest(["-x", f"--timeout={TEST_LIMIT_S}", *files], variables, limit_s + STARTING_S)
+            limit_s = latest_s + TEST_LIMIT_S + STARTING_S
+            ran = scratch.pytest(["-x", f"--timeout={TEST_LIMIT_S}", *files], variables, limit_s)
         except subprocess.TimeoutExpired:
-            return "(the run hangs)"
+            return "(the run hangs)", False
         runs = [json.loads(line) for line in log.read_text().splitlines()]
         failed = next((test for test, outcome, _ in runs if outcome == "failed"), "")
-        return failed or ("" if ran.returncode in (0, 2) and runs else "(the run fails before its first test)")
+        if not failed and (ran.returncode not in (0, 2) or not runs):
+            failed = "(the run fails before its first test)"
+        return failed, len(runs) >= len(tests)
 
 
 # -- what was measured --
