@@ -4,14 +4,15 @@ import asyncio
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from pagestream.v1.inference_pb2 import SamplingParams
 from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry
 from pagestream_engine.request import StepOutput
-from pagestream_streams import AppendKind, AppendOutcome
+from pagestream_streams import Append, AppendKind, AppendOutcome
 from pagestream_streams.protocol import to_entry_values
-from pagestream_streams.protocol.token_appends import TokenOutcomes
 from pagestream_worker.logs import NativeLog, PythonLog, TokenColumns, TokenLogs, load_library
 from pagestream_worker.requests import RunningRequest
 from pagestream_worker.serving import EngineFailed, StepOutputs
@@ -156,6 +157,11 @@ async def test_a_small_cache_keeps_what_redis_lacks(make_logs: Callable[[int], T
     assert set(table.requests.ids()) == {"acknowledged", "pending"}
 
 
+def outcomes_of(next_indexes: Sequence[int], others: dict[int, tuple[Append, AppendOutcome]] | None = None) -> Any:
+    """Return what became of a batch, as a session answers it: where each log is, and what is not OK, by place."""
+    return SimpleNamespace(next_indexes=next_indexes, others=others or {})
+
+
 IDS = [f"2a97516c-{number % 2:04x}-{number:032x}" for number in range(4)]
 
 
@@ -182,7 +188,7 @@ def settle(table: RequestTable) -> None:
         table.requests.settle(append, AppendOutcome(AppendKind.OK, append.first_index + len(append.entries)))
     for batch in pending.logs.batches:
         ends = [append.first_index + len(append.entries) for append in batch.appends.appends()]
-        table.requests.settle_tokens(batch, TokenOutcomes(ends, {}))
+        table.requests.settle_tokens(batch, outcomes_of(ends))
 
 
 def written(table: RequestTable) -> dict[str, list[tuple[str, str]]]:
@@ -250,7 +256,7 @@ async def test_a_batch_s_refusals_are_each_request_s_own(table: RequestTable) ->
     for batch in pending.logs.batches:
         outcomes = [(each, AppendOutcome(kinds[each.request_id], 0)) for each in batch.appends.appends()]
         others = {place: each for place, each in enumerate(outcomes) if each[1].kind is not AppendKind.OK}
-        handed_back += table.requests.settle_tokens(batch, TokenOutcomes([2] * len(outcomes), others))
+        handed_back += table.requests.settle_tokens(batch, outcomes_of([2] * len(outcomes), others))
     assert handed_back == []
     assert table.requests.ids() == IDS[2:]
     assert [command.seq_ids for command in table.commands if isinstance(command, AbortSequences)] == [

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 CHILD = "pagestream_worker.stepping.child"
+PROGRAM = "pagestream_worker.stepping.process_main"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -25,13 +26,11 @@ class ForkedChild:
     """The process of an engine, forked from its worker: that has imported all it needs, and computes nothing."""
 
     def __init__(self, connection: socket.socket) -> None:
-        from pagestream_worker.stepping import process_main
-
-        worker = os.getpid()
+        program, worker = importlib.import_module(PROGRAM), os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
             signal.set_wakeup_fd(-1)
-            process_main.serve(connection, worker)
+            program.serve(connection, worker)
 
     def wait(self) -> int:
         """See child.Child."""
