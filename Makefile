@@ -38,7 +38,7 @@ IMAGE_BUILDER ?= $(PAGESTREAM_IMAGE_BUILDER)
 help: ## List the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
-setup: $(STAMP) ## Make .venv from constraints.txt
+setup: $(STAMP) ## Make .venv from constraints.txt, compile the C++ kernels for this processor
 
 $(STAMP): constraints.txt pyproject.toml $(addsuffix /pyproject.toml,$(PACKAGES)) tools/setup.sh
 	PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" tools/setup.sh $(PACKAGES)
@@ -141,5 +141,5 @@ constraints: $(STAMP) ## Write the exact versions of .venv to constraints.txt
 	$(BIN)/python tools/write_constraints.py
 
 clean: ## Remove what the other verbs made
-	rm -rf build .venv .clients .schemas .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .kernel-cache .fault-campaign
+	rm -rf build .venv .clients .schemas .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .fault-campaign
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
