@@ -229,12 +229,13 @@ async def test_pairs_may_be_cut(scorer: Served) -> None:
 
 async def test_a_template_with_roles_for_both_makes_the_prompt_and_without_one_texts_are_joined(scorer: Served) -> None:
     tokenize = AutoTokenizer.from_pretrained(scorer.model)
-    body = {"text_1": QUERY, "text_2": DOCUMENTS}
+    documents = ["A lighthouse keeper", "otters"]
+    body = {"text_1": QUERY, "text_2": documents}
     await scorer.with_card("roles", lambda card: setattr(card, "chat_template", TEMPLATE))
-    texts = [f"<q>{QUERY}</q><d>{document}</d>?" for document in DOCUMENTS]
+    texts = [f"<q>{QUERY}</q><d>{document}</d>?" for document in documents]
     assert await scorer.prompts("/v1/score", {"model": "roles", **body}) == tokenize(texts)["input_ids"]
     await scorer.with_card("joined", lambda card: setattr(card.embedding, "joins_pairs", True))
-    joined = tokenize([QUERY + each for each in DOCUMENTS])["input_ids"]
+    joined = tokenize([QUERY + each for each in documents])["input_ids"]
     assert await scorer.prompts("/v1/score", {"model": "joined", **body}) == joined
 
 

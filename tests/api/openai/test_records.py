@@ -7,7 +7,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 import httpx
@@ -35,7 +34,6 @@ CALL: dict[str, Any] = {
 }
 OTHER = {**CALL, "id": "2", "function": {"name": "get_weather", "arguments": '{"city": "Bergen"}'}}
 FORM = {"structured_outputs": {"json": {"type": "object"}}}
-NAMES = count()
 
 
 class Records:
@@ -45,9 +43,9 @@ class Records:
         self._http = http
         self._broker = broker
 
-    async def published(self, card: ModelCard) -> str:
-        """Make a model known under a name of its own; return the name."""
-        card.name = f"model-{next(NAMES)}"
+    async def published(self, card: ModelCard, name: str = "model") -> str:
+        """Make a model known, in place of the one before with this name; return the name."""
+        card.name = name
         await self._broker.publish_model(card, partitions=1)
         return card.name
 
@@ -491,7 +489,7 @@ async def test_a_broken_card_stops_no_other_model(
 ) -> None:
     card = synthetic_card()
     card.MergeFrom(ModelCard(**change))
-    name, good = await records.published(card), await records.published(synthetic_card())
+    name, good = await records.published(card, "broken"), await records.published(synthetic_card())
     answer = await shared_http.post("/v1/completions", json={"model": name, "prompt": "x"})
     assert answer.status_code == 500, answer.text
     assert (await records.of("/v1/completions", {"model": good, "prompt": "x"})).model == good
@@ -519,7 +517,7 @@ async def test_bounds_of_multiples_are_those_of_engines(records: Records) -> Non
 
 
 async def test_callers_that_come_together_share_a_models_load_also_where_the_first_leaves(records: Records) -> None:
-    body = {"model": await records.published(synthetic_card()), "prompt": "x"}
+    body = {"model": await records.published(synthetic_card(), "new"), "prompt": "x"}
     callers = [asyncio.create_task(records.of("/v1/completions", body)) for _ in range(12)]
     await asyncio.sleep(0)
     callers[0].cancel()
