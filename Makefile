@@ -72,7 +72,7 @@ deep-topologies: $(STAMP)
 	$(PARALLEL) -m 'not gpu' tests/streams $(PYTEST_ARGS)
 
 deep-properties: $(STAMP)
-	for round in $$(seq $(ROUNDS)); do env -u CI $(PYTEST) -q -m "hypothesis and not gpu" $(PYTEST_ARGS) || exit 1; done
+	for round in $$(seq $(ROUNDS)); do env -u CI $(PYTEST) -q -m "hypothesis and not gpu" --hypothesis-profile deep $(PYTEST_ARGS) || exit 1; done
 
 deep-model-check: $(STAMP)
 	$(PYTEST) -m 'not gpu' tests/streams/test_model_check.py tests/streams/test_model_mutants.py $(PYTEST_ARGS)

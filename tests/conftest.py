@@ -17,6 +17,8 @@ from xdist.scheduler import LoadFileScheduling
 if TYPE_CHECKING:
     from pagestream_streams.connection.embedded import EmbeddedRedis
 
+pytest_plugins = ["support.processes.session"]
+
 SHARING = {
     "an API server": ("tests/operator/", "tests/chart/"),
     "a cluster and Sentinels": ("tests/streams/",),
@@ -42,6 +44,15 @@ class SharingScheduling(LoadFileScheduling):
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharingScheduling | None:
     """Take part in `--dist loadfile` alone."""
     return SharingScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Know the profile of `make deep PARTS=properties`: fresh examples, and many of them."""
+    if config.getoption("--hypothesis-profile", None) == "deep":
+        from hypothesis import settings
+
+        settings.register_profile("deep", max_examples=1000, deadline=None, derandomize=False)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
