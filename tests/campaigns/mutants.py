@@ -64,6 +64,8 @@ LATEST_S = 150.0
 """No test of a mutant begins later."""
 TEST_LIMIT_S = 60
 """Of one test, which then has failed."""
+SLOW_S = 20.0
+"""A test that fails after so many seconds is run without the mutant, too."""
 STARTING_S = 60.0
 """Of a run of pytest, for imports and fixtures that no test's time has."""
 
@@ -354,19 +356,18 @@ def lines_of(mutant: Mutant, root: Path) -> dict[str, set[int]]:
         ]
         return {mutant.file: {mutant.line, max(each.lineno for each in around)}}
     folder = (root / mutant.file).parent
-    while folder.parent.name != "src" and (folder.parent / "__init__.py").exists():
+    while folder.parent.name != "src":
         folder = folder.parent
-    script = (root / mutant.file).with_suffix("").as_posix()
-    return lines_of_callers(script, root, sorted(folder.rglob("*.py")))
+    return lines_of_callers(root / mutant.file, root, sorted(folder.rglob("*.py")), sorted(folder.rglob("*.lua")))
 
 
-def lines_of_callers(script: str, root: Path, files: Sequence[Path]) -> dict[str, set[int]]:
-    """Return the lines of all functions that call a script; of one that no constant is loaded from: that call any.
+def lines_of_callers(script: Path, root: Path, modules: Sequence[Path], scripts: Sequence[Path]) -> dict[str, set[int]]:
+    """Return the lines that call a script; of one that is loaded before all others: that call any.
 
     A script is loaded as `NAME = load("path/of/script")`, and the functions that call it use that name.
     """
-    trees = {file: ast.parse(file.read_bytes()) for file in files}
-    loaded = [
+    trees = {file: ast.parse(file.read_bytes()) for file in modules}
+    loads = [
         (node.targets[0].id, each.value)
         for tree in trees.values()
         for node in tree.body
@@ -374,8 +375,11 @@ def lines_of_callers(script: str, root: Path, files: Sequence[Path]) -> dict[str
         for each in ast.walk(node.value)
         if isinstance(each, ast.Constant) and isinstance(each.value, str) and each.value
     ]
-    names = {name for name, path in loaded if script.endswith(f"/{path}")}
-    names = names or {name for name, path in loaded if name.isupper() and "/lua/" in script}
+
+    def names_for(wanted: Iterable[Path]) -> set[str]:
+        return {name for name, path in loads for file in wanted if file.as_posix().endswith(f"/{path}.lua")}
+
+    names = names_for([script]) or names_for(scripts)
     found: defaultdict[str, set[int]] = defaultdict(set)
     for file, tree in trees.items():
         for node in ast.walk(tree):
@@ -449,12 +453,8 @@ def run_mutant(mutant: Mutant, source: bytes, scratch: Scratch, cover: CoverMap)
         return Result("uncovered")
     total = list(itertools.accumulate(cover.seconds[test] for test in tests))
     chosen = [test for test, seconds in zip(tests, total, strict=True) if seconds <= LIMIT_S] or tests[:1]
-    file = scratch.folder / mutant.file
-    _write(file, mutant.applied(source))
-    try:
-        by, is_whole = caught_by([cover.tests[test] for test in in_files(chosen, cover)], scratch)
-    finally:
-        _write(file, source)
+    names = [cover.tests[test] for test in in_files(chosen, cover)]
+    by, is_whole = caught_by(names, scratch, scratch.folder / mutant.file, source, mutant.applied(source))
     outcome = "caught" if by else "survived" if is_whole and len(chosen) == len(tests) else "beyond"
     return Result(outcome, by, len(chosen), len(tests), time.monotonic() - started)
 
@@ -488,25 +488,46 @@ def _write(file: Path, source: bytes) -> None:
     os.utime(file, (moment, moment))
 
 
-def caught_by(tests: Sequence[str], scratch: Scratch) -> tuple[str, bool]:
-    """Return the test that fails, twice; empty: none. And whether all have been run."""
+def caught_by(tests: Sequence[str], scratch: Scratch, file: Path, source: bytes, mutated: bytes) -> tuple[str, bool]:
+    """Return the test that fails because of a mutant; empty: none. And whether all have been run."""
+
+    def run(tests: Sequence[str], text: bytes) -> Run:
+        _write(file, text)
+        try:
+            return run_until_failure(tests, scratch)
+        finally:
+            _write(file, source)
+
     left = list(tests)
     while left:
-        failed, is_whole = first_failure(left, scratch)
-        if not failed:
-            return "", is_whole
-        if failed not in left or first_failure([failed], scratch)[0]:
-            return failed, is_whole
-        left = left[left.index(failed) + 1 :]  # it fails by chance, with or without the mutant
+        first = run(left, mutated)
+        if not first.failed:
+            return "", first.is_whole
+        again = [first.failed] if first.failed in left else left[:1]
+        fails_again = first.failed not in left or bool(run(again, mutated).failed)
+        # What fails late may have been too slow for a limit: then it fails without the mutant, too.
+        if fails_again and (first.seconds < SLOW_S or not run(again, source).failed):
+            return first.failed, first.is_whole
+        if first.failed not in left:
+            return "", False
+        left = left[left.index(first.failed) + 1 :]
     return "", True
 
 
-def first_failure(tests: Sequence[str], scratch: Scratch) -> tuple[str, bool]:
-    """Run tests in their order until one fails.
+@dataclass
+class Run:
+    """A run of tests up to the first that fails."""
 
-    Returns:
-        the test, or a word for a run that has failed as a whole; empty: none. And whether all have been run.
-    """
+    failed: str
+    """A test, or a word for a run that has failed as a whole; empty: none."""
+    seconds: float
+    """That it took."""
+    is_whole: bool
+    """Whether all have been run."""
+
+
+def run_until_failure(tests: Sequence[str], scratch: Scratch) -> Run:
+    """Run tests in their order until one fails."""
     with tempfile.TemporaryDirectory(dir=scratch.folder.parent) as name:
         folder = Path(name)
         (folder / "select").write_text("\n".join(tests))
@@ -519,16 +540,16 @@ def first_failure(tests: Sequence[str], scratch: Scratch) -> tuple[str, bool]:
             "MUTANTS_LIMIT_S": str(latest_s),
         }
         files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
+        limit_s = latest_s + TEST_LIMIT_S + STARTING_S
         try:
-            limit_s = latest_s + TEST_LIMIT_S + STARTING_S
             ran = scratch.pytest(["-x", f"--timeout={TEST_LIMIT_S}", *files], variables, limit_s)
         except subprocess.TimeoutExpired:
-            return "(the run hangs)", False
+            return Run("(the run hangs)", limit_s, is_whole=False)
         runs = [json.loads(line) for line in log.read_text().splitlines()]
-        failed = next((test for test, outcome, _ in runs if outcome == "failed"), "")
+        failed, seconds = next(((test, took) for test, outcome, took in runs if outcome == "failed"), ("", 0.0))
         if not failed and (ran.returncode not in (0, 2) or not runs):
             failed = "(the run fails before its first test)"
-        return failed, len(runs) >= len(tests)
+        return Run(failed, seconds, len(runs) >= len(tests))
 
 
 # -- what was measured --

@@ -99,5 +99,6 @@ def test_a_script_is_covered_where_its_constant_is_used(tmp_path: Path) -> None:
     scripts, uses = tmp_path / "scripts.py", tmp_path / "accept.py"
     scripts.write_text('ACCEPT = _load("accept")\nTAKE = _load("batches/take", repeat=False)\n')
     uses.write_text("def accept():\n    run(\n        scripts.TAKE,\n        ACCEPT)\n")
-    for script, lines in (("accept", {4}), ("batches/take", {3}), ("prelude", {3, 4})):
-        assert lines_of_callers(f"{tmp_path}/lua/{script}", tmp_path, [scripts, uses])["accept.py"] == lines
+    lua = [tmp_path / "lua" / f"{name}.lua" for name in ("accept", "batches/take", "prelude")]
+    for script, lines in zip(lua, ({4}, {3}, {3, 4}), strict=True):
+        assert lines_of_callers(script, tmp_path, [scripts, uses], lua)["accept.py"] == lines
