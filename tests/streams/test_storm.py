@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, cast
@@ -15,7 +15,7 @@ from pagestream.v1.inference_pb2 import FINISH_REASON_STOP
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams import AppendKind, Broker, Claim, EmbeddedRedis, EngineSession, GatewaySession, expire_engine
 from redis import Redis
-from support.protocol.token_streams import MODEL, TENANT, Worker, ending, numbers, read_all, spec, tokens
+from support.protocol.token_streams import FAST, MODEL, TENANT, Worker, card, ending, numbers, read_all, spec, tokens
 from support.protocol.virtual_streams import BELL, PREFIX, VirtualStreams
 from support.redis.servers import emptied
 
@@ -32,6 +32,14 @@ READ_LIMIT_S = 90.0  # the storm, and what is left after it
 async def cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.wait([task])
+
+
+@pytest.fixture
+async def broker(redis_url: str) -> AsyncIterator[Broker]:
+    """Control times pass while the storm goes on."""
+    async with await Broker.connect(redis_url, FAST) as broker:
+        await broker.publish_model(card(MODEL), partitions=2)
+        yield broker
 
 
 class Slot:
