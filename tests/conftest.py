@@ -20,9 +20,12 @@ if TYPE_CHECKING:
 pytest_plugins = ["support.processes.session"]
 
 SHARING = {
-    "an API server": ("tests/operator/", "tests/chart/"),
-    "a cluster and Sentinels": ("tests/streams/",),
-    "a process that compiles kernels": ("tests/kernels/",),
+    "an API server": ("tests/chart/kube/",),
+    "an API server with controllers": ("tests/operator/kube/",),
+    "an API server that is disturbed": ("tests/operator/replicas/",),
+    "a Cluster and Sentinels": ("tests/streams/",),
+    "a process that compiles kernels": ("tests/kernels/", "tests/engine/attention/"),
+    "a process that forks ranks": ("tests/engine/executor/", "tests/engine/test_ranks.py"),
 }
 """Folders that share something of the session, and therefore a process."""
 LONG = ("tests/faults/", "tests/cli/", "tests/engine/", "tests/worker/")
