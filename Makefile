@@ -75,7 +75,7 @@ deep-properties: $(STAMP)
 	for round in $$(seq $(ROUNDS)); do env -u CI $(PYTEST) -q -m "hypothesis and not gpu" --hypothesis-profile deep $(PYTEST_ARGS) || exit 1; done
 
 deep-model-check: $(STAMP)
-	$(PYTEST) -m 'not gpu' tests/streams/test_model_check.py tests/streams/test_model_mutants.py $(PYTEST_ARGS)
+	$(PYTEST) -m 'not gpu' tests/streams/test_model_check.py $(PYTEST_ARGS)
 
 deep-malformed: $(STAMP)
 	$(BIN)/python tests/campaigns/malformed.py $(ARGS)
