@@ -33,6 +33,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -93,13 +94,22 @@ class CoverMap:
         for file, arcs in part["arcs"].items():
             self.arcs[file].update((start, end) for start, end in arcs)
 
+    @cached_property
+    def num_lines(self) -> Counter[int]:
+        """By test: the lines that it covers."""
+        counts: Counter[int] = Counter()
+        equal = Counter(bits for lines in self.lines.values() for bits in lines.values())
+        for bits, count in equal.items():
+            for test in _bits(bits):
+                counts[test] += count
+        return counts
+
     def covering(self, file: str, lines: Iterable[int]) -> list[int]:
-        """Return the tests that pass and cover one of the lines, the fastest first."""
+        """Return the tests that pass and cover one of the lines."""
         bits = 0
         for line in lines:
             bits |= self.lines.get(file, {}).get(line, 0)
-        found = [place for place in _bits(bits) if self.outcomes[place] == "passed"]
-        return sorted(found, key=lambda place: self.seconds[place])
+        return [place for place in _bits(bits) if self.outcomes[place] == "passed"]
 
 
 def _bits(number: int) -> Iterator[int]:
@@ -451,31 +461,34 @@ def run_mutant(mutant: Mutant, source: bytes, scratch: Scratch, cover: CoverMap)
     tests = covering(mutant, scratch.folder, cover)
     if not tests:
         return Result("uncovered")
-    total = list(itertools.accumulate(cover.seconds[test] for test in tests))
-    chosen = [test for test, seconds in zip(tests, total, strict=True) if seconds <= LIMIT_S] or tests[:1]
-    names = [cover.tests[test] for test in in_files(chosen, cover)]
+    chosen = within_limit(tests, cover) or tests[:1]
+    names = by_files([cover.tests[test] for test in chosen])
     by, is_whole = caught_by(names, scratch, scratch.folder / mutant.file, source, mutant.applied(source))
     outcome = "caught" if by else "survived" if is_whole and len(chosen) == len(tests) else "beyond"
     return Result(outcome, by, len(chosen), len(tests), time.monotonic() - started)
 
 
 def covering(mutant: Mutant, root: Path, cover: CoverMap) -> list[int]:
-    """Return the tests that may notice a mutant, the fastest first."""
-    tests = {test for file, lines in lines_of(mutant, root).items() for test in cover.covering(file, lines)}
-    return sorted(tests, key=lambda test: cover.seconds[test])
+    """Return the tests that may notice a mutant."""
+    return sorted({test for file, lines in lines_of(mutant, root).items() for test in cover.covering(file, lines)})
 
 
-def in_files(tests: Sequence[int], cover: CoverMap) -> list[int]:
-    """Return tests by files, those of a file together, the file with the fastest tests first."""
-    total: Counter[str] = Counter()
+def within_limit(tests: Sequence[int], cover: CoverMap) -> list[int]:
+    """Return as many tests as the limit allows: first those that cover fewest lines, which check them most closely."""
+    chosen, left_s = [], LIMIT_S
+    for test in sorted(tests, key=lambda each: (cover.num_lines[each], cover.seconds[each])):
+        if cover.seconds[test] <= left_s:
+            chosen.append(test)
+            left_s -= cover.seconds[test]
+    return chosen
+
+
+def by_files(tests: Sequence[str]) -> list[str]:
+    """Return tests with those of a file together, the files in the order of their first tests."""
+    files: defaultdict[str, list[str]] = defaultdict(list)
     for test in tests:
-        total[cover.tests[test].partition("::")[0]] += 1 + round(1000 * cover.seconds[test])
-
-    def order(test: int) -> tuple[int, str, int]:
-        file = cover.tests[test].partition("::")[0]
-        return total[file], file, test
-
-    return sorted(tests, key=order)
+        files[test.partition("::")[0]].append(test)
+    return [test for each in files.values() for test in each]
 
 
 _written = itertools.count(1)
