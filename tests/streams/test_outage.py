@@ -32,7 +32,7 @@ from support.protocol.token_streams import (
     tokens,
     worker,
 )
-from support.redis.servers import oldest_server, running_server
+from support.redis.servers import kill_written, oldest_server, running_server
 
 pytestmark = pytest.mark.served
 
@@ -123,7 +123,7 @@ async def test_what_was_queued_is_still_queued(server: EmbeddedRedis, broker: Br
         request = spec()
         await gateway.accept(request)
         reading = asyncio.create_task(read_all(gateway, request.request_id))
-        server.kill()
+        kill_written(server)
         await server.start()
         async with worker(broker) as engine:
             [claim] = await engine.claim()
@@ -137,7 +137,7 @@ async def test_an_engine_that_died_during_the_outage_is_reclaimed_from(server: E
         await gateway.accept(request)
         [claim] = await a.claim()
         await a.generate(claim, 2)
-        server.kill()
+        kill_written(server)
         await a.session.heartbeat.stop()
         await server.start()
 
@@ -198,7 +198,7 @@ async def test_data_outlives_stop_and_kill(tmp_path: Path, binary: ServerBinary)
         if end == "stop":
             await server.stop()
         else:
-            server.kill()
+            kill_written(server)
         assert server.pid is None
 
 

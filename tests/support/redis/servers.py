@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,9 @@ import pytest
 from pagestream_streams import EmbeddedRedis, ServerBinary
 from pagestream_streams.connection import find_servers, free_port
 from redis import Redis
+
+_WRITTEN_LIMIT_S = 60.0
+_PAUSE_S = 0.01
 
 
 def skip_for_want_of(thing: str, why: str) -> None:
@@ -48,6 +52,20 @@ def running_server(folder: Path, binary: ServerBinary | None = None) -> Iterator
         yield server
     finally:
         asyncio.run(server.stop())
+
+
+def kill_written(server: EmbeddedRedis) -> None:
+    """Kill a server whose acknowledged writes are all in its file.
+
+    Under `appendfsync everysec` a write waits in memory for up to 2 s while a sync is under way, and is acknowledged.
+    """
+    end = time.monotonic() + _WRITTEN_LIMIT_S
+    with Redis.from_url(server.url) as client:
+        while client.info("persistence")["aof_buffer_length"]:
+            if time.monotonic() > end:
+                pytest.fail(f"Redis has not written its file within {_WRITTEN_LIMIT_S:.0f} s")
+            time.sleep(_PAUSE_S)
+    server.kill()
 
 
 def emptied(server: EmbeddedRedis) -> str:
