@@ -19,7 +19,7 @@ PARTS ?= slow kube kernels families faults topologies properties model-check mal
 # pytest's exit status where a choice of ours (PYTEST_ARGS) leaves a part without a test; without one that fails.
 NOTHING_FOUND = $(if $(PYTEST_ARGS),5,none)
 # Test files that run at once, more than there are cores, since many wait; 0 is one after the other.
-WORKERS ?= 3
+WORKERS ?= 4
 # The processes that tests start load this repository's modules compiled, from the second one on.
 unexport PYTHONDONTWRITEBYTECODE
 # Test files that run at once share the cores: one thread each, and none that spins while it waits for another's.
