@@ -516,12 +516,12 @@ def caught_by(tests: Sequence[str], scratch: Scratch, file: Path, source: bytes,
         first = run(left, mutated)
         if not first.failed:
             return "", first.is_whole
-        again = [first.failed] if first.failed in left else left[:1]
-        fails_again = first.failed not in left or bool(run(again, mutated).failed)
-        # What fails late may have been too slow for a limit: then it fails without the mutant, too.
-        if fails_again and (first.seconds < SLOW_S or not run(again, source).failed):
+        is_test = first.failed in left
+        again = [first.failed] if is_test else left[:1]
+        # What fails late, or as a whole, may have been too slow for a limit: then it fails without the mutant, too.
+        if run(again, mutated).failed and ((is_test and first.seconds < SLOW_S) or not run(again, source).failed):
             return first.failed, first.is_whole
-        if first.failed not in left:
+        if not is_test:
             return "", False
         left = left[left.index(first.failed) + 1 :]
     return "", True
