@@ -15,7 +15,7 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 
 if TYPE_CHECKING:
-    from pagestream_streams.connection.embedded import EmbeddedRedis
+    from pagestream_streams import EmbeddedRedis
 
 pytest_plugins = ["support.processes.session"]
 

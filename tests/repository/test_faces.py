@@ -13,8 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
 LEFT_OUT = ("benchmarks", "campaigns", "gpu")
@@ -32,14 +30,17 @@ PARTS = {
     "pagestream_engine.native_build": "C++ that is compiled once by its content",
     "pagestream_engine.native_levels": "C++ for each instruction set",
     "pagestream_engine.native_prebuild": "the program that compiles the C++ for images",
+    "pagestream_engine.numerics_versions": "the five versions of numerics, which people raise by hand",
     "pagestream_engine.sampler.native": "native CPU code, beside the same in torch",
+    "pagestream_engine.scheduler.adapters.turns": "the count at admission that the claim budget has to match",
+    "pagestream_engine.scheduler.admission": "as above",
+    "pagestream_engine.scheduler.decode": "as above",
+    "pagestream_engine.scheduler.prefill": "as above",
     "pagestream_gateway.api.error_codes": "the table of error codes, of which alerts and clients tell the kinds apart",
     "pagestream_gateway.core.identities": "readers of the files of keys, issuers and tenants, which the chart writes",
     "pagestream_gateway.core.output": "parsers of what models write: calls, reasoning, formats",
     "pagestream_gateway.core.text": "texts to tokens and back, templates included",
-    "pagestream_kernels.aot": "the program that compiles kernels ahead of time",
-    "pagestream_kernels.prebuild": "the program that compiles kernels for images",
-    "pagestream_kernels.tuning": "the program that chooses tiles",
+    "pagestream_kernels": "kernels: an operator is a file, with its kernel, launcher and variants",
     "pagestream_operator.instruments": "the operator's list of metrics, which alerts and dashboards name",
     "pagestream_scaling.classes": "the law: weights of priority classes",
     "pagestream_scaling.memory": "the law: its memory's windows",
@@ -47,10 +48,73 @@ PARTS = {
     "pagestream_scaling.terms.ttft": "the law: requests that miss an objective, by buckets",
     "pagestream_scaling.workload": "the law: tokens that can be divided between pods",
     "pagestream_simulator.study": "studies, which are programs; their figures stand in docs/benchmarks",
+    "pagestream_streams.admin.queue_positions": "the estimate of places in a queue",
+    "pagestream_streams.byte_budget": "a budget without overtaking",
+    "pagestream_streams.connection.durability": "what is waited for, and what its replies mean",
+    "pagestream_streams.connection.error_translation": "which errors mean a lost connection",
+    "pagestream_streams.connection.gathering": "commands that share a round trip",
+    "pagestream_streams.connection.light": "connections with less work than redis-py's",
+    "pagestream_streams.connection.wakeups": "one message on its way to each gateway",
+    "pagestream_streams.engine.active_requests": "the fence of claims, compared with what Redis shows",
+    "pagestream_streams.engine.claim_order": "the merge of partitions' heads",
     "pagestream_streams.fault_points": "where the kill matrix ends a process",
+    "pagestream_streams.gateway.follower": "one read of one log",
+    "pagestream_streams.gateway.held_prefixes": "which engines hold which beginnings",
+    "pagestream_streams.gateway.open_reads": "the open reads, by request and partition",
+    "pagestream_streams.gateway.placing": "which partition a prompt gets",
+    "pagestream_streams.gateway.polling": "polls of logs whose wake-ups may be lost",
+    "pagestream_streams.gateway.readers": "reads where some partitions don't answer",
+    "pagestream_streams.gateway.slice_buffer": "the bounds of a read's buffer",
+    "pagestream_streams.tasks": "periodic work and cancellation",
     "pagestream_telemetry.catalog": "the list of all metrics, which docs/telemetry.md and the chart follow",
 }
 """Modules, and packages of modules, that are tested by themselves: hard parts that keep their place and name."""
+
+LEFT = {
+    "tests/api/access/test_certificates.py",
+    "tests/api/access/test_model_changes.py",
+    "tests/api/openai/test_whole_answers.py",
+    "tests/api/parts/test_answer_writers.py",
+    "tests/api/parts/test_chat_templates.py",
+    "tests/api/parts/test_frames.py",
+    "tests/api/parts/test_message_writer.py",
+    "tests/api/parts/test_pending_requests.py",
+    "tests/api/parts/test_request_bodies.py",
+    "tests/api/parts/test_truncation.py",
+    "tests/client/test_retry.py",
+    "tests/client/test_stream_state.py",
+    "tests/engine/adapters/test_additions.py",
+    "tests/engine/adapters/test_files.py",
+    "tests/engine/attention/test_backends.py",
+    "tests/engine/attention/test_float16.py",
+    "tests/engine/attention/test_libraries.py",
+    "tests/engine/attention/test_triton.py",
+    "tests/engine/conftest.py",
+    "tests/engine/executor/test_nodes.py",
+    "tests/engine/executor/test_process.py",
+    "tests/engine/executor/test_replies.py",
+    "tests/engine/executor/test_sleep.py",
+    "tests/engine/grammar/test_grammars.py",
+    "tests/engine/models/test_weights.py",
+    "tests/engine/request/test_generation.py",
+    "tests/engine/runner/test_decode_graphs.py",
+    "tests/engine/runner/test_drafts.py",
+    "tests/engine/runner/test_memory.py",
+    "tests/engine/runner/test_numerics.py",
+    "tests/engine/runner/test_persistent_batch.py",
+    "tests/engine/sampler/test_draws.py",
+    "tests/engine/sampler/test_sampling.py",
+    "tests/engine/test_adapters.py",
+    "tests/engine/test_deterministic.py",
+    "tests/engine/test_host_memory.py",
+    "tests/engine/test_native_build.py",
+    "tests/engine/test_speculation.py",
+    "tests/engine/test_transfers.py",
+    "tests/support/engines/arithmetic_model.py",
+    "tests/support/engines/given_plans.py",
+    "tests/support/processes/forked_ranks.py",
+}
+"""Files that still enter modules. Whoever moves such a module rewrites its tests to a door, and takes them out here."""
 
 _PATCHED = re.compile(r"(pagestream_\w+(?:\.\w+)+)\.\w+")
 
@@ -63,8 +127,13 @@ class Entry(NamedTuple):
     module: str
     names: str
 
+    @property
+    def place(self) -> str:
+        """The file, from the repository's root."""
+        return self.file.relative_to(ROOT).as_posix()
+
     def __str__(self) -> str:
-        return f"{self.file.relative_to(ROOT)}:{self.line}: {self.module}: {self.names}"
+        return f"{self.place}:{self.line}: {self.module}: {self.names}"
 
 
 @cache
@@ -137,9 +206,10 @@ def offenders() -> list[Entry]:
     return found
 
 
-@pytest.mark.skip(reason="areas are still being rewritten: this file as a program lists what is left")
 def test_tests_enter_by_doors() -> None:
-    assert [str(each) for each in offenders()] == []
+    found = offenders()
+    assert [str(each) for each in found if each.place not in LEFT] == []
+    assert set() == LEFT - {each.place for each in found}, "take these out of LEFT"
 
 
 def test_every_part_of_the_table_is_there() -> None:
