@@ -37,7 +37,8 @@ class Light(AbstractConnection):
         """Write a command. ConnectionError, TimeoutError."""
         writer = self._writer if not self.health_check_interval else None
         if writer is not None and not isinstance(command, bytes | str) and not writer.is_closing():
-            writer.writelines(command)
+            # As one: `writelines` of Python 3.13 doesn't have the next `drain` wait for a full buffer.
+            writer.write(b"".join(command))
             if not writer.is_closing() and writer.transport.get_write_buffer_size() <= _WAITS_ABOVE_BYTES:
                 return
             command = ()  # what is left is redis-py's: it waits, with the socket's limit, and reports what is lost
