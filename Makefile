@@ -32,7 +32,7 @@ ROUNDS ?= 10
 IMAGE_BUILDER ?= $(PAGESTREAM_IMAGE_BUILDER)
 
 .PHONY: help setup run test test-fast deep $(addprefix deep-,slow kube kernels families faults topologies properties \
-	model-check malformed schemas) clients browser-test check bench paths faults faults-campaign gpu images cluster-test \
+	model-check malformed schemas) clients browser-test check bench paths mutants faults faults-campaign gpu images cluster-test \
 	operator-scale proto demo-model kernels kernel-tables constraints clean
 
 help: ## List the verbs
@@ -130,6 +130,11 @@ operator-scale: $(STAMP) ## One operator, 50 pools, 1,000 pods that kwok pretend
 paths: $(STAMP) ## Files and functions that one decode step and one chat cross, to docs/architecture.md (a minute)
 	$(BIN)/python tools/paths.py $(ARGS)
 
+mutants: $(STAMP) ## Share of drawn mutants that `make test` catches (hours; run again, it goes on; ARGS="--checkout DIR")
+	$(BIN)/python tests/campaigns/mutants.py map --state .mutants --select '$(QUICK)' $(ARGS)
+	$(BIN)/python tests/campaigns/mutants.py run --state .mutants $(ARGS)
+	$(BIN)/python tests/campaigns/mutants.py report --state .mutants
+
 proto: $(STAMP) ## Generate the Python code of the wire contract
 	$(BIN)/python tools/generate_proto.py
 
@@ -141,5 +146,5 @@ constraints: $(STAMP) ## Write the exact versions of .venv to constraints.txt
 	$(BIN)/python tools/write_constraints.py
 
 clean: ## Remove what the other verbs made
-	rm -rf build .venv .clients .schemas .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .fault-campaign
+	rm -rf build .venv .clients .schemas .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .fault-campaign .mutants
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
