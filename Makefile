@@ -50,6 +50,7 @@ run: $(STAMP) ## Serve the demo model and show a streamed answer (Ctrl-C ends it
 test: $(STAMP) ## Run the tests (8 minutes on two cores)
 	$(PARALLEL) -m '$(QUICK)' $(PYTEST_ARGS)
 
+test-fast: WORKERS = 2
 test-fast: $(STAMP) ## Run at each change: no process is started, nothing is compiled (a minute)
 	$(PARALLEL) -m '$(QUICK) and not builds and not served' $(PYTEST_ARGS)
 

@@ -5,6 +5,7 @@ Nothing heavy is imported here: a test of the scheduler starts without Redis, gR
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -31,6 +32,10 @@ SHARING = {
 LONG = ("tests/faults/", "tests/cli/", "tests/engine/", "tests/worker/")
 """Folders with files that take more than 20 s. They are begun first, but for what is shared."""
 
+_LEFT_OUT = re.compile(r"not \w+( and not \w+)*")
+_FILE_MARKS = re.compile(r"^pytestmark = (?:\[.*?\]|[^\[\n]*)$", re.MULTILINE | re.DOTALL)
+_MARK = re.compile(r"pytest\.mark\.(\w+)")
+
 
 def shared_by(nodeid: str) -> str | None:
     """Return what a test shares with others."""
@@ -47,6 +52,16 @@ class SharingScheduling(LoadFileScheduling):
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharingScheduling | None:
     """Take part in `--dist loadfile` alone."""
     return SharingScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Don't import a file of which `-m 'not A and not B'` leaves out all: it is marked so as a whole."""
+    expression = config.getoption("markexpr")
+    if collection_path.suffix != ".py" or not _LEFT_OUT.fullmatch(expression):
+        return None
+    marks = _FILE_MARKS.search(collection_path.read_text(encoding="utf-8"))
+    left_out = set(expression.split()) - {"not", "and"}
+    return bool(marks and left_out.intersection(_MARK.findall(marks[0]))) or None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -13,6 +13,10 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
+pytestmark = pytest.mark.served
+
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
 LEFT_OUT = ("benchmarks", "campaigns", "gpu")

@@ -7,6 +7,8 @@ from pagestream_engine.models import load_tokenizer, model_revision, resolve_mod
 from safetensors.torch import load_file, save_file
 from support.engines.arithmetic_model import byte_level_tokenizer, make_folder
 
+pytestmark = pytest.mark.served
+
 
 def test_a_folder_is_itself(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model")

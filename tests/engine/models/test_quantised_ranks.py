@@ -17,6 +17,8 @@ from pagestream_engine.models.quantised.scheme import Scheme
 from pagestream_engine.models.source import Target
 from support.engines.quantised_checkpoints import FORMS, write
 
+pytestmark = pytest.mark.served
+
 SHAPE = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 192}
 
 

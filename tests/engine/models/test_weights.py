@@ -38,6 +38,8 @@ from safetensors.torch import load_file, save_file
 from support.engines.architectures import small_config
 from support.engines.tiny_models import make_model
 
+pytestmark = pytest.mark.served
+
 _CPU = torch.device("cpu")
 
 
