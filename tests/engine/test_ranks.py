@@ -116,7 +116,6 @@ def write_adapter(model: Path, folder: Path) -> LoRARequest:
 @pytest.mark.parametrize(
     ("name", "changes", "sizes", "options"),
     [
-        pytest.param("llama", {}, (1, 1), {**IN_A_PROCESS, **ADAPTERS}, id="a process, adapter, host pages"),
         pytest.param(
             "llama-tied",
             {},
@@ -131,10 +130,11 @@ def write_adapter(model: Path, folder: Path) -> LoRARequest:
             {"nnodes": 2, **ADAPTERS},
             id="experts, stages of two ranks, machines, adapter",
         ),
-        pytest.param("gemma3", {}, (1, 2), {"swap_space": 0.001}, id="stages, windows, tied head, host pages"),
         *(
             pytest.param(*case, marks=pytest.mark.slow, id=name)
             for name, case in {
+                "a process, adapter, host pages": ("llama", {}, (1, 1), {**IN_A_PROCESS, **ADAPTERS}),
+                "stages, windows, tied head, host pages": ("gemma3", {}, (1, 2), {"swap_space": 0.001}),
                 "norms, drafts, int8 weights": ("qwen3", {}, (2, 1), {**DRAFTS, **INT8}),
                 "biases, KV heads on two ranks, host pages": ("qwen2", HEADS, (4, 1), {"swap_space": 0.001, **INT8}),
                 "experts, stages, int8 weights": ("mixtral", {}, (2, 2), INT8),

@@ -9,7 +9,8 @@ import pytest
 from support.faults.cluster import running_cluster, running_harness
 from support.faults.matrix import brief_cells, run_cell, table
 
-pytestmark = [pytest.mark.served, pytest.mark.timeout(600)]
+# CI runs the whole cover, of which this is a part: `make faults ARGS=--cover`.
+pytestmark = [pytest.mark.served, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 async def test_streams_are_equal_whatever_is_killed_stopped_or_cut_off(tmp_path: Path) -> None:
