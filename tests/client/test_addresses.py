@@ -13,8 +13,7 @@ import pytest_asyncio
 from pagestream_client import AsyncClient, Client, Reconnection, Unavailable
 from support.clients.gateway_clients import Address, gateway_settings, issue_certificate, running_address
 from support.engines.synthetic_engine import MODEL, SyntheticEngine
-from support.network.flaky_network import FlakyNetwork
-from support.network.tcp_proxy import TcpProxy
+from support.network.proxy import Proxy
 
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
 LIMIT_S = 60.0
@@ -22,11 +21,11 @@ POLICY = Reconnection(limit_s=20.0)
 
 
 @asynccontextmanager
-async def remote_gateway(redis_url: str) -> AsyncIterator[tuple[Address, TcpProxy]]:
+async def remote_gateway(redis_url: str) -> AsyncIterator[tuple[Address, Proxy]]:
     """A gateway, and its way to Redis."""
     where = urlsplit(redis_url)
     assert where.port is not None
-    async with TcpProxy(where.port) as way:
+    async with Proxy(where.port) as way:
         settings = gateway_settings(where._replace(netloc=f"127.0.0.1:{way.port}").geturl())
         impatient = replace(settings, gateway=replace(settings.gateway, answer_limit_s=1.0))
         async with running_address(impatient) as address:
@@ -42,7 +41,7 @@ async def test_a_gateway_that_is_cut_off_from_redis_is_left_for_another(
 ) -> None:
     async with (
         remote_gateway(redis_url) as (address, way),
-        FlakyNetwork(address.grpc_port) as network,
+        Proxy(address.grpc_port) as network,
         asyncio.timeout(LIMIT_S),
     ):
 

@@ -9,7 +9,7 @@ import pytest
 from pagestream_client import Client, FinishReason, Generation, InvalidRequest, RequestNotFound, StreamClosed
 from support.clients.gateway_clients import Address, gateway_settings, running_address
 from support.engines.synthetic_engine import MODEL, SyntheticEngine
-from support.network.flaky_network import FlakyNetwork
+from support.network.proxy import Proxy
 from support.protocol.token_streams import eventually
 
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
@@ -65,7 +65,7 @@ async def test_many_threads_share_a_client(blocking: Client) -> None:
 
 async def test_a_cut_connection_is_not_seen(engine: SyntheticEngine, gateway: Address, other_gateway: Address) -> None:
     engine.hold_at = 3
-    async with FlakyNetwork(gateway.grpc_port) as first, FlakyNetwork(other_gateway.grpc_port) as second:
+    async with Proxy(gateway.grpc_port) as first, Proxy(other_gateway.grpc_port) as second:
         with_both = await in_thread(lambda: Client([first.target, second.target]))
         texts: list[str] = []
         loop = asyncio.get_running_loop()

@@ -22,7 +22,7 @@ from pagestream_client import (
 from pagestream_client.http import AsyncHttpClient, HttpClient
 from support.clients.gateway_clients import Address, gateway_settings, running_address
 from support.engines.synthetic_engine import FAILING_TOKEN, MODEL, SyntheticEngine
-from support.network.flaky_network import FlakyNetwork
+from support.network.proxy import Proxy
 from support.protocol.token_streams import eventually
 
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
@@ -35,16 +35,16 @@ T = TypeVar("T")
 
 
 @asynccontextmanager
-async def flaky(*addresses: Address) -> AsyncIterator[list[FlakyNetwork]]:
+async def flaky(*addresses: Address) -> AsyncIterator[list[Proxy]]:
     async with AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(FlakyNetwork(address.http_port)) for address in addresses]
+        yield [await stack.enter_async_context(Proxy(address.http_port)) for address in addresses]
 
 
-def urls(networks: list[FlakyNetwork]) -> list[str]:
+def urls(networks: list[Proxy]) -> list[str]:
     return [f"http://{network.target}" for network in networks]
 
 
-def in_use(networks: list[FlakyNetwork], client: AsyncHttpClient) -> FlakyNetwork:
+def in_use(networks: list[Proxy], client: AsyncHttpClient) -> Proxy:
     return next(each for each in networks if each.num_connections)
 
 

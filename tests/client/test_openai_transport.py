@@ -14,7 +14,7 @@ from pagestream_client.http import HttpTransport
 from pagestream_client.openai import transport
 from support.clients.gateway_clients import Address, gateway_settings, issue_certificate, lose, running_address, serving
 from support.engines.synthetic_engine import MODEL, SyntheticEngine, answer_text
-from support.network.flaky_network import FlakyNetwork
+from support.network.proxy import Proxy
 from support.protocol.token_streams import eventually
 
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
@@ -39,7 +39,7 @@ async def test_a_gateway_is_killed_under_an_asynchronous_stream(
     engine: SyntheticEngine, gateway: Address, other_gateway: Address, place: int
 ) -> None:
     engine.hold_at = place
-    async with FlakyNetwork(gateway.http_port) as one, FlakyNetwork(other_gateway.http_port) as other:
+    async with Proxy(gateway.http_port) as one, Proxy(other_gateway.http_port) as other:
         async with asyncio.timeout(LIMIT_S), async_client([f"http://{each.target}" for each in (one, other)]) as client:
             text, num_kills = "", 0
             stream = await client.completions.create(
@@ -65,7 +65,7 @@ async def test_a_gateway_is_killed_under_a_blocking_chat(
 ) -> None:
     engine.hold_at = 5
     loop = asyncio.get_running_loop()
-    async with FlakyNetwork(gateway.http_port) as one, FlakyNetwork(other_gateway.http_port) as other:
+    async with Proxy(gateway.http_port) as one, Proxy(other_gateway.http_port) as other:
 
         def kill() -> None:
             next(each for each in (one, other) if each.num_connections).reset()
@@ -122,7 +122,7 @@ async def test_a_gateway_is_killed_under_an_answer_that_is_not_streamed(
 ) -> None:
     engine.hold_at = 5
     ask: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 20}
-    async with FlakyNetwork(gateway.http_port) as one, FlakyNetwork(other_gateway.http_port) as other:
+    async with Proxy(gateway.http_port) as one, Proxy(other_gateway.http_port) as other:
         urls = [f"http://{each.target}" for each in (one, other)]
 
         def work() -> str:
@@ -148,7 +148,7 @@ async def test_a_request_that_redis_has_lost_meanwhile_is_accepted_again(
     engine: SyntheticEngine, gateway: Address, other_gateway: Address, redis_url: str
 ) -> None:
     engine.hold_at = 7
-    async with FlakyNetwork(gateway.http_port) as one, FlakyNetwork(other_gateway.http_port) as other:
+    async with Proxy(gateway.http_port) as one, Proxy(other_gateway.http_port) as other:
         async with asyncio.timeout(LIMIT_S), async_client([f"http://{each.target}" for each in (one, other)]) as client:
             text = ""
             stream = await client.completions.create(model=MODEL, prompt="hello", max_tokens=20, stream=True)
@@ -179,7 +179,7 @@ async def test_the_callers_time_limit_bounds_an_answer_that_is_not_streamed(
 ) -> None:
     engine.hold_at = 5
     ask: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 20, "timeout": 0.3}
-    async with FlakyNetwork(gateway.http_port) as network, asyncio.timeout(LIMIT_S):
+    async with Proxy(gateway.http_port) as network, asyncio.timeout(LIMIT_S):
         urls = [f"http://{network.target}"]
 
         def work() -> None:

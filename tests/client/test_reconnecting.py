@@ -17,7 +17,7 @@ from pagestream_client import (
 )
 from support.clients.gateway_clients import Address, gateway_settings, lose, running_address, serving, write_keys
 from support.engines.synthetic_engine import MODEL, SyntheticEngine
-from support.network.flaky_network import FlakyNetwork
+from support.network.proxy import Proxy
 
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
 
@@ -27,16 +27,16 @@ QUICK = Reconnection(limit_s=10.0)
 
 
 @asynccontextmanager
-async def flaky(*addresses: Address) -> AsyncIterator[list[FlakyNetwork]]:
+async def flaky(*addresses: Address) -> AsyncIterator[list[Proxy]]:
     async with AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(FlakyNetwork(address.grpc_port)) for address in addresses]
+        yield [await stack.enter_async_context(Proxy(address.grpc_port)) for address in addresses]
 
 
-def targets(networks: list[FlakyNetwork]) -> list[str]:
+def targets(networks: list[Proxy]) -> list[str]:
     return [network.target for network in networks]
 
 
-def in_use(networks: list[FlakyNetwork], client: AsyncClient) -> FlakyNetwork:
+def in_use(networks: list[Proxy], client: AsyncClient) -> Proxy:
     return next(network for network in networks if network.num_connections)
 
 

@@ -14,7 +14,7 @@ import pytest
 from pagestream_client import AsyncClient, AsyncStream, Chunk, Client, FinishReason, Generation, Transport, put_together
 from support.engines.paced_worker import PACE, token_at
 from support.engines.synthetic_engine import MODEL, running_engine
-from support.network.flaky_network import FlakyNetwork
+from support.network.proxy import Proxy
 from support.processes.stack import DEMO_MODEL, START_LIMIT_S, Stack, running_stack
 from support.processes.waiting import wait_until
 
@@ -116,14 +116,14 @@ def test_gateways_that_are_killed_one_after_the_other(stack: Stack) -> None:
         reader.check()
 
 
-def num_connections(networks: Sequence[FlakyNetwork]) -> int:
+def num_connections(networks: Sequence[Proxy]) -> int:
     return sum(network.num_connections for network in networks)
 
 
 def test_a_network_that_is_cut_again_and_again(stack: Stack) -> None:
     async def scenario() -> tuple[list[Reader], int]:
         async with AsyncExitStack() as opened:
-            networks = [await opened.enter_async_context(FlakyNetwork(gateway.grpc_port)) for gateway in stack.gateways]
+            networks = [await opened.enter_async_context(Proxy(gateway.grpc_port)) for gateway in stack.gateways]
 
             async def cut(readers: Sequence[Reader]) -> None:
                 for part in range(1, 5):

@@ -37,7 +37,7 @@ from pagestream_operator.metrics import (
 from pagestream_telemetry import TelemetrySettings, catalog, running_telemetry
 from support.clients.gateway_clients import issue_certificate
 from support.kubernetes.api import kube_binary
-from support.network.flaky_network import FlakyNetwork
+from support.network.proxy import Proxy
 from support.processes.part import Part
 from support.processes.stack import free_port
 from support.processes.waiting import until, wait_until
@@ -321,7 +321,7 @@ async def test_metrics_take_another_connection() -> None:
         sample = store.observe(namespace="", pool="", model="", pods=["engine-0"]).samples.get("engine-0")
         return None if sample is None else sample.kv_utilization
 
-    async with MetricsSink(store, LOCAL) as sink, FlakyNetwork(sink.port) as network:
+    async with MetricsSink(store, LOCAL) as sink, Proxy(sink.port) as network:
         settings = TelemetrySettings(otlp_endpoint=f"http://{network.target}", export_interval_s=0.2, traces=False)
         with running_telemetry(settings, service="s", instance_id="engine-0", environ={}) as telemetry:
             numbers = telemetry.registry.number

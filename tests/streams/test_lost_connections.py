@@ -16,7 +16,7 @@ from pagestream_streams.connection import Connection, Script, Subscription
 from pagestream_streams.connection.light import Light
 from redis import exceptions
 from redis.exceptions import DataError
-from support.network.flaky_network import FlakyNetwork
+from support.network.proxy import Proxy
 from support.protocol.token_streams import CALM, Worker, numbers, read_all, spec, worker
 
 pytestmark = pytest.mark.served
@@ -214,7 +214,7 @@ async def claims_nothing(other: Worker, seconds: float) -> None:
 async def test_connections_that_fall_silent_cost_no_lease(broker: Broker, redis_server: EmbeddedRedis) -> None:
     """Other commands wait for their answer for longer than a lease; a beat does not, and the next one connects anew."""
     async with (
-        FlakyNetwork(redis_server.port) as network,
+        Proxy(redis_server.port) as network,
         await Broker.connect(redis_server.url, AS_SHIPPED) as near,
         await Broker.connect(f"redis://{network.target}/0", AS_SHIPPED) as far,
         GatewaySession(near) as gateway,
@@ -237,7 +237,7 @@ async def test_a_gateway_whose_connections_fall_silent_stays_a_reader(
     broker: Broker, redis_server: EmbeddedRedis
 ) -> None:
     async with (
-        FlakyNetwork(redis_server.port) as network,
+        Proxy(redis_server.port) as network,
         await Broker.connect(redis_server.url, AS_SHIPPED) as near,
         await Broker.connect(f"redis://{network.target}/0", AS_SHIPPED) as far,
         GatewaySession(near),

@@ -20,7 +20,7 @@ from pagestream_streams.connection import Script, scripts
 from pagestream_streams.protocol import Partition
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
-from support.network.flaky_network import FlakyNetwork
+from support.network.proxy import Proxy
 from support.protocol.token_streams import (
     CALM,
     MODEL,
@@ -52,14 +52,14 @@ BUSY_LOOP = "while true do end"
 
 
 @pytest.fixture
-async def network(redis_server: EmbeddedRedis, broker: Broker) -> AsyncIterator[FlakyNetwork]:
+async def network(redis_server: EmbeddedRedis, broker: Broker) -> AsyncIterator[Proxy]:
     """Stands between a broker of its own and the server."""
-    async with FlakyNetwork(redis_server.port) as flaky:
+    async with Proxy(redis_server.port) as flaky:
         yield flaky
 
 
 @pytest.fixture
-async def cut(network: FlakyNetwork) -> AsyncIterator[Broker]:
+async def cut(network: Proxy) -> AsyncIterator[Broker]:
     """A broker behind the network."""
     async with await Broker.connect(f"redis://{network.target}/0", QUICK) as behind:
         yield behind
@@ -156,7 +156,7 @@ async def test_a_read_only_replica_is_an_outage(broker: Broker) -> None:
 
 
 async def test_an_accept_whose_reply_is_lost_is_completed_by_its_retry(
-    broker: Broker, network: FlakyNetwork, cut: Broker
+    broker: Broker, network: Proxy, cut: Broker
 ) -> None:
     """The script ran, and its caller never heard: the same id is queued once."""
     async with GatewaySession(cut) as gateway:
@@ -170,7 +170,7 @@ async def test_an_accept_whose_reply_is_lost_is_completed_by_its_retry(
 
 
 async def test_an_append_whose_reply_is_lost_is_repeated_without_harm(
-    broker: Broker, network: FlakyNetwork, cut: Broker
+    broker: Broker, network: Proxy, cut: Broker
 ) -> None:
     async with GatewaySession(broker) as gateway, worker(cut) as engine:
         request = spec()
@@ -188,7 +188,7 @@ async def test_an_append_whose_reply_is_lost_is_repeated_without_harm(
         assert numbers(await read_all(gateway, request.request_id)) == [100, 101]
 
 
-async def test_a_connection_that_is_reset_before_a_script(broker: Broker, network: FlakyNetwork, cut: Broker) -> None:
+async def test_a_connection_that_is_reset_before_a_script(broker: Broker, network: Proxy, cut: Broker) -> None:
     async with GatewaySession(broker) as gateway, worker(cut) as engine:
         request = spec()
         await gateway.accept(request)
@@ -204,7 +204,7 @@ async def test_a_connection_that_is_reset_before_a_script(broker: Broker, networ
 
 
 @pytest.fixture
-async def quiet(network: FlakyNetwork) -> AsyncIterator[Broker]:
+async def quiet(network: Proxy) -> AsyncIterator[Broker]:
     """A broker behind the network that speaks only when it is asked to."""
     async with await Broker.connect(f"redis://{network.target}/0", QUIET) as behind:
         yield behind
@@ -222,11 +222,11 @@ def inside_a_call(server: EmbeddedRedis) -> Iterator[None]:
         os.kill(server.pid, signal.SIGCONT)
 
 
-def num_heard(network: FlakyNetwork, script: Script) -> int:
+def num_heard(network: Proxy, script: Script) -> int:
     return sum(script.sha.encode() in said for said in network.client_chunks)
 
 
-async def has_heard(network: FlakyNetwork, script: Script) -> None:
+async def has_heard(network: Proxy, script: Script) -> None:
     await eventually(lambda: num_heard(network, script) > 0)
 
 
@@ -237,7 +237,7 @@ async def num_calls(broker: Broker, command: str) -> int:
 
 
 async def test_an_append_whose_connection_is_reset_in_the_middle_of_the_script_is_repeated_without_harm(
-    broker: Broker, redis_server: EmbeddedRedis, network: FlakyNetwork, quiet: Broker
+    broker: Broker, redis_server: EmbeddedRedis, network: Proxy, quiet: Broker
 ) -> None:
     """The script runs once with its caller gone; the same append once more finds its entries there."""
     async with GatewaySession(broker) as gateway, worker(quiet) as engine:
@@ -252,7 +252,7 @@ async def test_an_append_whose_connection_is_reset_in_the_middle_of_the_script_i
             appending = asyncio.create_task(engine.append(claim, 1, entries[1:]))
             await has_heard(network, scripts.APPEND)
             assert not appending.done()
-            network.reset_callers()
+            network.reset_clients()
             with pytest.raises(Unavailable, match="reset by peer"):
                 await appending
         log = Partition(MODEL, 0).log(request.request_id)
@@ -272,7 +272,7 @@ async def test_an_append_whose_connection_is_reset_in_the_middle_of_the_script_i
 
 
 async def test_an_accept_whose_connection_is_reset_in_the_middle_of_the_script_is_queued_once(
-    broker: Broker, redis_server: EmbeddedRedis, network: FlakyNetwork, quiet: Broker
+    broker: Broker, redis_server: EmbeddedRedis, network: Proxy, quiet: Broker
 ) -> None:
     """The session says it again by itself, on another connection: the id that the first one queued is known."""
     async with GatewaySession(quiet) as gateway, worker(broker) as engine:
@@ -283,7 +283,7 @@ async def test_an_accept_whose_connection_is_reset_in_the_middle_of_the_script_i
             accepting = asyncio.create_task(gateway.accept(request))
             await has_heard(network, scripts.ACCEPT)
             assert not accepting.done()
-            network.reset_callers()
+            network.reset_clients()
         await accepting
         assert num_heard(network, scripts.ACCEPT) == 2
         await once_there(lambda: gateway.accept(request))
@@ -318,7 +318,7 @@ async def claim_one_before(
 async def test_a_claim_whose_connection_is_reset_in_the_middle_of_the_script_leaves_nothing_that_nobody_serves(
     broker: Broker,
     redis_server: EmbeddedRedis,
-    network: FlakyNetwork,
+    network: Proxy,
     quiet: Broker,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -333,7 +333,7 @@ async def test_a_claim_whose_connection_is_reset_in_the_middle_of_the_script_lea
             claiming = asyncio.create_task(engine.session.claim(max_requests=1, max_prompt_tokens=100))
             await has_heard(network, scripts.CLAIM)
             assert not claiming.done()
-            network.reset_callers()
+            network.reset_clients()
             with pytest.raises(Unavailable, match="reset by peer"):
                 await claiming
 
@@ -362,7 +362,7 @@ async def test_a_claim_whose_connection_is_reset_in_the_middle_of_the_script_lea
 
 
 async def test_a_claim_whose_reply_is_lost_is_handed_back_by_itself(
-    broker: Broker, network: FlakyNetwork, monkeypatch: pytest.MonkeyPatch
+    broker: Broker, network: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Nothing else uses the connections, so that the claim's own answer is what gets lost.
     still = dataclasses.replace(STILL, command_timeout_s=1.0)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.kubernetes.control_plane import ControlPlane, eventually
 from support.kubernetes.operator_process import PoolWorld, running_operator
-from support.network.tcp_proxy import TcpProxy
+from support.network.proxy import Proxy
 
 pytestmark = pytest.mark.kube
 
@@ -27,12 +27,12 @@ CALLS_PER_S = 3.0
 
 
 @contextmanager
-def proxied(kube: ControlPlane) -> Iterator[tuple[TcpProxy, Path, asyncio.AbstractEventLoop]]:
+def proxied(kube: ControlPlane) -> Iterator[tuple[Proxy, Path, asyncio.AbstractEventLoop]]:
     """A way to the API server that can be cut."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    proxy = TcpProxy(kube.port)
+    proxy = Proxy(kube.port)
     try:
         asyncio.run_coroutine_threadsafe(proxy.__aenter__(), loop).result(10)
         yield proxy, kube.kubeconfig_at(proxy.port), loop

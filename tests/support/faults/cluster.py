@@ -23,7 +23,7 @@ from support.faults.feature_clients import FeatureClient, Transcript, clients_of
 from support.faults.feature_rows import FEATURE_ROWS, FeatureRow
 from support.faults.parts import RankPart
 from support.faults.setups import ENGINE_OPTIONS, SETUPS, Engines, write_adapter, write_other_model
-from support.network.tcp_proxy import TcpProxy
+from support.network.proxy import Proxy
 from support.processes.fork_server import END_LIMIT_S, ForkedPart, ForkServer
 from support.processes.part import Part, StackError
 from support.processes.stack import DEMO_MODEL, free_port
@@ -61,7 +61,7 @@ class Member:
     """A part and its proxies to Redis (and, for a gateway, to its clients)."""
 
     part: Part
-    proxies: Sequence[TcpProxy]
+    proxies: Sequence[Proxy]
     addresses: dict[str, str]
     """A gateway's address for each API."""
 
@@ -116,7 +116,7 @@ class FaultCluster:
 
     async def add_engine(self, stack: AsyncExitStack) -> None:
         """Start one more engine behind its own proxy to Redis."""
-        proxy = await stack.enter_async_context(TcpProxy(self.redis_port))
+        proxy = await stack.enter_async_context(Proxy(self.redis_port))
         name = f"engine-{len(self.engines)}"
         arguments = [str(DEMO_MODEL), "--redis", f"redis://127.0.0.1:{proxy.port}/0", "--served-model-name", MODEL]
         arguments += ["--engine-id", name, "--dtype", self._dtype]
@@ -132,7 +132,7 @@ class FaultCluster:
         """Start one more gateway behind its own proxy to Redis; its clients come through two more."""
         name = f"gateway-{len(self.gateways)}"
         http_port, grpc_port = free_port(), free_port()
-        proxies = [await stack.enter_async_context(TcpProxy(port)) for port in (self.redis_port, http_port, grpc_port)]
+        proxies = [await stack.enter_async_context(Proxy(port)) for port in (self.redis_port, http_port, grpc_port)]
         arguments = ["--redis", f"redis://127.0.0.1:{proxies[0].port}/0", "--gateway-id", name]
         ports = ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
         part = ForkedPart(name, [MODULES[1], *arguments, *ports], self.folder / f"{name}.log", server=self._fork_server)
@@ -183,7 +183,7 @@ class FaultCluster:
                 self._refused = self._num_refused()
                 self._limit_memory(1)  # below what is used: nothing that needs memory gets in between
                 for proxy in (proxy for gateway in self.gateways for proxy in gateway.proxies[1:]):
-                    proxy.reset()
+                    proxy.reset_clients()
             else:
                 for proxy in self._proxies(victim):
                     proxy.cut()
@@ -250,7 +250,7 @@ class FaultCluster:
         with Redis(port=self.redis_port) as client:
             return int(client.info("errorstats").get("errorstat_OOM", {"count": 0})["count"])
 
-    def _proxies(self, victim: Member) -> list[TcpProxy]:
+    def _proxies(self, victim: Member) -> list[Proxy]:
         """Return the proxies to cut: a part's own; for Redis, those of all other parts to it."""
         if victim is self.redis:
             return [member.proxies[0] for member in (*self.engines, *self.gateways)]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pagestream_streams.fault_points import FaultPoint
-from support.network.connection_server import ConnectionServer
+from support.network.proxy import ConnectionServer
 
 _POLL_S = 0.005
 
