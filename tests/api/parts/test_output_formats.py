@@ -207,7 +207,7 @@ WORDS = st.sampled_from(
 )
 
 
-@pytest.mark.parametrize("value", ["5", "5.0", "[1, {}]", "null", "Null", "true", "x", "{1}", ""])
+@pytest.mark.parametrize("value", ["5", "5.0", "5.5", "[1, {}]", "null", "Null", "true", "x", "{1}", ""])
 @pytest.mark.parametrize("kind", ["integer", "number", "array", "object", "boolean", "string", ["null", "integer"]])
 def test_values_have_the_types_that_transformers_gives_them(value: str, kind: str | list[str]) -> None:
     schema = {"type": "object", "properties": {"a": {"type": kind}}}

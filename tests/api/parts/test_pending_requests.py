@@ -1,11 +1,37 @@
-"""Room for large requests: they wait for each other, small ones do not, and who sends slowly gives way."""
+"""Room for requests that are read: a bounded queue for the threads, and bytes of large ones, whose slow senders give
+way.
+"""
 
 import asyncio
+import threading
 import time
 
 import pytest
-from pagestream_gateway.core.tokenization import SMALL_BYTES, PendingRequests
+from pagestream_gateway.core.tokenization import SMALL_BYTES, PendingRequests, TokenizePool
 from pagestream_gateway.errors import Overloaded
+
+
+async def test_what_waits_for_the_threads_is_bounded_and_room_comes_back() -> None:
+    gate = threading.Event()
+    async with TokenizePool(workers=1, max_pending=2, limit_s=20) as pool:
+        calls = [asyncio.create_task(pool.run(lambda: gate.wait(20))) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="at most 2") as caught:
+            await pool.run(int)
+        assert caught.value.retry_after_s > 0
+        gate.set()
+        assert await asyncio.gather(*calls) == [True, True]
+        assert await pool.run(int) == 0
+
+
+async def test_an_abandoned_call_counts_until_its_thread_is_done() -> None:
+    gate = threading.Event()
+    async with TokenizePool(workers=1, max_pending=1, limit_s=0.05) as pool:
+        with pytest.raises(Overloaded, match="longer than"):
+            await pool.run(lambda: gate.wait(20))
+        with pytest.raises(Overloaded, match="too many"):
+            await pool.run(int)
+        gate.set()
 
 
 async def test_large_requests_wait_for_each_other_and_small_ones_do_not() -> None:

@@ -1,6 +1,7 @@
 """What a connection may send, and how long it may take: limits come before work, and other clients notice nothing."""
 
 import asyncio
+import gc
 import json
 import ssl
 from collections.abc import AsyncIterator, Callable
@@ -16,6 +17,8 @@ from pagestream.v1 import inference_pb2 as api
 from pagestream_gateway import ConnectionSettings, LimitSettings, Settings
 from support.clients.gateway_clients import Address, grpc_stub, issue_certificate, post_events
 from support.engines.synthetic_engine import MODEL, SyntheticEngine
+from support.protocol.token_streams import eventually
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
 
@@ -165,6 +168,33 @@ async def test_a_stalled_request_ends(address: Address, sent: bytes, answer: Ans
     assert await end_of(address, sent) == answer
 
 
+async def test_an_idle_connection_ends_after_its_last_answer(address: Address) -> None:
+    async with connect(address) as connection:
+        await connection.send(GET + b"\r\n")
+        await connection.until(b"ok\n")
+        assert await connection.rest() == b"", "an answer might be read as that of a later request"
+
+
+async def test_requests_are_freed_without_the_garbage_collector(address: Address) -> None:
+    post = POST.replace(b"/v1/completions", b"/tokenize") + b"Content-Length: 2\r\n\r\n{}"
+
+    def live() -> int:
+        # By type: isinstance would ask other libraries' lazy objects for their class.
+        kinds = (HttpToolsProtocol, RequestResponseCycle)
+        return sum(issubclass(type(each), kinds) for each in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = live()
+        for _ in range(20):
+            async with connect(address) as connection:
+                await connection.send(post * 4)
+        await eventually(lambda: live() <= before, LIMIT_S)
+    finally:
+        gc.enable()
+
+
 async def test_a_web_page_can_read_a_refusal_where_it_can_read_answers(
     settings: Settings, engine: SyntheticEngine, another: Another
 ) -> None:
@@ -267,6 +297,22 @@ async def test_bodies_that_stall_give_way_to_others(
         assert [answer.status_code for answer in answers] == [200] * 4
         async with asyncio.timeout(LIMIT_S):
             assert b" 429 " in await first.first_line()
+
+
+async def test_clients_that_leave_within_a_large_body_give_its_room_back(
+    engine: SyntheticEngine, settings: Settings, another: Another
+) -> None:
+    most = 2**20
+    limits = LimitSettings(max_body_bytes=most, max_pending_bytes=most, tokenize_limit_s=LIMIT_S)
+    body = json.dumps({"model": MODEL, "prompt": "a", "max_tokens": 1}).ljust(most).encode()
+    async with (
+        another(replace(settings, limits=limits)) as address,
+        httpx.AsyncClient(base_url=address.url, timeout=LIMIT_S / 2) as client,
+    ):
+        for _ in range(3):
+            async with connect(address) as connection:
+                await connection.send(POST + b"Content-Length: %d\r\n\r\n" % most + body[:-1])
+            assert (await client.post("/v1/completions", content=body, headers=JSON)).status_code == 200
 
 
 async def test_grpc_calls_that_send_nothing_give_way_to_others(

@@ -1,6 +1,7 @@
 """What each policy promises, with an engine whose model adds numbers: order, starvation bounds, equal tokens."""
 
 import dataclasses
+import gc
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -272,6 +273,29 @@ def test_skips_what_was_aborted_in_the_queue() -> None:
     assert queue.peek() is sequences[299].group
     queue.forget(sequences[299])
     assert queue.peek() is None
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_groups_that_were_aborted_behind_the_head_are_freed(aside: bool) -> None:
+    """The head, which stays for long, must not keep thousands of them in memory."""
+    before = living_groups()
+    queue = WaitingQueue(make_policy("fcfs"))
+    sequences = [make_seq(arrival) for arrival in range(1000)]
+    for seq in sequences:
+        queue.push(seq.group)
+    while aside and not queue.is_all_aside:
+        queue.set_aside("lane")
+    while len(sequences) > 1:
+        queue.forget(sequences.pop())
+    assert living_groups() - before < 100
+    if aside:
+        queue.take_back("lane")
+    assert [queue.pop().members, queue.peek()] == [sequences, None]
+
+
+def living_groups() -> int:
+    """Count the groups that something refers to; none of them waits for the garbage collector."""
+    return sum(type(each) is SequenceGroup for each in gc.get_objects())
 
 
 class LastComeFirstServed(SchedulingPolicy):
