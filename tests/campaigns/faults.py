@@ -25,10 +25,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pagestream_streams.fault_points import FaultPoint
-from support.clients.stream_clients import StreamBrokenError
 from support.faults.cluster import Fault, FaultCluster, FeatureClient, Member, running_cluster, running_harness
 from support.faults.fault_points import Pause
-from support.faults.feature_clients import clients_of
+from support.faults.feature_clients import StreamBrokenError, clients_of
 from support.faults.feature_rows import FEATURE_ROWS
 
 KEPT_FAILURES = 50

@@ -7,11 +7,12 @@ import asyncio
 import signal
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from pagestream_client import AsyncClient, AsyncStream, Chunk, Client, FinishReason, Generation, Transport, put_together
+from pagestream_client import AsyncClient, AsyncStream, Client, FinishReason, Generation, Transport, put_together
+from support.clients.readers import Reader
 from support.engines.paced_worker import PACE, token_at
 from support.engines.synthetic_engine import MODEL, running_engine
 from support.network.proxy import Proxy
@@ -26,63 +27,47 @@ LIMIT_S = 200.0
 
 
 @dataclass
-class Reader:
-    """One user's loop."""
+class User(Reader):
+    """One user, with a prompt of its own."""
 
-    number: int
-    chunks: list[Chunk] = field(default_factory=list)
+    number: int = 0
 
     @property
     def prompt(self) -> list[int]:
         return [20 + self.number, 5, 6]
 
-    async def read(self, client: AsyncClient) -> None:
+    async def ask(self, client: AsyncClient) -> None:
         """Call generate once and read to the end."""
-        num_choices = 2 if self.number % 8 == 5 else 1
-        async for chunk in client.generate(
-            "demo",
-            prompt_token_ids=self.prompt,
-            max_tokens=NUM_TOKENS,
-            ignore_eos=True,
-            seed=self.number,
-            n=num_choices,
-        ):
-            self.chunks.append(chunk)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(chunk.token_ids) for chunk in self.chunks)
+        request = {"prompt_token_ids": self.prompt, "max_tokens": NUM_TOKENS, "ignore_eos": True, "seed": self.number}
+        await self.read(client, "demo", n=2 if self.number % 8 == 5 else 1, **request)
 
     def check(self) -> None:
         """Assert that the stream is complete, in order, without repetition."""
-        answer: Generation = put_together(self.chunks)
+        self.content()
         start = self.prompt[0] + len(self.prompt)
-        for choice in answer.choices:
+        for choice in put_together(self.chunks).choices:
             assert list(choice.token_ids) == [token_at(start + place) for place in range(NUM_TOKENS)]
-        indices = [chunk.next_index for chunk in self.chunks]
-        assert indices == sorted(set(indices))
-        assert len({chunk.request_id for chunk in self.chunks}) == 1
 
 
-Disturbance = Callable[[Sequence[Reader]], Awaitable[object]]
+Disturbance = Callable[[Sequence[User]], Awaitable[object]]
 
 
-async def run_all(targets: Sequence[str], disturb: Disturbance | None = None) -> list[Reader]:
+async def run_all(targets: Sequence[str], disturb: Disturbance | None = None) -> list[User]:
     """Run all users at once, and `disturb` concurrently."""
-    readers = [Reader(number) for number in range(NUM_STREAMS)]
+    readers = [User(number=number) for number in range(NUM_STREAMS)]
     async with (
         asyncio.timeout(LIMIT_S),
         AsyncClient(targets) as client,
         asyncio.TaskGroup() as tasks,
     ):
         for reader in readers:
-            tasks.create_task(reader.read(client))
+            tasks.create_task(reader.ask(client))
         if disturb is not None:
             await disturb(readers)
     return readers
 
 
-async def until_tokens(readers: Sequence[Reader], count: int) -> None:
+async def until_tokens(readers: Sequence[User], count: int) -> None:
     """Wait until every stream has `count` tokens; `run_all` bounds the time."""
     while min(reader.num_tokens for reader in readers) < count:  # noqa: ASYNC110  readers set no event
         await asyncio.sleep(0.02)
@@ -101,10 +86,10 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 def test_gateways_that_are_killed_one_after_the_other(stack: Stack) -> None:
     unfinished: list[int] = []
 
-    async def kill_both(readers: Sequence[Reader]) -> None:
+    async def kill_both(readers: Sequence[User]) -> None:
         await until_tokens(readers, NUM_TOKENS // 8)
         for gateway in stack.gateways:
-            unfinished.append(sum(reader.chunks[-1].usage is None for reader in readers))
+            unfinished.append(sum(not reader.has_ended for reader in readers))
             await asyncio.to_thread(gateway.kill)
             gateway.start()
             await asyncio.to_thread(wait_until, gateway.is_ready, limit_s=START_LIMIT_S, what=gateway.name)
@@ -121,11 +106,11 @@ def num_connections(networks: Sequence[Proxy]) -> int:
 
 
 def test_a_network_that_is_cut_again_and_again(stack: Stack) -> None:
-    async def scenario() -> tuple[list[Reader], int]:
+    async def scenario() -> tuple[list[User], int]:
         async with AsyncExitStack() as opened:
             networks = [await opened.enter_async_context(Proxy(gateway.grpc_port)) for gateway in stack.gateways]
 
-            async def cut(readers: Sequence[Reader]) -> None:
+            async def cut(readers: Sequence[User]) -> None:
                 for part in range(1, 5):
                     await until_tokens(readers, NUM_TOKENS * part // 8)
                     attempts = num_connections(networks)
@@ -150,10 +135,10 @@ def test_gateways_that_are_stopped_and_go_on(stack: Stack) -> None:
     """They neither reset connections nor answer; a client can only notice their silence."""
     unfinished: list[int] = []
 
-    async def stop_both(readers: Sequence[Reader]) -> None:
+    async def stop_both(readers: Sequence[User]) -> None:
         await until_tokens(readers, NUM_TOKENS // 8)
         for gateway, share in zip(stack.gateways, (2, 1), strict=True):
-            unfinished.append(sum(reader.chunks[-1].usage is None for reader in readers))
+            unfinished.append(sum(not reader.has_ended for reader in readers))
             gateway.signal(signal.SIGSTOP)
             await until_tokens(readers, NUM_TOKENS // share)
             gateway.signal(signal.SIGCONT)

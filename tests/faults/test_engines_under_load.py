@@ -14,8 +14,8 @@ import httpx
 import pytest
 from pagestream.v1 import inference_pb2 as pb
 from pagestream.v1.inference_pb2_grpc import InferenceStub
-from support.clients.stream_clients import GrpcReader, Outcome
-from support.faults.workloads import NUM_STREAMS, NUM_TOKENS, chat_request, mixed_requests
+from pagestream_client import AsyncClient, Reconnection
+from support.clients.readers import Content, Reader, question
 from support.processes.part import Part, StackError
 from support.processes.stack import START_LIMIT_S, Stack, running_stack
 from support.processes.waiting import wait_until
@@ -23,38 +23,38 @@ from support.processes.waiting import wait_until
 pytestmark = [pytest.mark.served, pytest.mark.timeout(180)]
 
 OUTAGE_S = 10.0
+NUM_STREAMS, NUM_TOKENS = 16, 160
 MIDDLE = NUM_TOKENS // 4
-Contents = list[tuple[object, ...]]
+UNBROKEN = Reconnection(limit_s=0.0)
+Contents = list[Content]
+Disturbance = Callable[[Sequence[Reader]], object]
 
 
-async def run_all(stack: Stack, *, disturb: Callable[[Sequence[GrpcReader]], object] | None = None) -> list[Outcome]:
-    """Run the workload; `disturb` is called once half of the requests have a quarter of their tokens in their logs, and
+async def run_all(
+    stack: Stack, disturb: Disturbance | None = None, *, reconnection: Reconnection | None = None
+) -> list[Reader]:
+    """Run the streams; `disturb` is called once half of the requests have a quarter of their tokens in their logs, and
     are not finished. StackError where that never was so.
     """
-    readers = [GrpcReader([gateway.grpc_target for gateway in stack.gateways]) for _ in mixed_requests()]
-    tasks = [
-        asyncio.create_task(reader.run(request)) for reader, request in zip(readers, mixed_requests(), strict=True)
-    ]
-    if disturb is not None:
-        while not await asyncio.to_thread(_are_under_way, stack):
-            await asyncio.wait(tasks, timeout=0.02, return_when=asyncio.FIRST_EXCEPTION)
-            if all(task.done() for task in tasks):
-                raise StackError("the streams ended before half of them were seen in their middle")
-            for task in tasks:
-                if task.done():
-                    task.result()
-        await asyncio.to_thread(disturb, readers)
-    return list(await asyncio.gather(*tasks))
+    readers = [Reader() for _ in range(NUM_STREAMS)]
+    targets = [gateway.grpc_target for gateway in stack.gateways]
+    async with AsyncClient(targets, reconnection=reconnection) as client, asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(reader.read(client, "demo", **question(number, NUM_TOKENS)))
+            for number, reader in enumerate(readers)
+        ]
+        if disturb is not None:
+            while not await asyncio.to_thread(_are_under_way, stack):
+                if all(task.done() for task in tasks):
+                    raise StackError("the streams ended before half of them were seen in their middle")
+                await asyncio.sleep(0.02)
+            await asyncio.to_thread(disturb, readers)
+    return readers
 
 
 def _are_under_way(stack: Stack) -> bool:
     lengths = [length for owned in stack.log_lengths().values() for length in owned.values()]
     return sum(length >= MIDDLE for length in lengths) >= NUM_STREAMS // 2
-
-
-def unfinished(readers: Sequence[GrpcReader]) -> int:
-    """Return how many streams have not ended."""
-    return sum(reader.outcome.usage is None for reader in readers)
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +77,8 @@ def undisturbed(running: Stack) -> Contents:
     return contents(asyncio.run(run_all(running)))
 
 
-def contents(outcomes: Sequence[Outcome]) -> Contents:
-    return [outcome.content() for outcome in outcomes]
+def contents(readers: Sequence[Reader]) -> Contents:
+    return [reader.content() for reader in readers]
 
 
 def start_again(engine: Part) -> None:
@@ -93,14 +93,14 @@ def test_no_engine_is_taken_for_dead_while_redis_is_away(stack: Stack, undisturb
     others = [part for part in stack.parts if part is not stack.redis]
     pids = [part.pid for part in others]
 
-    def kill_redis(_: Sequence[GrpcReader]) -> None:
+    def kill_redis(_: Sequence[Reader]) -> None:
         end = time.monotonic() + OUTAGE_S
         stack.redis.kill()
         asyncio.run(expect_unavailable(stack))
         time.sleep(max(0.0, end - time.monotonic()))  # the outage's length is what is tested
         stack.redis.start()
 
-    disturbed = asyncio.run(run_all(stack, disturb=kill_redis))
+    disturbed = asyncio.run(run_all(stack, kill_redis))
     assert contents(disturbed) == undisturbed
     assert [part.pid for part in others] == pids
     assert all(part.is_alive() for part in stack.parts)
@@ -111,7 +111,9 @@ async def expect_unavailable(stack: Stack) -> None:
     gateway = stack.gateways[0]
     async with grpc.aio.insecure_channel(gateway.grpc_target) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            async for _ in InferenceStub(channel).Generate(chat_request(0), timeout=OUTAGE_S):
+            async for _ in InferenceStub(channel).Generate(
+                pb.GenerateRequest(model="demo", prompt="x"), timeout=OUTAGE_S
+            ):
                 pass
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
     async with httpx.AsyncClient(timeout=OUTAGE_S) as client:
@@ -121,7 +123,7 @@ async def expect_unavailable(stack: Stack) -> None:
     assert response.json()["error"]["message"]
 
 
-def attempts(stack: Stack, outcomes: Sequence[Outcome]) -> list[int]:
+def attempts(stack: Stack, outcomes: Sequence[Reader]) -> list[int]:
     with grpc.insecure_channel(stack.gateways[0].grpc_target) as channel:
         stub = InferenceStub(channel)
         return [stub.GetRequest(pb.GetRequestRequest(request_id=each.request_id)).attempts for each in outcomes]
@@ -130,13 +132,13 @@ def attempts(stack: Stack, outcomes: Sequence[Outcome]) -> list[int]:
 def test_an_engine_hands_back_and_another_continues(stack: Stack, undisturbed: Contents) -> None:
     left: list[Part] = []
 
-    def drain(_: Sequence[GrpcReader]) -> None:
+    def drain(_: Sequence[Reader]) -> None:
         drained = stack.busiest_engine()
         left.append(drained)
         drained.signal(signal.SIGTERM)
         assert drained.wait() == 0
 
-    disturbed = asyncio.run(run_all(stack, disturb=drain))
+    disturbed = asyncio.run(run_all(stack, drain))
     handed_back = [line for line in left[0].log_tail().splitlines() if "handed back" in line]
     assert handed_back
     # The log has what it held at SIGTERM; after its exit the other engine may have finished everything already.
@@ -151,11 +153,11 @@ def test_a_zombie_writes_nothing_and_serves_again(stack: Stack, undisturbed: Con
     """
     paused: list[Part] = []
 
-    def pause(_: Sequence[GrpcReader]) -> None:
+    def pause(_: Sequence[Reader]) -> None:
         paused.append(stack.busiest_engine())
         paused[0].signal(signal.SIGSTOP)
 
-    disturbed = asyncio.run(run_all(stack, disturb=pause))
+    disturbed = asyncio.run(run_all(stack, pause))
     assert contents(disturbed) == undisturbed
 
     zombie = paused[0]
@@ -166,13 +168,13 @@ def test_a_zombie_writes_nothing_and_serves_again(stack: Stack, undisturbed: Con
             other.stop()
     open_streams: list[int] = []
 
-    def kill(readers: Sequence[GrpcReader]) -> None:
+    def kill(readers: Sequence[Reader]) -> None:
         zombie.kill()
-        open_streams.append(unfinished(readers))
+        open_streams.append(sum(not reader.has_ended for reader in readers))
         zombie.start()
 
-    again = asyncio.run(run_all(stack, disturb=kill))
+    # The gateway keeps every stream open: none is to be resumed.
+    again = asyncio.run(run_all(stack, kill, reconnection=UNBROKEN))
     assert open_streams[0] > 0, "the engine was killed after the streams had ended"
     assert contents(again) == undisturbed
-    assert all(outcome.num_tokens == NUM_TOKENS for outcome in again)
-    assert not any(outcome.reconnects for outcome in again), "the gateway should have kept every stream open"
+    assert all(reader.num_tokens == NUM_TOKENS for reader in again)

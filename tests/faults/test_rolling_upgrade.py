@@ -20,8 +20,8 @@ import grpc
 import pytest
 from pagestream.v1 import inference_pb2 as pb
 from pagestream.v1.inference_pb2_grpc import InferenceStub
-from support.clients.stream_clients import GrpcReader, Outcome
-from support.faults.workloads import chat_request
+from pagestream_client import AsyncClient
+from support.clients.readers import Reader, question
 from support.processes.part import Part
 from support.processes.stack import DEMO_MODEL, ROOT, START_LIMIT_S, Gateway, Stack, free_port
 from support.processes.waiting import wait_until
@@ -106,14 +106,14 @@ def stack(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Mo
         running.stop()
 
 
-def start_all(readers: Sequence[GrpcReader], *, max_tokens: int) -> list[asyncio.Task[Outcome]]:
-    requests = [chat_request(number, max_tokens=max_tokens) for number in range(len(readers))]
-    return [asyncio.create_task(reader.run(each)) for reader, each in zip(readers, requests, strict=True)]
+async def read_all(targets: Sequence[str], count: int, *, max_tokens: int = SHORT) -> list[Reader]:
+    """Read so many streams, each of a client that chooses its gateway."""
 
+    async def read(number: int) -> Reader:
+        async with AsyncClient(targets) as client:
+            return await Reader().read(client, "demo", **question(number, max_tokens))
 
-async def run_through(gateway: Gateway, count: int, *, max_tokens: int = SHORT) -> list[Outcome]:
-    tasks = start_all([GrpcReader([gateway.grpc_target]) for _ in range(count)], max_tokens=max_tokens)
-    return list(await asyncio.gather(*tasks))
+    return list(await asyncio.gather(*map(read, range(count))))
 
 
 def has_begun(stack: Stack, engine: Part) -> bool:
@@ -122,13 +122,13 @@ def has_begun(stack: Stack, engine: Part) -> bool:
     return len(lengths) == ROOM and min(lengths) >= SHORT
 
 
-def attempts(gateway: Gateway, outcomes: Sequence[Outcome]) -> list[int]:
+def attempts(gateway: Gateway, outcomes: Sequence[Reader]) -> list[int]:
     with grpc.insecure_channel(gateway.grpc_target) as channel:
         stub = InferenceStub(channel)
         return [stub.GetRequest(pb.GetRequestRequest(request_id=each.request_id)).attempts for each in outcomes]
 
 
-def claimed(engine: Part, outcomes: Sequence[Outcome]) -> int:
+def claimed(engine: Part, outcomes: Sequence[Reader]) -> int:
     lines = [line for line in engine.log.read_text(errors="replace").splitlines() if '"claimed"' in line]
     return sum(any(f'"{each.request_id}"' in line for line in lines) for each in outcomes)
 
@@ -149,19 +149,19 @@ async def _upgrade(stack: Stack, earlier: EarlierSources, *, is_alike: bool) -> 
     new_gateway = stack.add_gateway()
     await asyncio.to_thread(stack.wait_ready)
     # Requests that this commit's gateway accepts run on the earlier engine.
-    undisturbed = await run_through(new_gateway, 2 * ROOM, max_tokens=LONG)
+    undisturbed = await read_all([new_gateway.grpc_target], 2 * ROOM, max_tokens=LONG)
     assert claimed(old_engine, undisturbed) == len(undisturbed)
 
     new_engine = stack.add_engine()
     await asyncio.to_thread(wait_until, new_engine.has_said_ready, limit_s=START_LIMIT_S, what=new_engine.name)
-    readers = [GrpcReader([old_gateway.grpc_target, new_gateway.grpc_target]) for _ in undisturbed]
-    tasks = start_all(readers, max_tokens=LONG)
+    both = [old_gateway.grpc_target, new_gateway.grpc_target]
+    reading = asyncio.create_task(read_all(both, len(undisturbed), max_tokens=LONG))
     await asyncio.to_thread(wait_until, lambda: has_begun(stack, old_engine), limit_s=120.0, what="its streams")
     old_engine.signal(signal.SIGTERM)
-    later = await run_through(old_gateway, 2)
+    later = await read_all([old_gateway.grpc_target], 2)
     assert claimed(new_engine, later) == len(later)
     old_gateway.signal(signal.SIGTERM)
-    outcomes = await asyncio.gather(*tasks)
+    outcomes = await reading
 
     begun = [each for each in outcomes if claimed(old_engine, [each])]
     assert len(begun) == ROOM

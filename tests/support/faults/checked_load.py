@@ -8,18 +8,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from pagestream_client import AsyncClient, Chunk, Generation, put_together
+from pagestream_client import AsyncClient
+from support.clients.readers import Content, Reader, question
 
-Content = tuple[object, ...]
 WATCH_S = 0.05
 END_LIMIT_S = 150.0
-
-
-TOPICS = (
-    *("lighthouse", "harbour", "cat", "baker", "clock", "bridge", "garden", "ship"),
-    *("letter", "tower", "river", "market", "teacher", "boat", "mill", "storm"),
-)
-"""Of sixteen questions each gets an answer of its own."""
 
 
 @dataclass(frozen=True)
@@ -31,24 +24,12 @@ class Question:
     model: str = "demo"
 
     async def ask(
-        self, client: AsyncClient, chunks: list[Chunk], on_chunk: Callable[[], object] = lambda: None
+        self, client: AsyncClient, reader: Reader | None = None, on_chunk: Callable[[], object] = lambda: None
     ) -> Content:
-        """Ask and append the answer to `chunks`, calling `on_chunk` for each; return what is equal in all runs."""
-        first, second = TOPICS[self.number % len(TOPICS)], TOPICS[self.number // len(TOPICS) % len(TOPICS)]
-        about = f"the {first}" if self.number < len(TOPICS) else f"the {first} and the {second}"
-        words = f"Tell me a story about {about}."
-        async for chunk in client.generate(
-            self.model,
-            messages=[{"role": "user", "content": words}],
-            max_tokens=self.max_tokens,
-            ignore_eos=True,
-            temperature=0.8 if self.number % 2 else 0.0,
-            seed=self.number,
-        ):
-            chunks.append(chunk)
-            on_chunk()
-        answer: Generation = put_together(chunks)
-        return answer.choices, chunks[-1].next_index, chunks[-1].digest
+        """Ask by way of a reader, calling `on_chunk` for each chunk; return what is equal in all runs."""
+        reader = reader or Reader()
+        request = question(self.number, self.max_tokens)
+        return (await reader.read(client, self.model, on_chunk=on_chunk, **request)).content()
 
 
 @dataclass
@@ -56,7 +37,7 @@ class Load:
     """The state of a running load."""
 
     answers: dict[int, Content] | None
-    open_streams: dict[int, list[Chunk]] = field(default_factory=dict)
+    open_streams: dict[int, Reader] = field(default_factory=dict)
     finished: int = 0
     resumed: int = 0
     """Streams that were open at the last `mark` and have ended without an error since."""
@@ -70,7 +51,7 @@ class Load:
     @property
     def tokens(self) -> list[int]:
         """The number of tokens of each open stream so far."""
-        return [sum(len(chunk.token_ids) for chunk in chunks) for chunks in list(self.open_streams.values())]
+        return [reader.num_tokens for reader in list(self.open_streams.values())]
 
     async def until(self, what: str, condition: Callable[[Load], bool], *, limit_s: float = 60.0) -> None:
         """Wait for a condition; raise what a stream has raised. TimeoutError names `what`."""
@@ -85,7 +66,7 @@ class Load:
     def mark(self) -> None:
         """Mark the streams that are open now, and measure silences from now on."""
         self.longest_silence_s, self.resumed = 0.0, 0
-        self.marked = {user for user, chunks in self.open_streams.items() if chunks}
+        self.marked = {user for user, reader in self.open_streams.items() if reader.chunks}
 
     def note_chunk(self, user: int) -> None:
         """Record the arrival of a user's chunk."""
@@ -124,8 +105,8 @@ class Load:
 async def known_answers(targets: Sequence[str], api_key: str, questions: Sequence[Question]) -> dict[int, Content]:
     """Return the answers of an undisturbed run, by the questions' numbers."""
     async with asyncio.timeout(END_LIMIT_S), AsyncClient(targets, api_key=api_key) as client:
-        answers = await asyncio.gather(*(question.ask(client, []) for question in questions))
-    return {question.number: answer for question, answer in zip(questions, answers, strict=True)}
+        answers = await asyncio.gather(*(each.ask(client) for each in questions))
+    return {each.number: answer for each, answer in zip(questions, answers, strict=True)}
 
 
 @asynccontextmanager
@@ -150,15 +131,14 @@ async def steady_load(
                 if waiting.empty():
                     for each in questions:
                         waiting.put_nowait(each)
-                question = waiting.get_nowait()
-                chunks: list[Chunk] = []
-                load.open_streams[number] = chunks
+                asked = waiting.get_nowait()
+                load.open_streams[number] = reader = Reader()
                 try:
-                    content = await question.ask(client, chunks, lambda: load.note_chunk(number))
+                    content = await asked.ask(client, reader, lambda: load.note_chunk(number))
                 finally:
                     del load.open_streams[number]
                 if load.answers is not None:
-                    assert content == load.answers[question.number], f"question {question.number}: other tokens"
+                    assert content == load.answers[asked.number], f"question {asked.number}: other tokens"
                 load.end(number)
 
     load.tasks = [asyncio.create_task(user(number)) for number in range(width)]

@@ -18,7 +18,6 @@ import httpx
 from pagestream.v1 import inference_pb2 as pb
 from pagestream.v1.inference_pb2_grpc import InferenceStub
 from pagestream_streams.protocol import finish_reason_name
-from support.clients.stream_clients import StreamBrokenError
 from support.faults.feature_rows import FeatureRow, grpc_request, http_body
 
 RETRY_S = 0.1
@@ -38,6 +37,10 @@ CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
 )
+
+
+class StreamBrokenError(AssertionError):
+    """A stream repeated, skipped or contradicted itself."""
 
 
 @dataclass

@@ -5,8 +5,7 @@ import json
 
 import pytest
 from pagestream.v1 import inference_pb2 as pb
-from support.clients.stream_clients import StreamBrokenError
-from support.faults.feature_clients import ChoiceTranscript, GrpcClient, SseClient, Transcript
+from support.faults.feature_clients import ChoiceTranscript, GrpcClient, SseClient, StreamBrokenError, Transcript
 from support.faults.feature_rows import FEATURE_ROWS
 
 

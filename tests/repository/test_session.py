@@ -12,7 +12,7 @@ from support.processes.waiting import is_running, wait_until
 
 pytestmark = pytest.mark.served
 
-TESTS = Path(__file__).resolve().parents[2]
+TESTS = Path(__file__).resolve().parents[1]
 PLUGINS = ("-p", "support.processes.session", "-p", "no:cacheprovider")
 STARTS = """
 import asyncio, os, subprocess, sys, tempfile, time
