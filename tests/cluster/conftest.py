@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 from support.faults.checked_load import Content, Question, known_answers
-from support.kubernetes.cluster import ClusterError, Release, reachable_cluster, run
+from support.kubernetes.api import CommandError, run_tool
+from support.kubernetes.cluster import Release, reachable_cluster
 from support.kubernetes.release import (
     CHART,
     IMAGES,
@@ -131,10 +132,10 @@ def release(times: Times, image_values: dict[str, object]) -> Iterator[Release]:
     release = Release("pagestream", NAMESPACE, CHART, image_values, (VALUES,))
     kept = bool(os.environ.get("PAGESTREAM_KEEP_RELEASE"))
     if not (kept and release.is_there):
-        with suppress(ClusterError):
+        with suppress(CommandError):
             release.uninstall()
-        with suppress(ClusterError):
-            run(["kubectl", "delete", "crd", "enginepools.pagestream.dev", "--wait", "--timeout", "60s"], limit_s=70)
+        with suppress(CommandError):
+            run_tool("kubectl", "delete", "crd", "enginepools.pagestream.dev", "--wait", "--timeout", "60s", limit_s=70)
         make_namespace(NAMESPACE)
         with times.of("helm install, until gateway, Redis, operator and collector are ready"):
             release.install()
@@ -142,10 +143,10 @@ def release(times: Times, image_values: dict[str, object]) -> Iterator[Release]:
             wait_for_pool("demo", 1)
     yield release
     if not kept:
-        with suppress(ClusterError):
+        with suppress(CommandError):
             release.uninstall()
-        with suppress(ClusterError):
-            run(["kubectl", "delete", "namespace", NAMESPACE.name, "--wait", "--timeout", "120s"], limit_s=130)
+        with suppress(CommandError):
+            run_tool("kubectl", "delete", "namespace", NAMESPACE.name, "--wait", "--timeout", "120s", limit_s=130)
 
 
 @pytest.fixture(scope="session")

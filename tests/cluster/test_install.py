@@ -11,7 +11,8 @@ from openai import AuthenticationError, OpenAI
 from pagestream.v1 import inference_pb2
 from pagestream_client import AsyncClient, Unauthenticated
 from support.faults.checked_load import Content, Question
-from support.kubernetes.cluster import Release, is_ready, run, seconds_to_ready
+from support.kubernetes.api import run_tool
+from support.kubernetes.cluster import Release, is_ready, seconds_to_ready
 from support.kubernetes.release import NAMESPACE, Times
 from support.processes.waiting import wait_until
 from support.redis.servers import skip_for_want_of
@@ -76,8 +77,8 @@ def test_a_stream_by_grpcurl(target: str, api_key: str) -> None:
         skip_for_want_of("cluster", "grpcurl is not on the PATH")
     question = {"model": "demo", "prompt": "The lighthouse", "sampling": {"maxTokens": 8, "ignoreEos": True}}
     headers = ["-H", f"authorization: Bearer {api_key}"]
-    said = run(
-        ["grpcurl", "-plaintext", *headers, "-d", json.dumps(question), target, "pagestream.v1.Inference/Generate"]
+    said = run_tool(
+        "grpcurl", "-plaintext", *headers, "-d", json.dumps(question), target, "pagestream.v1.Inference/Generate"
     )
     decoder, chunks, rest = json.JSONDecoder(), [], said.strip()
     while rest:

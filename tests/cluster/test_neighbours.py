@@ -13,7 +13,8 @@ import torch
 from pagestream_client import AsyncClient, ModelNotFound, Unauthenticated
 from support.engines.tiny_models import make_model
 from support.faults.checked_load import known_answers
-from support.kubernetes.cluster import ClusterError, Namespace, Release, run
+from support.kubernetes.api import CommandError, run_tool
+from support.kubernetes.cluster import Namespace, Release
 from support.kubernetes.release import CHART, NAMESPACE, VALUES, Scene, Times, make_namespace, wait_for_pool
 
 OTHER = Namespace("pagestream-test-other")
@@ -93,9 +94,9 @@ def other_release(release: Release, image_values: dict[str, object], times: Time
         other.install()
         wait_for_pool("second", 1, OTHER)
     yield other
-    with suppress(ClusterError):
+    with suppress(CommandError):
         other.uninstall()
-    run(["kubectl", "delete", "namespace", OTHER.name, "--wait", "--timeout", "120s"], limit_s=130)
+    run_tool("kubectl", "delete", "namespace", OTHER.name, "--wait", "--timeout", "120s", limit_s=130)
 
 
 def demo_pool() -> dict[str, object]:

@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 from support.faults.checked_load import known_answers
-from support.kubernetes.cluster import ClusterError, Release, run, wait_for
+from support.kubernetes.api import CommandError, run_tool
+from support.kubernetes.cluster import Release, wait_for
 from support.kubernetes.release import NAMESPACE, Scene, wait_for_pool
 
 CRD = "enginepools.pagestream.dev"
@@ -26,7 +27,7 @@ def left(release: Release) -> set[str]:
     here = set(NAMESPACE.kubectl("get", KINDS, "--output", "name").split())
     everywhere = {
         each
-        for each in run(["kubectl", "get", CLUSTER_KINDS, "--output", "name"]).split()
+        for each in run_tool("kubectl", "get", CLUSTER_KINDS, "--output", "name").split()
         if release.name in each and NAMESPACE.name in each
     }
     return {each.replace(".apps", "") for each in here | everywhere} - THE_NAMESPACES_OWN
@@ -37,7 +38,7 @@ async def test_uninstall_and_install_again(scene: Scene) -> None:
     with times.of("helm uninstall, pools drained first"):
         await asyncio.to_thread(release.uninstall)
     await asyncio.to_thread(wait_for, "all objects to go", lambda: not left(release) or None, limit_s=60)
-    run(["kubectl", "get", "crd", CRD])
+    run_tool("kubectl", "get", "crd", CRD)
     claims = NAMESPACE.find("persistentvolumeclaims")
     assert len(claims) == 1, "Redis' volume stays"
 
@@ -58,7 +59,7 @@ def test_nothing_is_left_at_the_end(release: Release) -> None:
     release.uninstall()
     wait_for("all objects to go", lambda: not left(release) or None, limit_s=60)
     try:
-        said = run(["kubectl", "get", "enginepools", "--all-namespaces", "--output", "name"])
-    except ClusterError as error:
+        said = run_tool("kubectl", "get", "enginepools", "--all-namespaces", "--output", "name")
+    except CommandError as error:
         raise AssertionError("the definition must outlive the release") from error
     assert not said.strip()

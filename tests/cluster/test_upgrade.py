@@ -6,7 +6,8 @@ import asyncio
 import json
 
 import pytest
-from support.kubernetes.cluster import name_of, run
+from support.kubernetes.api import run_tool
+from support.kubernetes.cluster import name_of
 from support.kubernetes.release import NAMESPACE, Scene
 
 CRD = "enginepools.pagestream.dev"
@@ -15,14 +16,14 @@ COLUMNS = "/spec/versions/0/additionalPrinterColumns"
 
 def columns() -> list[str]:
     """Names of the definition's printer columns."""
-    found = json.loads(run(["kubectl", "get", "crd", CRD, "--output", "json"]))
+    found = json.loads(run_tool("kubectl", "get", "crd", CRD, "--output", "json"))
     return [each["name"] for each in found["spec"]["versions"][0]["additionalPrinterColumns"]]
 
 
 def make_older() -> None:
     """Install another definition than the chart's, as of an earlier version."""
     change = [{"op": "remove", "path": f"{COLUMNS}/0"}]
-    run(["kubectl", "patch", "crd", CRD, "--type=json", "--patch", json.dumps(change)])
+    run_tool("kubectl", "patch", "crd", CRD, "--type=json", "--patch", json.dumps(change))
 
 
 def engines(scene: Scene) -> dict[str, int]:

@@ -142,9 +142,7 @@ def test_kubectl_scale_pins_a_pool_that_names_no_replicas(pools: PoolWorld) -> N
 
 
 def test_kubectl_scale_is_refused_beyond_the_maximum(pools: PoolWorld) -> None:
-    answer = pools.kube.kubectl(
-        "--namespace", pools.namespace, "scale", "enginepool/demo", "--replicas=11", check=False
-    )
+    answer = pools.kube.kubectl("--namespace", pools.namespace, "scale", "enginepool/demo", "--replicas=11", fails=True)
     assert "raise maxReplicas first" in answer
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def kube_binary(name: str) -> str:
 
 
 class CommandError(AssertionError):
-    """A command failed; the message is what it wrote to stderr."""
+    """A command failed, or what was waited for did not come; the message is what was written to stderr."""
 
 
 @dataclass(frozen=True)
@@ -52,20 +53,26 @@ class Administrator:
         self.run("kubectl", "apply", "--server-side", "--filename", "-", text=manifest)
 
 
-def run_tool(*command: str, text: str | None = None, environment: dict[str, str] | None = None) -> str:
-    """Run a command that must succeed; returns its stdout. Raises CommandError."""
-    result = subprocess.run(
-        [kube_binary(command[0]), *command[1:]],
-        input=text,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **(environment or {})},
-        timeout=COMMAND_LIMIT_S,
-        check=False,
-    )
-    if result.returncode:
-        raise CommandError(f"{command[0]} ended with {result.returncode}\n{result.stderr}\n{result.stdout[-2000:]}")
-    return result.stdout
+def run_tool(
+    *command: str,
+    text: str | None = None,
+    environment: Mapping[str, str] | None = None,
+    limit_s: float = COMMAND_LIMIT_S,
+    fails: bool = False,
+) -> str:
+    """Run a command; return stdout, or with `fails` the stderr of one that must fail. Raises CommandError."""
+    program, variables = kube_binary(command[0]), {**os.environ, **(environment or {})}
+    try:
+        result = subprocess.run(
+            [program, *command[1:]],
+            input=text, capture_output=True, text=True, env=variables, timeout=limit_s, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise CommandError(f"{' '.join(command)}: no end after {limit_s:.0f} s") from error
+    if (result.returncode != 0) != fails:
+        output = f"{result.stderr}\n{result.stdout[-2000:]}"
+        raise CommandError(f"{' '.join(command)}: exit status {result.returncode}\n{output}")
+    return result.stderr if fails else result.stdout
 
 
 def write_kubeconfig(path: Path, server: str, *, token: str) -> None:

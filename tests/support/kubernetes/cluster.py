@@ -6,23 +6,18 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from support.kubernetes.api import COMMAND_LIMIT_S, CommandError, run_tool
 from support.redis.servers import skip_for_want_of
 
-COMMAND_LIMIT_S = 60.0
 POLL_S = 0.25
 T = TypeVar("T")
 Object = dict[str, Any]
-
-
-class ClusterError(AssertionError):
-    """A command failed, or what was waited for did not come."""
 
 
 def reachable_cluster() -> None:
@@ -34,32 +29,19 @@ def reachable_cluster() -> None:
         skip_for_want_of("cluster", "KUBECONFIG names no cluster")
 
 
-def run(
-    command: Sequence[str], *, text: str | None = None, limit_s: float = COMMAND_LIMIT_S, fails: bool = False
-) -> str:
-    """Run a command; returns stdout, or with `fails` the stderr of one that must fail. Raises ClusterError."""
-    try:
-        result = subprocess.run(list(command), input=text, capture_output=True, text=True, timeout=limit_s, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise ClusterError(f"{' '.join(command)}: no end after {limit_s:.0f} s") from error
-    if (result.returncode != 0) != fails:
-        raise ClusterError(f"{' '.join(command)}: exit status {result.returncode}\n{result.stdout}\n{result.stderr}")
-    return result.stderr if fails else result.stdout
-
-
 def wait_for(what: str, attempt: Callable[[], T | None], *, limit_s: float) -> T:
-    """Call `attempt` until it returns something. A command that fails is tried again. Raises ClusterError."""
+    """Call `attempt` until it returns something. A command that fails is tried again. Raises CommandError."""
     end = time.monotonic() + limit_s
     seen: object = None
     while time.monotonic() < end:
         try:
             found = attempt()
-        except ClusterError as error:
+        except CommandError as error:
             seen, found = error, None
         if found is not None and found is not False:
             return found
         time.sleep(POLL_S)
-    raise ClusterError(f"waited {limit_s:.0f} s for {what} without success" + (f"; last: {seen}" if seen else ""))
+    raise CommandError(f"waited {limit_s:.0f} s for {what} without success" + (f"; last: {seen}" if seen else ""))
 
 
 @dataclass(frozen=True)
@@ -72,10 +54,10 @@ class Namespace:
         self, *command: str, text: str | None = None, limit_s: float = COMMAND_LIMIT_S, fails: bool = False
     ) -> str:
         """kubectl in this namespace."""
-        return run(["kubectl", "--namespace", self.name, *command], text=text, limit_s=limit_s, fails=fails)
+        return run_tool("kubectl", "--namespace", self.name, *command, text=text, limit_s=limit_s, fails=fails)
 
     def get(self, kind: str, name: str) -> Object:
-        """An object. Raises ClusterError where it isn't there."""
+        """An object. Raises CommandError where it isn't there."""
         found: Object = json.loads(self.kubectl("get", kind, name, "--output", "json"))
         return found
 
@@ -124,7 +106,7 @@ class Namespace:
     def _try(self, *command: str) -> str:
         try:
             return self.kubectl(*command)
-        except ClusterError as error:
+        except CommandError as error:
             return str(error)
 
 
@@ -190,7 +172,7 @@ class Release:
 
     def helm(self, *command: str, limit_s: float = 300.0, fails: bool = False) -> str:
         """helm in this release's namespace."""
-        return run(["helm", "--namespace", self.namespace.name, *command], limit_s=limit_s, fails=fails)
+        return run_tool("helm", "--namespace", self.namespace.name, *command, limit_s=limit_s, fails=fails)
 
     @property
     def is_there(self) -> bool:

@@ -8,7 +8,6 @@ collects garbage. The binaries are those of `kube_binary`.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import ssl
 import subprocess
@@ -21,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from support.kubernetes.api import WITH_PARENT, kube_binary, write_kubeconfig
+from support.kubernetes.api import WITH_PARENT, kube_binary, run_tool, write_kubeconfig
 from support.processes.stack import free_port
 from support.processes.waiting import wait_until
 
@@ -189,19 +188,9 @@ class ControlPlane:
         """Delete an object."""
         return self.request("DELETE", path, {"kind": "DeleteOptions", "apiVersion": "v1", **options})
 
-    def kubectl(self, *arguments: str, check: bool = True) -> str:
-        """What `kubectl` prints. CalledProcessError where it fails and `check` is set."""
-        environment = {**os.environ, "KUBECONFIG": str(self.kubeconfig), "HOME": str(self.folder)}
-        done = subprocess.run(
-            [kube_binary("kubectl"), *arguments],
-            env=environment,
-            check=check,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=60,
-        )
-        return done.stdout
+    def kubectl(self, *arguments: str, fails: bool = False) -> str:
+        """What `kubectl` prints. CommandError where it fails, or with `fails` does not."""
+        return run_tool("kubectl", *arguments, environment={"KUBECONFIG": str(self.kubeconfig)}, fails=fails)
 
     def _is_ready(self) -> bool:
         if self._processes["kube-apiserver"].poll() is not None:

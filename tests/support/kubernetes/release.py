@@ -14,7 +14,8 @@ from pathlib import Path
 from pagestream_operator.children import METRICS_PORT
 from prometheus_client.parser import text_string_to_metric_families
 from support.faults.checked_load import Content, Load, Question, steady_load
-from support.kubernetes.cluster import ClusterError, Namespace, Object, Release, name_of, run, wait_for
+from support.kubernetes.api import CommandError, run_tool
+from support.kubernetes.cluster import Namespace, Object, Release, name_of, wait_for
 
 ROOT = Path(__file__).resolve().parents[3]
 IMAGES = ROOT / "build" / "images"
@@ -54,10 +55,10 @@ class Times:
 
 def make_namespace(space: Namespace) -> None:
     """A fresh namespace that admits only restricted pods."""
-    with suppress(ClusterError):
-        run(["kubectl", "delete", "namespace", space.name, "--wait", "--timeout", "120s"], limit_s=130)
-    run(["kubectl", "create", "namespace", space.name])
-    run(["kubectl", "label", "namespace", space.name, "pod-security.kubernetes.io/enforce=restricted"])
+    with suppress(CommandError):
+        run_tool("kubectl", "delete", "namespace", space.name, "--wait", "--timeout", "120s", limit_s=130)
+    run_tool("kubectl", "create", "namespace", space.name)
+    run_tool("kubectl", "label", "namespace", space.name, "pod-security.kubernetes.io/enforce=restricted")
 
 
 def wait_for_pool(name: str, replicas: int, space: Namespace = NAMESPACE, *, limit_s: float = 120.0) -> None:
@@ -168,7 +169,7 @@ def busiest_engine(scene: Scene) -> Object:
     them would not be noticed, and which engine runs how many is chance.
 
     Clients may be so far behind the engines that no engine runs any of their open streams: then this waits for their
-    next ones. Raises ClusterError where none come.
+    next ones. Raises CommandError where none come.
     """
 
     def running() -> dict[str, int] | None:
