@@ -19,13 +19,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+sys.path.pop(0)  # `kernels` is tests/kernels, not this file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support.kernels import builds as kernel_builds
-from support.kernels import cases as kernel_cases
-from support.kernels.cache import ResultCache
+from kernels.cache import ResultCache
 from support.kernels.worker import KernelWorker, Mode
 from support.pairwise import product
+
+from kernels import builds as kernel_builds
+from kernels import cases as kernel_cases
 
 Item = tuple[str, dict[str, Any]]
 MODES: tuple[Mode, ...] = ("interpret", "compile")

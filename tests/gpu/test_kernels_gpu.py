@@ -7,8 +7,9 @@ import os
 import pytest
 import torch
 from pagestream_kernels import paged_decode_attention, paged_decode_attention_reference, plan_decode
-from support.kernels import cases as kernel_cases
 from support.pairwise import Case, pairwise
+
+from kernels import cases as kernel_cases
 
 pytestmark = pytest.mark.gpu
 

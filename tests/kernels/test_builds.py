@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 import torch
+from kernels.cache import ResultCache
+from kernels.cases import case_id
 from pagestream_kernels import KernelError
 from pagestream_kernels.aot import TARGETS, Usage, check_usage, compile_variant
 from pagestream_kernels.decode.attend import attend_variant
@@ -24,11 +26,10 @@ from pagestream_kernels.paging import Geometry, Options
 from pagestream_kernels.prefill.attend import prefill_variant
 from pagestream_kernels.silu_and_mul import silu_and_mul_variant
 from pagestream_kernels.tables import load_table
-from support.kernels import builds
-from support.kernels.cache import ResultCache
-from support.kernels.cases import case_id
 from support.kernels.worker import KernelWorker
 from support.pairwise import Case, pairwise
+
+from kernels import builds
 
 pytestmark = pytest.mark.builds
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.kernels.cases import (
+from kernels.cases import (
     FACTORS,
     LAYOUTS,
     case_id,

@@ -20,12 +20,13 @@ from pagestream_kernels.aot import TARGETS
 from pagestream_kernels.launcher import compilations
 from pagestream_kernels.prebuild import AbsentGPU
 from pagestream_kernels.runtime import Variant, compiling_only, triton
-from support.kernels import cases as kernel_cases
 from support.kernels.stand_in_driver import StandInDriver
 from support.kernels.worker import KernelWorker
 from support.pairwise import Case
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernels import cases as kernel_cases
 
 pytestmark = pytest.mark.builds
 

@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own habit
+from kernels.cases import case_id
 from pagestream_engine import ConfigError
 from pagestream_engine.attention import (
     AttentionBatch,
@@ -44,7 +45,6 @@ from pagestream_engine.attention.native.levels import LEVELS, AttentionLevel, li
 from pagestream_engine.cpu import instruction_sets, read_cpuinfo
 from pagestream_engine.layers import PagedAttention
 from pagestream_engine.native_build import cached, find_compiler
-from support.kernels.cases import case_id
 from support.kernels.worker import KernelWorker
 from support.pairwise import Case, pairwise
 from torch import Tensor

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from kernels.cases import case_id, sampling_rows
 from pagestream_engine.cpu import instruction_sets, read_cpuinfo
 from pagestream_engine.errors import CompilerNotFound
 from pagestream_engine.native_build import find_compiler
@@ -33,7 +34,6 @@ from pagestream_engine.sampler.native.library import NativeDraws, native_draws
 from pagestream_engine.sampler.noise import random_bits, uniform
 from pagestream_engine.sampler.prompt_logprobs import BYTES_PER_LOGIT
 from pagestream_kernels import filter_and_draw_reference
-from support.kernels.cases import case_id, sampling_rows
 from support.pairwise import Case, pairwise
 from torch import Tensor
 

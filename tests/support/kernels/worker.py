@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import os
 import select
@@ -20,7 +19,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from inspect import getfile
 from pathlib import Path
-from types import ModuleType
 from typing import IO, Any, Literal
 
 Mode = Literal["interpret", "compile"]
@@ -73,7 +71,8 @@ class KernelWorker:
         if self._process.poll() is not None:  # the last call killed it (a kernel can write anywhere)
             self._stop()
             self._process = self._start()
-        call = {"file": getfile(function), "name": function.__name__, "arguments": arguments}
+        module = ".".join(Path(getfile(function)).relative_to(TESTS).with_suffix("").parts)
+        call = {"module": module, "name": function.__name__, "arguments": arguments}
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(call).encode() + b"\n")
         self._process.stdin.flush()
@@ -131,25 +130,11 @@ def _serve(mode: Mode) -> None:
         call = json.loads(line)
         try:
             torch.manual_seed(zlib.crc32(json.dumps(call["arguments"]).encode()))
-            answer = {"result": getattr(_module(call["file"]), call["name"])(*call["arguments"])}
+            answer = {"result": getattr(importlib.import_module(call["module"]), call["name"])(*call["arguments"])}
         except BaseException:  # noqa: BLE001 - whatever a function raises is its result, pytest's own exceptions too
             answer = {"error": traceback.format_exc(limit=8)}
         print(json.dumps(answer), file=answers, flush=True)
     os._exit(0)  # without the seconds that the libraries take to unload
-
-
-def _module(file: str) -> ModuleType:
-    """Import a module of tests/support by its name, a file of tests by its path."""
-    parts = Path(file).relative_to(TESTS).with_suffix("").parts
-    name = ".".join(parts)
-    if parts[0] == "support" or name in sys.modules:
-        return importlib.import_module(name)
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def fix_order_of_additions() -> None:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from kernels.cases import BLOCK_SIZES, DTYPES, GROUP_SIZES, HEAD_DIMS
 from pagestream_kernels.aot import TARGETS, MainLoop, Usage, check_usage, compile_variant, inspect_loop
 from pagestream_kernels.cache.copy_blocks import copy_blocks_variant
 from pagestream_kernels.decode.attend import attend_variant
@@ -28,7 +29,6 @@ from pagestream_kernels.rope_and_cache import rope_and_cache_variant
 from pagestream_kernels.runtime import Backend, Variant
 from pagestream_kernels.silu_and_mul import silu_and_mul_variant
 from pagestream_kernels.tuning.filter import FLOAT8_TARGETS
-from support.kernels.cases import BLOCK_SIZES, DTYPES, GROUP_SIZES, HEAD_DIMS
 from support.pairwise import Case
 
 OPTIONS = {"none": Options(), "window": Options(window=True), "all": Options(True, True, True)}

@@ -13,19 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from pagestream_engine.native_build import user_cache
+from support.kernels import worker
 from support.kernels.worker import REPOSITORY, Mode
+
+from kernels import builds, cases
 
 MOST_FILES = 8
 """That are kept of a mode: those of the last sources that it ran with."""
-SUPPORT_SOURCES = ("builds.py", "cases.py", "worker.py")
+SOURCES = tuple(Path(each.__file__) for each in (builds, cases, worker))
 
 
 def source_hash() -> str:
     """Changes with any source of the kernels, of the cases, or with the versions of python, torch and triton."""
-    support = Path(__file__).parent
     package = REPOSITORY / "kernels" / "src" / "pagestream_kernels"
     digest = hashlib.sha256(f"{sys.version} {version('torch')} {version('triton')}".encode())
-    for path in (*sorted(package.rglob("*.py")), *(support / name for name in SUPPORT_SOURCES)):
+    for path in (*sorted(package.rglob("*.py")), *SOURCES):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
