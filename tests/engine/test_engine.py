@@ -1,7 +1,10 @@
+import gc
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -17,9 +20,11 @@ from pagestream_engine import (
     SamplingParams,
     Sibling,
     StepOutput,
+    TokenSequence,
 )
+from pagestream_engine.request import Generation, SequenceGroup
 from pagestream_engine.step import PendingResult, StepLogprobs, StepPlan, StepResult
-from pagestream_engine.text import IncrementalDetokenizer
+from pagestream_engine.text import IncrementalDetokenizer, bad_words_token_ids
 from support.engines.arithmetic_model import (
     EOS,
     ArithmeticFacts,
@@ -796,3 +801,50 @@ def test_one_beam_takes_what_a_sequence_takes(tmp_path: Path) -> None:
     assert len(outputs) == 9
     with pytest.raises(InvalidRequest, match="given 2 beams of up to 24 tokens, which take 35 blocks"):
         engine.add_request("does not", [1] * 15, SamplingParams(use_beam_search=True, beam_width=2, max_tokens=9))
+
+
+def test_the_words_of_a_group_are_spelled_once(tmp_path: Path) -> None:
+    """Its siblings are added between two steps of all that runs; spelling 128 words takes longer than a step."""
+    engine = make_engine(tmp_path, text=True)
+    params = SamplingParams(max_tokens=2, bad_words=["ab"], bad_words_token_ids=[[1]])
+    spelled: list[object] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code is bad_words_token_ids.__code__:
+            spelled.append(frame.f_locals["words"])
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        engine.add_group([5], siblings(3, params))
+        engine.add_group([5], [Sibling("other", replace(params, bad_words=["b"]))])
+    finally:
+        sys.setprofile(before)
+    assert spelled == [("ab",), ("b",)]
+    assert set(run(engine)) == {"0", "1", "2", "other"}
+
+
+def test_what_has_ended_is_freed_without_the_garbage_collector(tmp_path: Path) -> None:
+    """However it ends. A cycle through a sequence would keep a prompt of 100,000 tokens for seconds or longer."""
+
+    def living() -> int:
+        return sum(type(each) in (TokenSequence, SequenceGroup, Generation) for each in gc.get_objects())
+
+    engine = make_engine(tmp_path, text=True, max_num_seqs=4)
+    left = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            engine.add_group([5, 6], siblings(3, GREEDY))
+            engine.add_request("stopped", [7], SamplingParams(max_tokens=50, stop=["a", "b", "c"]))
+            engine.add_request("aborted", [8] * 9, GREEDY)
+            engine.add_request("waiting", [9] * 9, GREEDY)
+            engine.step()
+            engine.abort_request("aborted")
+            engine.abort_request("waiting")
+            run(engine)
+            left.append(living())
+        assert left[1:] == left[:1] * 2, "at most what the last step and the queue refer to, until the next one"
+    finally:
+        gc.enable()

@@ -3,12 +3,18 @@
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
+import termios
+import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from fcntl import ioctl
 from functools import partial
 from pathlib import Path
+from random import Random
 
 import pytest
 from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
@@ -275,6 +281,57 @@ async def test_it_computes_the_same_tokens_and_stops_when_asked(tmp_path: Path) 
     [refused] = [output for output in owner.outputs if output.seq_id == "bad"]
     assert refused.error is not None
     assert "vocabulary" in refused.error
+
+
+def relay(source: socket.socket, target: socket.socket, sizes: Random) -> None:
+    """Send on what comes in pieces of at most 40 bytes, each once the one before was received."""
+    with source, target, suppress(ConnectionError):
+        while data := source.recv(sizes.randint(1, 40)):
+            target.sendall(data)
+            while int.from_bytes(ioctl(target, termios.TIOCOUTQ, bytes(4)), sys.byteorder):
+                time.sleep(0.0001)
+        target.shutdown(socket.SHUT_WR)
+
+
+@asynccontextmanager
+async def cut_connections(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    """Let nothing but small pieces cross a pair of sockets that is made meanwhile, wherever a message ends."""
+    make_pair, threads = socket.socketpair, list[threading.Thread]()
+
+    def cut_pair() -> tuple[socket.socket, socket.socket]:
+        (ours, near), (far, theirs) = make_pair(), make_pair()
+        for number, (source, target) in enumerate([(near, far.dup()), (far, near.dup())]):
+            thread = threading.Thread(target=relay, args=(source, target, Random(number)))
+            thread.start()
+            threads.append(thread)
+        return ours, theirs
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "socketpair", cut_pair)
+        yield
+    for thread in threads:
+        await asyncio.to_thread(thread.join, LIMIT_S)
+        assert not thread.is_alive()
+
+
+async def test_messages_are_read_however_they_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = {f"{number}": [number + 1] * length for number, length in enumerate((1, 40, 90))}
+    async with cut_connections(monkeypatch), running(tmp_path) as owner:
+        for seq_id, prompt in prompts.items():
+            owner.process.submit(AddGroup(prompt, [Sibling(f"{seq_id}/{child}", PARAMS) for child in range(2)]))
+        owner.process.submit(AddGroup([FACTS.vocab_size], [Sibling("bad", PARAMS)]))
+        await until(lambda: len(owner.outputs) == 121, "all outputs", LIMIT_S)
+        figures = owner.process.figures
+        assert (figures.num_commands, figures.stats.num_generated_tokens) == (4, 120)
+        owner.process.submit(Stop())
+        await owner.ended()
+    [refused] = [output for output in owner.outputs if output.error is not None]
+    assert (refused.seq_id, refused.finish_reason) == ("bad", "error")
+    for seq_id, prompt in prompts.items():
+        for child in range(2):
+            outputs = [output for output in owner.outputs if output.seq_id == f"{seq_id}/{child}"]
+            assert [output.token_id for output in outputs] == undisturbed(prompt, PARAMS, FACTS, 200)
+            assert [output.finish_reason for output in outputs] == [None] * 19 + ["length"]
 
 
 async def test_it_waits_for_a_worker_that_takes_no_reports(tmp_path: Path) -> None:

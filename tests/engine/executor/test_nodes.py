@@ -9,12 +9,15 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from fcntl import ioctl
 from multiprocessing import active_children
 from pathlib import Path
 from queue import SimpleQueue
+from random import Random
 from typing import Any
 
 import pytest
@@ -32,7 +35,7 @@ from pagestream_engine import (
 from pagestream_engine.executor.nodes.codec import decode, encode
 from pagestream_engine.executor.nodes.follower import run_node
 from pagestream_engine.executor.nodes.handshake import Hello, join
-from pagestream_engine.executor.nodes.link import Link, LinkKeys
+from pagestream_engine.executor.nodes.link import MAX_BYTES, Link, LinkKeys
 from pagestream_engine.executor.nodes.listener import RankListener
 from support.engines.arithmetic_model import make_folder, undisturbed
 from support.engines.faulty_runners import FACTS, FaultyRunner
@@ -255,6 +258,41 @@ def test_a_message_that_the_other_side_would_refuse_is_not_sent(monkeypatch: pyt
         with pytest.raises(OSError, match="a frame of 9 bytes, expected at most 8"):
             sender.send(b"12345678")
         sender.send(b"1234567")
+
+
+@pytest.mark.parametrize("size", [0, MAX_BYTES + 1])
+def test_a_frame_of_no_possible_size_ends_the_link(size: int) -> None:
+    tap, end = socket.socketpair()
+    received: list[bytes] = []
+    reasons: SimpleQueue[str] = SimpleQueue()
+    receiver = Link(end, LinkKeys(b"b", b"a"), on_message=received.append, on_end=reasons.put)
+    receiver.start()
+    with tap:
+        tap.sendall(size.to_bytes(4, "big") + bytes(100))
+        assert reasons.get(timeout=30) == f"lost its connection: a frame of {size} bytes, expected 1 to {MAX_BYTES}"
+    assert not received
+
+
+def test_messages_are_read_however_they_are_cut() -> None:
+    near, far = socket.socketpair()
+    tap, end = socket.socketpair()
+    received: list[bytes] = []
+    sender = Link(near, LinkKeys(b"a", b"b"), on_message=received.append, on_end=lambda _: None)
+    receiver = Link(end, LinkKeys(b"b", b"a"), on_message=received.append, on_end=lambda _: None)
+    receiver.start()
+    sent, sizes = [b"", b"plan", bytes(range(256)), b"x"], Random(0)
+    for message in sent:
+        sender.send(message)
+    stream = far.recv(1 << 16)
+    while stream:
+        size = sizes.randint(1, 50)
+        tap.sendall(stream[:size])
+        stream = stream[size:]
+        wait_until(lambda: not ioctl(tap, termios.TIOCOUTQ, bytes(4)).strip(b"\0"), "this piece to be received")
+    wait_until(lambda: len(received) == len(sent), "all messages")
+    assert received == sent
+    for each in (sender, receiver, far, tap):
+        each.close()
 
 
 def test_an_injected_frame_ends_the_link() -> None:
