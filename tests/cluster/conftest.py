@@ -17,10 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support.faults.checked_load import Content, Question, known_answers
-from support.kubernetes.api import CommandError, run_tool
-from support.kubernetes.cluster import Release, reachable_cluster
-from support.kubernetes.release import (
+from cluster.load import Content, Question, known_answers
+from cluster.release import (
     CHART,
     IMAGES,
     NAMESPACE,
@@ -32,6 +30,8 @@ from support.kubernetes.release import (
     make_namespace,
     wait_for_pool,
 )
+from cluster.resources import Release, reachable_cluster
+from support.kubernetes.api import CommandError, run_tool
 from support.redis.servers import skip_for_want_of
 
 TABLE = ROOT / "docs" / "benchmarks" / "cluster.md"

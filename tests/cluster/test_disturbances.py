@@ -7,8 +7,8 @@ import signal
 import time
 
 import pytest
-from support.kubernetes.cluster import Object, name_of, process_of, send
-from support.kubernetes.release import NAMESPACE, Scene, busiest_engine, delete_by_force, num_restarts
+from cluster.release import NAMESPACE, Scene, busiest_engine, delete_by_force, num_restarts
+from cluster.resources import Object, name_of, process_of, send
 
 FROZEN_S = 15.0  # longer than an engine's lease lives
 

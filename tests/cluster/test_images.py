@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.kubernetes.release import IMAGES, archive
+from cluster.release import IMAGES, archive
 from support.redis.servers import skip_for_want_of
 
 MB = 1_000_000

@@ -6,14 +6,14 @@ import json
 import shutil
 
 import pytest
+from cluster.load import Content, Question
+from cluster.release import NAMESPACE, Times
+from cluster.resources import Release, is_ready, seconds_to_ready
 from google.protobuf import json_format
 from openai import AuthenticationError, OpenAI
 from pagestream.v1 import inference_pb2
 from pagestream_client import AsyncClient, Unauthenticated
-from support.faults.checked_load import Content, Question
 from support.kubernetes.api import run_tool
-from support.kubernetes.cluster import Release, is_ready, seconds_to_ready
-from support.kubernetes.release import NAMESPACE, Times
 from support.processes.waiting import wait_until
 from support.redis.servers import skip_for_want_of
 

@@ -8,9 +8,9 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from support.faults.checked_load import Question, known_answers
-from support.kubernetes.cluster import send
-from support.kubernetes.release import NAMESPACE, Scene, busiest_engine, wait_for_pool
+from cluster.load import Question, known_answers
+from cluster.release import NAMESPACE, Scene, busiest_engine, wait_for_pool
+from cluster.resources import send
 
 POOL = "shared"
 MODELS = ("first", "second")

@@ -10,12 +10,12 @@ from contextlib import suppress
 
 import pytest
 import torch
+from cluster.load import known_answers
+from cluster.release import CHART, NAMESPACE, VALUES, Scene, Times, make_namespace, wait_for_pool
+from cluster.resources import Namespace, Release
 from pagestream_client import AsyncClient, ModelNotFound, Unauthenticated
 from support.engines.tiny_models import make_model
-from support.faults.checked_load import known_answers
 from support.kubernetes.api import CommandError, run_tool
-from support.kubernetes.cluster import Namespace, Release
-from support.kubernetes.release import CHART, NAMESPACE, VALUES, Scene, Times, make_namespace, wait_for_pool
 
 OTHER = Namespace("pagestream-test-other")
 NAMESPACES = (OTHER,)

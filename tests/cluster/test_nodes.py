@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from support.faults.checked_load import Question, known_answers
-from support.kubernetes.cluster import Object, name_of, process_of, seconds_to_ready, send
-from support.kubernetes.release import NAMESPACE, Scene, busiest_engine, delete_by_force, num_restarts, wait_for_pool
+from cluster.load import Question, known_answers
+from cluster.release import NAMESPACE, Scene, busiest_engine, delete_by_force, num_restarts, wait_for_pool
+from cluster.resources import Object, name_of, process_of, seconds_to_ready, send
 
 POOL = "pair"
 NUM_QUESTIONS = 6

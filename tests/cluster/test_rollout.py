@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from support.kubernetes.release import Scene
+from cluster.release import Scene
 
 LONGEST_SILENCE_S = 15.0
 """Half of `fingerprint_grace_ms`: a stream that had to wait for the grace would be silent for twice as long."""

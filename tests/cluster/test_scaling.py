@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from support.kubernetes.cluster import Object, seconds_to_ready
-from support.kubernetes.release import NAMESPACE, Scene
+from cluster.release import NAMESPACE, Scene
+from cluster.resources import Object, seconds_to_ready
 
 FEW_BLOCKS = 256  # 4,096 tokens: six or seven of these streams fill it
 EARLY = {"target": 0.25, "low": 0.1}

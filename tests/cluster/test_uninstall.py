@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from support.faults.checked_load import known_answers
+from cluster.load import known_answers
+from cluster.release import NAMESPACE, Scene, wait_for_pool
+from cluster.resources import Release, wait_for
 from support.kubernetes.api import CommandError, run_tool
-from support.kubernetes.cluster import Release, wait_for
-from support.kubernetes.release import NAMESPACE, Scene, wait_for_pool
 
 CRD = "enginepools.pagestream.dev"
 KINDS = (

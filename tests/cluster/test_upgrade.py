@@ -6,9 +6,9 @@ import asyncio
 import json
 
 import pytest
+from cluster.release import NAMESPACE, Scene
+from cluster.resources import name_of
 from support.kubernetes.api import run_tool
-from support.kubernetes.cluster import name_of
-from support.kubernetes.release import NAMESPACE, Scene
 
 CRD = "enginepools.pagestream.dev"
 COLUMNS = "/spec/versions/0/additionalPrinterColumns"

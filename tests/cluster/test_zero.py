@@ -6,8 +6,8 @@ import asyncio
 import time
 
 import pytest
+from cluster.release import NAMESPACE, Scene
 from pagestream_client import AsyncClient, Chunk
-from support.kubernetes.release import NAMESPACE, Scene
 
 MOST_S_TO_DECISION = 10.0
 """Twice the goal of 5 s, which the operator's own test of the scaling loop measures from the export with the

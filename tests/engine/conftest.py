@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Iterator
+from multiprocessing.context import BaseContext, ForkServerContext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+IMPORTED = (
+    "torch",
+    "transformers",
+    "pagestream_engine.engine",
+    "pagestream_engine.executor.rank_child",
+    "pagestream_engine.runner",
+)
+"""Modules that the process has from which ranks are forked."""
 MakeModel = Callable[..., Path]
 """(name in `TINY_MODELS`, fields of its configuration that differ) -> a folder, made once a session."""
 
@@ -37,10 +47,19 @@ def llama(model_of: MakeModel) -> Path:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[None]:
-    """Let engines fork their executors and ranks from one process that has imported torch."""
-    from support.processes.forked_ranks import forked_ranks
+    """Let engines fork their executors and ranks from one process that has imported torch.
 
-    with forked_ranks():
+    A spawned process imports torch for itself, which takes longer than most tests of it. The server starts with the
+    first process, with the environment of that moment, and lives as long as this process.
+    """
+    get_context = multiprocessing.get_context
+
+    def get_forking(method: str | None = None) -> BaseContext:
+        return ForkServerContext() if method == "spawn" else get_context(method)
+
+    multiprocessing.set_forkserver_preload(list(IMPORTED))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing, "get_context", get_forking)
         yield
 
 

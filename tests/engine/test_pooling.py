@@ -22,9 +22,8 @@ from pagestream_engine import (
     WeightsError,
 )
 from support.engines.architectures import small_config, write_model
-from support.engines.classifiers import make_classifier
 from support.engines.lora_adapters import make_adapter, merged_model
-from support.engines.tiny_models import make_model, random_prompts, reference_model
+from support.engines.tiny_models import make_classifier, make_model, random_prompts, reference_model
 from transformers import AutoModel
 
 pytestmark = [pytest.mark.served, pytest.mark.usefixtures("ranks")]

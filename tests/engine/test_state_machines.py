@@ -22,6 +22,7 @@ from pagestream_engine.request import child_seed
 from pagestream_engine.scheduler import RoundRobin
 from support.engines.arithmetic_model import (
     HOST_PAGE_BYTES,
+    LAYERS,
     ArithmeticFacts,
     SeededRunner,
     cumulative_logprob,
@@ -29,7 +30,6 @@ from support.engines.arithmetic_model import (
     searched,
     undisturbed,
 )
-from support.engines.kv_layouts import LAYERS
 from support.engines.speculating_model import SpeculatingRunner
 
 FACTS = ArithmeticFacts(vocab_size=23)

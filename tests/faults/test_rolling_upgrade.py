@@ -23,7 +23,7 @@ from pagestream.v1.inference_pb2_grpc import InferenceStub
 from pagestream_client import AsyncClient
 from support.clients.readers import Reader, question
 from support.processes.part import Part
-from support.processes.stack import DEMO_MODEL, ROOT, START_LIMIT_S, Gateway, Stack, free_port
+from support.processes.stack import DEMO_MODEL, MODEL, ROOT, START_LIMIT_S, Gateway, Stack, free_port
 from support.processes.waiting import wait_until
 from support.redis.servers import skip_for_want_of
 
@@ -64,7 +64,7 @@ class EarlierSources:
         """Start an engine of the commit on the stack's Redis."""
         name = f"earlier-engine-{len(stack.engines)}"
         command = [sys.executable, "-m", "pagestream_worker", str(DEMO_MODEL), "--redis", stack.redis_url]
-        command += ["--served-model-name", stack.served_model_name, "--engine-id", name, *OPTIONS]
+        command += ["--served-model-name", MODEL, "--engine-id", name, *OPTIONS]
         finishes = {"PAGESTREAM_WORKER__FINISH_TIMEOUT_S": str(finish_timeout_s)}
         part = Part(name, command, stack.folder / f"{name}.log", {**self._environment, **ONE_THREAD, **finishes})
         part.start()
@@ -111,7 +111,7 @@ async def read_all(targets: Sequence[str], count: int, *, max_tokens: int = SHOR
 
     async def read(number: int) -> Reader:
         async with AsyncClient(targets) as client:
-            return await Reader().read(client, "demo", **question(number, max_tokens))
+            return await Reader().read(client, MODEL, **question(number, max_tokens))
 
     return list(await asyncio.gather(*map(read, range(count))))
 

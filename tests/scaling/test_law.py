@@ -27,7 +27,7 @@ from pagestream_scaling import (
     StabilizationPolicy,
     decide,
 )
-from support.scaling.worlds import (
+from scaling.worlds import (
     BOUNDS,
     NOW,
     FluidPool,

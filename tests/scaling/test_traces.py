@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pagestream_scaling import ScalingPolicy
 from pagestream_simulator.traces import read_trace
-from support.scaling.worlds import FluidPool
+from scaling.worlds import FluidPool
 
 pytestmark = pytest.mark.served
 

@@ -22,7 +22,7 @@ from pagestream_scaling import (
 )
 from pagestream_scaling.classes import weighted_age, weighted_drain, weighted_part
 from pagestream_scaling.workload import divisible_tokens
-from support.scaling.worlds import NOW, at, pool, queue, ready_pod, sample, starting_pod
+from scaling.worlds import NOW, at, pool, queue, ready_pod, sample, starting_pod
 
 # -- What is learnt of arrivals and of what a pod can do
 

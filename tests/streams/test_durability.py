@@ -12,7 +12,6 @@ import shutil
 import subprocess
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -47,8 +46,7 @@ from support.protocol.token_streams import (
     tokens,
     worker,
 )
-from support.redis.lost_writes import growing_file
-from support.redis.servers import newest_server, skip_for_want_of
+from support.redis.servers import growing_file, newest_server, skip_for_want_of
 from support.redis.topologies import HOST, Server, Topology, num_replicas, running, running_cluster, until
 from support.redis.topologies import server as plain_server
 
@@ -71,7 +69,6 @@ def built_watch(folder: Path) -> Path:
     return library
 
 
-@dataclass
 class WatchedServer(Server):
     """A server whose process or machine can die; with the machine, its files end where they were last synced."""
 

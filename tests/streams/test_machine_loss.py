@@ -39,8 +39,7 @@ from support.protocol.token_streams import (
     tokens,
     worker,
 )
-from support.redis.lost_writes import DiskState, die_behind, disk_state
-from support.redis.servers import newest_server, oldest_server, running_server
+from support.redis.servers import DiskState, die_behind, disk_state, newest_server, oldest_server, running_server
 
 pytestmark = pytest.mark.served
 

@@ -6,8 +6,6 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import pytest
-
 Case = dict[str, Any]
 Pair = tuple[tuple[int, int], tuple[int, int]]  # ((factor, value), (factor, value)) as indices, factors ascending
 
@@ -30,16 +28,6 @@ def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[Case]:
             missing.pop(pair, None)
         rows.append(row)
     return [{name: values[row[index]] for index, (name, values) in enumerate(factors.items())} for row in rows]
-
-
-def sampled(cases: Sequence[Any], every: int = 5) -> list[Any]:
-    """Mark all cases as slow but one in `every`: `make test` runs these, `kernel-test` or `slow-test` the others."""
-    return [
-        pytest.param(*case, marks=() if place % every == 0 else pytest.mark.slow)
-        if isinstance(case, tuple)
-        else pytest.param(case, marks=() if place % every == 0 else pytest.mark.slow)
-        for place, case in enumerate(cases)
-    ]
 
 
 def _all_pairs(sizes: Sequence[int]) -> dict[Pair, None]:

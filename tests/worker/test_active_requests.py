@@ -17,8 +17,7 @@ from pagestream_worker.logs import NativeLog, PythonLog, TokenColumns, TokenLogs
 from pagestream_worker.requests import RunningRequest
 from pagestream_worker.serving import EngineFailed, StepOutputs
 from pagestream_worker.stepping import AbortSequences, AddGroup
-from support.engines.request_table import STEP_TOKENS, RequestTable, claim
-from support.engines.token_logs import KINDS, divided_logs
+from support.engines.request_table import KINDS, STEP_TOKENS, RequestTable, claim, divided_logs
 
 TOKEN, FINISH, END = (
     to_entry_values(entry)[0]

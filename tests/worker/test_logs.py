@@ -41,7 +41,7 @@ from pagestream_worker.logs import (
     TokenLogs,
     load_library,
 )
-from support.engines.token_logs import KINDS, native_logs
+from support.engines.request_table import KINDS, native_logs
 
 TOKEN, FINISH, END = (
     to_entry_values(entry)[0]

@@ -19,8 +19,7 @@ from support.engines.arithmetic_worker import (
     tokens,
 )
 from support.protocol.token_streams import eventually
-from support.redis.lost_writes import DiskState, die_behind, disk_state
-from support.redis.servers import running_server
+from support.redis.servers import DiskState, die_behind, disk_state, running_server
 
 pytestmark = pytest.mark.served
 

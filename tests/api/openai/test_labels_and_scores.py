@@ -23,7 +23,7 @@ from pagestream_engine import LLM
 from pagestream_streams import Broker, EmbeddedRedis, StreamsSettings, list_requests
 from support.clients.gateway_clients import gateway_settings, running_address
 from support.engines.arithmetic_worker import MODEL, running_worker
-from support.engines.classifiers import make_classifier
+from support.engines.tiny_models import make_classifier
 from support.redis.servers import emptied
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing

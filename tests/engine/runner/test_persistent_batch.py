@@ -14,9 +14,8 @@ from pagestream_engine.runner.persistent_batch import PersistentBatch, StepInput
 from pagestream_engine.scheduler import ScheduledSequence, ScheduledStep
 from pagestream_engine.step import PendingResult, StepPlan
 from pagestream_engine.transfers import PackedUpload
-from support.engines.arithmetic_model import ArithmeticFacts, ArithmeticRunner, make_folder
+from support.engines.arithmetic_model import LAYERS, ArithmeticFacts, ArithmeticRunner, make_folder
 from support.engines.given_plans import given_plan
-from support.engines.kv_layouts import LAYERS
 
 CPU = torch.device("cpu")
 FACTS = ArithmeticFacts(vocab_size=23)

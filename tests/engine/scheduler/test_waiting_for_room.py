@@ -14,7 +14,7 @@ from pagestream_engine.cache import (
     make_layout,
 )
 from pagestream_engine.scheduler import FirstComeFirstServed, Scheduler
-from support.engines.kv_layouts import LAYERS
+from support.engines.arithmetic_model import LAYERS
 
 BLOCK_SIZE = 4
 

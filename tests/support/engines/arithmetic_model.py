@@ -19,12 +19,24 @@ from pagestream_engine.cache import HostMemory, KVSpec, make_layout
 from pagestream_engine.config import DEFAULT_BLOCK_SIZE
 from pagestream_engine.request import BeamSearch, LogprobRow
 from pagestream_engine.step import PendingResult, StepLogprobs, StepPlan, StepResult
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from support.engines.tokenizers import byte_level
+from tokenizers import Tokenizer
 
 EOS = 0
 _MODULUS = 1_000_003
 HOST_PAGE_BYTES = 2**20
 """Of a block: a GiB has 1,024 pages."""
+LAYERS: dict[str, tuple[KVSpec, ...]] = {
+    "full": (KVSpec(1, 1),),
+    "full and full with larger blocks": (KVSpec(2, 1), KVSpec(1, 1)),
+    "window": (KVSpec(1, 1, window=5),),
+    "full and window": (KVSpec(1, 1), KVSpec(1, 1, window=6)),
+    "window of one token": (KVSpec(1, 1), KVSpec(1, 1, window=1)),
+    "two windows": (KVSpec(1, 1, window=3), KVSpec(1, 1, window=11)),
+    "full with larger blocks": (KVSpec(1, 1), KVSpec(2, 1, window=7)),
+    "window with larger blocks": (KVSpec(2, 2), KVSpec(1, 2, window=4), KVSpec(1, 1, window=9)),
+}
+"""Layers of small models whose KV groups differ, by what is particular about them. Windows are short as prompts."""
 
 
 class SlotError(AssertionError):
@@ -309,13 +321,7 @@ def make_folder(folder: Path, tokenizer: Tokenizer | None = None) -> Path:
 
 def byte_level_tokenizer() -> Tokenizer:
     """Return a tokenizer with one token for each byte: 0 is `</s>`, 1 to 256 follow the order of GPT-2's alphabet."""
-    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: index for index, token in enumerate(["</s>", *characters])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("</s>", special=True)])
-    return tokenizer
+    return byte_level(["</s>"])
 
 
 def _require(holds: bool, contradiction: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pagestream_engine.cache import KVLayout, full_attention
+from pagestream_engine.cache import full_attention
 from pagestream_engine.request.sequence import NO_ROW
 from pagestream_engine.scheduler import ScheduledStep
 from pagestream_engine.step import StepPlan
@@ -14,12 +14,12 @@ MAX_ROWS = 64
 LAYOUT = full_attention(16)
 
 
-def given_plan(step: ScheduledStep, layout: KVLayout = LAYOUT) -> StepPlan:
+def given_plan(step: ScheduledStep) -> StepPlan:
     """Return a plan that resets the runner, and sends each sequence with its tokens up to the end of its part."""
     scheduled = (*step.prefills, *step.decodes)
     for entry in scheduled:
         entry.seq.row = NO_ROW
-    plan = PlanBuilder(MAX_ROWS, layout).build(step)
+    plan = PlanBuilder(MAX_ROWS, LAYOUT).build(step)
     ends = {entry.seq.row: entry.seq.num_computed_tokens + entry.num_scheduled_tokens for entry in scheduled}
     added = [replace(new, token_ids=new.token_ids[: ends.get(new.row, len(new.token_ids))]) for new in plan.added]
     return replace(plan, added=tuple(added))

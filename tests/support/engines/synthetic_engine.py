@@ -31,9 +31,10 @@ from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, ModelCard,
 from pagestream_streams import Append, AppendKind, Broker, Claim, EngineSession, Unavailable
 from pagestream_streams.protocol import digests
 from pagestream_streams.tasks import cancel, raise_if_cancelled
+from support.engines.tokenizers import byte_level
 from support.processes.waiting import until
 from support.protocol.token_streams import append_of
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, processors
 
 MODEL = "synthetic"
 ECHO_MODEL = "synthetic-echo"
@@ -60,15 +61,10 @@ def byte_tokenizer(words: Sequence[str] = (), specials: Sequence[str] = ()) -> T
 
     `words` and `specials` are tokens, too; these are special ones.
     """
-    first = ["<s>", "</s>", *(f"<unused{number}>" for number in range(8))]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: number for number, token in enumerate([*first, *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.add_special_tokens([*first, *specials])
+    tokenizer = byte_level(["<s>", "</s>", *(f"<unused{number}>" for number in range(8))])
+    tokenizer.add_special_tokens(list(specials))
     tokenizer.add_tokens([AddedToken(word, special=False, normalized=False) for word in words])
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", vocab["<s>"])])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return tokenizer
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.engines.tokenizers import byte_level
 
 VOCAB_SIZE = 331
 """Not a multiple of any vector width, so that tails of vectorised loops run."""
@@ -117,19 +118,30 @@ def make_model(folder: Path, name: str, *, seed: int = 0, dtype: torch.dtype = t
     return folder
 
 
+def make_classifier(folder: Path, name: str, num_labels: int, **changes: Any) -> Path:
+    """Write a tiny model of a family with scores of labels."""
+    import transformers
+
+    make_model(folder, name)
+    config = getattr(transformers, TINY_MODELS[name].config_class).from_pretrained(folder)
+    config.num_labels, config.pad_token_id = num_labels, 0
+    config.update(changes)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = transformers.AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    with torch.no_grad():
+        model.score.weight.mul_(20)
+    model.save_pretrained(folder)
+    return folder
+
+
 def write_tokenizer(folder: Path, vocab_size: int = VOCAB_SIZE) -> None:
     """Write a byte-level BPE tokenizer without merges: a token for each byte; ids beyond the bytes are words."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    specials = ["<unk>", "<s>", "</s>"]
-    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [f"Ġw{index}" for index in range(max(0, vocab_size - len(specials) - len(characters)))]
-    vocab = {token: index for index, token in enumerate([*specials, *characters, *words])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in specials])
-    tokenizer.save(str(folder / "tokenizer.json"))
+    specials, num_bytes = ["<unk>", "<s>", "</s>"], 256
+    words = [f"Ġw{index}" for index in range(vocab_size - len(specials) - num_bytes)]
+    byte_level(specials, last=words).save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "unk_token": "<unk>",
@@ -140,11 +152,11 @@ def write_tokenizer(folder: Path, vocab_size: int = VOCAB_SIZE) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
 
 
-def reference_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+def reference_model(folder: Path) -> Any:
     """Load the folder with `transformers`."""
     import transformers
 
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def random_prompts(lengths: list[int], *, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> list[list[int]]:

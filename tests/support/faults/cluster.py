@@ -31,7 +31,7 @@ from support.processes.waiting import descendants_of
 
 MODEL = "demo"
 ADAPTER, OTHER_MODEL = "adapter", "other"
-NUM_ENGINES = 2
+NUM_ENGINES = NUM_GATEWAYS = 2
 TENANT = "default"
 MODULES = ("pagestream_worker.__main__", "pagestream_gateway.__main__", "transformers.models.llama")
 TEXTS_DTYPE = "float32"
@@ -400,7 +400,6 @@ async def running_cluster(
     folder: Path,
     harness: Harness,
     *,
-    gateways: int = 2,
     dtype: str = TEXTS_DTYPE,
     engines: Engines = Engines.PLAIN,
 ) -> AsyncIterator[FaultCluster]:
@@ -421,7 +420,7 @@ async def running_cluster(
                 await asyncio.to_thread(write_other_model, folder / OTHER_MODEL)
             for _ in range(NUM_ENGINES):
                 await cluster.add_engine(stack)
-            for _ in range(gateways):
+            for _ in range(NUM_GATEWAYS):
                 await cluster.add_gateway(stack)
             await cluster.wait_ready()
             await cluster.load_adapter()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,7 +36,7 @@ class Served:
 
 
 @contextmanager
-def running_serve(folder: Path, *options: str, environment: Mapping[str, str] | None = None) -> Iterator[Served]:
+def running_serve(folder: Path, *options: str) -> Iterator[Served]:
     """Run `pagestream serve` with free ports and float32 below `folder`; yield when it is ready.
 
     Raises:
@@ -46,8 +45,7 @@ def running_serve(folder: Path, *options: str, environment: Mapping[str, str] | 
     served, log_path = Served(folder), folder / "serve.log"
     command = [sys.executable, "-m", "pagestream_cli", "serve", "--http-port", "0", "--grpc-port", "0"]
     command += ["--data-dir", str(served.data), "--dtype", "float32", *options]
-    variables = {**os.environ, **(environment or {})}
-    with log_path.open("wb") as log, subprocess.Popen(command, env=variables, stdout=log, stderr=log) as process:
+    with log_path.open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
 
         def is_ready() -> bool:
             if process.poll() is not None:

@@ -44,15 +44,12 @@ class Refused(Exception):  # noqa: N818 - said as the API server says it
 class ControlPlane:
     """Used as `with ControlPlane(folder) as cluster`."""
 
-    def __init__(
-        self, folder: Path, *, controllers: bool = False, scheduler: bool = False, options: tuple[str, ...] = ()
-    ) -> None:
-        """`controllers` starts kube-controller-manager, `scheduler` kube-scheduler; `options` are flags of the
-        server."""
+    def __init__(self, folder: Path, *, controllers: bool = False, scheduler: bool = False) -> None:
+        """`controllers` starts kube-controller-manager, `scheduler` kube-scheduler."""
         self.folder = folder
         self.port = free_port()
         self._etcd_port, self._etcd_peer_port = free_port(), free_port()
-        self._controllers, self._scheduler, self._options = controllers, scheduler, options
+        self._controllers, self._scheduler = controllers, scheduler
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._stack = ExitStack()
 
@@ -132,7 +129,6 @@ class ControlPlane:
             *("--service-cluster-ip-range", "10.0.0.0/20", "--allow-privileged=true"),
             *(() if self._controllers else ("--disable-admission-plugins", "ServiceAccount")),
             *("--shutdown-delay-duration", "0s", "--endpoint-reconciler-type", "none"),
-            *self._options,
         )
 
     def kill_server(self) -> None:

@@ -19,6 +19,7 @@ from support.redis.topologies import quiet_port
 
 ROOT = Path(__file__).resolve().parents[3]
 DEMO_MODEL = ROOT / "deploy" / "demo-model" / "model"
+MODEL = "demo"
 START_LIMIT_S = 60.0
 
 
@@ -72,7 +73,6 @@ class Stack:
         engine_options: of all engines.
         engine_threads: that each computes with.
         engine_module: whose `main` an engine runs.
-        served_model_name: of the model.
         is_forked: whether engines and gateways are forked from processes that have imported what they need.
     """
 
@@ -84,11 +84,9 @@ class Stack:
         engine_options: Sequence[str],
         engine_threads: int = 1,
         engine_module: str = "pagestream_worker.__main__",
-        served_model_name: str = "demo",
         is_forked: bool = False,
     ) -> None:
         self.folder = folder
-        self.served_model_name = served_model_name
         self._model = model
         self._engine_options = engine_options
         self._engine_module = engine_module
@@ -106,7 +104,7 @@ class Stack:
         """Start one more engine."""
         name = f"engine-{len(self.engines)}"
         command = [self._engine_module, str(self._model), "--redis", self.redis_url]
-        command += ["--served-model-name", self.served_model_name, "--engine-id", name, *self._engine_options]
+        command += ["--served-model-name", MODEL, "--engine-id", name, *self._engine_options]
         log, environment = self.folder / f"{name}.log", self._engine_environment
         if self._is_forked:
             part: Part = ForkedPart(name, command, log, environment, server=shared_server(*ENGINES))

@@ -4,11 +4,12 @@ import asyncio
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from pagestream_streams import EmbeddedRedis, ServerBinary
+from pagestream_streams import Broker, EmbeddedRedis, ServerBinary, Unavailable
 from pagestream_streams.connection import find_servers, free_port
 from redis import Redis
 
@@ -66,6 +67,42 @@ def kill_written(server: EmbeddedRedis) -> None:
                 pytest.fail(f"Redis has not written its file within {_WRITTEN_LIMIT_S:.0f} s")
             time.sleep(_PAUSE_S)
     server.kill()
+
+
+@dataclass(frozen=True)
+class DiskState:
+    """The growing append-only file, and how many of its bytes the disk has."""
+
+    file: Path
+    size: int
+
+
+async def disk_state(server: EmbeddedRedis, broker: Broker) -> DiskState:
+    """Wait until all acknowledged writes are in the file, and return its state."""
+    async with asyncio.timeout(_WRITTEN_LIMIT_S):
+        while True:
+            with suppress(Unavailable):  # a connection was closed
+                info = await broker.connection.execute("INFO", "persistence")
+                rewrites = int(info["aof_rewrite_in_progress"]) or int(info["aof_rewrite_scheduled"])
+                if not int(info["aof_buffer_length"]) and not rewrites:
+                    break
+            await asyncio.sleep(_PAUSE_S)
+    file = growing_file(server.data_dir)
+    return DiskState(file, file.stat().st_size)
+
+
+def growing_file(data_dir: Path) -> Path:
+    """Return the growing file: the last increment in Redis 7's folder, the only file of Redis 6."""
+    increments = sorted(data_dir.glob("appendonlydir/*.incr.aof"), key=lambda path: int(path.name.split(".")[-3]))
+    return increments[-1] if increments else data_dir / "appendonly.aof"
+
+
+async def die_behind(server: EmbeddedRedis, state: DiskState) -> None:
+    """Lose everything after `state`, as on a machine whose disk was behind, and restart."""
+    server.kill()
+    with state.file.open("rb+") as file:
+        file.truncate(state.size)
+    await server.start()
 
 
 def emptied(server: EmbeddedRedis) -> str:

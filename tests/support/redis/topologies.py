@@ -14,6 +14,7 @@ from typing import Any
 
 from pagestream_streams import EmbeddedRedis, ServerBinary
 from redis import Redis, exceptions
+from support.processes.part import Part
 from support.redis.servers import emptied
 
 HOST = "127.0.0.1"
@@ -26,26 +27,21 @@ class TopologyError(RuntimeError):
     """The servers did not reach the state that was waited for."""
 
 
-@dataclass
-class Server:
+class Server(Part):
     """One server process; it can be killed and started again on its files."""
 
-    folder: Path
-    command: Sequence[str]
-    port: int
-    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    def __init__(self, folder: Path, command: Sequence[str], port: int) -> None:
+        super().__init__(f"the server on port {port}", command, folder / "log")
+        self.folder = folder
+        self.port = port
 
     def start(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "log").open("ab") as log:
-            self.process = subprocess.Popen(
-                list(self.command), cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-            )
+        super().start()
 
     def kill(self) -> None:
         if self.process is not None:
-            self.process.kill()
-            self.process.wait()
+            super().kill()
             self.process = None
 
     def ask(self, *command: str | bytes | int) -> object:
@@ -55,10 +51,8 @@ class Server:
 
     def check(self) -> None:
         """Raise TopologyError, with the end of its log, where the process has ended."""
-        code = None if self.process is None else self.process.poll()
-        if code is not None:
-            words = (self.folder / "log").read_text(errors="replace").splitlines()[-5:]
-            raise TopologyError(f"the server on port {self.port} ended with {code}: {' | '.join(words)}")
+        if self.process is not None and not self.is_alive():
+            raise TopologyError(f"{self.name} ended with {self.wait()}: {self.log_tail()}")
 
     def answers(self) -> bool:
         try:
@@ -78,9 +72,9 @@ def until(condition: Callable[[], bool], what: str, servers: Sequence[Server] = 
         time.sleep(0.05)
 
 
-def server(binary: ServerBinary, folder: Path, *options: str, port: int | None = None) -> Server:
+def server(binary: ServerBinary, folder: Path, *options: str) -> Server:
     """Return a server with append-only files, as the embedded one has."""
-    port = port or quiet_port()
+    port = quiet_port()
     command = [str(binary.path), "--port", str(port), "--bind", HOST, "--dir", str(folder), "--save", ""]
     return Server(folder, [*command, "--appendonly", "yes", "--appendfsync", "everysec", *options], port)
 
@@ -246,23 +240,21 @@ def _is_whole(each: Server, replicas: int) -> bool:
 
 
 @contextmanager
-def running_sentinels(folder: Path, binary: ServerBinary, *, replicas: int = 1) -> Iterator[Topology]:
-    """Run a master with replicas, and three Sentinels of which two have to agree on its death."""
+def running_sentinels(folder: Path, binary: ServerBinary) -> Iterator[Topology]:
+    """Run a master with a replica, and three Sentinels of which two have to agree on its death."""
     master = server(binary, folder / "0", "--repl-diskless-sync-delay", "0")
-    followers = [
-        server(binary, folder / str(number), "--replicaof", f"{HOST} {master.port}", "--repl-diskless-sync-delay", "0")
-        for number in range(1, replicas + 1)
-    ]
+    options = ("--replicaof", f"{HOST} {master.port}", "--repl-diskless-sync-delay", "0")
+    replica = server(binary, folder / "1", *options)
     sentinels = [_sentinel(binary, folder / f"sentinel-{number}", master.port) for number in range(3)]
     url = "redis+sentinel://" + ",".join(f"{HOST}:{each.port}" for each in sentinels) + "/pagestream"
-    with running(Topology(url, [master, *followers], sentinels)) as topology:
+    with running(Topology(url, [master, replica], sentinels)) as topology:
         for each in topology.servers:
             each.start()
-        until(lambda: all(each.answers() for each in topology.servers), "master and replicas", topology.servers)
-        until(lambda: _connected_replicas(master) == replicas, "the replicas to follow")
+        until(lambda: all(each.answers() for each in topology.servers), "master and replica", topology.servers)
+        until(lambda: num_replicas(master) == 1, "the replica to follow")
         for each in sentinels:
             each.start()
-        until(lambda: all(_sees(each, replicas) for each in sentinels), "the Sentinels to see each other", sentinels)
+        until(lambda: all(_sees(each) for each in sentinels), "the Sentinels to see each other", sentinels)
         yield topology
 
 
@@ -283,18 +275,13 @@ def _sentinel(binary: ServerBinary, folder: Path, master_port: int) -> Server:
     return Server(folder, [str(binary.path), str(config), "--sentinel"], port)
 
 
-def _connected_replicas(master: Server) -> int:
-    with Redis(host=HOST, port=master.port) as client:
-        return int(client.info("replication")["connected_slaves"])
-
-
-def _sees(sentinel: Server, replicas: int) -> bool:
+def _sees(sentinel: Server) -> bool:
     try:
         with Redis(host=HOST, port=sentinel.port) as client:
             state = client.sentinel_master("pagestream")
     except (exceptions.RedisError, OSError):
         return False
-    return bool(state["num-other-sentinels"] == 2 and state["num-slaves"] == replicas)
+    return bool(state["num-other-sentinels"] == 2 and state["num-slaves"] == 1)
 
 
 @dataclass(frozen=True)
@@ -314,24 +301,21 @@ def make_certificates(folder: Path) -> Certificates:
     extensions.write_text(f"subjectAltName=IP:{ipaddress.ip_address(HOST)},DNS:localhost\n")
     curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
     authority = (
-        "-x509",
         *curve,
+        "-x509",
+        "-days",
+        "2",
         "-keyout",
         ca_key,
         "-out",
         made.authority,
-        "-days",
-        "2",
         "-subj",
         "/CN=test authority",
     )
     asked = (*curve, "-keyout", made.key, "-out", request, "-subj", "/CN=localhost")
-    signing = ("-req", "-in", request, "-CA", made.authority, "-CAkey", ca_key, "-CAcreateserial")
-    for command in (
-        ("req", *authority),
-        ("req", *asked),
-        ("x509", *signing, "-out", made.certificate, "-days", "2", "-extfile", extensions),
-    ):
+    signing = ("-req", "-in", request, "-CA", made.authority, "-CAkey", ca_key, "-CAcreateserial", "-days", "2")
+    signed = (*signing, "-out", made.certificate, "-extfile", extensions)
+    for command in (("req", *authority), ("req", *asked), ("x509", *signed)):
         subprocess.run(["openssl", *map(str, command)], check=True, capture_output=True, timeout=30)
     return made
 

@@ -170,9 +170,9 @@ class Release:
             chosen += ["--set-json", f"{path}={json.dumps(value)}"]
         return chosen
 
-    def helm(self, *command: str, limit_s: float = 300.0, fails: bool = False) -> str:
+    def helm(self, *command: str) -> str:
         """helm in this release's namespace."""
-        return run_tool("helm", "--namespace", self.namespace.name, *command, limit_s=limit_s, fails=fails)
+        return run_tool("helm", "--namespace", self.namespace.name, *command, limit_s=300.0)
 
     @property
     def is_there(self) -> bool:

@@ -11,13 +11,13 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cluster.load import Content, Load, Question, steady_load
+from cluster.resources import Namespace, Object, Release, name_of, wait_for
 from pagestream_operator.children import METRICS_PORT
 from prometheus_client.parser import text_string_to_metric_families
-from support.faults.checked_load import Content, Load, Question, steady_load
 from support.kubernetes.api import CommandError, run_tool
-from support.kubernetes.cluster import Namespace, Object, Release, name_of, wait_for
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 IMAGES = ROOT / "build" / "images"
 CHART = ROOT / "helm" / "pagestream"
 VALUES = ROOT / "tests" / "cluster" / "values.yaml"
@@ -61,7 +61,7 @@ def make_namespace(space: Namespace) -> None:
     run_tool("kubectl", "label", "namespace", space.name, "pod-security.kubernetes.io/enforce=restricted")
 
 
-def wait_for_pool(name: str, replicas: int, space: Namespace = NAMESPACE, *, limit_s: float = 120.0) -> None:
+def wait_for_pool(name: str, replicas: int, space: Namespace = NAMESPACE) -> None:
     """Wait until a pool has exactly `replicas` pods, all of them ready and of the newest template."""
 
     def is_there() -> bool:
@@ -77,7 +77,7 @@ def wait_for_pool(name: str, replicas: int, space: Namespace = NAMESPACE, *, lim
         counts = (made["status"].get(each, 0) for each in ("replicas", "readyReplicas", "updatedReplicas"))
         return is_observed and all(count == replicas for count in counts)
 
-    wait_for(f"{replicas} ready pods of pool {name}", is_there, limit_s=limit_s)
+    wait_for(f"{replicas} ready pods of pool {name}", is_there, limit_s=120.0)
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,9 @@ class Scene:
         """Names of the pool's pods."""
         return {name_of(pod) for pod in NAMESPACE.pods(self.engines)}
 
-    async def settled(self, replicas: int, *, limit_s: float = 120.0) -> None:
+    async def settled(self, replicas: int) -> None:
         """Wait until the pool has `replicas` ready pods of the newest template."""
-        await asyncio.to_thread(wait_for_pool, self.name, replicas, limit_s=limit_s)
+        await asyncio.to_thread(wait_for_pool, self.name, replicas)
 
     async def until(self, what: str, condition: Callable[[], object], *, limit_s: float = 60.0) -> None:
         """Wait for a condition beside the streams."""

@@ -81,19 +81,19 @@ class Load:
         self.marked.discard(user)
         self.last_chunk_s.pop(user, None)
 
-    async def wait_under_way(self, streams: int = 3) -> None:
-        """Wait until this many streams have 100 to 600 tokens, then mark."""
-        await self.until("streams under way", lambda load: sum(100 < each < 600 for each in load.tokens) >= streams)
+    async def wait_under_way(self) -> None:
+        """Wait until three streams have 100 to 600 tokens, then mark."""
+        await self.until("streams under way", lambda load: sum(100 < each < 600 for each in load.tokens) >= 3)
         self.mark()
 
-    async def wait_marked(self, *, limit_s: float = 120.0) -> None:
+    async def wait_marked(self) -> None:
         """Wait until all streams that were open at the mark have ended without an error."""
-        await self.until("the open streams' ends", lambda load: not load.marked, limit_s=limit_s)
+        await self.until("the open streams' ends", lambda load: not load.marked, limit_s=120.0)
 
-    async def wait_finished(self, streams: int = 4, *, limit_s: float = 120.0) -> None:
+    async def wait_finished(self, streams: int) -> None:
         """Wait until this many more streams have ended without an error."""
         goal = self.finished + streams
-        await self.until(f"{streams} more streams", lambda load: load.finished >= goal, limit_s=limit_s)
+        await self.until(f"{streams} more streams", lambda load: load.finished >= goal, limit_s=120.0)
 
     def check(self) -> None:
         """Raise what a stream has raised."""
