@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 import uvloop
 from goals import print_goal
 from support.clients.readers import TOPICS
-from support.faults.served import running_serve
+from support.processes.served import running_serve
 
 LIMIT_S = 1800.0
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from goals import print_goal
-from support.faults.served import running_serve
+from support.processes.served import running_serve
 from support.processes.stack import DEMO_MODEL
 
 VARIABLE = "VLLM_COMMAND"

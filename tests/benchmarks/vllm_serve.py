@@ -27,7 +27,7 @@ from typing import Any
 
 from engine_throughput import SHAPE, make_model
 from goals import print_goal
-from support.faults.served import running_serve
+from support.processes.served import running_serve
 from support.processes.waiting import wait_until
 from vllm_cpu import instruction_sets
 

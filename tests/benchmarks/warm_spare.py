@@ -18,7 +18,7 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support.faults.served import Served, running_serve
+from support.processes.served import Served, running_serve
 from support.processes.waiting import wait_until
 
 LIMIT_S = 120.0

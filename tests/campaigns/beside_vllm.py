@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-from support.faults.served import running_serve
+from support.processes.served import running_serve
 from support.processes.stack import DEMO_MODEL, free_port
 from support.processes.waiting import wait_until
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 from redis import Redis
-from support.faults.served import Served, running_serve
+from support.processes.served import Served, running_serve
 from support.processes.waiting import is_running, wait_until
 
 pytestmark = [pytest.mark.served, pytest.mark.timeout(600)]
