@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pagestream_engine import LLM, ConfigError, SamplingParams
+from pagestream_engine.runner import ModelRunner
 from support.engines.tiny_models import random_prompts
 
 pytestmark = pytest.mark.served
@@ -123,7 +125,7 @@ def test_host_pages_and_a_cpus_pool_fit_into_its_memory_together(
     make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = page_gib(make_llm)
-    monkeypatch.setattr("pagestream_engine.runner.runner.available_bytes", lambda: int(20.5 * page * 2**30))
+    monkeypatch.setattr(sys.modules[ModelRunner.__module__], "available_bytes", lambda: int(20.5 * page * 2**30))
     make_llm(num_gpu_blocks_override=16, swap_space=4.2 * page)
     with pytest.raises(ConfigError, match=r"swap_space: given .* and at most the .* free ones"):
         make_llm(num_gpu_blocks_override=16, swap_space=5.2 * page)

@@ -12,8 +12,15 @@ from pathlib import Path
 
 import pytest
 from pagestream_engine import native_build
-from pagestream_engine.errors import CompilerNotFound, NativeBuildError
-from pagestream_engine.native_build import NativeLibrary, cached, compile_into, find_compiler, toolchain_of
+from pagestream_engine.native_build import (
+    CompilerNotFound,
+    NativeBuildError,
+    NativeLibrary,
+    cached,
+    compile_into,
+    find_compiler,
+    toolchain_of,
+)
 
 pytestmark = pytest.mark.builds
 

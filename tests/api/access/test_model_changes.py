@@ -10,8 +10,9 @@ import pytest
 import pytest_asyncio
 from pagestream_cli.__main__ import main
 from pagestream_streams import Broker
-from pagestream_streams.admin import RosterRow, Verb, roster
+from pagestream_streams.admin import RosterRow, Verb
 from support.clients.gateway_clients import gateway_settings, running_address
+from support.protocol.token_streams import home_of
 
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
 
@@ -20,8 +21,9 @@ MODELS = ("a", "b")
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def broker(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Broker]:
-    monkeypatch.setattr(roster, "_ROW_MS", 600_000)  # nothing renews the row, however slow the machine is
     async with await Broker.connect(redis_url) as broker:
+        # Nothing renews the row, however slow the machine is.
+        monkeypatch.setattr(home_of(broker.roster), "_ROW_MS", 600_000)
         await broker.roster.renew("one", RosterRow(MODELS, serving="a", since_ms=1, failed={"b": "it is cut off"}))
         yield broker
 

@@ -20,12 +20,11 @@ from pagestream_engine import native_build
 from pagestream_engine.attention.native import library
 from pagestream_engine.attention.native.levels import HEAD_DIMS_VARIABLE, LEVELS, SOURCE, find_prebuilt, libraries
 from pagestream_engine.cpu import instruction_sets, read_cpuinfo
-from pagestream_engine.errors import NativeBuildError
 from pagestream_engine.layers.native import library as linear_library
 from pagestream_engine.layers.native.levels import LEVELS as LINEAR_LEVELS
 from pagestream_engine.layers.native.levels import LinearLevel, usable_levels
 from pagestream_engine.layers.native.levels import libraries as linear_libraries
-from pagestream_engine.native_build import find_compiler, toolchain_of
+from pagestream_engine.native_build import NativeBuildError, find_compiler, toolchain_of
 from pagestream_engine.native_levels import find_library
 from pagestream_engine.native_prebuild import prebuild
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pagestream_engine import LLM, ConfigError, EngineAsleep, InvalidRequest, SamplingParams, Sibling, SleepFailed
+from pagestream_engine.request import Generation
+from pagestream_engine.runner import ModelRunner
 from support.engines.tiny_models import random_prompts
 
 pytestmark = pytest.mark.served
@@ -56,7 +59,7 @@ def test_tokens_are_the_same_after_sleep(llama: Path, options: dict[str, Any]) -
 def test_a_group_that_is_added_in_parts_finds_an_engine_that_fell_asleep(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagestream_engine.request.generation.REPLAY_TOKENS", 4)
+    monkeypatch.setattr(sys.modules[Generation.__module__], "REPLAY_TOKENS", 4)
     engine = LLM(llama, **OPTIONS).engine
     adding = engine.adding_group([5, 6], [Sibling("a", PARAMS, [7] * 6)])
     next(adding)
@@ -82,7 +85,7 @@ def test_an_engine_that_finds_no_memory_stays_asleep(llama: Path, monkeypatch: p
     expected = tokens(llm)
     llm.sleep()
     with monkeypatch.context() as patch:
-        patch.setattr("pagestream_engine.runner.runner.available_bytes", lambda: 0)
+        patch.setattr(sys.modules[ModelRunner.__module__], "available_bytes", lambda: 0)
         with pytest.raises(SleepFailed, match=f"can't wake up: {ConfigError.__name__}: num_gpu_blocks_override"):
             llm.wake_up()
     with pytest.raises(EngineAsleep):

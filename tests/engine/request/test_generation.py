@@ -1,3 +1,4 @@
+import sys
 from typing import Any
 
 import pytest
@@ -5,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pagestream_engine import InvalidRequest, SamplingParams, TokenSequence
 from pagestream_engine.request import Generation, Taken
-from pagestream_engine.request import generation as module
 from pagestream_engine.text import IncrementalDetokenizer, Pieces
 from support.engines.arithmetic_model import byte_level_tokenizer
 
@@ -154,6 +154,6 @@ def test_a_replay_pauses_after_each_part(monkeypatch: pytest.MonkeyPatch) -> Non
         taken.append(num_output_tokens)
         return Taken("")
 
-    monkeypatch.setattr(module, "REPLAY_TOKENS", 4)
+    monkeypatch.setattr(sys.modules[Generation.__module__], "REPLAY_TOKENS", 4)
     monkeypatch.setattr(Generation, "take", take)
     assert [len(taken) for _ in make().replay([7] * 9)] == [4, 8, 9]

@@ -16,13 +16,14 @@ from pathlib import Path
 import numpy as np
 from pagestream_engine import EngineConfig, SamplingParams
 from pagestream_engine.cache import HostMemory, KVSpec, make_layout
-from pagestream_engine.config import DEFAULT_BLOCK_SIZE
 from pagestream_engine.request import BeamSearch, LogprobRow
 from pagestream_engine.step import PendingResult, StepLogprobs, StepPlan, StepResult
 from support.engines.tokenizers import byte_level
 from tokenizers import Tokenizer
 
 EOS = 0
+BLOCK_SIZE = 16
+"""Where the options name none."""
 _MODULUS = 1_000_003
 HOST_PAGE_BYTES = 2**20
 """Of a block: a GiB has 1,024 pages."""
@@ -82,7 +83,7 @@ class ArithmeticRunner:
         self.num_steps = 0
         self.rows: dict[int, Row] = {}
         self._config = config
-        block_size = config.cache.block_size or DEFAULT_BLOCK_SIZE
+        block_size = config.cache.block_size or BLOCK_SIZE
         layout = make_layout(facts.kv_specs, block_size, facts.max_position_embeddings)
         self.kv_layout = replace(layout, separates_outputs=facts.separates_outputs)
         self._pages: list[Page] = []

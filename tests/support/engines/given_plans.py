@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pagestream_engine.cache import full_attention
-from pagestream_engine.request.sequence import NO_ROW
 from pagestream_engine.scheduler import ScheduledStep
-from pagestream_engine.step import StepPlan
-from pagestream_engine.step.plan_builder import PlanBuilder
+from pagestream_engine.step import PlanBuilder, StepPlan
 
 MAX_ROWS = 64
+NO_ROW = -1  # of a sequence that no plan has sent yet
 LAYOUT = full_attention(16)
 
 
