@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,9 +120,12 @@ async def serving(addresses: Sequence[Address]) -> int:
 @asynccontextmanager
 async def grpc_stub(address: Address, *, key: str | None = None) -> AsyncIterator[InferenceStub]:
     """Open a stub; with a key, its calls carry it."""
-    interceptors = [] if key is None else [_BearerStream(key), _BearerUnary(key)]
-    async with grpc.aio.insecure_channel(address.target, interceptors=interceptors) as channel:
-        yield InferenceStub(channel)
+    async with grpc.aio.insecure_channel(address.target) as channel:
+        stub = InferenceStub(channel)
+        if key is not None:
+            for name, call in vars(stub).items():
+                setattr(stub, name, partial(call, metadata=(("authorization", f"Bearer {key}"),)))
+        yield stub
 
 
 def refusal(error: grpc.aio.AioRpcError) -> Refusal:
@@ -178,27 +182,6 @@ def chat_text(events: Sequence[Event], choice: int = 0) -> str:
     return "".join(
         each["delta"].get("content") or "" for body in bodies for each in body["choices"] if each["index"] == choice
     )
-
-
-class _BearerStream(grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
-    def __init__(self, key: str) -> None:
-        self._key = key
-
-    async def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
-        return await continuation(_with_key(details, self._key), request)
-
-
-class _BearerUnary(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
-    def __init__(self, key: str) -> None:
-        self._key = key
-
-    async def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
-        return await continuation(_with_key(details, self._key), request)
-
-
-def _with_key(details: Any, key: str) -> Any:
-    metadata = [*(details.metadata or ()), ("authorization", f"Bearer {key}")]
-    return details._replace(metadata=grpc.aio.Metadata(*metadata))
 
 
 async def lose(redis_url: str, request_id: str) -> None:
