@@ -12,7 +12,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from pagestream.v1.inference_pb2_grpc import InferenceStub
 from pagestream_client import AsyncClient
 from support.clients.readers import Reader, question
 from support.processes.part import Part
-from support.processes.stack import DEMO_MODEL, MODEL, ROOT, START_LIMIT_S, Gateway, Stack, free_port
+from support.processes.stack import DEMO_MODEL, MODEL, ROOT, START_LIMIT_S, Gateway, Stack
 from support.processes.waiting import wait_until
 from support.redis.servers import skip_for_want_of
 
@@ -36,65 +35,37 @@ ROOM = 4
 """Streams that an engine runs at once: of twice as many, each of two engines has half."""
 OPTIONS = ("--dtype", "float32", "--max-num-seqs", str(ROOM))
 OTHER_NUMERICS = ("--block-size", "32")
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 LONG_GRACE_MS = 3_600_000
 """Longer than the test may take: a stream that waited for an engine of its fingerprint would fail it."""
 LONG, SHORT = 200, 16
 """Tokens of a stream; and of its part before the engine is told to end, or of one that only shows who runs it."""
 
 
-class EarlierSources:
-    """A commit's packages in a folder of their own. Their dependencies are this environment's."""
+@pytest.fixture
+def earlier(tmp_path: Path) -> dict[str, str]:
+    """Variables of processes that run the last release's packages, unpacked. Their dependencies are this environment's.
 
-    def __init__(self, commit: str, folder: Path) -> None:
-        """Unpack `commit` into `folder`; skip the test where this checkout has no git or not so much history."""
-        git = shutil.which("git")
-        if git is None or not (ROOT / ".git").exists():
-            skip_for_want_of("history", "this is no git checkout, so that there is no earlier commit to run")
-        command = [str(git), "-C", str(ROOT), "archive", "--format=tar", commit, *PACKAGES]
-        archive = subprocess.run(command, capture_output=True, check=False, timeout=GIT_LIMIT_S)
-        if archive.returncode:
-            skip_for_want_of("history", f"git has no commit {commit} here: {archive.stderr.decode().strip()}")
-        folder.mkdir(parents=True)
-        subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True, timeout=GIT_LIMIT_S)
-        sources = [str(path) for path in sorted(folder.glob("*/src")) + sorted(folder.glob("services/*/src"))]
-        self._environment = {"PYTHONPATH": os.pathsep.join(sources)}
-
-    def add_engine(self, stack: Stack, *, finish_timeout_s: float = 20.0) -> Part:
-        """Start an engine of the commit on the stack's Redis."""
-        name = f"earlier-engine-{len(stack.engines)}"
-        command = [sys.executable, "-m", "pagestream_worker", str(DEMO_MODEL), "--redis", stack.redis_url]
-        command += ["--served-model-name", MODEL, "--engine-id", name, *OPTIONS]
-        finishes = {"PAGESTREAM_WORKER__FINISH_TIMEOUT_S": str(finish_timeout_s)}
-        part = Part(name, command, stack.folder / f"{name}.log", {**self._environment, **ONE_THREAD, **finishes})
-        part.start()
-        stack.engines.append(part)
-        return part
-
-    def add_gateway(self, stack: Stack) -> Gateway:
-        """Start a gateway of the commit on the stack's Redis."""
-        name = f"earlier-gateway-{len(stack.gateways)}"
-        http_port, grpc_port = free_port(), free_port()
-        command = [sys.executable, "-m", "pagestream_gateway", "--redis", stack.redis_url, "--gateway-id", name]
-        command += ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
-        log = stack.folder / f"{name}.log"
-        part = Gateway(name, command, log, self._environment, http_port=http_port, grpc_port=grpc_port)
-        part.start()
-        stack.gateways.append(part)
-        return part
+    Skips the test where this checkout has no git or not so much history.
+    """
+    folder = tmp_path / "earlier"
+    git = shutil.which("git")
+    if git is None or not (ROOT / ".git").exists():
+        skip_for_want_of("history", "this is no git checkout, so that there is no earlier commit to run")
+    command = [str(git), "-C", str(ROOT), "archive", "--format=tar", LAST_RELEASE, *PACKAGES]
+    archive = subprocess.run(command, capture_output=True, check=False, timeout=GIT_LIMIT_S)
+    if archive.returncode:
+        skip_for_want_of("history", f"git has no commit {LAST_RELEASE} here: {archive.stderr.decode().strip()}")
+    folder.mkdir(parents=True)
+    subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True, timeout=GIT_LIMIT_S)
+    sources = [str(path) for path in sorted(folder.glob("*/src")) + sorted(folder.glob("services/*/src"))]
+    return {"PYTHONPATH": os.pathsep.join(sources)}
 
 
 @pytest.fixture
-def earlier(tmp_path: Path) -> EarlierSources:
-    return EarlierSources(LAST_RELEASE, tmp_path / "earlier")
-
-
-@pytest.fixture
-def stack(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
-    """Redis alone; the parts that a test adds inherit its grace. Parametrized by further options of new engines."""
+def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
+    """Redis alone; the parts that a test adds inherit its grace."""
     monkeypatch.setenv("PAGESTREAM_BROKER__FINGERPRINT_GRACE_MS", str(LONG_GRACE_MS))
-    options = (*OPTIONS, *getattr(request, "param", ()))
-    running = Stack(tmp_path / "stack", model=DEMO_MODEL, engine_options=options, is_forked=True)
+    running = Stack(tmp_path / "stack", model=DEMO_MODEL, engine_options=OPTIONS, is_forked=True)
     running.redis.start()
     try:
         yield running
@@ -133,26 +104,27 @@ def claimed(engine: Part, outcomes: Sequence[Reader]) -> int:
     return sum(any(f'"{each.request_id}"' in line for line in lines) for each in outcomes)
 
 
-def test_begun_streams_go_on_at_once_on_this_commits_engine(stack: Stack, earlier: EarlierSources) -> None:
-    asyncio.run(_upgrade(stack, earlier, is_alike=True))
+def test_begun_streams_go_on_at_once_on_this_commits_engine(stack: Stack, earlier: dict[str, str]) -> None:
+    asyncio.run(_upgrade(stack, earlier))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stack", [OTHER_NUMERICS], indirect=True)
-def test_begun_streams_end_where_they_are_before_other_numerics(stack: Stack, earlier: EarlierSources) -> None:
-    asyncio.run(_upgrade(stack, earlier, is_alike=False))
+def test_begun_streams_end_where_they_are_before_other_numerics(stack: Stack, earlier: dict[str, str]) -> None:
+    asyncio.run(_upgrade(stack, earlier, *OTHER_NUMERICS))
 
 
-async def _upgrade(stack: Stack, earlier: EarlierSources, *, is_alike: bool) -> None:
-    old_engine = earlier.add_engine(stack, finish_timeout_s=120.0)
-    old_gateway = earlier.add_gateway(stack)
+async def _upgrade(stack: Stack, earlier: dict[str, str], *options: str) -> None:
+    """Upgrade to an engine with further options, which have other numerics."""
+    is_alike = not options
+    old_engine = stack.add_engine(environment={**earlier, "PAGESTREAM_WORKER__FINISH_TIMEOUT_S": "120"})
+    old_gateway = stack.add_gateway(environment=earlier)
     new_gateway = stack.add_gateway()
     await asyncio.to_thread(stack.wait_ready)
     # Requests that this commit's gateway accepts run on the earlier engine.
     undisturbed = await read_all([new_gateway.grpc_target], 2 * ROOM, max_tokens=LONG)
     assert claimed(old_engine, undisturbed) == len(undisturbed)
 
-    new_engine = stack.add_engine()
+    new_engine = stack.add_engine(*options)
     await asyncio.to_thread(wait_until, new_engine.has_said_ready, limit_s=START_LIMIT_S, what=new_engine.name)
     both = [old_gateway.grpc_target, new_gateway.grpc_target]
     reading = asyncio.create_task(read_all(both, len(undisturbed), max_tokens=LONG))

@@ -51,11 +51,11 @@ class Part:
         self.signal(signal.SIGKILL)
         self.wait()
 
-    def wait(self) -> int:
+    def wait(self, limit_s: float = STOP_LIMIT_S) -> int:
         """Wait for the end; returns the exit status."""
         if self.process is None:
             raise StackError(f"{self.name} is not running")
-        return self.process.wait(STOP_LIMIT_S)
+        return self.process.wait(limit_s)
 
     def stop(self) -> None:
         """Terminate the process; kill it after a limit."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from pagestream_cli import ProcessRecord, ServeRecord, read_record
-from support.processes.part import StackError
+from support.processes.part import Part, StackError
 from support.processes.waiting import wait_until
 
 READY_LIMIT_S = 150.0
@@ -42,20 +42,21 @@ def running_serve(folder: Path, *options: str) -> Iterator[Served]:
     Raises:
         StackError: it has ended; the message is its log.
     """
-    served, log_path = Served(folder), folder / "serve.log"
+    served = Served(folder)
     command = [sys.executable, "-m", "pagestream_cli", "serve", "--http-port", "0", "--grpc-port", "0"]
     command += ["--data-dir", str(served.data), "--dtype", "float32", *options]
-    with log_path.open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+    part = Part("serve", command, folder / "serve.log")
 
-        def is_ready() -> bool:
-            if process.poll() is not None:
-                raise StackError(log_path.read_text())
-            record = read_record(served.data / "serve.json")
-            return record is not None and record.ready
+    def is_ready() -> bool:
+        if not part.is_alive():
+            raise StackError(part.log.read_text())
+        record = read_record(served.data / "serve.json")
+        return record is not None and record.ready
 
-        try:
-            wait_until(is_ready, "serve is ready", READY_LIMIT_S)
-            yield served
-        finally:
-            process.terminate()
-            process.wait(END_LIMIT_S)
+    part.start()
+    try:
+        wait_until(is_ready, "serve is ready", READY_LIMIT_S)
+        yield served
+    finally:
+        part.signal(signal.SIGTERM)
+        part.wait(END_LIMIT_S)

@@ -4,10 +4,11 @@ Tests kill, stop and restart the parts themselves; there is no supervisor.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 from pagestream_streams import find_server, server_command
@@ -80,8 +81,8 @@ class Stack:
         self,
         folder: Path,
         *,
-        model: Path,
-        engine_options: Sequence[str],
+        model: Path = DEMO_MODEL,
+        engine_options: Sequence[str] = ("--dtype", "float32"),
         engine_threads: int = 1,
         engine_module: str = "pagestream_worker.__main__",
         is_forked: bool = False,
@@ -100,31 +101,31 @@ class Stack:
         self.engines: list[Part] = []
         self.gateways: list[Gateway] = []
 
-    def add_engine(self) -> Part:
-        """Start one more engine."""
+    def add_engine(self, *options: str, environment: Mapping[str, str] | None = None) -> Part:
+        """Start one more engine; with variables of its own as users do, without a fork server."""
         name = f"engine-{len(self.engines)}"
         command = [self._engine_module, str(self._model), "--redis", self.redis_url]
-        command += ["--served-model-name", MODEL, "--engine-id", name, *self._engine_options]
-        log, environment = self.folder / f"{name}.log", self._engine_environment
-        if self._is_forked:
-            part: Part = ForkedPart(name, command, log, environment, server=shared_server(*ENGINES))
+        command += ["--served-model-name", MODEL, "--engine-id", name, *self._engine_options, *options]
+        log, variables = self.folder / f"{name}.log", {**self._engine_environment, **(environment or {})}
+        if self._is_forked and environment is None:
+            part: Part = ForkedPart(name, command, log, variables, server=shared_server(*ENGINES))
         else:
-            part = Part(name, [sys.executable, "-m", *command], log, environment)
+            part = Part(name, [sys.executable, "-m", *command], log, variables)
         part.start()
         self.engines.append(part)
         return part
 
-    def add_gateway(self, *options: str) -> Gateway:
-        """Start one more gateway."""
+    def add_gateway(self, *options: str, environment: Mapping[str, str] | None = None) -> Gateway:
+        """Start one more gateway; with variables of its own as users do, without a fork server."""
         name = f"gateway-{len(self.gateways)}"
         http_port, grpc_port = free_port(), free_port()
         command = ["pagestream_gateway.__main__", "--redis", self.redis_url, "--gateway-id", name]
         command += ["--http-port", str(http_port), "--grpc-port", str(grpc_port), *options]
         log, ports = self.folder / f"{name}.log", {"http_port": http_port, "grpc_port": grpc_port}
-        if self._is_forked:
+        if self._is_forked and environment is None:
             part: Gateway = ForkedGateway(name, command, log, server=shared_server(*GATEWAYS), **ports)
         else:
-            part = Gateway(name, [sys.executable, "-m", *command], log, **ports)
+            part = Gateway(name, [sys.executable, "-m", *command], log, dict(environment or {}), **ports)
         part.start()
         self.gateways.append(part)
         return part
@@ -170,26 +171,9 @@ class Stack:
 
 
 @contextmanager
-def running_stack(
-    folder: Path,
-    *,
-    model: Path = DEMO_MODEL,
-    engines: int = 1,
-    gateways: int = 1,
-    engine_options: Sequence[str] = ("--dtype", "float32"),
-    engine_threads: int = 1,
-    engine_module: str = "pagestream_worker.__main__",
-    is_forked: bool = False,
-) -> Iterator[Stack]:
-    """Run a stack for the length of a block; on an error its notes have the ends of all logs."""
-    stack = Stack(
-        folder,
-        model=model,
-        engine_options=engine_options,
-        engine_threads=engine_threads,
-        engine_module=engine_module,
-        is_forked=is_forked,
-    )
+def running_stack(folder: Path, *, engines: int = 1, gateways: int = 1, **options: Any) -> Iterator[Stack]:
+    """Run a stack with these options for the length of a block; on an error its notes have the ends of all logs."""
+    stack = Stack(folder, **options)
     try:
         stack.redis.start()
         for _ in range(engines):
