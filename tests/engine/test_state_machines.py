@@ -106,6 +106,8 @@ class GroupMachine(RuleBasedStateMachine):
         separates_outputs: bool,
     ) -> None:
         caching = caching or num_host_pages > 0  # half of the runs have a tier, so that it meets everything else
+        self.is_caching, self.block_size = caching, block_size
+        self.finds_whole_prompts = caching and layers == "full" and num_tokens // block_size * block_size > 22
         self.facts = replace(FACTS, kv_specs=LAYERS[layers], separates_outputs=separates_outputs)
         config = EngineConfig.from_options(
             {
@@ -236,10 +238,17 @@ class GroupMachine(RuleBasedStateMachine):
             assert output.seq_id in self.expected, "an output of a sequence that is gone"
             assert output.token_id is not None
             seen = self.seen[output.seq_id]
+            self.check_hit(output, len(seen))
             seen.append(output.token_id)
             assert seen == self.expected[output.seq_id][: len(seen)]
             if output.finish_reason is not None:
                 assert seen == self.expected.pop(output.seq_id)
+
+    def check_hit(self, output: StepOutput, num_seen: int) -> None:
+        """A hit is of whole blocks, at least one token is computed, and without caching there is none."""
+        prompt, _, _ = self.groups[int(output.seq_id.split("/")[0])]
+        most = min(len(prompt), len(prompt) + num_seen - 1) if self.is_caching else 0
+        assert 0 <= output.num_cached_tokens <= most, output
 
     @invariant()
     def the_bookkeeping_holds(self) -> None:
@@ -255,6 +264,19 @@ class GroupMachine(RuleBasedStateMachine):
             limit -= 1
         assert not self.expected, "some sibling never ends"
         assert self.engine.stats().num_free_blocks == self.engine.stats().num_blocks
+        self.check_that_nothing_is_lost()
+
+    def check_that_nothing_is_lost(self) -> None:
+        """One sequence can have the whole pool, and one after it finds what it has left there."""
+        assert self.engine.fragmentation() == 0.0
+        assert not self.engine.block_map().holders
+        if self.finds_whole_prompts:
+            prompt = [*range(21)]
+            for number in ("before", "after"):
+                self.engine.add_request(number, prompt, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+                found = [output.num_cached_tokens for _ in range(60) for output in self.engine.step()]
+                assert number == "before" or found == [(len(prompt) - 1) // self.block_size * self.block_size]
+            assert self.engine.stats().num_free_blocks == self.engine.stats().num_blocks
 
 
 GroupMachine.TestCase.settings = settings(
