@@ -149,6 +149,9 @@ class SchedulerConfig:
     itl_bound_ms: float | None = None
     """Milliseconds that a step may take while sequences decode, where it also has prompts: their chunks get smaller so
     that it does, by the measured times of steps. None: no bound."""
+    mask_wait_ms: float = 20.0
+    """Most milliseconds that a step waits for the masks of its rows' grammars, which threads beside it compute. A row
+    whose mask comes later gets its token in a later step."""
     scheduling_policy: str = "fcfs"
     """Name of the policy that orders admission and preemption: fcfs, priority, shortest_first, round_robin, fair
     (`scheduler/policies.py`), or one that a plugin registers."""
@@ -159,6 +162,8 @@ class SchedulerConfig:
         bound_ms = self.itl_bound_ms
         if bound_ms is not None and not (_is_number(bound_ms) and 0.0 < bound_ms < inf):
             raise ConfigError("itl_bound_ms", bound_ms, "milliseconds greater than 0, or None for no bound")
+        if not (_is_number(self.mask_wait_ms) and 0.0 < self.mask_wait_ms < inf):
+            raise ConfigError("mask_wait_ms", self.mask_wait_ms, "milliseconds greater than 0")
         if not isinstance(self.scheduling_policy, str):
             raise ConfigError("scheduling_policy", self.scheduling_policy, "the name of a policy")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -345,6 +350,7 @@ class EngineOptions(TypedDict, total=False):
     max_num_seqs: int
     max_num_batched_tokens: int
     itl_bound_ms: float | None
+    mask_wait_ms: float
     scheduling_policy: str
     speculative_method: str | None
     speculative_model: str | None

@@ -140,7 +140,8 @@ def _check_counts(step: ScheduledStep, result: StepResult) -> None:
         raise InvariantViolation(f"the runner gave {len(result.counts)} samples for {expected} sequences")
     if result.has_one_each:
         return
-    bounds = [(1, 1)] * num_first + [(0, entry.num_scheduled_tokens) for entry in step.decodes]
+    first = [(int(seq.params.structured_outputs is None), 1) for seq in step.sampled()[:num_first]]
+    bounds = first + [(0, entry.num_scheduled_tokens) for entry in step.decodes]
     for place, (count, (least, most)) in enumerate(zip(result.counts.tolist(), bounds, strict=True)):
         if place not in result.errors and not least <= count <= most:
             raise InvariantViolation(f"the runner gave sample {place} {count} tokens, expected {least} to {most}")

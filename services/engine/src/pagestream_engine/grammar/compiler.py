@@ -1,18 +1,27 @@
-"""Compiles grammars on threads of its own, and keeps the latest ones."""
+"""Compiles grammars on threads of its own, and keeps the latest ones with what is known about them."""
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import queue
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from pagestream_engine.errors import InvariantViolation, RequestFault
+from pagestream_engine.grammar.allowed import NOTHING_FORCED, Allowed, num_words, the_only_token
+from pagestream_engine.grammar.mask_threads import MaskThreads
 from pagestream_engine.models.folder import load_tokenizer
 from pagestream_engine.request.grammars import Grammar, PreparedGrammar, num_states_for_divisors
+from pagestream_engine.step.records import Int32Array
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -29,13 +38,35 @@ _BYTES_OF_EACH, _BYTES_OF_A_BYTE = 1 << 20, 32
 docs/benchmarks/structured-output.md."""
 _BYTES_OF_A_STATE = 512
 """For each remainder of a schema's `multipleOf`: 400 to 460 were measured of 9,973, 28,363 and 29,913."""
+_MOST_FORCED_TOKENS = 1 << 20
+"""Of all texts that are kept because a grammar leaves no other one."""
+_MOST_HEAVY = 1024
+"""Grammars that are known to reach a limit by themselves."""
+_UNKNOWN_S = 1.0
+"""What a mask of a grammar may take that is compiled first."""
+_COST_FALLS_BY = 0.9
+"""With each mask: a grammar that was expensive once becomes cheap again."""
 _WHITESPACE = r"[ \n\r\t]{0,16}"
 """Between the parts of JSON. Without a bound, a model that repeats itself writes spaces for ever."""
 Reply = Callable[[PreparedGrammar], None]
 
 
+@dataclass(slots=True, eq=False)
+class CompiledGrammar:
+    """A grammar that can be walked through."""
+
+    matcher: LLMatcher
+    """At the beginning of an output. Copies share its lexer."""
+    first: Allowed
+    """What an output may begin with."""
+    cost_s: float
+    """CPU seconds that a mask of it may take, by what the latest ones have taken."""
+
+
 class GrammarCompiler:
-    """From the text of a grammar to matchers for sequences.
+    """From the text of a grammar to matchers for sequences, and to the masks that need none.
+
+    Thread-safe.
 
     Nothing is loaded before the first grammar: the tokenizer's tokens are laid out then, on the thread that compiles.
 
@@ -49,11 +80,17 @@ class GrammarCompiler:
         self, folder: Path, vocab_size: int, eos_token_ids: Collection[int], cache_bytes: int = CACHE_BYTES
     ) -> None:
         self._folder = folder
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
+        self.masks = MaskThreads(max(2, min(4, (os.cpu_count() or 2) // 2)))
+        """Where sequences walk through their grammars."""
         self._eos_token_ids = sorted(eos_token_ids)
         self._cache_bytes = cache_bytes
-        self._cache: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._cache: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
         self._num_bytes = 0
+        self._forced: OrderedDict[tuple[Grammar, tuple[int, ...], bytes], Int32Array] = OrderedDict()
+        """Tokens by the grammar, the token before them and their text, the latest used ones last."""
+        self._num_forced = 0
+        self._heavy: OrderedDict[Grammar, None] = OrderedDict()
         self._lock = threading.Lock()
         self._loading = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
@@ -80,6 +117,7 @@ class GrammarCompiler:
             self._threads = [
                 threading.Thread(target=self._run, name="grammars", daemon=True) for _ in range(NUM_THREADS)
             ]
+            atexit.register(self.close)
             for thread in self._threads:
                 thread.start()
         self._wanted.put((grammar, reply))
@@ -87,31 +125,35 @@ class GrammarCompiler:
     def close(self) -> None:
         """End the threads, and drop what waits for them. A grammar that takes long ends its thread when it is done."""
         self._is_closed = True
+        atexit.unregister(self.close)
         for _ in self._threads:
             self._wanted.put(None)
         for thread in self._threads:
             thread.join(_CLOSE_LIMIT_S)
         self._threads = []
+        self.masks.close()
+
+    def first(self, grammar: Grammar) -> Allowed | None:
+        """Return what an output may begin with; None where the grammar was evicted since `prepare`."""
+        compiled = self._kept(grammar)
+        return None if compiled is None else compiled.first
 
     def matcher(self, grammar: Grammar) -> LLMatcher:
         """Return a matcher for a new sequence, at the beginning of its output. One that was evicted since `prepare` is
-        compiled again, here.
+        compiled again, here: no thread of steps calls this.
 
         Raises:
             InvariantViolation: it can't be compiled, although it could before.
         """
-        with self._lock:
-            compiled = self._cache.get(grammar)
-            if compiled is not None:
-                self._cache.move_to_end(grammar)
+        compiled = self._kept(grammar)
         if compiled is None:
             compiled = self._compiled_before(grammar)
             self._keep(grammar, compiled)
-        return compiled.deep_copy()
+        return compiled.matcher.deep_copy()
 
     def unshared_matcher(self, grammar: Grammar) -> LLMatcher:
         """Return one that shares no states with others, at the beginning of an output; the shared states are dropped,
-        for the sequences that come.
+        for the sequences that come. No thread of steps calls this.
 
         Raises:
             InvariantViolation: it can't be compiled, although it could before.
@@ -119,9 +161,62 @@ class GrammarCompiler:
         with self._lock:
             if self._cache.pop(grammar, None) is not None:
                 self._num_bytes -= _estimated_bytes(grammar)
-        return self._compiled_before(grammar)
+        return self._compiled_before(grammar).matcher
 
-    def _compiled_before(self, grammar: Grammar) -> LLMatcher:
+    def expected_s(self, grammar: Grammar) -> float:
+        """Return the CPU seconds that a mask of a grammar may take."""
+        with self._lock:
+            compiled = self._cache.get(grammar)
+        return _UNKNOWN_S if compiled is None else compiled.cost_s
+
+    def note_cost(self, grammar: Grammar, seconds: float) -> None:
+        """Note the CPU seconds that a mask has taken."""
+        with self._lock:
+            if (compiled := self._cache.get(grammar)) is not None:
+                compiled.cost_s = max(seconds, _COST_FALLS_BY * compiled.cost_s)
+
+    def is_heavy(self, grammar: Grammar) -> bool:
+        """Whether an output has reached a limit of a grammar with states of its own."""
+        with self._lock:
+            return grammar in self._heavy
+
+    def note_heavy(self, grammar: Grammar) -> None:
+        """Note that one has."""
+        with self._lock:
+            self._heavy[grammar] = None
+            if len(self._heavy) > _MOST_HEAVY:
+                self._heavy.popitem(last=False)
+
+    def forced(self, matcher: LLMatcher, grammar: Grammar, last: Sequence[int]) -> Int32Array:
+        """Return the tokens of the only text that a matcher allows next, found once for all matchers in its place.
+
+        Args:
+            matcher: after a mask that allows one token.
+            last: the token before.
+        """
+        key = grammar, tuple(last), matcher.compute_ff_bytes()
+        with self._lock:
+            if (known := self._forced.get(key)) is not None:
+                self._forced.move_to_end(key)
+                return known
+        found = np.array(matcher.compute_ff_tokens(), np.int32)
+        with self._lock:
+            if key not in self._forced:
+                self._num_forced += len(found)
+            self._forced[key] = found
+            while self._num_forced > _MOST_FORCED_TOKENS and len(self._forced) > 1:
+                _, evicted = self._forced.popitem(last=False)
+                self._num_forced -= len(evicted)
+        return found
+
+    def _kept(self, grammar: Grammar) -> CompiledGrammar | None:
+        with self._lock:
+            compiled = self._cache.get(grammar)
+            if compiled is not None:
+                self._cache.move_to_end(grammar)
+            return compiled
+
+    def _compiled_before(self, grammar: Grammar) -> CompiledGrammar:
         found = self._compile(grammar)
         if isinstance(found, RequestFault):
             raise InvariantViolation(found)
@@ -147,7 +242,7 @@ class GrammarCompiler:
         with self._lock:
             return grammar in self._cache
 
-    def _compile(self, grammar: Grammar) -> LLMatcher | RequestFault:
+    def _compile(self, grammar: Grammar) -> CompiledGrammar | RequestFault:
         """Compile a grammar, or return what is wrong with it."""
         from llguidance import LLMatcher
 
@@ -158,16 +253,20 @@ class GrammarCompiler:
             source = _source(grammar)
         except ValueError as error:
             return _refused(grammar, str(error))
-        compiled = LLMatcher(tokenizer, source, log_level=0, limits=_limits())
-        if not compiled.is_error():
-            first = compiled.compute_bitmask()  # Sequences begin with what it has found out.
-            if not compiled.is_error() and not any(first):
+        matcher = LLMatcher(tokenizer, source, log_level=0, limits=_limits())
+        bits, started = np.zeros(num_words(self.vocab_size), np.int32), time.thread_time()
+        if not matcher.is_error():
+            # Sequences begin with what this finds out.
+            matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+            if not matcher.is_error() and not bits.any():
                 return _refused(grammar, "nothing matches it")
-        if compiled.is_error():
-            return _refused(grammar, compiled.get_error())
-        return compiled
+        if matcher.is_error():
+            return _refused(grammar, matcher.get_error())
+        cost_s = time.thread_time() - started
+        forced = NOTHING_FORCED if the_only_token(bits) is None else self.forced(matcher, grammar, ())
+        return CompiledGrammar(matcher, Allowed(bits, forced), cost_s)
 
-    def _keep(self, grammar: Grammar, compiled: LLMatcher) -> None:
+    def _keep(self, grammar: Grammar, compiled: CompiledGrammar) -> None:
         with self._lock:
             if grammar not in self._cache:
                 self._num_bytes += _estimated_bytes(grammar)
@@ -186,7 +285,7 @@ class GrammarCompiler:
                     return RequestFault("structured_outputs: the model has no tokenizer.json")
                 try:
                     self._tokenizer = LLTokenizer(
-                        tokenizer.to_str(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids
+                        tokenizer.to_str(), n_vocab=self.vocab_size, eos_token=self._eos_token_ids
                     )
                 except ValueError as error:
                     return RequestFault(f"structured_outputs: the model's tokenizer has no grammars: {error}")

@@ -238,15 +238,22 @@ class PersistentBatch:
         self._num_computed[plan.rows] = starts + plan.num_new_tokens
         return starts
 
+    def take_back(self, rows: Sequence[int]) -> None:
+        """Count the last token of rows as not computed: they got none after it."""
+        self._num_computed[np.asarray(rows, np.int64)] -= 1
+
     def settle(self, plan: StepPlan, tokens: Sequence[Sequence[int]]) -> None:
         """Take what the rows of a step with drafts were given, and count the drafts that did not hold as not computed.
 
         Args:
-            tokens: of each of its samples; a decode's are one more than its drafts that held, or none.
+            tokens: of each of its samples; a decode's are one more than its drafts that held, or none. One without any
+                computes its last token again.
         """
         rows, most = plan.rows[plan.num_prefills :], plan.num_new_tokens[plan.num_prefills :]
-        decoded = tokens[len(tokens) - len(rows) :]
-        self._num_computed[rows] -= most - np.array([len(each) for each in decoded])
+        num_first = len(tokens) - len(rows)
+        self._num_computed[rows] -= most - np.array([len(each) for each in tokens[num_first:]])
+        first = plan.sampled_rows[:num_first].tolist()
+        self.take_back([row for row, each in zip(first, tokens, strict=False) if not each])
         last = [(row, each[-1]) for row, each in zip(plan.sampled_rows.tolist(), tokens, strict=True) if each]
         numbers = to_device(torch.tensor(last, dtype=torch.int64).reshape(-1, 2), self.device)
         self.next_tokens.index_copy_(0, numbers[:, 0], numbers[:, 1])

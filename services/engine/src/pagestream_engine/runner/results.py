@@ -83,7 +83,7 @@ def _result(step_id: int, sampled: Sampled | None, prompts: Reported, wait: Call
         if logprobs is not None:
             host = (next(tensors), next(tensors), next(tensors))
             logprobs = LogprobTensors(logprobs.places, logprobs.counts, *host)
-        sampled = Sampled(token_ids, values, logprobs, sampled.errors)
+        sampled = replace(sampled, token_ids=token_ids, values=values, logprobs=logprobs)
     return _host_result(step_id, sampled, prompts.on_host(tensors))
 
 
@@ -97,8 +97,8 @@ def _host_result(step_id: int, sampled: Sampled | None, prompts: Reported) -> St
     token_ids = sampled.token_ids.numpy().astype(np.int32)[:, None]
     counts = np.empty(len(token_ids), np.int32)
     counts.fill(1)
-    if errors:
-        counts[list(errors)] = 0
+    if errors or sampled.left_out:
+        counts[[*errors, *sampled.left_out]] = 0
     return StepResult(step_id, token_ids, counts, _step_logprobs(sampled.logprobs), errors, reported, pooled)
 
 

@@ -51,7 +51,7 @@ from pagestream_engine.runner.warm_up import warm_up_plans
 from pagestream_engine.sampler import SamplingBatch
 from pagestream_engine.step.pending import PendingResult
 from pagestream_engine.step.records import StepPlan
-from pagestream_engine.transfers import slab_pages
+from pagestream_engine.transfers import slab_pages, to_device
 
 _log = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ class ModelRunner:
         self._speculation = make_speculation(
             config, draft, self._batch, lambda: self._sampling, ranks=self._ranks, stage=self._stage
         )
-        self._tokens = SampledTokens(self._stage, self._batch.next_tokens, self.num_speculative_tokens)
+        self._tokens = SampledTokens(self._stage, self._batch, self.num_speculative_tokens)
         self.forget_rows()
 
     @property
@@ -356,6 +356,7 @@ class ModelRunner:
         self._batch.apply(plan)
         self._prompt_work.apply(plan)
         if self._stage.is_last:
+            self._sampling.begin_step()
             _edit_sampling(self._sampling, plan)
         if self.adapters is not None:
             self.adapters.apply(plan)
@@ -398,8 +399,14 @@ class ModelRunner:
     def _sample(self, plan: StepPlan, logits: Tensor, rows: Tensor, reported: Reported) -> PendingResult:
         """Sample for `rows` (samples,) int64 of the batch from (samples, vocab_size) logits."""
         sampled = self._sampling.sample(logits, plan.sampled_rows)
-        self._batch.next_tokens.index_copy_(0, rows, sampled.token_ids)
-        self._tokens.give(sampled.token_ids)
+        if sampled.left_out:
+            self._batch.take_back(plan.sampled_rows[list(sampled.left_out)].tolist())
+            kept = np.setdiff1d(np.arange(len(plan.sampled_rows)), sampled.left_out)
+            places = to_device(torch.from_numpy(kept), self.device)
+            self._batch.next_tokens.index_copy_(0, rows[places], sampled.token_ids[places])
+        else:
+            self._batch.next_tokens.index_copy_(0, rows, sampled.token_ids)
+        self._tokens.give(plan, sampled)
         return pending_result(plan.step_id, sampled, reported)
 
     def forget_rows(self) -> None:
@@ -409,7 +416,14 @@ class ModelRunner:
             self.adapters.forget_rows()
         self._prompt_work = PromptWork(self._model, self.device)
         batch = SamplingBatch(max_num_seqs, info.vocab_size, self.device)
-        self._sampling = ConstrainedSampling(batch, self.grammars, info.vocab_size, self.device)
+        self._sampling = ConstrainedSampling(
+            batch,
+            self.grammars,
+            info.vocab_size,
+            self.device,
+            wait_s=self._config.scheduler.mask_wait_ms / 1000,
+            agree=self._ranks.first_of_stage if self._ranks.size > 1 else None,
+        )
 
 
 def _edit_sampling(sampling: ConstrainedSampling, plan: StepPlan) -> None:

@@ -61,6 +61,9 @@ class Sampled:
     """Of the rows that asked for them; None where none did."""
     errors: Mapping[int, str] = field(default_factory=dict)
     """By place: what a row's sampling has raised. Its token means nothing; the other rows are whole."""
+    left_out: tuple[int, ...] = ()
+    """Places of rows that were not sampled, for their grammars' masks are not there yet. Their tokens mean nothing, and
+    their state stays as it is."""
 
     def draw_faults(self) -> dict[int, DrawFault]:
         """By place: what is wrong with the tokens that mean nothing. Waits for the device."""

@@ -75,25 +75,29 @@ class StepsInFlight:
                 note_full_block(seq)
 
     def _update_chunk(self, chunk: ScheduledSequence, samples: Iterator[Sequence[int]]) -> None:
+        """Count a chunk, and append what was sampled. A sequence that got no token computes its last one again."""
         running = SequenceState.RUNNING
-        ready = self._count_chunk(chunk) if chunk.seq.state is running else ()
-        if chunk.needs_sample:
-            for seq in (chunk.seq, *chunk.siblings):
-                token_ids = next(samples)
-                if seq.state is running:
-                    seq.token_ids += token_ids
-                    seq.num_output_placeholders -= 1
+        sampled = [(seq, next(samples)) for seq in (chunk.seq, *chunk.siblings)] if chunk.needs_sample else []
+        lacks_token = bool(sampled) and not sampled[0][1]
+        ready = self._count_chunk(chunk, int(lacks_token)) if chunk.seq.state is running else ()
+        for seq, token_ids in sampled:
+            if seq.state is running:
+                seq.token_ids += token_ids
+                seq.num_output_placeholders -= 1
+                if not token_ids and seq is not chunk.seq:
+                    seq.num_computed_tokens -= 1
         for follower in ready:
             self._decode.add(follower)
 
-    def _count_chunk(self, chunk: ScheduledSequence) -> Iterable[TokenSequence]:
-        """Count a chunk as computed. Return the followers that can decode now."""
+    def _count_chunk(self, chunk: ScheduledSequence, num_again: int) -> Iterable[TokenSequence]:
+        """Count a chunk as computed, but for so many tokens that are computed again. Return the followers that can
+        decode now."""
         seq = chunk.seq
         before = seq.num_computed_tokens // self._cache.block_size
-        seq.num_computed_tokens += chunk.num_scheduled_tokens
+        seq.num_computed_tokens += chunk.num_scheduled_tokens - num_again
         seq.num_in_flight_tokens -= chunk.num_scheduled_tokens
         ready: Iterable[TokenSequence] = ()
-        if seq.group.followers and seq.num_computed_tokens >= seq.num_prompt_tokens:
+        if seq.group.followers and seq.num_computed_tokens + num_again >= seq.num_prompt_tokens:
             ready = self._prefill.follow(seq)
         if seq.num_computed_tokens // self._cache.block_size > before:
             # After its followers have taken what they share: it may release some of it.

@@ -169,9 +169,9 @@ class StepPooled:
 class StepResult:
     """What a step gave: 0 to k tokens for each of its samples.
 
-    A sample of a prefill chunk has one token. A decode's has at most as many as it computes: the drafts that hold, and
-    the token after them; with none it computes its last token again. So the last token of a row that has sampled is
-    always the only one that is not computed.
+    A sample of a prefill chunk has one token, or none where a grammar's mask is not there. A decode's has at most as
+    many as it computes: the drafts that hold, and the token after them. With none a row computes its last token again.
+    So the last token of a row that has sampled is always the only one that is not computed.
     """
 
     step_id: int

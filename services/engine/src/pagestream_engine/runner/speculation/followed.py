@@ -29,7 +29,7 @@ class FollowedSpeculation:
         if has_room(plan):
             plan, drafts = with_drafts(plan, self._receive(len(plan.rows) - plan.num_prefills))
         result = execute(plan, drafts)()
-        if drafts is not None:
+        if len(result.counts):
             settle(plan, result.tokens())
         return lambda: result
 

@@ -115,12 +115,13 @@ class Speculation:
         wanted: dict[int, RowCount] = {}
         grammars = self._grammars() if self._grammars().has_grammars else None
         most_forced = 0 if grammars is None else self._forced_lengths.wanted(_ALL_ROWS)
+        all_forced = grammars.forced(rows) if grammars is not None and most_forced else {}
         self._forced_rows.clear()
         for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
             most = min(count - 1, room)
             if most <= 0:
                 continue
-            forced = grammars.forced(row)[: min(most, most_forced)] if grammars and most_forced else ()
+            forced = all_forced.get(row, ())[: min(most, most_forced)]
             if forced:
                 drafts[index] = forced
                 self._forced_rows.add(row)
@@ -130,8 +131,9 @@ class Speculation:
                 room -= num_drafts
         if chunks or wanted:
             proposed = self._proposer.propose(chunks, [*wanted.values()])
-            for (index, (row, _)), given in zip(wanted.items(), proposed, strict=True):
-                drafts[index] = grammars.allowed(row, given) if grammars and given else given
+            by_row = {row: given for (row, _), given in zip(wanted.values(), proposed, strict=True)}
+            allowed = by_row if grammars is None else grammars.allowed(by_row)
+            drafts |= {index: allowed[row] for index, (row, _) in wanted.items()}
         return drafts
 
     def note(
