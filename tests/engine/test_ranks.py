@@ -55,6 +55,8 @@ OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": 17,
 }
 """A pool that preempts, and chunks of prompts."""
+LATE_MASKS = {"mask_wait_ms": 1e-4}
+"""Most steps leave out the row with a grammar: all ranks and stages must leave out the same ones."""
 TOLERANCE = 2e-5
 """Of log probabilities in float32, whose sums have another order of additions."""
 DRAFTS = {"speculative_method": "ngram", "prompt_lookup_min": 1, "num_gpu_blocks_override": 20}
@@ -163,7 +165,7 @@ def test_the_tokens_are_those_of_one_process(
     alone = LLM(folder, **shared)
     expected = generate(alone, adapter)
     assert alone.engine.stats().num_preemptions > 0
-    given = {"tensor_parallel_size": size, "pipeline_parallel_size": num_stages, **options}
+    given = {"tensor_parallel_size": size, "pipeline_parallel_size": num_stages, **LATE_MASKS, **options}
     if "speculative_model" in options:
         given["speculative_model"] = str(folder)
     other_machine = None

@@ -102,6 +102,8 @@ SOME = slice(0, None, 5)
 PREEMPTING = {"num_gpu_blocks_override": 100, "max_num_seqs": 16}
 CHUNKS_AND_TWO_STEPS_IN_FLIGHT = {"max_num_batched_tokens": 17, "max_num_seqs": 5, "async_scheduling": True}
 DRAFTS = {"speculative_method": "ngram", "prompt_lookup_min": 1}
+LATE_MASKS = {"mask_wait_ms": 1e-4, "num_gpu_blocks_override": 100, "max_num_seqs": 16, "async_scheduling": True}
+"""Most steps leave rows out, and sequences are preempted, so that outputs are replayed."""
 
 
 @pytest.mark.usefixtures("most_drafts")
@@ -110,6 +112,8 @@ DRAFTS = {"speculative_method": "ngram", "prompt_lookup_min": 1}
     [
         pytest.param(PREEMPTING, id="preempting"),
         pytest.param(CHUNKS_AND_TWO_STEPS_IN_FLIGHT, id="chunks, two steps in flight"),
+        pytest.param(LATE_MASKS, id="late masks"),
+        pytest.param({**DRAFTS, "mask_wait_ms": 1e-4}, id="drafts, late masks"),
         pytest.param(DRAFTS, id="drafts", marks=pytest.mark.slow),
     ],
 )
@@ -123,8 +127,8 @@ def test_tokens_depend_on_the_request_alone(
     stats = llm.engine.stats()
     llm.engine.close()
     assert [answer.outputs[0].token_ids for answer in found] == [answer.token_ids for answer in answers[SOME]]
-    assert (stats.num_preemptions > 0) == (options is PREEMPTING)
-    assert (stats.num_accepted_tokens > 0) == (options is DRAFTS)
+    assert (stats.num_preemptions > 0) == ("num_gpu_blocks_override" in options)
+    assert (stats.num_accepted_tokens > 0) == ("speculative_method" in options)
 
 
 def test_a_resumed_output_goes_on_in_its_grammar(folder: Path, answers: list[CompletionOutput]) -> None:

@@ -5,15 +5,28 @@ They wait beside the queue, and leave it by an abort or a limit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pagestream_engine import LLM, Engine, ReasoningMarks, RequestFault, SamplingParams, StructuredOutputsParams
+from pagestream_engine import (
+    LLM,
+    Engine,
+    ReasoningMarks,
+    RequestFault,
+    SamplingParams,
+    StepOutput,
+    StructuredOutputsParams,
+)
+from pagestream_engine.grammar.allowed import Allowed
 from pagestream_engine.grammar.compiler import GrammarCompiler, Reply
 from pagestream_engine.grammar.reasoning_gate import Phase, ReasoningGate
+from pagestream_engine.grammar.walk import GrammarWalk
 from pagestream_engine.request.grammars import Grammar, PreparedGrammar
 
 pytestmark = pytest.mark.served
@@ -219,6 +232,96 @@ def test_what_is_there_waits_for_no_thread(monkeypatch: pytest.MonkeyPatch) -> N
     done: list[PreparedGrammar] = []
     compiler.prepare(grammar, done.append)
     assert done == [PreparedGrammar(grammar, None)]
+
+
+# -- masks that take long ---------------------------------------------------------------------------------------------
+
+
+def run_until(engine: Engine, seq_id: str, num_tokens: int) -> dict[str, list[StepOutput]]:
+    """Step until a sequence has so many tokens, or has ended. Return all outputs by sequence."""
+    outputs: dict[str, list[StepOutput]] = {}
+    while len(own := outputs.get(seq_id, [])) < num_tokens and not (own and own[-1].finish_reason):
+        for output in engine.step():
+            outputs.setdefault(output.seq_id, []).append(output)
+    return outputs
+
+
+@pytest.fixture
+def slow_masks(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Masks of outputs that have begun with `a` come when the event is set."""
+    may_come, advance = threading.Event(), GrammarWalk.advance
+
+    def wait_and_advance(walk: GrammarWalk, token_ids: Sequence[int]) -> Allowed:
+        if walk._grammar.text.startswith("a"):
+            assert may_come.wait(60)
+        return advance(walk, token_ids)
+
+    monkeypatch.setattr(GrammarWalk, "advance", wait_and_advance)
+    yield may_come
+    may_come.set()
+
+
+def in_grammar(regex: str, **fields: Any) -> SamplingParams:
+    constraint = StructuredOutputsParams(regex=regex)
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": 30, **fields}, structured_outputs=constraint)
+
+
+def test_a_row_without_its_mask_holds_up_nobody(loaded: Engine, slow_masks: threading.Event) -> None:
+    loaded.add_request("slow", [5, 6], in_grammar("a[ab]{9}"))
+    loaded.add_request("quick", [5, 6], in_grammar("[cd]{3}[ef]{9}"))
+    loaded.add_request("free", [5, 6], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
+    outputs = run_until(loaded, "free", 40)
+    assert len(outputs["slow"]) == 1, "the mask of its first token is known since its grammar was compiled"
+    assert outputs["quick"][-1].finish_reason == "stop"
+    slow_masks.set()
+    outputs["slow"] += run_until(loaded, "slow", 30)["slow"]
+    assert re.fullmatch("a[ab]{9}", "".join(output.text for output in outputs["slow"]))
+    loaded.check_invariants()
+
+
+def test_a_row_without_its_mask_can_be_aborted(loaded: Engine, slow_masks: threading.Event) -> None:
+    loaded.add_request("slow", [5, 6], in_grammar("a[ab]{8}"))
+    run_until(loaded, "slow", 1)
+    loaded.step()
+    loaded.abort_request("slow")
+    loaded.add_request("next", [5, 6], in_grammar("[cd]{3}"))
+    assert run_until(loaded, "next", 30)["next"][-1].finish_reason == "stop"
+    slow_masks.set()
+    loaded.check_invariants()
+
+
+def test_masks_that_take_long_again_and_again_end_their_request(
+    loaded: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CPU time is charged, so that a machine that is busy otherwise ends nothing."""
+    monkeypatch.setattr("pagestream_engine.grammar.walk.MOST_OVER_S", 0.001)
+    loaded.add_request("long", [5, 6], in_grammar(f"x{'ab' * 20_000}[ab]|y[ab]{{9}}", logit_bias={94: 100.0}))
+    loaded.add_request("free", [5, 6], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
+    outputs = run_until(loaded, "long", 30)
+    outputs |= run_until(loaded, "free", 20)
+    error = outputs["long"][-1].error
+    assert isinstance(error, RequestFault)
+    assert "masks took 0.001 s more than the 20 ms that each has; simplify it" in error
+    assert outputs["free"][-1].finish_reason == "length"
+    loaded.check_invariants()
+
+
+def test_a_forced_text_is_found_once(loaded: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    advance = GrammarWalk.advance
+
+    def noted(walk: GrammarWalk, token_ids: Sequence[int]) -> Allowed:
+        taken.append(len(token_ids))
+        return advance(walk, token_ids)
+
+    monkeypatch.setattr(GrammarWalk, "advance", noted)
+    text = "The quick brown fox jumps over the lazy dog " * 10
+    loaded.add_request("forced", [5, 6], in_grammar(f"{text}[ab]{{3}}", max_tokens=400))
+    outputs = run_until(loaded, "forced", 400)["forced"]
+    assert "".join(output.text for output in outputs)[:-3] == text
+    assert len(outputs) > 100
+    assert len(taken) < 8, "no mask was computed within it"
+    assert sum(taken) == len(outputs), "and every token was taken"
 
 
 # -- where a grammar begins -------------------------------------------------------------------------------------------

@@ -154,6 +154,7 @@ _ENGINE_OPTIONS = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "itl_bound_ms",
+    "mask_wait_ms",
     "scheduling_policy",
     "speculative_method",
     "speculative_model",

@@ -24,8 +24,6 @@ _log = logging.getLogger(__name__)
 
 MOST_OVER_S = 10.0
 """CPU seconds that the masks of one output may take beyond what each may take."""
-_TOO_MANY_STATES = "LexerTooComplex"
-"""How a matcher stops at the limit that all matchers of its grammar share."""
 _thread = threading.local()
 
 
@@ -81,7 +79,7 @@ class GrammarWalk:
         self._token_ids += token_ids
         matcher = self._own_matcher(token_ids)
         bits = self._mask(matcher)
-        if matcher.stop_reason() == _TOO_MANY_STATES and self._is_shared and not self._compiler.is_heavy(self._grammar):
+        if self._is_shared and _has_too_many_states(matcher) and not self._compiler.is_heavy(self._grammar):
             self._is_shared = False
             matcher = self._matcher = self._compiler.unshared_matcher(self._grammar)
             self._consume(matcher, self._token_ids)
@@ -129,6 +127,12 @@ class GrammarWalk:
         count = len(self._token_ids)
         fault = RequestFault(f"structured_outputs: the output can't go on after {count} tokens: {reason}")
         return Allowed(NOTHING_FORCED, NOTHING_FORCED, fault)
+
+
+def _has_too_many_states(matcher: LLMatcher) -> bool:
+    """Whether a matcher has stopped at the limit that all of its grammar share. The library's reasons don't say so, but
+    its text: other limits are the parser's."""
+    return matcher.is_error() and matcher.get_error().lower().startswith("lexer error")
 
 
 def _executor() -> LLExecutor:

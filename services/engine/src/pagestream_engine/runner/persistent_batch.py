@@ -251,7 +251,7 @@ class PersistentBatch:
         """
         rows, most = plan.rows[plan.num_prefills :], plan.num_new_tokens[plan.num_prefills :]
         num_first = len(tokens) - len(rows)
-        self._num_computed[rows] -= most - np.array([len(each) for each in tokens[num_first:]])
+        self._num_computed[rows] -= most - np.array([len(each) for each in tokens[num_first:]], np.int64)
         first = plan.sampled_rows[:num_first].tolist()
         self.take_back([row for row, each in zip(first, tokens, strict=False) if not each])
         last = [(row, each[-1]) for row, each in zip(plan.sampled_rows.tolist(), tokens, strict=True) if each]
