@@ -5,8 +5,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.setup-done
-PACKAGES := proto kernels services/scaling services/telemetry services/streams services/engine \
-            services/worker services/gateway services/client services/simulator services/pagestream operator
+PACKAGES := proto kernels services/scaling services/grammars services/telemetry services/streams \
+            services/engine services/worker services/gateway services/client services/simulator services/pagestream operator
 PYTEST := $(BIN)/python -m pytest
 # An index that offers PyTorch's CPU build, for machines without an NVIDIA GPU
 # (see docs/getting-started.md, "Which torch").

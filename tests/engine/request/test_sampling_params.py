@@ -9,6 +9,7 @@ from pagestream_engine.request import Grammar, child_seed
 
 MAX_CHOICES, MAX_BEAM_WIDTH = 16_384, 64
 MAX_WORDS, MAX_GRAMMAR_BYTES, MAX_NESTING = 4096, 1 << 16, 64
+MAX_SCHEMA_BYTES, MAX_DOCUMENT_BYTES = 1 << 18, 1 << 20
 """Choices of a constraint, and the sizes of a grammar."""
 
 
@@ -233,7 +234,8 @@ def nested(depth: int) -> dict[str, Any]:
         ({"json": {"allOf": [{"multipleOf": 1e-7}, {"multipleOf": 9973}]}}, "structured_outputs.json", "fewer places"),
         ({"grammar": 'start: %json {"multipleOf": 99999.1}'}, "structured_outputs.grammar", "multipleOf 99999.1"),
         ({"grammar": f"start: %json {'[' * 20_000}"}, "structured_outputs.grammar", "levels of nesting"),
-        ({"json": {"description": "x" * MAX_GRAMMAR_BYTES}}, "structured_outputs.json", "bytes"),
+        ({"json": {"const": "x" * MAX_SCHEMA_BYTES}}, "structured_outputs.json", "bytes"),
+        ({"json": {"description": "x" * MAX_DOCUMENT_BYTES}}, "structured_outputs.json", "bytes"),
         ({"regex": ""}, "structured_outputs.regex", "not empty"),
         ({"regex": "é" * (MAX_GRAMMAR_BYTES // 2 + 1)}, "structured_outputs.regex", "bytes"),
         ({"regex": "\ud800"}, "structured_outputs.regex", "UTF-8"),

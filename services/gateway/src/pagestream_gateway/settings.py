@@ -160,8 +160,9 @@ class LimitSettings:
     """
     max_logit_bias: int = 1024
     """Tokens with a bias."""
-    max_grammar_bytes: int = 64 * 1024
-    """Bytes of a JSON schema, a regular expression, a grammar, or of all choices. Engines have the same limit."""
+    max_grammar_bytes: int = 256 * 1024
+    """Bytes of a JSON schema without its descriptions, which is also the most that engines take. Of a regular
+    expression, a grammar beside the schemas in it, or all choices it is a quarter at most."""
     max_id_chars: int = 512
     """Characters of a caller's own request id, and of an idempotency key."""
     no_engine_deadline_s: float = 600.0

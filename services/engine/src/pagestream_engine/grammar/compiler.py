@@ -15,16 +15,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from pagestream_grammars import Grammar, GrammarError, limits, num_states_for_divisors, refused, source
 
 from pagestream_engine.errors import InvariantViolation, RequestFault
 from pagestream_engine.grammar.allowed import NOTHING_FORCED, Allowed, num_words, the_only_token
 from pagestream_engine.grammar.mask_threads import MaskThreads
 from pagestream_engine.models.folder import load_tokenizer
-from pagestream_engine.request.grammars import Grammar, PreparedGrammar, num_states_for_divisors
+from pagestream_engine.request.grammars import PreparedGrammar
 from pagestream_engine.step.records import Int32Array
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
 _log = logging.getLogger(__name__)
 
@@ -46,8 +47,6 @@ _UNKNOWN_S = 1.0
 """What a mask of a grammar may take that is compiled first."""
 _COST_FALLS_BY = 0.9
 """With each mask: a grammar that was expensive once becomes cheap again."""
-_WHITESPACE = r"[ \n\r\t]{0,16}"
-"""Between the parts of JSON. Without a bound, a model that repeats itself writes spaces for ever."""
 Reply = Callable[[PreparedGrammar], None]
 
 
@@ -250,18 +249,17 @@ class GrammarCompiler:
         if isinstance(tokenizer, RequestFault):
             return tokenizer
         try:
-            source = _source(grammar)
-        except ValueError as error:
-            return _refused(grammar, str(error))
-        matcher = LLMatcher(tokenizer, source, log_level=0, limits=_limits())
+            matcher = LLMatcher(tokenizer, source(grammar), log_level=0, limits=limits())
+        except GrammarError as fault:
+            return RequestFault(f"structured_outputs: {fault}")
         bits, started = np.zeros(num_words(self.vocab_size), np.int32), time.thread_time()
         if not matcher.is_error():
             # Sequences begin with what this finds out.
             matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
             if not matcher.is_error() and not bits.any():
-                return _refused(grammar, "nothing matches it")
+                return RequestFault(f"structured_outputs: {refused(grammar, 'nothing matches it')}")
         if matcher.is_error():
-            return _refused(grammar, matcher.get_error())
+            return RequestFault(f"structured_outputs: {refused(grammar, matcher.get_error())}")
         cost_s = time.thread_time() - started
         forced = NOTHING_FORCED if the_only_token(bits) is None else self.forced(matcher, grammar, ())
         return CompiledGrammar(matcher, Allowed(bits, forced), cost_s)
@@ -290,42 +288,6 @@ class GrammarCompiler:
                 except ValueError as error:
                     return RequestFault(f"structured_outputs: the model's tokenizer has no grammars: {error}")
             return self._tokenizer
-
-
-def _limits() -> LLParserLimits:
-    """Return bounds on the work of compiling, of each mask, and on a matcher's memory.
-
-    They count work and not time, so that what exceeds them does so on any machine. Of the library's defaults only that
-    on the items of a row is less, 300 in place of 2,000: an ambiguous grammar reached seconds for a mask below it, and
-    no schema of the tests needs 100.
-    """
-    from llguidance import LLParserLimits
-
-    return LLParserLimits(
-        initial_lexer_fuel=1_000_000,
-        max_grammar_size=200_000,
-        step_lexer_fuel=200_000,
-        step_max_items=50_000,
-        max_items_in_row=300,
-        max_lexer_states=20_000,
-        verbose_errors=False,
-    )
-
-
-def _source(grammar: Grammar) -> str:
-    """Return what llguidance compiles. Raises ValueError where GBNF is malformed."""
-    from llguidance import LLMatcher, grammar_from
-
-    if grammar.format == "json":
-        return LLMatcher.grammar_from_json_schema(grammar.text, defaults={"whitespace_pattern": _WHITESPACE})
-    if grammar.format == "compact_json":
-        return LLMatcher.grammar_from_json_schema(grammar.text, overrides={"whitespace_flexible": False})
-    return grammar_from(grammar.format, grammar.text)  # type: ignore[arg-type]
-
-
-def _refused(grammar: Grammar, reason: str) -> RequestFault:
-    """Return the first lines of a reason; the rest quotes what was given."""
-    return RequestFault(f"structured_outputs: the {grammar.format} can't be compiled: {reason.strip()[:400]}")
 
 
 def _estimated_bytes(grammar: Grammar) -> int:

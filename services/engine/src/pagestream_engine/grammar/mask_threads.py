@@ -15,7 +15,9 @@ from math import inf
 _CLOSE_LIMIT_S = 5.0
 """Wait for each thread's end."""
 CHEAP_S = 0.002
-"""Of a mask: grammars below it are served first, and have a thread to themselves."""
+"""Of a mask: grammars up to it are served first, several jobs in a turn."""
+_LONG_S = 0.05
+"""Of a mask: grammars above it are served last, and never by the first thread."""
 _MOST_AT_ONCE = 8
 """Cheap jobs of a grammar that a thread does in one turn."""
 
@@ -51,10 +53,10 @@ class _Latch:
 
 
 class MaskThreads:
-    """Runs jobs: those of cheap grammars first, those of one grammar in their order, grammars in turns.
+    """Runs jobs: those of cheap grammars first, those of one grammar in their order, grammars of a kind in turns.
 
-    The first thread runs cheap grammars alone, so that a grammar whose masks take long holds up others of its kind, and
-    no cheap one. Started with the first job. One thread submits and waits.
+    The first thread runs no grammar whose masks take long, so that these hold up others of their kind alone. Started
+    with the first job. One thread submits and waits.
 
     Args:
         num_threads: at least 2.
@@ -65,8 +67,8 @@ class MaskThreads:
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._done = threading.Condition(self._lock)
-        self._queues: tuple[OrderedDict[Hashable, deque[MaskJob]], ...] = (OrderedDict(), OrderedDict())
-        """Cheap grammars, and others, by whose turn it is."""
+        self._queues: tuple[OrderedDict[Hashable, deque[MaskJob]], ...] = (OrderedDict(), OrderedDict(), OrderedDict())
+        """Grammars that are cheap, others, and those that take long; each by whose turn it is."""
         self._busy: dict[Hashable, deque[MaskJob]] = {}
         """Grammars that a thread works on, and what waits for that."""
         self._threads: list[threading.Thread] = []
@@ -78,7 +80,7 @@ class MaskThreads:
             return
         if not self._threads and not self._is_closed:
             self._threads = [
-                threading.Thread(target=self._run, args=(place == 0,), name="masks", daemon=True)
+                threading.Thread(target=self._run, args=(2 if place == 0 else 3,), name="masks", daemon=True)
                 for place in range(self._num_threads)
             ]
             atexit.register(self.close)  # a thread in the library must not outlive the interpreter
@@ -119,34 +121,33 @@ class MaskThreads:
         for queues in (self._busy, *self._queues):
             if key in queues:
                 return queues[key]
-        cheap, others = self._queues
         queue: deque[MaskJob] = deque()
-        (cheap if job.expected_s() <= CHEAP_S else others)[key] = queue
+        self._queues_for(job)[key] = queue
         return queue
 
-    def _run(self, only_cheap: bool) -> None:
+    def _queues_for(self, job: MaskJob) -> OrderedDict[Hashable, deque[MaskJob]]:
+        expected_s = job.expected_s()
+        return self._queues[(expected_s > CHEAP_S) + (expected_s > _LONG_S)]
+
+    def _run(self, num_kinds: int) -> None:
+        """Run jobs of so many kinds."""
+        mine = self._queues[:num_kinds]
         while True:
             with self._lock:
-                self._wake.wait_for(lambda: self._is_closed or self._has_work(only_cheap))
+                self._wake.wait_for(lambda: self._is_closed or any(mine))
                 if self._is_closed:
                     return
-                key, jobs = self._take(only_cheap)
+                key, jobs = self._take(next(queues for queues in mine if queues))
             for job in jobs:
                 if not job.is_cancelled:
                     job.work()
             with self._lock:
                 self._finish(key, jobs)
 
-    def _has_work(self, only_cheap: bool) -> bool:
-        cheap, others = self._queues
-        return bool(cheap) or (bool(others) and not only_cheap)
-
-    def _take(self, only_cheap: bool) -> tuple[Hashable, list[MaskJob]]:
+    def _take(self, queues: OrderedDict[Hashable, deque[MaskJob]]) -> tuple[Hashable, list[MaskJob]]:
         """Take the jobs of the grammar whose turn it is."""
-        cheap, others = self._queues
-        queues = cheap if cheap else others
         key, queue = queues.popitem(last=False)
-        most = _MOST_AT_ONCE if queues is cheap else 1
+        most = _MOST_AT_ONCE if queues is self._queues[0] else 1
         jobs = [queue.popleft() for _ in range(min(most, len(queue)))]
         self._busy[key] = queue
         return key, jobs
@@ -156,8 +157,7 @@ class MaskThreads:
         while waits and waits[0].is_cancelled:
             waits.popleft().is_done = True
         if waits:
-            cheap, others = self._queues
-            (cheap if waits[0].expected_s() <= CHEAP_S else others)[key] = waits
+            self._queues_for(waits[0])[key] = waits
             self._wake.notify_all()
         for job in jobs:
             job.is_done = True

@@ -6,16 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pagestream_grammars import ANY_OBJECT, Grammar, choice_grammar, json_grammar, regex_grammar, rules_grammar
+
 from pagestream_engine.errors import InvalidSamplingParams
 from pagestream_engine.request import checks
-from pagestream_engine.request.grammars import (
-    ANY_OBJECT,
-    Grammar,
-    choice_grammar,
-    json_grammar,
-    regex_grammar,
-    rules_grammar,
-)
+from pagestream_engine.request.grammars import checked
 
 
 @dataclass(frozen=True)
@@ -78,7 +73,8 @@ class StructuredOutputsParams:
             raise InvalidSamplingParams("structured_outputs.reasoning", self.reasoning, "ReasoningMarks")
         if self.choice is not None and not isinstance(self.choice, str):
             object.__setattr__(self, "choice", tuple(self.choice))
-        object.__setattr__(self, "compiled_from", self._grammar())
+        with checked():
+            object.__setattr__(self, "compiled_from", self._grammar())
 
     def _grammar(self) -> Grammar:
         if self.json is not None:

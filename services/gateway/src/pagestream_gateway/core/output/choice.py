@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pagestream.v1.inference_pb2 import StructuredOutputs
+from pagestream_grammars import GrammarError, json_grammar, stripped
 
 from pagestream_gateway.core.models import LoadedModel
 from pagestream_gateway.core.output.calls import deepseek
@@ -12,7 +13,7 @@ from pagestream_gateway.core.output.calls.hermes import Hermes
 from pagestream_gateway.core.output.calls.mistral import Mistral
 from pagestream_gateway.core.output.select import tool_format
 from pagestream_gateway.core.output.tools import Tools, call_schema
-from pagestream_gateway.core.sampling.constraints import schema_fault, schema_text
+from pagestream_gateway.core.sampling.constraints import schema_text
 from pagestream_gateway.errors import InvalidRequest, UnsupportedField
 
 _WHITESPACE = r"[ \n\r\t]{0,16}"
@@ -43,15 +44,16 @@ def with_calls(constraint: StructuredOutputs, tools: Tools, model: LoadedModel, 
 
 def _schema(text: str, field: str) -> Any:
     """Return a schema that may be compiled. Raises InvalidRequest."""
-    if (fault := schema_fault(text)) is not None:
-        raise InvalidRequest(field, fault)
-    return json.loads(text)
+    try:
+        return json.loads(json_grammar(text).text)
+    except GrammarError as error:
+        raise InvalidRequest(field, str(error)) from error
 
 
 def _json(schema: Any) -> str:
     """Return a terminal for JSON of a schema. One that is no object is true: anything."""
     options = {"x-guidance": {"whitespace_pattern": _WHITESPACE}}
-    return f"%json {json.dumps({**schema, **options} if isinstance(schema, dict) else options)}"
+    return f"%json {json.dumps({**stripped(schema), **options} if isinstance(schema, dict) else options)}"
 
 
 def _text(text: str) -> str:

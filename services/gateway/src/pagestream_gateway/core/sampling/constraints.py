@@ -1,23 +1,25 @@
 """What an output must match: its forms in bodies, its message, and whether it can be compiled."""
 
 import json
-import re
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from llguidance import LLMatcher, LLParserLimits, grammar_from
 from pagestream.v1.inference_pb2 import Choices, StructuredOutputs
+from pagestream_grammars import (
+    Grammar,
+    GrammarError,
+    choice_grammar,
+    fault,
+    json_grammar,
+    regex_grammar,
+    rules_grammar,
+)
 from pydantic import Field
 
 from pagestream_gateway.core.sampling.checks import CheckContext
-from pagestream_gateway.core.sampling.divisors import divisors_fault
 from pagestream_gateway.core.sampling.json_types import Items, StrictModel, expects
 from pagestream_gateway.errors import InvalidRequest
 
-_MAX_NESTING = 64
-_MAX_CHOICES = 4096
 _HALF_PAIR = "holds half of a surrogate pair, which is not text"
-_EMBEDDED_SCHEMA = re.compile(r"%json[ \t\r\n]*")
 _NAMES = ("json", "regex", "choice", "grammar", "json_object")
 
 Schema = Annotated[dict[str, Any] | str | bool, expects("must be a JSON schema: an object, a boolean, or text of one")]
@@ -70,81 +72,31 @@ def schema_text(schema: object, field: str) -> str:
 
 
 def constraint(value: StructuredOutputs, context: CheckContext) -> str | None:
-    """Accept a constraint that is bounded and can be compiled. This is CPU work: some milliseconds."""
+    """Accept a constraint that engines can hold an output to. This is CPU work where its like has not been asked for
+    before: some milliseconds, up to seconds for the largest schemas."""
     kind = value.WhichOneof("constraint")
     if kind is None or (kind == "json_object" and not value.json_object):
         return f"must have one of {', '.join(_NAMES)}"
     if kind == "json_object":
         return None
-    fault = _size_fault(value, kind, context.limits.max_grammar_bytes)
-    return fault if fault is not None else _compile_fault(kind, _text(value, kind))
-
-
-def _text(value: StructuredOutputs, kind: str) -> str:
-    text: str = json.dumps(list(value.choice.texts)) if kind == "choice" else getattr(value, kind)
-    return text
-
-
-def _size_fault(value: StructuredOutputs, kind: str, most: int) -> str | None:
-    texts = value.choice.texts
-    if kind == "choice" and not (0 < len(texts) <= _MAX_CHOICES and all(texts)):
-        return f"choice must be 1 to {_MAX_CHOICES} texts that are not empty"
-    num_bytes = value.choice.ByteSize() if kind == "choice" else len(_text(value, kind).encode())
-    if not 0 < num_bytes <= most:
-        return f"{kind} has {num_bytes} bytes, must have 1 to {most}"
-    if kind == "grammar":
-        return _embedded_schemas_fault(value.grammar)
-    return schema_fault(value.json) if kind == "json" else None
-
-
-def _compile_fault(kind: str, text: str) -> str | None:
     try:
-        grammar = grammar_from("json_schema" if kind == "json" else kind, text)  # type: ignore[arg-type]
-    except ValueError as error:
-        return f"{kind} can't be compiled: {error}"
-    limits = LLParserLimits(initial_lexer_fuel=1_000_000, max_grammar_size=200_000, verbose_errors=False)
-    is_wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits)
-    return f"{kind} can't be compiled: {messages[0].strip()[:400]}" if is_wrong else None
+        grammar = _grammar(value, kind)
+    except GrammarError as error:
+        return str(error)
+    num_bytes, most = len(grammar.text.encode()), context.limits.max_grammar_bytes
+    if num_bytes > most:
+        return f"{kind} has {num_bytes} bytes, must have at most {most}"
+    found = fault(grammar)
+    return None if found is None else str(found)
 
 
-def schema_fault(text: str) -> str | None:
-    """Return what is wrong with a schema before it is compiled: what would take long, or can't be read."""
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        return f"json is no JSON: {error}"
-    if not isinstance(document, dict) and document is not True:
-        return "json must be a schema, which is an object or true"
-    return _documents_fault("json", [document])
-
-
-def _embedded_schemas_fault(rules: str) -> str | None:
-    """Return what is wrong with the schemas that Lark's `%json` begins; what is no JSON there can't be compiled."""
-    decoder = json.JSONDecoder(parse_int=float)
-    documents: list[object] = []
-    for found in _EMBEDDED_SCHEMA.finditer(rules):
-        try:
-            documents.append(decoder.raw_decode(rules, found.end())[0])
-        except ValueError:
-            continue
-        except RecursionError:
-            return f"grammar is nested deeper than {_MAX_NESTING} levels"
-    return _documents_fault("grammar", documents)
-
-
-def _documents_fault(kind: str, documents: list[object]) -> str | None:
-    divisors: set[float] = set()
-    for document in documents:
-        open_parts: list[Iterator[tuple[str, object]]] = [iter([("", document)])]
-        while open_parts:
-            name, value = next(open_parts[-1], (None, None))
-            if name is None:
-                open_parts.pop()
-            elif isinstance(value, dict | list):
-                if len(open_parts) > _MAX_NESTING:
-                    return f"{kind} is nested deeper than {_MAX_NESTING} levels"
-                open_parts.append(iter(value.items() if isinstance(value, dict) else [("[]", item) for item in value]))
-            elif name == "multipleOf" and isinstance(value, int | float) and not isinstance(value, bool):
-                divisors.add(value)
-    fault = divisors_fault(divisors)
-    return None if fault is None else f"{kind} has {fault}"
+def _grammar(value: StructuredOutputs, kind: str) -> Grammar:
+    match kind:
+        case "json":
+            return json_grammar(value.json, is_compact=value.disable_any_whitespace)
+        case "regex":
+            return regex_grammar(value.regex)
+        case "choice":
+            return choice_grammar(list(value.choice.texts))
+        case _:
+            return rules_grammar(value.grammar)

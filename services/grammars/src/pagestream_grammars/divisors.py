@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection
 from decimal import Decimal
 
-from pagestream_engine.errors import InvalidSamplingParams
+from pagestream_grammars.errors import GrammarError
 
 MAX_DIVISOR = 10_000
 """Of one `multipleOf`, without its decimal point. Compiling takes up to 0.2 s at it, and the time grows with it: 2.4 s
@@ -25,28 +25,26 @@ def check_divisors(field: str, divisors: Collection[float]) -> None:
         divisors: as they are in the document.
 
     Raises:
-        InvalidSamplingParams: the automaton of one of them, or of all together, would take long to compile.
+        GrammarError: the automaton of one of them, or of all together, would take long to compile.
     """
     common, largest, most_places = 1, 1, 0
     for given in divisors:
         named = f"multipleOf {str(given)[:40]}"
         if not 0 < given <= MAX_DIVISOR:
-            raise InvalidSamplingParams(field, named, f"more than 0, and at most {MAX_DIVISOR}")
+            raise GrammarError(field, named, f"more than 0, and at most {MAX_DIVISOR}")
         digits, places = _without_point(given)
         if digits > MAX_DIVISOR:
-            raise InvalidSamplingParams(
-                field, named, f"at most {MAX_DIVISOR} without its decimal point, which is {digits}"
-            )
+            raise GrammarError(field, named, f"at most {MAX_DIVISOR} without its decimal point, which is {digits}")
         common = math.lcm(common, digits)
         largest, most_places = max(largest, digits), max(most_places, places)
         if common > MAX_COMMON_DIVISOR:
-            raise InvalidSamplingParams(
+            raise GrammarError(
                 field,
                 f"{named} beside others",
                 f"a least common multiple of at most {MAX_COMMON_DIVISOR} without decimal points",
             )
     if len(set(divisors)) > 1 and common * largest * 10**most_places >= _WRAPS_AT:
-        raise InvalidSamplingParams(
+        raise GrammarError(
             field, f"several multipleOf, one with {most_places} decimal places", "fewer places, or smaller values"
         )
 
