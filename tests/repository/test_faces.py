@@ -44,6 +44,7 @@ PARTS = {
     "pagestream_gateway.core.identities": "readers of the files of keys, issuers and tenants, which the chart writes",
     "pagestream_gateway.core.output": "parsers of what models write: calls, reasoning, formats",
     "pagestream_gateway.core.text": "texts to tokens and back, templates included",
+    "pagestream_grammars.compiling": "verdicts on grammars, each found once",
     "pagestream_kernels": "kernels: an operator is a file, with its kernel, launcher and variants",
     "pagestream_operator.instruments": "the operator's list of metrics, which alerts and dashboards name",
     "pagestream_scaling.classes": "the law: weights of priority classes",

@@ -87,6 +87,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"json": {"multipleOf": 9999.9999}}}, "structured_outputs"),
     ({"structured_outputs": {"grammar": 'start: %json {"multipleOf": 9999.9999}'}}, "structured_outputs"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs"),
+    ({"structured_outputs": {"json": {"properties": {str(n): {} for n in range(3500)}}}}, "structured_outputs"),
     ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag"),
     ({"guided_json": {}}, "guided_json"),
 ]
