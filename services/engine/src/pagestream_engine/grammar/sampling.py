@@ -64,6 +64,11 @@ class ConstrainedSampling:
         """Let the next step wait for masks anew."""
         self._left_s = self._wait_s
 
+    def forget_rows(self) -> None:
+        """Drop what has not begun for rows: others take their place in another batch."""
+        for matcher in self._matchers.values():
+            matcher.cancel()
+
     def add(
         self,
         row: int,

@@ -153,6 +153,7 @@ class ModelRunner:
             sends_lengths=self._backend.attention.reads_device_lengths,
         )
         self.num_speculative_tokens = config.speculation.most_drafts
+        self._sampling = self._new_sampling()
         self._speculation = make_speculation(
             config, draft, self._batch, lambda: self._sampling, ranks=self._ranks, stage=self._stage
         )
@@ -410,14 +411,17 @@ class ModelRunner:
         return pending_result(plan.step_id, sampled, reported)
 
     def forget_rows(self) -> None:
-        max_num_seqs, info = self._config.scheduler.max_num_seqs, self.model_info
         self._batch.forget_rows()
         if self.adapters is not None:
             self.adapters.forget_rows()
         self._prompt_work = PromptWork(self._model, self.device)
-        batch = SamplingBatch(max_num_seqs, info.vocab_size, self.device)
-        self._sampling = ConstrainedSampling(
-            batch,
+        self._sampling.forget_rows()
+        self._sampling = self._new_sampling()
+
+    def _new_sampling(self) -> ConstrainedSampling:
+        info = self.model_info
+        return ConstrainedSampling(
+            SamplingBatch(self._config.scheduler.max_num_seqs, info.vocab_size, self.device),
             self.grammars,
             info.vocab_size,
             self.device,
