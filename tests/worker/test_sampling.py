@@ -131,7 +131,7 @@ def test_no_field_of_the_message_is_ignored(name: str) -> None:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"json": '{"type": "null"}'}, Grammar("json", '{"type": "null"}')),
+        ({"json": '{"type": "null"}'}, Grammar("json", '{"type":"null"}')),
         ({"regex": "a+"}, Grammar("regex", "a+")),
         ({"choice": Choices(texts=["a", "é"])}, Grammar("choice", '["a", "é"]')),
         ({"grammar": "start: x"}, Grammar("grammar", "start: x")),
