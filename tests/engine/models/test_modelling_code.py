@@ -57,7 +57,6 @@ def test_an_architecture_that_does_not_run_is_named(tmp_path: Path, fields: dict
 @pytest.mark.parametrize(
     ("kind", "changes", "words"),
     [
-        ("lfm2", {}, "mix tokens outside attention"),
         ("bert", {"is_decoder": False}, "neither a causal one nor a sliding window"),
         ("gemma4_unified", {}, "looks up a call's tokens"),
     ],

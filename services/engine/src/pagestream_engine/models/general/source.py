@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from pagestream_engine.models.general.interface import PROBED_ATTENTION, registe
 from pagestream_engine.models.general.linears import replace_linears, restore_linears
 from pagestream_engine.models.general.model import GeneralModel
 from pagestream_engine.models.general.norms import take_over_norms
-from pagestream_engine.models.general.probe import probe
+from pagestream_engine.models.general.probe import check_runs, probe
 from pagestream_engine.models.general.rotations import fix_rotations, shortest_context
 from pagestream_engine.models.model import Model
 from pagestream_engine.models.source import ModelSource, Target
@@ -38,6 +38,8 @@ _log = logging.getLogger(__name__)
 
 _CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
 _DEFAULT_CONTEXT = 2048
+_CACHES = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"})
+"""Classes of `transformers`' caches of a layer that keep keys and values, or nothing."""
 
 
 class GeneralSource(ModelSource):
@@ -73,15 +75,17 @@ class GeneralSource(ModelSource):
                 hint = f"{self.info.architecture} runs by transformers' code, which can't be divided"
                 raise UnsupportedOption(option, size, "1", hint)
         self._module = self._read_weights(target)
+        with self._named():
+            found = probe(self._module, target.max_model_len, self.info.vocab_size)
         replaced = replace_linears(self._module, exact=target.exact_linears, quantization=target.quantization)
-        try:
-            found = self._probe(self._module, target)
-        except UnsupportedModel:
-            if not replaced or target.quantization is not None:
-                raise
-            # Modelling code may read a linear's weight.
-            restore_linears(self._module, replaced)
-            found = self._probe(self._module, target)
+        if replaced:
+            try:
+                with self._named():
+                    check_runs(self._module, found, target.max_model_len, self.info.vocab_size)
+            except UnsupportedModel:
+                if target.quantization is not None:
+                    raise
+                restore_linears(self._module, replaced)  # Modelling code may read a linear's weight.
         self._found = tuple(found)
         return alike(found)
 
@@ -93,9 +97,11 @@ class GeneralSource(ModelSource):
         attentions = [PagedAttention(backend, layer, spec) for layer, spec in enumerate(specs)]
         return GeneralModel(self.info, self._module, attentions)
 
-    def _probe(self, module: nn.Module, target: Target) -> list[AttentionSpec]:
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Name the architecture in errors."""
         try:
-            return probe(module, target.max_model_len, self.info.vocab_size)
+            yield
         except UnsupportedModel as error:
             raise UnsupportedModel(f"{self.info.architecture}: {error}") from error
 
@@ -185,9 +191,26 @@ def _check_class(model_class: Any, config: Any) -> None:
         raise UnsupportedModel(f"{name}: given a draft model on another's keys and values, expected one with its own")
     if model_class._is_stateful:
         raise UnsupportedModel(f"{name}: given layers with a recurrent state, expected attention alone")
+    _check_cache(name, config)
     if not model_class._supports_attention_backend:
         raise UnsupportedModel(
             f"{name}: given modelling code with an attention of its own, expected transformers' attention interface"
+        )
+
+
+def _check_cache(name: str, config: Any) -> None:
+    """Refuse layers whose cache, as `transformers` makes it, is no keys and values of each token."""
+    from transformers.cache_utils import DynamicCache
+
+    try:
+        layers = DynamicCache(config=config).layers
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return  # A configuration that its own class does not fit: what its layers do is seen when they run.
+    others = sorted({type(layer).__name__ for layer in layers} - _CACHES)
+    if others:
+        raise UnsupportedModel(
+            f"{name}: given layers whose cache is no keys and values of each token ({', '.join(others)}), such as a "
+            "convolution's or a recurrent state, expected attention alone"
         )
 
 
