@@ -132,13 +132,6 @@ def test_malformed_fields_are_named(tmp_path: Path, architecture: str, changes: 
         LLM(tmp_path)
 
 
-def test_eos_ids_of_the_generation_config_win(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**_LLAMA, "eos_token_id": 2}))
-    assert read_info(tmp_path).eos_token_ids == (2,)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9, 7]}))
-    assert read_info(tmp_path).eos_token_ids == (7, 9)
-
-
 @pytest.mark.parametrize("content", ["{", "[]"])
 def test_a_folder_without_a_readable_configuration(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)

@@ -438,6 +438,7 @@ class Engine:
             num_steps=counts.num_steps,
             num_prompt_tokens=counts.num_prompt_tokens,
             num_generated_tokens=counts.num_generated_tokens,
+            num_drafts=counts.num_drafts,
             num_draft_tokens=counts.num_draft_tokens,
             accepted_by_position=tuple(counts.accepted_by_position),
             last_step_sequences=counts.last_step_sequences,

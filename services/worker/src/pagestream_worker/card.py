@@ -18,6 +18,7 @@ from pagestream.v1.records_pb2 import (
     ModelCard,
     Pooling,
 )
+from pagestream_engine.models.defaults import read_generation_config, sampling_defaults
 from pagestream_engine.pooling.config import read_pooling
 from pagestream_engine.pooling.labels import IDENTITY, SIGMOID, SOFTMAX
 from pagestream_streams.protocol.output_formats import BY_TEMPLATE, OutputParsers
@@ -31,7 +32,6 @@ _ACTIVATIONS = {
     SIGMOID: LABEL_ACTIVATION_SIGMOID,
     IDENTITY: LABEL_ACTIVATION_IDENTITY,
 }
-SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "repetition_penalty")
 
 
 class ModelCardError(ValueError):
@@ -73,11 +73,11 @@ def _special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _default_sampling(generation_config: Mapping[str, Any]) -> SamplingMessage:
-    """Return the defaults for requests that set no sampling field: as in vLLM, those of generation_config.json."""
-    given = {name: generation_config[name] for name in SAMPLING_DEFAULTS if generation_config.get(name) is not None}
-    if generation_config.get("do_sample") is False:
-        given = {}
-    return SamplingMessage(**given)
+    """Return the defaults for requests that leave a field open: as in vLLM, those of generation_config.json."""
+    message = SamplingMessage()
+    for name, value in sampling_defaults(generation_config).items():
+        setattr(message, name, value)
+    return message
 
 
 def _embedding(folder: Path, engine: ModelFacts) -> EmbeddingCard:
@@ -104,6 +104,7 @@ def build_card(folder: Path, name: str, engine: ModelFacts, parsers: OutputParse
 
     Raises:
         ModelCardError: tokenizer.json is missing, or a JSON file can't be read.
+        ModelFileError: generation_config.json is malformed.
     """
     tokenizer = folder / "tokenizer.json"
     if not tokenizer.is_file():
@@ -128,5 +129,5 @@ def build_card(folder: Path, name: str, engine: ModelFacts, parsers: OutputParse
         tool_call_parser=parsers.tool_call_parser,
         reasoning_parser=parsers.reasoning_parser,
         takes_output_constraints=True,
-        default_sampling=_default_sampling(_read_json(folder / "generation_config.json")),
+        default_sampling=_default_sampling(read_generation_config(folder)),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,8 +9,16 @@ from typing import Any
 
 import torch
 
-from pagestream_engine.errors import DOWNLOAD_AGAIN, ModelFileError, UnsupportedModel
+from pagestream_engine.errors import ModelFileError, UnsupportedModel
 from pagestream_engine.layers.rope import RopeContext
+from pagestream_engine.models.defaults import (
+    GENERATION_CONFIG,
+    end_tokens,
+    read_generation_config,
+    read_json,
+    sampling_defaults,
+    tokenizer_end,
+)
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -41,16 +48,19 @@ class ConfigFile:
     fields: Mapping[str, Any]
     generation: Mapping[str, Any] = field(default_factory=dict)
     """Contents of `generation_config.json`."""
+    tokenizer_end: int | None = None
+    """The tokenizer's own end token."""
 
     @classmethod
     def read(cls, folder: Path) -> ConfigFile:
         """Read a model folder.
 
         Raises:
-            ModelFileError: a file is missing or malformed.
+            ModelFileError: a file is missing or malformed, those included that only requests' defaults are read from.
         """
-        generation = folder / "generation_config.json"
-        return cls(_read_json(folder / "config.json"), _read_json(generation) if generation.is_file() else {})
+        fields, generation = read_json(folder / "config.json"), read_generation_config(folder)
+        sampling_defaults(generation)
+        return cls(fields, generation, tokenizer_end(folder))
 
     @property
     def architectures(self) -> list[str]:
@@ -106,17 +116,17 @@ class ConfigFile:
             extended_context=context.extended,
         )
 
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """End tokens; generation_config.json wins: it is the one that `generate` follows."""
-        for source in (self.generation, self.fields):
-            value = source.get("eos_token_id")
-            if value is None:
-                continue
-            ids = value if isinstance(value, list) else [value]
-            if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
-                raise ModelFileError(f"eos_token_id: given {value!r}, expected a token id or a list of them")
-            return tuple(dict.fromkeys(ids))
-        return ()
+    def eos_token_ids(self, vocab_size: int | None = None) -> tuple[int, ...]:
+        """End tokens of `generation_config.json`, `config.json` and the tokenizer together, as in vLLM.
+
+        Args:
+            vocab_size: of the model, whose outputs have no other tokens; None: as the configuration says.
+        """
+        size = self.whole("vocab_size") if vocab_size is None else vocab_size
+        ids = [*end_tokens(GENERATION_CONFIG, self.generation), *end_tokens("config.json", self.fields)]
+        if self.tokenizer_end is not None:
+            ids.append(self.tokenizer_end)
+        return tuple(token_id for token_id in dict.fromkeys(ids) if 0 <= token_id < size)
 
     def dtype(self) -> torch.dtype:
         """Dtype of the weights, as the configuration says."""
@@ -124,15 +134,3 @@ class ConfigFile:
         if name not in DTYPES:
             raise UnsupportedModel(f"config.json: dtype: given {name!r}, expected one of {', '.join(DTYPES)}")
         return DTYPES[name]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelFileError(f"{path}: no such file, expected a Hugging Face model folder; check its path") from error
-    except (OSError, ValueError) as error:
-        raise ModelFileError(f"{path}: unreadable, expected a JSON object: {error}; {DOWNLOAD_AGAIN}") from error
-    if not isinstance(content, dict):
-        raise ModelFileError(f"{path}: given a {type(content).__name__}, expected a JSON object; {DOWNLOAD_AGAIN}")
-    return content

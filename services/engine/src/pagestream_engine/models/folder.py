@@ -8,6 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from pagestream_engine.errors import DOWNLOAD_AGAIN, ModelFileError, ModelNotFound
+from pagestream_engine.models.defaults import extra_ends
 
 _DECIDING = ("config.json", "generation_config.json", "tokenizer.json")
 _SAMPLES, _SAMPLE_BYTES = 8, 1 << 10
@@ -64,12 +65,16 @@ def model_revision(folder: Path) -> str:
     """
     from pagestream_engine.models.safetensors_file import read_header  # needs torch
 
+    extra = extra_ends(folder)
+
     digest = hashlib.sha256()
     for name in _DECIDING:
         path = folder / name
         if path.is_file():
             digest.update(f"{name}:{path.stat().st_size}".encode())
             digest.update(path.read_bytes())
+    if extra:  # Releases that took the ends of one file alone go on without them.
+        digest.update(f"ends:{extra}".encode())
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
             for name, entry in sorted(read_header(path).items()):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from pagestream_engine.request.adapter import LoRARequest
 
 
 class TokenLogprob(NamedTuple):
@@ -73,6 +75,12 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     error: str | None = None
     """Why it failed, where finish_reason is error."""
+    lora_request: LoRARequest | None = None
+    """The adapter that computed it."""
+
+    def finished(self) -> bool:
+        """Return whether it has ended."""
+        return self.finish_reason is not None
 
 
 @dataclass
@@ -92,29 +100,116 @@ class RequestOutput:
     """Prompt tokens that the prefix cache had."""
     pooled: bytes | None = None
     """As `StepOutput.pooled`."""
+    lora_request: LoRARequest | None = None
+    """The adapter that computed it."""
 
 
-@dataclass(frozen=True, slots=True)
+_Pooled = TypeVar("_Pooled")
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    """What was pooled from one prompt."""
+
+    data: Any
+    """A tensor of torch: a vector, or the probabilities of labels."""
+
+
+@dataclass(slots=True)
 class EmbeddingOutput:
     """The vector of one prompt."""
 
-    request_id: str
-    prompt_token_ids: list[int]
     embedding: list[float]
-    num_cached_tokens: int
-    """Prompt tokens that the prefix cache had."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Its numbers."""
+        return len(self.embedding)
 
 
 @dataclass(slots=True)
 class ClassificationOutput:
     """The labels of one prompt."""
 
-    request_id: str
-    prompt_token_ids: list[int]
     probs: list[float]
     """Of each label, in the order of `config.json`."""
+
+    @property
+    def num_classes(self) -> int:
+        """Number of labels."""
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """How well two texts go together."""
+
+    score: float
+    """By a model with one label its probability; by a model that gives vectors the cosine of the angle of theirs."""
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput(Generic[_Pooled]):
+    """What came of one prompt without an output text; `outputs` is the one result, as in vLLM."""
+
+    request_id: str
+    outputs: _Pooled
+    prompt_token_ids: list[int]
     num_cached_tokens: int
     """Prompt tokens that the prefix cache had."""
+    finished: bool = True
+
+
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    """The vector of one prompt."""
+
+    __slots__ = ()
+
+    @property
+    def embedding(self) -> list[float]:
+        """`outputs.embedding`."""
+        return self.outputs.embedding
+
+
+class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
+    """The labels of one prompt."""
+
+    __slots__ = ()
+
+    @property
+    def probs(self) -> list[float]:
+        """`outputs.probs`."""
+        return self.outputs.probs
+
+
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
+    """The score of one pair of texts."""
+
+    __slots__ = ()
+
+
+@dataclass
+class BeamSearchSequence:
+    """One output of a beam search, of which the first is the best."""
+
+    tokens: list[int]
+    """Of the prompt and of the output."""
+    logprobs: list[dict[int, Logprob]]
+    """Of each token of the output; [] where they were not asked for."""
+    lora_request: LoRARequest | None = None
+    cum_logprob: float = 0.0
+    """Sum over the tokens of the output."""
+    text: str | None = None
+    """Of `tokens`."""
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass
+class BeamSearchOutput:
+    """The outputs of one prompt's beam search."""
+
+    sequences: list[BeamSearchSequence]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +266,8 @@ class EngineStats:
     """Seconds of it that the scheduler took."""
     total_step_s: float
     total_schedule_s: float
+    num_drafts: int = 0
+    """Steps of a sequence that checked drafts."""
 
     @property
     def num_accepted_tokens(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from pagestream_engine.errors import InvalidSamplingParams
 from pagestream_engine.request import checks
@@ -47,12 +47,13 @@ _ALLOWED_IN_SEARCH: dict[str, tuple[object, ...]] = {
 """Values that do not change what a search finds. Both temperatures are defaults: of the library and of greedy calls."""
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class SamplingParams:
-    """Sampling parameters of one request.
+    """Sampling parameters of one request. A field may be set, as in vLLM; an engine keeps a copy of what it was given.
 
     Raises:
-        InvalidSamplingParams: a value is out of range or of a wrong type (a `ValueError`; `.field` names it).
+        InvalidSamplingParams: a value is out of range or of a wrong type (a `ValueError`; `.field` names it). A field
+            that can't be set keeps its value.
     """
 
     n: int = 1
@@ -167,6 +168,26 @@ class SamplingParams:
         self._check_beam_search()
         has_penalties = bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
         object.__setattr__(self, "has_penalties", has_penalties)
+        self.__dict__["_is_checked"] = True
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if "_is_checked" not in self.__dict__:
+            object.__setattr__(self, name, value)
+            return
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+        if name not in values:
+            raise AttributeError(f"{name}: given {value!r:.80}, expected one of the fields {', '.join(values)}")
+        self.__dict__.update(SamplingParams(**{**values, name: value}).__dict__)
+
+    @classmethod
+    def from_optional(cls, **values: object) -> SamplingParams:
+        """Return parameters with these values; None, but for `max_tokens`, leaves a field at its default."""
+        given = {name: value for name, value in values.items() if value is not None or name == "max_tokens"}
+        return cls(**given)  # type: ignore[arg-type]
+
+    def clone(self) -> SamplingParams:
+        """Return a copy, whose fields may be set."""
+        return self._with()
 
     def _set_real(self, name: str, *, low: float, high: float = checks.MAX_FLOAT32, above: bool = False) -> None:
         checks.real(name, getattr(self, name), low=low, high=high, above=above)

@@ -34,6 +34,7 @@ class StepCounts:
         self.num_steps = 0
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
+        self.num_drafts = 0
         self.num_draft_tokens = 0
         self.accepted_by_position: list[int] = []
         self.last_step_sequences = 0
@@ -55,6 +56,7 @@ class StepCounts:
         """Count what a step has drafted, and what of it held."""
         if result.num_drafts is None:
             return
+        self.num_drafts += int((result.num_drafts > 0).sum())
         self.num_draft_tokens += int(result.num_drafts.sum())
         num_accepted = result.counts[result.num_drafts > 0] - 1
         most = int(result.num_drafts.max())

@@ -25,6 +25,7 @@ from pagestream_engine.errors import (
 from pagestream_engine.layers.attention import PagedAttention
 from pagestream_engine.layers.rope import RopeContext
 from pagestream_engine.models.config import ConfigFile, ModelInfo
+from pagestream_engine.models.defaults import GENERATION_CONFIG, end_tokens
 from pagestream_engine.models.general.interface import PROBED_ATTENTION, register
 from pagestream_engine.models.general.linears import replace_linears, restore_linears
 from pagestream_engine.models.general.model import GeneralModel
@@ -221,10 +222,19 @@ def _read_info(file: ConfigFile, architecture: str, config: Any) -> ModelInfo:
         architecture=architecture,
         vocab_size=int(text.vocab_size),
         max_position_embeddings=context.num_tokens,
-        eos_token_ids=file.eos_token_ids() or ConfigFile(text.to_dict()).eos_token_ids(),
+        eos_token_ids=_ends(file, text),
         dtype=_dtype(file, config),
         extended_context=context.extended,
     )
+
+
+def _ends(file: ConfigFile, text: Any) -> tuple[int, ...]:
+    size = int(text.vocab_size)
+    own = file.eos_token_ids(size)
+    if end_tokens(GENERATION_CONFIG, file.generation) or end_tokens("config.json", file.fields):
+        return own
+    nested = ConfigFile(text.to_dict()).eos_token_ids(size)  # Of the language model in a larger one.
+    return tuple(dict.fromkeys((*nested, *own)))
 
 
 def _context(text: Any) -> RopeContext:

@@ -82,7 +82,8 @@ def fit_context(
         prompt_lengths: in tokens; at least one.
         max_model_len: tokens of prompt and output together.
         default_model_len: likewise where max_tokens is open and the prompt leaves half of it; 0: max_model_len.
-        default: max_tokens where neither the caller nor the model has one; None is what the context leaves.
+        default: max_tokens where the caller has none, and the model none or a larger one; None is what the model has,
+            or what the context leaves.
 
     Raises PromptTooLong, and InvalidRequest where min_tokens no longer fits.
     """
@@ -90,6 +91,8 @@ def fit_context(
     if is_given and sampling.max_tokens > max_model_len:
         raise PromptTooLong("max_tokens", context_exceeded(max_model_len, f"max_tokens is {sampling.max_tokens}"))
     wanted = sampling.max_tokens if sampling.HasField("max_tokens") else default
+    if wanted is not None and default is not None and not is_given:
+        wanted = min(wanted, default)
     if wanted is None and default_model_len - longest >= max(longest, sampling.min_tokens):
         total = default_model_len
     least, most = (min(total - length, total if wanted is None else wanted) for length in (longest, shortest))
