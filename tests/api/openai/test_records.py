@@ -475,6 +475,21 @@ RANGES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+async def test_a_models_own_defaults_come_before_ours_and_after_the_callers(records: Records) -> None:
+    card = synthetic_card()
+    own = {"temperature": 0.25, "min_p": 0.125, "top_k": 20, "top_p": 0.5, "repetition_penalty": 1.25, "max_tokens": 9}
+    card.default_sampling.MergeFrom(api.SamplingParams(**own))
+    spec = await records.of_chat(card, [{"role": "user", "content": "x"}], max_tokens=None)
+    assert {name: getattr(spec.sampling, name) for name in own} == own
+    model = spec.model
+    for asked, expected in ((None, 9), (30, 30), (5, 5)):
+        spec = await records.of("/v1/completions", {"model": model, "prompt": "x", "max_tokens": asked, "min_p": 0.5})
+        assert (spec.sampling.max_tokens, spec.sampling.min_p, spec.sampling.top_k) == (expected, 0.5, 20)
+    card.default_sampling.max_tokens = 40
+    model = await records.published(card, "longer")
+    assert (await records.of("/v1/completions", {"model": model, "prompt": "x"})).sampling.max_tokens == 16, "as vLLM"
+
+
 async def test_values_out_of_range_are_named(records: Records) -> None:
     model = await records.published(synthetic_card())
     assert await records.of("/v1/completions", {"model": model, "prompt": "x", **BEAMS, "beam_width": 64})

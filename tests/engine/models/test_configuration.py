@@ -15,7 +15,6 @@ from pagestream_engine.models.config import ConfigFile
 from pagestream_engine.models.decoder_config import DecoderConfig
 from pagestream_engine.models.families.llama import Llama
 from pagestream_engine.models.registry import find_family, plugin_digest
-from pagestream_engine.models.select import read_info
 from pagestream_engine.pooling import IDENTITY, SIGMOID, SOFTMAX, activation_of
 
 _LLAMA: dict[str, Any] = {

@@ -6,19 +6,19 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pagestream_engine import LLM, ModelFileError, SamplingParams
 from pagestream_engine.models import model_revision
 from pagestream_worker import build_card
-from pagestream_worker.stepping.reports import ModelFacts
 from support.engines.tiny_models import write_tokenizer
 
 pytestmark = pytest.mark.served
 
 SMALL: dict[str, Any] = {"num_gpu_blocks_override": 32, "max_num_seqs": 2, "max_num_batched_tokens": 32}
-FACTS = ModelFacts(
+FACTS: Any = SimpleNamespace(
     max_model_len=64,
     vocab_size=128,
     eos_token_ids=frozenset({2}),
