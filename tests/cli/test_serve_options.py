@@ -141,6 +141,14 @@ def test_metrics_ports_go_to_gateways_then_engines() -> None:
     assert len({assigned.gateways[0].metrics, *assigned.engine_metrics} - {None}) == 3
 
 
+def test_metrics_ports_ask_for_no_key_and_listen_on_this_machine_alone(folder: Path) -> None:
+    asked = ("--host", "0.0.0.0", "--metrics-port", "0")  # noqa: S104 - nothing is bound
+    for typed, expected in (((), "127.0.0.1"), (("--metrics-host", "127.0.0.2"), "127.0.0.2")):
+        plan = plan_of(folder, *asked, *typed)
+        for part in (*plan.engines(EngineLogs()), *plan.gateways()):
+            assert part.argv[part.argv.index("--metrics-host") + 1] == expected
+
+
 def plan_of(folder: Path, *typed: str) -> Plan:
     found = options(str(folder), "--data-dir", str(folder.parent), "--http-port", "0", "--grpc-port", "0", *typed)
     return Plan(found, assign_ports(found), choose_model(found.model, found.served_model_name))

@@ -61,7 +61,8 @@ keys:
 """
     )
     settings = gateway_settings(redis_url, keys=keys)
-    return replace(settings, gateway=replace(settings.gateway, limits=limits))
+    administrators = write_keys(tmp_path / "administrators", {"root": "olga"})
+    return replace(settings, gateway=replace(settings.gateway, limits=limits, admin_keys=administrators))
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -115,7 +116,7 @@ async def test_limits_hold_over_gateways_and_apis(gateways: tuple[Address, Addre
         free = await client.post("/v1/completions", json=BODY)
         assert free.status_code == 200
         assert not [name for name in free.headers if name.startswith("x-ratelimit")]
-        metrics = (await client.get("/metrics")).text
+        metrics = (await client.get("/metrics", headers=bearer("root"))).text
         assert 'pagestream_tenant_refusals_total{limit="requests_per_minute",tenant="a"} 3.0' in metrics
     async with await Broker.connect(redis_url) as broker:
 
@@ -150,7 +151,7 @@ async def test_a_request_that_is_there_is_repeated_whatever_its_tenant_has_used(
         await lose(redis_url, request_id)
         refused = await client.put(f"/v1/requests/{request_id}", json=BODY, headers=seed)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
-        metrics = (await client.get("/metrics")).text
+        metrics = (await client.get("/metrics", headers=bearer("root"))).text
         assert 'pagestream_tenant_refusals_total{limit="requests_per_minute",tenant="a"} 1.0' in metrics
 
 

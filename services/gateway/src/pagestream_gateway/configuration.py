@@ -73,7 +73,8 @@ def _parser() -> argparse.ArgumentParser:
         f"OpenAI HTTP port (default {defaults.gateway.http_port}; 0 = a free one)",
     )
     flag("--grpc-port", "gateway.grpc_port", int, f"gRPC port (default {defaults.gateway.grpc_port}; 0 = a free one)")
-    flag("--metrics-port", "gateway.metrics_port", int, "second port with /metrics, /healthz and /readyz alone")
+    flag("--metrics-port", "gateway.metrics_port", int, "port with /metrics, /healthz and /readyz alone")
+    flag("--metrics-host", "gateway.metrics_host", str, "its address (default: --host)")
     flag("--api-keys", "gateway.api_keys", Path, "file of sha256(key) -> tenant; without it no key is asked for")
     flag("--jwt-issuers", "gateway.jwt_issuers", Path, "JSON file of the issuers whose tokens are accepted")
     flag("--admin-keys", "gateway.admin_keys", Path, "file of sha256(key) -> administrator; opens /admin/v1")

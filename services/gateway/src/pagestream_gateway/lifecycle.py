@@ -236,7 +236,7 @@ async def _servers(
         if listen.metrics_port is not None:
             unreadable = replace(limits, cors=CorsHeaders([]))  # web pages may not call this port
             metrics = HttpServer(build_metrics_app(gateway), unreadable, close_limit_s=limit_s)
-            metrics_port = await metrics.start(listen.host, listen.metrics_port)
+            metrics_port = await metrics.start(listen.metrics_address, listen.metrics_port)
             stack.push_async_callback(metrics.stop)
         admin_port = None
         if listen.admin_port is not None:

@@ -34,9 +34,11 @@ class GatewaySettings:
     grpc_port: int = 50051
     """TCP port of the gRPC API; 0 binds a free one."""
     metrics_port: int | None = None
-    """A second TCP port that serves only /metrics, /healthz and /readyz; the HTTP port serves them, too.
-    None: no second port.
+    """A second TCP port that serves only /metrics, /healthz and /readyz, to anyone who reaches it. The HTTP port serves
+    them too, but where callers need credentials its /metrics is for administrators. None: no second port.
     """
+    metrics_host: str | None = None
+    """Address of that port. None: that of `host`."""
     start_file: Path | None = None
     """File that exists before any port is bound; the process waits for it. `pagestream serve` makes it when an engine
     has loaded its model. None: ports are bound at once."""
@@ -94,6 +96,11 @@ class GatewaySettings:
     def asks_for_credentials(self) -> bool:
         """Whether a caller has to show who it is."""
         return any(each is not None for each in (self.api_keys, self.jwt_issuers, self.tls_client_tenants))
+
+    @property
+    def metrics_address(self) -> str:
+        """Address of the metrics port."""
+        return self.host if self.metrics_host is None else self.metrics_host
 
     @property
     def origins(self) -> list[str]:

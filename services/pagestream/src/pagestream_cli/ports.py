@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from ipaddress import ip_address
 from typing import Any
@@ -73,14 +73,14 @@ def _no_address(host: str, error: Exception) -> UsageError:
     return UsageError(f"cannot listen on host {host!r}: {text}", hint="give an address of this machine with --host")
 
 
-def require_free(host: str, ports: dict[str, int]) -> None:
-    """Check the ports, given by the option that named each.
+def require_free(host: str, ports: dict[str, int], *, beside: Mapping[str, int] | None = None) -> None:
+    """Check the ports, given by the option that named each; `beside` are those that were checked before.
 
     Raises:
         PortTakenError: one of them is in use; the message names option and port.
         UsageError: a port is out of range, or one is named twice.
     """
-    seen: dict[int, str] = {}
+    seen = {port: option for option, port in (beside or {}).items()}
     for option, port in ports.items():
         if not 0 < port <= LAST_PORT:
             raise UsageError(f"{option} {port} is not a port", hint=f"give a number from 1 to {LAST_PORT}")

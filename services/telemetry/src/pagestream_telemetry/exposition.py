@@ -7,7 +7,7 @@ https://opentelemetry.io/docs/specs/otel/compatibility/prometheus_and_openmetric
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
@@ -40,15 +40,26 @@ def exposed_name(metric: Metric) -> str:
 
 def render(registry: Registry, resource: Mapping[str, str]) -> bytes:
     """Return the exposition, version 0.0.4; the resource attributes are the labels of `target_info`."""
+    info = InfoMetricFamily(
+        "target", "The process that exported these metrics.", {_label(name): value for name, value in resource.items()}
+    )
+    return _exposition([info, *map(_exposed, registry.collect())])
+
+
+def render_some(registry: Registry, metrics: Collection[Metric]) -> bytes:
+    """Return the exposition of these metrics alone, which does not name the process."""
+    return _exposition([_exposed(family) for family in registry.collect() if family.metric in metrics])
+
+
+def _exposition(families: Sequence[Exposed]) -> bytes:
     exposed = CollectorRegistry(auto_describe=False)
-    exposed.register(_Snapshot(registry.collect(), resource))
+    exposed.register(_Snapshot(families))
     return generate_latest(exposed)
 
 
 class _Snapshot(Collector):
-    def __init__(self, families: list[Family], resource: Mapping[str, str]) -> None:
+    def __init__(self, families: Sequence[Exposed]) -> None:
         self._families = families
-        self._resource = resource
 
     def describe(self) -> list[Exposed]:
         """Return nothing: names are not known before there are series."""
@@ -56,10 +67,7 @@ class _Snapshot(Collector):
 
     def collect(self) -> Iterator[Exposed]:
         """Yield all families."""
-        labels = {_label(name): value for name, value in self._resource.items()}
-        yield InfoMetricFamily("target", "The process that exported these metrics.", labels)
-        for family in self._families:
-            yield _exposed(family)
+        yield from self._families
 
 
 def _exposed(family: Family) -> Exposed:

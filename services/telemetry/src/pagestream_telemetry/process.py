@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from urllib.parse import unquote
 
-from pagestream_telemetry.exposition import render
+from pagestream_telemetry.catalog import Metric
+from pagestream_telemetry.exposition import render, render_some
 from pagestream_telemetry.instruments import Registry
 from pagestream_telemetry.settings import TelemetrySettings
 from pagestream_telemetry.spans import NO_TRACER, Tracer
@@ -33,6 +34,10 @@ class Telemetry:
     def render(self) -> bytes:
         """Return all metrics in Prometheus' text format, as they are now."""
         return render(self.registry, self.resource)
+
+    def render_some(self, metrics: Collection[Metric]) -> bytes:
+        """Return these metrics alone, without what names the process."""
+        return render_some(self.registry, metrics)
 
 
 def silent_telemetry(service: str = "pagestream") -> Telemetry:

@@ -343,6 +343,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="format of its reasoning (default: as its chat template says)",
     )
     parser.add_argument("--metrics-port", type=_count, metavar="PORT", help="serve /healthz, /readyz and /metrics")
+    parser.add_argument("--metrics-host", metavar="HOST", help="where that port listens (default 0.0.0.0)")
     parser.add_argument("--profile-dir", type=Path, metavar="DIR", help="for profiles on demand (default: none)")
     parser.add_argument("--otlp-endpoint", metavar="URL", help="send metrics and spans there, by OTLP/gRPC")
     parser.add_argument("--log-level", metavar="LEVEL", help="lowest level written (default INFO)")

@@ -33,10 +33,11 @@ _ABOUT = (
 
 def build_app(gateway: Gateway) -> FastAPI:
     """Return the application of the HTTP port."""
-    app = _bare_app(gateway)
+    app = _app_for_callers(gateway)
     generations = (completions, chat_completions, responses, messages, embeddings, scoring, classification)
-    for resource in (*generations, models, requests, files, batches, tokens, health):
+    for resource in (*generations, models, requests, files, batches, tokens):
         app.include_router(resource.router(gateway))
+    app.include_router(health.router(gateway, is_for_callers=True))
     bodies: list[type[BaseModel]] = [
         completions.CompletionBody,
         chat_completions.ChatBody,
@@ -73,7 +74,7 @@ def build_app(gateway: Gateway) -> FastAPI:
 
 def build_admin_app(gateway: Gateway) -> FastAPI:
     """Return the application of the administrators' port."""
-    app = _bare_app(gateway)
+    app = _app_for_callers(gateway)
     app.include_router(administration.router(gateway))
     documents.install(app, [])
     return app
@@ -81,12 +82,17 @@ def build_admin_app(gateway: Gateway) -> FastAPI:
 
 def build_metrics_app(gateway: Gateway) -> FastAPI:
     """Return the application of the metrics port, with what probes and scrapers read."""
-    app = _bare_app(gateway)
-    app.include_router(health.router(gateway))
+    app = _bare_app(gateway, address=gateway.settings.gateway.metrics_address, asks_for_credentials=False)
+    app.include_router(health.router(gateway, is_for_callers=False))
     return app
 
 
-def _bare_app(gateway: Gateway) -> FastAPI:
+def _app_for_callers(gateway: Gateway) -> FastAPI:
+    settings = gateway.settings.gateway
+    return _bare_app(gateway, address=settings.host, asks_for_credentials=settings.asks_for_credentials)
+
+
+def _bare_app(gateway: Gateway, *, address: str, asks_for_credentials: bool) -> FastAPI:
     app = FastAPI(
         title="Pagestream",
         version="1",
@@ -97,6 +103,6 @@ def _bare_app(gateway: Gateway) -> FastAPI:
         redirect_slashes=False,
     )
     app.add_middleware(Lenient)
-    limit_hosts(app, gateway.settings.gateway)
+    limit_hosts(app, gateway.settings.gateway, address, asks_for_credentials=asks_for_credentials)
     install_error_handlers(app, {messages.PATH: messages_errors.respond})
     return app

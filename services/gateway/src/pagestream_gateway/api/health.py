@@ -1,19 +1,27 @@
-"""/healthz, /readyz, /metrics and vLLM's names for such: for probes and scrapers, which send no API key."""
+"""/healthz, /readyz, /metrics and vLLM's names for such: for probes and scrapers, which send no API key.
+
+Metrics name tenants and models, and tell what they use. So a port for callers who need a credential shows them to
+administrators alone, and to others as little as /load does.
+"""
 
 from importlib.metadata import version
 
 from fastapi import APIRouter
 from pagestream_telemetry.endpoint import PROMETHEUS_TYPE
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from pagestream_gateway.api.callers import credentials_of
 from pagestream_gateway.core.gateway import Gateway
 
 # A full Redis is no reason to take readers' gateways away: docs/decisions/0125.
+_FEW = b"# The other metrics are on the metrics port, and here for administrators' keys.\n"
 _FULL = "ready: Redis is at its memory limit; new requests are refused, accepted ones are served\n"
 
 
-def router(gateway: Gateway) -> APIRouter:
-    """Return the routes of probes and scrapers."""
+def router(gateway: Gateway, *, is_for_callers: bool) -> APIRouter:
+    """Return the routes of probes and scrapers, on a port for callers or on one of their own."""
+    needs_administrator = is_for_callers and gateway.settings.gateway.asks_for_credentials
     routes = APIRouter(tags=["operation"])
 
     @routes.get("/healthz", summary="Whether the process works")
@@ -42,7 +50,9 @@ def router(gateway: Gateway) -> APIRouter:
         )
 
     @routes.get("/metrics", summary="Metrics in Prometheus' text form")
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
+        if needs_administrator and gateway.authenticator.find_administrator(credentials_of(request)) is None:
+            return Response(_FEW + gateway.public_exposition(), media_type=PROMETHEUS_TYPE)
         return Response(await gateway.exposition(), media_type=PROMETHEUS_TYPE)
 
     return routes

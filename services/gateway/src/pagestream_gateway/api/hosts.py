@@ -17,10 +17,10 @@ from pagestream_gateway.settings import GatewaySettings
 _ANY = "*"
 
 
-def limit_hosts(app: FastAPI, settings: GatewaySettings) -> None:
+def limit_hosts(app: FastAPI, settings: GatewaySettings, address: str, *, asks_for_credentials: bool) -> None:
     """Refuse other hosts than this machine's where the address is loopback and no credential is asked for."""
-    if not settings.asks_for_credentials and is_loopback(settings.host) and _ANY not in settings.hosts:
-        app.add_middleware(LimitedHosts, more=[settings.host, *settings.hosts])
+    if not asks_for_credentials and is_loopback(address) and _ANY not in settings.hosts:
+        app.add_middleware(LimitedHosts, more=[address, *settings.hosts])
 
 
 class LimitedHosts:

@@ -10,6 +10,7 @@ from pagestream_streams import Broker
 from pagestream_streams.byte_budget import ByteBudget
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.tasks import Turns
+from pagestream_telemetry import catalog
 from pagestream_telemetry.process import Telemetry
 
 from pagestream_gateway.core.batches.service import Batches
@@ -29,6 +30,8 @@ from pagestream_gateway.core.submission import Submission
 from pagestream_gateway.core.tokenization import PendingRequests, TokenizePool
 from pagestream_gateway.errors import GatewayStopping, Unauthenticated, WrongCredential
 from pagestream_gateway.settings import Settings
+
+_PUBLIC_METRICS = frozenset({catalog.STREAMS_OPEN})
 
 
 @dataclass(frozen=True)
@@ -105,3 +108,7 @@ class Gateway:
         """Return all metrics in Prometheus' text form; those of the queue are absent where Redis does not answer."""
         await asyncio.gather(self.queue.refresh(), self.memory.refresh())
         return self.telemetry.render()
+
+    def public_exposition(self) -> bytes:
+        """Return what anyone may read, in the same form: what tells nothing of tenants, models and machines."""
+        return self.telemetry.render_some(_PUBLIC_METRICS)

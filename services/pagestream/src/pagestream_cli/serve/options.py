@@ -75,6 +75,8 @@ class ServeOptions:
     """Likewise, for gRPC."""
     metrics_port: int | None
     """Metrics port of the first process; gateways, then engines have the ports after it. None: no metrics endpoints."""
+    metrics_host: str
+    """Address of all metrics ports, which ask for no key."""
     redis_url: str | None
     """A Redis that runs already; None: serve starts its own."""
     engines: int
@@ -129,6 +131,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PORT",
         help="Prometheus metrics of gateways, then engines, from this port on",
     )
+    parser.add_argument(
+        "--metrics-host",
+        default="127.0.0.1",
+        help="where those ports listen; no key is asked for (default: %(default)s)",
+    )
     parser.add_argument("--redis", metavar="URL", dest="redis_url", help="use this Redis instead of starting one")
     parser.add_argument(
         "--engines", type=_at_least_one, default=1, metavar="N", help="engine processes (default: %(default)s)"
@@ -177,6 +184,7 @@ def parse_options(arguments: argparse.Namespace) -> ServeOptions:
         http_port=arguments.http_port,
         grpc_port=arguments.grpc_port,
         metrics_port=arguments.metrics_port,
+        metrics_host=arguments.metrics_host,
         redis_url=arguments.redis_url,
         engines=max(arguments.engines, _DEMO_ENGINES if arguments.demo else 1),
         warm_spares=arguments.warm_spares,

@@ -96,7 +96,7 @@ class Plan:
             f"{name}-{os.getpid()}",
         ]
         if ports.metrics is not None:
-            argv += ["--metrics-port", str(ports.metrics)]
+            argv += ["--metrics-port", str(ports.metrics), "--metrics-host", self.options.metrics_host]
         if self.options.api_keys is not None:
             argv += ["--api-keys", str(self.options.api_keys.absolute())]
         has_tls = self.options.tls_certificate is not None
@@ -132,7 +132,7 @@ class Plan:
             *(["--enable-lora"] if self.model.adapter is not None else []),
         ]
         if metrics is not None:
-            argv += ["--metrics-port", str(metrics)]
+            argv += ["--metrics-port", str(metrics), "--metrics-host", self.options.metrics_host]
         return PartSpec(
             name=name,
             argv=tuple(argv),

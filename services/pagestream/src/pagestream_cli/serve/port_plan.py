@@ -53,8 +53,9 @@ def assign_ports(options: ServeOptions) -> PortPlan:
         asked[_option("--http-port", i)] = ports.http
         asked[_option("--grpc-port", i)] = ports.grpc
     metrics = [*(ports.metrics for ports in gateways), *engine_metrics]
-    asked.update({_option("--metrics-port", i): port for i, port in enumerate(metrics) if port is not None})
     require_free(options.host, asked)
+    of_metrics = {_option("--metrics-port", i): port for i, port in enumerate(metrics) if port is not None}
+    require_free(options.metrics_host, of_metrics, beside=asked)
     if options.redis_url is not None:
         return PortPlan(options.redis_url, None, gateways, engine_metrics)
     redis_url, socket = own_redis(options.data_dir.redis)
@@ -66,7 +67,7 @@ def _port(first: int, offset: int, host: str) -> int:
 
 
 def _metrics_port(options: ServeOptions, offset: int) -> int | None:
-    return None if options.metrics_port is None else _port(options.metrics_port, offset, options.host)
+    return None if options.metrics_port is None else _port(options.metrics_port, offset, options.metrics_host)
 
 
 def _option(name: str, offset: int) -> str:
