@@ -14,7 +14,7 @@ import torch
 import transformers
 from pagestream_engine import (
     LLM,
-    EmbeddingOutput,
+    EmbeddingRequestOutput,
     InvalidRequest,
     LoRARequest,
     ModelFileError,
@@ -87,7 +87,7 @@ def expected(folder: Path, prompt: list[int], kind: str) -> torch.Tensor:
     return {"last": states[-1], "mean": states.mean(0), "cls": states[0]}[kind]
 
 
-def check(outputs: list[EmbeddingOutput], folder: Path, kind: str, *, normalize: bool) -> None:
+def check(outputs: list[EmbeddingRequestOutput], folder: Path, kind: str, *, normalize: bool) -> None:
     for output in outputs:
         vector = expected(folder, output.prompt_token_ids, kind)
         if normalize:

@@ -372,7 +372,7 @@ class LLM:
     def _chat_template(self) -> ChatTemplate:
         return ChatTemplate(self.engine.folder)
 
-    @cached_property
+    @property
     def _pooling(self) -> PoolingConfig:
         return read_pooling(self.engine.folder)
 
