@@ -117,6 +117,7 @@ def test_prefix_caching() -> None:
     found = run(
         """
         from vllm import LLM, SamplingParams
+        from vllm.distributed import cleanup_dist_env_and_memory
 
         prefix = "The miller lives where the river bends, and every morning before the sun is up he goes "
         prompts = [prefix + end for end in ("to the mill", "to the well", "for bread")]
@@ -124,6 +125,7 @@ def test_prefix_caching() -> None:
         plain = LLM(model=MODEL, enable_prefix_caching=False, gpu_memory_utilization=0.4, **SMALL)
         expected = [output.outputs[0].text for output in plain.generate(prompts, params)]
         del plain
+        cleanup_dist_env_and_memory()
         cached = LLM(model=MODEL, enable_prefix_caching=True, gpu_memory_utilization=0.4, **SMALL)
         cached.generate(prompts[0], params)
         outputs = cached.generate(prompts, params)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     )
     from pagestream_engine.llm import LLM
     from pagestream_engine.offline.llm_engine import LLMEngine
+    from pagestream_engine.offline.memory import cleanup_dist_env_and_memory
     from pagestream_engine.offline.metrics import Counter, Gauge, Metric, Vector
     from pagestream_engine.offline.options import EngineArgs, FlexibleArgumentParser, VllmOptions
     from pagestream_engine.offline.prompts import Prompt, TextPrompt, TokensPrompt
@@ -145,6 +146,7 @@ __all__ = [
     "Vector",
     "VllmOptions",
     "WeightsError",
+    "cleanup_dist_env_and_memory",
     "largest_batches",
     "measure_capacity",
     "register_policy",
@@ -186,6 +188,7 @@ _NAMES = {
     ),
     "llm": ("LLM",),
     "offline.llm_engine": ("LLMEngine",),
+    "offline.memory": ("cleanup_dist_env_and_memory",),
     "offline.metrics": ("Counter", "Gauge", "Metric", "Vector"),
     "offline.options": ("EngineArgs", "FlexibleArgumentParser", "VllmOptions"),
     "offline.prompts": ("Prompt", "TextPrompt", "TokensPrompt"),

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from pagestream_engine.errors import UnsupportedModel
 
-_SMALLEST_COUNT = 29
+_SMALLEST_COUNT = 61
+"""Sizes that are sums of others, and no size of a weight, are hardly ever a multiple of so large a prime."""
 _HALVES = (torch.float16, torch.bfloat16)
 _SCANS = frozenset({"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "roll", "flip"})
 """Operations along a dimension that join its entries by their places."""
@@ -73,7 +74,14 @@ _ALONG_THE_LAST = frozenset({"sort", "argsort", "topk", "median", "nanmedian", "
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "mv", "addmv", "dot", "vdot", "_int_mm"})
 _LAYER_NORMS = frozenset({"native_layer_norm", "layer_norm", "rms_norm", "_fused_rms_norm"})
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "rnn_layer", "_rnn")
-_ATTENTIONS = ("scaled_dot_product", "flash_attention", "efficient_attention", "multi_head_attention", "flex_attention")
+_ATTENTIONS = (
+    "scaled_dot_product",
+    "flash_attention",
+    "efficient_attention",
+    "multi_head_attention",
+    "flex_attention",
+    "transformer_encoder_layer",
+)
 
 
 def count_of_tokens(model: nn.Module) -> int:
