@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from pagestream_engine import LLM, ConfigError, EngineArgs, InvalidRequest, InvalidSamplingParams, SamplingParams
-from support.engines.classifiers import make_classifier
 from support.engines.lora_adapters import make_adapter
+from support.engines.tiny_models import make_classifier
 from support.processes.stack import DEMO_MODEL
 from tokenizers import Tokenizer
 
