@@ -151,15 +151,28 @@ STRUCTURES: dict[str, Structure] = {
 }
 
 
-@pytest.mark.parametrize("name", STRUCTURES)
+FIRST = {
+    "convolution_that_begins_with_its_sequence",
+    "weak_shift",
+    "linear_attention",
+    "expert_choice",
+    "capacity",
+    "mean of all",
+    "counted positions",
+}
+"""One of each kind, which also run outside of `make deep`."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FIRST else pytest.mark.slow) for name in STRUCTURES]
+)
 def test_tokens_that_meet_outside_attention(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str) -> None:
     add(monkeypatch, STRUCTURES[name])
     with pytest.raises(UnsupportedModel, match=r"GraniteForCausalLM: layers: given .* attention"):
         start(folder)
 
 
-@pytest.mark.parametrize("name", ["weak_shift", "capacity"])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(("name", "dtype"), [("weak_shift", "float32"), ("capacity", "float16")])
 def test_in_every_dtype(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, dtype: str) -> None:
     add(monkeypatch, STRUCTURES[name])
     with pytest.raises(UnsupportedModel, match="layers: given"):
@@ -176,14 +189,20 @@ TOKENS_OF_THEIR_OWN: dict[str, Structure] = {
 }
 
 
-@pytest.mark.parametrize("name", TOKENS_OF_THEIR_OWN)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "best experts of a token" else pytest.mark.slow)
+        for name in TOKENS_OF_THEIR_OWN
+    ],
+)
 def test_what_reads_a_token_alone_runs(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str) -> None:
     add(monkeypatch, TOKENS_OF_THEIR_OWN[name])
     (output,) = start(folder).generate([3, 4, 5], SamplingParams(max_tokens=2, temperature=0.0), use_tqdm=False)
     assert output.outputs[0].error is None
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_a_published_architecture_with_convolutions(tmp_path: Path, dtype: str) -> None:
     config = small_config("lfm2", vocab_size=VOCAB_SIZE)
     config.save_pretrained(tmp_path)
