@@ -12,14 +12,25 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own habit
+import transformers
 from pagestream_engine import LLM, SamplingParams, UnsupportedModel
-from support.engines.architectures import VOCAB_SIZE, small_config, write_model
+from support.engines.architectures import write_model
 from torch import Tensor
 from transformers.models.granite.modeling_granite import GraniteMLP, GraniteRotaryEmbedding
 
 pytestmark = pytest.mark.served
 
 SIZE = 64
+SMALL: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": SIZE,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+}
 Structure = Callable[[Tensor, Tensor], Tensor]
 """Hidden states (1, tokens, SIZE) and positions (1, tokens) -> what is added to them."""
 
@@ -27,7 +38,8 @@ Structure = Callable[[Tensor, Tensor], Tensor]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("granite")
-    config = small_config("granite")
+    config = transformers.GraniteConfig(**SMALL)
+    config.architectures = ["GraniteForCausalLM"]
     config.save_pretrained(made)
     write_model(made, config)
     return made
@@ -204,7 +216,8 @@ def test_what_reads_a_token_alone_runs(monkeypatch: pytest.MonkeyPatch, folder: 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_a_published_architecture_with_convolutions(tmp_path: Path, dtype: str) -> None:
-    config = small_config("lfm2", vocab_size=VOCAB_SIZE)
+    config = transformers.Lfm2Config(**SMALL, layer_types=["full_attention", "conv"])
+    config.architectures = ["Lfm2ForCausalLM"]
     config.save_pretrained(tmp_path)
     write_model(tmp_path, config)
     with pytest.raises(UnsupportedModel, match="Lfm2ForCausalLM: given layers whose cache is no keys and values"):
