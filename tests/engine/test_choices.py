@@ -73,6 +73,88 @@ def test_a_group_larger_than_the_engine_is_served_in_parts(llama: Path) -> None:
     assert generate(tight, [prompt], temperature=0.9, seed=2, n=7) == calm
 
 
+@pytest.mark.parametrize("caching", [True, False])
+def test_choices_in_parts_report_their_prompt_once_and_count_no_hit_of_their_own(llama: Path, caching: bool) -> None:
+    (prompt,) = random_prompts([21])
+    params = SamplingParams(n=5, seed=2, temperature=0.9, max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=2)
+    (calm,) = make_llm(llama).generate([prompt], params)
+    tight = make_llm(llama, max_num_seqs=2, enable_prefix_caching=caching)
+    (output,) = tight.generate([prompt], params)
+    assert [choice.token_ids for choice in output.outputs] == [choice.token_ids for choice in calm.outputs]
+    assert [set(row or ()) for row in output.prompt_logprobs or ()] == [
+        set(row or ()) for row in calm.prompt_logprobs or ()
+    ]
+    assert [[list(row) for row in choice.logprobs or ()] for choice in output.outputs] == [
+        [list(row) for row in choice.logprobs or ()] for choice in calm.outputs
+    ]
+    stats = tight.engine.stats()
+    assert output.num_cached_tokens == stats.prefix_hit_tokens == 0
+    assert stats.prefix_query_tokens == (len(prompt) if caching else 0)
+    assert stats.num_prompt_tokens == (len(prompt) + 2 * (21 - 16) if caching else 3 * len(prompt))
+
+
+def test_what_was_preempted_and_computed_again_is_no_hit(llama: Path) -> None:
+    prompts = random_prompts(LENGTHS)
+    tight = make_llm(llama, num_gpu_blocks_override=16)
+    outputs = tight.generate(prompts, SamplingParams(max_tokens=40, ignore_eos=True, seed=1))
+    stats = tight.engine.stats()
+    assert stats.num_preemptions > 0
+    assert stats.prefix_hit_tokens == sum(output.num_cached_tokens for output in outputs) == 0
+    assert stats.prefix_query_tokens == sum(LENGTHS)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "fair", "priority", "shortest_first", "round_robin"])
+def test_nobody_waits_while_seats_are_empty(llama: Path, policy: str) -> None:
+    """Twelve choices beside a stream in twelve seats: eleven start at once, and a short request follows soon."""
+    engine = make_llm(llama, max_num_seqs=12, num_gpu_blocks_override=512, scheduling_policy=policy).engine
+    greedy = {"temperature": 0, "ignore_eos": True}
+    engine.add_request("stream", [5, 6, 7], SamplingParams(max_tokens=200, **greedy))
+    engine.step()
+    params = SamplingParams(n=12, max_tokens=4, seed=1, ignore_eos=True)
+    engine.add_group([9, 10], [Sibling(f"choice {i}", params.for_child(1, i)) for i in range(12)])
+    engine.add_request("short", [20, 21], SamplingParams(max_tokens=2, **greedy), tenant="other")
+    seen: dict[str, int] = {}
+    for step in range(16):
+        for output in engine.step():
+            seen.setdefault(output.seq_id, step)
+    assert seen.keys() == {"stream", "short", *(f"choice {i}" for i in range(12))}
+    assert seen["short"] < 12
+
+
+def test_choices_of_the_first_class_displace_as_many_as_there_are(llama: Path) -> None:
+    engine = make_llm(llama, max_num_seqs=4, scheduling_policy="priority").engine
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    for number in range(4):
+        engine.add_request(f"low {number}", [number + 1], params, priority=number % 2)
+    engine.step()
+    first = SamplingParams(n=3, max_tokens=40, seed=1, ignore_eos=True)
+    engine.add_group([9, 10], [Sibling(f"first {i}", first.for_child(1, i)) for i in range(3)], priority=0)
+    engine.step()
+    assert {output.seq_id for _ in range(2) for output in engine.step()} == {"low 0", "low 2", "first 0", "first 1"}
+    assert engine.stats().num_displaced == 2, "two of another class ran: both make room, and nobody else"
+
+
+@pytest.mark.parametrize("kind", ["search", "blocks"])
+def test_one_that_needs_more_room_is_passed_by_a_bounded_number(llama: Path, kind: str) -> None:
+    engine = make_llm(llama, max_num_seqs=6, num_gpu_blocks_override=64, enable_prefix_caching=False).engine
+    greedy = SamplingParams(max_tokens=300, temperature=0, ignore_eos=True)
+    engine.add_request("stream", random_prompts([90])[0], greedy)
+    engine.step()
+    if kind == "search":
+        beams = SamplingParams(beam_width=6, use_beam_search=True, max_tokens=4)
+        engine.add_request("large", [1, 2], beams.for_child(0, 0))
+    else:
+        engine.add_request("large", random_prompts([410])[0], SamplingParams(max_tokens=4, temperature=0))
+    ended: list[str] = []
+    for number in range(120):
+        engine.add_request(f"small {number}", [3], SamplingParams(max_tokens=1, temperature=0))
+    while engine.has_unfinished_requests():
+        ended += [output.seq_id for output in engine.step() if output.finish_reason is not None]
+        engine.check_invariants()
+    assert 64 <= ended.index("stream") <= 70, "up to a bound its neighbours pass it, then they wait with it"
+    assert ended.index("stream") < ended.index("large") < 100, "it starts as soon as it has room"
+
+
 @pytest.mark.parametrize("cut", [1, 13])
 def test_a_resumed_group_goes_on_with_what_each_sibling_has(llama: Path, cut: int) -> None:
     params = SamplingParams(n=3, temperature=0.8, max_tokens=NUM_TOKENS, ignore_eos=True, frequency_penalty=0.5)

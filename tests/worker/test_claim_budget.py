@@ -4,7 +4,7 @@ import pytest
 from pagestream_engine import SchedulerConfig
 from pagestream_engine.cache import BlockPool, CacheManager, KVLayout, KVSpec, full_attention, make_layout
 from pagestream_engine.request import SamplingParams, TokenSequence
-from pagestream_engine.scheduler import AdapterResidency, FirstComeFirstServed, WaitingQueue
+from pagestream_engine.scheduler import MOST_PASSING, AdapterResidency, FirstComeFirstServed, WaitingQueue
 from pagestream_engine.scheduler.adapters.turns import AdapterTurns
 from pagestream_engine.scheduler.admission import Admission
 from pagestream_engine.scheduler.decode import DecodeSet
@@ -82,6 +82,24 @@ def test_beams_are_counted_and_hold_up_no_claim_when_their_prompt_is_computed(*,
     for number in range(MOST - 1):
         budget.reserve(1, [(str(number), 0)])
         budget.note_token(str(number))
+    assert budget.available(BLOCKS)[0] == 1
+
+
+def test_a_search_that_waits_for_all_its_seats_holds_up_a_bounded_number_of_claims() -> None:
+    budget = new_budget()
+    budget.reserve(1, [("stream", 0)])
+    budget.note_token("stream")
+    budget.reserve(4, [("search", 0)], num_at_end=MOST, is_search=True)
+    for number in range(MOST_PASSING):
+        assert budget.available(BLOCKS)[0] >= 1, "seven seats are free, of which the search can't use any"
+        budget.reserve(1, [(str(number), 0)])
+        budget.note_token(str(number))
+        budget.release([str(number)])
+    assert budget.available(BLOCKS) == (0, 0)
+    budget.release(["stream"])
+    budget.note_prefill_step({"search": 0})
+    assert budget.available(BLOCKS)[0] == 0, "it has all seats"
+    budget.release(["search"])
     assert budget.available(BLOCKS)[0] == 1
 
 

@@ -2,7 +2,14 @@ import pytest
 from pagestream_engine import SamplingParams, SchedulerConfig, SchedulingPolicy, TokenSequence
 from pagestream_engine.cache import BlockPool, CacheManager, check_cache, full_attention
 from pagestream_engine.request import SequenceState
-from pagestream_engine.scheduler import FirstComeFirstServed, ScheduledStep, Scheduler, check_groups, make_policy
+from pagestream_engine.scheduler import (
+    MOST_PASSING,
+    FirstComeFirstServed,
+    ScheduledStep,
+    Scheduler,
+    check_groups,
+    make_policy,
+)
 
 BLOCK_SIZE = 4
 
@@ -135,13 +142,35 @@ def test_runs_no_more_sequences_than_allowed() -> None:
     assert [name for name, _ in harness.step()] == ["2", "1"]
 
 
-def test_admits_nothing_past_one_that_does_not_fit() -> None:
-    harness = Harness(num_blocks=6, budget=64)
-    harness.add(16)
-    harness.add(12)
-    harness.add(1)
-    assert [name for name, _ in harness.step()] == ["0"]
-    assert harness.scheduler.num_waiting == 2
+def test_a_bounded_number_passes_one_that_lacks_blocks() -> None:
+    harness = Harness(num_blocks=32, budget=64)
+    running = harness.add(40)
+    large = harness.add(88)
+    num_passed = 0
+    while True:
+        small = harness.add(1)
+        harness.step()
+        if small.state is SequenceState.WAITING:
+            break
+        num_passed += 1
+        harness.scheduler.finish_requests([small])
+    assert num_passed == MOST_PASSING
+    assert large.state is SequenceState.WAITING
+    harness.scheduler.finish_requests([running])
+    assert [dict(harness.step()) for _ in range(2)] == [{large.seq_id: 64}, {large.seq_id: 24, small.seq_id: 1}]
+
+
+def test_what_has_run_is_not_passed_while_it_lacks_blocks() -> None:
+    harness = Harness(num_blocks=8, budget=64)
+    old, new = harness.add(15), harness.add(11, first=50)
+    while new.state is SequenceState.RUNNING or not new.num_output_tokens:
+        harness.step()
+    small = harness.add(1)
+    harness.step()
+    assert {new.state, small.state} == {SequenceState.WAITING}
+    harness.scheduler.finish_requests([old])
+    harness.step()
+    assert {new.state, small.state} == {SequenceState.RUNNING}
 
 
 def test_a_prompt_in_chunks_keeps_its_claim_on_blocks() -> None:
@@ -270,8 +299,8 @@ def test_the_same_schedule_can_be_made_again_after_a_failed_step() -> None:
 def test_a_prompt_that_another_is_computing_waits_to_share_it() -> None:
     harness = Harness(budget=32, caching=True)
     first, same, other = harness.add(10), harness.add(10), harness.add(10, first=50)
-    assert harness.step() == [("0", 10)]
-    assert harness.step() == [("1", 2), ("2", 10), ("0", 1)]
+    assert harness.step() == [("0", 10), ("2", 10)], "those behind do not wait with it"
+    assert harness.step() == [("1", 2), ("0", 1), ("2", 1)]
     assert same.block_tables[0][:2] == first.block_tables[0][:2]
     assert same.num_cached_tokens == 8
     assert other.num_cached_tokens == 0
@@ -386,42 +415,47 @@ def test_resumed_siblings_compute_the_prompt_once() -> None:
     assert len({tuple(seq.block_tables[0][:2]) for seq in siblings}) == 1
 
 
-def test_a_group_is_admitted_whole_or_not_at_all() -> None:
-    harness = Harness(max_num_seqs=4)
-    first = harness.add_group(4, [0, 0])
-    second = harness.add_group(4, [0, 0, 0], first=50)
-    harness.step()
-    assert {seq.state for seq in second} == {SequenceState.WAITING}
-    assert (harness.scheduler.num_running, harness.scheduler.num_waiting) == (2, 3)
+@pytest.mark.parametrize("caching", [True, False])
+def test_choices_take_seats_as_they_come_free(caching: bool) -> None:
+    harness = Harness(max_num_seqs=4, caching=caching, budget=64)
+    first = harness.add_group(5, [0, 0])
+    second = harness.add_group(5, [0, 0, 0, 0], first=50)
+    last = harness.add(3, first=90)
+    assert harness.step() == [("0", 5), ("2", 5)], "two of the four start, and share the prompt's computation"
+    assert (harness.scheduler.num_running, harness.scheduler.num_waiting) == (4, 3)
     harness.scheduler.finish_requests([first[0]])
+    assert dict(harness.step())["4"] == (1 if caching else 5), "the next one finds the prompt in the cache"
+    assert [seq.state.name for seq in [*second, last]] == ["RUNNING"] * 3 + ["WAITING"] * 2
+    harness.scheduler.finish_requests([*second[:2], first[1]])
     harness.step()
-    assert {seq.state for seq in second} == {SequenceState.RUNNING}
+    assert {second[3].state, last.state} == {SequenceState.RUNNING}
+    assert [seq.num_cached_tokens for seq in second] == [0] * 4, "what a sibling has computed is no hit"
 
 
-def test_a_group_is_not_admitted_to_be_preempted_at_once() -> None:
+def test_choices_start_as_far_as_there_are_blocks_and_none_is_preempted_at_once() -> None:
     """Each sibling of a prompt that fills its blocks needs one of its own for its first token."""
     harness = Harness(num_blocks=6, budget=64)
     harness.add(4)
     siblings = harness.add_group(8, [0, 0, 0, 0], first=50)
     harness.step()
-    assert {seq.state for seq in siblings} == {SequenceState.WAITING}
+    assert [seq.state.name for seq in siblings] == ["RUNNING"] * 2 + ["WAITING"] * 2
+    harness.step()
     assert harness.scheduler.num_preemptions == 0
 
 
-def test_a_group_is_preempted_and_resumed_whole() -> None:
-    harness = Harness(num_blocks=9, budget=64)
+def test_choices_lose_their_blocks_one_by_one_and_wait_together() -> None:
+    harness = Harness(num_blocks=11, budget=64)
     old = harness.add(12)
-    siblings = harness.add_group(5, [0, 0], first=50)
-    harness.step()
-    while harness.scheduler.num_preemptions == 0:
+    siblings = harness.add_group(5, [0, 0, 0], first=50)
+    while harness.scheduler.num_preemptions < 2:
         harness.step()
-    assert old.state is SequenceState.RUNNING
-    assert {seq.state for seq in siblings} == {SequenceState.WAITING}
+    assert [seq.state.name for seq in (old, *siblings)] == ["RUNNING"] * 2 + ["WAITING"] * 2
     assert harness.scheduler.num_waiting == 2
+    assert siblings[1].group is siblings[2].group
     harness.scheduler.finish_requests([old])
     harness.step()
     assert {seq.state for seq in siblings} == {SequenceState.RUNNING}
-    assert harness.scheduler.num_preemptions == 1
+    assert harness.scheduler.num_preemptions == 2
 
 
 @pytest.mark.parametrize(("num_blocks", "max_num_seqs"), [(64, 3), (5, 8)])
@@ -496,14 +530,14 @@ def test_another_leads_when_the_leader_is_aborted(caching: bool) -> None:
 
 def test_an_aborted_sibling_leaves_the_others() -> None:
     harness = Harness(max_num_seqs=2, budget=16)
-    harness.add(5)
+    harness.add_group(5, [0, 0])
     siblings = harness.add_group(5, [0, 0, 0], first=50)
     harness.step()
     harness.scheduler.abort(siblings[1])
     assert harness.scheduler.num_waiting == 2
     harness.check()
     harness.scheduler.finish_requests(list(harness.scheduler.running()))
-    assert harness.step() == [("1", 5)]
+    assert harness.step() == [("2", 5)]
     assert [seq.num_output_tokens for seq in siblings] == [1, 0, 1]
 
 

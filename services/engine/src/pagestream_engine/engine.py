@@ -185,8 +185,8 @@ class Engine:
         cache_salt: bytes = b"",
         adapter: Adapter | None = None,
     ) -> None:
-        """Queue the choices of one prompt: it is computed once, its blocks are shared, and a block that is not full is
-        copied when they part. They are admitted, preempted and resumed together, and end one by one.
+        """Queue the choices of one prompt. They take seats as these come free, and end one by one. Those that start
+        together compute it once; its blocks are shared, and a block that is not full is copied when they part.
 
         Siblings with `use_beam_search` are the best hypotheses of one search, by their places: their outputs come
         together, when it ends. What an earlier run has put out of them is found again, and not put out again.
@@ -408,7 +408,7 @@ class Engine:
 
     @property
     def num_requeues(self) -> int:
-        """Running groups that went back to the queue since the start: preempted, or rolled back with a failed step."""
+        """How often running sequences went back to the queue since the start: preempted, or with a failed step."""
         return self._scheduler.num_requeues
 
     def stats(self) -> EngineStats:

@@ -95,10 +95,16 @@ KV_BLOCKS = _gauge(
 KV_FRAGMENTATION = _gauge(
     "pagestream.kv.fragmentation", "1", "Slots of referenced blocks that hold no token / slots of referenced blocks."
 )
-PREFIX_QUERIES = _counter("pagestream.prefix_cache.queries", "{token}", "Tokens looked up in the prefix cache.")
-PREFIX_HITS = _counter("pagestream.prefix_cache.hits", "{token}", "Tokens found in the prefix cache.")
+PREFIX_QUERIES = _counter(
+    "pagestream.prefix_cache.queries", "{token}", "Prompt tokens of new requests looked up in the prefix cache."
+)
+PREFIX_HITS = _counter(
+    "pagestream.prefix_cache.hits", "{token}", "Prompt tokens of new requests found in the prefix cache."
+)
 HOST_TIER_HITS = _counter(
-    "pagestream.host_tier.hits", "{token}", "Tokens found in the prefix cache whose blocks came from host memory."
+    "pagestream.host_tier.hits",
+    "{token}",
+    "Tokens of new and of preempted requests whose blocks came from host memory.",
 )
 HOST_TIER_COPIES = _counter(
     "pagestream.host_tier.copies",
@@ -120,9 +126,9 @@ TOKENS_PROMPT = _counter(
     "pagestream.tokens.prompt", "{token}", "Prompt tokens computed, those of a recomputation included."
 )
 TOKENS_GENERATED = _counter("pagestream.tokens.generated", "{token}", "Tokens generated.")
-PREEMPTIONS = _counter("pagestream.preemptions", "{request}", "Groups of sequences that lost their blocks to others.")
+PREEMPTIONS = _counter("pagestream.preemptions", "{request}", "Sequences that lost their blocks to others.")
 DISPLACEMENTS = _counter(
-    "pagestream.displacements", "{request}", "Groups of sequences that lost their places to requests of class 0."
+    "pagestream.displacements", "{request}", "Sequences that lost their places to requests of class 0."
 )
 DEGRADATION_RUNG = _gauge(
     "pagestream.degradation.rung", "1", "1 while the engine gives up what the rung says, else 0.", "rung"

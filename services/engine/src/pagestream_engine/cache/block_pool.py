@@ -128,6 +128,10 @@ class BlockPool:
         """Watch these hashes, instead of those that were watched before, until `is_watching` turns False."""
         self._watched = frozenset(block_hashes)
 
+    def watch_also(self, block_hashes: Iterable[bytes]) -> None:
+        """Watch these hashes beside those that are watched."""
+        self._watched = self._watched.union(block_hashes)
+
     def _note_watched(self, block_hash: bytes) -> None:
         if block_hash in self._watched:
             self._watched = frozenset()

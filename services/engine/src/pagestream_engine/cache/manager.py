@@ -58,7 +58,8 @@ class CacheManager:
         """
         self.tier = tier
         self.num_host_hit_tokens = 0
-        """Of the hit tokens those whose block was loaded from host memory, in the KV group that loaded most."""
+        """Tokens whose block was loaded from host memory, in the KV group that loaded most, those of preempted
+        sequences included."""
         self.pool = pool
         self.layout = layout
         self.block_size = layout.block_size
@@ -66,6 +67,7 @@ class CacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
+        """Of them those that were cached; see `_counts_hits_of`."""
         self.copy_on_write = CopyOnWrite(pool)
         self._hasher = BlockHasher(layout.block_size, separates_outputs=layout.separates_outputs)
         self.groups = [GroupCache(pool, index, group, self._hasher, tier) for index, group in enumerate(layout.groups)]
@@ -158,9 +160,16 @@ class CacheManager:
             self.num_host_hit_tokens += num_loaded
         seq.num_cached_blocks = prefix.num_tokens // self.block_size
         seq.num_computed_tokens = prefix.num_tokens
-        if self.enable_prefix_caching:
+        if self.enable_prefix_caching and self._counts_hits_of(seq):
             self.num_query_tokens += len(seq.token_ids)
             self.num_hit_tokens += prefix.num_tokens
+
+    @staticmethod
+    def _counts_hits_of(seq: TokenSequence) -> bool:
+        """Whether what the cache has of a sequence is a hit. What it, or a choice of the same prompt, has computed
+        before it lost its blocks, or what another engine has generated of it, is found again, and saves nobody's work.
+        """
+        return not seq.choices.was_admitted and not seq.num_output_tokens
 
     def _common_hit(self, seq: TokenSequence, num_tokens: int, *, may_load: bool) -> int:
         """Lower the number of tokens until all groups agree to it: a window may have kept less than full attention, or

@@ -14,7 +14,7 @@ def least_wanted_blocks(cache: CacheManager, seq: TokenSequence, prefix: CachedP
     when a block of the cached prefix, or the one after it, is cached or touched anew; the pool watches for that.
 
     Args:
-        cache: its pool watches from now on for this sequence.
+        cache: its pool watches from now on for this sequence, beside those that it watches for.
         prefix: what `get_computed_blocks` has found for it.
         chunk: most tokens of a step.
     """
@@ -23,5 +23,5 @@ def least_wanted_blocks(cache: CacheManager, seq: TokenSequence, prefix: CachedP
         num_held, block_hashes = group_cache.most_held(seq, table, prefix.most_tokens)
         num_blocks += max(0, group_cache.group.max_blocks_held(len(seq), chunk) - num_held)
         watched += block_hashes
-    cache.pool.watch(watched)
+    cache.pool.watch_also(watched)
     return num_blocks

@@ -231,11 +231,12 @@ class EngineStats:
     """(Referenced blocks + blocks that preempted sequences need again) / all blocks; above 1 the pool does not hold
     what was admitted."""
     prefix_query_tokens: int
-    """Tokens that were looked up in the prefix cache."""
+    """Prompt tokens of new requests that were looked up in the prefix cache: not again after a preemption, nor of
+    requests that another engine has begun, and once for all choices of a prompt."""
     prefix_hit_tokens: int
     """Tokens that were found there."""
     host_hit_tokens: int
-    """Those of them whose blocks came from host memory."""
+    """Tokens whose blocks came from host memory, of new requests and of preempted ones."""
     num_host_pages: int
     """Pages of host memory, each for one block; 0 without `swap_space`."""
     num_used_host_pages: int
@@ -245,9 +246,9 @@ class EngineStats:
     loaded_bytes: int
     """Copied from host memory to blocks."""
     num_preemptions: int
-    """Groups of running sequences that lost their blocks for want of free ones."""
+    """Running sequences that lost their blocks for want of free ones; the beams of a search count once."""
     num_displaced: int
-    """Groups of running sequences that lost their places to class 0, by the policy."""
+    """Running sequences that lost their places to others, by the policy; the beams of a search count once."""
     num_steps: int
     num_prompt_tokens: int
     """Prompt tokens computed, those of a recomputation included."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -72,6 +72,7 @@ class TokenSequence:
         "block_hashes",
         "block_tables",
         "cache_salt",
+        "choices",
         "end_token_ids",
         "ends_with_prompt",
         "group",
@@ -96,7 +97,7 @@ class TokenSequence:
         "weight",
     )
 
-    def __init__(
+    def __init__(  # noqa: PLR0915 - its fields, each with its meaning
         self,
         seq_id: str,
         prompt_token_ids: Sequence[int],
@@ -164,7 +165,9 @@ class TokenSequence:
         self.num_cached_blocks = 0
         """Leading blocks of the finest table that the prefix cache knows (or has another block for), in all groups."""
         self.group = SequenceGroup((self,))
-        """With its siblings."""
+        """With the siblings that it starts with, or waits with."""
+        self.choices = ChoiceSet((self,))
+        """With all its siblings."""
 
     def __len__(self) -> int:
         """Tokens, those included that steps in flight sample."""
@@ -209,13 +212,36 @@ class TokenSequence:
         return f"TokenSequence({self.seq_id!r}, {self.state.name.lower()}, {done}/{total} tokens computed)"
 
 
-class SequenceGroup:
-    """Choices of one prompt, which are admitted, preempted and resumed as one, and end one by one.
+class ChoiceSet:
+    """The unfinished choices of one prompt, in whatever groups they run and wait."""
 
-    A sequence without siblings is a group of one. Either all members run, or all wait.
+    __slots__ = ("members", "was_admitted")
+
+    def __init__(self, members: Iterable[TokenSequence]) -> None:
+        self.members = dict.fromkeys(members)
+        """In the order in which they were added."""
+        self.was_admitted = False
+        """Whether one of them has run: what the cache has of their prompt from then on is their own work."""
+
+    @property
+    def is_computing_prompt_logprobs(self) -> bool:
+        """Whether a choice that runs computes the log probabilities of the prompt, which are the others' too."""
+        return any(seq.wants_prompt_logprobs and seq.state is SequenceState.RUNNING for seq in self.members)
+
+    @property
+    def has_running(self) -> bool:
+        """Whether a choice is admitted."""
+        return any(seq.state is SequenceState.RUNNING for seq in self.members)
+
+
+class SequenceGroup:
+    """Choices of one prompt that start together and share its computation. They are preempted and end one by one.
+
+    A sequence without siblings is a group of one. Either all members run, or all wait. Where seats or blocks are short,
+    a part of a waiting group starts, as a group of its own; choices that lose their blocks join those that wait.
     """
 
-    __slots__ = ("followers", "members")
+    __slots__ = ("followers", "members", "num_passed")
 
     def __init__(self, members: Sequence[TokenSequence]) -> None:
         """Take sequences with equal prompts, in the order of their arrival, out of the groups that they were in."""
@@ -223,6 +249,8 @@ class SequenceGroup:
         """Those that have not finished."""
         self.followers: list[TokenSequence] = []
         """Admitted members without blocks: they wait until the prompt is computed by the leader, to share it."""
+        self.num_passed = 0
+        """Sequences that were admitted past it while it waited for room."""
         for seq in self.members:
             seq.group = self
 
@@ -235,14 +263,15 @@ class SequenceGroup:
         self.members.remove(seq)
         if seq in self.followers:
             self.followers.remove(seq)
+        seq.choices.members.pop(seq, None)
 
     @property
     def is_search(self) -> bool:
         """Whether the members are the beams of a search, which must not part: each step chooses among all."""
         return self.members[0].params.use_beam_search
 
-    def split(self) -> SequenceGroup:
-        """Take the last member that does not lead others into a group of its own, and return that."""
-        last = self.followers[-1] if self.followers else self.members[-1]
-        self.drop(last)
-        return SequenceGroup((last,))
+    def split(self, members: Sequence[TokenSequence]) -> SequenceGroup:
+        """Take some members into a group of their own, and return that. Who leads others stays, or takes them along."""
+        self.members = [seq for seq in self.members if seq not in members]
+        self.followers = [seq for seq in self.followers if seq not in members]
+        return SequenceGroup(members)

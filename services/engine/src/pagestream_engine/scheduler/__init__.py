@@ -2,6 +2,7 @@
 
 from pagestream_engine.scheduler.adapters.residency import AdapterResidency
 from pagestream_engine.scheduler.adapters.turns import PASS_LIMIT
+from pagestream_engine.scheduler.admission import MOST_PASSING
 from pagestream_engine.scheduler.invariants import check_groups
 from pagestream_engine.scheduler.policies import (
     FairByTenant,
@@ -20,6 +21,7 @@ from pagestream_engine.scheduler.scheduler import Scheduler
 __all__ = [
     "LEAST_SHARE",
     "LOOK_EVERY",
+    "MOST_PASSING",
     "PASS_LIMIT",
     "AdapterResidency",
     "FairByTenant",

@@ -1,4 +1,4 @@
-"""Admission: which waiting groups start, and the blocks that must be free for that.
+"""Admission: which waiting sequences start, and the blocks that must be free for that.
 
 Blocks are counted in these words, here and in `cache/`:
 
@@ -12,7 +12,8 @@ Blocks are counted in these words, here and in `cache/`:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
 from typing import NamedTuple
 
 from pagestream_engine.cache.manager import CachedPrefix, CacheManager
@@ -34,22 +35,59 @@ RESERVE_SHARE = 4
 the newcomer is not preempted at once and computed again and again."""
 
 
+MOST_PASSING = 64
+"""Sequences that are admitted past a group that waits for room; then all that rank behind it wait with it."""
+MOST_HELD_BACK = 64
+"""Groups that are passed in one step."""
+MOST_WITHOUT_BLOCKS = 8
+"""Those of them that wait for blocks, or for what another sequence computes: each may cost a lookup of its prefix."""
+
+
 class Shortage(NamedTuple):
-    """A group that found no room. It is asked again in each step, and its prefix must not be looked up in each."""
+    """A group that found no blocks. It is asked again in each step, and its prefix must not be looked up in each."""
 
     group: SequenceGroup
     lengths: list[int]
     """Tokens of its members then: some may have been aborted since, or have run and been preempted."""
     num_blocks: int
-    """Free blocks that it wants at least while the pool's watch lasts."""
+    """Free blocks that the first of them to start want at least while the pool's watch lasts."""
 
     def is_of(self, group: SequenceGroup) -> bool:
         """Whether it was this group, as it is now."""
         return self.group is group and self.lengths == list(map(len, group.members))
 
 
+class Start(NamedTuple):
+    """Members of a waiting group that can start now."""
+
+    members: list[TokenSequence]
+    leader: TokenSequence
+    prefix: CachedPrefix
+    next_hash: bytes | None
+    """Of the first block that the leader computes, where others may wait for it."""
+    num_blocks: int
+    """Free blocks that they want."""
+
+
+class Obstacle(Enum):
+    """Why a group does not start, although seats are free."""
+
+    SEATS = auto()
+    """It has to start as a whole, and needs more."""
+    BLOCKS = auto()
+    """It lacks blocks, or waits for what another sequence computes."""
+
+
 class Admission:
-    """Starts waiting groups in order, until one does not fit.
+    """Starts waiting groups in order, as far as seats and blocks are free.
+
+    The choices of a prompt take seats as they come free: where not all fit, or others rank before the last of them,
+    those that may start do, and share the prompt's computation; the others wait on, and find it in the prefix cache. A
+    search starts as a whole.
+
+    A group that finds no room, while seats are free, holds back nothing behind it, until MOST_PASSING sequences have
+    been admitted past it: then all behind it wait until it has started. A group that has run, and was preempted for
+    want of blocks, is not passed: what is free is wanted for it.
 
     A group fits where the blocks that it wants, those promised to others and the reserved ones are free. What it will
     generate counts only by the reserve: for want of blocks for that it may be preempted later.
@@ -78,52 +116,57 @@ class Admission:
         self._decode = decode
         self._restore_cost = restore_cost
         self._turns = turns
-        self._shortage: Shortage | None = None
+        self._shortages: dict[int, Shortage] = {}
+        """By the id of the group's object; while the pool watches."""
 
     def admit(self, chunks: list[ScheduledSequence], budget: ChunkBudget) -> None:
-        """Admit groups, and append their first chunks to `chunks`, within a budget for all of them."""
-        cache = self._cache
+        """Admit sequences, and append their first chunks to `chunks`, within a budget for all of them."""
         self._turns.begin()
-        promised = self._num_promised_blocks()
-        coming = self._coming_hashes()
-        while budget.limit(0) > 0:
-            group = self._turns.head()
-            if group is None or self._surely_lacks_room(group, promised):
-                return
-            leader = group.choose_leader()
-            found = self._prefill.get_computed_blocks(group, leader)
-            prefix = self._with_host_pages(group, leader, found)
-            if self._waits_for_shared_block(leader, found, coming) or not budget.limit(prefix.num_tokens):
-                return
-            wanted = promised + self.num_wanted_blocks(group, leader, prefix)
-            if not self._has_room(group, wanted):
-                if self._num_running:
-                    self._note_shortage(group, leader, prefix)
+        promised, coming = self._num_promised_blocks(), self._coming_hashes()
+        num_seen = {Obstacle.SEATS: 0, Obstacle.BLOCKS: 0}
+        pool = self._cache.pool
+        try:
+            while budget.limit(0) > 0:
+                group = self._turns.head()
+                if group is None or self._num_free_seats(group) <= 0:
                     return
-                if len(group.members) > 1 and not group.is_search:
-                    self._split_waiting()
+                start = self._find_start(group, promised, coming, budget)
+                if isinstance(start, Obstacle):
+                    num_seen[start] += 1
+                    too_many = num_seen[start] > (MOST_HELD_BACK if start is Obstacle.SEATS else MOST_WITHOUT_BLOCKS)
+                    if too_many or not _may_be_passed(group, start):
+                        return
+                    self._waiting.hold_back()
                     continue
-                # Alone it always fits, if in smaller chunks than `wanted` reckons with.
-            num_free = cache.pool.num_free
-            self._start(group, leader, prefix, budget, chunks)
-            coming.add(cache.next_block_hash(leader, found.num_tokens))
-            promised = wanted - (num_free - cache.pool.num_free)
+                num_free = pool.num_free
+                self._start(group, start, budget, chunks)
+                coming.add(start.next_hash)
+                promised = start.num_blocks - (num_free - pool.num_free)
+        finally:
+            self._waiting.show_held_back()
 
-    def num_missing(self, group: SequenceGroup) -> tuple[int, int]:
-        """Return the seats and the free blocks that a waiting group lacks to be admitted; 0 or less: none."""
+    def num_missing(self, group: SequenceGroup, count: int) -> tuple[int, int]:
+        """Return the seats and the free blocks that a waiting group lacks for `count` members; 0 or less: none."""
         num_running, leader = self._num_running, group.choose_leader()
-        wanted = self.num_wanted_blocks(group, leader, self._prefill.get_computed_blocks(group, leader))
+        members = _first(group, leader, count)
+        prefix = self._prefill.get_computed_blocks(group, leader, count=count)
+        wanted = self.num_wanted_blocks(group, leader, prefix, members)
         wanted += self._num_promised_blocks() + self.num_reserved_blocks(num_running)
         num_seats = max(self.seats.limit_for(group), num_running)
-        return num_running + len(group.members) - num_seats, wanted - self._cache.pool.num_free
+        return num_running + count - num_seats, wanted - self._cache.pool.num_free
 
     @property
     def num_preempted_blocks(self) -> int:
-        """Blocks that preempted sequences need again."""
+        """Blocks that preempted sequences need again; those of a prompt once, and not while another choice has it."""
         groups = {id(seq.group): seq.group for seq in list(self._waiting) if seq.was_admitted}
-        num_blocks_for = self._cache.layout.num_blocks_for
-        leaders = [(group, group.choose_leader()) for group in groups.values()]
-        return sum(num_blocks_for(len(leader)) + self._num_follower_blocks(group, leader) for group, leader in leaders)
+        num_blocks = 0
+        for group in groups.values():
+            preempted = [seq for seq in group.members if seq.was_admitted]
+            num_blocks += sum(self._num_own_blocks(seq) for seq in preempted)
+            if not preempted[0].choices.has_running:
+                leader = min(preempted, key=len)
+                num_blocks += self._cache.layout.num_blocks_for(len(leader)) - self._num_own_blocks(leader)
+        return num_blocks
 
     def num_claimable_blocks(self, num_preempted_blocks: int) -> int:
         """Return the free blocks that a sequence from outside would get: those of preempted sequences come before it,
@@ -139,15 +182,67 @@ class Admission:
     def _num_running(self) -> int:
         return len(self._decode) + len(self._prefill)
 
-    def _has_room(self, group: SequenceGroup, num_wanted_blocks: int) -> bool:
-        num_running = self._num_running
-        if num_running + len(group.members) > self.seats.limit_for(group):
-            return False
-        return num_wanted_blocks + self.num_reserved_blocks(num_running) <= self._cache.pool.num_free
+    def _num_free_seats(self, group: SequenceGroup) -> int:
+        return self.seats.limit_for(group) - self._num_running
 
-    def _surely_lacks_room(self, group: SequenceGroup, promised: int) -> bool:
-        """Whether a group can't start beside those that run, whatever is cached of it: told without a lookup."""
-        return self._num_running > 0 and not self._has_room(group, promised + self._least_wanted_blocks(group))
+    def _find_start(
+        self, group: SequenceGroup, promised: int, coming: set[bytes | None], budget: ChunkBudget
+    ) -> Start | Obstacle:
+        """Return the members of the next group that can start, or why none can."""
+        num_running, count = self._num_running, len(group.members)
+        if not group.is_search:
+            count = self._most_to_start(group)
+        elif num_running and count > self._num_free_seats(group):
+            return Obstacle.SEATS
+        room = self._cache.pool.num_free - promised - self.num_reserved_blocks(num_running)
+        if num_running and self._least_wanted_blocks(group) > room:
+            return Obstacle.BLOCKS  # Whatever is cached of it: told without a lookup.
+        leader = group.choose_leader()
+        found = self._prefill.get_computed_blocks(group, leader, count=count)
+        prefix = self._with_host_pages(group, leader, found, count)
+        if self._waits_for_another(leader, found, coming) or not budget.limit(prefix.num_tokens):
+            return Obstacle.BLOCKS
+        members = _first(group, leader, count)
+        wanted = self.num_wanted_blocks(group, leader, prefix, members)
+        if wanted > room and not group.is_search:
+            members = self._that_fit(members, leader, wanted, room)
+            if len(members) == 1 and leader.num_output_tokens:  # What is cached of its own output can be used as well.
+                found = self._prefill.get_computed_blocks(group, leader, count=1)
+                prefix = self._with_host_pages(group, leader, found, 1)
+            wanted = self.num_wanted_blocks(group, leader, prefix, members)
+        if wanted > room and num_running:
+            self._note_shortage(group, leader, prefix)
+            return Obstacle.BLOCKS
+        # Alone it always fits, if in smaller chunks than `wanted` reckons with.
+        return Start(members, leader, prefix, self._cache.next_block_hash(leader, found.num_tokens), promised + wanted)
+
+    def _most_to_start(self, group: SequenceGroup) -> int:
+        """Return how many of the choices of a prompt may start by the seats, and by the order of ranks where not all
+        that wait get seats."""
+        num_seats = self._num_free_seats(group)
+        if len(group.members) == 1 or len(self._waiting) <= num_seats:
+            return len(group.members)
+        return min(num_seats, self._waiting.num_before_next())
+
+    def _that_fit(
+        self, members: list[TokenSequence], leader: TokenSequence, wanted: int, room: int
+    ) -> list[TokenSequence]:
+        """Return the first members for which there is room, and room for those to grow; at least the leader.
+
+        Args:
+            wanted: blocks of all of them.
+            room: free blocks.
+        """
+        members, num_running = list(members), self._num_running
+        num_reserved = self.num_reserved_blocks(num_running)
+        while len(members) > 1:
+            # Beside others they leave as much as if they had come one by one, and a block for the leader's next token.
+            more = 1 + self.num_reserved_blocks(num_running + len(members) - 1) - num_reserved if num_running else 0
+            if wanted + more <= room:
+                break
+            last = members.pop() if members[-1] is not leader else members.pop(-2)
+            wanted -= self._num_own_blocks(last)
+        return members
 
     def _coming_hashes(self) -> set[bytes | None]:
         """Hashes of the blocks that running sequences compute next, and that are not cached yet."""
@@ -155,33 +250,39 @@ class Admission:
         computing = [*self._prefill.sequences, *self._decode.with_chunk_in_flight()]
         return {cache.next_block_hash(seq, seq.num_cached_blocks * cache.block_size) for seq in computing}
 
-    def _waits_for_shared_block(self, leader: TokenSequence, prefix: CachedPrefix, coming: set[bytes | None]) -> bool:
-        """Whether another sequence is computing the block after a group's cached prefix: they share it a step later."""
+    def _waits_for_another(self, leader: TokenSequence, prefix: CachedPrefix, coming: set[bytes | None]) -> bool:
+        """Whether another sequence is computing the block after a group's cached prefix, which they share a step later,
+        or another choice the log probabilities of the prompt."""
+        if leader.wants_prompt_logprobs and leader.choices.is_computing_prompt_logprobs:
+            return True
         next_hash = self._cache.next_block_hash(leader, prefix.num_tokens)
         return next_hash is not None and next_hash in coming
 
-    def _with_host_pages(self, group: SequenceGroup, leader: TokenSequence, found: CachedPrefix) -> CachedPrefix:
+    def _with_host_pages(
+        self, group: SequenceGroup, leader: TokenSequence, found: CachedPrefix, count: int
+    ) -> CachedPrefix:
         """Return the longer prefix that host memory has, where it costs less to copy than to compute."""
         cost = self._restore_cost
         if cost is None:
             return found
-        longer = self._prefill.get_computed_blocks(group, leader, may_load=True)
+        longer = self._prefill.get_computed_blocks(group, leader, count=count, may_load=True)
         if longer.num_tokens <= found.num_tokens:
             return found
         return longer if cost.pays(longer.num_to_load, longer.num_tokens - found.num_tokens) else found
 
-    def _start(
-        self,
-        group: SequenceGroup,
-        leader: TokenSequence,
-        prefix: CachedPrefix,
-        budget: ChunkBudget,
-        chunks: list[ScheduledSequence],
-    ) -> None:
-        """Take the next waiting group, and start it, with its first chunk or the loads before it."""
+    def _start(self, group: SequenceGroup, start: Start, budget: ChunkBudget, chunks: list[ScheduledSequence]) -> None:
+        """Take members of the next waiting group, and start them, with their first chunk or the loads before it."""
         self._waiting.pop()
+        self._shortages.pop(id(group), None)
+        self.seats.note_start(group)
+        if len(start.members) < len(group.members):
+            rest, group = group, group.split(start.members)
+            self._waiting.push(rest)
+        for passed in self._waiting.held_back:
+            passed.num_passed += len(start.members)
+        group.num_passed = 0
         self._turns.note_start(group)
-        self.seats.note_start()
+        leader, prefix = start.leader, start.prefix
         self._prefill.start(group, leader, prefix)
         for seq in group.members:
             self._on_start(seq)
@@ -194,39 +295,55 @@ class Admission:
             raise InvariantViolation(f"{leader!r} was admitted without room for a token")
         chunks.append(chunk)
 
-    def _split_waiting(self) -> None:
-        """Take the last member out of the next group, which does not even fit alone."""
-        group = self._waiting.pop()
-        self._waiting.push(group.split())
-        self._waiting.push(group)
-
     def _num_promised_blocks(self) -> int:
         """Blocks promised to all that were admitted."""
         own = sum(self._num_own_blocks(seq) for seq in self._prefill.followers())
         return own + sum(self._cache.num_promised_blocks(seq, self._max_chunk) for seq in self._prefill.sequences)
 
-    def num_wanted_blocks(self, group: SequenceGroup, leader: TokenSequence, prefix: CachedPrefix) -> int:
-        """Free blocks that a group wants, its leader starting from a cached prefix."""
+    def num_wanted_blocks(
+        self,
+        group: SequenceGroup,
+        leader: TokenSequence,
+        prefix: CachedPrefix,
+        members: Sequence[TokenSequence] | None = None,
+    ) -> int:
+        """Free blocks that a group wants, or some members of it, their leader starting from a cached prefix."""
         cache = self._cache
         wanted = cache.num_promised_blocks(leader, self._max_chunk, prefix) + cache.num_free_blocks_used_by(prefix)
-        return wanted + self._num_follower_blocks(group, leader)
+        others = group.members if members is None else members
+        return wanted + sum(self._num_own_blocks(seq) for seq in others if seq is not leader)
 
     def _least_wanted_blocks(self, group: SequenceGroup) -> int:
-        """Free blocks that a group wants at least, told without a lookup."""
-        known = self._shortage
+        """Free blocks that the first members of a group to start want at least, told without a lookup."""
+        known = self._shortages.get(id(group))
         if known is not None and self._cache.pool.is_watching and known.is_of(group):
             return known.num_blocks
-        return len(group.members) - 1  # Whatever is cached, each follower takes a block.
+        return len(group.members) - 1 if group.is_search else 0  # Whatever is cached, each follower takes a block.
 
     def _note_shortage(self, group: SequenceGroup, leader: TokenSequence, prefix: CachedPrefix) -> None:
-        least = least_wanted_blocks(self._cache, leader, prefix, self._max_chunk)
-        num_blocks = least + self._num_follower_blocks(group, leader)
-        self._shortage = Shortage(group, list(map(len, group.members)), num_blocks)
-
-    def _num_follower_blocks(self, group: SequenceGroup, leader: TokenSequence) -> int:
-        return sum(self._num_own_blocks(seq) for seq in group.members if seq is not leader)
+        pool = self._cache.pool
+        if not pool.is_watching or len(self._shortages) > MOST_WITHOUT_BLOCKS:
+            self._shortages.clear()
+            pool.watch(())
+        num_blocks = least_wanted_blocks(self._cache, leader, prefix, self._max_chunk)
+        if group.is_search:
+            num_blocks += sum(self._num_own_blocks(seq) for seq in group.members if seq is not leader)
+        self._shortages[id(group)] = Shortage(group, list(map(len, group.members)), num_blocks)
 
     def _num_own_blocks(self, seq: TokenSequence) -> int:
         """Own blocks of a follower; one without output needs room for its first token at once."""
         num_tokens = max(len(seq), seq.num_prompt_tokens + 1)
         return self._cache.num_own_blocks(seq.num_prompt_tokens, num_tokens, self._max_chunk)
+
+
+def _first(group: SequenceGroup, leader: TokenSequence, count: int) -> list[TokenSequence]:
+    """Return so many members of a group in order, of which one is its leader."""
+    first = group.members[:count]
+    return first if leader in first else [*first[:-1], leader]
+
+
+def _may_be_passed(group: SequenceGroup, obstacle: Obstacle) -> bool:
+    """Whether others may start before a group that has met an obstacle."""
+    if group.num_passed >= MOST_PASSING:
+        return False
+    return obstacle is Obstacle.SEATS or not any(seq.was_admitted for seq in group.members)

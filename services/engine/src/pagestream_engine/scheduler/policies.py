@@ -162,14 +162,13 @@ class FairByTenant(SchedulingPolicy):
         return self._starts[seq.arrival]
 
     def arrived(self, seq: TokenSequence) -> None:
-        """Charge its tenant what is expected of it. Siblings go by the first, which is charged the prompt of all."""
-        tenant, first = seq.tenant, seq.group.members[0]
-        start = max(self._now, self._tenants.get(tenant, 0.0)) if first is seq else self._starts[first.arrival]
-        self._starts[seq.arrival] = start
-        prompt, had = seq.num_prompt_tokens if first is seq else 0, seq.num_output_tokens
+        """Charge its tenant what is expected of it; of siblings the first is charged the prompt of all."""
+        tenant = seq.tenant
+        start = self._starts[seq.arrival] = max(self._now, self._tenants.get(tenant, 0.0))
+        prompt, had = seq.num_prompt_tokens if seq is seq.group.members[0] else 0, seq.num_output_tokens
         output = max(0.0, self.predictor.expected(seq) - had)
         self._charged[seq.arrival] = prompt, output, had
-        self._charge(seq, max(start, self._tenants.get(tenant, 0.0)), prompt + output)
+        self._charge(seq, start, prompt + output)
         self._num_of[tenant] = self._num_of.get(tenant, 0) + 1
 
     def scheduled(self, seq: TokenSequence) -> None:

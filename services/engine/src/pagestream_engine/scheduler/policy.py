@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
-from itertools import chain
+from itertools import chain, takewhile
 
 from pagestream_engine.request.sequence import SequenceGroup, TokenSequence
 
@@ -71,13 +71,15 @@ class WaitingQueue:
     """Waiting groups by the rank of their first member: O(log n) to push and pop. One that lost all its members is left
     behind and skipped.
 
-    Groups that may not start for now can be set aside, in lanes; they stay in the queue, but are not shown.
+    Groups that may not start for now can be set aside, in lanes, or held back for the rest of a step; they stay in the
+    queue, but are not shown.
     """
 
     def __init__(self, policy: SchedulingPolicy) -> None:
         self._policy = policy
         self._heap: list[tuple[float, int, SequenceGroup]] = []
         self._lanes: dict[str, list[tuple[float, int, SequenceGroup]]] = {}
+        self._held_back: list[tuple[float, int, SequenceGroup]] = []
         self._num_groups = 0
         self._num_sequences = 0
 
@@ -86,7 +88,8 @@ class WaitingQueue:
         return self._num_sequences
 
     def __iter__(self) -> Iterator[TokenSequence]:
-        return (seq for _, _, group in chain(self._heap, *self._lanes.values()) for seq in group.members)
+        entries = chain(self._heap, self._held_back, *self._lanes.values())
+        return (seq for _, _, group in entries for seq in group.members)
 
     def push(self, group: SequenceGroup) -> None:
         """Add a group, all of whose members wait."""
@@ -110,6 +113,32 @@ class WaitingQueue:
     def is_all_aside(self) -> bool:
         """Whether there is no group but those that were set aside."""
         return self.peek() is None
+
+    @property
+    def held_back(self) -> Iterator[SequenceGroup]:
+        """The groups that are not shown for the rest of this step."""
+        return (group for _, _, group in self._held_back)
+
+    def hold_back(self) -> None:
+        """Show the groups behind the one that `peek` showed, until `show_held_back`."""
+        self._held_back.append(heappop(self._heap))
+
+    def show_held_back(self) -> None:
+        """Show again what was held back, each in its place."""
+        for entry in self._held_back:
+            heappush(self._heap, entry)
+        self._held_back.clear()
+
+    def num_before_next(self) -> int:
+        """Return how many of the members of the group that `peek` showed go before the group behind it, by their own
+        ranks: at least the first."""
+        entry = heappop(self._heap)
+        behind = self._heap[0][:2] if self.peek() is not None else None
+        heappush(self._heap, entry)
+        members, rank = entry[2].members, self._policy.rank
+        if behind is None:
+            return len(members)
+        return 1 + sum(1 for _ in takewhile(lambda seq: (rank(seq), seq.arrival) < behind, members[1:]))
 
     def set_aside(self, lane: str) -> None:
         """Move the group that `peek` showed to a lane."""
@@ -145,3 +174,16 @@ class WaitingQueue:
             for entries in (self._heap, *self._lanes.values()):
                 entries[:] = [entry for entry in entries if entry[2].members]
                 heapify(entries)
+
+    def merge(self, group: SequenceGroup, joining: SequenceGroup) -> None:
+        """Let the members of a group that is not queued join a waiting one, each in the place of its rank."""
+        for entries in (self._heap, *self._lanes.values()):
+            entries[:] = [entry for entry in entries if entry[2] is not group]
+            heapify(entries)
+        self._num_groups -= 1
+        self._num_sequences -= len(group.members)
+        merged = [*group.members, *joining.members]
+        merged.sort(key=lambda seq: (self._policy.rank(seq), seq.arrival))
+        both = SequenceGroup(merged)
+        both.num_passed = group.num_passed
+        self.push(both)

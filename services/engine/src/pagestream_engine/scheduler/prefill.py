@@ -33,10 +33,11 @@ class PrefillSet:
             yield from group.followers
 
     def get_computed_blocks(
-        self, group: SequenceGroup, leader: TokenSequence, *, may_load: bool = False
+        self, group: SequenceGroup, leader: TokenSequence, *, count: int | None = None, may_load: bool = False
     ) -> CachedPrefix:
-        """The cached prefix that a group can start from: of a leader no more than what its followers will share."""
-        most = leader.num_prompt_tokens if len(group.members) > 1 else None
+        """The cached prefix that a group, or `count` of its members, can start from: of a leader no more than what its
+        followers will share."""
+        most = leader.num_prompt_tokens if (count or len(group.members)) > 1 else None
         return self._cache.get_computed_blocks(leader, most, may_load=may_load)
 
     def start(self, group: SequenceGroup, leader: TokenSequence, prefix: CachedPrefix) -> None:
@@ -47,10 +48,11 @@ class PrefillSet:
         if group.followers:
             self._groups_with_followers.append(group)
         self._start_one(leader, prefix)
+        if not leader.choices.was_admitted:
+            leader.choices.was_admitted = True
+            leader.num_cached_tokens = min(leader.num_computed_tokens, leader.num_prompt_tokens)
         for seq in group.members:
-            if not seq.was_admitted:
-                seq.was_admitted = True
-                seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
+            seq.was_admitted = True
 
     def follow(self, leader: TokenSequence) -> list[TokenSequence]:
         """Let the followers share the prompt that their leader has computed. Return those that have no output yet and

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from pagestream_engine.cache.manager import CacheManager
 from pagestream_engine.config import AdapterConfig, SchedulerConfig
-from pagestream_engine.request.sequence import NO_ROW, SequenceGroup, SequenceState, TokenSequence
+from pagestream_engine.request.sequence import NO_ROW, ChoiceSet, SequenceGroup, SequenceState, TokenSequence
 from pagestream_engine.scheduler.adapters.residency import AdapterResidency
 from pagestream_engine.scheduler.adapters.turns import AdapterTurns
 from pagestream_engine.scheduler.admission import Admission
 from pagestream_engine.scheduler.decode import DecodeSet
-from pagestream_engine.scheduler.displacement import displaced_groups
+from pagestream_engine.scheduler.displacement import Unit, displaced_units
 from pagestream_engine.scheduler.policy import SchedulingPolicy, WaitingQueue
 from pagestream_engine.scheduler.prefill import PrefillSet
 from pagestream_engine.scheduler.prefill_budget import ChunkBudget, PrefillBudget
@@ -27,10 +27,11 @@ class Scheduler:
     `finish_requests` for what has ended. From when it is sent until its tokens have come it is in flight, and the next
     one can be scheduled: what it computes and samples is counted by placeholders.
 
-    Siblings are admitted and preempted together; a group that is too large for the whole pool, or for `max_num_seqs`,
-    is split. The running sequence with the lowest victim rank always gets on: it can take the blocks of all others, and
-    nothing that exceeds the pool alone is ever added. Nothing is preempted while a step is in flight: it is waited for,
-    as it may end sequences or free blocks behind windows. After a failed step `roll_back` begins anew.
+    Siblings take seats as these come free, and lose them one by one, but for the beams of a search. Those that start
+    together share the computation of their prompt. The running sequence with the lowest victim rank always gets on: it
+    can take the blocks of all others, and nothing that exceeds the pool alone is ever added. Nothing is preempted while
+    a step is in flight: it is waited for, as it may end sequences or free blocks behind windows. After a failed step
+    `roll_back` begins anew.
     """
 
     def __init__(
@@ -45,11 +46,12 @@ class Scheduler:
         adapters = adapters or AdapterConfig()
         self._num_speculative_tokens = num_speculative_tokens
         self.num_preemptions = 0
-        """Groups that lost their blocks for want of free ones."""
+        """Sequences that lost their blocks for want of free ones; those that lose them together count once: the beams
+        of a search, choices whose prompt is being computed."""
         self.num_requeues = 0
-        """Running groups that went back to the queue: preempted, displaced, or rolled back with a failed step."""
+        """Those that went back to the queue: preempted, displaced, or rolled back with a failed step."""
         self.num_displaced = 0
-        """Groups that lost their places to others, by the policy."""
+        """Those that lost their places to others, by the policy."""
         self._config = config
         self._cache = cache
         self._policy = policy
@@ -104,8 +106,12 @@ class Scheduler:
     # -- from outside --
 
     def add(self, *seqs: TokenSequence) -> None:
-        """Queue sequences with equal prompts as one group. Each of them fits into the pool alone."""
-        group = seqs[0].group if len(seqs) == 1 else SequenceGroup(seqs)
+        """Queue the choices of a prompt. Each of them fits into the pool alone."""
+        group = seqs[0].group
+        if len(seqs) > 1:
+            group, choices = SequenceGroup(seqs), ChoiceSet(seqs)
+            for seq in seqs:
+                seq.choices = choices
         for seq in seqs:
             self._policy.arrived(seq)
         self._waiting.push(group)
@@ -154,7 +160,7 @@ class Scheduler:
             while step.is_empty and self._prefill.sequences and not self._in_flight.num_steps:
                 # Nothing that runs frees a block for these prompts. Admission has counted a block that siblings share
                 # as held by each; when one of them leaves it to another, it needs one more than was reckoned with.
-                self._preempt_last(self._groups_by_victim_rank())
+                self._preempt_last(self._by_victim_rank())
                 preempts = True
                 self._continue_prefills(step.prefills, budget)
         if len(self._waiting) and not preempts:
@@ -187,8 +193,8 @@ class Scheduler:
             self._cache.tier.roll_back()
         for seq in self.running():
             seq.num_in_flight_tokens = seq.num_output_placeholders = 0
-        for group in reversed(self._groups_by_victim_rank()):
-            self._requeue(group)
+        for group in {id(seq.group): seq.group for seq in self.running()}.values():
+            self._requeue(group.members)
 
     def finish_requests(self, sequences: Iterable[TokenSequence], *, is_complete: bool = True) -> None:
         """Free the blocks of running sequences that are complete, or aborted, and forget them."""
@@ -207,20 +213,20 @@ class Scheduler:
     # -- inside --
 
     def _displace(self) -> bool:
-        """Requeue the groups whose places the first waiting one takes; return False where steps in flight must end
+        """Requeue the sequences whose places the first waiting group takes; return False where steps in flight must end
         before."""
         self._turns.begin()
         head = self._turns.head()
         if head is None:
             return True
-        by_rank, pool = self._groups_by_victim_rank(), self._cache.pool
-        displaced = displaced_groups(head, by_rank, self._policy, self.admission, pool)
+        by_rank, pool = self._by_victim_rank(parts_followers=True), self._cache.pool
+        displaced = displaced_units(head, by_rank, self._policy, self.admission, pool)
         if displaced and self._in_flight.num_steps:
             return False
         if displaced:
             self.admission.seats.keep(head, self.num_running)
-        for group in displaced:
-            self._requeue(group)
+        for unit in displaced:
+            self._requeue(unit)
             self.num_displaced += 1
         return True
 
@@ -231,7 +237,7 @@ class Scheduler:
 
     def _preempt_until_fits(self, needing_block: list[TokenSequence]) -> list[TokenSequence]:
         """Preempt the highest victim rank until enough blocks are free. Return the sequences that still run."""
-        by_rank = self._groups_by_victim_rank()
+        by_rank = self._by_victim_rank()
         while self._lacks_blocks(needing_block):
             self._preempt_last(by_rank)
             needing_block = [seq for seq in needing_block if seq.state is SequenceState.RUNNING]
@@ -251,31 +257,57 @@ class Scheduler:
             if chunk is not None:
                 chunks.append(chunk)
 
-    def _groups_by_victim_rank(self) -> list[SequenceGroup]:
-        """The groups that run; the last is preempted first."""
-        firsts = {id(seq.group): seq.group.members[0] for seq in self.running()}
-        by_rank = sorted(firsts.values(), key=lambda seq: (self._policy.victim_rank(seq), seq.arrival))
-        return [seq.group for seq in by_rank]
+    def _by_victim_rank(self, *, parts_followers: bool = False) -> list[Unit]:
+        """What runs, in the order of victim ranks: the last is preempted first. The beams of a search stand together.
 
-    def _preempt_last(self, by_rank: list[SequenceGroup]) -> None:
-        """Preempt the last of these groups, or where only one is left, one member of it."""
-        group = by_rank.pop()
-        if not by_rank and len(group.members) > 1 and not group.is_search:
-            by_rank.append(group)
-            group = group.split()
-        self._requeue(group)
+        Args:
+            parts_followers: whether choices that wait for their leader's computation stand alone, behind it; otherwise
+                with it, as they hold no blocks.
+        """
+        units: dict[tuple[float, int, bool], Unit] = {}
+        for seq in self.running():
+            group = seq.group
+            place = (self._policy.victim_rank(seq), seq.arrival)
+            leads = bool(group.followers) and seq not in group.followers
+            if group.is_search:
+                if seq is group.members[0]:
+                    units[*place, False] = list(group.members)
+            elif not group.followers or (parts_followers and not leads):
+                units[*place, True] = (seq,)
+            elif leads:
+                place = min((self._policy.victim_rank(each), each.arrival) for each in group.members)
+                units[*place, False] = (seq,) if parts_followers else list(group.members)
+        return [units[place] for place in sorted(units)]
+
+    def _preempt_last(self, by_rank: list[Unit]) -> None:
+        """Preempt the last of these, or where only choices are left whose prompt is being computed, one of these."""
+        unit = by_rank.pop()
+        group = unit[0].group
+        if not by_rank and group.followers and not group.is_search:
+            last = group.followers[-1]
+            by_rank.append([seq for seq in unit if seq is not last])
+            unit = (last,)
+        self._requeue(unit)
         self.num_preemptions += 1
 
-    def _requeue(self, group: SequenceGroup) -> None:
-        """Take a running group's blocks; it keeps its tokens, waits by its rank and is computed again."""
+    def _requeue(self, unit: Unit) -> None:
+        """Take the blocks of a running group, or of some of its members; they keep their tokens, wait by their ranks
+        with the other choices of their prompt that wait, and are computed again."""
+        group = unit[0].group
+        if len(unit) < len(group.members):
+            group = group.split(unit)
         group.followers.clear()
-        for seq in group.members:
+        waiting = next((seq.group for seq in unit[0].choices.members if seq.state is SequenceState.WAITING), None)
+        for seq in unit:
             self._cache.free(seq)
             seq.forget_unsettled()
             seq.state = SequenceState.WAITING
             seq.row = NO_ROW
             self._policy.preempted(seq)
-        self._waiting.push(group)
+        if waiting is None:
+            self._waiting.push(group)
+        else:
+            self._waiting.merge(waiting, group)
         self.num_requeues += 1
         self._decode.drop_stopped()
         self._prefill.drop_stopped()

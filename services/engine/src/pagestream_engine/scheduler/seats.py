@@ -25,11 +25,12 @@ class Seats:
     def keep(self, group: SequenceGroup, num_running: int) -> None:
         """Keep as many seats as are taken now for a group, for which some of those that run are about to be displaced.
 
-        They are kept until a group starts: it need not be in this step.
+        They are kept until it starts: it need not be in this step.
         """
         self._num_kept = max(self.limit_for(group), num_running)
         self._kept_for = group
 
-    def note_start(self) -> None:
-        """Note that the next group has started."""
-        self._kept_for = None
+    def note_start(self, group: SequenceGroup) -> None:
+        """Note that a group starts, or a part of it."""
+        if group is self._kept_for:
+            self._kept_for = None

@@ -122,12 +122,12 @@ class OutputProcessor:
         outputs: list[StepOutput] = []
         for part in prompt_logprob_rows(given):
             seq = step.prefills[part.scheduled].seq
-            if seq.state is not SequenceState.RUNNING:
-                continue  # It ended while the step was in flight.
+            if seq.state is not SequenceState.RUNNING or not seq.wants_prompt_logprobs:
+                continue  # It ended while the step was in flight, or another choice has reported the prompt.
             rows = self._generations[seq.seq_id].prompt_rows
             rows[part.position - 1 :] = part.rows  # A preempted prompt is computed again, from its beginning.
             if len(rows) == seq.num_prompt_tokens - 1:
-                for member in seq.group.members:
+                for member in seq.choices.members:
                     member.wants_prompt_logprobs = False
                 outputs.append(with_prompt_logprobs(seq, rows, self._pieces))
                 rows.clear()

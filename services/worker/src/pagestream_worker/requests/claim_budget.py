@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 
 from pagestream_engine.cache.kv_groups import KVGroup, KVLayout
-from pagestream_engine.scheduler.admission import RESERVE_SHARE
+from pagestream_engine.scheduler.admission import MOST_PASSING, RESERVE_SHARE
 
 UNLIMITED_TOKENS = 2**53
 MEAN_OVER_REQUESTS = 8  # about so many requests make the running mean of a request's size
@@ -28,6 +28,8 @@ class ClaimBudget:
         self._not_begun: dict[str, int] = {}  # sequence -> prompt tokens that no step has begun to compute
         self._running: set[str] = set()
         self._extra: dict[str, int] = {}  # sequence without a token before its end -> others that it stands for
+        self._whole: dict[str, int] = {}  # sequence of a search that has not begun -> the seats that it needs at once
+        self._num_passing = 0  # sequences that were claimed since such a search waits
         self._first_class: set[str] = set()
         self._claims_ahead = True
         self.changed = asyncio.Event()
@@ -49,7 +51,7 @@ class ClaimBudget:
         ahead = self._step_tokens - not_begun
         if ahead <= 0:
             return 0, 0
-        num_requests = min(max(1, int(ahead / self._mean_tokens)), self._max_num_seqs - self._num_running)
+        num_requests = min(max(1, int(ahead / self._mean_tokens)), self._max_num_seqs - self._num_seats)
         num_blocks = num_free_blocks - sum(self._prefilling.values())
         if num_requests < 1 or num_blocks < 1:
             return 0, 0
@@ -72,6 +74,15 @@ class ClaimBudget:
     @property
     def _num_running(self) -> int:
         return len(self._running) + sum(self._extra.values())
+
+    @property
+    def _num_seats(self) -> int:
+        """Seats that are taken, or wanted by what would start before a newcomer.
+
+        A search that waits for its seats, all at once, is passed by as many sequences as admission lets pass.
+        """
+        waiting = sum(self._whole.values()) if self._num_passing < MOST_PASSING else 0
+        return self._num_running - waiting
 
     def may_interrupt(self) -> bool:
         """Return whether a request of class 0 may be claimed without room: the engine takes a seat for it from a lower
@@ -112,14 +123,25 @@ class ClaimBudget:
         return min(by_tokens, group.max_blocks_held(UNLIMITED_TOKENS, self._step_tokens))
 
     def reserve(
-        self, prompt_tokens: int, siblings: Sequence[tuple[str, int]], *, priority: int = 0, num_at_end: int = 0
+        self,
+        prompt_tokens: int,
+        siblings: Sequence[tuple[str, int]],
+        *,
+        priority: int = 0,
+        num_at_end: int = 0,
+        is_search: bool = False,
     ) -> None:
         """Reserve room for the choices of one prompt.
 
         Args:
             siblings: sequence id, and the number of tokens that other engines have generated for it.
             num_at_end: sequences that they are chosen from, which have no token before their end; 0: they have.
+            is_search: whether these are beams, which start all at once.
         """
+        if self._whole:
+            self._num_passing += max(num_at_end, len(siblings))
+        if is_search and num_at_end > self._max_num_seqs - self._num_seats:
+            self._whole[siblings[0][0]] = num_at_end
         num_extra = max(0, num_at_end - len(siblings))
         if num_at_end:
             self._extra.update((seq_id, 0) for seq_id, _ in siblings)
@@ -151,6 +173,7 @@ class ClaimBudget:
             self._prefilling.pop(seq_id, None)
             self._not_begun.pop(seq_id, None)
             self._extra.pop(seq_id, None)
+            self._forget_whole(seq_id)
         self._running.difference_update(seq_ids)
         self._first_class.difference_update(seq_ids)
         self.changed.set()
@@ -179,7 +202,13 @@ class ClaimBudget:
                 self._not_begun[seq_id] = num_tokens
             if not num_tokens and comes_at_end:
                 self._prefilling[seq_id] = 0
+            self._forget_whole(seq_id)
         self.changed.set()
+
+    def _forget_whole(self, seq_id: str) -> None:
+        """Note that a sequence has begun, or left."""
+        if self._whole.pop(seq_id, None) is not None and not self._whole:
+            self._num_passing = 0
 
     def note_token(self, seq_id: str) -> bool:
         """Note a generated token. Returns whether it is the sequence's first one here."""

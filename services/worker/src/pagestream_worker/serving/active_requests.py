@@ -13,13 +13,14 @@ from pagestream_engine.request.sequence import Sibling
 from pagestream_streams import Append, AppendKind, AppendOutcome, Claim, EngineSession
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.fault_points import FaultPoint, reach
+from pagestream_streams.protocol.entries import INVALID_REQUEST
 from pagestream_streams.protocol.records import most_output_tokens
 from pagestream_streams.protocol.token_appends import TokenOutcomes
 
 from pagestream_worker.logs.base import TokenBatch, TokenLogs
 from pagestream_worker.logs.token_columns import NO_TOKENS, TokenColumns
 from pagestream_worker.requests.claim_budget import ClaimBudget
-from pagestream_worker.requests.running_request import Choice, RunningRequest
+from pagestream_worker.requests.running_request import Choice, RunningRequest, error_code
 from pagestream_worker.serving.pending_appends import PendingAppends
 from pagestream_worker.stepping.commands import AbortSequences, AdapterName, AddGroup, Command
 from pagestream_worker.telemetry import WorkerTelemetry
@@ -87,7 +88,7 @@ class ActiveRequests:
         try:
             groups = list(request.open_groups())
         except InvalidRequest as error:
-            self._fail(request, "unsupported", str(error))
+            self._fail(request, INVALID_REQUEST, str(error))
             return
         except Exception:
             # A request that no engine can read would end one engine after the other.
@@ -122,7 +123,8 @@ class ActiveRequests:
         ]
         params = siblings[0].params
         num_at_end = params.width if params.use_beam_search or params.is_contest else 0
-        self._budget.reserve(len(prompt), sizes, priority=claim.spec.priority, num_at_end=num_at_end)
+        priority, is_search = claim.spec.priority, params.use_beam_search
+        self._budget.reserve(len(prompt), sizes, priority=priority, num_at_end=num_at_end, is_search=is_search)
         self._sequences.update((choice.seq_id, (request, choice.index)) for choice in choices)
         log = request.log.handle if request.is_plain else 0
         spec, was_claimed = claim.spec, claim.attempts > 1
@@ -170,8 +172,10 @@ class ActiveRequests:
         reach(FaultPoint.LAST_TOKEN)
         self._budget.release([output.seq_id])
         if output.error is not None:
-            logger.error("failed: %s", output.error, extra=_log_fields(request))
-            self._telemetry.failed(request.request_id, "engine_error")
+            code = error_code(output.error)
+            level = logging.INFO if code == INVALID_REQUEST else logging.ERROR
+            logger.log(level, "failed: %s", output.error, extra=_log_fields(request))
+            self._telemetry.failed(request.request_id, code)
             self._abort(request)
 
     def _bound_memory(self) -> None:
