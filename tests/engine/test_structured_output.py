@@ -12,6 +12,7 @@ import re
 import shutil
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,37 @@ def test_a_bad_grammar_fails_alone(folder: Path, constraint: dict[str, Any], err
     assert isinstance(failed.error, RequestFault)
     assert error in failed.error
     assert [other.token_ids for other in others] == [other.token_ids for other in alone]
+
+
+@pytest.mark.parametrize(
+    ("fields", "named", "count"),
+    [
+        ({"allowed_token_ids": [5], "structured_outputs": StructuredOutputsParams(choice=["yes"])}, 2, 0),
+        ({"allowed_token_ids": [1], "min_tokens": 2}, 2, 0),
+        ({"allowed_token_ids": [300], "bad_words_token_ids": [[300]]}, 2, 0),
+        ({"allowed_token_ids": [300], "bad_words_token_ids": [[300, 300]]}, 2, 1),
+        ({"allowed_token_ids": [300, 1], "bad_words_token_ids": [[300]], "min_tokens": 2}, 3, 0),
+        ({"bad_words_token_ids": [[token] for token in range(VOCAB_SIZE)]}, 1, 0),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("speculative_method", [None, "ngram"])
+def test_fields_that_leave_no_token_are_the_requests_own_fault(
+    folder: Path, fields: dict[str, Any], named: int, count: int, speculative_method: str | None
+) -> None:
+    neighbour = SamplingParams(temperature=1.0, seed=1, max_tokens=20)
+    llm = make_llm(folder, speculative_method=speculative_method)
+    wrong = SamplingParams(max_tokens=4, seed=1, **fields)
+    other, *failed = generate(llm, [neighbour, wrong, replace(wrong, temperature=0.0), replace(wrong, n=2)])
+    assert other.finish_reason == "length"
+    for choice in failed:
+        assert isinstance(choice.error, RequestFault)
+        fields_named = choice.error.partition(":")[0].split(", ")
+        assert sorted(fields_named) == sorted(
+            {name.removesuffix("_token_ids") if "bad" in name else name for name in fields}
+        )
+        assert len(fields_named) == named
+        assert len(choice.token_ids) == count
 
 
 def test_a_grammar_that_exploded_in_one_output_is_whole_for_the_next(folder: Path) -> None:

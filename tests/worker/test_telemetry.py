@@ -67,7 +67,7 @@ async def test_cancelled_refused_and_resumed_requests_are_counted(
             await broker.cancel(cancelled.request_id, w.TENANT)
             await eventually(lambda: value(process, "pagestream.cancellations") == 1)
             await w.read(gateway, await w.accepted(gateway, [1], temperature=-1.0))
-            assert value(process, "pagestream.errors", **{"error.type": "unsupported"}) == 1
+            assert value(process, "pagestream.errors", **{"error.type": "invalid_request"}) == 1
             resumed = await w.accepted(gateway, [4, 5, 6], max_tokens=400)
             await eventually(lambda: value(process, "pagestream.queue.wait") == 3)
             await first.end()

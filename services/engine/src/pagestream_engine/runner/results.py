@@ -92,7 +92,7 @@ def _host_result(step_id: int, sampled: Sampled | None, prompts: Reported) -> St
     if sampled is None:
         none = np.empty(0, np.int32)
         return StepResult(step_id, none.reshape(0, 1), none, prompt_logprobs=reported, pooled=pooled)
-    errors = {place: fault.message for place, fault in sampled.draw_faults().items()}
+    errors = {place: fault.blame(sampled.bans.get(place, ())) for place, fault in sampled.draw_faults().items()}
     errors.update(sampled.errors)
     token_ids = sampled.token_ids.numpy().astype(np.int32)[:, None]
     counts = np.empty(len(token_ids), np.int32)

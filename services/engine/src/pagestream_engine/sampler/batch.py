@@ -167,7 +167,7 @@ class SamplingBatch:
             stage.advance(token_ids[stage_rows.samples], stage_rows)
         if selection.drawn is not None:
             self._columns.advance(selection.drawn.rows)
-        return Sampled(token_ids, values, logprobs)
+        return Sampled(token_ids, values, logprobs, bans=selection.bans)
 
     def _select(self, rows: Places, masks: TokenMasks | None) -> Selection:
         """Return the last selection where it is of the same rows with the same state."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from pagestream_engine.errors import RequestFault
 
 
 class DrawFault(IntEnum):
@@ -21,15 +23,19 @@ class DrawFault(IntEnum):
 
     @property
     def message(self) -> str:
-        """What to tell the request."""
-        return _MESSAGES[self]
+        """What to tell a request that is not to blame."""
+        return "the model gave logits that are not finite numbers"
 
+    def blame(self, bans: Sequence[str]) -> str:
+        """Return what to tell a request: a RequestFault where its own fields leave no token.
 
-_MESSAGES = {
-    DrawFault.NOT_FINITE: "the model gave logits that are not finite numbers",
-    DrawFault.NOTHING_ALLOWED: "no token may be chosen: allowed tokens, bad words, minimum length and grammar together "
-    "ban all of them",
-}
+        Args:
+            bans: fields of the request that ban tokens at this place of its output.
+        """
+        if self is DrawFault.NOT_FINITE or not bans:
+            return self.message
+        together = "together they ban" if len(bans) > 1 else "it bans"
+        return RequestFault(f"{', '.join(bans)}: no token is left for the output to go on with: {together} all of them")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,8 @@ class Sampled:
     left_out: tuple[int, ...] = ()
     """Places of rows that were not sampled, for their grammars' masks are not there yet. Their tokens mean nothing, and
     their state stays as it is."""
+    bans: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    """By place: fields of a row's request that ban tokens."""
 
     def draw_faults(self) -> dict[int, DrawFault]:
         """By place: what is wrong with the tokens that mean nothing. Waits for the device."""
@@ -82,4 +90,5 @@ class Sampled:
         token_ids, values = self.token_ids.new_zeros(num_rows), self.values.new_zeros(num_rows)
         token_ids[index], values[index] = self.token_ids, self.values
         logprobs = None if self.logprobs is None else replace(self.logprobs, places=places[self.logprobs.places])
-        return Sampled(token_ids, values, logprobs, errors)
+        bans = {int(places[place]): fields for place, fields in self.bans.items()}
+        return Sampled(token_ids, values, logprobs, errors, bans=bans)

@@ -6,7 +6,7 @@ samples whose logits change, and its slot in the state of each stage that it use
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -110,6 +110,8 @@ class Selection:
     greedy: GreedyRows | None
     drawn: DrawnRows | None
     reported: ReportedRows | None
+    bans: Mapping[int, Sequence[str]]
+    """By place among the sampled rows: fields of a request that ban tokens."""
 
 
 def select(
@@ -143,7 +145,17 @@ def select(
         greedy=GreedyRows(_put(copy_of[greedy], device), _put(greedy, device)) if len(greedy) else None,
         drawn=_drawn(is_drawn, rows, copy_of, host, columns),
         reported=_reported(host.num_logprobs[rows], columns.vocab_size, device),
+        bans=_bans(slots_of, masked),
     )
+
+
+def _bans(slots_of: Sequence[tuple[LogitsStage, Places]], masked: Places) -> Mapping[int, Sequence[str]]:
+    bans: dict[int, list[str]] = {place: ["structured_outputs"] for place in masked.tolist()}
+    for stage, slots in slots_of:
+        if stage.bans_by is not None:
+            for place in (slots >= 0).nonzero()[0].tolist():
+                bans.setdefault(place, []).append(stage.bans_by)
+    return bans
 
 
 def _stage_rows(slots: Places, copy_of: Places, device: torch.device) -> StageRows:

@@ -29,6 +29,11 @@ from pagestream_worker.requests.prompt_parts import PromptParts, logprobs_messag
 from pagestream_worker.requests.sampling import child_of, sampling_of, sampling_of_child
 
 
+def error_code(error: str) -> str:
+    """Return the code of what a sequence ended with: whether its request is at fault."""
+    return INVALID_REQUEST if isinstance(error, RequestFault) else "engine_error"
+
+
 @dataclass(frozen=True)
 class Choice:
     """One sequence to run, or to go on with after another engine."""
@@ -219,7 +224,7 @@ class RunningRequest:
         stop_reason = "" if output.stop_reason is None else str(output.stop_reason)
         self._write_finish(choice, reason, stop_reason, output.text)
         if output.error is not None:
-            self.fail(INVALID_REQUEST if isinstance(output.error, RequestFault) else "engine_error", output.error)
+            self.fail(error_code(output.error), output.error)
         self.end_if_complete()
 
     def _write_finish(self, choice: int, reason: FinishReason, stop_reason: str, text: str) -> None:

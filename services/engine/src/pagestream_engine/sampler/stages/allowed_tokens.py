@@ -12,6 +12,8 @@ from pagestream_engine.sampler.stages.token_table import TokenTable
 class AllowedTokens(LogitsStage):
     """Bans every token that is not among `allowed_token_ids`."""
 
+    bans_by = "allowed_token_ids"
+
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         super().__init__(max_rows, vocab_size, device)
         self._allowed = TokenTable(device)

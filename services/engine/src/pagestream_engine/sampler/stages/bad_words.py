@@ -19,6 +19,8 @@ _NO_TOKEN = -2
 class BadWords(LogitsStage):
     """Bans what would complete one of `bad_words_token_ids`, as vLLM: within the output alone."""
 
+    bans_by = "bad_words"
+
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         super().__init__(max_rows, vocab_size, device)
         self._clear()

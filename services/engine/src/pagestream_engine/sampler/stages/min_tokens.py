@@ -16,6 +16,8 @@ class MinTokens(LogitsStage):
     The host counts along: a row gets one token each time that it is sampled.
     """
 
+    bans_by = "min_tokens"
+
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         super().__init__(max_rows, vocab_size, device)
         self._ends = TokenTable(device)

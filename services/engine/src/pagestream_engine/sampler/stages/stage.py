@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -49,6 +50,9 @@ class LogitsStage(ABC):
     Everything that a stage computes in `apply` and `advance` has shapes that the host knows without reading from the
     device: no call waits for it.
     """
+
+    bans_by: ClassVar[str | None] = None
+    """The field of a request by which it bans tokens; None where it bans none."""
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
