@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 from pagestream.v1.inference_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP, REQUEST_STATE_QUEUED
 from pagestream.v1.records_pb2 import RequestSpec
-from pagestream_streams import Broker, Claim, EngineSession, GatewaySession, RequestNotFound, Unavailable, expire_engine
+from pagestream_streams import (
+    Broker,
+    Claim,
+    EngineSession,
+    GatewaySession,
+    KnownPoison,
+    RequestNotFound,
+    Unavailable,
+    expire_engine,
+)
 from pagestream_streams.connection import Call, scripts
 from pagestream_streams.protocol import ClaimedLog, Partition
 from support.protocol.token_streams import (
@@ -106,6 +115,31 @@ class TestWhatCounts:
         assert not await is_suspect(broker, request.request_id)
         await kill_with(broker, "b")
         assert await is_suspect(broker, request.request_id)
+
+    async def test_one_death_of_a_step_that_stalls_for_those_that_are_new_in_it(
+        self, broker: Broker, gateway: GatewaySession
+    ) -> None:
+        new, old = await accepted(gateway), await accepted(gateway)
+        async with mortal(broker, "a") as engine:
+            claimed = {claim.request_id for claim in await engine.claim(2)}
+            assert claimed == {new.request_id, old.request_id}
+            await engine.session.mark(running=[old.request_id], stalled=[new.request_id])
+            await die(broker, engine)
+        assert [await is_suspect(broker, each.request_id) for each in (new, old)] == [True, False]
+        assert await deaths(broker, new.request_id) == await deaths(broker, old.request_id)
+
+    async def test_an_engine_that_stalled_and_lived_takes_its_suspicion_back(
+        self, broker: Broker, gateway: GatewaySession
+    ) -> None:
+        request = await accepted(gateway)
+        async with worker(broker, "a") as engine:
+            [claim] = await engine.claim()
+            await engine.session.mark(stalled=[claim.request_id])
+            await engine.session.heartbeat.stop()
+            await lapse(broker, engine.session)
+            await eventually(lambda: is_suspect(broker, request.request_id))
+            engine.session.heartbeat.start()
+            await eventually(lambda: not_suspect(broker, request))
 
     async def test_a_lease_that_lapsed_is_a_death(self, broker: Broker, gateway: GatewaySession) -> None:
         request = await accepted(gateway)
@@ -365,6 +399,29 @@ class TestQuarantine:
         assert await read_all(gateway, request.request_id) == old, "its own log has one end and keeps it"
         assert (await broker.quarantined_request(request.request_id)).requeued_as == new_id
         assert (await broker.view(new_id, TENANT)).finish_reason == FINISH_REASON_STOP
+
+    async def test_its_equals_are_refused_for_a_while_and_nothing_else(
+        self, broker: Broker, gateway: GatewaySession
+    ) -> None:
+        request = await self.poisoned(broker, gateway)
+        async with worker(broker, "spare") as spare:
+            await spare.session.heartbeat.beat()
+            await pass_control_time(broker)
+            await read_all(gateway, request.request_id)
+
+        async def is_refused(again: RequestSpec) -> bool:
+            try:
+                await gateway.accept(again)
+            except KnownPoison as error:
+                return error.request_id == request.request_id
+            return False
+
+        equal = spec(priority=2, grace_ms=1)
+        equal.sampling.seed = 8
+        await eventually(lambda: is_refused(RequestSpec.FromString(equal.SerializeToString())))
+        for other in (spec(n=2), spec(prompt=(1, 2, 4)), spec(tenant="another")):
+            assert not await is_refused(other)
+        assert not await gateway.accept(request), "the same request is joined, and gets its end"
 
     async def test_what_is_not_quarantined_is_not_found(self, broker: Broker, gateway: GatewaySession) -> None:
         request = await accepted(gateway)

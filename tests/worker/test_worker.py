@@ -378,6 +378,17 @@ def test_the_watchdog_ends_a_process_whose_step_never_ends(redis_url: str, tmp_p
     assert ended.returncode == EXIT_STALLED, ended.stderr.decode()
     assert b"exiting" in ended.stderr
 
+    async def suspects() -> list[bytes]:
+        """Once the lease of the dead engine has lapsed."""
+        async with await Broker.connect(redis_url) as broker, GatewaySession(broker):
+            where = broker.connection.keyspace.partition(MODEL, 0)
+            name = where.prefix + "suspects"
+            await eventually(lambda: broker.connection.execute("ZCARD", name), LIMIT_S)
+            found: list[bytes] = await broker.connection.execute("ZRANGE", name, 0, -1)
+            return found
+
+    assert len(asyncio.run(suspects())) == 1, "it was new in the step: one death is enough"
+
 
 STOPPED = """
     import asyncio, sys

@@ -55,6 +55,18 @@ class ClassRefused(QueueFull):
         self.least_refused = least_refused
 
 
+class KnownPoison(StreamsError, ValueError):
+    """An equal request of this tenant has made an engine hang or die, and ended for that."""
+
+    def __init__(self, request_id: str) -> None:
+        """`request_id`: of the equal one."""
+        super().__init__(
+            f"an equal request ({request_id}) was ended lately as the cause of an engine's death; it is not run again "
+            "for some minutes: change it"
+        )
+        self.request_id = request_id
+
+
 class LogsFull(StreamsError):
     """What a tenant's logs may take in Redis is used up, or too little for this request alone."""
 

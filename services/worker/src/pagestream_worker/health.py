@@ -4,13 +4,15 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 logger = logging.getLogger(__name__)
 
 EXIT_STALLED = 70  # EX_SOFTWARE: the engine made no progress
 BEATS = 10
 """Heartbeats of the event loop in a stall timeout. A pause of two is one in which the process did not run."""
+NAMING_LIMIT_S = 2.0
+"""For the marks of the requests in a step that has stalled, before the process exits."""
 _DRAINING = "the process is ending"
 
 
@@ -97,9 +99,11 @@ class Health:
         return self._unready or self.problem()
 
 
-async def watchdog(health: Health) -> None:
+async def watchdog(health: Health, on_stall: Callable[[], Awaitable[None]]) -> None:
     """Exit the process with EXIT_STALLED when a step has run longer than the stall timeout: its lease lapses, and other
     engines go on with its requests.
+
+    `on_stall`: says before, in NAMING_LIMIT_S, which requests may be the cause.
     """
     while True:
         await asyncio.sleep(health.stall_timeout_s / BEATS)
@@ -108,4 +112,9 @@ async def watchdog(health: Health) -> None:
             logger.critical(
                 "a step has run for %.0f s: exiting, so that other engines go on with its requests", health.stalled_s
             )
+            try:
+                async with asyncio.timeout(NAMING_LIMIT_S):
+                    await on_stall()
+            except Exception as error:  # noqa: BLE001 - the process ends in any case
+                logger.warning("the requests of the step that stalled could not be marked: %r", error)
             os._exit(EXIT_STALLED)

@@ -2,13 +2,15 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 from weakref import ref
 
-from pagestream_streams import EngineSession
+from pagestream.v1.records_pb2 import RequestSpec
+from pagestream_streams import EngineSession, Unavailable
 from pagestream_streams.protocol.records import LENGTHS_FIELD
 
 from pagestream_worker.health import Health, watchdog
@@ -27,7 +29,10 @@ from pagestream_worker.serving.step_marks import StepMarks
 from pagestream_worker.settings import WorkerSettings
 from pagestream_worker.stepping.engine_core import EngineCore
 from pagestream_worker.stepping.reports import StepBegun
+from pagestream_worker.stepping.step_members import request_id_of
 from pagestream_worker.telemetry import WorkerTelemetry
+
+logger = logging.getLogger(__name__)
 
 _MOST_LENGTHS = 64  # medians of answers' lengths that are published: about 2 kB at each heartbeat
 
@@ -64,6 +69,7 @@ class Worker:
             max_num_seqs=facts.max_num_seqs,
             step_tokens=facts.max_num_batched_tokens,
         )
+        self._poison: set[asyncio.Task[None]] = set()
         pending = asyncio.Event()
         self._requests = ActiveRequests(
             core.submit, self._budget, telemetry, pending.set, open_logs(settings.kept_log_bytes)
@@ -105,11 +111,12 @@ class Worker:
             EngineFailed: the engine ended by an error.
         """
         marks = StepMarks(session, self._core.submit)
+        self._requests.on_poison = partial(self._note_poison, session)
         self._listen(session, marks)
         self._claiming.start(session)
         tasks: list[asyncio.Task[None]] = [
             asyncio.create_task(self._appending.run(session), name="append"),
-            asyncio.create_task(watchdog(self._health), name="watchdog"),
+            asyncio.create_task(watchdog(self._health, partial(self._name_suspects, session, marks)), name="watchdog"),
         ]
         leave = leave or asyncio.Event()
         stopping = asyncio.create_task(stop.wait(), name="stop")
@@ -172,6 +179,28 @@ class Worker:
             on_outputs_ended=lambda: self._outputs.end(None),
         )
         self._core.ended.add_done_callback(partial(_end, loop, ref(self._outputs)))
+
+    def _note_poison(self, session: EngineSession, spec: RequestSpec) -> None:
+        async def note() -> None:
+            try:
+                await session.note_poison(spec)
+            except Unavailable as error:
+                logger.warning("%s: its equals are not refused: %s", spec.request_id, error)
+
+        task = asyncio.create_task(note(), name="poison")
+        self._poison.add(task)
+        task.add_done_callback(self._poison.discard)
+
+    async def _name_suspects(self, session: EngineSession, marks: StepMarks) -> None:
+        """Mark the requests that are new in the running step, which does not end: the likeliest cause.
+
+        Where all have a token of this engine already, each is as likely, and is suspected after another death.
+        """
+        marks.forget_ended(self._requests.ids())
+        new = marks.members & set(map(request_id_of, self._budget.prefilling))
+        named = {"requests": sorted(marks.members), "new": sorted(new)}
+        logger.critical("the step that has stalled computed %d requests", len(marks.members), extra=named)
+        await session.mark(running=marks.members - new, stalled=new)
 
     async def _stop(self, tasks: Sequence[asyncio.Task[None]], marks: StepMarks) -> list[BaseException | None]:
         # A cancellation can get lost inside a Redis command, so the loops have a flag as well.

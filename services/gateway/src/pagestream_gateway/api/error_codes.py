@@ -73,6 +73,7 @@ ERROR_CODES: dict[type[Exception], ErrorCode] = {
     streams.QueueFull: ErrorCode(429, _Status.RESOURCE_EXHAUSTED, _RATE, "queue_full"),
     streams.ClassRefused: ErrorCode(429, _Status.RESOURCE_EXHAUSTED, _RATE, "class_refused"),
     streams.RateLimited: ErrorCode(429, _Status.RESOURCE_EXHAUSTED, _RATE, "rate_limit_exceeded"),
+    streams.KnownPoison: ErrorCode(400, _Status.FAILED_PRECONDITION, _INVALID, "equal_request_quarantined"),
     streams.LogsFull: ErrorCode(429, _Status.RESOURCE_EXHAUSTED, _RATE, "logs_full"),
     streams.FileNotFound: ErrorCode(404, _Status.NOT_FOUND, _INVALID, "file_not_found", "file_id"),
     streams.FileTooLarge: ErrorCode(413, _Status.RESOURCE_EXHAUSTED, _INVALID, "file_too_large", "file"),

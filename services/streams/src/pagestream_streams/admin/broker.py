@@ -26,6 +26,7 @@ from pagestream_streams.connection.connection import Call, Connection
 from pagestream_streams.connection.scripts import DISCARD, END, EXPIRE, VIEW
 from pagestream_streams.errors import RequestNotFound
 from pagestream_streams.protocol import ids
+from pagestream_streams.protocol.equal_requests import POISON_S, equality_digest
 from pagestream_streams.protocol.finish_reasons import parse_finish_reason
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.protocol.records import ModelInfo, QuarantinedRequest, RequestView
@@ -37,6 +38,7 @@ STATES: dict[bytes, RequestState] = {
     b"finished": REQUEST_STATE_FINISHED,
 }
 """By the word that a request's record has."""
+_MOST_POISON = 256  # of a model
 DISCARDED_KEPT_S = 60
 """For those who read a discarded request's log, a gateway that has just restarted among them."""
 
@@ -210,6 +212,16 @@ class Broker:
         """
         where = await self.directory.locate_published(request_id)
         return await quarantine.requeue(self.connection, where, request_id, self.directory.check_published)
+
+    async def note_poison(self, spec: RequestSpec) -> None:
+        """Have gateways refuse requests that equal this one, for POISON_S. Unavailable; a retry is harmless.
+
+        It was suspected of an engine's death, or was quarantined, and has ended.
+        """
+        key, lifetime_ms = self.connection.keyspace.poison(spec.model), POISON_S * 1000
+        entry = ("digest", equality_digest(spec), "id", spec.request_id)
+        commands = [("XADD", key, "MAXLEN", "~", _MOST_POISON, "*", *entry), ("PEXPIRE", key, lifetime_ms)]
+        await self.connection.pipeline(commands)
 
     async def end(
         self,

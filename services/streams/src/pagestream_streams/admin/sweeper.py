@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from pagestream.v1.records_pb2 import RequestSpec
+
 from pagestream_streams.admin.broker import Broker
 from pagestream_streams.connection.partition_runs import run_on_each
 from pagestream_streams.connection.scripts import SWEEP
@@ -174,7 +176,11 @@ class Sweeper:
             "nothing else; the request was quarantined"
         )
         _log.error("%s: %s", request_id, message)
-        await self._broker.end(where, request_id, "error", condition="verdicts", error=f"quarantined\0{message}")
+        broker, error = self._broker, f"quarantined\0{message}"
+        record = await broker.connection.execute("HGET", where.request(request_id), "spec")
+        if record is not None:  # before its end, after which nobody would come back to it
+            await broker.note_poison(RequestSpec.FromString(record))
+        await broker.end(where, request_id, "error", condition="verdicts", error=error)
 
     def _arguments(self) -> Sequence[Argument]:
         settings = self._broker.settings

@@ -125,10 +125,10 @@ class Appender:
             self._active_requests.settle(append, outcome)
         return TokenOutcomes(next_indexes, others)
 
-    async def mark(self, *, running: Collection[str], waiting: Collection[str]) -> None:
+    async def mark(self, *, running: Collection[str], waiting: Collection[str], stalled: Collection[str]) -> None:
         """Record which requests are in the running step; see EngineSession.mark."""
         by_partition: defaultdict[Partition, list[Argument]] = defaultdict(list)
-        for request_ids, step in ((running, 1), (waiting, 0)):
+        for request_ids, step in ((running, 1), (waiting, 0), (stalled, 2)):
             for request_id in request_ids:
                 if request_id in self._active_requests:
                     fence = self._active_requests.fence(request_id)

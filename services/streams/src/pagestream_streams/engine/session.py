@@ -7,7 +7,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
-from pagestream.v1.records_pb2 import ModelCard
+from pagestream.v1.records_pb2 import ModelCard, RequestSpec
 
 from pagestream_streams.admin.broker import Broker
 from pagestream_streams.admin.memory import MemoryUse, memory_use
@@ -250,13 +250,24 @@ class EngineSession:
         """
         return await self.appender.append_tokens(batches)
 
-    async def mark(self, *, running: Collection[str] = (), waiting: Collection[str] = ()) -> None:
+    async def mark(
+        self, *, running: Collection[str] = (), waiting: Collection[str] = (), stalled: Collection[str] = ()
+    ) -> None:
         """Record which requests are in the engine's running step from now on, and which wait outside it.
 
         Only a request in the running step is suspected when the engine dies. One to which this claim has appended
         counts as in it until it is marked as waiting. Unavailable; a retry is harmless.
+
+        `stalled`: requests that are new in a running step which does not end: the engine is about to be ended for
+        that, and they run alone next, where others are suspected after another death.
         """
-        await self.appender.mark(running=running, waiting=waiting)
+        await self.appender.mark(running=running, waiting=waiting, stalled=stalled)
+
+    async def note_poison(self, spec: RequestSpec) -> None:
+        """Have requests refused that equal one which was suspected of an engine's death, and whose end is its own
+        fault; see Broker.note_poison. Unavailable; a retry is harmless.
+        """
+        await self._broker.note_poison(spec)
 
     async def hand_back(self, request_ids: Collection[str], *, failed: bool = False) -> None:
         """Hand back requests at their position, for any engine to go on with. Unavailable; a retry is harmless.

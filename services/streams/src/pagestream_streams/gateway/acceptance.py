@@ -11,7 +11,14 @@ from pagestream.v1.records_pb2 import RequestSpec
 
 from pagestream_streams.admin.broker import Broker
 from pagestream_streams.connection.scripts import ACCEPT
-from pagestream_streams.errors import ClassRefused, ModelNotFound, PartitionGone, QueueFull, RequestNotFound
+from pagestream_streams.errors import (
+    ClassRefused,
+    KnownPoison,
+    ModelNotFound,
+    PartitionGone,
+    QueueFull,
+    RequestNotFound,
+)
 from pagestream_streams.fault_points import FaultPoint, reach
 from pagestream_streams.gateway.engine_watch import EngineWatch
 from pagestream_streams.gateway.placing import Placed, Placer, left_ms
@@ -89,6 +96,9 @@ class Acceptor:
             expect: gets the partition and the id before Redis is asked.
             deadline_ms: what is left of the deadline of a request that is accepted again; None for the spec's.
         """
+        poison = self.engines.poison_like(spec) if bounded else None
+        if poison is not None:
+            raise KnownPoison(poison)
         where = await self._locate(spec)
         expect(where, spec.request_id)
         settings = self._broker.settings

@@ -8,11 +8,14 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
 
+from pagestream.v1.records_pb2 import RequestSpec
+
 from pagestream_streams.connection.base import Command
 from pagestream_streams.connection.connection import Call, Connection
 from pagestream_streams.connection.scripts import REGISTRY
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.gateway.placing import Placer
+from pagestream_streams.protocol.equal_requests import POISON_S, equality_digest
 from pagestream_streams.protocol.expected_lengths import ExpectedLengths
 from pagestream_streams.protocol.prefixes import DIGEST_BYTES
 from pagestream_streams.protocol.records import LENGTHS_FIELD
@@ -39,6 +42,20 @@ class EngineWatch:
         self._next: dict[str, bytes] = {}
         """From where to read on, by model."""
         self._read_at: dict[str, float] = {}
+        self._poison: dict[str, dict[bytes, tuple[str, float]]] = {}
+        """By model and digest: the id of a request whose equals are refused, and until when, on time.monotonic()."""
+        self._next_poison: dict[str, bytes] = {}
+
+    def poison_like(self, spec: RequestSpec) -> str | None:
+        """Return the id of a request that equals a new one and that engines died of lately; None where none is known.
+
+        Nothing is reckoned of a request while its model has none.
+        """
+        known = self._poison.get(spec.model)
+        if not known:
+            return None
+        request_id, until = known.get(equality_digest(spec), ("", 0.0))
+        return request_id if until > time.monotonic() and request_id != spec.request_id else None
 
     async def read_once_old(self, model: str, limit_s: float) -> None:
         """Read what is new of a model that no heartbeat has read lately, as it was at rest."""
@@ -48,7 +65,7 @@ class EngineWatch:
     def keep_only(self, models: Collection[str]) -> None:
         """Forget models that are not published any more."""
         self._placer.keep_only(models)
-        for known in (self._next, self._read_at, self._lengths_read_at, self._living):
+        for known in (self._next, self._read_at, self._lengths_read_at, self._living, self._poison, self._next_poison):
             for model in known.keys() - models:
                 del known[model]
 
@@ -70,6 +87,10 @@ class EngineWatch:
             ("XRANGE", keyspace.engine_prefixes(model), self._next.get(model, b"-"), "+", "COUNT", _READ_AT_ONCE)
             for model in models
         ]
+        calls += [
+            ("XRANGE", keyspace.poison(model), self._next_poison.get(model, b"-"), "+", "COUNT", _READ_AT_ONCE)
+            for model in models
+        ]
         calls += [("HGET", keyspace.engine(each), LENGTHS_FIELD) for _, each in lengths]
         replies = iter(await self._connection.run_each(calls, limit_s))
         for model, living in zip(models, islice(replies, len(models)), strict=True):
@@ -79,6 +100,9 @@ class EngineWatch:
         for model, entries in zip(models, islice(replies, len(models)), strict=True):
             if not isinstance(entries, Unavailable):
                 self._note_held(model, entries)
+        for model, entries in zip(models, islice(replies, len(models)), strict=True):
+            if entries and not isinstance(entries, Unavailable):
+                self._note_poison(model, entries, now)
         tables: dict[str, list[bytes]] = {}
         for (model, _), table in zip(lengths, replies, strict=True):
             self._lengths_read_at[model] = now
@@ -90,6 +114,13 @@ class EngineWatch:
     def _with_lengths(self, model: str, now: float) -> Sequence[str]:
         is_old = now - self._lengths_read_at.get(model, -math.inf) >= _LENGTHS_S
         return self._living.get(model, ()) if is_old else ()
+
+    def _note_poison(self, model: str, entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]], now: float) -> None:
+        known = {digest: each for digest, each in self._poison.get(model, {}).items() if each[1] > now}
+        for entry, fields in entries:
+            self._next_poison[model] = b"(" + entry
+            known[fields[b"digest"]] = (fields[b"id"].decode(), now + POISON_S)
+        self._poison[model] = known
 
     def _note_held(self, model: str, entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> None:
         for entry, fields in entries:

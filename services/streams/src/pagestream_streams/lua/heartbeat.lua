@@ -70,6 +70,9 @@ local function take_back(id)
   end
   local on, alone = without(found[2]), without(found[3])
   call('HSET', req, 'died_on', on, 'died_alone', alone)
+  if call('HGET', req, 'stalled') == engine then
+    call('HDEL', req, 'stalled')
+  end
   local waits = call('ZREM', prefix .. 'suspects', id) + call('ZREM', prefix .. 'verdicts', id)
   if waits > 0 then
     requeue(id, engine, now)

@@ -1,7 +1,7 @@
 -- Record which requests are in an engine's running step, and which wait outside it.
 -- Run by: engine/appending.py.
 -- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
--- ARGV: for each request: id, epoch, nonce, in the step (0 | 1)
+-- ARGV: for each request: id, epoch, nonce, in the step (0 | 1; 2: it is new in a step that does not end)
 -- Returns: 1.
 -- Retry: harmless, the same marks are written again.
 for i = 1, #ARGV, 4 do

@@ -167,13 +167,15 @@ end
 -- Deaths that make a suspect; isolated deaths that condemn it; most ids in a list.
 local SUSPECT, CONDEMNED, MOST_NAMED = 2, 2, 16
 
--- Requeues a running request, before all that were never claimed; a suspect among those that run isolated. The empty
--- nonce fences its former owner.
+-- Requeues a running request, before all that were never claimed; a suspect among those that run isolated: one with
+-- several deaths, or with one in a step that did not end and that it was new in. The empty nonce fences its former
+-- owner.
 local function requeue(id, engine, not_before)
   local req = prefix .. 'req:' .. id
-  local found = call('HMGET', req, 'ptok', 'others', 'next', 'print', 'died_at', 'died_on')
+  local found = call('HMGET', req, 'ptok', 'others', 'next', 'print', 'died_at', 'died_on', 'stalled')
   call('HSET', req, 'state', 'queued', 'owner', '', 'nonce', '')
-  if found[5] == found[3] and words(found[6]) >= SUSPECT then
+  local least = (found[7] or '') ~= '' and 1 or SUSPECT
+  if found[5] == found[3] and words(found[6]) >= least then
     call('ZADD', prefix .. 'suspects', not_before or now_ms(), id)
   else
     local began = tonumber(found[3]) > 0
@@ -204,7 +206,8 @@ local function requeue_after_death(id, engine, now, control)
   local found = call('HMGET', req, 'next', 'from', 'step', 'alone', 'died_at', 'died_on', 'died_alone', 'died_near')
   local same = found[1] == found[5]
   local on, alone = same and found[6] or '', same and found[7] or ''
-  if found[3] ~= '1' and (found[3] == '0' or tonumber(found[1]) <= tonumber(found[2] or found[1])) then
+  local is_marked = found[3] == '1' or found[3] == '2'
+  if not is_marked and (found[3] == '0' or tonumber(found[1]) <= tonumber(found[2] or found[1])) then
     call('HSET', req, 'died_near', named(found[8] or '', engine))
     requeue(id, engine)
     return false
@@ -217,6 +220,9 @@ local function requeue_after_death(id, engine, now, control)
     alone = alone .. engine .. ' '
   end
   call('HSET', req, 'died_at', found[1], 'died_on', on, 'died_alone', alone)
+  if found[3] == '2' then
+    call('HSET', req, 'stalled', engine)
+  end
   if words(alone) >= CONDEMNED then
     call('HSET', req, 'state', 'queued', 'owner', '', 'nonce', '')
     call('ZADD', prefix .. 'verdicts', now + control, id)

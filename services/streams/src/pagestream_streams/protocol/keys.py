@@ -112,6 +112,10 @@ class Keyspace:
         """Return the stream in which a model's engines publish the beginnings of the prompts that they have claimed."""
         return f"{self.prefix}:engine-prefixes:{model_name}"
 
+    def poison(self, model_name: str) -> str:
+        """Return the stream of digests of requests whose equals are refused: see Broker.note_poison. It expires."""
+        return f"{self.prefix}:engine-poison:{model_name}"
+
     def block_map(self, engine_id: str) -> str:
         """Return the map of an engine's KV blocks, which it publishes while its model is watched. It expires."""
         return f"{self.prefix}:engine-map:{engine_id}"

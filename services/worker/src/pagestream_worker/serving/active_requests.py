@@ -55,6 +55,8 @@ class ActiveRequests:
         self._telemetry = telemetry
         self._on_pending = on_pending
         self._logs = logs
+        self.on_poison: Callable[[RequestSpec], None] = lambda _: None
+        """Gets a request that ran alone, as a suspect of an engine's death, and ended by its own fault."""
         self.lengths = LengthPredictor()
         """Learns how long the answers are of requests that are complete, their choices together."""
         self._requests: dict[str, RunningRequest] = {}
@@ -176,6 +178,8 @@ class ActiveRequests:
             level = logging.INFO if code == INVALID_REQUEST else logging.ERROR
             logger.log(level, "failed: %s", output.error, extra=_log_fields(request))
             self._telemetry.failed(request.request_id, code)
+            if code == INVALID_REQUEST and request.claim.isolated:
+                self.on_poison(request.claim.spec)
             self._abort(request)
 
     def _bound_memory(self) -> None:

@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from collections.abc import Set as AbstractSet
 
 from pagestream_streams import EngineSession
 from pagestream_streams.errors import Unavailable
@@ -27,14 +28,26 @@ class StepMarks:
         self._submit = submit
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_stopped = False
+        self._members: set[str] = set()
+
+    @property
+    def members(self) -> AbstractSet[str]:
+        """Requests that have entered the running step and not left it unfinished; those that have ended included."""
+        return self._members
 
     def on_begun(self, begun: StepBegun) -> None:
         """Write the marks of a step that is about to run."""
+        self._members.difference_update(begun.left)
+        self._members.update(begun.entered)
         if self._is_stopped or not (begun.entered or begun.left):
             return
         task = asyncio.create_task(self._mark(begun), name="mark")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def forget_ended(self, active: Collection[str]) -> None:
+        """Keep those members alone that are active."""
+        self._members.intersection_update(active)
 
     def stop(self) -> None:
         """Cancel the marks under way, and write no more."""
