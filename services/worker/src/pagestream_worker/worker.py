@@ -34,6 +34,7 @@ from pagestream_worker.telemetry import WorkerTelemetry
 
 logger = logging.getLogger(__name__)
 
+_MOST_ENDED = 256  # requests that have ended among those that entered steps, before they are forgotten
 _MOST_LENGTHS = 64  # medians of answers' lengths that are published: about 2 kB at each heartbeat
 
 
@@ -171,6 +172,8 @@ class Worker:
             if begun.remaining:
                 lookahead.on_prefill(begun.remaining)
             marks.on_begun(begun)
+            if len(marks.members) > 2 * len(self._requests) + _MOST_ENDED:
+                marks.forget_ended(self._requests.ids())
 
         self._core.listen(
             on_outputs=self._outputs.take,

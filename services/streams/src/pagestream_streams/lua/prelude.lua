@@ -174,8 +174,7 @@ local function requeue(id, engine, not_before)
   local req = prefix .. 'req:' .. id
   local found = call('HMGET', req, 'ptok', 'others', 'next', 'print', 'died_at', 'died_on', 'stalled')
   call('HSET', req, 'state', 'queued', 'owner', '', 'nonce', '')
-  local least = (found[7] or '') ~= '' and 1 or SUSPECT
-  if found[5] == found[3] and words(found[6]) >= least then
+  if found[5] == found[3] and (words(found[6]) >= SUSPECT or found[7] and words(found[6]) > 0) then
     call('ZADD', prefix .. 'suspects', not_before or now_ms(), id)
   else
     local began = tonumber(found[3]) > 0
@@ -206,8 +205,11 @@ local function requeue_after_death(id, engine, now, control)
   local found = call('HMGET', req, 'next', 'from', 'step', 'alone', 'died_at', 'died_on', 'died_alone', 'died_near')
   local same = found[1] == found[5]
   local on, alone = same and found[6] or '', same and found[7] or ''
-  local is_marked = found[3] == '1' or found[3] == '2'
-  if not is_marked and (found[3] == '0' or tonumber(found[1]) <= tonumber(found[2] or found[1])) then
+  local stalled = found[3] == '2'
+  if stalled then
+    found[3] = '1'
+  end
+  if found[3] ~= '1' and (found[3] == '0' or tonumber(found[1]) <= tonumber(found[2] or found[1])) then
     call('HSET', req, 'died_near', named(found[8] or '', engine))
     requeue(id, engine)
     return false
@@ -220,8 +222,10 @@ local function requeue_after_death(id, engine, now, control)
     alone = alone .. engine .. ' '
   end
   call('HSET', req, 'died_at', found[1], 'died_on', on, 'died_alone', alone)
-  if found[3] == '2' then
+  if stalled then
     call('HSET', req, 'stalled', engine)
+  elseif not same then
+    call('HDEL', req, 'stalled')
   end
   if words(alone) >= CONDEMNED then
     call('HSET', req, 'state', 'queued', 'owner', '', 'nonce', '')
