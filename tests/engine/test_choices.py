@@ -134,6 +134,19 @@ def test_choices_of_the_first_class_displace_as_many_as_there_are(llama: Path) -
     assert engine.stats().num_displaced == 2, "two of another class ran: both make room, and nobody else"
 
 
+@pytest.mark.parametrize(("policy", "num_before"), [("fair", 4), ("fcfs", 16)])
+def test_choices_go_by_the_policy_as_requests_do(llama: Path, policy: str, num_before: int) -> None:
+    engine = make_llm(llama, max_num_seqs=4, scheduling_policy=policy).engine
+    many = SamplingParams(n=16, max_tokens=6, seed=1, ignore_eos=True)
+    engine.add_group([9, 10], [Sibling(f"many {i}", many.for_child(1, i)) for i in range(16)], tenant="a")
+    engine.add_request("one", [20, 21], SamplingParams(max_tokens=6, seed=1, ignore_eos=True), tenant="b")
+    ended: list[str] = []
+    while engine.has_unfinished_requests():
+        ended += [output.seq_id for output in engine.step() if output.finish_reason is not None]
+        engine.check_invariants()
+    assert num_before - 3 <= ended.index("one") <= num_before + 3
+
+
 @pytest.mark.parametrize("kind", ["search", "blocks"])
 def test_one_that_needs_more_room_is_passed_by_a_bounded_number(llama: Path, kind: str) -> None:
     engine = make_llm(llama, max_num_seqs=6, num_gpu_blocks_override=64, enable_prefix_caching=False).engine
