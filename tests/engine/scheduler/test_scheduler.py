@@ -143,9 +143,10 @@ def test_runs_no_more_sequences_than_allowed() -> None:
 
 
 def test_a_bounded_number_passes_one_that_lacks_blocks() -> None:
-    harness = Harness(num_blocks=32, budget=64)
+    harness = Harness(num_blocks=100, budget=64)
     running = harness.add(40)
-    large = harness.add(88)
+    large = harness.add(364)
+    medium = harness.add(40)
     num_passed = 0
     while True:
         small = harness.add(1)
@@ -155,9 +156,13 @@ def test_a_bounded_number_passes_one_that_lacks_blocks() -> None:
         num_passed += 1
         harness.scheduler.finish_requests([small])
     assert num_passed == MOST_PASSING
-    assert large.state is SequenceState.WAITING
+    assert {large.state, medium.state} == {SequenceState.WAITING}, "who takes much of what is free does not pass"
     harness.scheduler.finish_requests([running])
-    assert [dict(harness.step()) for _ in range(2)] == [{large.seq_id: 64}, {large.seq_id: 24, small.seq_id: 1}]
+    harness.step()
+    assert large.state is SequenceState.RUNNING
+    harness.scheduler.finish_requests([large])
+    harness.step()
+    assert {medium.state, small.state} == {SequenceState.RUNNING}
 
 
 def test_what_has_run_is_not_passed_while_it_lacks_blocks() -> None:

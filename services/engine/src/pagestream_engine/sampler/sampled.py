@@ -35,7 +35,7 @@ class DrawFault(IntEnum):
         if self is DrawFault.NOT_FINITE or not bans:
             return self.message
         together = "together they ban" if len(bans) > 1 else "it bans"
-        return RequestFault(f"{', '.join(bans)}: no token is left for the output to go on with: {together} all of them")
+        return RequestFault(f"{', '.join(bans)}: no token may be chosen to go on with: {together} all of them")
 
 
 @dataclass(frozen=True, slots=True)

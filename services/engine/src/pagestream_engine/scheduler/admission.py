@@ -12,6 +12,7 @@ Blocks are counted in these words, here and in `cache/`:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
@@ -37,10 +38,13 @@ the newcomer is not preempted at once and computed again and again."""
 
 MOST_PASSING = 64
 """Sequences that are admitted past a group that waits for room; then all that rank behind it wait with it."""
+PASSING_SHARE = 16
+"""Who passes a group that lacks blocks takes at most one part in so many of those that are free. So a long prompt does
+not hold up short ones beside an empty pool, and a full pool is given out in the order of the policy."""
 MOST_HELD_BACK = 64
 """Groups that are passed in one step."""
 MOST_WITHOUT_BLOCKS = 8
-"""Those of them that wait for blocks, or for what another sequence computes: each may cost a lookup of its prefix."""
+"""Those of them that wait for blocks, and those that wait for others: each may cost a lookup of its prefix."""
 
 
 class Shortage(NamedTuple):
@@ -75,7 +79,9 @@ class Obstacle(Enum):
     SEATS = auto()
     """It has to start as a whole, and needs more."""
     BLOCKS = auto()
-    """It lacks blocks, or waits for what another sequence computes."""
+    """It lacks blocks, or would take too many of those that one before it lacks."""
+    OTHERS = auto()
+    """It waits for what another sequence computes, or for a step with more time for its context."""
 
 
 class Admission:
@@ -86,8 +92,8 @@ class Admission:
     search starts as a whole.
 
     A group that finds no room, while seats are free, holds back nothing behind it, until MOST_PASSING sequences have
-    been admitted past it: then all behind it wait until it has started. A group that has run, and was preempted for
-    want of blocks, is not passed: what is free is wanted for it.
+    been admitted past it: then all behind it wait until it has started. Past one that lacks blocks go those alone that
+    take a small share of the free ones; and nobody passes a group that has run and lacks blocks.
 
     A group fits where the blocks that it wants, those promised to others and the reserved ones are free. What it will
     generate counts only by the reserve: for want of blocks for that it may be preempted later.
@@ -123,7 +129,7 @@ class Admission:
         """Admit sequences, and append their first chunks to `chunks`, within a budget for all of them."""
         self._turns.begin()
         promised, coming = self._num_promised_blocks(), self._coming_hashes()
-        num_seen = {Obstacle.SEATS: 0, Obstacle.BLOCKS: 0}
+        num_seen = Counter[Obstacle]()
         pool = self._cache.pool
         try:
             while budget.limit(0) > 0:
@@ -131,6 +137,10 @@ class Admission:
                 if group is None or self._num_free_seats(group) <= 0:
                     return
                 start = self._find_start(group, promised, coming, budget)
+                if isinstance(start, Start) and num_seen[Obstacle.BLOCKS]:
+                    free = pool.num_free - promised - self.num_reserved_blocks(self._num_running)
+                    if PASSING_SHARE * (start.num_blocks - promised) > free:
+                        start = Obstacle.BLOCKS
                 if isinstance(start, Obstacle):
                     num_seen[start] += 1
                     too_many = num_seen[start] > (MOST_HELD_BACK if start is Obstacle.SEATS else MOST_WITHOUT_BLOCKS)
@@ -200,8 +210,6 @@ class Admission:
         leader = group.choose_leader()
         found = self._prefill.get_computed_blocks(group, leader, count=count)
         prefix = self._with_host_pages(group, leader, found, count)
-        if self._waits_for_another(leader, found, coming) or not budget.limit(prefix.num_tokens):
-            return Obstacle.BLOCKS
         members = _first(group, leader, count)
         wanted = self.num_wanted_blocks(group, leader, prefix, members)
         if wanted > room and not group.is_search:
@@ -213,6 +221,8 @@ class Admission:
         if wanted > room and num_running:
             self._note_shortage(group, leader, prefix)
             return Obstacle.BLOCKS
+        if self._waits_for_another(leader, found, coming) or not budget.limit(prefix.num_tokens):
+            return Obstacle.OTHERS
         # Alone it always fits, if in smaller chunks than `wanted` reckons with.
         return Start(members, leader, prefix, self._cache.next_block_hash(leader, found.num_tokens), promised + wanted)
 
@@ -346,4 +356,4 @@ def _may_be_passed(group: SequenceGroup, obstacle: Obstacle) -> bool:
     """Whether others may start before a group that has met an obstacle."""
     if group.num_passed >= MOST_PASSING:
         return False
-    return obstacle is Obstacle.SEATS or not any(seq.was_admitted for seq in group.members)
+    return obstacle is not Obstacle.BLOCKS or not any(seq.was_admitted for seq in group.members)
