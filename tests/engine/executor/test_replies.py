@@ -17,8 +17,9 @@ from pagestream_engine.executor.stragglers import (
     Stragglers,
 )
 from pagestream_engine.parallel.place import Progress
-from pagestream_engine.request import Grammar, LoadedAdapter
+from pagestream_engine.request import LoadedAdapter
 from pagestream_engine.request.grammars import PreparedGrammar
+from pagestream_grammars import Grammar
 
 
 class Watched:

@@ -4,7 +4,6 @@ from pagestream_engine.request.adapter import Adapter, AdapterLoad, LoadedAdapte
 from pagestream_engine.request.beam_search import BeamSearch
 from pagestream_engine.request.beam_search_params import BeamSearchParams
 from pagestream_engine.request.generation import Generation, Taken
-from pagestream_engine.request.grammars import Grammar
 from pagestream_engine.request.length_predictor import LengthPredictor
 from pagestream_engine.request.logprob_row import LogprobRow
 from pagestream_engine.request.outputs import (
@@ -44,7 +43,6 @@ __all__ = [
     "EmbeddingRequestOutput",
     "EngineStats",
     "Generation",
-    "Grammar",
     "LengthPredictor",
     "LoRARequest",
     "LoadedAdapter",
