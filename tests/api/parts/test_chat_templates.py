@@ -76,7 +76,91 @@ def test_what_a_template_makes_of_a_body_is_bounded(monkeypatch: pytest.MonkeyPa
     for source in ("{{ tools | tojson(indent=4) }}", "{% for m in messages %}{{ messages }}{% endfor %}"):
         template = ChatTemplate(source, TOKENS)
         with monkeypatch.context() as patch:
-            patch.setattr("pagestream_gateway.core.chat_templates._MAX_CHARS", 10_000)
+            patch.setattr("pagestream_gateway.core.template_bounds.MAX_CHARS", 10_000)
             with pytest.raises(InvalidRequest, match="more than 10000 characters"):
                 template.render(MESSAGES * 30, arguments={"tools": deep})
         assert template.render(MESSAGES * 30, arguments={"tools": deep})
+
+
+_WIDE = "{% set x = 'a' * 30000 %}"
+_GROWING = "{% set ns = namespace(x=START) %}{% for i in range(40) %}{% set ns.x = MORE %}{% endfor %}{{ ns.x }}"
+
+
+def growing(start: str, more: str) -> str:
+    return _GROWING.replace("START", start).replace("MORE", more)
+
+
+ENDLESS = {
+    "loop": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "loop into a variable": "{% set x %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    "{% endset %}",
+    "loop through itself": "{% for i in [[[], []]] recursive %}{{ loop([i, i]) }}{{ loop([i, i]) }}{% endfor %}",
+    "macro": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "filter": "{% for i in range(99999) %}{% set x = range(99999) | list | sum %}{% endfor %}",
+}
+LARGE = {
+    "times": "{{ 'a' * 10 ** 12 }}",
+    "list": "{{ ([1] * 10 ** 12) | length }}",
+    "sum": growing("'aaaa'", "ns.x + ns.x"),
+    "join": growing("'aaaa'", "ns.x ~ ns.x"),
+    "sum of lists": growing("[1]", "ns.x + ns.x"),
+    "power": "{{ 9 ** (9 ** 9) }}",
+    "product": growing("9", "ns.x * ns.x"),
+    "format": "{{ '%999999999999d' % 1 }}",
+    "format of a given width": "{{ '%*d' % (10 ** 12, 1) }}",
+    "format method": "{{ '{:>999999999999}'.format(1) }}",
+    "format method of a given width": "{{ '{:>{w}}'.format(1, w=10 ** 12) }}",
+    "format of many fields": _WIDE + "{{ ('{0}' * 30000).format(x) }}",
+    "format filter": "{{ '%999999999999d' | format(1) }}",
+    "centre": "{{ 'a' | center(10 ** 12) }}",
+    "left": "{{ 'a'.ljust(10 ** 12) }}",
+    "zeros": "{{ 'a'.zfill(10 ** 12) }}",
+    "tabs": "{{ '\t'.expandtabs(10 ** 12) }}",
+    "indent": "{{ 'a\nb' | indent(10 ** 12) }}",
+    "indent of lines": "{{ ('\n' * 10 ** 6) | indent(9999) }}",
+    "indented JSON": "{{ [[1]] | tojson(indent=10 ** 12) }}",
+    "replace": _WIDE + "{{ x.replace('a', x) }}",
+    "replace filter": _WIDE + "{{ x | replace('a', x) }}",
+    "join of a text": _WIDE + "{{ x.join(x) }}",
+    "join filter": _WIDE + "{{ range(30000) | join(x) }}",
+    "join of a generator": _WIDE + "{{ range(30000) | map('string') | join(x) }}",
+    "block": "{% set x %}{% for i in range(9999) %}" + 30_000 * "a" + "{% endfor %}{% endset %}",
+    "outputs in a block": _WIDE + "{% set y %}{% for i in range(9999) %}{{ x }}{% endfor %}{% endset %}",
+    "macro's text": _WIDE + "{% macro f() %}{{ x }}{% endmacro %}{% set y = [] %}"
+    "{% for i in range(9999) %}{% set z = f() %}{% endfor %}",
+    "list in itself": growing("[1]", "[ns.x, ns.x, ns.x]"),
+    "list in itself, joined": growing("[1]", "[ns.x, ns.x, ns.x]").replace("{{ ns.x }}", "{{ ns.x ~ '' }}"),
+    "list in itself, as JSON": growing("[1]", "[ns.x, ns.x, ns.x]").replace("{{ ns.x }}", "{{ ns.x | tojson }}"),
+    "batches": growing("[1]", "(ns.x + ns.x) | batch(2) | list"),
+    "dict": growing("1", "dict(a=ns.x, b=ns.x)"),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_every_template_ends(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagestream_gateway.core.template_bounds.MAX_RENDER_S", 0.05)
+    with pytest.raises(InvalidRequest, match=r"takes longer than 0\.05 s|RecursionError"):
+        ChatTemplate(ENDLESS[name], {}).render(MESSAGES)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_what_a_template_makes_is_small(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagestream_gateway.core.template_bounds.MAX_CHARS", 2**18)
+    with pytest.raises(InvalidRequest, match=r"more than \d+ (characters|items|bits)"):
+        ChatTemplate(LARGE[name], {}).render(MESSAGES)
+
+
+def test_bounds_change_no_text() -> None:
+    source = (
+        "{% set ns = namespace(last=none, n=[]) %}{% for m in messages if m.content %}{{ loop.index }}"
+        "/{{ loop.length }}"
+        "{{ loop.last }}{{ loop.previtem is defined }}{% set ns.n = ns.n + [m.role ~ '!' ~ loop.revindex] %}"
+        "{% else %}none{% endfor %}{% for k, v in messages[0] | items %}{{ k }}={{ v }};{% endfor %}{{ ns.n }}{{ missing ~ 1 }}"
+        "{% for x in missing %}{% else %}nothing{% endfor %}{{ '%s-%5.2f' | format('a', 2) }}{{ '{:>4}'.format(1) }}"
+        "{% macro f(m) %}<{{ m.role | upper }}>{{ caller() if caller }}{% endmacro %}"
+        "{{ messages | map(attribute='role') | join(', ') }}{% call f(messages[0]) %}in{% endcall %}{{ (1, 'b') }}"
+        "{{ 2 ** 10 }}{{ 7 % 4 }}{{ [1] * 3 }}"
+        "{{ 'a\nb' | indent(2) }}{{ 'x'.center(5) }}{{ 'abc' | replace('b', 'd') }}{{ [3, 1] | sort | first }}"
+    )
+    expected, _ = render_jinja_template([MESSAGES], chat_template=source, **TOKENS)
+    assert ChatTemplate(source, TOKENS).render(MESSAGES, add_generation_prompt=False) == expected[0]

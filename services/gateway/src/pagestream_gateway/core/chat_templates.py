@@ -1,8 +1,7 @@
 """Render a model's Jinja chat template into a prompt, in a sandbox, by the conventions of Hugging Face's tokenizers."""
 
 import json
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -10,18 +9,13 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from pagestream_gateway.core.template_bounds import BoundedEnvironment, bounded_text
 from pagestream_gateway.errors import InvalidRequest
 
 # Appended to the message that the model continues, so that its end is found in the rendered text whatever the template
 # puts after it.
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-
-# Twice the characters of the largest body by default. What a caller sends can grow in a template: indented JSON by the
-# square of its depth.
-_MAX_CHARS = 2**24
-_MAX_RENDER_S = 10.0
 
 
 class _GenerationBlock(Extension):
@@ -48,31 +42,16 @@ def _tojson(
 ) -> str:
     """Replace Jinja's filter, which escapes HTML: no model was trained on that."""
     encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-    return encoder.encode(value) if indent is None else _bounded(encoder.iterencode(value))
-
-
-def _bounded(parts: Iterable[str]) -> str:
-    """Join parts of a text. Raises jinja2.TemplateError where it gets too long, or takes too long to make."""
-    kept, num_chars, end = [], 0, time.monotonic() + _MAX_RENDER_S
-    for part in parts:
-        num_chars += len(part)
-        if num_chars > _MAX_CHARS:
-            raise jinja2.TemplateError(f"the rendered prompt has more than {_MAX_CHARS} characters")
-        if time.monotonic() > end:
-            raise jinja2.TemplateError(f"rendering takes longer than {_MAX_RENDER_S:g} s")
-        kept.append(part)
-    return "".join(kept)
+    return encoder.encode(value) if indent is None else bounded_text(encoder.iterencode(value))
 
 
 def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
+def _environment() -> BoundedEnvironment:
+    environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
+    environment.add_filter("tojson", _tojson)
     helpers: dict[str, Callable[..., Any]] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
     environment.globals.update(helpers)
     return environment
@@ -83,7 +62,8 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Compile a template. Raises jinja2.TemplateError where it is broken."""
-        self._template = _environment().from_string(source)
+        self._environment = _environment()
+        self._template = self._environment.compile_counted(source)
         self._special_tokens = dict(special_tokens)
 
     def render(
@@ -109,7 +89,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            text = _bounded(self._template.generate(values))
+            text = self._environment.render_bounded(self._template, values)
         except jinja2.TemplateError as error:
             raise InvalidRequest("messages", f"the model's chat template refuses them: {error.message}") from error
         except Exception as error:
