@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pagestream.v1.records_pb2 import OutputForm
+from pagestream_gateway.core.output.blanks import MOST_BLANKS, BlanksAtOnce
 from pagestream_gateway.core.output.calls.arguments import record_types
 from pagestream_gateway.core.output.formats import FORMATS, parser_of
 from pagestream_gateway.core.output.parts import (
@@ -16,6 +17,7 @@ from pagestream_gateway.core.output.parts import (
     Content,
     OutputParser,
     Part,
+    PlainText,
     Reasoning,
     joined,
 )
@@ -231,6 +233,32 @@ def test_any_text_has_the_same_parts_however_it_is_cut(words: list[str], cuts: l
         whole = parts_of(parser(form, reasoning=reasoning), [text])
         assert parts_of(parser(form, reasoning=reasoning), [text[a:b] for a, b in pairwise(places)]) == whole
         assert parts_of(parser(form, reasoning=reasoning), text) == whole
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_long_run_of_blanks_has_the_same_parts_however_it_is_cut(form: str) -> None:
+    for head, tail in (("Hi", "<tool_call>"), ("", "there"), ('<tool_call>\n{"name": "add", ', "}"), ("[add(a=1)", "")):
+        text = head + 700 * "\n" + tail
+        whole = parts_of(parser(form), [text])
+        assert parts_of(parser(form), text) == whole
+        for cut in (len(head), len(head) + 255, len(head) + 257, len(head) + 600):
+            assert parts_of(parser(form), [text[:cut], text[cut:]]) == whole
+
+
+def test_a_parser_reads_a_long_run_of_blanks_once() -> None:
+    """Pieces that it only holds would cost the square of the run's length."""
+
+    class Counting(PlainText):
+        num_fed = 0
+
+        def feed(self, text: str) -> list[Part]:
+            self.num_fed += 1
+            return super().feed(text)
+
+    inner = Counting()
+    blanks = BlanksAtOnce(inner)
+    assert parts_of(blanks, ["a", *(100_000 * ["\n"]), "b", "c"]) == [Content("a" + 100_000 * "\n" + "bc")]
+    assert inner.num_fed == 1 + MOST_BLANKS + 2
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pagestream.v1.records_pb2 import OutputForm
 
 from pagestream_gateway.core.output import harmony
+from pagestream_gateway.core.output.blanks import BlanksAtOnce
 from pagestream_gateway.core.output.calls.arguments import recorded_types
 from pagestream_gateway.core.output.calls.deepseek import DeepSeek
 from pagestream_gateway.core.output.calls.hermes import Hermes
@@ -47,6 +48,11 @@ MARKERS: dict[str, tuple[str, ...]] = {
 
 def parser_of(form: OutputForm) -> OutputParser:
     """Return a new parser of one choice's text; that of a format which is not known here gives content alone."""
+    parser = _parser_of(form)
+    return parser if isinstance(parser, PlainText) else BlanksAtOnce(parser)
+
+
+def _parser_of(form: OutputForm) -> OutputParser:
     names, name = frozenset(form.tool_names), form.tool_format
     if name == HARMONY:
         return Harmony(names, separates=bool(form.reasoning_format), opening=form.opening)
