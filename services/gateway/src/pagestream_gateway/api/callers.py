@@ -22,7 +22,7 @@ async def check_operator(gateway: Gateway, request: Request, *, is_open: bool) -
         await gateway.identify(credentials)
         return
     administrator = await gateway.identify_administrator(credentials)
-    gateway.audit.administered(administrator, request.method, request.url.path, _ASKED)
+    gateway.audit.administered(administrator, request.method, request.scope["path"], _ASKED)
 
 
 def credentials_of(request: Request) -> Credentials:

@@ -62,6 +62,7 @@ class HttpServer:
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,  # anybody can send them: addresses are those of connections
             lifespan="off",
             ws="none",
             backlog=_BACKLOG,

@@ -35,7 +35,7 @@ def admin_router(gateway: Gateway) -> APIRouter:
                     code = error_report(error).code
                     raise
                 finally:
-                    gateway.audit.administered(administrator, request.method, request.url.path, code)
+                    gateway.audit.administered(administrator, request.method, request.scope["path"], code)
 
             return guarded
 

@@ -37,7 +37,7 @@ def error_body(error: Exception, request_id: str | None) -> dict[str, Any]:
 def respond(request: Request, error: Exception) -> Response:
     """Answer an error that a route, or the search for one, raised."""
     if isinstance(error, HTTPException):
-        message = f"{request.method} {request.url.path}: {error.detail}"
+        message = f"{request.method} {request.scope['path']}: {error.detail}"
         return JSONResponse(_body(error.status_code, message, None), error.status_code, error.headers)
     log_unexpected(error)
     return error_response(error)

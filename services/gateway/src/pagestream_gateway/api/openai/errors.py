@@ -75,7 +75,7 @@ def install_error_handlers(app: FastAPI, others: Mapping[str, ErrorForm]) -> Non
     """Answer every error of `app` in OpenAI's form, but at and below the paths of `others` in theirs."""
 
     async def answer(request: Request, error: Exception) -> Response:
-        path = request.url.path
+        path = request.scope["path"]
         form = next((form for place, form in others.items() if f"{path}/".startswith(f"{place}/")), _respond)
         response = form(request, error)
         if response.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
@@ -95,7 +95,7 @@ def _allowed_methods(app: FastAPI, request: Request) -> list[str]:
 
 def _respond(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        message = f"{request.method} {request.url.path}: {error.detail}"
+        message = f"{request.method} {request.scope['path']}: {error.detail}"
         body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}
         return JSONResponse(body, error.status_code, error.headers)
     log_unexpected(error)
