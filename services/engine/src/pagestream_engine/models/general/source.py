@@ -118,6 +118,7 @@ class GeneralSource(ModelSource):
                     use_safetensors=True,
                     output_loading_info=True,
                     local_files_only=True,
+                    trust_remote_code=False,
                 )
         except Exception as error:
             raise ModelFileError(
@@ -156,7 +157,8 @@ def _read_config(folder: Path, file: ConfigFile) -> Any:
     kind = file.get("model_type")
     try:
         with _quiet():
-            return AutoConfig.from_pretrained(folder, local_files_only=True)
+            # Without it a terminal is asked whether to run the folder's own code.
+            return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise UnsupportedModel(
             f"config.json: model_type: given {kind!r}, expected one that the installed transformers reads: "
