@@ -6,7 +6,7 @@ import json
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 from pagestream_telemetry import (
@@ -64,10 +64,10 @@ def test_a_process_own_attributes_override_those_of_the_environment() -> None:
     }
 
 
-def ask(endpoint: Endpoint, method: str, path: str) -> tuple[int, str]:
+def ask(endpoint: Endpoint, method: str, path: str, headers: Mapping[str, str] | None = None) -> tuple[int, str]:
     connection = http.client.HTTPConnection("127.0.0.1", endpoint.port, timeout=5)
     try:
-        connection.request(method, path)
+        connection.request(method, path, headers=headers or {})
         answer = connection.getresponse()
         return answer.status, answer.read().decode()
     finally:
@@ -115,6 +115,26 @@ def test_a_profile_can_be_started_where_it_is_enabled() -> None:
     assert asked == [3]
     with Endpoint(probes(), "127.0.0.1", 0) as endpoint:
         assert ask(endpoint, "POST", "/debug/profile?steps=3")[0] == 404
+
+
+def test_web_pages_reach_no_port_of_this_machine() -> None:
+    """Neither by a name of their own that resolves to it, nor by a call that needs no answer."""
+    started: list[int] = []
+
+    def profile(steps: int) -> str:
+        started.append(steps)
+        return "/there"
+
+    names = ("rebound.example", "rebound.example:80", "127.0.0.1.example", "[::1", "")
+    for address, status in (("127.0.0.1", 403), ("0.0.0.0", 200)):  # noqa: S104 -- what pods bind
+        with Endpoint(probes(profile=profile), address, 0) as endpoint:
+            for name in names:
+                assert ask(endpoint, "GET", "/metrics", {"Host": name})[0] == status, name
+            for name in ("localhost", "LOCALHOST:9", "127.0.0.1:9400", "[::1]:9400"):
+                assert ask(endpoint, "GET", "/metrics", {"Host": name})[0] == 200, name
+            for origin in ("http://rebound.example", "null"):
+                assert ask(endpoint, "POST", "/debug/profile?steps=3", {"Origin": origin})[0] == 403
+    assert started == []
 
 
 def test_a_taken_port_is_an_error_and_a_used_one_is_free_again() -> None:

@@ -96,7 +96,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer a probe or a scraper."""
         path, probes = urlsplit(self.path).path, self.server.probes
-        if path == "/metrics":
+        if not self._is_own_name():
+            self._send_text(403, "given a name that is not this machine's, expected localhost or a loopback address")
+        elif path == "/metrics":
             self._send(200, probes.metrics(), PROMETHEUS_TYPE)
         elif path == "/healthz":
             self._send_status(probes.health(), "ok")
@@ -113,8 +115,22 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._send_text(404, f"{url.path}: not found, or turned off")
         elif not ip_address(self.client_address[0]).is_loopback:
             self._send_text(403, "profiles can be started from this machine alone")
+        elif "Origin" in self.headers or not self._is_own_name():
+            self._send_text(403, "profiles can't be started by web pages")
         else:
             self._profile(profile, parse_qs(url.query).get("steps", ["10"])[-1])
+
+    def _is_own_name(self) -> bool:
+        """Whether the Host header is a name of this machine, where only this machine reaches the port.
+
+        A web page whose name resolves to 127.0.0.1 (DNS rebinding) keeps its name there.
+        """
+        if not _is_loopback(str(self.server.server_address[0])) or "Host" not in self.headers:
+            return True
+        try:
+            return _is_loopback(urlsplit(f"//{self.headers['Host']}").hostname or "")
+        except ValueError:
+            return False
 
     def _profile(self, profile: Callable[[int], str], steps: str) -> None:
         if not steps.isdecimal() or not 1 <= int(steps) <= _MAX_PROFILE_STEPS:
@@ -143,3 +159,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class' name
         """Log at DEBUG: probes come every few seconds."""
         logger.debug(format, *args)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
