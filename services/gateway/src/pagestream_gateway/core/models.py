@@ -114,7 +114,7 @@ def load_model(card: ModelCard) -> LoadedModel:
         template = ChatTemplate(card.chat_template, card.special_tokens) if card.chat_template else None
     except jinja2.TemplateError as error:
         raise ValueError(f"the chat template of model {card.name!r} is broken: {error.message}") from error
-    except Exception as error:
+    except BaseException as error:  # a panic in its Rust is no Exception
         raise ValueError(f"the tokenizer of model {card.name!r} is broken: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -9,7 +9,7 @@ from typing import Self, TypeVar
 
 from pagestream_streams.byte_budget import ByteBudget
 
-from pagestream_gateway.errors import Overloaded
+from pagestream_gateway.errors import InvalidRequest, Overloaded
 
 T = TypeVar("T")
 SMALL_BYTES = 64 * 1024
@@ -51,7 +51,7 @@ class TokenizePool:
                 f"too many requests wait for the tokenizer, at most {self._max_pending}", retry_after_s=1.0
             )
         self._num_pending += 1
-        future = self._executor.submit(work)
+        future = self._executor.submit(_guarded, work)
         # Counted until the thread is done with it, also after its caller was cancelled: the bound is on the work.
         loop = asyncio.get_running_loop()
         future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._release) if not loop.is_closed() else None)
@@ -67,6 +67,22 @@ class TokenizePool:
 
     def _release(self) -> None:
         self._num_pending -= 1
+
+
+def error_of_work(error: BaseException) -> Exception:
+    """Return what a thread's work has raised. A panic in the tokenizer's Rust is a BaseException alone."""
+    if isinstance(error, Exception):
+        return error
+    failure = InvalidRequest(None, f"the model's tokenizer fails on it: {str(error)[:200]}")
+    failure.__cause__ = error
+    return failure
+
+
+def _guarded(work: Callable[[], T]) -> T:
+    try:
+        return work()
+    except BaseException as error:  # noqa: BLE001  it is raised where the work is waited for
+        raise error_of_work(error) from error.__cause__
 
 
 class PatientClock:

@@ -13,7 +13,7 @@ from pagestream_gateway.core.models import LoadedModel
 from pagestream_gateway.core.preparation import Preparation, PreparedRequest, preparing
 from pagestream_gateway.core.text.encoder import PIECE_CHARS, Encoded, EncodingJob, TextEncoder
 from pagestream_gateway.core.text.encoding_cache import EncodingCache
-from pagestream_gateway.core.tokenization import TokenizePool
+from pagestream_gateway.core.tokenization import TokenizePool, error_of_work
 from pagestream_gateway.errors import Overloaded
 from pagestream_gateway.settings import LimitSettings
 
@@ -38,16 +38,16 @@ class _Work:
         """Render the texts; return whether that succeeded."""
         try:
             self.jobs = next(self._preparation)
-        except Exception as error:  # noqa: BLE001  it is raised where the draft is waited for
-            self._outcome = error
+        except BaseException as error:  # noqa: BLE001  it is raised where the draft is waited for
+            self._outcome = error_of_work(error)
         return self._outcome is None
 
     def encode(self, cache: EncodingCache) -> None:
         """Encode the texts alone, one after the other."""
         try:
             found = [self.encoder.encode_batch([job], cache)[0] for job in self.jobs]
-        except Exception as error:  # noqa: BLE001  it is raised where the draft is waited for
-            self._outcome = error
+        except BaseException as error:  # noqa: BLE001  it is raised where the draft is waited for
+            self._outcome = error_of_work(error)
         else:
             self.finish(iter(found))
 
@@ -57,8 +57,8 @@ class _Work:
             self._preparation.send([next(found) for _ in self.jobs])
         except StopIteration as done:
             self._outcome = done.value
-        except Exception as error:  # noqa: BLE001  it is raised where the draft is waited for
-            self._outcome = error
+        except BaseException as error:  # noqa: BLE001  it is raised where the draft is waited for
+            self._outcome = error_of_work(error)
 
     def deliver(self) -> None:
         """Give the outcome to who waits for it; called by the event loop."""
@@ -110,7 +110,7 @@ class EncoderPool:
         while batch := self._take():
             try:
                 self._prepare(batch, loop)
-            except Exception:
+            except BaseException:
                 logger.exception("a batch of prompts failed")
             _call(loop, _deliver, batch)  # those that failed with it
             _call(loop, self._release, len(batch))
@@ -138,7 +138,7 @@ class EncoderPool:
         """Encode the texts of works with one encoder; alone where a defect of one text would fail all of them."""
         try:
             found = iter(group[0].encoder.encode_batch([job for work in group for job in work.jobs], self.cache))
-        except Exception:  # noqa: BLE001  it is raised again for the text that causes it
+        except BaseException:  # noqa: BLE001  it is raised again for the text that causes it
             for work in group:
                 work.encode(self.cache)
             return
