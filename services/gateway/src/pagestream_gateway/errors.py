@@ -9,7 +9,7 @@
     |- WrongCredential        a good credential that does not open this
     |- CredentialsUnavailable what a credential is checked against is not there yet
     |- HostNotAllowed         the Host header is not a name of this server
-    |- OriginNotAllowed       a web page of this origin may not open a WebSocket
+    |- OriginNotAllowed       a web page of this origin may not do this
     |- BodyTooLarge           more bytes than the gateway reads
     |- WrongContentType       the body is of another type, or compressed
     |- HeaderTooLarge         more bytes or fields in a request's header than the gateway reads
@@ -102,11 +102,11 @@ class HostNotAllowed(GatewayError):
 
 
 class OriginNotAllowed(GatewayError):
-    """A web page of another origin asks for a WebSocket, which browsers do not hold to CORS."""
+    """A web page of another origin asks for what browsers do not hold to CORS: a WebSocket, or a form's effect."""
 
     def __init__(self, origin: str) -> None:
         super().__init__(
-            f"pages of {origin[:100]!r} may not open a WebSocket here; "
+            f"pages of {origin[:100]!r} may not open a WebSocket here, nor change anything without a key; "
             "PAGESTREAM_GATEWAY__CORS_ORIGINS lists those that may"
         )
 

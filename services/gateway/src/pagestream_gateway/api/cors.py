@@ -5,10 +5,12 @@ from typing import TypedDict
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
-from starlette.datastructures import MutableHeaders
-from starlette.types import Receive, Scope, Send
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from pagestream_gateway.api.openai.errors import error_response
 from pagestream_gateway.api.transports.rate_headers import HEADERS
+from pagestream_gateway.errors import OriginNotAllowed
 from pagestream_gateway.settings import LOCALHOST
 
 _LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?"
@@ -40,8 +42,32 @@ class _Rule(TypedDict):
 
 def allow_origins(app: FastAPI, origins: Sequence[str]) -> None:
     """Let pages of these origins call the API: https://app.example.com, LOCALHOST, or * for every page."""
+    app.add_middleware(NoForeignForms, origins=origins)
     if origins:
         app.add_middleware(CORSMiddleware, **_rule(origins))
+
+
+class NoForeignForms:
+    """ASGI middleware: 403 where a page of another origin changes something without a key.
+
+    A browser sends forms, and bodies of a form's types, for any page and asks nobody before: CORS only keeps the answer
+    from it. It sends them with a client's certificate, and to servers of its own machine; with a key it asks before.
+    """
+
+    def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
+        self._app = app
+        self._cors = CorsHeaders(origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] not in ("GET", "HEAD", "OPTIONS"):
+            headers = Headers(scope=scope)
+            origin = headers.get("origin", "")
+            is_own = origin.partition("://")[2].lower() == headers.get("host", "").lower()
+            has_key = "authorization" in headers or "x-api-key" in headers
+            if origin and not is_own and not has_key and not self._cors.allows(origin):
+                await error_response(OriginNotAllowed(origin))(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 class CorsHeaders:
