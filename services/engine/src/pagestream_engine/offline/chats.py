@@ -39,7 +39,9 @@ class ChatTemplate:
         from transformers import PreTrainedTokenizerFast
 
         try:
-            self._tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+            self._tokenizer = PreTrainedTokenizerFast.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:
             raise InvalidRequest(f"messages: given for a model without a readable tokenizer: {error!s:.200}") from error
 
