@@ -27,6 +27,7 @@ __all__ = [
     "Backend",
     "Kernel",
     "Variant",
+    "can_launch",
     "cdiv",
     "compiling_only",
     "current_backend",
@@ -179,13 +180,28 @@ def current_backend() -> Backend:
     return "hip" if torch.version.hip is not None else "cuda"
 
 
+def can_launch(device: torch.device) -> bool:
+    """Whether kernels run on tensors of `device` in this process: on a GPU, interpreted, or by a driver for it."""
+    return device.type == "cuda" or INTERPRETED or _has_driver(device)
+
+
+def _has_driver(device: torch.device) -> bool:
+    """Whether Triton's active driver is one that stands in for a GPU's and launches on tensors of `device`."""
+    if triton is None:
+        return False
+    try:
+        return bool(triton.runtime.driver.active.get_active_torch_device().type == device.type)
+    except (AttributeError, RuntimeError):  # one that only compiles, or no driver at all
+        return False
+
+
 def require_launchable(device: torch.device, *, reference: str) -> None:
     """Raise KernelUnavailableError unless a kernel can run on tensors of `device` in this process."""
     if triton is None:
         raise KernelUnavailableError(f"Triton is not installed; use {reference} or install triton==3.7.1")
     if _is_compiling_only.get():
         return
-    if device.type != "cuda" and not INTERPRETED:
+    if not can_launch(device):
         raise KernelUnavailableError(
             f"tensors are on {device}, and a compiled kernel needs a GPU; use {reference}, or set TRITON_INTERPRET=1 "
             "before Triton is imported"

@@ -10,7 +10,7 @@ import pagestream_kernels as kernels
 import torch
 from pagestream_kernels.decode_plan import MAX_QUERY_LEN
 from pagestream_kernels.paging import BLOCK_SIZES, FLOAT8_BLOCK_SIZES, MAX_HEAD_DIM
-from pagestream_kernels.runtime import INTERPRETED
+from pagestream_kernels.runtime import can_launch
 from torch import Tensor
 
 from pagestream_engine.attention.base import Attention, AttentionBatch, AttentionSpec, DecodeBatch
@@ -201,7 +201,7 @@ def check_supported(shapes: Sequence[CacheShape], device: torch.device) -> None:
     Raises:
         ConfigError: the block size, the head size, or a CPU without the interpreter; it names the option to change.
     """
-    if device.type != "cuda" and not INTERPRETED:
+    if not can_launch(device):
         raise ConfigError(
             "attention_backend", "triton", "torch on a CPU", "Triton needs a GPU, or TRITON_INTERPRET=1 at the start"
         )
