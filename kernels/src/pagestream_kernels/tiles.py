@@ -80,6 +80,17 @@ def has_nan(accumulator: tl.tensor, row_mask: tl.tensor) -> tl.tensor:
 
 
 @jit
+def weighted_sum(
+    weights: tl.tensor, values: tl.tensor, value_scale: tl.tensor, UPCAST: tl.constexpr, HAS_SCALES: tl.constexpr
+) -> tl.tensor:
+    """What a tile adds to the accumulator: its values by their weights, and by their scale."""
+    total = ieee_dot(weights.to(values.dtype), values, UPCAST)
+    if HAS_SCALES:
+        total = total * value_scale
+    return total
+
+
+@jit
 def attend_tiles(  # noqa: PLR0912, PLR0915 - one loop is one function
     state: tl.tuple,
     query: tl.tensor,
@@ -119,8 +130,9 @@ def attend_tiles(  # noqa: PLR0912, PLR0915 - one loop is one function
     values reach the rows that see them and no others; all else has the same bits as without.
 
     With HAS_SCALES a tile lies in one block and is of float8; its keys and values are factors of their block's scales.
-    The products are of float16. The accumulator is held in units of the last tile's scale, so that a new scale costs
-    no more than the softmax's own rescaling, and rounds nothing where scales are powers of two.
+    The products are of float16. A tile's scale multiplies the sums of its values, and rounds nothing where scales are
+    powers of two. Nothing but the scales themselves is carried to the next tile: Triton would not pipeline the loop, or
+    would lose the carry (`docs/kernels.md`, "What Triton does").
     """
     maximum, total, accumulator = state
     key_head_ptr, value_head_ptr, key_scales_ptr, value_scales_ptr, table_ptr = cache
@@ -132,11 +144,9 @@ def attend_tiles(  # noqa: PLR0912, PLR0915 - one loop is one function
     blocks = blocks_of(table_ptr, begin, seen, end, CACHE_BLOCK, BLOCK_KV)
     key_scale = 1.0
     value_scale = 1.0
-    held_scale = 1.0
     if HAS_SCALES:
         key_scale = tl.load(key_scales_ptr + blocks * scale_stride)
         value_scale = tl.load(value_scales_ptr + blocks * scale_stride)
-        held_scale = value_scale
     for tile in tl.range(begin, end, BLOCK_KV, num_stages=1 if IS_EXACT else None):
         next_blocks = blocks_of(table_ptr, tile + BLOCK_KV, seen, end, CACHE_BLOCK, BLOCK_KV)
         positions = tile + tl.arange(0, BLOCK_KV)
@@ -187,8 +197,6 @@ def attend_tiles(  # noqa: PLR0912, PLR0915 - one loop is one function
             values = values.to(tl.float16)
             if IS_EXACT:
                 values = tl.where(value_mask, values, 0.0)
-            rescale = rescale * (held_scale / value_scale)
-            held_scale = value_scale
         else:
             values = tl.load(value_ptrs, mask=value_mask, other=0.0)
         accumulator = accumulator * rescale[:, None]
@@ -197,7 +205,7 @@ def attend_tiles(  # noqa: PLR0912, PLR0915 - one loop is one function
             is_nan = wide != wide  # noqa: PLR0124
             is_finite = tl.abs(wide) < float("inf")
             values = tl.where(is_finite, wide, 0.0).to(values.dtype)
-            accumulator += ieee_dot(weights.to(values.dtype), values, UPCAST)
+            accumulator += weighted_sum(weights, values, value_scale, UPCAST, HAS_SCALES)
             # Per row and column, how many visible values are infinite, negatively so, and no numbers.
             kinds = tl.where(wide == float("inf"), 1.0, tl.where(wide == float("-inf"), 256.0, 0.0))
             counts = tl.dot(visible.to(tl.float16), tl.where(is_nan, 65504.0, kinds).to(tl.float16))
@@ -205,12 +213,10 @@ def attend_tiles(  # noqa: PLR0912, PLR0915 - one loop is one function
             bound = tl.where(is_mixed, float("nan"), tl.where(counts >= 256.0, float("-inf"), float("inf")))
             accumulator = tl.where(counts > 0.0, accumulator + bound, accumulator)
         else:
-            accumulator += ieee_dot(weights.to(values.dtype), values, UPCAST)
+            accumulator += weighted_sum(weights, values, value_scale, UPCAST, HAS_SCALES)
         maximum = new_maximum
         blocks = next_blocks
         if HAS_SCALES:  # at the end, where the block is known
             key_scale = tl.load(key_scales_ptr + blocks * scale_stride)
             value_scale = tl.load(value_scales_ptr + blocks * scale_stride)
-    if HAS_SCALES:
-        accumulator = accumulator * held_scale
     return maximum, total, accumulator

@@ -38,7 +38,7 @@ from pagestream_kernels.tiles import aligned, attend_tiles, has_nan, table_of_se
     pointers=("out_ptr", "query_ptr"),
     strides=("out_stride_n", "out_stride_h", "query_stride_n", "query_stride_h"),
 )
-def _attend_kernel(  # noqa: PLR0915 - one kernel is one function
+def _attend_kernel(  # noqa: PLR0912, PLR0915 - one kernel is one function
     out_ptr: tl.tensor,
     lse_ptr: tl.tensor,
     partial_ptr: tl.tensor,
@@ -116,8 +116,10 @@ def _attend_kernel(  # noqa: PLR0915 - one kernel is one function
         columns = columns.to(tl.int64)
     if ALIGNMENT < 16:  # Triton's own specialisation knows of 16 only
         key_stride_b, value_stride_b = aligned(key_stride_b, ALIGNMENT), aligned(value_stride_b, ALIGNMENT)
-        key_stride_t, value_stride_t = aligned(key_stride_t, ALIGNMENT), aligned(value_stride_t, ALIGNMENT)
         key_stride_h, value_stride_h = aligned(key_stride_h, ALIGNMENT), aligned(value_stride_h, ALIGNMENT)
+        key_stride_t = aligned(key_stride_t, ALIGNMENT)
+        if not HAS_SCALES:  # else the tokens are neighbours, and their stride of 1 is not among what is aligned
+            value_stride_t = aligned(value_stride_t, ALIGNMENT)
     key_head_ptr = key_cache_ptr + kv_head.to(tl.int64) * key_stride_h
     value_head_ptr = value_cache_ptr + kv_head.to(tl.int64) * value_stride_h
     key_scales_ptr += kv_head.to(tl.int64) * scale_stride_h

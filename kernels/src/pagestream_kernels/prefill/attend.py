@@ -79,6 +79,13 @@ def _prefill_kernel(  # noqa: PLR0915 - one kernel is one function
     HAS_SINKS: tl.constexpr,
     IS_EXACT: tl.constexpr,
 ) -> None:
+    # Not within a condition: there a stride of 1, which Triton makes a constant, could not become a number.
+    if ALIGNMENT < 16:  # Triton's own specialisation knows of 16 only
+        key_stride_b, value_stride_b = aligned(key_stride_b, ALIGNMENT), aligned(value_stride_b, ALIGNMENT)
+        key_stride_h, value_stride_h = aligned(key_stride_h, ALIGNMENT), aligned(value_stride_h, ALIGNMENT)
+        key_stride_t = aligned(key_stride_t, ALIGNMENT)
+        if not HAS_SCALES:  # else the tokens are neighbours, and their stride of 1 is not among what is aligned
+            value_stride_t = aligned(value_stride_t, ALIGNMENT)
     kv_head = tl.program_id(0).to(tl.int64)
     seq = tl.load(tile_seqs_ptr + tl.program_id(1)).to(tl.int64)
     if seq >= 0:
@@ -109,10 +116,6 @@ def _prefill_kernel(  # noqa: PLR0915 - one kernel is one function
         query_ptrs += (tokens * query_stride_n + heads * query_stride_h)[:, None] + columns[None, :]
         query = tl.load(query_ptrs, mask=query_mask, other=0.0)
 
-        if ALIGNMENT < 16:  # Triton's own specialisation knows of 16 only
-            key_stride_b, value_stride_b = aligned(key_stride_b, ALIGNMENT), aligned(value_stride_b, ALIGNMENT)
-            key_stride_t, value_stride_t = aligned(key_stride_t, ALIGNMENT), aligned(value_stride_t, ALIGNMENT)
-            key_stride_h, value_stride_h = aligned(key_stride_h, ALIGNMENT), aligned(value_stride_h, ALIGNMENT)
         key_head_ptr = key_cache_ptr + kv_head * key_stride_h
         value_head_ptr = value_cache_ptr + kv_head * value_stride_h
         key_scales_ptr += kv_head * scale_stride_h
