@@ -232,7 +232,9 @@ def _permute_bytes(instruction: Instruction, operands: Operands) -> Execute:
 
     def permute(warps: Warps, mask: Mask) -> None:
         low, high, selector = (warps.wide(read(warps)) for read in readers)
-        given = np.stack([(each >> np.uint32(8 * index)) & np.uint32(255) for each in (low, high) for index in range(4)])
+        given = np.stack(
+            [(each >> np.uint32(8 * index)) & np.uint32(255) for each in (low, high) for index in range(4)]
+        )
         result = np.zeros(warps.num_lanes, np.uint32)
         for index in range(4):
             choice = (selector >> np.uint32(4 * index)) & np.uint32(15)
@@ -269,7 +271,9 @@ def _lookup(instruction: Instruction, operands: Operands) -> Execute:
         result = np.zeros(1, np.uint32)
         for index in range(8):
             if table >> index & 1:
-                parts = [value if index >> place & 1 else ~value for place, value in zip((2, 1, 0), values, strict=True)]
+                parts = [
+                    value if index >> place & 1 else ~value for place, value in zip((2, 1, 0), values, strict=True)
+                ]
                 result = result | (parts[0] & parts[1] & parts[2])
         write(warps, result, mask)
 

@@ -63,9 +63,7 @@ class EmulatedGPU(AbsentGPU):
             x: int, y: int, z: int, stream: int, ptx: str, packed: tuple[int, ...], *rest: Any
         ) -> None:  # as `CudaLauncher.__call__`
             num_warps, _, shared_bytes = packed
-            arguments = [
-                _bits(value, kind) for value, kind in zip(rest[3:], kinds, strict=True) if kind != "constexpr"
-            ]
+            arguments = [_bits(value, kind) for value, kind in zip(rest[3:], kinds, strict=True) if kind != "constexpr"]
             self.num_launches += 1
             kernel_of(ptx).launch(
                 [*arguments, 0, 0],  # no scratch

@@ -42,7 +42,9 @@ class Kernel:
         self.granule = _narrowest_access(self.program.instructions)
         operands = Operands(self.program)
         ends = [_ENDS.get(each.opcode, "") for each in self.program.instructions]
-        ends = ["" if "warp" in each.modifiers else end for each, end in zip(self.program.instructions, ends, strict=True)]
+        ends = [
+            "" if "warp" in each.modifiers else end for each, end in zip(self.program.instructions, ends, strict=True)
+        ]
         steps = [
             None if end else _step(instruction, operands)
             for instruction, end in zip(self.program.instructions, ends, strict=True)
@@ -171,5 +173,3 @@ def _narrowest_access(instructions: Sequence[Instruction]) -> int:
     if any(each.opcode == "ldmatrix" for each in instructions):
         sizes.append(2)
     return min(4, *sizes, 4)
-
-

@@ -89,7 +89,9 @@ class Operands:
 
         def write(warps: Warps, value: Array, mask: Mask) -> None:
             # A signed number fills a wider register with its sign.
-            value = value.astype(dtype) if value.dtype.kind == "i" and value.dtype.itemsize * 8 < bits else bits_of(value)
+            value = (
+                value.astype(dtype) if value.dtype.kind == "i" and value.dtype.itemsize * 8 < bits else bits_of(value)
+            )
             warps.write(token, value if value.dtype == dtype else value.astype(dtype), mask)
 
         return write
