@@ -7,7 +7,6 @@ from functools import reduce
 from typing import Any
 
 import numpy as np
-from support.kernels.emulator.faults import Fault
 from support.kernels.emulator.formats import (
     FLOATS,
     SIGNED,
@@ -284,14 +283,13 @@ def _lookup(instruction: Instruction, operands: Operands) -> Execute:
 
 
 def _compare(instruction: Instruction, operands: Operands) -> Execute:
-    name, kind, bits = instruction.modifiers[0], instruction.type[0], bits_of_type(instruction.type)
+    name, kind = instruction.modifiers[0], instruction.type[0]
     left, right = _comparable(instruction, operands)
     is_float = kind == "f" or instruction.type == "bf16"
     targets = instruction.operands[0].split("|")
     writers = [operands.writer(target) for target in targets]
     joint = next((each for each in instruction.modifiers[1:] if each in ("and", "or", "xor")), None)
     read_other = operands.reader(instruction.operands[3], 1) if joint else None
-    del bits
 
     def compare(warps: Warps, mask: Mask) -> None:
         x, y = left(warps), right(warps)
@@ -327,10 +325,6 @@ def _compared_floats(name: str, x: Array, y: Array) -> Array:
         return result
     ordered: Array = _COMPARISONS[name](x, y) & ~is_unordered
     return ordered
-
-
-def _unknown(instruction: Instruction, operands: Operands) -> Execute:
-    raise Fault(f"no emulation of {instruction.text}")
 
 
 _INTEGER_BUILDERS: Mapping[str, Build] = {"mul": _multiply, "mad": _multiply}

@@ -59,9 +59,9 @@ class EmulatedGPU(AbsentGPU):
         if metadata.global_scratch_size or metadata.profile_scratch_size:
             raise NotImplementedError(f"{source.name} needs scratch memory")
 
-        def launch(
-            x: int, y: int, z: int, stream: int, ptx: str, packed: tuple[int, ...], *rest: Any
-        ) -> None:  # as `CudaLauncher.__call__`
+        def launch(*given: Any) -> None:
+            """Get what `CudaLauncher.__call__` gets."""
+            x, y, z, _, ptx, packed, *rest = given
             num_warps, _, shared_bytes = packed
             arguments = [_bits(value, kind) for value, kind in zip(rest[3:], kinds, strict=True) if kind != "constexpr"]
             self.num_launches += 1

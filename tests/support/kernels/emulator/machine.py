@@ -10,7 +10,6 @@ from itertools import product
 import numpy as np
 from support.kernels.emulator import arithmetic, conversions, data_movement, tensor_cores
 from support.kernels.emulator.faults import Fault
-from support.kernels.emulator.formats import Array
 from support.kernels.emulator.memory import GlobalMemory, SharedMemory
 from support.kernels.emulator.operands import Build, Operands, bits_of_type
 from support.kernels.emulator.ptx import Instruction, Program, parse
@@ -31,7 +30,7 @@ _ENDS = {"bra": "bra", "bar": "bar", "barrier": "bar", "ret": "ret", "exit": "re
 
 
 class Kernel:
-    """PTX, ready to run.
+    """The PTX of one kernel, ready to run.
 
     Raises:
         Fault: it has an instruction that isn't emulated.
@@ -79,31 +78,14 @@ class Kernel:
         order.shuffle(programs)
         together = max(1, min(MOST_PROGRAMS, MOST_SHARED_BYTES // max(shared_bytes, 1)))
         for first in range(0, len(programs), together):
-            self._run(programs[first : first + together], grid, num_warps, shared_bytes, parameters, memory, order)
+            own = programs[first : first + together]
+            shared = SharedMemory(len(own), shared_bytes, self.granule)
+            common = {"width": self.program.width, "global_memory": memory, "shared_memory": shared}
+            warps = [Warps(number, own, grid, parameters=parameters, **common) for number in range(num_warps)]
+            self._run(warps, shared, order)
 
-    def _run(
-        self,
-        programs: Sequence[Grid],
-        grid: Grid,
-        num_warps: int,
-        shared_bytes: int,
-        parameters: Mapping[str, Array],
-        memory: GlobalMemory,
-        order: random.Random,
-    ) -> None:
-        shared = SharedMemory(len(programs), shared_bytes, self.granule)
-        warps = [
-            Warps(
-                number,
-                programs,
-                grid,
-                width=self.program.width,
-                parameters=parameters,
-                global_memory=memory,
-                shared_memory=shared,
-            )
-            for number in range(num_warps)
-        ]
+    def _run(self, warps: Sequence[Warps], shared: SharedMemory, order: random.Random) -> None:
+        """Run the warps of some programs to their end."""
         try:
             with np.errstate(all="ignore"):
                 while not all(each.has_ended for each in warps):

@@ -140,9 +140,9 @@ class SharedMemory:
         self._writers[places] = self._round + warp
 
     def begin_copy(
-        self, warp: int, lanes: Array, groups: Array, programs: Array, addresses: Array, data: Array
+        self, warp: int, programs: Array, addresses: Array, data: Array, *, lanes: Array, groups: Array
     ) -> None:
-        """Begin to copy the rows of `data` (addresses, elements of the memory they come from)."""
+        """Begin to copy the rows of `data` (addresses, elements), each by a lane, in a commit group of it."""
         places = self._places(programs, addresses, data.dtype.itemsize * data.shape[1])
         self._check_write(warp, places, True)
         self._is_awaited[places] = True

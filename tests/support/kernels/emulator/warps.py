@@ -120,7 +120,7 @@ class Warps:
     def copy(self, lanes: Array, addresses: Array, data: Array) -> None:
         """Begin copies of some lanes to shared memory."""
         groups, programs = self._groups[lanes], self.program_of_lane[lanes]
-        self.shared_memory.begin_copy(self.number, lanes, groups, programs, addresses, data)
+        self.shared_memory.begin_copy(self.number, programs, addresses, data, lanes=lanes, groups=groups)
 
     def commit_copies(self, mask: Mask) -> None:
         """End the group of the copies begun so far."""
