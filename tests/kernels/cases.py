@@ -95,7 +95,7 @@ FACTORS: Mapping[str, Mapping[str, Sequence[Any]]] = {
     },
     "float8_attention": {
         "operator": ("decode", "rows", "prefill"),
-        "head_dim": (64, 80, 128),
+        "head_dim": (64, 72, 80, 128),
         "group_size": (1, 3, 8),
         "block_size": (64, 128),
         "dtype": tuple(DTYPES),
@@ -104,7 +104,7 @@ FACTORS: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "sinks": (False, True),
     },
     "copy_blocks": {
-        "page": (16, 4096, 10000),
+        "page": (1, 16, 4096, 10000),
         "dtype": (*DTYPES, "uint8"),
         "pools": (1, 2),
         "index": ("int32", "int64"),

@@ -56,10 +56,13 @@ CASES: Mapping[str, Sequence[Case]] = {
     ),
     "rope_and_quantise": ({**_TURN, "head_dim": 80, "group_size": 1, "block_size": 64, "dtype": "bfloat16"},),
     "float8_attention": (
-        {**_OPTIONS, "operator": "rows", "head_dim": 80, "group_size": 3, "block_size": 64, "dtype": "bfloat16"},
+        {**_OPTIONS, "operator": "rows", "head_dim": 72, "group_size": 3, "block_size": 64, "dtype": "bfloat16"},
         {**_PLAIN, "operator": "prefill", "head_dim": 64, "group_size": 1, "block_size": 64, "dtype": "float32"},
     ),
-    "copy_blocks": ({"page": 10000, "dtype": "uint8", "pools": 2, "index": "int32"},),
+    "copy_blocks": (
+        {"page": 10000, "dtype": "uint8", "pools": 2, "index": "int32"},
+        {"page": 1, "dtype": "float32", "pools": 1, "index": "int64"},
+    ),
     "rms_norm": (
         {"shape": (5, 123), "dtype": "bfloat16", "residual": True, "strided": True},
         {"shape": (7, 3, 80), "dtype": "float32", "residual": False, "strided": False},

@@ -146,8 +146,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("plan_decode", {"cu_query_lens": torch.zeros(3, dtype=I32)}, r"cu_query_lens: expected shape \(2\)"),
     ("copy_blocks", {"source": torch.zeros(3, 3, 8)}, r"source: expected shape \(2, \*, 8\)"),
     ("copy_blocks", {"source": torch.zeros(2, 3, 8).half()}, "source: expected dtype torch.float32"),
-    ("copy_blocks", {n: torch.zeros(2, 3, 3) for n in ("target", "source")}, "target: .*multiples of 8 bytes, got 3"),
-    ("copy_blocks", {"target": torch.zeros(2, 8, 3).transpose(1, 2)}, "target: .*with stride 3"),
+    ("copy_blocks", {"target": torch.zeros(2, 8, 3).transpose(1, 2)}, "target: expected stride 1 in the last"),
     ("copy_blocks", {"pairs": torch.tensor([1, 0])}, r"pairs: expected shape \(\*, 2\)"),
 ]
 

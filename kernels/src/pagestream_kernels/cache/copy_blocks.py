@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from math import gcd
 
 import torch
 from torch import Tensor
 
-from pagestream_kernels.checks import INDEX_DTYPES, check_dtype, check_same_device, check_shape
+from pagestream_kernels.checks import INDEX_DTYPES, check_dtype, check_last_stride, check_same_device, check_shape
 from pagestream_kernels.errors import KernelArgumentError
 from pagestream_kernels.runtime import Variant, cdiv, kernel, pointer_to, require_launchable, tl
 
 CHUNK = 8192  # bytes that a program copies; 128 threads with four loads of 16 each
+WORD = 8  # bytes: every page of keys and values has whole ones; one head's scale of float32 has half a one
 
 
 @kernel("pairs_ptr", "num_bytes")
@@ -25,21 +27,22 @@ def _copy_blocks_kernel(
     source_stride_l: tl.tensor,
     source_stride_b: tl.tensor,
     CHUNK: tl.constexpr,
+    WORD: tl.constexpr,
 ) -> None:
     pair = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1).to(tl.int64)
     source = tl.load(pairs_ptr + 2 * pair).to(tl.int64)
     target = tl.load(pairs_ptr + 2 * pair + 1).to(tl.int64)
     offsets = tl.program_id(2).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
-    mask = offsets < num_bytes // 8 * 8  # pages are of whole words: the mask keeps the loads wide
+    mask = offsets < num_bytes // WORD * WORD  # pages are of whole words: the mask keeps the loads wide
     source_ptr += layer * source_stride_l + source * source_stride_b
     target_ptr += layer * target_stride_l + target * target_stride_b
     tl.store(target_ptr + offsets, tl.load(source_ptr + offsets, mask=mask), mask=mask)
 
 
 @lru_cache(maxsize=8)
-def copy_blocks_variant(index_dtype: torch.dtype = torch.int64) -> Variant:
-    """How the kernel is built."""
+def copy_blocks_variant(index_dtype: torch.dtype = torch.int64, word: int = WORD) -> Variant:
+    """How the kernel is built for pages of whole words of so many bytes."""
     strides = [f"{name}_stride_{axis}" for name in ("target", "source") for axis in "lb"]
     return Variant(
         kernel=_copy_blocks_kernel,
@@ -48,7 +51,7 @@ def copy_blocks_variant(index_dtype: torch.dtype = torch.int64) -> Variant:
             "pairs_ptr": pointer_to(index_dtype),
             **dict.fromkeys(("num_bytes", *strides), "i32"),
         },
-        constants={"CHUNK": CHUNK},
+        constants={"CHUNK": CHUNK, "WORD": word},
         num_warps=4,
         num_stages=1,
     )
@@ -58,8 +61,8 @@ def copy_blocks(target: Tensor, source: Tensor, pairs: Tensor) -> None:
     """Copy blocks of `source` to blocks of `target` in every layer; both may be the same tensor.
 
     Args:
-        target: (layers, num_blocks, page) of any dtype, last dimension contiguous, pages of whole multiples of 8 bytes;
-            changed. Keys and values count as layers.
+        target: (layers, num_blocks, page) of any dtype, last dimension contiguous; changed. Keys and values count as
+            layers. Pages of whole multiples of 8 bytes are copied fastest.
         source: (layers, other num_blocks, page) of the same dtype, as `target`.
         pairs: (num_pairs, 2), int32 or int64, contiguous: a block of `source` and one of `target`. Within one tensor
             no block may be a target twice, or a source and a target (not checked).
@@ -72,7 +75,7 @@ def copy_blocks(target: Tensor, source: Tensor, pairs: Tensor) -> None:
     require_launchable(target.device, reference="copy_blocks_reference")
     source_bytes, target_bytes = source.view(torch.uint8), target.view(torch.uint8)
     num_bytes = target_bytes.shape[2]
-    copy_blocks_variant(pairs.dtype).launch(
+    copy_blocks_variant(pairs.dtype, gcd(WORD, num_bytes)).launch(
         (pairs.shape[0], target.shape[0], cdiv(num_bytes, CHUNK)),
         {
             "target_ptr": target_bytes,
@@ -99,11 +102,7 @@ def _check(target: Tensor, source: Tensor, pairs: Tensor) -> None:
     check_shape("source", source, (target.shape[0], None, target.shape[2]), meaning="(layers, num_blocks, page)")
     check_dtype("source", source, (target.dtype,))
     for name, tensor in (("target", target), ("source", source)):
-        if tensor.stride(2) != 1 or tensor.shape[2] * tensor.element_size() % 8:
-            raise KernelArgumentError(
-                f"{name}: expected contiguous pages of whole multiples of 8 bytes, got {tensor.shape[2]} elements of "
-                f"{tensor.dtype} with stride {tensor.stride(2)}"
-            )
+        check_last_stride(name, tensor)
     check_dtype("pairs", pairs, INDEX_DTYPES)
     check_shape("pairs", pairs, (None, 2), meaning="(num_pairs, 2)")
     if not pairs.is_contiguous():
