@@ -16,7 +16,7 @@ NUMERICS: Mapping[str, int] = {
     # of a model that ranks add up; attention and operators in torch's operations.
     "torch": 1,
     # The Triton kernels, the plans by which they divide work, and the tables of their tile sizes.
-    "triton": 1,
+    "triton": 2,
     # From logits to a token: what sampling parameters mean, grammars, penalties, filters, noise, draws (the C++ and
     # Triton ones too), which drafts hold, beams; log probabilities, and when an output ends.
     "sampling": 1,
