@@ -14,12 +14,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.pop(0)  # `kernels` is tests/kernels, not the file beside this one
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support.kernels.cache import ResultCache
-from support.kernels.emulator import runs
+from kernels.cache import ResultCache
+from support.kernels.emulator.gpu import EMULATED
 from support.kernels.worker import KernelWorker
 from support.pairwise import Case
+
+from kernels import emulated as runs
 
 Item = tuple[str, str, Case]
 LIMIT_S = 900.0
@@ -69,10 +72,10 @@ def work(items: queue.SimpleQueue[Item], results: Results) -> None:
 def main() -> int:
     parser: Any = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kernels", nargs="*", help="default: all")
-    parser.add_argument("--target", choices=runs.EMULATED, help="default: both")
+    parser.add_argument("--target", choices=EMULATED, help="default: both")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: cores)")
     options = parser.parse_args()
-    targets = [options.target] if options.target else list(runs.EMULATED)
+    targets = [options.target] if options.target else list(EMULATED)
     everything = [(target, kernel, case) for target in targets for kernel, case in runs.cover(target)]
     if options.kernels:
         everything = [item for item in everything if item[1] in options.kernels]

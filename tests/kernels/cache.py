@@ -10,7 +10,7 @@ import json
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pagestream_engine.native_build import user_cache
 from support.kernels import worker
@@ -20,7 +20,10 @@ from kernels import builds, cases
 
 MOST_FILES = 8
 """That are kept of a mode: those of the last sources that it ran with."""
-SOURCES = tuple(Path(each.__file__) for each in (builds, cases, worker))
+SOURCES = (
+    *(Path(each.__file__) for each in (builds, cases, worker)),
+    *sorted((Path(worker.__file__).parent / "emulator").glob("*.py")),
+)
 
 
 def source_hash() -> str:
@@ -35,7 +38,7 @@ def source_hash() -> str:
 class ResultCache:
     """One append-only file of JSON lines per mode and source hash; several processes may append to it."""
 
-    def __init__(self, mode: Mode, directory: Path | None = None) -> None:
+    def __init__(self, mode: Mode | Literal["emulate"], directory: Path | None = None) -> None:
         folder = user_cache() / "kernel-cases" if directory is None else directory
         self._path = folder / f"{mode}-{source_hash()}.jsonl"
         self._mode = mode

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kernels.cache import ResultCache
+from kernels.cases import LAYOUTS
 from support.engines.tiny_models import make_model
-from support.kernels.cache import ResultCache
-from support.kernels.cases import LAYOUTS
-from support.kernels.emulator import runs
 from support.kernels.worker import KernelWorker
 from support.pairwise import Case
+
+from kernels import emulated as runs
 
 pytestmark = pytest.mark.builds
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pagestream_kernels
 import pytest
 import torch
+from kernels.lost_carries import LostCarry, in_package, lost_carries
 from pagestream_kernels.runtime import jit, tl
 from support.kernels.emulator.gpu import emulated, gpu_of
 from support.kernels.emulator.memory import GlobalMemory
-from support.kernels.lost_carries import LostCarry, in_package, lost_carries
 from support.kernels.worker import KernelWorker
 
 pytestmark = pytest.mark.builds

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from support.engines.tiny_models import random_prompts
-from support.kernels import cases
 from support.kernels.emulator.faults import Fault
 from support.kernels.emulator.gpu import EMULATED, EmulatedGPU, emulated, gpu_of
 from support.pairwise import Case, pairwise
+
+from kernels import cases
 
 NEEDS_FLOAT8 = ("float8_attention", "rope_and_quantise")
 """Kernels for sm_89 and later."""
