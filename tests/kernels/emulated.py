@@ -40,7 +40,7 @@ def faults_without(target: str, kernel: str, case: Case, function: str, pattern:
     places: list[re.Match[str]] = []
 
     def look(name: str, ptx: str) -> str:
-        if name == function:
+        if name == function and not places:  # of its first build
             places.extend(instruction.finditer(ptx))
         return ptx
 
