@@ -15,7 +15,7 @@ PYTEST_ARGS ?=
 # What `make test` leaves out: what takes minutes, an API server, a GPU.
 QUICK = not slow and not kube and not gpu
 # The parts of `make deep`; PARTS="kernels faults" chooses some. CI runs "kube" and the cover of "faults".
-PARTS ?= slow kube kernels families faults topologies properties model-check malformed schemas
+PARTS ?= slow kube kernels emulated families faults topologies properties model-check malformed schemas
 # pytest's exit status where a choice of ours (PYTEST_ARGS) leaves a part without a test; without one that fails.
 NOTHING_FOUND = $(if $(PYTEST_ARGS),5,none)
 # Test files that run at once, more than there are cores, since many wait; 0 is one after the other.
@@ -31,7 +31,7 @@ ROUNDS ?= 10
 # docker, buildah, or a command: see deploy/images/build.sh.
 IMAGE_BUILDER ?= $(PAGESTREAM_IMAGE_BUILDER)
 
-.PHONY: help setup run test test-fast deep $(addprefix deep-,slow kube kernels families faults topologies properties \
+.PHONY: help setup run test test-fast deep $(addprefix deep-,slow kube kernels emulated families faults topologies properties \
 	model-check malformed schemas) clients browser-test check bench paths mutants faults faults-campaign gpu images cluster-test \
 	operator-scale proto demo-model kernels kernel-tables constraints clean
 
@@ -63,6 +63,9 @@ deep-kube: $(STAMP)
 	$(PARALLEL) -m 'kube' $(PYTEST_ARGS)
 
 deep-kernels: kernels
+
+deep-emulated: $(STAMP)
+	$(BIN)/python tests/campaigns/emulated.py $(ARGS)
 
 deep-families: $(STAMP)
 	$(BIN)/python tests/campaigns/families.py --write docs/models.md $(ARGS)
