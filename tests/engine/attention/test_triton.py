@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,19 +18,12 @@ from pagestream_engine.attention import AttentionBatch, CacheShape, KVStore
 from pagestream_engine.attention.triton import deterministic_attention
 from pagestream_engine.attention.triton.attention import TritonMetadata
 from pagestream_engine.attention.triton.deterministic_attention import DeterministicTritonAttention
-from pagestream_engine.runner import EagerRecorder, ModelRunner, Step
+from pagestream_engine.runner import ModelRunner, Step
+from support.engines.forbidding_recorder import ForbiddingRecorder
 from support.engines.tiny_models import make_model, random_prompts
 from support.kernels.worker import KernelWorker
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.builds
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[KernelWorker]:
-    """A process in which Triton interprets."""
-    with KernelWorker("interpret") as worker:
-        yield worker
 
 
 # -- methods by kernels of their own ------------------------------------------------------------------------------
@@ -192,46 +184,21 @@ def test_a_step_without_outputs_that_are_computed_again_is_left_as_it_is() -> No
 
 # -- whole models ---------------------------------------------------------------------------------------------------
 
-READING = {"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.masked_select.default"}
-"""Operations that wait for a device, whose result's value or shape the host needs."""
 
-
-class Operations(TorchDispatchMode):
-    """Notes the operations under it: their names, and the shapes and addresses of what stays in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[str, list[tuple[int, ...]]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        shapes = [tuple(x.shape) for x in args if isinstance(x, torch.Tensor)]
-        self.found.append((str(func), shapes))
-        return func(*args, **(kwargs or {}))
-
-
-class CheckingRecorder(EagerRecorder):
-    """Compares what a step does with what it did when it was recorded: a graph repeats that."""
-
-    is_strict = True
-
-    def __init__(self) -> None:
-        self.num_checked = 0
+class WarmingRecorder(ForbiddingRecorder):
+    """Also compares the kernels that a step needs with those of its recording."""
 
     def record(self, step: Step) -> Step:
         from pagestream_kernels.launcher import recorded_launches
 
-        with Operations() as recorded, recorded_launches() as launches:
-            step()
-        reading = READING & {name for name, _ in recorded.found}
-        if reading:
-            raise AssertionError(f"a recorded step waits for {reading}")
+        with recorded_launches() as launches:
+            run = super().record(step)
 
         def replay() -> None:
-            with Operations() as found, recorded_launches() as launched:
-                step()
-            if (found.found, launched) != (recorded.found, launches):
-                raise AssertionError("a step does other than what was recorded")
-            self.num_checked += 1
+            with recorded_launches() as launched:
+                run()
+            if launched != launches:
+                raise AssertionError("a step needs other kernels than when it was recorded")
 
         return replay
 
@@ -239,9 +206,9 @@ class CheckingRecorder(EagerRecorder):
 def serve_recorded(folder: str) -> dict[str, Any]:
     """Serve some requests by the Triton kernels with recorded decodes, and by torch's operations without."""
     options = {"block_size": 8, "max_num_batched_tokens": 24, "num_gpu_blocks_override": 60, "max_num_seqs": 5}
-    recorder = CheckingRecorder()
+    recorder = WarmingRecorder()
 
-    def engine(backend: str, recorder: CheckingRecorder | None) -> Engine:
+    def engine(backend: str, recorder: WarmingRecorder | None) -> Engine:
         config = EngineConfig.from_options({**options, "attention_backend": backend, "max_model_len": 64})
 
         def make_runner(folder: Path, config: EngineConfig) -> ModelRunner:

@@ -52,6 +52,7 @@ class DecodeGraphs:
 
     def record(self, recorder: Recorder) -> None:
         """Record all sizes, the largest first; the batch's padding row computes."""
+        recorder.begin()
         nothing = np.empty(0, np.int64)
         for size in reversed(self._sizes):
             self._write_inputs(nothing, nothing, size)

@@ -266,7 +266,7 @@ class PersistentBatch:
             positions: (tokens,) int64 of these tokens.
         """
         batches = [
-            DecodeBatch(positions, _slots(table, rows, positions, size), table, rows)
+            DecodeBatch(positions, _slot_numbers(table, rows, positions, size), table, rows)
             for table, size in zip(self.block_tables, self._block_sizes, strict=True)
         ]
         return self.next_tokens.index_select(0, rows), batches

@@ -7,6 +7,8 @@ from typing import Protocol
 
 import torch
 
+from pagestream_engine.errors import InvariantViolation
+
 Step = Callable[[], None]
 """Reads tensors that stay in place, and writes to such."""
 
@@ -19,14 +21,19 @@ class Recorder(Protocol):
         """Whether a step must launch the same kernels each time, and wait for none."""
         ...
 
+    def begin(self) -> None:
+        """Begin a set of steps. Those of the set before are gone: an engine that sleeps drops them, and records all
+        steps anew when it wakes up."""
+        ...
+
     def record(self, step: Step) -> Step:
         """Return what does as `step` does, with what is in its tensors then. All are recorded before any runs."""
         ...
 
 
 class CudaGraphRecorder:
-    """Records CUDA graphs that share one pool of memory: only one of them runs at a time, and what one leaves in the
-    pool is of no use to anyone.
+    """Records CUDA graphs that share one pool of memory for each set: only one of them runs at a time, and what one
+    leaves in the pool is of no use to anyone.
 
     Record the largest step first: then the smaller ones find their memory in the pool.
     """
@@ -35,10 +42,16 @@ class CudaGraphRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: tuple[int, int] | None = None
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
+    def begin(self) -> None:
+        # The allocator frees a pool with its last graph: a handle that is used again may name a pool that is half gone.
+        self._pool = torch.cuda.graph_pool_handle()
+
     def record(self, step: Step) -> Step:
+        if self._pool is None:
+            raise InvariantViolation("record: given no set of steps, expected a call of begin before")
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -55,6 +68,9 @@ class EagerRecorder:
     """Runs the step anew each time: on a CPU, where there is nothing to record."""
 
     is_strict = False
+
+    def begin(self) -> None:
+        """Do nothing: a step that runs anew keeps no memory."""
 
     def record(self, step: Step) -> Step:
         return step

@@ -17,19 +17,24 @@ class TritonKVStore(KVStore):
     """Norms, rotates and writes in one pass, and copies blocks of all layers in one launch. Values of float8 lie
     transposed in their pages."""
 
+    def __init__(self, shapes: Sequence[CacheShape], device: torch.device) -> None:
+        super().__init__(shapes, device)
+        self._still: Rotation | None = None
+        if self.has_scales:  # made here: a recorded step sends nothing from the host
+            self._still = Rotation(torch.tensor([[1.0, 0.0]], device=device))
+
     def _view_values(self, pages: Tensor, shape: CacheShape) -> Tensor:
         if not shape.has_scales:
             return super()._view_values(pages, shape)
         return pages.view(len(pages), shape.num_kv_heads, shape.head_dim, shape.block_size).transpose(2, 3)
 
     def write(self, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
-        if not self.has_scales:
+        if self._still is None:
             super().write(layer, key, value, slots)
             return
         # The kernel that quantises turns on its way: by no angle, and a query that nobody reads.
         key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (key, value))
-        still = torch.tensor([[1.0, 0.0]], device=key.device)
-        self._quantise(layer, (key.clone(), key, value), slots, Angles(Rotation(still), torch.zeros_like(slots)))
+        self._quantise(layer, (key.clone(), key, value), slots, Angles(self._still, torch.zeros_like(slots)))
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         sources, targets = zip(*copies, strict=True)
