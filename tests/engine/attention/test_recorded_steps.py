@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from pagestream_engine import EngineConfig, SamplingParams
+from pagestream_engine import EngineConfig
 from pagestream_engine.models.registry import fused_architectures
 from pagestream_engine.runner import ModelRunner
 from support.engines.forbidding_recorder import Forbidden, ForbiddingRecorder, without_kernels
+from support.engines.given_plans import decodes
 from support.engines.tiny_models import make_model
 from support.kernels.worker import KernelWorker
 
@@ -86,7 +87,6 @@ def watch_steps(base: str, names: list[str]) -> dict[str, Any]:
     Returns:
         Of each case how many steps were recorded and run, and what was forbidden.
     """
-    from pagestream_engine.runner.profile import profile_plan
 
     found: dict[str, Any] = {}
     for name in names:
@@ -99,9 +99,8 @@ def watch_steps(base: str, names: list[str]) -> dict[str, Any]:
                 runner = ModelRunner(folder, config, _CPU, recorder)
                 runner.allocate_kv_cache(24)
                 runner.warm_up()
-                greedy = SamplingParams(temperature=0.0)
-                for length, count in ((5, 2), (40, 1), (5, 1)):
-                    runner.execute(replace(profile_plan([1] * count, length, runner.kv_layout, greedy), reset=True))
+                for num_computed, count in ((5, 2), (40, 1), (5, 1)):
+                    runner.execute(decodes(count, num_computed, runner.kv_layout))
             except Forbidden as error:
                 fault = str(error)
         found[name] = [recorder.num_recorded, recorder.num_checked, fault]

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pagestream_engine import Engine, EngineConfig, SamplingParams
+from pagestream_engine import ConfigError, Engine, EngineConfig, SamplingParams
 from pagestream_engine.attention import AttentionBatch, CacheShape, KVStore
 from pagestream_engine.attention.triton import deterministic_attention
-from pagestream_engine.attention.triton.attention import TritonMetadata
+from pagestream_engine.attention.triton.attention import TritonMetadata, check_supported
 from pagestream_engine.attention.triton.deterministic_attention import DeterministicTritonAttention
 from pagestream_engine.runner import ModelRunner, Step
 from support.engines.forbidding_recorder import ForbiddingRecorder
@@ -113,6 +113,24 @@ def add_adapters(dtype_name: str) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_adapters(interpreter: KernelWorker, dtype: str) -> None:
     interpreter.run(add_adapters, dtype)
+
+
+# -- what a GPU has not ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("capability", "hip"), [((8, 0), None), ((7, 5), None), ((8, 9), None), ((9, 4), "7.0")])
+def test_float8_is_refused_where_triton_does_not_compile_it(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], hip: str | None
+) -> None:
+    shapes = [CacheShape((0,), 2, 64, 64, torch.bfloat16, torch.float8_e4m3fn)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A GPU")
+    monkeypatch.setattr(torch.version, "hip", hip)
+    if hip is None and capability < (8, 9):
+        with pytest.raises(ConfigError, match=r"kv_cache_dtype: given 'fp8', expected auto on this GPU, A GPU; it has"):
+            check_supported(shapes, torch.device("cuda"))
+    else:
+        check_supported(shapes, torch.device("cuda"))
 
 
 # -- how a deterministic step is divided: prompts to prefill, outputs to decode ---------------------------------------

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from pagestream_engine import Engine, EngineConfig, SamplingParams, Sibling
-from pagestream_engine.runner import EagerRecorder, ModelRunner, Step
+from pagestream_engine import ConfigError, Engine, EngineConfig, SamplingParams, Sibling
+from pagestream_engine.runner import CudaGraphRecorder, EagerRecorder, ModelRunner, Step
 from pagestream_engine.runner.decode_graphs import graph_sizes
 from pagestream_engine.transfers import PackedUpload
 from support.engines.tiny_models import random_prompts
@@ -163,6 +166,68 @@ def _raise(_: torch.Tensor) -> torch.Tensor:
 
 def _runner_with(recorder: EagerRecorder, folder: Path, config: EngineConfig) -> ModelRunner:
     return ModelRunner(folder, config, _CPU, recorder)
+
+
+class _StandInCuda:
+    """What a recorder of graphs calls of torch; steps run when they are captured, and when a graph is replayed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pools: list[tuple[int, int]] = []
+        """Of each graph."""
+        self._num_handles = 0
+        stream = SimpleNamespace(wait_stream=lambda _: None)
+        for name, value in {
+            "Stream": lambda _: stream,
+            "current_stream": lambda _: stream,
+            "stream": lambda _: nullcontext(),
+            "CUDAGraph": type("CUDAGraph", (), {"replay": lambda _: None}),
+            "graph_pool_handle": self._handle,
+            "graph": self._capture,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    def _handle(self) -> tuple[int, int]:
+        self._num_handles += 1
+        return 0, self._num_handles
+
+    def _capture(self, _: object, *, pool: tuple[int, int], **options: object) -> AbstractContextManager[None]:
+        self.pools.append(pool)
+        return nullcontext()
+
+
+def test_graphs_after_sleep_have_a_pool_of_their_own(
+    model_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool before is freed with its last graph, and its handle with it."""
+    cuda = _StandInCuda(monkeypatch)
+    monkeypatch.setattr(CudaGraphRecorder, "is_strict", False)
+    config = EngineConfig.from_options({"num_gpu_blocks_override": 20, "max_num_seqs": 2})
+    runner = ModelRunner(model_of("llama"), config, _CPU, CudaGraphRecorder(_CPU))
+    runner.allocate_kv_cache(20)
+    runner.warm_up()
+    first, second = cuda.pools
+    assert first == second
+    runner.sleep()
+    runner.wake_up()
+    assert cuda.pools[2] == cuda.pools[3] != first
+
+
+def test_a_kernel_that_does_not_compile_is_an_option_at_fault(model_of: Callable[[str], Path]) -> None:
+    """So that whoever starts the engine again is told what to change, and doesn't try for ever."""
+
+    class CompilationError(Exception):
+        pass
+
+    def execute(plan: object) -> None:
+        raise CompilationError("at 12:4:\nptxas has no such instruction")
+
+    runner = ModelRunner(model_of("llama"), EngineConfig.from_options({"max_num_seqs": 2}), _CPU)
+    runner._backend = replace(runner._backend, num_compilations=lambda: 0, compile_errors=(CompilationError,))
+    runner.execute = execute  # type: ignore[assignment,method-assign]
+    runner.allocate_kv_cache(20)
+    for compiling in (runner.warm_up, runner.profile_num_blocks):
+        with pytest.raises(ConfigError, match=r"attention_backend: given 'auto'.*ptxas has no such instruction"):
+            compiling()
 
 
 def test_experts_and_foreign_modelling_code_are_not_recorded(model_of: Callable[[str], Path]) -> None:

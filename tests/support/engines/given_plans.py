@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pagestream_engine.cache import full_attention
+import numpy as np
+from pagestream_engine import SamplingParams
+from pagestream_engine.cache import KVLayout, full_attention
 from pagestream_engine.scheduler import ScheduledStep
-from pagestream_engine.step import PlanBuilder, StepPlan
+from pagestream_engine.step import BlockEdits, NewSequence, PlanBuilder, StepPlan
 
 MAX_ROWS = 64
 NO_ROW = -1  # of a sequence that no plan has sent yet
@@ -22,3 +24,34 @@ def given_plan(step: ScheduledStep) -> StepPlan:
     ends = {entry.seq.row: entry.seq.num_computed_tokens + entry.num_scheduled_tokens for entry in scheduled}
     added = [replace(new, token_ids=new.token_ids[: ends.get(new.row, len(new.token_ids))]) for new in plan.added]
     return replace(plan, added=tuple(added))
+
+
+def decodes(count: int, num_computed: int, layout: KVLayout) -> StepPlan:
+    """Return a plan that resets the runner, and computes a token of each of so many sequences in block 0."""
+    rows, none = np.arange(count, dtype=np.int32), np.empty(0, np.int32)
+    added = tuple(
+        NewSequence(
+            row=row,
+            token_ids=np.zeros(num_computed + 1, np.int32),
+            num_prompt_tokens=1,
+            num_computed_tokens=num_computed,
+            params=SamplingParams(temperature=0.0),
+            seed=0,
+            end_token_ids=(),
+            block_tables=tuple(np.zeros(group.num_blocks_for(num_computed + 1), np.int32) for group in layout.groups),
+        )
+        for row in range(count)
+    )
+    return StepPlan(
+        step_id=0,
+        reset=True,
+        removed=none,
+        added=added,
+        appended=tuple(BlockEdits(none, none, none) for _ in layout.groups),
+        copies=none.reshape(0, 2),
+        rows=rows,
+        num_new_tokens=np.ones(count, np.int32),
+        num_prefills=0,
+        sampled_rows=rows,
+        sampled_from=rows,
+    )

@@ -89,8 +89,10 @@ class NativeAdditions(LinearAdapters):
         super().put(slot, weights)
         for place, each in enumerate(weights):
             entry = self._table[slot, place]
-            entry["rank"] = 0 if each is None else each.a.shape[0]
-            if each is not None:
+            if each is None:
+                entry["rank"] = entry["a"] = entry["b"] = 0
+            else:
+                entry["rank"] = each.a.shape[0]
                 entry["a"], entry["b"], entry["scale"] = each.a.data_ptr(), each.b.data_ptr(), each.scale
 
     def _add(self, y: Tensor, x: Tensor, rows: AdapterRows) -> None:

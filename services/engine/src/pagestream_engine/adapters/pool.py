@@ -42,7 +42,7 @@ class AdapterPool:
         modules: that adapters may change, by their names in the checkpoint.
         device: that computes.
         exact: whether a row has to have the same bits in any batch.
-        by_triton: whether a GPU multiplies by Triton's kernel.
+        by_triton: whether the model computes by Triton's kernels, on a CPU under the interpreter.
     """
 
     def __init__(
@@ -99,6 +99,13 @@ class AdapterPool:
     def close(self) -> None:
         """End the thread that reads."""
         self._loader.close()
+
+    def empty_slots(self) -> None:
+        """Free all slots: matrices stay in host memory, and the steps that need them put them into slots again."""
+        for slot in self._slot_of.values():
+            self._clear(slot)
+            self._free_slots.append(slot)
+        self._slot_of.clear()
 
     def apply(self, plan: StepPlan) -> None:
         """Take the rows that a plan removes and adds."""
@@ -169,12 +176,11 @@ class AdapterPool:
 
     def _attach(self, linear: Linear, names: Sequence[str]) -> LinearAdapters:
         modules, num_slots = [self._modules[name] for name in names], len(self._free_slots)
-        kernel = native_lora(self._dtype) if self._device.type == "cpu" else None
         made: LinearAdapters
-        if kernel is not None:
-            made = NativeAdditions(self._current, modules, num_slots, kernel)
-        elif self._by_triton and self._device.type != "cpu":
+        if self._by_triton:
             made = TritonAdditions(self._current, modules, num_slots, self._dtype, self._device)
+        elif self._device.type == "cpu" and (kernel := native_lora(self._dtype)) is not None:
+            made = NativeAdditions(self._current, modules, num_slots, kernel)
         else:
             made = TorchAdditions(self._current, modules, num_slots, row_by_row=self._exact)
         linear.adapters = made

@@ -26,6 +26,9 @@ class Backend:
     kernel_version: str = ""
     """Name of the build that computes beside torch; another one may give other bits. Empty without such a build."""
 
+    compile_errors: tuple[type[Exception], ...] = ()
+    """What is raised where a kernel can't be compiled for the device: each attempt ends so."""
+
     num_compilations: Callable[[], int] = _none
     """Kernels that were compiled in this process so far."""
 

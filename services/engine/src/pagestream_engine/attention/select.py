@@ -89,6 +89,7 @@ def _triton(shapes: Sequence[CacheShape], device: torch.device, *, deterministic
     import triton
     from pagestream_kernels.launcher import compilations
     from pagestream_kernels.prebuild import take_prebuilt
+    from triton.errors import TritonError
 
     from pagestream_engine.attention.triton.attention import TritonAttention, check_supported
     from pagestream_engine.attention.triton.deterministic_attention import DeterministicTritonAttention
@@ -105,4 +106,4 @@ def _triton(shapes: Sequence[CacheShape], device: torch.device, *, deterministic
     if device.type == "cpu":  # interpreted
         return backend
     take_prebuilt()
-    return replace(backend, num_compilations=lambda: compilations.count)
+    return replace(backend, num_compilations=lambda: compilations.count, compile_errors=(TritonError,))

@@ -7,8 +7,6 @@ from typing import Protocol
 
 import torch
 
-from pagestream_engine.errors import InvariantViolation
-
 Step = Callable[[], None]
 """Reads tensors that stay in place, and writes to such."""
 
@@ -42,7 +40,7 @@ class CudaGraphRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool: tuple[int, int] | None = None
+        self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
@@ -50,8 +48,6 @@ class CudaGraphRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, step: Step) -> Step:
-        if self._pool is None:
-            raise InvariantViolation("record: given no set of steps, expected a call of begin before")
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from pagestream_engine.grammar.compiler import GrammarCompiler
 from pagestream_engine.grammar.sampling import ConstrainedSampling
 from pagestream_engine.models.config import DTYPES, ModelInfo
 from pagestream_engine.models.offload.copier import Copier
-from pagestream_engine.models.offload.moving import MovedTensors, tensors_of
+from pagestream_engine.models.offload.moving import MovedTensors, moved_tensors
 from pagestream_engine.models.select import open_model
 from pagestream_engine.models.source import Target
 from pagestream_engine.parallel.ranks import open_ranks
@@ -194,11 +196,12 @@ class ModelRunner:
         """Blocks of the cache: what fits beside the largest step and can be used.
 
         Raises:
-            ConfigError: not even one block fits.
+            ConfigError: not even one block fits, or a kernel can't be compiled for this device.
             OutOfMemory: the largest step alone does not fit.
         """
         cache, scheduler = self._config.cache, self._config.scheduler
-        pool_bytes, step_bytes = self._profile()
+        with self._compiling():
+            pool_bytes, step_bytes = self._profile()
         block_bytes = self._backend.store.block_bytes
         if pool_bytes < block_bytes * (1 + self._num_padding_blocks):
             raise ConfigError(
@@ -271,21 +274,40 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compile the kernels that steps launch, and record the steps of decodes, where there are such things."""
-        if self._backend.compiles:
-            for plan in warm_up_plans(self._config, self.kv_layout, self.max_model_len, self.model_info.vocab_size):
-                try:
-                    self.execute(plan)()
-                except OutOfMemory as error:  # the pool was set by hand: steps will be halved
-                    if self._stage.count > 1:  # others wait for what this stage has not sent
-                        raise
-                    _log.warning("warm-up: %s", error)
-            self.forget_rows()
-        if self._recorder is not None:
-            self._batch.set_padding_block(self._num_blocks)
-            self._graphs = DecodeGraphs(self._model, self._backend, self._batch, self._graph_sizes)
-            self._graphs.record(self._recorder)
+        """Compile the kernels that steps launch, and record the steps of decodes, where there are such things.
+
+        Raises:
+            ConfigError: a kernel can't be compiled for this device.
+        """
+        with self._compiling():
+            if self._backend.compiles:
+                self._compile()
+            if self._recorder is not None:
+                self._batch.set_padding_block(self._num_blocks)
+                self._graphs = DecodeGraphs(self._model, self._backend, self._batch, self._graph_sizes)
+                self._graphs.record(self._recorder)
         self._num_compilations = self._backend.num_compilations()
+
+    def _compile(self) -> None:
+        for plan in warm_up_plans(self._config, self.kv_layout, self.max_model_len, self.model_info.vocab_size):
+            try:
+                self.execute(plan)()
+            except OutOfMemory as error:  # the pool was set by hand: steps will be halved
+                if self._stage.count > 1:  # others wait for what this stage has not sent
+                    raise
+                _log.warning("warm-up: %s", error)
+        self.forget_rows()
+
+    @contextmanager
+    def _compiling(self) -> Iterator[None]:
+        """Raise what a compiler raises inside as a ConfigError: an engine that is started again fails as this one."""
+        try:
+            yield
+        except self._backend.compile_errors as error:
+            last_line = str(error).rstrip().rpartition("\n")[2]
+            hint = f"a kernel can't be compiled for this device: {type(error).__name__}: {last_line}"
+            name = self._config.model.attention_backend
+            raise ConfigError("attention_backend", name, "torch", hint) from error
 
     @property
     def num_late_compilations(self) -> int:
@@ -293,18 +315,19 @@ class ModelRunner:
         return self._backend.num_compilations() - self._num_compilations
 
     def sleep(self) -> None:
-        """Free the cache, host pages, recorded steps and rows. A GPU's weights and adapters' slots go to host memory.
+        """Free the cache, host pages, recorded steps, adapters' slots and rows. A GPU's weights go to host memory, a
+        CPU's stay where they are.
 
-        A CPU's weights stay where they are.
+        Whatever holds addresses of this memory is emptied here, and filled again by the first step that needs it.
         """
         self._graphs = None
+        if self.adapters is not None:
+            self.adapters.empty_slots()
         self._backend.store.release()
         if self._host_pages is not None:
             self._host_pages.release()
         self.forget_rows()
-        if self.device.type == "cuda":
-            roots = (self._model, self._speculation, self._backend)  # adapters' slots are the linears'
-            self._moved = MovedTensors(tensors_of(roots), self.device)
+        self._moved = moved_tensors((self._model, self._speculation, self._backend), self.device)
         give_back_memory(self.device)
 
     def wake_up(self) -> None:

@@ -18,6 +18,10 @@ from pagestream_engine.attention.kv_store import CacheShape
 from pagestream_engine.errors import ConfigError
 from pagestream_engine.transfers import to_device
 
+FLOAT8_CAPABILITY = (8, 9)
+"""Least compute capability of an NVIDIA GPU for which Triton compiles float8 of 4 and 3 bits. On AMD it has them all,
+by instructions or by integers."""
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillMetadata:
@@ -199,13 +203,20 @@ def check_supported(shapes: Sequence[CacheShape], device: torch.device) -> None:
     """Refuse what the kernels can't run, when the engine starts and not in the middle of a request.
 
     Raises:
-        ConfigError: the block size, the head size, or a CPU without the interpreter; it names the option to change.
+        ConfigError: the block size, the head size, a GPU without float8 or a CPU without the interpreter; it names the
+            option to change.
     """
     if not can_launch(device):
         raise ConfigError(
             "attention_backend", "triton", "torch on a CPU", "Triton needs a GPU, or TRITON_INTERPRET=1 at the start"
         )
     has_scales = shapes[0].has_scales
+    if has_scales and device.type == "cuda" and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < FLOAT8_CAPABILITY:
+            own, least = (".".join(map(str, each)) for each in (capability, FLOAT8_CAPABILITY))
+            hint = f"it has compute capability {own}, and float8 begins with {least}: Ada, Hopper and later ones"
+            raise ConfigError("kv_cache_dtype", "fp8", f"auto on this GPU, {torch.cuda.get_device_name(device)}", hint)
     if shapes[0].stored_dtype != shapes[0].dtype and not has_scales:
         given, expected = shapes[0].stored_dtype, f"auto or fp8 with Triton and a model of {shapes[0].dtype}"
         raise ConfigError("kv_cache_dtype", str(given).removeprefix("torch."), expected)

@@ -15,6 +15,11 @@ _GRANULE_BYTES = 1 << 20
 """The host's memory is a multiple of this."""
 
 
+def leaves_device(device: torch.device) -> bool:
+    """Whether the weights of an engine that sleeps leave a device: a CPU's memory is where they would go."""
+    return device.type == "cuda"
+
+
 class MovedTensors:
     """What tensors of one device hold, in host memory. They have no memory of their own until `restore`.
 
@@ -25,16 +30,18 @@ class MovedTensors:
         """Copy the tensors to host memory, pinned where they come from a GPU, and free theirs.
 
         Args:
-            tensors: any, also views of each other; those of other kinds of devices stay as they are.
+            tensors: any, also views of each other; those of other kinds of devices stay as they are, and so does
+                memory of others, such as an array's.
             device: where they lie.
         """
         on_device = (each.untyped_storage() for each in tensors if each.device.type == device.type)
-        found = {each.data_ptr(): each for each in on_device if each.nbytes()}
+        found = {each.data_ptr(): each for each in on_device if each.nbytes() and each.resizable()}
         self._device = device
         self._storages = [(storage, storage.nbytes()) for storage in found.values()]
         self.num_bytes = sum(size for _, size in self._storages)
         """Of the tensors."""
         is_cuda = device.type == "cuda"
+        self._synchronize()  # a layer's page may still be on its way to a buffer, on another stream
         slabs = slab_pages(-(-self.num_bytes // _GRANULE_BYTES) * _GRANULE_BYTES, _GRANULE_BYTES, pinned=is_cuda)
         self._slabs = [torch.empty(count * _GRANULE_BYTES, dtype=torch.uint8, pin_memory=is_cuda) for count in slabs]
         for own, host in self._pieces():
@@ -71,6 +78,11 @@ class MovedTensors:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def moved_tensors(roots: Sequence[object], device: torch.device) -> MovedTensors | None:
+    """Move to host memory what objects of this package hold on a device; None where it stays."""
+    return MovedTensors(tensors_of(roots), device) if leaves_device(device) else None
 
 
 def tensors_of(roots: Sequence[object]) -> Iterator[Tensor]:

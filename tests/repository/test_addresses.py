@@ -1,0 +1,72 @@
+"""Each place that reads a tensor's address is known, with what becomes of the address when an engine sleeps.
+
+A sleeping engine's tensors leave a GPU and come back elsewhere. `tests/engine/attention/test_sleep_on_triton.py` looks
+for addresses that have outlived them; a new table has to be served there, and to be named here.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.served
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = {
+    "pagestream_engine": ROOT / "services/engine/src/pagestream_engine",
+    "pagestream_kernels": ROOT / "kernels/src/pagestream_kernels",
+}
+READERS = {"data_ptr", "addressof", "__cuda_array_interface__", "__dlpack__", "CUDAGraph", "graph_pool_handle"}
+"""Attributes that give an address, or make what holds some."""
+
+KEPT = {
+    "pagestream_engine/adapters/additions.py NativeAdditions.put": "the matrices of a CPU; AdapterPool.empty_slots",
+    "pagestream_engine/models/general/masks.py MaskRecorder.make": "for one pass of the probe, which holds the tensors",
+    "pagestream_engine/runner/recorder.py CudaGraphRecorder.__init__": "as `begin`",
+    "pagestream_engine/runner/recorder.py CudaGraphRecorder.begin": "ModelRunner.sleep drops the graphs of a pool",
+    "pagestream_engine/runner/recorder.py CudaGraphRecorder.record": "ModelRunner.sleep drops the graphs",
+    "pagestream_kernels/linear/lora_table.py LoraTable.put": "AdapterPool.empty_slots",
+}
+"""Who keeps addresses beyond a call, and what empties it."""
+PASSED = {
+    "pagestream_engine/adapters/native/library.py NativeLora.add",
+    "pagestream_engine/attention/native/calls.py NativeKernels.add_rms_norm",
+    "pagestream_engine/attention/native/calls.py NativeKernels.attend",
+    "pagestream_engine/attention/native/calls.py NativeKernels.gate_and_mul",
+    "pagestream_engine/attention/native/calls.py NativeKernels.rms_norm",
+    "pagestream_engine/attention/native/calls.py NativeKernels.rope_and_cache",
+    "pagestream_engine/attention/native/calls.py _scale_arguments",
+    "pagestream_engine/layers/native/library.py NativeLinears.multiply",
+    "pagestream_engine/layers/native/library.py NativeLinears.pack",
+    "pagestream_engine/layers/quantised/native.py QuantisedLinears.multiply",
+    "pagestream_engine/layers/quantised/native.py QuantisedLinears.pack",
+    "pagestream_engine/models/general/masks.py MaskRecorder.window",
+    "pagestream_engine/models/offload/moving.py MovedTensors.__init__",
+    "pagestream_engine/sampler/native/library.py NativeDraws.draw",
+    "pagestream_engine/sampler/native/library.py NativeDraws.largest",
+    "pagestream_kernels/launcher.py",
+    "pagestream_kernels/linear/lora_table.py LoraTable._check",
+}
+"""Who passes them on within a call, and forgets them."""
+
+
+def _readers(tree: ast.AST, name: str) -> Iterator[str]:
+    """Yield the name of each function with an attribute of `READERS`."""
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.Attribute) and child.attr in READERS:
+            yield name
+        is_scope = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        yield from _readers(child, f"{name}.{child.name}".lstrip(".") if is_scope else name)
+
+
+def test_each_reader_of_an_address_is_known() -> None:
+    found = set()
+    for package, folder in PACKAGES.items():
+        for path in folder.rglob("*.py"):
+            place = f"{package}/{path.relative_to(folder).as_posix()}"
+            names = _readers(ast.parse(path.read_text(encoding="utf-8")), "")
+            found |= {f"{place} {name}".rstrip() for name in names}
+    assert found == PASSED | KEPT.keys()
