@@ -72,6 +72,7 @@ PARTS = {
     "pagestream_streams.gateway.slice_buffer": "the bounds of a read's buffer",
     "pagestream_streams.tasks": "periodic work and cancellation",
     "pagestream_telemetry.catalog": "the list of all metrics, which docs/telemetry.md and the chart follow",
+    "pagestream_worker.stepping.gpu": "readings of GPUs, which the machines of the tests have not",
 }
 """Modules, and packages of modules, that are tested by themselves: hard parts that keep their place and name."""
 

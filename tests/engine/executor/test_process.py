@@ -16,6 +16,7 @@ from support.engines.arithmetic_model import HOST_PAGE_BYTES, make_folder, undis
 from support.engines.faulty_runners import (
     COMPUTING,
     FACTS,
+    DeviceBoundRunner,
     FaultyRunner,
     UnendingRunner,
     die_while_loading,
@@ -71,6 +72,16 @@ def run(engine: Engine, tokens: Tokens | None = None) -> Tokens:
             assert output.token_id is not None
             tokens[output.seq_id].append(output.token_id)
     return tokens
+
+
+def test_the_thread_that_waits_for_results_selects_the_device(tmp_path: Path) -> None:
+    config = EngineConfig.from_options({**OPTIONS, "executor": "process"})
+    engine = Engine(make_folder(tmp_path), config, make_runner=DeviceBoundRunner)
+    try:
+        expected = add_requests(engine)
+        assert run(engine) == expected
+    finally:
+        engine.close()
 
 
 @pytest.mark.parametrize("ahead", [True, False])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pagestream_engine import RequestFault
@@ -17,6 +20,7 @@ from pagestream_engine.executor.stragglers import (
     Stragglers,
 )
 from pagestream_engine.parallel.place import Progress
+from pagestream_engine.parallel.progress import StreamProgress
 from pagestream_engine.request import LoadedAdapter
 from pagestream_engine.request.grammars import PreparedGrammar
 from pagestream_grammars import Grammar
@@ -89,6 +93,56 @@ def test_ranks_that_stay_in_one_collective_hang_and_those_that_compute_do_not(
         assert group.found_after(COLLECTIVE_LIMIT_S + 0.1, 0, 1) == 0
     assert group.found_after(COLLECTIVE_LIMIT_S + 0.1, 0, 1) is None, "both compute"
     assert group.progress.counts() == [2, 2]
+
+
+class _Stream:
+    """What is queued on a GPU, which passes marks when it is told to."""
+
+    def __init__(self) -> None:
+        self.num_passed = 0
+        self._num_marks = 0
+
+    def mark(self) -> SimpleNamespace:
+        self._num_marks += 1
+        number = self._num_marks
+        return SimpleNamespace(query=lambda: self.num_passed >= number)
+
+
+def _await_count(progress: Progress, rank: int, count: int) -> None:
+    until = time.monotonic() + 30
+    while progress.count(rank) != count:
+        assert time.monotonic() < until, f"{progress.count(rank)}, expected {count}"
+        time.sleep(0.01)
+
+
+def test_a_collective_of_a_gpu_ends_when_its_stream_has_passed_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks have queued a whole step: the first one's GPU has come to the second collective, in which it waits."""
+    group = Watched(tmp_path, 2, 2, monkeypatch)
+    streams = [_Stream(), _Stream()]
+    prepared: list[int] = []
+    for rank, stream in enumerate(streams):
+        counted = StreamProgress(group.progress, rank, stream.mark, lambda: prepared.append(threading.get_ident()))
+        for _ in range(2):
+            with counted.collective():
+                pass
+            counted.advance()
+    assert group.progress.counts() == [0, 0], "nothing has run"
+    streams[0].num_passed = streams[1].num_passed = 3  # a collective, a layer
+    for rank in range(2):
+        _await_count(group.progress, rank, 4)
+    assert group.found_after(COLLECTIVE_LIMIT_S + 0.1, 0, 1) is None, "both compute"
+    streams[0].num_passed = 4
+    _await_count(group.progress, 0, 5)
+    assert group.found_after(HANG_LIMIT_S + 0.1, 0, 1) == 1, "it has not come to the collective"
+    streams[1].num_passed = 4
+    _await_count(group.progress, 1, 5)
+    assert group.found_after(COLLECTIVE_LIMIT_S + 0.1, 0, 1) == 0, "one of them hangs in it"
+    streams[0].num_passed = streams[1].num_passed = 6
+    for rank in range(2):
+        _await_count(group.progress, rank, 8)
+    assert len({*prepared} - {threading.get_ident()}) == 2
 
 
 def test_ranks_compute_again_after_a_collective_that_has_failed(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -74,6 +75,27 @@ class UnendingRunner(SeededRunner):
         while True:
             torch.mm(square, square)
             self._file.touch()
+
+
+class DeviceBoundRunner(SeededRunner):
+    """Fails a step whose result is waited for by a thread that has not selected the device."""
+
+    def __init__(self, folder: Path, config: EngineConfig) -> None:
+        super().__init__(config, FACTS)
+        self._selected: set[int] = set()
+
+    def select_device(self) -> None:
+        self._selected.add(threading.get_ident())
+
+    def execute(self, plan: StepPlan) -> PendingResult:
+        pending = super().execute(plan)
+
+        def wait() -> StepResult:
+            if threading.get_ident() not in self._selected:
+                raise RuntimeError("a thread waits for the device, and opens a context on GPU 0")
+            return pending()
+
+        return wait
 
 
 class Unpicklable(Exception):  # noqa: N818

@@ -82,6 +82,15 @@ class LaunchingRunner(Protocol):
 
 
 @runtime_checkable
+class DeviceRunner(Protocol):
+    """A runner that computes on one of several devices."""
+
+    def select_device(self) -> None:
+        """Make it the current one of the calling thread, which will wait for results or touch its tensors."""
+        ...
+
+
+@runtime_checkable
 class SpeculatingRunner(Protocol):
     """A runner that computes drafts of its own beside a decode's last token, and so may give several tokens a step."""
 

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ExecutorError
-from pagestream_engine.executor.base import Runner, RunnerFactory, load_runner
+from pagestream_engine.executor.base import DeviceRunner, Runner, RunnerFactory, load_runner
 from pagestream_engine.executor.preparations import Preparation, Prepared, prepare
 from pagestream_engine.plugins import import_plugins
 from pagestream_engine.step.pending import PendingResult, raising
@@ -172,6 +172,8 @@ class _Steps:
             return raising(error)
 
     def _send_results(self) -> None:
+        if isinstance(self._runner, DeviceRunner):
+            self._runner.select_device()
         while (launched := self._launched.get()) is not None:
             run, step_id, pending = launched
             if run == self._failed_run:

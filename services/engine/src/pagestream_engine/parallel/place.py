@@ -68,8 +68,8 @@ class Progress:
     """How far each rank is, in a file that all ranks of a machine and their parent map.
 
     A rank's count is twice the collectives and layers that it has done, and odd while it is in a collective: there it
-    computes nothing, and waits for the others. Each rank writes its own count, from one thread; the parent those of
-    other machines.
+    computes nothing, and waits for the others. Each rank writes its own count, from one thread (`parallel.progress`);
+    the parent those of other machines.
     """
 
     def __init__(self, folder: Path, size: int, *, create: bool = False) -> None:
@@ -87,8 +87,16 @@ class Progress:
     @contextmanager
     def collective(self, rank: int) -> Iterator[None]:
         """Count the block as a collective that a rank takes part in; one that fails stays begun until the next."""
-        self._counts[rank] = self._ended(rank) + 1
+        self.begin(rank)
         yield
+        self.end(rank)
+
+    def begin(self, rank: int) -> None:
+        """Count that a rank has entered a collective."""
+        self._counts[rank] = self._ended(rank) + 1
+
+    def end(self, rank: int) -> None:
+        """Count that a collective, which was begun, has ended for a rank."""
         self._counts[rank] += 1
 
     def _ended(self, rank: int) -> int:

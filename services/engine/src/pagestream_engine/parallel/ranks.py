@@ -14,7 +14,8 @@ import torch.nn.functional as F  # noqa: N812 - torch's own habit
 from torch import Tensor
 
 from pagestream_engine.errors import InvariantViolation
-from pagestream_engine.parallel.place import Progress, RankPlace
+from pagestream_engine.parallel.place import RankPlace
+from pagestream_engine.parallel.progress import RankProgress
 
 _LIMIT = timedelta(minutes=30)
 """Of one exchange. Ranks load weights at different speeds; while they serve, the executor notices earlier that one
@@ -78,25 +79,23 @@ ONE_RANK = OneRank()
 class DistributedRanks:
     """A group over gloo on a CPU, over NCCL on GPUs."""
 
-    def __init__(self, place: RankPlace, device: torch.device, *, fixed_order: bool) -> None:
+    def __init__(self, place: RankPlace, device: torch.device, progress: RankProgress, *, fixed_order: bool) -> None:
         """Meet the other ranks; waits for them.
 
         Args:
-            device: that computes.
+            device: that computes; the current one, if it is a GPU.
             fixed_order: whether sums have one order of additions, whatever the shape. On a CPU they always have.
         """
         if place.folder is None:
             raise InvariantViolation(f"rank {place.rank} of {place.size}: given no folder to meet the others in")
         self.rank, self.size = place.tensor_rank, place.tensor_size
         self._place = place
-        self._progress = Progress(place.folder, place.size)
+        self._progress = progress
         self._device = device
         self._in_order = fixed_order or device.type == "cpu"
         interface = place.interface if place.store else "lo"
         if sys.platform == "linux" and interface:  # whatever the host name resolves to
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             init_method=place.store or f"file://{place.folder / 'store'}",
@@ -124,7 +123,7 @@ class DistributedRanks:
             return x
         if not self._in_order:
             total = x.contiguous()
-            with self._progress.collective(self._place.rank):
+            with self._progress.collective():
                 dist.all_reduce(total, group=self._stage_group)
             return total
         first, *others = self._gather(x)
@@ -163,11 +162,6 @@ class DistributedRanks:
     def _gather_from(self, size: int, group: dist.ProcessGroup | None, x: Tensor) -> list[Tensor]:
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(size)]
-        with self._progress.collective(self._place.rank):
+        with self._progress.collective():
             dist.all_gather(parts, x, group=group)
         return parts
-
-
-def open_ranks(place: RankPlace, device: torch.device, *, fixed_order: bool) -> Ranks:
-    """Return the group of a place: the process alone, or with the others, which this waits for."""
-    return ONE_RANK if place.size == 1 else DistributedRanks(place, device, fixed_order=fixed_order)

@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pagestream_engine.errors import InvariantViolation
-from pagestream_engine.parallel.place import Progress, RankPlace
+from pagestream_engine.parallel.place import RankPlace
+from pagestream_engine.parallel.progress import RankProgress, open_progress
+from pagestream_engine.parallel.ranks import ONE_RANK, DistributedRanks, Ranks
 
 _MOST_SENT = 64
 """Tensors that a stage keeps until others have received them: more than there are steps in flight."""
@@ -73,24 +75,22 @@ class DistributedStage(Stage):
     calls, and the hidden states of the next step must not wait for the tokens of this one.
     """
 
-    def __init__(self, place: RankPlace, device: torch.device, dtype: torch.dtype) -> None:
-        """Make the group of tokens; `open_ranks` has met the others.
+    def __init__(self, place: RankPlace, device: torch.device, dtype: torch.dtype, progress: RankProgress) -> None:
+        """Make the group of tokens; `DistributedRanks` has met the others.
 
         Args:
             device: that computes.
         """
-        if place.folder is None:
-            raise InvariantViolation(f"rank {place.rank} of {place.size}: given no folder to meet the others in")
         self.index, self.count = place.stage, place.num_stages
         self._place = place
         self._device, self._dtype = device, dtype
-        self._progress = Progress(place.folder, place.size)
+        self._progress = progress
         self._tokens = dist.new_group()
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
         """What others may not have received yet: the memory stays as it is until then."""
 
     def note_layer(self) -> None:
-        self._progress.advance(self._place.rank)
+        self._progress.advance()
 
     def receive(self, shape: tuple[int, ...]) -> Tensor:
         self.note_layer()
@@ -130,6 +130,16 @@ class DistributedStage(Stage):
         return stage * self._place.tensor_size + self._place.tensor_rank
 
 
-def open_stage(place: RankPlace, device: torch.device, dtype: torch.dtype) -> Stage:
-    """Return the stage of a place whose ranks have met; see `DistributedStage`."""
-    return ONE_STAGE if place.num_stages == 1 else DistributedStage(place, device, dtype)
+def open_group(place: RankPlace, device: torch.device, dtype: torch.dtype, *, fixed_order: bool) -> tuple[Ranks, Stage]:
+    """Return the ranks that divide this process' layers, and its stage; waits for the others of the group.
+
+    Args:
+        device: that computes; the current one, if it is a GPU.
+        dtype: of hidden states.
+        fixed_order: as `DistributedRanks` has it.
+    """
+    progress = open_progress(place, device)
+    if progress is None:
+        return ONE_RANK, ONE_STAGE
+    ranks = DistributedRanks(place, device, progress, fixed_order=fixed_order)
+    return ranks, ONE_STAGE if place.num_stages == 1 else DistributedStage(place, device, dtype, progress)

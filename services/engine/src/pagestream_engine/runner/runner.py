@@ -24,8 +24,7 @@ from pagestream_engine.models.offload.copier import Copier
 from pagestream_engine.models.offload.moving import MovedTensors, moved_tensors
 from pagestream_engine.models.select import open_model
 from pagestream_engine.models.source import Target
-from pagestream_engine.parallel.ranks import open_ranks
-from pagestream_engine.parallel.stages import open_stage
+from pagestream_engine.parallel.stages import open_group
 from pagestream_engine.runner.backends import backend_for, plan_cache
 from pagestream_engine.runner.decode_graphs import DecodeGraphs, can_record, graph_sizes
 from pagestream_engine.runner.fingerprint import fingerprint
@@ -96,8 +95,8 @@ class ModelRunner:
         wanted, by_triton = config.model.deterministic, prefers_triton(config.model.attention_backend, device)
         check_model_allows(wanted, source, by_triton=by_triton)
         exact_linears = wants_exact_linears(wanted, self.dtype, device, by_triton=by_triton)
-        self._ranks = open_ranks(config.place, device, fixed_order=exact_linears)
-        self._stage = open_stage(config.place, device, self.dtype)
+        self.select_device()
+        self._ranks, self._stage = open_group(config.place, device, self.dtype, fixed_order=exact_linears)
         target = Target(
             self.dtype,
             device,
@@ -161,6 +160,12 @@ class ModelRunner:
         )
         self._tokens = SampledTokens(self._stage, self._batch, self.num_speculative_tokens)
         self.forget_rows()
+
+    def select_device(self) -> None:
+        """Make the runner's GPU the current one of the calling thread. A thread begins with GPU 0, and a call of CUDA's
+        that names no device opens a context there: half a gigabyte that another rank counts on."""
+        if self.device.type == "cuda" and self.device.index is not None:
+            torch.cuda.set_device(self.device)
 
     @property
     def fingerprint(self) -> str:

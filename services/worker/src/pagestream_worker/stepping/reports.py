@@ -75,12 +75,12 @@ class EngineFacts(ModelFacts):
 
 @dataclass(frozen=True)
 class GpuUse:
-    """A reading of the device."""
+    """A reading of the devices of this machine that an engine computes on."""
 
     memory_bytes: int
-    """In use by all processes."""
+    """In use by all processes, of all devices."""
     utilization: float | None
-    """Share of the last sampling period in which it computed, in [0, 1]; None without NVIDIA's library."""
+    """Share of the last sampling period in which they computed, in [0, 1]; None without NVIDIA's library."""
 
 
 @dataclass(frozen=True)

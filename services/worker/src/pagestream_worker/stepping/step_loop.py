@@ -29,7 +29,7 @@ from pagestream_worker.stepping.commands import (
     Stop,
     WakeUp,
 )
-from pagestream_worker.stepping.gpu import GpuMonitor
+from pagestream_worker.stepping.gpu import GpuMonitor, gpus_of
 from pagestream_worker.stepping.profiler import StepProfiler
 from pagestream_worker.stepping.reports import (
     Awoken,
@@ -115,7 +115,7 @@ class StepLoop:
         self._plain = PlainSequences()
         self._unfinished: set[str] = set()  # ids of sequences
         self._waits_for_mark: set[str] = set()  # sequences of groups that asked for it
-        self._gpu = GpuMonitor()
+        self._gpu = GpuMonitor(gpus_of(engine.config))
         self._num_begun = self._num_commands = self._num_collected = 0
         self._is_changed = False
         self._fragmentation = self._fragmentation_due = 0.0
