@@ -10,7 +10,17 @@ from typing import Any
 
 import torch
 from kernels.cases import BLOCK_SIZES, DTYPES, GROUP_SIZES, HEAD_DIMS
-from pagestream_kernels.aot import TARGETS, MainLoop, Usage, check_usage, compile_variant, inspect_loop
+from pagestream_kernels.aot import (
+    TARGETS,
+    MainLoop,
+    Usage,
+    check_usage,
+    compile_variant,
+    inspect_loop,
+    loop_of,
+    narrow_loads,
+    usage_of,
+)
 from pagestream_kernels.cache.copy_blocks import copy_blocks_variant
 from pagestream_kernels.decode.attend import attend_variant
 from pagestream_kernels.decode.merge import merge_variant
@@ -29,6 +39,7 @@ from pagestream_kernels.rope_and_cache import rope_and_cache_variant
 from pagestream_kernels.runtime import Backend, Variant
 from pagestream_kernels.silu_and_mul import silu_and_mul_variant
 from pagestream_kernels.tuning.filter import FLOAT8_TARGETS
+from support.kernels.launched import Launched, launched
 from support.pairwise import Case
 
 OPTIONS = {"none": Options(), "window": Options(window=True), "all": Options(True, True, True)}
@@ -135,7 +146,11 @@ LOOP_CEILINGS: Mapping[tuple[str, int], int] = {
 
 def check_loop(variant: Variant, case: Case) -> MainLoop:
     """AssertionError unless a loop over tiles copies ahead and multiplies on tensor cores."""
-    loop = inspect_loop(variant, TARGETS[case["target"]])
+    return check_found_loop(inspect_loop(variant, TARGETS[case["target"]]), case)
+
+
+def check_found_loop(loop: MainLoop, case: Case) -> MainLoop:
+    """AssertionError unless a loop that was found copies ahead and multiplies on tensor cores."""
     assert loop.buffers >= 2, loop
     assert loop.copies_in_flight > 0, loop
     assert loop.products > 0, loop
@@ -144,7 +159,12 @@ def check_loop(variant: Variant, case: Case) -> MainLoop:
 
 def check_decode_loop(variant: Variant, case: Case) -> MainLoop:
     """AssertionError also where decode's loop is longer than it was."""
-    loop = check_loop(variant, case)
+    return check_found_decode_loop(inspect_loop(variant, TARGETS[case["target"]]), case)
+
+
+def check_found_decode_loop(loop: MainLoop, case: Case) -> MainLoop:
+    """As `check_decode_loop`, of a loop that was found."""
+    check_found_loop(loop, case)
     is_plain = case["options"] == "none" and case["schedule"] != "rows" and case["group_size"] <= 16
     if is_plain and case["block_size"] == TILE_TOKENS:
         ceiling = LOOP_CEILINGS.get((case["target"], case["head_dim"]), loop.instructions)
@@ -152,13 +172,24 @@ def check_decode_loop(variant: Variant, case: Case) -> MainLoop:
     return loop
 
 
-LOOP_CHECKS: Mapping[str, Callable[[Variant, Case], MainLoop]] = {
-    "attend": check_decode_loop,
-    "prefill": check_loop,
-    "matmul": check_loop,
-    "shrink": check_loop,
-    "float8": check_loop,
+LOOP_CHECKS: Mapping[str, Callable[[MainLoop, Case], MainLoop]] = {
+    "attend": check_found_decode_loop,
+    "prefill": check_found_loop,
+    "matmul": check_found_loop,
+    "shrink": check_found_loop,
+    "float8": check_found_loop,
 }
+
+
+VECTOR = 8
+"""Elements of 16 bits that a load of 128 has. So many narrow loads are a vector that was missed; fewer are of a tile
+that has not as many elements for a thread."""
+NARROW: Mapping[str, Callable[[Case], bool]] = {
+    "matmul": lambda case: bool(case.get("bias")),  # the bias, once a tile, as the products lie
+    "rope_and": lambda case: bool(case["interleaved"]),  # neighbours, by two loads
+    "expand": lambda _: True,  # where a module's outputs begin is read from a table
+}
+"""Launches on packed tensors that may load elements of 8 or 16 bits one by one, by the beginning of their name."""
 
 
 def problems_of(name: str, usage: Usage, case: Case) -> list[str]:
@@ -174,19 +205,51 @@ def problems_of(name: str, usage: Usage, case: Case) -> list[str]:
 def build(kernel: str, case: Case, is_packed: bool = True) -> dict[str, dict[str, Any]]:
     """Compile what one case of `kernel` launches; AssertionError when a limit of the target is passed.
 
+    Args:
+        is_packed: as launches on the tensors of a case have it; False: for odd strides, by the variants.
+
     Returns:
         What each variant needs, as JSON takes it.
     """
     target = TARGETS[case["target"]]
     usages = {}
-    for name, variant in variants_of(kernel, case).items():
-        usage = compile_variant(variant, target, is_packed=is_packed)
-        problems = problems_of(name, usage, case)
-        assert not problems, f"{name} for {target.name}: {'; '.join(problems)}; {usage}"
-        usages[name] = asdict(usage)
-        if is_packed and target.backend == "cuda" and case.get("dtype") != "float32" and name in LOOP_CHECKS:
-            LOOP_CHECKS[name](variant, case)
+    if not is_packed:
+        for name, variant in variants_of(kernel, case).items():
+            usages[name] = _checked(name, compile_variant(variant, target, is_packed=False), case)
+        return usages
+    for each in launched(kernel, case):
+        name = name_of(kernel, each)
+        usages[name] = _checked(name, usage_of(each.compiled, target), case)
+        if not each.is_packed or case.get("dtype") == "float32":
+            continue
+        num_narrow = narrow_loads(each.compiled, target)
+        if not any(applies(case) for loads, applies in NARROW.items() if name.startswith(loads)):
+            assert num_narrow < VECTOR, (
+                f"{name} for {target.name}: {num_narrow} loads of 8 or 16 bits, expected vectors"
+            )
+        if target.backend == "cuda" and name in LOOP_CHECKS:
+            LOOP_CHECKS[name](loop_of(each.compiled), case)
     return usages
+
+
+def _checked(name: str, usage: Usage, case: Case) -> dict[str, Any]:
+    problems = problems_of(name, usage, case)
+    assert not problems, f"{name} for {case['target']}: {'; '.join(problems)}; {usage}"
+    return asdict(usage)
+
+
+def name_of(kernel: str, launch: Launched) -> str:
+    """Return the name of a launch among those of its case: that of `variants_of`."""
+    name = launch.function.removeprefix("_").removesuffix("_kernel")
+    if name == "prefill" and launch.variant.constants["IS_EXACT"]:
+        return "exact"
+    if kernel == "float8_attention" and name in ("attend", "prefill"):
+        return "float8"
+    if kernel in ("fixed_order_matmul", "int8_matmul"):
+        name = "matmul"
+    if name in ("matmul", "shrink") and not launch.is_packed:
+        return f"{name} of unaligned rows"
+    return name
 
 
 def variants_of(kernel: str, case: Case) -> dict[str, Variant]:  # noqa: PLR0911 - one a kernel

@@ -92,11 +92,30 @@ def compile_variant(variant: Variant, target: Target, *, is_packed: bool = True)
     """
     if triton is None or INTERPRETED:
         raise KernelUnavailableError("compiling ahead of time needs Triton, imported without TRITON_INTERPRET=1")
-    compiled = _compile(variant, target, is_packed=is_packed)
+    return usage_of(_compile(variant, target, is_packed=is_packed), target)
+
+
+def usage_of(compiled: Any, target: Target) -> Usage:
+    """Report the needs of a kernel that Triton has compiled for `target`.
+
+    Raises:
+        CompileError: the machine code can't be read.
+    """
     shared = int(compiled.metadata.shared)
     if target.backend == "cuda":
         return _nvidia_usage(compiled.asm["cubin"], shared)
     return _amd_usage(compiled.asm["amdgcn"], shared)
+
+
+def narrow_loads(compiled: Any, target: Target) -> int:
+    """Count the loads of 8 or 16 bits from global memory in the machine code of a kernel.
+
+    Raises:
+        CompileError: the machine code can't be read.
+    """
+    if target.backend == "cuda":
+        return len(re.findall(r"\bLDG\.E\.[US](?:8|16)\b", _tool("nvdisasm", compiled.asm["cubin"], "-c")))
+    return len(re.findall(r"\b(?:global|buffer)_load_[us](?:byte|short)", compiled.asm["amdgcn"]))
 
 
 def inspect_loop(variant: Variant, target: Target, *, is_packed: bool = True) -> MainLoop:
@@ -105,7 +124,15 @@ def inspect_loop(variant: Variant, target: Target, *, is_packed: bool = True) ->
     Raises:
         CompileError: Triton or its assembler refuses, or there is no such loop.
     """
-    compiled = _compile(variant, target, is_packed=is_packed)
+    return loop_of(_compile(variant, target, is_packed=is_packed))
+
+
+def loop_of(compiled: Any) -> MainLoop:
+    """Read the main loop of a kernel that Triton has compiled for an NVIDIA GPU.
+
+    Raises:
+        CompileError: there is no such loop.
+    """
     layout = compiled.asm["ttgir"]
     depths = [int(depth) for depth in re.findall(r"local_alloc .*memdesc<(\d+)x\d+x\d+x\w+, [^>]*mutable>", layout)]
     waits = [int(num) for num in re.findall(r"async_wait .*num = (\d+)", layout)][:-1]  # the last one drains
@@ -173,7 +200,8 @@ def _specialise(variant: Variant, function: Any) -> dict[str, Any]:
         is_loose = variant.constants.get("ALIGNMENT", ALIGNMENT) < ALIGNMENT and name.startswith(("key_", "value_"))
         if is_loose and "_stride" in name:
             continue
-        if not parameter.do_not_specialize and (signature[name].startswith("*") or "_stride" in name):
+        is_stride = "_stride" in name or name in variant.kernel.strides
+        if not parameter.do_not_specialize and (signature[name].startswith("*") or is_stride):
             attributes[(index,)] = [["tt.divisibility", ALIGNMENT]]
     return {"signature": signature, "constexprs": constants, "attrs": attributes}
 

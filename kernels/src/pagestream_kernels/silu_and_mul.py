@@ -22,7 +22,7 @@ from pagestream_kernels.runtime import (
 MAX_BLOCK = 1024  # elements of one program: 8 a thread at 4 warps
 
 
-@kernel(pointers=("out_ptr", "gate_up_ptr"), strides=("out_stride", "gate_up_stride"))
+@kernel(pointers=("out_ptr", "gate_up_ptr"), strides=("out_stride", "gate_up_stride", "width"))
 def _silu_and_mul_kernel(
     out_ptr: tl.tensor,
     gate_up_ptr: tl.tensor,

@@ -88,7 +88,7 @@ def _shrink_kernel(
     rank = tl.load(entry_ptr + 2)
     if first_rank >= rank:
         return
-    a_ptr = tl.multiple_of(tl.load(entry_ptr), 16).to(tl.pointer_type(x_ptr.dtype.element_ty))
+    a_ptr = tl.multiple_of(tl.load(entry_ptr).to(tl.pointer_type(x_ptr.dtype.element_ty)), 16)
     places = first + tl.arange(0, BLOCK_ROWS)
     row_mask = places < end
     rows = tl.load(order_ptr + places, mask=row_mask, other=0)
@@ -140,7 +140,7 @@ def _expand_kernel(
     begin_outputs = tl.program_id(1) * BLOCK_OUTPUTS
     if (rank == 0) | (begin_outputs >= num_outputs):
         return
-    b_ptr = tl.multiple_of(tl.load(entry_ptr + 1), 16).to(tl.pointer_type(y_ptr.dtype.element_ty))
+    b_ptr = tl.multiple_of(tl.load(entry_ptr + 1).to(tl.pointer_type(y_ptr.dtype.element_ty)), 16)
     places = first + tl.arange(0, BLOCK_ROWS)
     row_mask = places < end
     rows = tl.load(order_ptr + places, mask=row_mask, other=0)
