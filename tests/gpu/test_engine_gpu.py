@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from pagestream_engine import Engine, EngineConfig, SamplingParams
-from pagestream_engine.runner import ModelRunner
-from support.engines.recorded_logits import Comparison
-from support.engines.tiny_models import make_model, random_prompts
+
+for _module in ("safetensors", "tokenizers", "transformers"):
+    pytest.importorskip(_module)
+
+from pagestream_engine import LLM, Engine, EngineConfig, LoRARequest, SamplingParams  # noqa: E402
+from pagestream_engine.runner import ModelRunner  # noqa: E402
+from support.engines.recorded_logits import Comparison  # noqa: E402
+from support.engines.tiny_models import make_model, random_prompts  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -152,3 +156,39 @@ def test_deterministic_logits_have_the_same_bits_whatever_happens(
     assert not any(count for what, count in found.items() if what.startswith("differing")), found
     assert found["cached tokens of the next turn"] == 688
     assert found["late compilations"] == 0
+
+
+def test_adapters_are_right_after_an_engine_was_asleep(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """Their matrices come back to other places than those that the tables named."""
+    pytest.importorskip("peft")
+    from support.engines.lora_adapters import make_adapter
+
+    folder = folder_of("llama")
+    paths = [str(make_adapter(folder, tmp_path / f"adapter {seed}", seed=seed, r=8 * seed)) for seed in (1, 2)]
+    wanted = [None, *(LoRARequest(path, number, path) for number, path in enumerate(paths, 1))]
+    options = {"dtype": "bfloat16", "attention_backend": "triton", "block_size": 16, "num_gpu_blocks_override": 120}
+    llm = LLM(folder, device="cuda", enable_lora=True, max_loras=2, max_model_len=256, max_num_seqs=4, **options)
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+    def tokens() -> list[list[int]]:
+        outputs = llm.generate(random_prompts([9, 9, 9], seed=3), params, lora_request=wanted, use_tqdm=False)
+        return [output.outputs[0].token_ids for output in outputs]
+
+    expected = tokens()
+    for _ in range(2):
+        llm.sleep()
+        taken = torch.full((64 << 20,), 0xFF, dtype=torch.uint8, device="cuda")
+        llm.wake_up()
+        assert tokens() == expected
+        del taken
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma3"])
+def test_recorded_decodes_over_a_cache_of_fp8_give_the_tokens_of_launched_ones(
+    folder_of: Callable[[str], Path], model: str
+) -> None:
+    options = {"dtype": "bfloat16", "kv_cache_dtype": "fp8", "block_size": 64}
+    recorded, runner = _engine(folder_of(model), "cuda", **options)
+    launched, _ = _engine(folder_of(model), "cuda", enforce_eager=True, **options)
+    assert runner._graphs is not None
+    assert _serve(recorded) == _serve(launched)

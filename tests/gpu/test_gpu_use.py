@@ -4,6 +4,9 @@ import os
 
 import pytest
 import torch
+
+pytest.importorskip("tokenizers")  # the worker imports the engine
+
 from pagestream_worker.stepping.gpu import gpu_use
 
 pytestmark = pytest.mark.gpu

@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 from pagestream_kernels import paged_decode_attention, paged_decode_attention_reference, plan_decode
+from pagestream_kernels.runtime import INTERPRETED
 from support.pairwise import Case, pairwise
 
 from kernels import cases as kernel_cases
@@ -16,14 +17,25 @@ pytestmark = pytest.mark.gpu
 COVER = [(kernel, case) for kernel, factors in kernel_cases.FACTORS.items() for case in pairwise(factors)]
 
 
+FIRST = dict(reversed(COVER))
+"""A case of each kernel."""
+
+
 @pytest.fixture(scope="module")
 def gpu() -> torch.device:
+    if INTERPRETED:
+        return torch.device("cpu")  # plays a GPU
     if not torch.cuda.is_available():
         reason = "torch finds no GPU"
         if "gpu" in os.environ.get("PAGESTREAM_REQUIRE", "").split(","):
             pytest.fail(f"{reason}, and PAGESTREAM_REQUIRE asks for one")
         pytest.skip(reason)
     return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.mark.parametrize("kernel", FIRST)
+def test_one_case_of_each_kernel(gpu: torch.device, kernel: str) -> None:
+    kernel_cases.check(kernel, FIRST[kernel], str(gpu))
 
 
 @pytest.mark.parametrize(("kernel", "case"), COVER, ids=[f"{k}-{kernel_cases.case_id(c)}" for k, c in COVER])
@@ -43,6 +55,8 @@ def test_a_linears_row_has_the_same_bits_among_any_number_of_others(gpu: torch.d
 
 def test_captured_graph_follows_new_lengths(gpu: torch.device) -> None:
     """The grid does not depend on lengths, so that one graph serves a growing sequence."""
+    if gpu.type == "cpu":
+        pytest.skip("a CPU captures nothing")
     case: Case = {
         "head_dim": 128,
         "group_size": 4,

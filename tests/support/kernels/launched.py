@@ -14,11 +14,11 @@ from unittest.mock import patch
 
 import pagestream_kernels as kernels
 import torch
+from kernels.cases import DTYPES
 from pagestream_kernels.aot import TARGETS, Target
 from pagestream_kernels.decode_plan import FIXED_SPLIT_TOKENS, MAX_QUERY_LEN, plan_decode
 from pagestream_kernels.prebuild import AbsentGPU
 from pagestream_kernels.runtime import Variant, compiling_only, triton
-from support.kernels.cases import DTYPES
 from support.pairwise import Case
 from torch import Tensor
 
