@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -94,7 +95,8 @@ def watch_steps(base: str, names: list[str]) -> dict[str, Any]:
         folder = _folder(Path(base), served)
         config = EngineConfig.from_options({**OPTIONS, **served.options})
         recorder, fault = ForbiddingRecorder(), ""
-        with without_kernels():
+        # Linears as a GPU has them.
+        with without_kernels(), patch("pagestream_engine.layers.select.runs_onednn", lambda *_: False):
             try:
                 runner = ModelRunner(folder, config, _CPU, recorder)
                 runner.allocate_kv_cache(24)

@@ -42,7 +42,10 @@ def sleep_twice(folder: str, adapters: list[str], name: str) -> dict[str, Any]:
     wanted = [LoRARequest(path, number, path) for number, path in enumerate(adapters, 1)]
     prompts = random_prompts([5] * len(wanted), seed=3)
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-    with patch("pagestream_engine.models.offload.moving.leaves_device", lambda _: True):
+    with (
+        patch("pagestream_engine.models.offload.moving.leaves_device", lambda _: True),
+        patch("pagestream_engine.layers.select.runs_onednn", lambda *_: False),  # linears as a GPU has them
+    ):
         own = {"speculative_model": folder} if name == "a draft model" else {}
         llm = LLM(folder, **{**OPTIONS, **FEATURES[name], **own})
         runner = llm.engine._steps.executor._runner  # type: ignore[attr-defined]

@@ -161,6 +161,9 @@ class _Trace:
             return tuple(self._named(each) for each in given)
         if not isinstance(given, Tensor):
             return str(given) if isinstance(given, torch.dtype | torch.device) else given
+        if given.is_mkldnn:  # a weight in oneDNN's layout, which no GPU has
+            self._kept.append(given)
+            return id(given)
         storage = given.untyped_storage()
         place: object = self._made.get(storage._cdata)
         if place is None:

@@ -18,14 +18,13 @@ def choose_method(
     Args:
         weight: (out features, in features).
         exact: whether a row has to have the same bits in any batch.
-        by_triton: whether the model runs on the Triton kernels: on a GPU, and where the interpreter plays one. One of
-            them sees to `exact`; without it torch multiplies.
+        by_triton: whether the Triton kernel sees to that: on a GPU, and where the interpreter plays one.
         may_copy: whether another layout may be made of it. A weight that something else uses too would then be in
             memory twice.
         packed: what `panels_of` has returned of a method of the same weight, which then may be on the meta device.
     """
-    if by_triton:
-        return TritonMethod(weight) if exact else PlainMethod(weight)
+    if exact and by_triton:
+        return TritonMethod(weight)
     if exact:
         kernels = native_linears(weight.dtype)
         return (
@@ -49,6 +48,6 @@ def kernel_build(dtype: torch.dtype) -> str:
 
 def lays_out_anew(device_type: str, dtype: torch.dtype, *, exact: bool, by_triton: bool = False) -> bool:
     """Return whether `choose_method` copies a weight that it may copy."""
-    if by_triton:
+    if exact and by_triton:
         return False
     return native_linears(dtype) is not None if exact else runs_onednn(device_type, dtype)
