@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 from pagestream_kernels.aot import TARGETS, _compile, narrow_loads
-from support.kernels import builds
 from support.kernels.launched import launched
 from support.kernels.worker import KernelWorker
 from support.pairwise import Case
+
+from kernels import builds
 
 pytestmark = pytest.mark.builds
 
