@@ -72,8 +72,8 @@ class EngineOptions(ApiModel):
     """Milliseconds that a step with prompts may take while sequences decode: chunks of prompts get smaller so that it
     does, by measured times. Default: no bound."""
     mask_wait_ms: Annotated[float, Field(gt=0, le=3_600_000)] | None = None
-    """Most milliseconds that a step waits for the masks of structured outputs; a request whose mask comes later gets its
-    token in a later step. Default 20."""
+    """Most milliseconds that a step waits for the masks of structured outputs; a request whose mask comes later gets
+    its token in a later step. Default 20."""
     scheduling_policy: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     """Order in which waiting requests are admitted: fcfs (the default, first come first served), priority (by class;
     the first class interrupts lower ones), shortest_first, round_robin, fair (equal tokens for all tenants), or one
