@@ -145,6 +145,7 @@ async def divided(http: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, st
     answer = await http.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
     [choice] = answer.json()["choices"]
+    assert choice["message"]["refusal"] is None, "OpenAI's messages have it, null where nothing is refused"
     message, found = choice["message"], {"reasoning": "", "content": "", "arguments": ""}
     _, events = await post_events(http, "/v1/chat/completions", body)
     for event in events[:-1]:
