@@ -27,6 +27,8 @@ class Target:
     """Most tokens of prompt and output together."""
     seats: int
     """Sequences that run at once."""
+    first_token_id: int = 0
+    """The smallest id that requests name."""
     limits: LimitSettings = field(default_factory=LimitSettings)
 
 
@@ -43,7 +45,7 @@ class Draw:
 
     def tokens(self, count: int) -> list[int]:
         """Return ids of tokens."""
-        return [self.chance.randrange(self.target.vocab_size) for _ in range(count)]
+        return [self.chance.randrange(self.target.first_token_id, self.target.vocab_size) for _ in range(count)]
 
     def text(self, most: int | None = None) -> str:
         """Return a text: short, long, up to the context's length, or of odd characters."""
