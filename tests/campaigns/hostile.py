@@ -225,7 +225,7 @@ def attacked(
     names = options.configurations
     share, seconds = -(-options.requests // len(names)), options.minutes * 60.0 / len(names)
     last = options.first + (10**9 if seconds else share)
-    with running(name, folder / name.replace(" ", "-"), folder / "adapters") as deployment:
+    with running(name, folder / name.replace(" ", "-"), folder / "lora") as deployment:
         attack = Attack(name, deployment, options)
         until = time.monotonic() + (seconds or float("inf"))
         asyncio.run(attack.run(iter(range(options.first, last)), requests, until))
@@ -241,7 +241,7 @@ def run(options: argparse.Namespace, folder: Path) -> int:
         options.configurations, options.seed = [found["configuration"]], found["seed"]
         replayed = [HostileRequest(**each) for each in found["requests"]]
     if any(CONFIGURATIONS[name].adapters for name in options.configurations):
-        make_adapters(folder / "adapters")
+        make_adapters(folder / "lora")
     rows: dict[str, Row] = {}
     findings: list[str] = []
     for name in options.configurations:
