@@ -39,10 +39,10 @@ from campaigns.malformed_inputs.process import defects_in, unfinished_requests
 from pagestream_streams.tasks import cancel
 from support.processes.part import StackError
 from support.processes.waiting import descendants_of, is_running
-from support.protocol.token_streams import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
-CANARY_LIMIT_S = 300.0
+LIMIT_S = 300.0
+"""Seconds until the canary has read its first streams, and until a new engine serves."""
 KEPT_S = 5.0
 """Seconds for which requests that have ended are remembered, since what they did may show later."""
 WATCH_S = 0.5
@@ -140,16 +140,11 @@ class Attack:
                 self.row.deaths += 1
                 moment = time.time()
                 self._report("a process of the engine has ended", self._flights.around(moment - KEPT_S, moment))
-                await eventually(self._is_ready, CANARY_LIMIT_S)
-                found, now = engine()
+                async with asyncio.timeout(LIMIT_S):
+                    while len(now) < len(parts) or not all(map(is_running, now)):
+                        await asyncio.sleep(WATCH_S)
+                        found, now = engine()
             restarts, parts = found, now
-
-    async def _is_ready(self) -> bool:
-        try:
-            async with httpx.AsyncClient(base_url=self._attacked.url, timeout=5.0) as client:
-                return (await client.get("/readyz")).is_success
-        except httpx.HTTPError:
-            return False
 
     async def _settle(self) -> None:
         """Wait until nothing but the canary runs."""
@@ -174,7 +169,7 @@ class Attack:
         )
         if canary.stdout is None:
             raise RuntimeError("the canary has no pipe")
-        async with asyncio.timeout(CANARY_LIMIT_S):
+        async with asyncio.timeout(LIMIT_S):
             if (await canary.stdout.readline()).decode().strip() != ALONE:
                 raise RuntimeError("the canary has ended")
         return canary
