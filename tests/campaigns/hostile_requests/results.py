@@ -100,8 +100,8 @@ def quantile(gaps: Counter[int], share: float) -> int:
 
 
 _HEAD = (
-    *("configuration", "requests", "2xx", "4xx", "left", "5xx", "deaths", "longest answer", "canary's streams"),
-    *("equal", "longest gap", "ITL p99 alone", "beside", "ratio"),
+    *("configuration", "requests", "2xx", "4xx", "left", "5xx", "deaths", "longest answer"),
+    *("canary's tokens", "equal", "longest gap", "ITL p99", "alone", "ratio"),
 )
 
 
@@ -116,10 +116,10 @@ def table(rows: Mapping[str, Row]) -> list[str]:
 
 def _line(name: str, row: Row, *, is_sum: bool = False) -> str:
     alone, beside = quantile(row.alone_ms, 0.99), quantile(row.beside_ms, 0.99)
-    latencies = ("", "", "") if is_sum else (f"{alone} ms", f"{beside} ms", f"{row.itl_ratio:.1f}")
+    latencies = ("", "", "") if is_sum else (f"{beside} ms", f"{alone} ms", f"{row.itl_ratio:.1f}")
     cells = [
         *(f"{each:,}" for each in (row.total, row.count(2), row.count(4), row.statuses[LEFT], row.server_faults)),
-        *(str(row.deaths), f"{row.longest_answer_s:.1f} s", f"{row.streams} of {row.tokens:,} tokens"),
+        *(str(row.deaths), f"{row.longest_answer_s:.1f} s", f"{row.tokens:,}"),
         "yes" if not row.unequal else f"{row.unequal} NOT",
         f"{max(row.beside_ms, default=0) / 1000:.2f} s",
         *latencies,
