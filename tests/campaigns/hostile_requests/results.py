@@ -100,13 +100,13 @@ def quantile(gaps: Counter[int], share: float) -> int:
 
 
 _HEAD = (
-    *("configuration", "requests", "2xx", "4xx", "left", "5xx", "deaths", "longest answer"),
-    *("canary's tokens", "equal", "longest gap", "ITL p99", "alone", "ratio"),
+    *("engine", "requests", "2xx", "4xx", "left", "5xx", "deaths", "answer"),
+    *("tokens", "equal", "gap", "ITL p99", "alone", "ratio"),
 )
 
 
 def table(rows: Mapping[str, Row]) -> list[str]:
-    """Return a Markdown table."""
+    """Return a Markdown table: the longest answer, then of the canary its tokens, longest gap and ITL."""
     lines = [f"| {' | '.join(_HEAD)} |", "|---" + "|---:" * (len(_HEAD) - 1) + "|"]
     total = Row()
     for row in rows.values():
