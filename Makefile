@@ -32,7 +32,7 @@ ROUNDS ?= 10
 IMAGE_BUILDER ?= $(PAGESTREAM_IMAGE_BUILDER)
 
 .PHONY: help setup run test test-fast deep $(addprefix deep-,slow kube kernels emulated families faults topologies properties \
-	model-check malformed schemas) clients browser-test check bench paths mutants faults faults-campaign gpu images cluster-test \
+	model-check malformed schemas) clients browser-test check bench paths mutants faults faults-campaign hostile gpu images cluster-test \
 	operator-scale proto demo-model kernels kernel-tables constraints clean
 
 help: ## List the verbs
@@ -111,6 +111,9 @@ faults: $(STAMP) ## Kill, stop, cut off and fill every part at every moment: 168
 
 faults-campaign: $(STAMP) ## Random kills under continuous load: SEED=1 KILLS=1000; goes on after an interruption
 	$(BIN)/python tests/campaigns/faults.py --seed $(SEED) --kills $(KILLS) $(ARGS)
+
+hostile: $(STAMP) ## Valid requests at their fields' limits beside a greedy stream (hours; ARGS="--requests 20000 --seed 1")
+	$(BIN)/python tests/campaigns/hostile.py $(ARGS)
 
 images: ## Build the images of gateway, operator and engine, each with its list of contents; CUDA=1 for GPUs, too
 	PAGESTREAM_IMAGE_BUILDER="$(IMAGE_BUILDER)" TORCH_INDEX="$(TORCH_INDEX)" deploy/images/build.sh $(if $(filter 1,$(CUDA)),--cuda) $(ARGS)
