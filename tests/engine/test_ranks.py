@@ -119,13 +119,6 @@ def write_adapter(model: Path, folder: Path) -> LoRARequest:
     ("name", "changes", "sizes", "options"),
     [
         pytest.param(
-            "llama-tied",
-            {},
-            (2, 1),
-            {**OWN_DRAFT, **INT8},
-            id="tied head, bias of the output, draft model, int8 weights",
-        ),
-        pytest.param(
             "mixtral",
             {"sliding_window": None},
             (2, 2),
@@ -135,6 +128,12 @@ def write_adapter(model: Path, folder: Path) -> LoRARequest:
         *(
             pytest.param(*case, marks=pytest.mark.slow, id=name)
             for name, case in {
+                "tied head, bias of the output, draft model, int8 weights": (
+                    "llama-tied",
+                    {},
+                    (2, 1),
+                    {**OWN_DRAFT, **INT8},
+                ),
                 "a process, adapter, host pages": ("llama", {}, (1, 1), {**IN_A_PROCESS, **ADAPTERS}),
                 "stages, windows, tied head, host pages": ("gemma3", {}, (1, 2), {"swap_space": 0.001}),
                 "norms, drafts, int8 weights": ("qwen3", {}, (2, 1), {**DRAFTS, **INT8}),

@@ -16,7 +16,6 @@ import transformers
 from pagestream_engine import LLM, SamplingParams, UnsupportedModel
 from support.engines.architectures import write_model
 from torch import Tensor
-from transformers.models.granite.modeling_granite import GraniteMLP, GraniteRotaryEmbedding
 
 pytestmark = pytest.mark.served
 
@@ -46,6 +45,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def add(monkeypatch: pytest.MonkeyPatch, structure: Structure) -> None:
+    from transformers.models.granite.modeling_granite import GraniteMLP, GraniteRotaryEmbedding  # takes seconds
+
     positions: list[Tensor] = []
     rotate, compute = GraniteRotaryEmbedding.forward, GraniteMLP.forward
 
