@@ -7,7 +7,8 @@ import time
 
 import pytest
 from cluster.release import NAMESPACE, Scene
-from pagestream_client import AsyncClient, Chunk
+from pagestream_client import AsyncClient
+from support.clients.readers import Reader
 
 MOST_S_TO_DECISION = 10.0
 """Twice the goal of 5 s, which the operator's own test of the scaling loop measures from the export with the
@@ -25,12 +26,12 @@ async def test_to_zero_and_back(scene: Scene) -> None:
 
     async with AsyncClient([scene.target], api_key=scene.api_key) as client:
         begin = time.monotonic()
-        seen: list[Chunk] = []
-        asked = asyncio.create_task(scene.questions[0].ask(client, seen))
+        reader = Reader()
+        asked = asyncio.create_task(scene.questions[0].ask(client, reader))
         await scene.until("the decision for an engine", lambda: scene.pool["status"].get("desiredReplicas", 0) >= 1)
         to_decision = time.monotonic() - begin
         scene.times.note("from one message at zero engines to the decision", to_decision)
-        while not seen:
+        while not reader.chunks:
             await asyncio.sleep(0.02)
             assert time.monotonic() < begin + FIRST_TOKEN_LIMIT_S
         scene.times.note("from that message to its first token", time.monotonic() - begin)
