@@ -1,11 +1,12 @@
 """/v1/messages by the official client, over a real Redis with an engine that writes what the test asks for."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import pytest
 import pytest_asyncio
@@ -26,6 +27,9 @@ from support.engines.synthetic_engine import (
     byte_tokenizer,
     synthetic_card,
 )
+
+if TYPE_CHECKING:
+    import anthropic  # takes seconds: imported where it is used
 
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
 
@@ -56,6 +60,8 @@ def card() -> ModelCard:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared_client(shared_gateway: Address) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    import anthropic
+
     async with anthropic.AsyncAnthropic(base_url=shared_gateway.url, api_key="none", max_retries=0) as made:
         yield made
 
@@ -293,6 +299,8 @@ async def test_one_key_is_one_request_that_may_be_accepted_again(
 
 async def test_a_failure_has_anthropics_form(client: anthropic.AsyncAnthropic) -> None:
     """The failing token is a special one of the synthetic tokenizer, which a prompt may spell."""
+    import anthropic
+
     asked: Any = asking_for("") | {"messages": [{"role": "user", "content": f"<unused{FAILING_TOKEN - 2}>"}]}
     with pytest.raises(anthropic.InternalServerError) as caught:
         await client.messages.create(**asked)
@@ -307,6 +315,8 @@ async def test_a_failure_has_anthropics_form(client: anthropic.AsyncAnthropic) -
 
 
 async def test_keys_are_those_of_either_header(engine: SyntheticEngine, redis_url: str, tmp_path: Path) -> None:
+    import anthropic
+
     keys = write_keys(tmp_path / "keys", {"k": "ours"})
     async with running_address(gateway_settings(redis_url, keys=keys)) as address:
         for key in ({"api_key": "k"}, {"auth_token": "k"}):

@@ -33,7 +33,7 @@ from pagestream_streams.protocol import digests
 from pagestream_streams.tasks import cancel, raise_if_cancelled
 from support.engines.tokenizers import byte_level
 from support.processes.waiting import until
-from support.protocol.token_streams import append_of
+from support.protocol.token_streams import append_of, eventually
 from tokenizers import AddedToken, Tokenizer, processors
 
 MODEL = "synthetic"
@@ -279,16 +279,21 @@ class SyntheticEngine:
 
 @asynccontextmanager
 async def running_engine(redis_url: str, card: ModelCard | None = None) -> AsyncIterator[SyntheticEngine]:
-    """Publish the card and serve it for the length of a block."""
+    """Publish the card and serve it for the length of a block, which begins once the engine is in the registry."""
     card = card or synthetic_card()
     async with await Broker.connect(redis_url) as broker:
         await broker.publish_model(card)
         engine = SyntheticEngine(broker, card)
         task = asyncio.create_task(engine.run())
         try:
+            await eventually(lambda: _is_registered(broker, card.name))
             yield engine
         finally:
             await cancel(task)
+
+
+async def _is_registered(broker: Broker, name: str) -> bool:
+    return any(info.name == name and info.engines for info in await broker.models())
 
 
 async def _serve(options: argparse.Namespace) -> None:
