@@ -285,7 +285,7 @@ def prefill_chunks(case: Case) -> list[tuple[int, int]]:
         "123": [(0, 123)],
         "border": [(block, block), (block - 1, 1), (0, block + 1)],
         "prefix": [(123, 5), (64, 77)],
-        "mixed": [(0, 1), (5, 123), (7, 0), (300, 1), (0, 33)],
+        "mixed": [(0, 1), (5, 70), (7, 0), (150, 1), (0, 33)],
     }[case["chunks"]]
 
 
@@ -397,7 +397,7 @@ def check_rope_and_quantise(case: Case, device: torch.device) -> None:
     angles = torch.rand(300, rotary_dim // 2) * 6.3
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1).to(device)
     first = [size + token for token in range(5)]
-    fresh = list(range(2 * size, 3 * size))
+    fresh = list(range(2 * size, 2 * size + 20))
     for slots, factor in (first, 1.0), ([size + 5, 3 * size], 9.0), ([*fresh, -1, 0, 1], 1.0), ([size + 6, 2], 0.01):
         query, key, value = (rows * factor for rows in fused_rows(case, len(slots), device))
         positions = torch.randint(0, 300, (len(slots),), device=device)
@@ -671,7 +671,7 @@ def walk(plan: kernels.DecodePlan, skipped: Sequence[int]) -> Iterator[list[Piec
 def check_decode_invariance(case: Case, device: torch.device) -> None:
     """With fixed splits a row has the same bits in any batch, in any order, and beside any rows of its sequence."""
     case = {"head_dim": 64, "group_size": 2, "block_size": 16, "layout": LAYOUTS[0], "window": None, **case}
-    lengths, counts = [200, 17, 90, 129], [5, 1, 6, 2]
+    lengths, counts = [130, 17, 90, 65], [5, 1, 3, 2]
     cache = make_cache(case, lengths, device)
     query, _, _ = fused_rows(case, sum(counts), device)
     sinks = torch.randn(query.shape[1], device=device)
@@ -684,7 +684,7 @@ def check_decode_invariance(case: Case, device: torch.device) -> None:
         }
         seq_lens = torch.tensor(own, dtype=torch.int32, device=device)
         options = {**given, "window": case["window"]}
-        plan = kernels.plan_decode(seq_lens, num_kv_heads=2, split_tokens=64, max_seq_len=200, **options)
+        plan = kernels.plan_decode(seq_lens, num_kv_heads=2, split_tokens=64, max_seq_len=130, **options)
         lse = torch.empty(rows.shape[:2], device=device)
         out = kernels.paged_decode_attention(
             rows, cache.key, cache.value, cache.tables[seqs], seq_lens, scale=0.125, sinks=sinks, lse=lse, plan=plan,
@@ -694,13 +694,13 @@ def check_decode_invariance(case: Case, device: torch.device) -> None:
 
     together = attend(query, [0, 1, 2, 3], lengths, counts)
     parts = [query[starts[seq] : starts[seq + 1]] for seq in (3, 1, 0, 2)]
-    shuffled = attend(torch.cat(parts), [3, 1, 0, 2], [lengths[seq] for seq in (3, 1, 0, 2)], [2, 1, 5, 6])
+    shuffled = attend(torch.cat(parts), [3, 1, 0, 2], [lengths[seq] for seq in (3, 1, 0, 2)], [2, 1, 5, 3])
     begin = 0
     for seq, part in zip((3, 1, 0, 2), parts, strict=True):
         for ours, expected in zip(shuffled, together, strict=True):
             assert torch.equal(ours[begin : begin + len(part)], expected[starts[seq] : starts[seq + 1]])
         begin += len(part)
-    for seq, row in ((0, 3), (1, 0), (2, 5)):
+    for seq, row in ((0, 3), (2, 2)):
         index = starts[seq] + row
         alone = attend(query[index : index + 1], [seq], [lengths[seq] - counts[seq] + row + 1], [1])
         for ours, expected in zip(alone, together, strict=True):

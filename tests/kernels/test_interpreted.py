@@ -142,15 +142,15 @@ def test_fixed_splits_give_a_row_the_same_bits_in_any_batch(interpreter: KernelW
 def prefill_invariance(case: Case) -> None:
     """A token's bits do not depend on where its prompt is cut into chunks, nor on the chunks beside it."""
     case = {"head_dim": 64, "group_size": 2, "layout": LAYOUTS[0], **case}
-    cache = make_cache(case, [110, 50], CPU)
-    query, _, _ = fused_rows(case, 160, CPU)
+    cache = make_cache(case, [80, 50], CPU)
+    query, _, _ = fused_rows(case, 130, CPU)
     sinks = torch.randn(query.shape[1])
 
     def attend(chunks: list[tuple[int, int, int]]) -> Tensor:
         """Attend with chunks (sequence, first token, end)."""
         counts = [end - begin for _, begin, end in chunks]
         return kernels.paged_prefill_attention(
-            torch.cat([query[110 * seq + begin : 110 * seq + end] for seq, begin, end in chunks]),
+            torch.cat([query[80 * seq + begin : 80 * seq + end] for seq, begin, end in chunks]),
             cache.key,
             cache.value,
             cache.tables[[seq for seq, _, _ in chunks]],
@@ -161,8 +161,8 @@ def prefill_invariance(case: Case) -> None:
             sinks=sinks,
         )
 
-    whole = attend([(0, 0, 110)])
-    parts = attend([(0, 0, 37)]), attend([(1, 3, 50), (0, 37, 81)])[47:], attend([(0, 81, 110)])
+    whole = attend([(0, 0, 80)])
+    parts = attend([(0, 0, 27)]), attend([(1, 33, 50), (0, 27, 66)])[17:], attend([(0, 66, 80)])
     assert torch.equal(torch.cat(parts), whole)
 
 
