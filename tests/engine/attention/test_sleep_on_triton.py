@@ -37,8 +37,8 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-def sleep_twice(folder: str, adapters: list[str], name: str) -> dict[str, Any]:
-    """Serve with adapters, sleep, look for addresses, wake up and serve again, twice."""
+def sleep(folder: str, adapters: list[str], name: str, times: int) -> dict[str, Any]:
+    """Serve with adapters; sleep, look for addresses, wake up and serve again, a number of times."""
     wanted = [LoRARequest(path, number, path) for number, path in enumerate(adapters, 1)]
     prompts = random_prompts([5] * len(wanted), seed=3)
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
@@ -55,7 +55,7 @@ def sleep_twice(folder: str, adapters: list[str], name: str) -> dict[str, Any]:
             return [output.outputs[0].token_ids for output in outputs]
 
         served, stale, num_freed = [tokens()], [], []
-        for _ in range(2):
+        for _ in range(times):
             held = storages(runner)
             llm.sleep()
             gone = freed(held, storages(runner))
@@ -70,16 +70,18 @@ def sleep_twice(folder: str, adapters: list[str], name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "name", [next(iter(FEATURES)), *(pytest.param(each, marks=pytest.mark.slow) for each in [*FEATURES][1:])]
+    ("name", "times"),
+    [(next(iter(FEATURES)), 1), *(pytest.param(each, 2, marks=pytest.mark.slow) for each in FEATURES)],
 )
 def test_a_sleeping_engine_holds_no_address_of_what_it_gave_up(
-    interpreter: KernelWorker, tmp_path: Path, name: str
+    interpreter: KernelWorker, tmp_path: Path, name: str, times: int
 ) -> None:
     folder = make_model(tmp_path / "model", "llama", num_hidden_layers=1, intermediate_size=128)
     adapters = [str(make_adapter(folder, tmp_path / f"adapter {seed}", seed=seed, r=4 * seed)) for seed in (1, 2)]
-    found = interpreter.run(sleep_twice, str(folder), adapters, name, limit_s=400)
+    found = interpreter.run(sleep, str(folder), adapters, name, times, limit_s=400)
     assert found["stale"] == []
-    assert found["served"][0] == found["served"][1] == found["served"][2]
+    first, *others = found["served"]
+    assert others == [first] * times
     assert min(found["freed"]) > found["weights"]
 
 
