@@ -362,7 +362,7 @@ class Engine:
                 tokens = result.tokens()
                 self._scheduler.update_from_output(step, tokens)
             taken = self._outputs.process(step, tokens, result)
-            counts.note_drafts(result)
+            counts.note_result(result)
             counts.end_step(step, len([output for output in taken if output.token_id is not None]))
             self._scheduler.prefill_budget.note(step, counts.last_step_s)
             if self._scheduler.restore_cost is not None:
@@ -439,6 +439,7 @@ class Engine:
             num_prompt_tokens=counts.num_prompt_tokens,
             num_generated_tokens=counts.num_generated_tokens,
             num_drafts=counts.num_drafts,
+            num_late_masks=counts.num_late_masks,
             num_draft_tokens=counts.num_draft_tokens,
             accepted_by_position=tuple(counts.accepted_by_position),
             last_step_sequences=counts.last_step_sequences,

@@ -130,6 +130,9 @@ PREEMPTIONS = _counter("pagestream.preemptions", "{request}", "Sequences that lo
 DISPLACEMENTS = _counter(
     "pagestream.displacements", "{request}", "Sequences that lost their places to requests of class 0."
 )
+LATE_MASKS = _counter(
+    "pagestream.masks.late", "{row}", "Rows that sat a step out, because their grammar's mask was not there in time."
+)
 DEGRADATION_RUNG = _gauge(
     "pagestream.degradation.rung", "1", "1 while the engine gives up what the rung says, else 0.", "rung"
 )
@@ -309,6 +312,7 @@ ENGINE_METRICS = (
     TOKENS_GENERATED,
     PREEMPTIONS,
     DISPLACEMENTS,
+    LATE_MASKS,
     DEGRADATION_RUNG,
     DEGRADATION_TRANSITIONS,
     DEGRADATION_SHARE,

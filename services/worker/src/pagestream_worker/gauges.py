@@ -22,6 +22,7 @@ _OF_MODELS = (
     catalog.TOKENS_GENERATED,
     catalog.PREEMPTIONS,
     catalog.DISPLACEMENTS,
+    catalog.LATE_MASKS,
     catalog.DRAFTED,
     catalog.DRAINING,
     catalog.KV_BLOCKS,
@@ -86,6 +87,7 @@ class EngineGauges:
             (catalog.TOKENS_GENERATED, stats.num_generated_tokens),
             (catalog.PREEMPTIONS, stats.num_preemptions),
             (catalog.DISPLACEMENTS, stats.num_displaced),
+            (catalog.LATE_MASKS, stats.num_late_masks),
             (catalog.DRAFTED, stats.num_draft_tokens),
             (catalog.DRAINING, int(self._health.is_draining)),
         ):

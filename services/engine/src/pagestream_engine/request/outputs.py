@@ -269,6 +269,8 @@ class EngineStats:
     total_schedule_s: float
     num_drafts: int = 0
     """Steps of a sequence that checked drafts."""
+    num_late_masks: int = 0
+    """Rows that got no token in a step, since the mask of their grammar was not there in time."""
 
     @property
     def num_accepted_tokens(self) -> int:

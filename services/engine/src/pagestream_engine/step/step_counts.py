@@ -37,6 +37,7 @@ class StepCounts:
         self.num_drafts = 0
         self.num_draft_tokens = 0
         self.accepted_by_position: list[int] = []
+        self.num_late_masks = 0
         self.last_step_sequences = 0
         self.last_step_prompt_tokens = 0
         self.last_step_s = 0.0
@@ -52,8 +53,11 @@ class StepCounts:
         self._started = perf_counter()
         self.scheduling.seconds = 0.0
 
-    def note_drafts(self, result: StepResult) -> None:
-        """Count what a step has drafted, and what of it held."""
+    def note_result(self, result: StepResult) -> None:
+        """Count what a step has drafted, what of it held, and the rows that sat the step out."""
+        if not result.has_one_each:
+            has_none = result.counts == 0
+            self.num_late_masks += int(has_none.sum()) - int(has_none[list(result.errors)].sum())
         if result.num_drafts is None:
             return
         self.num_drafts += int((result.num_drafts > 0).sum())
