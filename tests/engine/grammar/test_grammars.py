@@ -267,12 +267,14 @@ def in_grammar(regex: str, **fields: Any) -> SamplingParams:
 
 
 def test_a_row_without_its_mask_holds_up_nobody(loaded: Engine, slow_masks: threading.Event) -> None:
+    before = loaded.stats().num_late_masks
     loaded.add_request("slow", [5, 6], in_grammar("a[ab]{9}"))
     loaded.add_request("quick", [5, 6], in_grammar("[cd]{3}[ef]{9}"))
     loaded.add_request("free", [5, 6], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
     outputs = run_until(loaded, "free", 40)
     assert len(outputs["slow"]) == 1, "the mask of its first token is known since its grammar was compiled"
     assert outputs["quick"][-1].finish_reason == "stop"
+    assert loaded.stats().num_late_masks - before > 10
     slow_masks.set()
     outputs["slow"] += run_until(loaded, "slow", 30)["slow"]
     assert re.fullmatch("a[ab]{9}", "".join(output.text for output in outputs["slow"]))
