@@ -80,7 +80,7 @@ TOKENS = st.builds(LogEntry, choice=NUMBERS, digest=TEXTS, text=TEXTS, token_id=
 FINISHES = st.builds(ChoiceFinish, reason=REASONS, stop_reason=TEXTS)
 ERRORS = st.none() | st.builds(RequestError, code=st.sampled_from(["engine_error", "deadline"]), message=TEXTS)
 USAGES = st.builds(Usage, prompt_tokens=NUMBERS, completion_tokens=NUMBERS, cached_tokens=NUMBERS)
-ENDS = st.builds(LogEnd, reason=REASONS, usage=USAGES, error=ERRORS)
+ENDS = st.builds(LogEnd, reason=REASONS, usage=USAGES, error=ERRORS, ended_at=NUMBERS)
 PARTS = st.builds(
     PromptPart,
     end=NUMBERS,

@@ -116,7 +116,7 @@ def _entries(spec: RequestSpec) -> Iterator[LogEntry]:
         error = RequestError(code="engine_error", message="the synthetic engine was told to fail")
         for choice in range(num_choices):
             yield LogEntry(choice=choice, finish=ChoiceFinish(reason=FINISH_REASON_ERROR))
-        yield LogEntry(end=LogEnd(reason=FINISH_REASON_ERROR, usage=usage, error=error))
+        yield LogEntry(end=LogEnd(reason=FINISH_REASON_ERROR, usage=usage, error=error, ended_at=int(time.time())))
         return
     said = _said(spec)
     if said is not None:
@@ -131,7 +131,7 @@ def _entries(spec: RequestSpec) -> Iterator[LogEntry]:
     for choice in range(num_choices):
         yield LogEntry(choice=choice, finish=finish)
     usage.completion_tokens = num_choices * num_tokens
-    yield LogEntry(end=LogEnd(reason=reason, usage=usage))
+    yield LogEntry(end=LogEnd(reason=reason, usage=usage, ended_at=int(time.time())))
 
 
 class Stream:

@@ -345,14 +345,16 @@ class ChoiceFinish(_message.Message):
     def __init__(self, reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., stop_reason: _Optional[str] = ...) -> None: ...
 
 class LogEnd(_message.Message):
-    __slots__ = ("reason", "usage", "error")
+    __slots__ = ("reason", "usage", "error", "ended_at")
     REASON_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    ENDED_AT_FIELD_NUMBER: _ClassVar[int]
     reason: _inference_pb2.FinishReason
     usage: _inference_pb2.Usage
     error: _inference_pb2.RequestError
-    def __init__(self, reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., usage: _Optional[_Union[_inference_pb2.Usage, _Mapping]] = ..., error: _Optional[_Union[_inference_pb2.RequestError, _Mapping]] = ...) -> None: ...
+    ended_at: int
+    def __init__(self, reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., usage: _Optional[_Union[_inference_pb2.Usage, _Mapping]] = ..., error: _Optional[_Union[_inference_pb2.RequestError, _Mapping]] = ..., ended_at: _Optional[int] = ...) -> None: ...
 
 class WakeUp(_message.Message):
     __slots__ = ("slices",)

@@ -10,7 +10,7 @@
 --           then six values for each entry, numbers as strings: kind, choice, value, text, digest, extra
 --             kind 't': value is the token id, text its text, extra its logprobs
 --             kind 'f': value is the reason, text the text held back, extra the stop reason
---             kind 'e': value is the reason, text the usage, extra the error
+--             kind 'e': choice is the second of the end ('': unknown), value the reason, text the usage, extra the error
 --             kind 'p': value is how far the parts of the prompt go, extra the part
 --           Logprobs, parts and wake-ups are bytes, which JSON can't hold: '' for none, else their index in ARGV.
 --       [3] prefix of the gateways' channels; given wake-ups are published here, one message for each gateway
@@ -51,7 +51,7 @@ local function write(id, req, position, at)
   elseif kind == 'p' then
     call('XADD', log, position, 'c', choice, 'p', value, 'l', ARGV[extra], 'd', digest)
   else
-    call('XADD', log, position, 'end', value, 'u', text, 'm', extra, 'd', digest)
+    call('XADD', log, position, 'end', value, 'u', text, 'm', extra, 'a', choice, 'd', digest)
   end
   call('HINCRBY', req, 'others', 1)
   return kind

@@ -395,7 +395,8 @@ local function write_end(id, reason, message)
   digest = chain(digest, 'end:' .. reason)
   next_index = next_index + 1
   local usage = found[4] .. ',' .. tokens .. ',' .. found[6]
-  call('XADD', log, next_index .. '-0', 'end', reason, 'u', usage, 'm', message, 'd', digest)
+  local second = string.format('%d', math.floor(now_ms() / 1000))
+  call('XADD', log, next_index .. '-0', 'end', reason, 'u', usage, 'm', message, 'a', second, 'd', digest)
   call('HSET', req, 'next', next_index, 'digest', digest, 'others', next_index - tokens, 'nonce', '')
   return next_index
 end

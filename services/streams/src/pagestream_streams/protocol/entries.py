@@ -15,9 +15,9 @@ EntryValues = tuple[str, str, str, str, str, str | bytes]
 """append.lua's six values for an entry: kind, choice, value, text, digest, extra.
 
 TOKEN: the value is the token id, extra its logprobs (a TokenLogprobs, serialised; "" for none). FINISH: the value is
-the reason, extra the stop reason. END: no choice; the value is the reason, the text the usage, extra the error. PART:
-the value is the part's `end`, extra the part without it (a PromptPart, serialised). An engine makes one for each token:
-a plain tuple, since a message costs three times as much.
+the reason, extra the stop reason. END: the second of the end in place of a choice ("": unknown), the value is the
+reason, the text the usage, extra the error. PART: the value is the part's `end`, extra the part without it (a
+PromptPart, serialised). An engine makes one for each token: a plain tuple, since a message costs three times as much.
 """
 
 TOKEN, FINISH, END, PART = "t", "f", "e", "p"
@@ -40,7 +40,7 @@ def to_entry_values(entry: LogEntry) -> EntryValues:
     if entry.HasField("end"):
         reason, usage = finish_reason_name(entry.end.reason), usage_text(entry.end.usage)
         error = error_text(entry.end.error) if entry.end.HasField("error") else ""
-        return END, "", reason, usage, entry.digest, error
+        return END, str(entry.end.ended_at or ""), reason, usage, entry.digest, error
     if entry.HasField("prompt_part"):
         part = PromptPart(logprobs=entry.prompt_part.logprobs, embedding=entry.prompt_part.embedding)
         return PART, str(entry.choice), str(entry.prompt_part.end), "", entry.digest, part.SerializeToString()
@@ -61,7 +61,7 @@ def to_log_entry(values: EntryValues) -> LogEntry:
     if kind == FINISH:
         finish = ChoiceFinish(reason=parse_finish_reason(value), stop_reason=said)
         return LogEntry(choice=int(choice), digest=digest, text=text, finish=finish)
-    return LogEntry(digest=digest, end=_end(value, text, said))
+    return LogEntry(digest=digest, end=_end(value, text, said, choice))
 
 
 def from_stream_fields(fields: Mapping[bytes, bytes]) -> LogEntry:
@@ -84,7 +84,8 @@ def from_stream_fields(fields: Mapping[bytes, bytes]) -> LogEntry:
         part = _part(fields[b"p"].decode(), fields[b"l"])
         return LogEntry(choice=int(fields[b"c"]), digest=digest, prompt_part=part)
     error = fields.get(b"m", b"").decode()
-    return LogEntry(digest=digest, end=_end(fields[b"end"].decode(), fields[b"u"].decode(), error))
+    ended_at = fields.get(b"a", b"").decode()
+    return LogEntry(digest=digest, end=_end(fields[b"end"].decode(), fields[b"u"].decode(), error, ended_at))
 
 
 def usage_text(usage: Usage) -> str:
@@ -103,10 +104,10 @@ def _part(end: str, stored: str | bytes) -> PromptPart:
     return part
 
 
-def _end(reason: str, usage: str, error: str) -> LogEnd:
+def _end(reason: str, usage: str, error: str, ended_at: str) -> LogEnd:
     prompt, completion, cached = map(int, usage.split(","))
     counts = Usage(prompt_tokens=prompt, completion_tokens=completion, cached_tokens=cached)
-    return LogEnd(reason=parse_finish_reason(reason), usage=counts, error=_error(error))
+    return LogEnd(reason=parse_finish_reason(reason), usage=counts, error=_error(error), ended_at=int(ended_at or 0))
 
 
 def _error(stored: str) -> RequestError | None:

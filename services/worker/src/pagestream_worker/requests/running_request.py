@@ -1,5 +1,6 @@
 """A claimed request on this engine: the sequences that it runs as, and the log entries that they become."""
 
+import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -243,4 +244,4 @@ class RunningRequest:
         )
         reason = FINISH_REASON_ERROR if error is not None else self._finishes[0]
         stored_error = "" if error is None else error_text(error)
-        self.log.write(END, "", finish_reason_name(reason), usage_text(usage), stored_error)
+        self.log.write(END, str(int(time.time())), finish_reason_name(reason), usage_text(usage), stored_error)
