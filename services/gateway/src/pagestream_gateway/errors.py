@@ -4,6 +4,7 @@
     |- InvalidRequest         a field of the request is wrong
     |  |- PromptTooLong       prompt and output don't fit the model's context
     |  `- UnsupportedField    the field is known, but not supported
+    |     `- UnsupportedThread  it asks Anthropic's API to keep the conversation
     |- RequestDiffers         an id stands for a request with another body
     |- Unauthenticated        no credential, or one that is not good
     |- WrongCredential        a good credential that does not open this
@@ -66,6 +67,13 @@ class UnsupportedField(InvalidRequest):
 
     def __init__(self, field: str, hint: str = "") -> None:
         super().__init__(field, "is not supported" + (f"; {hint}" if hint else ""))
+
+
+class UnsupportedThread(UnsupportedField):
+    """The server is asked to keep the conversation; clients that know the error's code send all of it instead."""
+
+    error_code = "thread_unsupported_request"
+    """Anthropic's `error.details.error_code`."""
 
 
 class RequestDiffers(GatewayError):

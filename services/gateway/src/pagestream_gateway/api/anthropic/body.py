@@ -31,13 +31,16 @@ from pagestream_gateway.core.sampling import parameters
 from pagestream_gateway.core.sampling.json_types import Items
 from pagestream_gateway.core.sampling.resolution import sampling_from_json
 from pagestream_gateway.core.sampling.response_format import JsonSchema, JsonSchemaFormat, constraint_of
-from pagestream_gateway.errors import InvalidRequest, UnsupportedField
+from pagestream_gateway.errors import InvalidRequest, UnsupportedField, UnsupportedThread
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     **generation.UNSUPPORTED,
     **generation.OF_CHATS_AND_COMPLETIONS,
+    "billing_policy": ({"type": "billing_policy", "bill_to": "self"},),
+    "compaction": (),
     "container": (),
     "diagnostics": (),
+    "fallbacks": ([], "default"),
     "inference_geo": (),
     "mcp_servers": ([],),
     "speed": ("standard",),
@@ -103,6 +106,7 @@ class Thinking(Body):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=1, description="A target: it is not held to.")
     display: Literal["summarized", "omitted"] | None = Field(None, description="summarized: it is shown in full.")
+    block_binding: Any = Field(None, description="Ignored: nothing is signed here.")
 
 
 class OutputFormat(Body):
@@ -114,6 +118,8 @@ class OutputFormat(Body):
 
 class OutputConfig(Body):
     """What the output must be."""
+
+    task_budget: None = Field(None, description="Not supported.")
 
     effort: Effort | None = Field(None, description="How much reasoning, as far as the model's template knows it.")
     format: OutputFormat | None = None
@@ -137,6 +143,7 @@ class PromptBody(Body):
     cache_control: Any = None
     context_management: Any = None
     """Edits that a server may make of a conversation that grows too long; none are made."""
+    fallback_credit_token: Any = None
 
     def constraint(self) -> StructuredOutputs | None:
         """Return what the output must match. Raises InvalidRequest."""
@@ -191,7 +198,7 @@ class CountBody(PromptBody):
 
 def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest:
     """Read a body and its headers. Raises InvalidRequest."""
-    body = parse_body(MessageBody, without_unsupported(document, UNSUPPORTED))
+    body = parse_body(MessageBody, _without_unsupported(document))
     field_names = dict(_FIELD_NAMES)
     with named_as(field_names):
         prompt = body.prompt(add_special_tokens=bool(body.add_special_tokens))
@@ -214,7 +221,7 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest
 
 def parse_count(document: dict[str, Any], _: Mapping[str, str]) -> Draft:
     """Return what would be generated from. Raises InvalidRequest."""
-    body = parse_body(CountBody, without_unsupported(document, UNSUPPORTED))
+    body = parse_body(CountBody, _without_unsupported(document))
     return Draft(
         model=body.model or "",
         prompts=[body.prompt(add_special_tokens=bool(body.add_special_tokens))],
@@ -222,6 +229,13 @@ def parse_count(document: dict[str, Any], _: Mapping[str, str]) -> Draft:
         sampling=SamplingParams(),
         answer=AnswerForm(),
     )
+
+
+def _without_unsupported(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a body without what asks for nothing. Raises UnsupportedField, for threads as clients know it."""
+    if document.get("thread") is not None:
+        raise UnsupportedThread("thread", "send the whole conversation")
+    return without_unsupported({name: value for name, value in document.items() if name != "thread"}, UNSUPPORTED)
 
 
 def _chat_tools(tools: Sequence[dict[str, Any]]) -> list[Tool]:

@@ -22,6 +22,8 @@ class TextBlock(Body):
     text: str
     cache_control: Any = None
     citations: Any = None
+    parsed_output: Any = None
+    """Of the official client's `parse`: the text as an object."""
 
 
 class ThinkingBlock(Body):
@@ -63,10 +65,22 @@ class ToolResultBlock(Body):
 
 
 class MessageParam(Body):
-    """One message of a conversation."""
+    """One message of a conversation; what else an answer has is ignored."""
 
     role: Literal["user", "assistant", "system"]
     content: Blocks
+    type: Literal["message"] | None = None
+    id: Any = None
+    container: Any = None
+    context_management: Any = None
+    diagnostics: Any = None
+    input_transformations: Any = None
+    model: Any = None
+    stop_details: Any = None
+    stop_reason: Any = None
+    stop_sequence: Any = None
+    stream_position: Any = None
+    usage: Any = None
 
 
 _TEXT: Mapping[str, type[Body]] = {"text": TextBlock}

@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, Response
 
 from pagestream_gateway.api.error_codes import error_report
 from pagestream_gateway.api.openai.errors import error_headers, log_unexpected, writable
+from pagestream_gateway.errors import UnsupportedThread
 
 _TYPES = {
     401: "authentication_error",
@@ -31,7 +32,10 @@ def error_response(
 def error_body(error: Exception, request_id: str | None) -> dict[str, Any]:
     """Return the body that Anthropic's clients know."""
     report = error_report(error)
-    return _body(report.http_status, report.message, request_id)
+    body = _body(report.http_status, report.message, request_id)
+    if isinstance(error, UnsupportedThread):
+        body["error"]["details"] = {"error_code": error.error_code}
+    return body
 
 
 def respond(request: Request, error: Exception) -> Response:

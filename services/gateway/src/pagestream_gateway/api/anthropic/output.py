@@ -14,14 +14,22 @@ Event = dict[str, Any]
 _KINDS = {Content: "text", Reasoning: "thinking", CallBegin: "tool_use", Arguments: "tool_use"}
 _DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
 _INPUT_DELTA = "input_json_delta", "partial_json"
+_EMPTY: dict[str, Event] = {"text": {"text": "", "citations": None}, "thinking": {"thinking": "", "signature": ""}}
+"""Blocks without their text."""
+_CALL: Event = {"id": "", "name": "", "input": {}, "caller": {"type": "direct"}}
+"""Of a call, which the model itself makes: none comes from code that a server runs."""
 
 
 class MessageOutput:
     """Divides the text of an answer into blocks. The events' concatenation does not depend on how runs cut the text."""
 
     def __init__(self, spec: RequestSpec) -> None:
+        self.num_thinking_tokens = 0
+        """Tokens before the first one of the answer, where there is reasoning: with its markers."""
         self._spec = spec
         self._reader = ChoiceReader(spec, 0)
+        self._num_tokens = 0
+        self._is_answering = False
         self._index = -1
         self._open = ""
         """The type of the block that grows; "" where none does."""
@@ -32,6 +40,9 @@ class MessageOutput:
         events: list[Event] = []
         for part in self._reader.read(run.text, is_last=run.finish is not None):
             self._add(part, events)
+        self._num_tokens += len(run.token_ids)
+        if self._reader.has_reasoned and not self._is_answering:
+            self.num_thinking_tokens = self._num_tokens
         if run.finish is not None:
             self._finish = run.finish
             self._close(events)
@@ -44,7 +55,10 @@ class MessageOutput:
         return events
 
     def stop(self, end: LogEnd) -> dict[str, str | None]:
-        """Return why the answer ended: Anthropic's reasons, and those of the log that Anthropic has no word for."""
+        """Return why the answer ended: Anthropic's reasons, and those of the log that Anthropic has no word for.
+
+        `stop_details` and `container` are null: they are of refusals and of tools that a server runs.
+        """
         reason = end.reason if self._finish is None else self._finish.reason
         text = "" if self._finish is None else self._finish.stop_reason
         sequence = text if text and text in self._spec.sampling.stop else None
@@ -56,17 +70,18 @@ class MessageOutput:
             name = "stop_sequence"  # also within a call, which is not complete then
         else:
             name = "tool_use" if self._reader.num_calls else "end_turn"
-        return {"stop_reason": name, "stop_sequence": sequence}
+        return {"stop_reason": name, "stop_sequence": sequence, "stop_details": None, "container": None}
 
     def _add(self, part: Part, events: list[Event]) -> None:
         kind = _KINDS[type(part)]
+        self._is_answering = self._is_answering or kind != "thinking"
         if isinstance(part, CallBegin):
-            self._begin(kind, {"id": self._reader.call_id(), "name": part.name, "input": {}}, events)
+            self._begin(kind, {**_CALL, "id": self._reader.call_id(), "name": part.name}, events)
             return
         if not part.text:
             return
         if self._open != kind:
-            self._begin(kind, {"text": ""} if kind == "text" else {"thinking": "", "signature": ""}, events)
+            self._begin(kind, _EMPTY[kind], events)
         name, member = _DELTAS.get(kind, _INPUT_DELTA)
         delta = {"type": name, member: part.text}
         events.append({"type": "content_block_delta", "index": self._index, "delta": delta})

@@ -5,13 +5,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pagestream.v1.inference_pb2 import Usage
-from pagestream.v1.records_pb2 import LogEnd, RequestSpec
+from pagestream.v1.records_pb2 import LogEnd, LogEntry, RequestSpec
 from pydantic_core import from_json
 
 from pagestream_gateway.api.anthropic.output import Event, MessageOutput
 from pagestream_gateway.api.openai.position import START, Position, position_after
 from pagestream_gateway.api.openai.writer import LogWriter
-from pagestream_gateway.api.runs import Run
+from pagestream_gateway.api.runs import Run, split_runs
 
 _EMPTY_BYTES = 512  # of an answer without content
 
@@ -27,6 +27,8 @@ def message_body(spec: RequestSpec) -> dict[str, Any]:
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
+        "stop_details": None,
+        "container": None,
         "usage": _message_usage(usage),
     }
 
@@ -40,6 +42,12 @@ class MessageWriter(LogWriter):
         super().__init__(spec)
         self._output = MessageOutput(spec)
 
+    def split(self, first_index: int, entries: Sequence[LogEntry]) -> list[Run]:
+        """Return a run for each entry where tokens of reasoning are counted, whatever came together."""
+        if not self.spec.answer.output.reasoning_format:
+            return super().split(first_index, entries)
+        return [run for index, entry in enumerate(entries, first_index) for run in split_runs(index, [entry])]
+
     def skip(self, run: Run) -> None:
         if run.end is None:
             self._output.feed(run)
@@ -51,8 +59,11 @@ class MessageWriter(LogWriter):
         return self._lines(self._output.feed(run), position_after(run))
 
     def usage(self, end: LogEnd, position: Position) -> str | None:
-        delta = {"type": "message_delta", "delta": self._output.stop(end), "usage": _usage(end.usage)}
+        delta = {"type": "message_delta", "delta": self._output.stop(end), "usage": self._usage(end)}
         return self._lines([*self._output.end(), delta, {"type": "message_stop"}], position)
+
+    def _usage(self, end: LogEnd) -> dict[str, Any]:
+        return _usage(end.usage, self._output.num_thinking_tokens)
 
     def _lines(self, events: Sequence[Event], position: Position) -> str | None:
         if not events:
@@ -94,7 +105,8 @@ class WholeMessage:
     def parts(self, end: LogEnd) -> Iterator[bytes]:
         """Yield the body."""
         self._take(self._output.end())
-        body = {**message_body(self._spec), **self._output.stop(end), "usage": _message_usage(end.usage)}
+        usage = _message_usage(end.usage, self._output.num_thinking_tokens)
+        body = {**message_body(self._spec), **self._output.stop(end), "usage": usage}
         del body["content"]
         yield json.dumps(body, separators=(",", ":"))[:-1].encode() + b',"content":['
         for number, block in enumerate(self._blocks):
@@ -130,15 +142,22 @@ def _input(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _message_usage(usage: Usage) -> dict[str, Any]:
-    return {**_usage(usage), "service_tier": "standard"}
+def _message_usage(usage: Usage, num_thinking_tokens: int = 0) -> dict[str, Any]:
+    return {
+        **_usage(usage, num_thinking_tokens),
+        "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
+        "inference_geo": None,
+        "service_tier": "standard",
+    }
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _usage(usage: Usage, num_thinking_tokens: int) -> dict[str, Any]:
     """Return Anthropic's usage, whose input_tokens are without those that were read from the cache."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": num_thinking_tokens},
+        "server_tool_use": None,
     }
