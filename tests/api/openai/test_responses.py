@@ -285,7 +285,10 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
     ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
     ({"top_logprobs": -1}, "top_logprobs"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.id"),
+    ({"input": [{"type": "item_reference", "id": "msg_2a97516c-0000-00_0"}]}, "input.0.id"),
+    ({"input": [{"type": "computer_call"}]}, "input.0.type"),
+    ({"model": None}, "model"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content"),
     ({"input": []}, "input"),
     (

@@ -39,6 +39,7 @@ UNSUPPORTED = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
+    "moderation": (),
     "audio": (),
     "web_search_options": (),
     "verbosity": (),
@@ -62,6 +63,7 @@ class TextPart(Body):
     type: Literal["text"]
     text: str
     cache_control: Any = Field(None, description="Ignored: prefixes are cached anyway.")
+    prompt_cache_breakpoint: Any = Field(None, description="Ignored likewise.")
 
 
 _Content = Annotated[
@@ -78,6 +80,7 @@ class Message(Body):
     name: str | None = None
     refusal: str | None = Field(None, description="Of an assistant's earlier answer; templates have no place for it.")
     annotations: Items[None] | None = None
+    parsed: Any = Field(None, description="Of the official clients' `parse`: the content as an object; ignored.")
     audio: None = None
     function_call: None = None
     tool_calls: Items[ToolCall] | None = None

@@ -96,6 +96,7 @@ class GenerationBody(QueuedBody):
     store: Any = None
     session_id: Any = None
     prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
     prediction: Any = None
     parallel_tool_calls: Any = None

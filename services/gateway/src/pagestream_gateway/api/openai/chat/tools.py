@@ -62,6 +62,8 @@ class CalledFunction(Body):
 
     name: str
     arguments: str
+    parsed_arguments: Any = None
+    """Ignored: of the official clients' `parse`, the arguments as an object."""
 
 
 class ToolCall(Body):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pagestream.v1.inference_pb2 import ON_DISCONNECT_CONTINUE
 from pagestream.v1.records_pb2 import API_FORM_RESPONSES, AnswerForm, ResponseForm
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from pagestream_gateway.api.openai import generation
 from pagestream_gateway.api.openai.chat.tools import (
@@ -46,6 +46,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "moderation": (),
     "access_programs": (),
     "image": (),
+    "background_options": (),
     "chat_template": (),
     "enable_response_messages": (False,),
     "n": (1,),
@@ -64,6 +65,11 @@ _WITHOUT = frozenset(
     }
 )
 """Sampling parameters that responses don't have."""
+_UNSUPPORTED_OF_TOOLS: Mapping[str, tuple[Any, ...]] = {
+    "allowed_callers": (["direct"],),
+    "async": (False,),
+    "defer_loading": (False,),
+}
 _ROOM = 200  # levels of nesting, and of calls, around what a response repeats when it is written
 _LOGPROBS = "message.output_text.logprobs"
 _FIELD_NAMES = {
@@ -84,6 +90,8 @@ class FunctionTool(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="A JSON schema of the arguments; none: any object.")
     strict: bool | None = None
+    output_schema: Annotated[Any, Field(exclude=True)] = None
+    """Ignored: chat templates have no place for it."""
 
     def for_chat(self) -> Tool:
         """Return it as chats have it."""
@@ -102,6 +110,14 @@ class FlatSchemaFormat(JsonSchema):
 
     type: Literal["json_schema"]
 
+    @model_validator(mode="before")
+    @classmethod
+    def _as_dumped(cls, values: object) -> object:
+        """Take `schema_` for `schema`: the official client spells it so in the dump of a response's `text`."""
+        if isinstance(values, dict) and "schema_" in values and "schema" not in values:
+            return {"schema" if name == "schema_" else name: value for name, value in values.items()}
+        return values
+
 
 class TextOptions(Body):
     """How the text is written."""
@@ -117,6 +133,7 @@ class Reasoning(Body):
     summary: Any = None
     generate_summary: Any = None
     context: Any = None
+    mode: Literal["standard"] | None = Field(None, description="The one that asks for nothing.")
 
 
 class ResponseStreamOptions(Body):
@@ -205,6 +222,8 @@ class ParsedResponse:
 def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedResponse:
     """Read a body and its headers. Raises InvalidRequest."""
     body = parse_body(ResponseBody, without_unsupported(document, UNSUPPORTED))
+    if body.model is None:
+        raise InvalidRequest("model", "is needed, as in OpenAI's and the Open Responses API")
     if body.background and body.store is False:
         raise InvalidRequest("background", "needs store: such a response is read later")
     field_names = dict(_FIELD_NAMES)
@@ -270,7 +289,7 @@ def _chat_tools(tools: Sequence[dict[str, Any]]) -> list[Tool]:
         if tool.get("type") != "function":
             raise UnsupportedField(f"tools.{number}.type", "functions are, which the caller runs")
         try:
-            found.append(parse_body(FunctionTool, tool).for_chat())
+            found.append(parse_body(FunctionTool, without_unsupported(tool, _UNSUPPORTED_OF_TOOLS)).for_chat())
         except InvalidRequest as error:
             error.field = f"tools.{number}" + (f".{error.field}" if error.field else "")
             raise

@@ -13,16 +13,19 @@ from pagestream_gateway.core.sampling.json_types import Items, expects
 from pagestream_gateway.errors import InvalidRequest, UnsupportedField
 
 _Id = Annotated[str, Field(max_length=512)]
+_Ignored = Annotated[Any, Field(exclude=True)]
 _CONTENT = 'must be a string or a list of {"type": "input_text", "text": ...} parts; other kinds are not supported'
 
 
 class InputText(Body):
-    """A text part; what else an answer's part has is ignored."""
+    """A text part; what else an answer's part has, also in the official clients' helpers, is ignored."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
     annotations: Any = None
     logprobs: Any = None
+    parsed: Any = None
+    prompt_cache_breakpoint: Any = None
 
 
 _Content = Annotated[str | Items[InputText], expects(_CONTENT)]
@@ -35,29 +38,39 @@ class InputMessage(Body):
     role: Literal["system", "developer", "user", "assistant"]
     content: _Content
     id: _Id | None = None
-    status: Any = None
-    phase: Any = None
+    status: _Ignored = None
+    phase: _Ignored = None
 
 
-class FunctionCallItem(Body):
+class _CallItem(Body):
+    """What a call and its output have, and the prompt has no place for."""
+
+    id: _Id | None = None
+    status: _Ignored = None
+    async_: _Ignored = Field(None, alias="async")
+    caller: _Ignored = None
+    created_by: _Ignored = None
+    namespace: _Ignored = None
+
+
+class FunctionCallItem(_CallItem):
     """A call of an earlier response."""
 
     type: Literal["function_call"]
     call_id: _Id
     name: str
     arguments: str
-    id: _Id | None = None
-    status: Any = None
+    parsed_arguments: _Ignored = None
+    """Of the official clients' `parse`: the arguments as an object."""
 
 
-class FunctionOutputItem(Body):
+class FunctionOutputItem(_CallItem):
     """What a called function returned."""
 
     type: Literal["function_call_output"]
     call_id: _Id
     output: _Content
-    id: _Id | None = None
-    status: Any = None
+    name: _Ignored = None
 
 
 class ReasoningText(Body):
@@ -72,30 +85,42 @@ class ReasoningItem(Body):
 
     type: Literal["reasoning"]
     content: Items[ReasoningText] | None = None
-    summary: Any = None
+    summary: _Ignored = None
     encrypted_content: None = None
     id: _Id | None = None
-    status: Any = None
+    status: _Ignored = None
 
 
+class ItemReference(Body):
+    """An item of a stored response, by its id."""
+
+    type: Literal["item_reference"]
+    id: _Id
+
+
+REFERENCE = "item_reference"
 _KINDS: dict[str, type[Body]] = {
     "message": InputMessage,
     "function_call": FunctionCallItem,
     "function_call_output": FunctionOutputItem,
     "reasoning": ReasoningItem,
+    REFERENCE: ItemReference,
 }
 Item = dict[str, Any]
 
 
 def items_of(given: str | Sequence[Item]) -> list[Item]:
-    """Return the items of `input` without what is ignored. Raises InvalidRequest, which names the item's field."""
+    """Return the items of `input` without what is ignored, and references as they are.
+
+    Raises InvalidRequest, which names the item's field.
+    """
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}]
     return [_item(number, item) for number, item in enumerate(given)]
 
 
 def _item(number: int, item: Item) -> Item:
-    kind = item.get("type") or "message"
+    kind = item.get("type") or (REFERENCE if item.keys() <= {"id", "type"} and item.get("id") else "message")
     if not isinstance(kind, str) or kind not in _KINDS:
         raise UnsupportedField(f"input.{number}.type", f"known are {', '.join(_KINDS)}")
     try:
@@ -103,7 +128,7 @@ def _item(number: int, item: Item) -> Item:
     except InvalidRequest as error:
         error.field = f"input.{number}" + (f".{error.field}" if error.field else "")
         raise
-    kept = found.model_dump(exclude_none=True, exclude={"status", "phase", "summary"})
+    kept = found.model_dump(exclude_none=True)
     for name in ("content", "output"):
         if isinstance(kept.get(name), list):
             kept[name] = [{"type": part["type"], "text": part["text"]} for part in kept[name]]

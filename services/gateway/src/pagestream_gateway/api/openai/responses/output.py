@@ -1,6 +1,5 @@
 """The output items of a response, and the events that say how they grow."""
 
-import hashlib
 from typing import Any
 
 from pagestream.v1.inference_pb2 import FINISH_REASON_STOP
@@ -13,12 +12,18 @@ from pagestream_gateway.core.output.parts import Arguments, CallBegin, Content, 
 
 Event = dict[str, Any]
 Item = dict[str, Any]
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+ITEM_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+"""What the ids of items begin with, by their type."""
 _DELTAS = {
     "message": "response.output_text",
     "reasoning": "response.reasoning_text",
     "function_call": "response.function_call_arguments",
 }
+
+
+def item_id(prefix: str, response_id: str, number: int) -> str:
+    """Return the id of an item, which names its response: a reference to it needs no index."""
+    return f"{prefix}_{response_id}_{number}"
 
 
 _LOGPROB_BYTES = 512  # of one token's log probability, as objects in memory
@@ -96,8 +101,8 @@ class ResponseOutput:
             self._num_earlier = 0
 
     def _open(self, kind: str, name: str, events: list[Event]) -> None:
-        digest = hashlib.sha256(f"{self._request_id}:{len(self.items)}".encode()).hexdigest()
-        item: Item = {"id": f"{_PREFIXES[kind]}_{digest[:32]}", "type": kind, "status": "in_progress"}
+        name_of_item = item_id(ITEM_PREFIXES[kind], self._request_id, len(self.items))
+        item: Item = {"id": name_of_item, "type": kind, "status": "in_progress"}
         if kind == "function_call":
             item |= {"call_id": self._reader.call_id(), "name": name, "arguments": ""}
         elif kind == "message":

@@ -2,15 +2,13 @@
 
 import asyncio
 import json
-import zlib
-from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter
 from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED, REQUEST_STATE_QUEUED
-from pagestream.v1.records_pb2 import API_FORM_RESPONSES, RequestSpec
 from pagestream_streams import RequestView
-from pagestream_streams.errors import RequestNotFound
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -22,8 +20,8 @@ from pagestream_gateway.api.openai.generation import named_as, parsed_request, s
 from pagestream_gateway.api.openai.position import Position
 from pagestream_gateway.api.openai.responses.answers import ResponseStream, StoredAnswer
 from pagestream_gateway.api.openai.responses.body import ParsedResponse, ResponseBody, parse
-from pagestream_gateway.api.openai.responses.items import Item, items_of
-from pagestream_gateway.api.openai.responses.output import ResponseOutput
+from pagestream_gateway.api.openai.responses.items import REFERENCE, Item
+from pagestream_gateway.api.openai.responses.stored import conversation_of, input_of, stored_response, with_referred
 from pagestream_gateway.api.openai.responses.writer import (
     IN_PROGRESS,
     QUEUED,
@@ -32,7 +30,6 @@ from pagestream_gateway.api.openai.responses.writer import (
     response_body,
 )
 from pagestream_gateway.api.openai.whole_answer import WholeAnswer
-from pagestream_gateway.api.runs import split_runs
 from pagestream_gateway.api.transports.rate_headers import rate_headers
 from pagestream_gateway.core.calls import CHAT, DISCONNECTED, OK, RESUME, Call
 from pagestream_gateway.core.drafts import Draft
@@ -105,6 +102,10 @@ def router(gateway: Gateway) -> APIRouter:
             call.end(error_report(error).code)
             raise
 
+    @routes.post("/v1/responses/compact", include_in_schema=False)
+    async def compact() -> Response:
+        raise HTTPException(404, "conversations are not compacted here")
+
     @routes.get(_RESPONSE, openapi_extra=_READ_PARAMETERS, summary="A response, or its events from any of them on")
     async def retrieve(request: Request, response_id: str) -> Response:
         identity = await identify(gateway, request)
@@ -112,7 +113,7 @@ def router(gateway: Gateway) -> APIRouter:
         after = _number(request.query_params.get("starting_after"), is_stream=is_stream)
         event_id = request.headers.get("last-event-id") if is_stream else None
         seen = None if event_id is None else Position.parse(event_id, response_id)
-        view = await _stored(gateway, response_id, identity.tenant)
+        view = await stored_response(gateway, response_id, identity.tenant)
         if seen is not None:
             place, digest = seen.next_index, seen.digest
             await gateway.requests.resume(response_id, identity.tenant, from_index=place, digest=digest)
@@ -126,16 +127,16 @@ def router(gateway: Gateway) -> APIRouter:
     @routes.delete(_RESPONSE, summary="End a response and forget it")
     async def delete(request: Request, response_id: str) -> Response:
         identity = await identify(gateway, request)
-        await _stored(gateway, response_id, identity.tenant)
+        await stored_response(gateway, response_id, identity.tenant)
         await gateway.discard(response_id, identity)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     @routes.post(f"{_RESPONSE}/cancel", summary="End a response")
     async def cancel(request: Request, response_id: str) -> Response:
         identity = await identify(gateway, request)
-        await _stored(gateway, response_id, identity.tenant)
+        await stored_response(gateway, response_id, identity.tenant)
         await gateway.cancel(response_id, identity)
-        view = await _stored(gateway, response_id, identity.tenant)
+        view = await stored_response(gateway, response_id, identity.tenant)
         call = gateway.calls.begin("resume", RESUME, request.headers)
         call.identified(identity)
         call.resumed(view.spec)
@@ -144,8 +145,8 @@ def router(gateway: Gateway) -> APIRouter:
     @routes.get(f"{_RESPONSE}/input_items", openapi_extra=_LIST_PARAMETERS, summary="The input of a response")
     async def input_items(request: Request, response_id: str) -> Response:
         tenant = (await identify(gateway, request)).tenant
-        view = await _stored(gateway, response_id, tenant)
-        return await gateway.pool.run(lambda: _item_page(_input_of(view.spec), request))
+        view = await stored_response(gateway, response_id, tenant)
+        return await gateway.pool.run(lambda: _item_page(input_of(view.spec), request))
 
     return routes
 
@@ -166,33 +167,10 @@ async def _create(gateway: Gateway, request: Request, call: Call) -> Response:
 async def _draft(gateway: Gateway, parsed: ParsedResponse, tenant: str) -> Draft:
     """Return the draft with the conversation before it. Raises InvalidRequest for a response that can't go on."""
     max_bytes = gateway.settings.limits.max_body_bytes
-    if not parsed.previous_id:
-        return await gateway.pool.run(lambda: parsed.going_on((), max_bytes))
-    field = "previous_response_id"
-    try:
-        view = await _stored(gateway, parsed.previous_id, tenant)
-    except RequestNotFound as error:
-        raise InvalidRequest(field, f"{parsed.previous_id[:200]!r} does not exist, or its log has expired") from error
-    if view.state != REQUEST_STATE_FINISHED:
-        raise InvalidRequest(field, "is of a response that has not ended")
-    output = ResponseOutput(view.spec)
-    with gateway.streams.entered():
-        async with aclosing(gateway.requests.follow(view.spec)) as batches:
-            async for batch in batches:
-                for run in split_runs(0, batch):
-                    if run.end is None:
-                        output.feed(run)
-    output.end()
-    return await gateway.pool.run(lambda: parsed.going_on([*_input_of(view.spec), *items_of(output.items)], max_bytes))
-
-
-async def _stored(gateway: Gateway, response_id: str, tenant: str) -> RequestView:
-    """Return the request of a response. Raises RequestNotFound, also for a request of another API."""
-    view = await gateway.requests.view(response_id, tenant)
-    answer = view.spec.answer
-    if answer.api != API_FORM_RESPONSES or answer.response.unstored:
-        raise RequestNotFound(response_id)
-    return view
+    earlier = await conversation_of(gateway, parsed.previous_id, tenant) if parsed.previous_id else []
+    if any(item["type"] == REFERENCE for item in parsed.items):
+        parsed = replace(parsed, items=await with_referred(gateway, parsed.items, tenant))
+    return await gateway.pool.run(lambda: parsed.going_on(earlier, max_bytes))
 
 
 def _stream(gateway: Gateway, identity: Identity, call: Call, writer: ResponseWriter) -> Response:
@@ -212,13 +190,8 @@ def _state_answer(gateway: Gateway, view: RequestView, identity: Identity, call:
     return Response(body, media_type="application/json", headers=headers)
 
 
-def _input_of(spec: RequestSpec) -> list[Item]:
-    items: list[Item] = json.loads(zlib.decompress(spec.answer.response.input_zlib))
-    return items
-
-
 def _item_page(items: list[Item], request: Request) -> Response:
-    shown = [{"id": f"item_{number}", **item} for number, item in enumerate(items)]
+    shown = list(items)
     order = request.query_params.get("order", "desc")
     if order not in ("asc", "desc"):
         raise InvalidRequest("order", f"must be asc or desc, got {order[:40]!r}")

@@ -29,6 +29,7 @@ def response_body(spec: RequestSpec, status: str) -> dict[str, Any]:
         "id": spec.request_id,
         "object": "response",
         "created_at": spec.answer.created,
+        "completed_at": None,
         "status": status,
         "background": form.background,
         "error": None,
@@ -39,6 +40,8 @@ def response_body(spec: RequestSpec, status: str) -> dict[str, Any]:
         "store": not form.unstored,
         "temperature": spec.sampling.temperature,
         "top_p": spec.sampling.top_p,
+        "presence_penalty": spec.sampling.presence_penalty,
+        "frequency_penalty": spec.sampling.frequency_penalty,
         "truncation": "disabled",
         "usage": None,
         **json.loads(zlib.decompress(form.members_zlib)),
@@ -50,6 +53,8 @@ def ended_body(spec: RequestSpec, output: ResponseOutput, end: LogEnd) -> dict[s
     body = response_body(spec, _status(spec, end))
     body["output"] = output.items
     body["usage"] = _usage(end.usage, output.num_reasoning_tokens)
+    if body["status"] == "completed":
+        body["completed_at"] = end.ended_at or spec.answer.created  # engines of earlier versions do not say
     if body["status"] == "failed":
         body["error"] = error_of(failure(end))
     if body["status"] == "incomplete":
@@ -192,7 +197,7 @@ def _status(spec: RequestSpec, end: LogEnd) -> str:
 def _usage(usage: Usage, num_reasoning_tokens: int) -> Item:
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
