@@ -11,6 +11,7 @@ import httpx
 import pytest
 import pytest_asyncio
 from pagestream.v1.records_pb2 import ModelCard
+from pydantic import BaseModel
 from support.clients.gateway_clients import (
     Address,
     gateway_settings,
@@ -148,6 +149,77 @@ async def test_a_conversation_goes_on_with_results_and_a_beginning(
         "tool(): 7 degreestool(): 7 degreesuser(): [say]ok[said]assistant(): It is"
     )
     assert (await client.messages.count_tokens(**asked)).input_tokens == len(prompt)
+
+
+async def test_a_message_has_all_that_clients_expect(client: anthropic.AsyncAnthropic) -> None:
+    """Members that the published schema of Anthropic's API requires."""
+    asked = asking_for(OUTPUT, tools=[WEATHER])
+    whole = await client.messages.create(**asked)
+    async with client.messages.stream(**asked) as stream:
+        streamed = await stream.get_final_message()
+    for message in (whole, streamed):
+        assert {"container", "stop_details"} <= message.model_fields_set
+        _, text, call, _ = message.content
+        assert text.type == "text"
+        assert {"citations"} <= text.model_fields_set
+        assert call.type == "tool_use"
+        assert call.caller == anthropic.types.DirectCaller(type="direct")
+        usage = message.usage
+        assert {"inference_geo", "server_tool_use"} <= usage.model_fields_set
+        assert usage.cache_creation is not None
+        assert usage.cache_creation.model_dump() == {"ephemeral_1h_input_tokens": 0, "ephemeral_5m_input_tokens": 0}
+        assert usage.output_tokens_details is not None
+        assert usage.output_tokens_details.thinking_tokens == OUTPUT.index("I look")
+
+
+class Place(BaseModel):
+    """What the answer is parsed to."""
+
+    city: str
+
+
+async def test_what_helpers_return_is_taken_back(client: anthropic.AsyncAnthropic, engine: SyntheticEngine) -> None:
+    """Blocks as `parse` and `stream` give them, as objects and as dumps; and whole messages."""
+    parsed = await client.messages.parse(**asking_for('{"city": "Oslo"}'), output_format=Place)
+    assert parsed.parsed_output == Place(city="Oslo")
+    async with client.beta.messages.stream(**asking_for(OUTPUT, tools=[WEATHER])) as stream:
+        streamed = await stream.get_final_message()
+    for message in (parsed, streamed):
+        contents: list[Any] = [message.content, [block.model_dump() for block in message.content]]
+        turns: list[Any] = [{"role": "assistant", "content": content} for content in contents]
+        turns += [message, message.model_dump(), message.to_dict()]
+        results: Any = [
+            {"type": "tool_result", "tool_use_id": block.id, "content": "7 degrees"}
+            for block in message.content
+            if block.type == "tool_use"
+        ]
+        answered = {"role": "user", "content": [*results, {"type": "text", "text": "[say]ok[said]"}]}
+        for turn in turns:
+            await client.messages.create(model=ECHO_MODEL, messages=[said("a"), turn, answered], max_tokens=5)
+        prompts = [list(spec.prompts[0].ids) for spec in engine.claimed[-len(turns) :]]
+        assert prompts == [prompts[0]] * len(turns)
+
+
+async def test_a_tool_runner_goes_on_without_a_thread(
+    client: anthropic.AsyncAnthropic, http: httpx.AsyncClient, engine: SyntheticEngine
+) -> None:
+    @anthropic.beta_async_tool
+    async def get_weather(city: str) -> str:
+        """Weather of a city."""
+        return f"[say]Rain in {city}.[said]"
+
+    # The engine says what the prompt asks for last: a call, and then what the tool returned.
+    runner = client.beta.messages.tool_runner(**asking_for(OUTPUT), tools=[get_weather], max_iterations=2)
+    kinds = [[block.type for block in message.content] async for message in runner]
+    assert kinds == [["thinking", "text", "tool_use", "tool_use"], ["text"]]
+    num_turns = len(engine.claimed)
+    refused = await http.post("/v1/messages", json=asking_for("a", thread={"type": "create"}))
+    error = refused.json()["error"]
+    assert (refused.status_code, error["details"]) == (400, {"error_code": "thread_unsupported_request"})
+    assert error["message"].startswith("thread: ")
+    assert len(engine.claimed) == num_turns
+    count = {"model": ECHO_MODEL, "messages": [said("a")], "thread": None}
+    assert (await http.post("/v1/messages/count_tokens", json=count)).status_code == 200
 
 
 async def messages_of(http: httpx.AsyncClient, engine: SyntheticEngine, messages: Any, system: Any = None) -> Any:

@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 from pagestream.v1.records_pb2 import ModelCard
 from pagestream_gateway import Settings
+from pydantic import BaseModel
 from support.clients.gateway_clients import (
     Address,
     bearer,
@@ -252,6 +253,110 @@ async def test_conversations_go_on_by_id_or_by_items(client: openai.AsyncOpenAI,
         *("message", "reasoning", "message", "function_call", "function_call"),
         *("function_call_output", "function_call_output", "message", "message", "message"),
     ]
+
+
+async def test_items_of_stored_responses_are_referred_to(
+    client: openai.AsyncOpenAI, engine: SyntheticEngine, other_gateway: Address
+) -> None:
+    first = await client.responses.create(**asking_for(OUTPUT, tools=[WEATHER]))
+    results: list[Any] = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "7 degrees"}
+        for item in first.output
+        if item.type == "function_call"
+    ]
+    said = {"role": "user", "content": "[say]ok[said]"}
+    asked = [each async for each in client.responses.input_items.list(first.id, order="asc")]
+    references: list[Any] = [{"type": "item_reference", "id": item.id} for item in [*asked, *first.output]]
+    other = client.with_options(base_url=f"{other_gateway.url}/v1")
+    body: dict[str, Any] = {"model": ECHO_MODEL, "max_output_tokens": 5}
+    second = await other.responses.create(**body, input=[*references, *results, said])
+    bare: list[Any] = [{"id": reference["id"]} for reference in references]
+    again = await client.responses.create(**body, input=[*bare, *results, said])
+    by_id = await client.responses.create(**body, input=[*results, said], previous_response_id=first.id)
+    prompts = {spec.request_id: spec.prompts for spec in engine.claimed}
+    assert prompts[second.id] == prompts[again.id] == prompts[by_id.id]
+    third: Any = {**body, "input": [{"type": "item_reference", "id": second.output[0].id}, said]}
+    assert (await client.responses.create(**third)).output_text == "ok"
+    listed = [item.id async for item in client.responses.input_items.list(by_id.id, order="asc")]
+    assert listed[1 : len(first.output) + 1] == [item.id for item in first.output]
+
+
+async def test_what_may_not_be_read_may_not_be_referred_to(
+    client: openai.AsyncOpenAI, engine: SyntheticEngine, redis_url: str, tmp_path: Path
+) -> None:
+    unstored = await client.responses.create(**asking_for("a", store=False))
+    own, deleted = [await client.responses.create(**asking_for("a")) for _ in range(2)]
+    await client.responses.delete(deleted.id)
+    engine.hold_at = 2
+    running = await client.responses.create(**asking_for("abcdef", background=True))
+    names = [unstored.output[0].id, deleted.output[0].id, f"msg_{running.id}_0", f"msg_{own.id}_1", f"rs_{own.id}_0"]
+    for name in names:
+        with pytest.raises(openai.BadRequestError, match=r"not found") as caught:
+            await client.responses.create(model=ECHO_MODEL, input=[{"type": "item_reference", "id": name}])
+        assert caught.value.param == "input.0.id"
+    engine.go_on()
+    many: list[Any] = [{"type": "item_reference", "id": f"msg_{number}_0"} for number in range(600)]
+    with pytest.raises(openai.BadRequestError, match="of 600 responses"):
+        await client.responses.create(model=ECHO_MODEL, input=many)
+    guarded = gateway_settings(redis_url, keys=write_keys(tmp_path / "keys", {"k": "another"}))
+    asked = {"model": ECHO_MODEL, "input": [{"type": "item_reference", "id": own.output[0].id}]}
+    async with running_address(guarded) as address, httpx.AsyncClient(base_url=address.url) as other:
+        answer = await other.post("/v1/responses", json=asked, headers=bearer("k"))
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input.0.id")
+
+
+class Place(BaseModel):
+    """What the answer is parsed to."""
+
+    city: str
+
+
+async def test_what_helpers_return_is_taken_back(client: openai.AsyncOpenAI, engine: SyntheticEngine) -> None:
+    """Items as `parse` and `stream` give them, as objects and as dumps, and the members that repeat the body."""
+    parsed = await client.responses.parse(**asking_for('{"city": "Oslo"}'), text_format=Place)
+    assert parsed.output_parsed == Place(city="Oslo")
+    async with client.responses.stream(**asking_for(OUTPUT, tools=[WEATHER])) as stream:
+        streamed = await stream.get_final_response()
+    said: Any = {"role": "user", "content": "[say]ok[said]"}
+    for output in (parsed.output, streamed.output):
+        forms: list[Any] = [output, [item.to_dict() for item in output]]
+        forms += [[item.model_dump(by_alias=by_alias) for item in output] for by_alias in (False, True)]
+        results: list[Any] = [
+            {"type": "function_call_output", "call_id": item.call_id, "output": "7 degrees"}
+            for item in output
+            if item.type == "function_call"
+        ]
+        for form in forms:
+            await client.responses.create(model=ECHO_MODEL, input=[*form, *results, said], max_output_tokens=5)
+        prompts = [list(spec.prompts[0].ids) for spec in engine.claimed[-len(forms) :]]
+        assert prompts == [prompts[0]] * len(forms)
+    for first in (parsed, streamed):
+        members = {
+            name: getattr(first, name)
+            for name in ("text", "tools", "tool_choice", "reasoning", "metadata", "truncation", "top_logprobs")
+        }
+        again = await client.responses.create(**asking_for("{}", **members))
+        assert again.text == first.text
+        assert again.tools == first.tools
+
+
+async def test_a_response_has_what_open_responses_asks_for(
+    client: openai.AsyncOpenAI, http: httpx.AsyncClient, engine: SyntheticEngine
+) -> None:
+    body = asking_for("a", extra_body={"presence_penalty": 0.5, "frequency_penalty": 0.25})
+    first = (await client.responses.create(**body)).model_dump()
+    assert (first["presence_penalty"], first["frequency_penalty"]) == (0.5, 0.25)
+    assert first["created_at"] <= first["completed_at"]
+    again = (await client.responses.retrieve(first["id"])).model_dump()
+    assert again["completed_at"] == first["completed_at"]
+    cut = await client.responses.create(**asking_for("abcdef") | {"max_output_tokens": 3})
+    engine.hold_at = 2
+    ended = await client.responses.create(**asking_for("abcdef", background=True))
+    assert (cut.completed_at, ended.completed_at) == (None, None)
+    assert (await client.responses.cancel(ended.id)).completed_at is None
+    engine.go_on()
+    answer = await http.post("/v1/responses/compact", json={"input": "a"})
+    assert answer.status_code == 404
 
 
 async def test_an_answer_may_be_held_to_a_schema(client: openai.AsyncOpenAI, engine: SyntheticEngine) -> None:

@@ -8,8 +8,9 @@ import openai
 import pytest
 import pytest_asyncio
 from pagestream.v1.records_pb2 import ModelCard
+from pydantic import BaseModel
 from support.clients.gateway_clients import Address, get_events, post_events
-from support.engines.synthetic_engine import ECHO_MODEL, synthetic_card
+from support.engines.synthetic_engine import ECHO_MODEL, SyntheticEngine, synthetic_card
 
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
 
@@ -100,6 +101,35 @@ async def test_a_stream_has_the_same_calls_from_any_position(http: httpx.AsyncCl
         rest = await get_events(http, request_id, after=position)
         more = [event.body["choices"][0]["delta"] for event in rest[:-1]]
         assert joined([*deltas[:cut], *more]) == found
+
+
+class Place(BaseModel):
+    """What the answer is parsed to."""
+
+    city: str
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # of the client's own types
+async def test_what_helpers_return_is_taken_back(client: openai.AsyncOpenAI, engine: SyntheticEngine) -> None:
+    """Messages as `parse` and `stream` give them, as objects and as dumps."""
+    tool: Any = openai.pydantic_function_tool(Place, name="get_weather")
+    parsed = await client.chat.completions.parse(**asking_for(CALLS, tools=[tool]))
+    async with client.chat.completions.stream(**asking_for('{"city": "Oslo"}'), response_format=Place) as stream:
+        streamed = await stream.get_final_completion()
+    first, second = parsed.choices[0].message, streamed.choices[0].message
+    assert [call.function.parsed_arguments for call in first.tool_calls or ()] == [
+        Place(city="Oslo"),
+        Place(city="Bergen"),
+    ]
+    assert second.parsed == Place(city="Oslo")
+    asked = asking_for("a")["messages"]
+    for message in (first, second):
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "7"} for call in message.tool_calls or ()]
+        forms: list[Any] = [message, message.model_dump(warnings=False), message.to_dict(warnings=False)]
+        for form in forms:
+            await client.chat.completions.create(**asking_for("x") | {"messages": [*asked, form, *results]})
+        prompts = [list(spec.prompts[0].ids) for spec in engine.claimed[-len(forms) :]]
+        assert prompts == [prompts[0]] * len(forms)
 
 
 @pytest.mark.parametrize(
