@@ -35,9 +35,25 @@ _HEAD = """\
 Written by `python tools/write_fields.py`. A field *works*, or is *ignored* because it can't change the output, or is
 *refused* with an error that names it: nothing that was asked for is dropped silently, but for advice that a model can't
 take (an effort that its template does not know, a budget of its thinking). Values that ask for nothing are always
-taken, since client libraries send them unasked. A field that is on no list is refused as unknown. What stands inside
-of fields is in [responses.md](responses.md) for `/v1/responses`, in [messages.md](messages.md) for
-`/v1/messages`.
+taken, since client libraries send them unasked. What stands inside of fields is in [responses.md](responses.md) for
+`/v1/responses`, in [messages.md](messages.md) for `/v1/messages`.
+
+## Fields that are on no list
+
+They are refused by name with 400, at any depth of the body: `unknown_parameter` and `Unknown parameter: 'name'.` in
+OpenAI's APIs, `name: Extra inputs are not permitted` in Anthropic's. A field that is null asks for nothing and is
+taken.
+
+A client that is newer than the server may send fields that the server doesn't know yet. With
+`PAGESTREAM_GATEWAY__UNKNOWN_FIELDS=ignore` all gateways leave such fields out, and name them in the header
+`X-Request-Warnings` of the answer:
+
+```text
+X-Request-Warnings: messages.0.annotation: unknown field, which was ignored
+```
+
+The setting is for such clients alone. A misspelt `temprature` then has no effect, and only the header says so; jobs of
+a batch have no header. Fields that are *refused* below stay refused, since they would change the answer.
 """
 
 _ORDER = ("works", "ignored", "refused")

@@ -410,6 +410,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
 USE = {"type": "tool_use", "id": "a", "name": "b", "input": {}}
 TEXT = {"type": "text", "text": "a"}
 RESULT = {"type": "tool_result", "tool_use_id": "x"}
+SEARCH = {"type": "web_search_20250305", "name": "web_search"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
     ({"max_tokens": 0}, "max_tokens"),
@@ -430,7 +431,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{**TEXT, "new": 1}]}]}, "messages.0.content.0.new"),
     ({"system": [IMAGE]}, "system.0.type"),
     ({"stop_sequences": [""]}, "stop_sequences"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
+    ({"tools": [SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}}, "tools.0.type"),
+    ({"tools": [SEARCH], "tool_choice": {"type": "any"}}, "tool_choice"),
     ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools.0.defer_loading"),
     ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice"),
     ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name"),

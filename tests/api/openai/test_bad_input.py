@@ -66,7 +66,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "grammar"}}, "response_format"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}, "more": 1}},
-        "response_format.json_schema.more",
+        "response_format.more",
     ),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no"}}}},
@@ -160,7 +160,9 @@ async def test_an_over_long_prompt_tells_the_numbers(http: httpx.AsyncClient) ->
     assert "501 tokens" in answer.json()["error"]["message"]
     assert "128 tokens" in answer.json()["error"]["message"]
     assert answer.json()["error"]["code"] == "context_length_exceeded"
-    assert answer.json()["error"]["message"].startswith("prompt: This model's maximum context length is 128 tokens")
+    assert answer.json()["error"]["message"].startswith(
+        "This model's maximum context length is 128 tokens, however you"
+    )
     answer = await http.post("/v1/completions", json={**TEXT, "prompt": "x" * 100, "max_tokens": 129})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_tokens")
 

@@ -150,7 +150,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("completions", {**COMPLETION, "thinking_token_budget": 3}, "thinking_token_budget", "not supported"),
     ("chat/completions", {**CHAT, "return_prompt_text": True}, "return_prompt_text", "not supported"),
     ("chat/completions", {**CHAT, "documents": [{"text": "x"}]}, "documents", "takes none"),
-    ("completions", {**COMPLETION, "temprature": 3}, "temprature", "unknown field"),
+    ("completions", {**COMPLETION, "temprature": 3}, "temprature", "Unknown parameter: 'temprature'."),
     ("completions", {**COMPLETION, "service_tier": "gold"}, "service_tier", "default"),
 ]
 

@@ -162,7 +162,7 @@ def check_refusal(refused: InvalidRequest, document: dict[str, Any] | None) -> N
     """The refusal has a code for its API, and the field that it names was sent, or is one that must be."""
     report = error_report(refused)
     assert report.http_status == 400
-    assert report.code in {"invalid_value", "unsupported_parameter", "context_length_exceeded"}
+    assert report.code in {"invalid_value", "unknown_parameter", "unsupported_parameter", "context_length_exceeded"}
     assert refused.message
     if document is None:
         return

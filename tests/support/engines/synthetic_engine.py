@@ -15,7 +15,7 @@ import asyncio
 import json
 import time
 import zlib
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import islice
 
@@ -51,6 +51,7 @@ CHAT_TEMPLATE = (
     "[{{ message['role'] }}]{{ message['content'] }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
+Says = Callable[[RequestSpec], str | None]
 _RETRY_S = 0.05
 _WAIT_S = 1.0
 _ANY_TOKENS = 2**31
@@ -101,15 +102,15 @@ def answer_text(spec: RequestSpec, choice: int) -> str:
     return "".join(_letter(spec, choice, place) for place in range(spec.sampling.max_tokens))
 
 
-def answer_entries(spec: RequestSpec) -> Iterator[LogEntry]:
+def answer_entries(spec: RequestSpec, says: Says | None = None) -> Iterator[LogEntry]:
     """Yield the whole log of a request: the choices' tokens in turn, their finishes, the end."""
     digest = ""
-    for entry in _entries(spec):
+    for entry in _entries(spec, says or _said):
         digest = entry.digest = digests.chain(digest, entry)
         yield entry
 
 
-def _entries(spec: RequestSpec) -> Iterator[LogEntry]:
+def _entries(spec: RequestSpec, says: Says) -> Iterator[LogEntry]:
     num_choices, num_tokens = len(spec.prompts) * max(1, spec.sampling.n), spec.sampling.max_tokens
     usage = Usage(prompt_tokens=sum(len(prompt.ids) for prompt in spec.prompts))
     if any(FAILING_TOKEN in prompt.ids for prompt in spec.prompts):
@@ -118,7 +119,7 @@ def _entries(spec: RequestSpec) -> Iterator[LogEntry]:
             yield LogEntry(choice=choice, finish=ChoiceFinish(reason=FINISH_REASON_ERROR))
         yield LogEntry(end=LogEnd(reason=FINISH_REASON_ERROR, usage=usage, error=error, ended_at=int(time.time())))
         return
-    said = _said(spec)
+    said = says(spec)
     if said is not None:
         num_tokens = min(num_tokens, len(said))
     for place in range(num_tokens):
@@ -137,14 +138,15 @@ def _entries(spec: RequestSpec) -> Iterator[LogEntry]:
 class Stream:
     """A claimed request, and the entry that its log gets next."""
 
-    def __init__(self, claim: Claim) -> None:
+    def __init__(self, claim: Claim, says: Says | None = None) -> None:
         self.claim = claim
+        self._says = says
         self.entry: LogEntry | None
         self.go_to(claim.next_index)
 
     def go_to(self, index: int) -> None:
         """Make the entry of this index the next one."""
-        self._entries = islice(answer_entries(self.claim.spec), max(0, index - 1), None)
+        self._entries = islice(answer_entries(self.claim.spec, self._says), max(0, index - 1), None)
         self._digest = next(self._entries).digest if index else ""
         self.index = index
         self.entry = next(self._entries, None)
@@ -169,9 +171,18 @@ class SyntheticEngine:
         card: of the model that it serves.
         rate: tokens a second of each stream; None: as fast as Redis answers.
         step: most streams of a step.
+        says: the text that answers a request, which then stops; a function of the request alone. None: letters.
     """
 
-    def __init__(self, broker: Broker, card: ModelCard, *, rate: float | None = None, step: int = 256) -> None:
+    def __init__(
+        self,
+        broker: Broker,
+        card: ModelCard,
+        *,
+        rate: float | None = None,
+        step: int = 256,
+        says: Says | None = None,
+    ) -> None:
         self.hold_at: int | None = None
         """Streams stop before the log entry with this index until `go_on`."""
         self.claimed: list[RequestSpec] = []
@@ -181,6 +192,7 @@ class SyntheticEngine:
         """How much later than `rate` asks the last step ended."""
         self._rate = rate
         self._step = step
+        self._says = says
         self._streams: dict[str, Stream] = {}
         self._has_work = asyncio.Event()
         self._session = EngineSession(broker, model=card.name, on_lost=self._drop, fingerprint=FINGERPRINT)
@@ -217,7 +229,7 @@ class SyntheticEngine:
                 continue
             for claim in claims:
                 self.claimed.append(claim.spec)
-                self._streams[claim.request_id] = Stream(claim)
+                self._streams[claim.request_id] = Stream(claim, self._says)
                 self._has_work.set()
             if not claims:
                 await self._session.wait_for_work(_WAIT_S)
@@ -278,12 +290,14 @@ class SyntheticEngine:
 
 
 @asynccontextmanager
-async def running_engine(redis_url: str, card: ModelCard | None = None) -> AsyncIterator[SyntheticEngine]:
+async def running_engine(
+    redis_url: str, card: ModelCard | None = None, *, says: Says | None = None
+) -> AsyncIterator[SyntheticEngine]:
     """Publish the card and serve it for the length of a block, which begins once the engine is in the registry."""
     card = card or synthetic_card()
     async with await Broker.connect(redis_url) as broker:
         await broker.publish_model(card)
-        engine = SyntheticEngine(broker, card)
+        engine = SyntheticEngine(broker, card, says=says)
         task = asyncio.create_task(engine.run())
         try:
             await eventually(lambda: _is_registered(broker, card.name))

@@ -22,6 +22,8 @@ from pagestream_gateway.settings import (
     PREFIX_SHARING_ALL,
     PREFIX_SHARING_TENANT,
     PRIORITIES,
+    UNKNOWN_IGNORED,
+    UNKNOWN_REFUSED,
     AuditSettings,
     FormatSettings,
     GatewaySettings,
@@ -133,6 +135,11 @@ def _check_formats(settings: FormatSettings) -> None:
 
 
 def _check_names(settings: GatewaySettings) -> None:
+    if settings.unknown_fields not in (UNKNOWN_REFUSED, UNKNOWN_IGNORED):
+        raise SettingsError(
+            f"gateway.unknown_fields: expected {UNKNOWN_REFUSED!r} or {UNKNOWN_IGNORED!r}, "
+            f"got {settings.unknown_fields[:40]!r}"
+        )
     for each in settings.origins:
         if each not in (LOCALHOST, "*") and not _ORIGIN.fullmatch(each):
             raise SettingsError(

@@ -2,7 +2,9 @@
 
     GatewayError
     |- InvalidRequest         a field of the request is wrong
-    |  |- PromptTooLong       prompt and output don't fit the model's context
+    |  |- PromptTooLong       more tokens than are read, or
+    |  |  `- ContextExceeded  prompt and output don't fit the model's context
+    |  |- UnknownField        nothing declares the field
     |  `- UnsupportedField    the field is known, but not supported
     |     `- UnsupportedThread  it asks Anthropic's API to keep the conversation
     |- RequestDiffers         an id stands for a request with another body
@@ -54,12 +56,44 @@ class InvalidRequest(GatewayError):
 
 
 class PromptTooLong(InvalidRequest):
-    """Prompt and output together don't fit the model's context."""
+    """The prompt has more tokens than are read, or than fit the model's context."""
 
 
-def context_exceeded(max_model_len: int, what: str) -> str:
-    """Return the message of a PromptTooLong. It begins as OpenAI's: libraries tell this error by its first words."""
-    return f"This model's maximum context length is {max_model_len} tokens, prompt and output together; {what}"
+class ContextExceeded(PromptTooLong):
+    """Prompt and output don't fit the context, in OpenAI's sentences: clients read the numbers, and then compact."""
+
+    def __init__(
+        self, field: str, *, prompt_field: str, max_model_len: int, num_tokens: int, max_tokens: int | None = None
+    ) -> None:
+        """`num_tokens`: of the prompt; `max_tokens`: of the output, where it is too long whatever the prompt is."""
+        self.max_model_len, self.num_tokens, self.max_tokens = max_model_len, num_tokens, max_tokens
+        super().__init__(field, _context_sentence(prompt_field, max_model_len, num_tokens, max_tokens))
+
+    def __str__(self) -> str:
+        return self.message if self.max_tokens is None else f"{self.message} {self.field} is {self.max_tokens}."
+
+
+def _context_sentence(prompt_field: str, limit: int, num_tokens: int, max_tokens: int | None) -> str:
+    opening = f"This model's maximum context length is {limit} tokens"
+    asked = max_tokens or 1  # a prompt that fills the context leaves no room for one
+    if prompt_field == "prompt":
+        return (
+            f"{opening}, however you requested {num_tokens + asked} tokens ({num_tokens} in your prompt; {asked} for "
+            "the completion). Please reduce your prompt; or completion length."
+        )
+    if prompt_field == "input":
+        opening = (
+            f"Your input exceeds the context window of this model. Please adjust your input and try again. {opening}"
+        )
+    what = prompt_field if prompt_field in ("messages", "input") else "prompt"
+    if max_tokens is None and num_tokens > limit:
+        return (
+            f"{opening}. However, your {what} resulted in {num_tokens} tokens. Please reduce the length of the {what}."
+        )
+    return (
+        f"{opening}. However, you requested {num_tokens + asked} tokens ({num_tokens} in the {what}, {asked} in the "
+        f"completion). Please reduce the length of the {what} or completion."
+    )
 
 
 class UnsupportedField(InvalidRequest):
@@ -74,6 +108,16 @@ class UnsupportedThread(UnsupportedField):
 
     error_code = "thread_unsupported_request"
     """Anthropic's `error.details.error_code`."""
+
+
+class UnknownField(InvalidRequest):
+    """The body has a field that is on no list."""
+
+    def __init__(self, field: str) -> None:
+        super().__init__(field, "unknown field")
+
+    def __str__(self) -> str:
+        return f"Unknown parameter: {self.field!r}."  # OpenAI's sentence
 
 
 class RequestDiffers(GatewayError):

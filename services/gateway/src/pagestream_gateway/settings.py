@@ -11,6 +11,7 @@ from pagestream_telemetry.settings import TelemetrySettings
 LOCALHOST = "localhost"
 """In `cors_origins`: pages of this machine, on any port."""
 CERTIFICATES_REQUIRED, CERTIFICATES_OPTIONAL = "required", "optional"
+UNKNOWN_REFUSED, UNKNOWN_IGNORED = "refuse", "ignore"
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,10 @@ class GatewaySettings:
     allow_model_changes: bool = False
     """Whether callers, and not administrators alone, may have engines load and unload the models of their lists, sleep
     and wake."""
+    unknown_fields: str = UNKNOWN_REFUSED
+    """"refuse": a body's field that is on no list of docs/fields.md is refused by its name. "ignore": it is left out,
+    with a warning in the header X-Request-Warnings; for clients that are newer than this server. Equal in all gateways
+    of a deployment."""
     page: bool = True
     """Whether `/` is a page to chat with the models; it needs a key where keys are asked for."""
     api_keys: Path | None = None
@@ -96,6 +101,11 @@ class GatewaySettings:
     def asks_for_credentials(self) -> bool:
         """Whether a caller has to show who it is."""
         return any(each is not None for each in (self.api_keys, self.jwt_issuers, self.tls_client_tenants))
+
+    @property
+    def ignores_unknown_fields(self) -> bool:
+        """Whether fields of bodies that nothing declares are left out."""
+        return self.unknown_fields == UNKNOWN_IGNORED
 
     @property
     def metrics_address(self) -> str:

@@ -21,6 +21,7 @@ from pagestream_gateway.api.openai.responses import body as responses_body
 from pagestream_gateway.api.openai.responses import routes as responses
 from pagestream_gateway.api.openai.vectors import classification, embeddings, scoring
 from pagestream_gateway.api.pacing import Paced
+from pagestream_gateway.api.request_warnings import WithWarnings
 from pagestream_gateway.api.vllm import tokens
 from pagestream_gateway.core.gateway import Gateway
 
@@ -102,6 +103,7 @@ def _bare_app(gateway: Gateway, *, address: str, asks_for_credentials: bool) -> 
         redoc_url=None,
         redirect_slashes=False,
     )
+    app.add_middleware(WithWarnings, ignores_unknown=gateway.settings.gateway.ignores_unknown_fields)
     app.add_middleware(Lenient)
     limit_hosts(app, gateway.settings.gateway, address, asks_for_credentials=asks_for_credentials)
     install_error_handlers(app, {messages.PATH: messages_errors.respond})

@@ -9,6 +9,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pagestream_gateway.api.openai.errors import error_response
+from pagestream_gateway.api.request_warnings import HEADER as WARNINGS
 from pagestream_gateway.api.transports.rate_headers import HEADERS
 from pagestream_gateway.errors import OriginNotAllowed
 from pagestream_gateway.settings import LOCALHOST
@@ -22,6 +23,7 @@ _READABLE = [
     "X-Queue-Position",
     "X-Expected-Wait-Ms",
     "X-Stream-Verified",
+    WARNINGS,
     "Retry-After",
     "retry-after-ms",
     *HEADERS,

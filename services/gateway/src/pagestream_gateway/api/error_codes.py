@@ -49,6 +49,7 @@ _Status = grpc.StatusCode
 
 ERROR_CODES: dict[type[Exception], ErrorCode] = {
     errors.PromptTooLong: ErrorCode(400, _Status.INVALID_ARGUMENT, _INVALID, "context_length_exceeded"),
+    errors.UnknownField: ErrorCode(400, _Status.INVALID_ARGUMENT, _INVALID, "unknown_parameter"),
     errors.UnsupportedField: ErrorCode(400, _Status.INVALID_ARGUMENT, _INVALID, "unsupported_parameter"),
     errors.InvalidRequest: ErrorCode(400, _Status.INVALID_ARGUMENT, _INVALID, "invalid_value"),
     errors.Unauthenticated: ErrorCode(401, _Status.UNAUTHENTICATED, _INVALID, "invalid_api_key"),

@@ -15,6 +15,9 @@ from pagestream_gateway.core.output.tools import Tools
 from pagestream_gateway.errors import InvalidRequest
 from pagestream_gateway.settings import PRIORITIES, LimitSettings
 
+_COUNTED_CONTEXTS = 4
+"""Contexts of the model whose tokens are counted in a chat that is too long: an agent's next turn is rarely longer."""
+
 
 @dataclass(frozen=True)
 class TextPrompt:
@@ -154,10 +157,21 @@ def check_draft(draft: Draft, limits: LimitSettings) -> None:
 
 
 def most_tokens(draft: Draft, max_model_len: int, limits: LimitSettings) -> int:
-    """Return how many tokens one of its prompts may be encoded to: what fits the model, unless it need not fit."""
-    if draft.is_counted or draft.truncation is not None:
-        return most_counted_tokens(max_model_len, limits)
+    """Return how many tokens one of its prompts may be encoded to: what fits the model, unless it need not fit.
+
+    Of a chat it is more: agents compact one by as many tokens as they are told that it has too many.
+    """
+    most = most_counted_tokens(max_model_len, limits)
+    if not must_fit(draft):
+        return most
+    if any(isinstance(prompt, ChatPrompt) for prompt in draft.prompts):
+        return min(_COUNTED_CONTEXTS * max_model_len, most)
     return max_model_len - 1  # one of the context is left for the output
+
+
+def must_fit(draft: Draft) -> bool:
+    """Return whether prompts that don't fit the model's context are refused."""
+    return not draft.is_counted and draft.truncation is None
 
 
 def most_counted_tokens(max_model_len: int, limits: LimitSettings) -> int:

@@ -30,7 +30,7 @@ from pagestream_gateway.core.text.encoder import (
 )
 from pagestream_gateway.core.text.pairs import is_for_pairs
 from pagestream_gateway.core.tokenization import TokenizePool
-from pagestream_gateway.errors import InvalidRequest, Overloaded, PromptTooLong, context_exceeded
+from pagestream_gateway.errors import ContextExceeded, InvalidRequest, Overloaded, PromptTooLong
 from pagestream_gateway.settings import FormatSettings
 
 logger = logging.getLogger(__name__)
@@ -90,16 +90,22 @@ class LoadedModel:
         Raises PromptTooLong where they are too many, InvalidRequest for a million letters in a row.
         """
         match found:
-            case TooManyTokensError() if job.limit >= self.max_model_len:
+            case TooManyTokensError() if job.limit >= self.max_model_len and job.max_fitting is None:
                 raise PromptTooLong(job.field, f"has {found.found}, at most {job.limit} are read") from found
             case TooManyTokensError():
-                raise PromptTooLong(
-                    job.field,
-                    context_exceeded(self.max_model_len, f"the prompt has {found.found}"),
-                ) from found
+                raise self.too_long(job.field, found.num_tokens) from found
             case UnbrokenTextError():
+                most = None if job.max_fitting is None else self.encoder.most_chars(job.max_fitting)
+                if most is not None and len(job.text) > most:
+                    raise self.too_long(job.field, self.max_model_len) from found
                 raise unbroken_text(job.field) from found
+            case ids if job.max_fitting is not None and len(ids) > job.max_fitting:
+                raise self.too_long(job.field, len(ids))
         return found
+
+    def too_long(self, field: str, num_tokens: int) -> ContextExceeded:
+        """Return the error of a prompt of so many tokens, or of more where they were not all counted."""
+        return ContextExceeded(field, prompt_field=field, max_model_len=self.max_model_len, num_tokens=num_tokens)
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of token ids, special tokens included."""

@@ -96,6 +96,7 @@ def preparing(draft: Draft, model: LoadedModel, limits: LimitSettings, scope: by
         max_model_len=model.max_model_len,
         default_model_len=model.card.default_model_len,
         default=draft.default_max_tokens,
+        prompt_field=draft.prompt_field,
     )
     _check_shown_ids(draft, sampling, sum(map(len, prompts)))
     cuts = zip(draft.prompts, whole, prompts, strict=True)

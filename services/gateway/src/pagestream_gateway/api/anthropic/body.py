@@ -7,7 +7,7 @@ from pagestream.v1.inference_pb2 import SamplingParams, StructuredOutputs
 from pagestream.v1.records_pb2 import API_FORM_MESSAGES, AnswerForm
 from pydantic import Field
 
-from pagestream_gateway.api.anthropic.content import Blocks, chat_messages, within
+from pagestream_gateway.api.anthropic.content import Blocks, chat_messages
 from pagestream_gateway.api.openai import generation
 from pagestream_gateway.api.openai.chat.tools import (
     Effort,
@@ -16,6 +16,7 @@ from pagestream_gateway.api.openai.chat.tools import (
     NamedTool,
     Tool,
     ToolName,
+    caller_run,
     check_forced,
     tools_of,
 )
@@ -25,13 +26,20 @@ from pagestream_gateway.api.openai.generation import (
     queued_arguments,
     without_unsupported,
 )
-from pagestream_gateway.api.openai.strict_body import Body, QueuedBody, parse_body, with_parameters
+from pagestream_gateway.api.openai.strict_body import (
+    Body,
+    PromptedBody,
+    QueuedBody,
+    parse_body,
+    with_parameters,
+    within,
+)
 from pagestream_gateway.core.drafts import ChatPrompt, Draft, now_s
 from pagestream_gateway.core.sampling import parameters
 from pagestream_gateway.core.sampling.json_types import Items
 from pagestream_gateway.core.sampling.resolution import sampling_from_json
 from pagestream_gateway.core.sampling.response_format import JsonSchema, JsonSchemaFormat, constraint_of
-from pagestream_gateway.errors import InvalidRequest, UnsupportedField, UnsupportedThread
+from pagestream_gateway.errors import InvalidRequest, UnsupportedThread
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     **generation.UNSUPPORTED,
@@ -125,14 +133,14 @@ class OutputConfig(Body):
     format: OutputFormat | None = None
 
 
-class PromptBody(Body):
+class PromptBody(PromptedBody):
     """What a prompt is made of."""
 
     messages: Items[dict[str, Any]] = Field(
         description="Text or blocks of user, assistant or system; the answer goes on with one of the assistant."
     )
     system: Blocks | None = Field(None, description="A system message before all: text, or blocks of text.")
-    tools: Items[dict[str, Any]] | None = Field(None, description="Tools that the caller runs.")
+    tools: Items[dict[str, Any]] | None = Field(None, description="Tools that the caller runs; others are left out.")
     tool_choice: ToolChoice | None = Field(None, description="auto, none, or any and tool, which a grammar forces.")
     thinking: Thinking | None = Field(None, description="Left out: as the model's template has it.")
     output_config: OutputConfig | None = Field(None, description="format: json_schema; effort, where it is known.")
@@ -144,6 +152,9 @@ class PromptBody(Body):
     context_management: Any = None
     """Edits that a server may make of a conversation that grows too long; none are made."""
     fallback_credit_token: Any = None
+    anthropic_version: Any = None
+    """With `anthropic_beta` headers of Anthropic's own API, which Bedrock and Vertex have in the body."""
+    anthropic_beta: Any = None
 
     def constraint(self) -> StructuredOutputs | None:
         """Return what the output must match. Raises InvalidRequest."""
@@ -157,7 +168,7 @@ class PromptBody(Body):
         """Return the conversation. Raises InvalidRequest."""
         choice, is_reasoning_asked = self.tool_choice, None
         is_parallel = choice is None or not choice.disable_parallel_tool_use
-        tools = tools_of(_chat_tools(self.tools or ()), _chat_choice(choice), is_parallel)
+        tools = tools_of(_chat_tools(self.tools or (), choice), _chat_choice(choice), is_parallel)
         if self.thinking is not None and self.thinking.type != "adaptive":
             is_reasoning_asked = self.thinking.type == "enabled"
         if is_reasoning_asked and tools.is_forced:
@@ -238,12 +249,13 @@ def _without_unsupported(document: Mapping[str, Any]) -> dict[str, Any]:
     return without_unsupported({name: value for name, value in document.items() if name != "thread"}, UNSUPPORTED)
 
 
-def _chat_tools(tools: Sequence[dict[str, Any]]) -> list[Tool]:
+def _chat_tools(tools: Sequence[dict[str, Any]], choice: ToolChoice | None) -> list[Tool]:
     found = []
-    for number, tool in enumerate(tools):
+    named = [choice.name] if choice is not None and choice.name is not None else []
+    for number, tool in caller_run(
+        [{**tool, "type": tool.get("type") or "custom"} for tool in tools], ("custom",), named
+    ):
         with within(f"tools.{number}"):
-            if tool.get("type") not in (None, "custom"):
-                raise UnsupportedField("type", "tools are, which the caller runs")
             found.append(parse_body(CustomTool, without_unsupported(tool, _UNSUPPORTED_OF_TOOLS)).for_chat())
     return found
 

@@ -1,12 +1,11 @@
 """The messages of a body, and the chat messages that they are."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pagestream_gateway.api.openai.strict_body import Body, parse_body
+from pagestream_gateway.api.openai.strict_body import Body, parse_body, within
 from pagestream_gateway.core.sampling.json_types import Items, expects
 from pagestream_gateway.errors import InvalidRequest, UnsupportedField
 
@@ -98,16 +97,6 @@ _KINDS: Mapping[str, Mapping[str, type[Body]]] = {
 Chat = list[dict[str, Any]]
 _BILLING = "x-anthropic-billing-header"
 """Begins a text of coding agents that differs in each request: no prefix of the prompt would be cached behind it."""
-
-
-@contextmanager
-def within(place: str) -> Iterator[None]:
-    """Let errors name the fields of a part of the body by their path in all of it."""
-    try:
-        yield
-    except InvalidRequest as error:
-        error.field = f"{place}.{error.field}" if error.field else place
-        raise
 
 
 def chat_messages(messages: Sequence[dict[str, Any]], system: str | Sequence[dict[str, Any]] | None) -> Chat:

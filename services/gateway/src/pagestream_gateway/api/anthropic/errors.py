@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, Response
 
 from pagestream_gateway.api.error_codes import error_report
 from pagestream_gateway.api.openai.errors import error_headers, log_unexpected, writable
-from pagestream_gateway.errors import UnsupportedThread
+from pagestream_gateway.errors import ContextExceeded, UnknownField, UnsupportedThread
 
 _TYPES = {
     401: "authentication_error",
@@ -32,7 +32,7 @@ def error_response(
 def error_body(error: Exception, request_id: str | None) -> dict[str, Any]:
     """Return the body that Anthropic's clients know."""
     report = error_report(error)
-    body = _body(report.http_status, report.message, request_id)
+    body = _body(report.http_status, _sentence(error) or report.message, request_id)
     if isinstance(error, UnsupportedThread):
         body["error"]["details"] = {"error_code": error.error_code}
     return body
@@ -45,6 +45,21 @@ def respond(request: Request, error: Exception) -> Response:
         return JSONResponse(_body(error.status_code, message, None), error.status_code, error.headers)
     log_unexpected(error)
     return error_response(error)
+
+
+def _sentence(error: Exception) -> str | None:
+    """Return what Anthropic's API says of an error whose text clients read; None for others."""
+    match error:
+        case UnknownField(field=field):
+            return f"{field}: Extra inputs are not permitted"
+        case ContextExceeded(max_tokens=None):
+            return f"prompt is too long: {error.num_tokens} tokens > {error.max_model_len - 1} maximum"
+        case ContextExceeded():
+            return (
+                f"input length and `max_tokens` exceed context limit: {error.num_tokens} + {error.max_tokens} > "
+                f"{error.max_model_len}, decrease input length or `max_tokens` and try again"
+            )
+    return None
 
 
 def _body(status: int, message: str, request_id: str | None) -> dict[str, Any]:

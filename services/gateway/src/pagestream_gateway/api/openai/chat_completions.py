@@ -15,7 +15,16 @@ from starlette.responses import Response
 from pagestream_gateway.api.documents import stream_body_of
 from pagestream_gateway.api.openai import generation
 from pagestream_gateway.api.openai.chat.parts import ChoiceParts, whole_message
-from pagestream_gateway.api.openai.chat.tools import Effort, Tool, ToolCall, ToolChoice, check_forced, tools_of
+from pagestream_gateway.api.openai.chat.tools import (
+    AllowedToolsChoice,
+    Effort,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    chat_tools,
+    check_forced,
+    tools_of,
+)
 from pagestream_gateway.api.openai.generation import (
     GenerationBody,
     ParsedRequest,
@@ -110,12 +119,13 @@ class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
     messages: Items[Message]
-    tools: Items[Tool] | None = Field(None, description="Functions that the model may call.")
+    tools: Items[Tool] | None = Field(None, description="Functions that the model may call; other tools are left out.")
     documents: Items[dict[str, Any]] | None = Field(
         None, description="What to answer from, as the model's chat template takes it: often `title` and `text`."
     )
     tool_choice: ToolChoice | None = Field(
-        None, description='"auto" (default), "none", "required" or the tool to call; a grammar forces the last two.'
+        None,
+        description='"auto" (default), "none", "required", a tool or those allowed; a grammar forces calls.',
     )
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call.")
     logprobs: bool | None = Field(None, description="Show the log probabilities of the chosen tokens.")
@@ -215,13 +225,17 @@ class ChatWriter(AnswerWriter):
 def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest:
     """Read a body and its headers. Raises InvalidRequest."""
     _check_messages(document.get("messages"))
-    body = parse_body(ChatBody, without_unsupported(document, UNSUPPORTED))
+    given_tools = chat_tools(document.get("tools"), document.get("tool_choice"))
+    parsed_apart = {} if given_tools is None else {"tools": None}
+    body = parse_body(ChatBody, without_unsupported({**document, **parsed_apart}, UNSUPPORTED))
     own_parameters = {"logprobs": _num_logprobs(body)}
     field_names = {"logprobs": "top_logprobs", **names_in(body)}
     if body.max_completion_tokens is not None:
         own_parameters["max_tokens"] = body.max_completion_tokens
         field_names["max_tokens"] = "max_completion_tokens"
-    tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
+    choice = body.tool_choice
+    allowed = choice.allowed_tools if isinstance(choice, AllowedToolsChoice) else choice
+    tools = tools_of(given_tools, allowed, body.parallel_tool_calls)
     prompt = ChatPrompt(
         messages=[message.for_template() for message in body.messages],
         add_generation_prompt=body.add_generation_prompt,

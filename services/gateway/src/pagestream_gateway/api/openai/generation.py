@@ -24,6 +24,7 @@ from pagestream_gateway.api.openai.strict_body import Body, NumKeptTokens, Queue
 from pagestream_gateway.api.openai.whole_answer import WholeAnswer
 from pagestream_gateway.api.openai.whole_body import WholeBody
 from pagestream_gateway.api.openai.writer import AnswerBody, LogWriter
+from pagestream_gateway.api.request_warnings import collecting, current_warnings
 from pagestream_gateway.api.transports.framing import accepts_lines
 from pagestream_gateway.core.calls import DISCONNECTED, Call
 from pagestream_gateway.core.drafts import Draft, now_s
@@ -94,10 +95,6 @@ class GenerationBody(QueuedBody):
     """Each token's text is what it adds to a text, which has no blanks between special tokens."""
     stream_interval: Any = None
     store: Any = None
-    session_id: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
     prediction: Any = None
     parallel_tool_calls: Any = None
 
@@ -274,8 +271,11 @@ async def _parsed(gateway: Gateway, data: bytes, headers: Headers, parse: BodyPa
     """Parse a body, outside the event loop where it is large."""
     await gateway.turns.take()
 
+    warnings = current_warnings()
+
     def work() -> Parsed:
-        return parse(parse_json(data), headers)
+        with collecting(warnings):  # also in a thread, which has a context of its own
+            return parse(parse_json(data), headers)
 
     if len(data) <= SMALL_BYTES:
         return work()

@@ -1,14 +1,18 @@
 """Strict request bodies: how the bodies of all resources are declared, validated, and their mistakes reported."""
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from itertools import islice
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError, create_model
 
+from pagestream_gateway.api.request_warnings import current_warnings
+from pagestream_gateway.api.unknown_fields import IGNORED, unknown_fields, without_unknown
 from pagestream_gateway.core.drafts import AskedTruncation, Prompt, TextPrompt, TokenPrompt
-from pagestream_gateway.core.sampling.json_types import HALF_SURROGATE, Items, StrictModel, Token, expects
+from pagestream_gateway.core.sampling.json_types import HALF_SURROGATE, UNION, Items, StrictModel, Token, expects
 from pagestream_gateway.core.sampling.parameters import PARAMETERS
-from pagestream_gateway.errors import InvalidRequest
+from pagestream_gateway.errors import InvalidRequest, UnknownField
 
 BodyModel = TypeVar("BodyModel", bound="Body")
 Prompts = Annotated[
@@ -26,7 +30,20 @@ class Body(StrictModel):
     """A body, or a part of one."""
 
 
-class QueuedBody(Body):
+class PromptedBody(Body):
+    """The fields that change no answer, and that all bodies with a prompt take, whatever their API."""
+
+    user: Any = None
+    metadata: Any = None
+    client_metadata: Any = None
+    safety_identifier: Any = None
+    session_id: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+
+
+class QueuedBody(PromptedBody):
     """The fields of all bodies that become requests in a queue. Null is the same as leaving a field out."""
 
     model: str | None = Field(None, description="Served name; may be left out where exactly one model is served.")
@@ -45,10 +62,6 @@ class QueuedBody(Body):
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
         None, description='There is one tier: answers say "default".'
     )
-    # Known fields that can't change the output.
-    user: Any = None
-    metadata: Any = None
-    safety_identifier: Any = None
 
 
 def asked_truncation(num_kept: int | None, side: Side | None) -> AskedTruncation | None:
@@ -75,25 +88,66 @@ def _with_parameters(kind: type[BodyModel], without: Container[str]) -> type[Bod
     return create_model(kind.__name__, __base__=kind, __module__=kind.__module__, __doc__=kind.__doc__, **fields)
 
 
+@contextmanager
+def within(place: str) -> Iterator[None]:
+    """Let errors and warnings name the fields of a part of the body by their path in all of it."""
+    try:
+        with current_warnings().within(place):
+            yield
+    except InvalidRequest as error:
+        error.field = f"{place}.{error.field}" if error.field else place
+        raise
+
+
 def parse_body(kind: type[BodyModel], document: dict[str, Any]) -> BodyModel:
-    """Return the body as a model. Raises InvalidRequest that names the field."""
+    """Return the body as a model. Raises InvalidRequest that names the field.
+
+    Of unknown fields see `api.unknown_fields`.
+    """
     try:
         return kind.model_validate(document)
     except ValidationError as error:
+        warnings = current_warnings()
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        if warnings.ignores_unknown and _warn_of_unknown(kind, document):
+            return parse_body(kind, without_unknown(kind, document))
+        if first["type"] in _OF_UNKNOWN and (path := _unknown_at(kind, document, first["loc"])) is not None:
+            raise UnknownField(path) from error
         raise _invalid(first["type"], first["loc"], first["msg"]) from error
 
 
+_OF_UNKNOWN = ("extra_forbidden", UNION)
+"""Kinds of mistakes behind which there may be an unknown field: a union says only what it takes."""
 _MESSAGES = {
-    "extra_forbidden": "unknown field",
     "missing": "is needed",
     HALF_SURROGATE: "half of a surrogate pair is not text",
 }
 
 
+def _warn_of_unknown(kind: type[Body], document: dict[str, Any]) -> bool:
+    """Add a warning for each unknown field; return whether there is one."""
+    path = None
+    for path in unknown_fields(kind, document):
+        current_warnings().add(path, IGNORED)
+    return path is not None
+
+
+def _unknown_at(kind: type[Body], document: dict[str, Any], location: tuple[int | str, ...]) -> str | None:
+    """Return the path of the first unknown field in the part of a body where a mistake is; None where there is none.
+
+    A location has names of a union's branches, which the path doesn't: the first step is one of both.
+    """
+    path, place = _path(location), _path(location[:1])
+    unknown = [each for each in islice(unknown_fields(kind, document), 64) if f"{each}.".startswith(f"{place}.")]
+    return next((each for each in unknown if each.startswith(path)), unknown[0] if unknown else None)
+
+
 def _invalid(kind: str, location: tuple[int | str, ...], message: str) -> InvalidRequest:
-    path = ".".join(str(step)[:80] or '""' for step in location)
-    return InvalidRequest(path or None, _MESSAGES.get(kind, message[:1].lower() + message[1:]))
+    return InvalidRequest(_path(location) or None, _MESSAGES.get(kind, message[:1].lower() + message[1:]))
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    return ".".join(str(step)[:80] or '""' for step in location)
 
 
 def prompts_of(given: str | list[str] | list[int] | list[list[int]], add_special_tokens: bool) -> list[Prompt]:

@@ -13,10 +13,10 @@ from starlette.responses import JSONResponse, Response
 
 from pagestream_gateway.api.callers import identify
 from pagestream_gateway.api.documents import body_of
-from pagestream_gateway.api.openai.chat.tools import Tool, tools_of
+from pagestream_gateway.api.openai.chat.tools import Tool, chat_tools, tools_of
 from pagestream_gateway.api.openai.chat_completions import Message
 from pagestream_gateway.api.openai.generation import parsed_request, without_unsupported
-from pagestream_gateway.api.openai.strict_body import Body, parse_body
+from pagestream_gateway.api.openai.strict_body import Body, PromptedBody, parse_body
 from pagestream_gateway.core.drafts import ChatPrompt, Draft, Prompt, TextPrompt, most_counted_tokens
 from pagestream_gateway.core.gateway import Gateway
 from pagestream_gateway.core.models import LoadedModel
@@ -32,7 +32,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 _BATCH = 4096  # tokens that are written at once
 
 
-class TokenizeBody(Body):
+class TokenizeBody(PromptedBody):
     """A text or a conversation."""
 
     model: str | None = Field(None, description="Served name; may be left out where exactly one model is served.")
@@ -85,7 +85,11 @@ def router(gateway: Gateway) -> APIRouter:
 
 
 def _parse(document: dict[str, Any], _: Mapping[str, str]) -> TokenizeBody:
-    return parse_body(TokenizeBody, without_unsupported(document, UNSUPPORTED))
+    tools = chat_tools(document.get("tools"), None)
+    parsed_apart = {} if tools is None else {"tools": None}
+    body = parse_body(TokenizeBody, without_unsupported({**document, **parsed_apart}, UNSUPPORTED))
+    body.tools = tools
+    return body
 
 
 def _answer(model: LoadedModel, tokens: Sequence[int], *, shows_texts: bool) -> bytes:

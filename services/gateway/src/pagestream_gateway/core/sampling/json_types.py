@@ -23,6 +23,8 @@ from pydantic_core import PydanticCustomError
 _HUGE = 1e300  # far beyond any bias; excludes infinity and NaN
 HALF_SURROGATE = "string_unicode"
 """pydantic's error type for text that UTF-8 can't encode."""
+UNION = "union"
+"""The error type of `expects`."""
 
 
 def expects(message: str) -> WrapValidator:
@@ -33,7 +35,7 @@ def expects(message: str) -> WrapValidator:
             return handler(value)
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-            kind = first["type"] if first["type"] == HALF_SURROGATE else "union"
+            kind = first["type"] if first["type"] == HALF_SURROGATE else UNION
             raise PydanticCustomError(kind, message) from error
 
     return WrapValidator(validate)

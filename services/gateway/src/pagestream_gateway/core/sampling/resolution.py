@@ -8,7 +8,7 @@ from pagestream.v1.inference_pb2 import SamplingParams
 
 from pagestream_gateway.core.sampling.checks import CheckContext, beam_search_fault, min_tokens_fault
 from pagestream_gateway.core.sampling.parameters import PARAMETERS, Parameter
-from pagestream_gateway.errors import InvalidRequest, PromptTooLong, context_exceeded
+from pagestream_gateway.errors import ContextExceeded, InvalidRequest
 from pagestream_gateway.settings import LimitSettings
 
 _FIELDS = SamplingParams.DESCRIPTOR.fields_by_name
@@ -70,6 +70,7 @@ def fit_context(
     max_model_len: int,
     default_model_len: int,
     default: int | None,
+    prompt_field: str,
 ) -> int:
     """Set max_tokens to what the context leaves where it is open or only a default.
 
@@ -84,12 +85,19 @@ def fit_context(
         default_model_len: likewise where max_tokens is open and the prompt leaves half of it; 0: max_model_len.
         default: max_tokens where the caller has none, and the model none or a larger one; None is what the model has,
             or what the context leaves.
+        prompt_field: that errors name.
 
-    Raises PromptTooLong, and InvalidRequest where min_tokens no longer fits.
+    Raises ContextExceeded, and InvalidRequest where min_tokens no longer fits.
     """
     longest, shortest, total = max(prompt_lengths), min(prompt_lengths), max_model_len
     if is_given and sampling.max_tokens > max_model_len:
-        raise PromptTooLong("max_tokens", context_exceeded(max_model_len, f"max_tokens is {sampling.max_tokens}"))
+        raise ContextExceeded(
+            "max_tokens",
+            prompt_field=prompt_field,
+            max_model_len=max_model_len,
+            num_tokens=longest,
+            max_tokens=sampling.max_tokens,
+        )
     wanted = sampling.max_tokens if sampling.HasField("max_tokens") else default
     if wanted is not None and default is not None and not is_given:
         wanted = min(wanted, default)

@@ -42,10 +42,12 @@ _CUT_SLACK = 64
 class TooManyTokensError(Exception):
     """The text has more tokens than asked for."""
 
-    def __init__(self, found: str) -> None:
+    def __init__(self, found: str, num_tokens: int) -> None:
         super().__init__(found)
         self.found = found
         """How many tokens or characters there are, such as "more than 1023 tokens"."""
+        self.num_tokens = num_tokens
+        """So many or more."""
 
 
 class UnbrokenTextError(Exception):
@@ -68,6 +70,8 @@ class EncodingJob:
     """The field of the request that errors name."""
     scope: bytes = b""
     """Only jobs with an equal one find what the others have encoded."""
+    max_fitting: int | None = None
+    """Most tokens that fit the model, where more are encoded to say how many there are."""
 
 
 class TextEncoder:
@@ -105,7 +109,7 @@ class TextEncoder:
         """Return the token ids. Raises TooManyTokensError where there are more than `limit`, UnbrokenTextError."""
         most = self.most_chars(limit)
         if most is not None and len(text) > most:
-            raise TooManyTokensError(f"{len(text)} characters, more than {limit} tokens can have")
+            raise TooManyTokensError(f"{len(text)} characters, more than {limit} tokens can have", limit + 1)
         if len(text) <= PIECE_CHARS:
             return _ids_of(self._encoding(text, add_special_tokens), limit)
         if self._frame is not None and self._is_separable:
@@ -176,7 +180,7 @@ class TextEncoder:
                 self._check_count(piece, room - len(ids), limit)
             ids.extend(self._encoding(piece, add_special_tokens=False).ids)
             if len(ids) > room:
-                raise TooManyTokensError(f"more than {limit} tokens")
+                raise TooManyTokensError(f"more than {limit} tokens", limit + 1)
         return ids
 
     def _pieces(self, text: str) -> Iterator[str]:
@@ -219,7 +223,7 @@ class TextEncoder:
         for start in range(0, len(text), PIECE_CHARS):
             least += len(self._encoding(text[start : start + PIECE_CHARS], add_special_tokens=False)) - _CUT_SLACK
             if least > room:
-                raise TooManyTokensError(f"more than {limit} tokens")
+                raise TooManyTokensError(f"more than {limit} tokens", limit + 1)
 
     def _encoding(self, text: str, add_special_tokens: bool) -> Encoding:
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
@@ -259,10 +263,10 @@ class _Begun:
                 cache.put(key, part)
             ids += part
         ids += self.frame[1]
-        return TooManyTokensError(f"{len(ids)} tokens") if len(ids) > self.job.limit else ids
+        return TooManyTokensError(f"{len(ids)} tokens", len(ids)) if len(ids) > self.job.limit else ids
 
 
 def _ids_of(encoding: Encoding, limit: int) -> array[int]:
     if len(encoding) > limit:
-        raise TooManyTokensError(f"{len(encoding)} tokens")
+        raise TooManyTokensError(f"{len(encoding)} tokens", len(encoding))
     return array("I", encoding.ids)

@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pagestream_gateway.core.drafts import ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt
+from pagestream_gateway.core.drafts import ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt, must_fit
 from pagestream_gateway.core.models import LoadedModel
 from pagestream_gateway.core.output.form import set_output_form
 from pagestream_gateway.core.output.history import harmony_messages, with_system_first
 from pagestream_gateway.core.output.select import is_harmony, reasoning_arguments
 from pagestream_gateway.core.text.encoder import EncodingJob
-from pagestream_gateway.errors import InvalidRequest, PromptTooLong, UnsupportedField, context_exceeded
+from pagestream_gateway.errors import InvalidRequest, PromptTooLong, UnsupportedField
 
 EFFORT = "reasoning_effort"
 """The value by which a chat template knows how much reasoning to ask for."""
@@ -19,7 +19,7 @@ DOCUMENTS = "documents"
 
 def begin(prompt: Prompt, draft: Draft, model: LoadedModel, scope: bytes, limit: int) -> EncodingJob | Sequence[int]:
     """Return a prompt's token ids, at most `limit`, or the text that has to be encoded for them."""
-    prompt_field = draft.prompt_field
+    prompt_field, max_fitting = draft.prompt_field, None
     match prompt:
         case TokenPrompt(token_ids):
             return _checked_ids(token_ids, prompt_field, model, limit)
@@ -29,17 +29,15 @@ def begin(prompt: Prompt, draft: Draft, model: LoadedModel, scope: bytes, limit:
         case ChatPrompt(add_special_tokens=add_special_tokens):
             text = _render(prompt, prompt_field, model)
             text += set_output_form(draft, prompt, model, text)
-    return model.check(EncodingJob(text, add_special_tokens, limit, prompt_field, scope))
+            max_fitting = model.max_model_len - 1 if must_fit(draft) else None
+    return model.check(EncodingJob(text, add_special_tokens, limit, prompt_field, scope, max_fitting))
 
 
 def _checked_ids(token_ids: Sequence[int], prompt_field: str, model: LoadedModel, limit: int) -> list[int]:
     if len(token_ids) > limit >= model.max_model_len:
         raise PromptTooLong(prompt_field, f"has {len(token_ids)} tokens, at most {limit} are read")
     if len(token_ids) > limit:
-        raise PromptTooLong(
-            prompt_field,
-            context_exceeded(model.max_model_len, f"the prompt has {len(token_ids)} tokens"),
-        )
+        raise model.too_long(prompt_field, len(token_ids))
     vocab_size = model.card.vocab_size
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:

@@ -16,9 +16,11 @@ from pagestream_gateway.api.http_protocol import EXTEND_BODY_TIME
 from pagestream_gateway.api.openai.batches.expiry import ExpiresAfter
 from pagestream_gateway.api.openai.batches.multipart import FORM_BYTES, UploadForm, file_parts
 from pagestream_gateway.api.openai.body import discard_body
-from pagestream_gateway.api.openai.strict_body import parse_body
+from pagestream_gateway.api.openai.strict_body import parse_body, within
+from pagestream_gateway.api.request_warnings import current_warnings
+from pagestream_gateway.api.unknown_fields import IGNORED
 from pagestream_gateway.core.gateway import Gateway
-from pagestream_gateway.errors import InvalidRequest
+from pagestream_gateway.errors import InvalidRequest, UnknownField
 
 PURPOSE = "batch"
 _SLICE_BYTES = 64 * 1024  # of a file that is read, for each of many slow readers
@@ -179,7 +181,9 @@ async def _upload(gateway: Gateway, request: Request, tenant: str) -> StoredFile
 def _lifetime_s(form: UploadForm, default_s: int) -> int:
     for name in form.fields:
         if name != "purpose" and not name.startswith(_PREFIX):
-            raise InvalidRequest(name[:100], "unknown field")
+            if not current_warnings().ignores_unknown:
+                raise UnknownField(name[:100])
+            current_warnings().add(name[:100], IGNORED)
     given: dict[str, Any] = {
         name[len(_PREFIX) :].rstrip("]"): value for name, value in form.fields.items() if name.startswith(_PREFIX)
     }
@@ -188,11 +192,8 @@ def _lifetime_s(form: UploadForm, default_s: int) -> int:
     seconds = given.get("seconds", "")
     if seconds.isascii() and seconds.isdigit() and len(seconds) <= 10:
         given["seconds"] = int(seconds)
-    try:
+    with within("expires_after"):
         return parse_body(ExpiresAfter, given).seconds
-    except InvalidRequest as error:
-        error.field = f"expires_after.{error.field}"
-        raise
 
 
 async def _content(gateway: Gateway, tenant: str, file: StoredFile) -> AsyncIterator[bytes]:

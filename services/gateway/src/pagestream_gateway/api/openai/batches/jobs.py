@@ -15,8 +15,9 @@ from pagestream_gateway.api.openai.body import parse_json
 from pagestream_gateway.api.openai.errors import error_body
 from pagestream_gateway.api.openai.generation import ParsedRequest
 from pagestream_gateway.api.openai.responses import body as responses
-from pagestream_gateway.api.openai.strict_body import Body, parse_body
+from pagestream_gateway.api.openai.strict_body import Body, parse_body, within
 from pagestream_gateway.api.openai.vectors import embeddings
+from pagestream_gateway.api.request_warnings import RequestWarnings, collecting
 from pagestream_gateway.core.batches.job_api import JobResult, ParsedJob, Problem
 from pagestream_gateway.core.gateway import Gateway
 from pagestream_gateway.core.identities.identity import Identity
@@ -64,16 +65,14 @@ class HttpJobApi:
 
     def parse(self, endpoint: str, data: bytes) -> ParsedJob:
         """See JobApi. Errors name the fields of the line: "custom_id", "body.max_tokens"."""
-        line = parse_body(JobLine, parse_json(data))
-        if line.url not in (None, endpoint):
-            raise InvalidRequest("url", f"must be the batch's endpoint, {endpoint}, got {line.url[:100]!r}")
-        try:
-            parsed = PARSERS[endpoint](line.body, {})
-            if parsed.stream:
-                raise UnsupportedField("stream", "the answers of a batch are in its output file")
-        except InvalidRequest as error:
-            error.field = "body" if error.field is None else f"body.{error.field}"
-            raise
+        with collecting(RequestWarnings(ignores_unknown=self.gateway.settings.gateway.ignores_unknown_fields)):
+            line = parse_body(JobLine, parse_json(data))
+            if line.url not in (None, endpoint):
+                raise InvalidRequest("url", f"must be the batch's endpoint, {endpoint}, got {line.url[:100]!r}")
+            with within("body"):
+                parsed = PARSERS[endpoint](line.body, {})
+                if parsed.stream:
+                    raise UnsupportedField("stream", "the answers of a batch are in its output file")
         return ParsedJob(line.custom_id, parsed.draft, parsed.field_names)
 
     def custom_id(self, data: bytes) -> str:

@@ -1,12 +1,13 @@
 """OpenAI's tools in the bodies of chats."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pagestream_gateway.api.openai.strict_body import Body
+from pagestream_gateway.api.openai.strict_body import Body, parse_body, within
+from pagestream_gateway.api.request_warnings import current_warnings
 from pagestream_gateway.core.output.tools import Tools
 from pagestream_gateway.core.sampling.json_types import Items, expects
 from pagestream_gateway.errors import InvalidRequest, UnsupportedField
@@ -51,10 +52,41 @@ class NamedTool(Body):
     function: FunctionName
 
 
+class AllowedTools(Body):
+    """The tools that may be called, of those that the body has: the model is shown no other."""
+
+    mode: Literal["auto", "required"]
+    tools: Items[dict[str, Any]]
+
+    def names(self) -> list[str]:
+        """Return the names of the functions among them. Raises InvalidRequest."""
+        found = []
+        with within("tool_choice"):
+            for number, tool in caller_run(self.tools, ("function",)):
+                function = tool.get("function")
+                name = (function if isinstance(function, dict) else tool).get("name")
+                if not isinstance(name, str):
+                    raise InvalidRequest(f"tools.{number}.name", "is needed")
+                found.append(name)
+        return found
+
+
+class AllowedToolsChoice(Body):
+    """The same as chats spell it."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 ToolChoice = Annotated[
-    Literal["none", "auto", "required"] | NamedTool,
-    expects('must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'),
+    Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice,
+    expects(
+        'must be "none", "auto", "required", {"type": "function", "function": {"name": ...}} or {"type": '
+        '"allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}'
+    ),
 ]
+CHOICES = ("function", "allowed_tools")
+"""Types of a tool_choice that is an object."""
 
 
 class CalledFunction(Body):
@@ -90,10 +122,45 @@ class ToolCall(Body):
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 
+def caller_run(
+    tools: Sequence[dict[str, Any]], kinds: Container[object], needed: Collection[str] = ()
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the tools that the caller runs, of these kinds, each with its place in the list.
+
+    The server runs none itself, such as a search of the web: agents offer those whatever server they talk to. They are
+    left out with a warning, unless `needed`, kinds and names from `tool_choice`, has one. Raises InvalidRequest.
+    """
+    for number, tool in enumerate(tools):
+        kind = tool.get("type")
+        if kind in kinds:
+            yield number, tool
+            continue
+        if not isinstance(kind, str):
+            raise InvalidRequest(f"tools.{number}.type", "is needed" if kind is None else "must be a string")
+        if kind in needed or tool.get("name", kind) in needed:
+            raise UnsupportedField(f"tools.{number}.type", f"tool_choice needs it, and the server {_runs_no(kind)}")
+        current_warnings().add(f"tools.{number}", f"was left out: the server {_runs_no(kind)}")
+
+
+def _runs_no(kind: str) -> str:
+    return f"runs no tools of type {kind[:64]!r}; the caller runs functions"
+
+
+def check_kind(choice: object, kinds: Container[object]) -> None:
+    """Refuse a tool_choice of a tool that the server would have to run. Raises UnsupportedField."""
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if isinstance(kind, str) and kind not in kinds:
+        raise UnsupportedField("tool_choice", f"the server {_runs_no(kind)}")
+
+
 def tools_of(
-    tools: Items[Tool] | None, choice: Literal["none", "auto", "required"] | NamedTool | None, parallel: bool | None
+    tools: Sequence[Tool] | None,
+    choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None,
+    parallel: bool | None,
 ) -> Tools:
     """Return what a chat may do with tools: none of them are shown to the model for "none". Raises InvalidRequest."""
+    if isinstance(choice, AllowedTools):
+        tools, choice = _allowed(tools or (), choice.names()), choice.mode
     if not tools:
         if choice not in (None, "none", "auto"):
             raise InvalidRequest("tool_choice", "needs tools")
@@ -114,6 +181,25 @@ def tools_of(
         forced_name=forced,
         one_call=parallel is False,
     )
+
+
+def _allowed(tools: Sequence[Tool], names: Collection[str]) -> list[Tool]:
+    known = [tool.function.name for tool in tools]
+    if (missing := next((name for name in names if name not in known), None)) is not None:
+        raise InvalidRequest("tool_choice", f"{missing[:64]!r} is not among the tools")
+    return [tool for tool in tools if tool.function.name in names]
+
+
+def chat_tools(tools: object, choice: object) -> list[Tool] | None:
+    """Return the functions of a chat's body; None for what is no list of objects. Raises InvalidRequest."""
+    check_kind(choice, CHOICES)
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        return None
+    found = []
+    for number, tool in caller_run([{"type": "function", **tool} for tool in tools], ("function",)):
+        with within(f"tools.{number}"):
+            found.append(parse_body(Tool, tool))
+    return found
 
 
 def check_forced(tools: Tools, stop: Sequence[str], *, given: object) -> None:

@@ -12,18 +12,22 @@ from pydantic import Field, model_validator
 
 from pagestream_gateway.api.openai import generation
 from pagestream_gateway.api.openai.chat.tools import (
+    CHOICES,
+    AllowedTools,
     Effort,
     Function,
     FunctionName,
     NamedTool,
     Tool,
     ToolName,
+    caller_run,
     check_forced,
+    check_kind,
     tools_of,
 )
 from pagestream_gateway.api.openai.generation import named_as, queued_arguments, without_unsupported
 from pagestream_gateway.api.openai.responses.items import Item, chat_messages, items_of
-from pagestream_gateway.api.openai.strict_body import Body, QueuedBody, parse_body, with_parameters
+from pagestream_gateway.api.openai.strict_body import Body, QueuedBody, parse_body, with_parameters, within
 from pagestream_gateway.core.drafts import WHAT_FITS, AskedTruncation, ChatPrompt, Draft, now_s
 from pagestream_gateway.core.sampling import parameters
 from pagestream_gateway.core.sampling.json_types import Items, expects
@@ -35,7 +39,7 @@ from pagestream_gateway.core.sampling.response_format import (
     TextFormat,
     constraint_of,
 )
-from pagestream_gateway.errors import InvalidRequest, UnsupportedField
+from pagestream_gateway.errors import InvalidRequest
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     **generation.UNSUPPORTED,
@@ -105,6 +109,12 @@ class NamedFunction(Body):
     name: str
 
 
+class AllowedFunctions(AllowedTools):
+    """The functions that may be called."""
+
+    type: Literal["allowed_tools"]
+
+
 class FlatSchemaFormat(JsonSchema):
     """JSON that validates against a schema."""
 
@@ -157,14 +167,22 @@ class ResponseBody(QueuedBody):
     store: bool | None = Field(None, description="false: no later call of /v1/responses finds it. Default true.")
     text: TextOptions | None = Field(None, description="format: text, json_object or json_schema.")
     reasoning: Reasoning | None = Field(None, description="effort, where the model's template knows it.")
-    tools: Items[dict[str, Any]] | None = Field(None, description="Functions that the model may call.")
+    tools: Items[dict[str, Any]] | None = Field(
+        None, description="Functions that the model may call; other tools are left out."
+    )
     tool_choice: (
         Annotated[
-            Literal["none", "auto", "required"] | NamedFunction,
-            expects('must be "none", "auto", "required" or {"type": "function", "name": ...}'),
+            Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions,
+            expects(
+                'must be "none", "auto", "required", {"type": "function", "name": ...} or {"type": "allowed_tools", '
+                '"mode": ..., "tools": [...]}'
+            ),
         ]
         | None
-    ) = Field(None, description='"auto" (default), "none", "required" or the function to call; a grammar forces those.')
+    ) = Field(
+        None,
+        description='"auto" (default), "none", "required", a function or those allowed; a grammar forces calls.',
+    )
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call.")
     include: Items[str] | None = Field(
         None, description='Names of what more is shown: "message.output_text.logprobs"; nothing else of it exists here.'
@@ -183,10 +201,6 @@ class ResponseBody(QueuedBody):
     # Known fields that can't change the output.
     stream_options: ResponseStreamOptions | None = Field(None, description="include_obfuscation is ignored.")
     max_tool_calls: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
-    session_id: Any = None
 
 
 @dataclass(frozen=True)
@@ -221,13 +235,15 @@ class ParsedResponse:
 
 def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedResponse:
     """Read a body and its headers. Raises InvalidRequest."""
+    check_kind(document.get("tool_choice"), CHOICES)
     body = parse_body(ResponseBody, without_unsupported(document, UNSUPPORTED))
     if body.model is None:
         raise InvalidRequest("model", "is needed, as in OpenAI's and the Open Responses API")
     if body.background and body.store is False:
         raise InvalidRequest("background", "needs store: such a response is read later")
     field_names = dict(_FIELD_NAMES)
-    tools = tools_of(_chat_tools(body.tools or ()), _chat_choice(body.tool_choice), body.parallel_tool_calls)
+    functions, shown_tools = _chat_tools(body.tools or ())
+    tools = tools_of(functions, _chat_choice(body.tool_choice), body.parallel_tool_calls)
     with named_as(field_names):
         given = {each.name: getattr(body, each.name, None) for each in parameters.PARAMETERS if each.json_type}
         sampling = sampling_from_json({**given, "max_tokens": body.max_output_tokens, "logprobs": _num_logprobs(body)})
@@ -245,7 +261,7 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRespons
     if body.background:
         queued["on_disconnect"] = ON_DISCONNECT_CONTINUE
     form = ResponseForm(
-        members_zlib=zlib.compress(_dumped(_members(body)).encode()),
+        members_zlib=zlib.compress(_dumped(_members(body, shown_tools)).encode()),
         background=bool(body.background),
         unstored=body.store is False,
     )
@@ -283,17 +299,14 @@ def _num_logprobs(body: ResponseBody) -> int | None:
     return body.top_logprobs or 0 if is_asked else None
 
 
-def _chat_tools(tools: Sequence[dict[str, Any]]) -> list[Tool]:
-    found = []
-    for number, tool in enumerate(tools):
-        if tool.get("type") != "function":
-            raise UnsupportedField(f"tools.{number}.type", "functions are, which the caller runs")
-        try:
+def _chat_tools(tools: Sequence[dict[str, Any]]) -> tuple[list[Tool], list[dict[str, Any]]]:
+    """Return the functions as chats have them, and as they are given. Raises InvalidRequest."""
+    found, shown = [], []
+    for number, tool in caller_run(tools, ("function",)):
+        with within(f"tools.{number}"):
             found.append(parse_body(FunctionTool, without_unsupported(tool, _UNSUPPORTED_OF_TOOLS)).for_chat())
-        except InvalidRequest as error:
-            error.field = f"tools.{number}" + (f".{error.field}" if error.field else "")
-            raise
-    return found
+        shown.append(tool)
+    return found, shown
 
 
 def _chat_choice(choice: Any) -> Any:
@@ -310,7 +323,7 @@ def _chat_format(text: TextOptions | None) -> TextFormat | JsonObjectFormat | Js
     return JsonSchemaFormat(type="json_schema", json_schema=schema)
 
 
-def _members(body: Any) -> dict[str, Any]:
+def _members(body: Any, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the members of a response that repeat its body."""
     text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text is not None else {}
     choice = body.tool_choice
@@ -323,8 +336,8 @@ def _members(body: Any) -> dict[str, Any]:
         "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
         "text": {"format": {"type": "text"}, **text},
         "truncation": body.truncation or "disabled",
-        "tool_choice": choice.model_dump() if isinstance(choice, NamedFunction) else choice or "auto",
-        "tools": [{"strict": None, "description": None, "parameters": None, **tool} for tool in body.tools or ()],
+        "tool_choice": choice.model_dump() if isinstance(choice, Body) else choice or "auto",
+        "tools": [{"strict": None, "description": None, "parameters": None, **tool} for tool in tools],
         "top_logprobs": body.top_logprobs or 0,
     }
 

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from pagestream_gateway.api.openai.chat.tools import CalledFunction, ToolCall
-from pagestream_gateway.api.openai.strict_body import Body, parse_body
+from pagestream_gateway.api.openai.strict_body import Body, parse_body, within
 from pagestream_gateway.core.models import check_unicode
 from pagestream_gateway.core.sampling.json_types import Items, expects
-from pagestream_gateway.errors import InvalidRequest, UnsupportedField
+from pagestream_gateway.errors import UnsupportedField
 
 _Id = Annotated[str, Field(max_length=512)]
 _Ignored = Annotated[Any, Field(exclude=True)]
@@ -123,11 +123,8 @@ def _item(number: int, item: Item) -> Item:
     kind = item.get("type") or (REFERENCE if item.keys() <= {"id", "type"} and item.get("id") else "message")
     if not isinstance(kind, str) or kind not in _KINDS:
         raise UnsupportedField(f"input.{number}.type", f"known are {', '.join(_KINDS)}")
-    try:
+    with within(f"input.{number}"):
         found = parse_body(_KINDS[kind], {**item, "type": kind})
-    except InvalidRequest as error:
-        error.field = f"input.{number}" + (f".{error.field}" if error.field else "")
-        raise
     kept = found.model_dump(exclude_none=True)
     for name in ("content", "output"):
         if isinstance(kept.get(name), list):
