@@ -76,11 +76,6 @@ class ContextExceeded(PromptTooLong):
 def _context_sentence(prompt_field: str, limit: int, num_tokens: int, max_tokens: int | None) -> str:
     opening = f"This model's maximum context length is {limit} tokens"
     asked = max_tokens or 1  # a prompt that fills the context leaves no room for one
-    if prompt_field == "prompt":
-        return (
-            f"{opening}, however you requested {num_tokens + asked} tokens ({num_tokens} in your prompt; {asked} for "
-            "the completion). Please reduce your prompt; or completion length."
-        )
     if prompt_field == "input":
         opening = (
             f"Your input exceeds the context window of this model. Please adjust your input and try again. {opening}"
