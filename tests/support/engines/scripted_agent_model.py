@@ -43,10 +43,17 @@ class Script:
         self._turns = turns
 
     def __call__(self, spec: RequestSpec) -> str:
-        prompt = prompt_of(spec)
-        if _TOOLS not in prompt:
-            return ASIDE
-        return self._turns[min(prompt.count(_RESULT), len(self._turns) - 1)]
+        return self._turns[min(num_results(spec), len(self._turns) - 1)] if shows_tools(spec) else ASIDE
+
+
+def shows_tools(spec: RequestSpec) -> bool:
+    """Return whether a request's prompt has tools."""
+    return _TOOLS in prompt_of(spec)
+
+
+def num_results(spec: RequestSpec) -> int:
+    """Return how many results of tools a request's prompt has."""
+    return prompt_of(spec).count(_RESULT)
 
 
 def prompt_of(spec: RequestSpec) -> str:

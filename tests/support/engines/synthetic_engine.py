@@ -197,6 +197,11 @@ class SyntheticEngine:
         self._has_work = asyncio.Event()
         self._session = EngineSession(broker, model=card.name, on_lost=self._drop, fingerprint=FINGERPRINT)
 
+    @property
+    def num_held(self) -> int:
+        """Streams that have come to `hold_at`."""
+        return sum(self.hold_at is not None and each.index >= self.hold_at for each in self._streams.values())
+
     def go_on(self, hold_at: int | None = None) -> None:
         """Let streams that are held, and all later ones, run to the entry `hold_at`; None: to their end."""
         self.hold_at = hold_at
