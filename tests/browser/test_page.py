@@ -1,4 +1,4 @@
-"""The page in a real browser: streams go on through each kill that its buttons make."""
+"""The page and /docs in a real browser: streams go on through each kill, and each operation can be tried."""
 
 import hashlib
 import os
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from selenium import webdriver
+from selenium.webdriver import ActionChains
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -32,15 +33,22 @@ const timer = setInterval(() => {
     const mean = shares.reduce((sum, each) => sum + (Number.parseInt(each) || 0), 0) / shares.length;
     const [part, share] = kills[0];
     const button = document.querySelector(`[data-part="${part}"]`);
-    if (mean < share || !button || button.disabled) return;
+    if (mean < share || !button || button.ariaDisabled === "true") return;
     button.click();
     kills.shift();
     if (!kills.length) clearInterval(timer);
 }, 20)
 """
 """In the page itself: on a busy machine a driver may come too late with its clicks, when the streams have ended."""
+PHONE, DESK = 390, 1440
+"""Widths of screens, in pixels."""
 GATEWAYS = 3
 """Of `serve --demo`; the page asks each until one answers."""
+
+CHAT_OPERATION = "generation-chat_completions_v1_chat_completions_post"
+FETCH_DOCUMENT = "const done = arguments[0]; fetch('openapi.json').then((it) => it.json()).then(done)"
+SHOW_ALL = "for (const each of document.querySelectorAll('[hidden], details')) each.hidden = false, each.open = true"
+NUM_POLLS = "return performance.getEntriesByType('resource').filter((it) => it.name.endsWith('/processes')).length"
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -103,12 +111,40 @@ def shot(browser: webdriver.Chrome, name: str) -> None:
 def shot_in_both_schemes(browser: webdriver.Chrome, name: str) -> None:
     """Take a screenshot in light colours, then one in dark ones."""
     if SHOTS:
-        for scheme in ("light", "dark"):
+        for scheme in ("dark", "light"):
             feature = {"name": "prefers-color-scheme", "value": scheme}
             browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
             WebDriverWait(browser, LIMIT_S).until(lambda it: text(it, "state"))
             shot(browser, f"{name}-{scheme}")
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+@contextmanager
+def screen(browser: webdriver.Chrome, width: int, height: int = 900) -> Iterator[None]:
+    """Give the page a screen of this size: a phone's, or a desk's."""
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < PHONE + 1}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        yield
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def shot_on_a_phone(browser: webdriver.Chrome, name: str, place: str) -> None:
+    """Check that nothing is wider than a phone, and that an element is on its screen once it is scrolled to."""
+    with screen(browser, PHONE):
+        assert widest(browser) <= PHONE
+        browser.execute_script("document.getElementById(arguments[0]).scrollIntoView({block: 'start'})", place)
+        shot(browser, name)
+        box = browser.find_element(By.ID, place).rect
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= PHONE
+
+
+def widest(browser: webdriver.Chrome) -> int:
+    """Return how wide the page is, in pixels."""
+    width: int = browser.execute_script("return document.documentElement.scrollWidth")
+    return width
 
 
 def text(browser: webdriver.Chrome, place: str) -> str:
@@ -137,6 +173,7 @@ def test_streams_survive_each_kill_on_the_page(browser: webdriver.Chrome, addres
     waiting.until(lambda it: text(it, "verdict"))
     waiting.until(lambda it: list(held(it)) == ["engine-0", "engine-1"])
     shot(browser, "streams")
+    shot_on_a_phone(browser, "streams-phone", "verdict")
     assert tiles(browser) == ["Throughput", "Batch", "Queue"]
     assert text(browser, "verdict") == (
         "8 of 8 streams are identical to the undisturbed ones; killed: engine-0, gateway-0, redis"
@@ -144,6 +181,23 @@ def test_streams_survive_each_kill_on_the_page(browser: webdriver.Chrome, addres
     rows = browser.find_elements(By.CSS_SELECTOR, "#results tbody tr")
     assert len({row.find_elements(By.TAG_NAME, "td")[5].text for row in rows}) == 8
     assert max(int(row.find_elements(By.TAG_NAME, "td")[2].text) for row in rows) >= 2
+    check_slow_click(browser, waiting, "engine-1")
+
+
+def check_slow_click(browser: webdriver.Chrome, waiting: WebDriverWait[webdriver.Chrome], part: str) -> None:
+    """Hold a button while the page asks three times for what runs: the kill is made, and the button keeps its focus."""
+    button = browser.find_element(By.CSS_SELECTOR, f"[data-part={part}]")
+    before = text(browser, "killed")
+    browser.execute_script("performance.clearResourceTimings()")
+    ActionChains(browser).move_to_element(button).click_and_hold().perform()
+    waiting.until(lambda it: it.execute_script(NUM_POLLS) >= 3)
+    ActionChains(browser).release().perform()
+    waiting.until(lambda it: text(it, "killed") not in ("", before))
+    assert text(browser, "killed").startswith(f"{part} (process ")
+    assert button.get_attribute("aria-disabled") == "true"
+    waiting.until(lambda _: button.get_attribute("aria-disabled") == "false")  # it was started again
+    assert browser.switch_to.active_element == button
+    assert str(button.get_attribute("aria-label")).startswith(f"kill -9 {part}, restarted ")
 
 
 def test_a_conversation_and_a_used_token(browser: webdriver.Chrome, address: str) -> None:
@@ -161,6 +215,43 @@ def test_a_conversation_and_a_used_token(browser: webdriver.Chrome, address: str
     shot(browser, "chat")
     wrong = [each for each in browser.get_log("browser") if "Content Security" in each["message"]]
     assert not wrong
+
+
+def test_what_is_read_out(browser: webdriver.Chrome, address: str) -> None:
+    """What changes by itself is announced; each control has a name."""
+    open_page(browser, address.partition("#")[0])
+    roles = {"trouble": "alert", "messages": "log", "phase": "status", "verdict": "status", "killed": "status"}
+    assert {name: browser.find_element(By.ID, name).aria_role for name in ("messages",)} == {"messages": "log"}
+    assert {name: browser.find_element(By.ID, name).get_attribute("role") for name in roles} == roles
+    browser.execute_script(SHOW_ALL)
+    controls = browser.find_elements(By.CSS_SELECTOR, "button, input, select, textarea, canvas, a")
+    assert len(controls) > 10
+    assert not [each.get_attribute("outerHTML") for each in controls if not each.accessible_name]
+
+
+@pytest.mark.parametrize("width", [PHONE, DESK])
+def test_docs_show_each_operation_and_try_it(browser: webdriver.Chrome, address: str, width: int) -> None:
+    with screen(browser, width, 1200):
+        browser.get(address.partition("#")[0] + "docs")
+        waiting = WebDriverWait(browser, LIMIT_S, poll_frequency=0.1)
+        waiting.until(lambda it: "/v1/chat/completions" in text(it, "operations"))
+        shot(browser, f"docs-{width}")
+        document = browser.execute_async_script(FETCH_DOCUMENT)
+        num_operations = sum(len(each) for each in document["paths"].values())
+        blocks = browser.find_elements(By.CSS_SELECTOR, "#operations .opblock")
+        assert len(blocks) == num_operations
+        chat = browser.find_element(By.CSS_SELECTOR, f"#operations-{CHAT_OPERATION}")
+        chat.find_element(By.CSS_SELECTOR, ".opblock-summary-control").click()
+        waiting.until(lambda it: chat.find_elements(By.CSS_SELECTOR, "button.execute"))
+        examples = Select(chat.find_element(By.CSS_SELECTOR, ".examples-select select"))
+        assert [each.text for each in examples.options][:2] == ["A question", "A stream"]
+        chat.find_element(By.CSS_SELECTOR, "button.execute").click()
+        waiting.until(lambda it: "Mara lives in the lighthouse." in chat.text)
+        browser.execute_script("arguments[0].scrollIntoView()", chat)
+        shot(browser, f"docs-{width}-answer")
+        if width == PHONE:
+            assert widest(browser) <= PHONE
+    assert not browser.get_log("browser"), "nothing is fetched from outside, and nothing breaks the policy"
 
 
 def test_with_keys_nothing_shows_until_one_is_given(browser: webdriver.Chrome, tmp_path: Path) -> None:

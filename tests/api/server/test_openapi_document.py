@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -249,6 +250,28 @@ async def test_every_operation_declares_its_answers(document: Document) -> None:
     for path, statuses in responses():
         assert {"200", "400", "408", "431", "500", "503"} <= statuses, path
         assert "422" not in statuses, path
+
+
+async def test_every_json_body_has_examples_that_are_accepted(
+    engine: SyntheticEngine, settings: Settings, another: Another
+) -> None:
+    """They name no model: they are what a reader of /docs sends first."""
+    every = replace(settings.gateway, allow_runtime_lora=True, allow_model_changes=True)
+    async with another(replace(settings, gateway=every)) as address, httpx.AsyncClient(base_url=address.url) as client:
+        document = (await client.get("/openapi.json")).json()
+        answers = {}
+        for path, operations in document["paths"].items():
+            for method, operation in operations.items():
+                if (body := operation.get("requestBody", {}).get("content", {}).get("application/json")) is None:
+                    continue
+                for name, example in body["examples"].items():
+                    answer = await client.request(method, path, json=example["value"])
+                    answers[path, name] = (answer.status_code, answer.text)
+    # What isn't there in every deployment: a file, an adapter, a second model, a model for vectors or with tools.
+    missing = re.compile("file-0123|my-adapter|my-model|gives no vectors|has no labels|chat template takes no tools")
+    refused = {what: answer for what, answer in answers.items() if answer[0] != 200}
+    assert not [(what, answer) for what, answer in refused.items() if not missing.search(answer[1])]
+    assert len(answers) - len(refused) >= 15
 
 
 async def test_a_405_names_all_methods_of_its_path(http: httpx.AsyncClient) -> None:

@@ -27,8 +27,8 @@ from pagestream_gateway.core.gateway import Gateway
 
 _ABOUT = (
     "OpenAI's API, and Anthropic's messages, over a durable token stream. Each answer's X-Request-Id names its "
-    "request; each event's stream_position is a Last-Event-ID with which GET /v1/requests/<request id>/events goes "
-    "on, on any gateway."
+    "request. Each event carries a `stream_position`: give it as the `Last-Event-ID` of "
+    "`GET /v1/requests/{request_id}/events` to continue the stream at any gateway."
 )
 
 

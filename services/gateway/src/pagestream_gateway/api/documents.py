@@ -1,9 +1,8 @@
-"""The OpenAPI document, and a page that shows it without fetching anything from outside."""
+"""The OpenAPI document, and the page that shows it."""
 
 import json
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from importlib.resources import files
 from threading import Lock
 from typing import Any, Literal, NamedTuple
 
@@ -11,10 +10,12 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 
+from pagestream_gateway.api import viewer
 from pagestream_gateway.api.admin import schemas as admin
 from pagestream_gateway.api.admin.routing import PREFIX as ADMIN
+from pagestream_gateway.api.examples import examples_of
 from pagestream_gateway.api.schemas import generation, resources, vectors
 from pagestream_gateway.api.schemas.errors import ErrorAnswer, ErrorEvent, MessageError
 from pagestream_gateway.api.transports.framing import NDJSON, SSE
@@ -24,6 +25,7 @@ _STREAM_SWITCHES = {
     "X-Stream-Ids": "Give each event its position as its `id`, too.",
     "X-Queue-Comments": "Say where the request stands as comments of the stream, until its first token.",
 }
+_JSON = "application/json"
 _SCHEMA_PATH = "#/components/schemas/{model}"
 
 
@@ -32,7 +34,7 @@ def body_of(*models: type[BaseModel]) -> dict[str, Any]:
 
     The framework does not read the body itself, since it has no bounds for it.
     """
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": _any_of(models)}}}}
+    return {"requestBody": {"required": True, "content": {_JSON: {"schema": _any_of(models)}}}}
 
 
 def stream_body_of(*models: type[BaseModel]) -> dict[str, Any]:
@@ -49,7 +51,6 @@ def install(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
 
     The document takes some 0.3 s of processor time: it is made when it is first asked for, beside the event loop.
     """
-    page = files("pagestream_gateway.api").joinpath("docs.html").read_text(encoding="utf-8")
     made: dict[str, bytes] = {}
     making = Lock()
 
@@ -60,9 +61,7 @@ def install(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
                 made["document"] = json.dumps(_document(app, bodies), ensure_ascii=False).encode()
         return Response(made["document"], media_type="application/json")
 
-    @app.get("/docs", include_in_schema=False)
-    async def docs() -> Response:
-        return HTMLResponse(page)
+    app.include_router(viewer.router())
 
 
 class _Answers(NamedTuple):
@@ -268,6 +267,8 @@ def _document(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> dict[str, Any]
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             operation["responses"] = _responses(_ANSWERS[method, path])
+            if json_body := operation.get("requestBody", {}).get("content", {}).get(_JSON):
+                json_body["examples"] = examples_of(path)
             if path.startswith(ADMIN):
                 operation["security"] = [{"adminKey": []}]
     return document
@@ -281,7 +282,7 @@ def _responses(answers: _Answers) -> dict[str, Any]:
 
 def _response(answers: _Answers, status: int) -> dict[str, Any]:
     whole = _bodies(answers, status)
-    content = {"application/json": {"schema": _any_of(whole)}} if whole else {}
+    content = {_JSON: {"schema": _any_of(whole)}} if whole else {}
     if status == HTTPStatus.OK and answers.events:
         content[SSE] = {"schema": _event(answers.events)}
         if generation.ResponseEvent not in answers.events:  # those that name a response's changes
@@ -299,7 +300,7 @@ def _response(answers: _Answers, status: int) -> dict[str, Any]:
 
 def _event(models: Sequence[type[BaseModel]]) -> dict[str, Any]:
     """Return the schema of one event of a stream, as OpenAPI describes those: its fields, with the data as text."""
-    data: dict[str, Any] = {"type": "string", "contentMediaType": "application/json", "contentSchema": _any_of(models)}
+    data: dict[str, Any] = {"type": "string", "contentMediaType": _JSON, "contentSchema": _any_of(models)}
     if _EVENT_ERROR in models:  # OpenAI's forms
         data = {"anyOf": [data, {"const": _DONE, "description": "The last event."}]}
     text = {"type": "string"}

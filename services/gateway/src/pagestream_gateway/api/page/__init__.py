@@ -11,7 +11,7 @@ from pagestream_gateway.api.callers import identify
 from pagestream_gateway.core.gateway import Gateway
 
 _KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
-_SCRIPTS = ("app", "api", "blocks", "chat", "colours", "control", "live", "streams", "timeline")
+_SCRIPTS = ("app", "api", "blocks", "chat", "colours", "control", "dom", "live", "streams", "timeline")
 _FILES = ("style.css", *(f"{name}.js" for name in _SCRIPTS))
 # Other gateways and the control of `pagestream serve --demo` are on other ports of this machine.
 _POLICY = (

@@ -16,7 +16,9 @@ function trouble(text) {
 async function showModels() {
   try {
     const names = await api.models();
+    const chosen = model();
     $("model").replaceChildren(...names.map((name) => new Option(name, name)));
+    if (names.includes(chosen)) $("model").value = chosen;
     if (!names.length) trouble("no model is published yet");
   } catch (error) {
     trouble(error.message);
@@ -27,6 +29,7 @@ function choose(view) {
   for (const each of ["chat", "streams"]) {
     $(each).hidden = each !== view;
     $(`show-${each}`).classList.toggle("chosen", each === view);
+    $(`show-${each}`).setAttribute("aria-pressed", String(each === view));
   }
 }
 

@@ -1,6 +1,7 @@
 // An engine's KV blocks as a picture: a cell for each block, in the colours of the requests that hold it.
 
 import { colourOf, nameOf } from "./colours.js";
+import { keepChildren, setText } from "./dom.js";
 
 const CACHED = 1, OTHERS = 2, HELD = 3; // see core/engine_monitor.py; 0 is free
 const TALLEST = 168, LARGEST = 12, SMALLEST = 4; // pixels: of the picture, of a cell
@@ -14,8 +15,8 @@ export class BlockGrid {
     this.only = ""; // the request that is looked at
     this.element = document.createElement("section");
     this.element.className = "engine";
-    this.element.innerHTML = `<h3></h3><canvas role="img"></canvas><p class="cell" aria-hidden="true"></p>
-      <ul aria-label="requests in the batch"></ul>`;
+    this.element.innerHTML = `<h3><b></b> <small></small></h3><canvas role="img"></canvas>
+      <p class="cell" aria-hidden="true"></p><ul aria-label="requests in the batch"></ul>`;
     [this.title, this.canvas, this.cell, this.list] = this.element.children;
     this.canvas.addEventListener("mousemove", (event) => this.explain(event));
     this.canvas.addEventListener("mouseleave", () => (this.cell.textContent = ""));
@@ -30,9 +31,8 @@ export class BlockGrid {
     const what = engine.blocks
       ? `${Math.round(100 * used)} % of ${engine.blocks.num_blocks} blocks held, ${engine.running} sequences run`
       : "does not answer";
-    this.title.innerHTML = "<b></b> <small></small>";
-    this.title.children[0].textContent = this.name;
-    this.title.children[1].textContent = what;
+    setText(this.title.children[0], this.name);
+    setText(this.title.children[1], what);
     if (!engine.blocks) return;
     if (this.blocks?.cells.length !== engine.blocks.cells.length || engine.id !== this.id) this.last = [];
     this.id = engine.id;
@@ -79,17 +79,22 @@ export class BlockGrid {
       found.blocks += seq.blocks;
       requests.set(seq.request_id, found);
     }
-    const rows = [...requests].sort(([a], [b]) => nameOf(a).localeCompare(nameOf(b), "en", { numeric: true }));
-    this.list.replaceChildren(...rows.map(([id, { tokens, blocks, prefills }]) => {
-      const row = document.createElement("li"), swatch = document.createElement("span");
-      swatch.className = "swatch";
-      swatch.style.background = colourOf(id);
-      row.dataset.request = id;
-      row.append(swatch, `${nameOf(id)}: ${tokens} tokens, ${blocks} blocks${prefills ? ", prefill" : ""}`);
-      row.addEventListener("mouseenter", () => this.look(id));
-      row.addEventListener("mouseleave", () => this.look(""));
-      return row;
-    }));
+    const sorted = [...requests.keys()].sort((a, b) => nameOf(a).localeCompare(nameOf(b), "en", { numeric: true }));
+    for (const [id, row] of keepChildren(this.list, sorted, (id) => this.row(id))) {
+      const { tokens, blocks, prefills } = requests.get(id);
+      setText(row.lastElementChild, `${nameOf(id)}: ${tokens} tokens, ${blocks} blocks${prefills ? ", prefill" : ""}`);
+    }
+    if (this.only && !requests.has(this.only)) this.only = "";
+  }
+
+  row(id) {
+    const row = document.createElement("li");
+    row.innerHTML = `<span class="swatch"></span><span></span>`;
+    row.firstElementChild.style.background = colourOf(id);
+    row.dataset.request = id;
+    row.addEventListener("mouseenter", () => this.look(id));
+    row.addEventListener("mouseleave", () => this.look(""));
+    return row;
   }
 
   look(id) {

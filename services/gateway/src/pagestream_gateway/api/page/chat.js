@@ -1,5 +1,7 @@
 // A conversation with a model.
 
+import { isUsable, setUsable } from "./dom.js";
+
 const MAX_TOKENS = 512;
 const $ = (id) => document.getElementById(id);
 
@@ -12,7 +14,7 @@ export class Chat {
     $("ask").addEventListener("submit", (event) => {
       event.preventDefault();
       const prompt = $("prompt").value.trim();
-      if (prompt && !this.abort) this.send(prompt);
+      if (prompt && isUsable($("send"))) this.send(prompt);
     });
     $("prompt").addEventListener("keydown", (event) => {
       if (event.key === "Enter" && !event.shiftKey) {
@@ -39,14 +41,16 @@ export class Chat {
   async send(prompt) {
     $("prompt").value = "";
     this.show("user", prompt);
-    const shown = this.show("assistant", ""), note = document.createElement("span");
+    const shown = this.show("assistant", "");
+    shown.setAttribute("aria-busy", "true"); // read out when it is whole, not a token at a time
+    const note = document.createElement("span");
     note.className = "note";
     const system = $("system").value.trim();
     const messages = [...this.messages, { role: "user", content: prompt }];
     const opening = system ? [{ role: "system", content: system }] : [];
     this.abort = new AbortController();
     $("stop").hidden = false;
-    $("send").disabled = true;
+    setUsable($("send"), false);
     let text = "", request = "";
     const began = performance.now();
     try {
@@ -63,9 +67,11 @@ export class Chat {
       if (request) this.api.request("DELETE", `/v1/requests/${request}`).catch(() => {});
     } finally {
       shown.append(note);
+      shown.removeAttribute("aria-busy");
       this.abort = null;
+      if (document.activeElement === $("stop")) $("prompt").focus();
       $("stop").hidden = true;
-      $("send").disabled = false;
+      setUsable($("send"), true);
     }
   }
 }

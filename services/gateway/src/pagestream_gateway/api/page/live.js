@@ -1,6 +1,7 @@
 // What runs now: throughput, batch and queue of each model, and the blocks of each engine.
 
 import { BlockGrid, legend } from "./blocks.js";
+import { keepChildren, setText } from "./dom.js";
 
 const PERIOD_MS = 1_000;
 const SPAN_S = 60;
@@ -11,6 +12,7 @@ export class Live {
     this.api = api;
     this.parent = parent;
     this.state = parent.querySelector("#state");
+    this.silence = parent.querySelector("#silence");
     this.grids = new Map(); // name -> {grid, seen}
     this.ids = new Map(); // engine id -> {at, generated, rate, since}
     this.rates = []; // {at, rate}
@@ -33,8 +35,10 @@ export class Live {
       this.show(await this.api.request("GET", "/page/state"));
       this.parent.hidden = false;
       this.parent.classList.remove("silent");
+      setText(this.silence, "");
     } catch (error) {
       this.parent.classList.add("silent"); // no gateway answers, Redis is away, or a key is missing
+      setText(this.silence, `No gateway answers; these figures are the last ones (${error.message}).`);
       if (error.status === 401) this.refused = this.api.key;
     }
   }
@@ -47,10 +51,11 @@ export class Live {
     this.rates.push({ at: now, rate });
     this.rates = this.rates.filter((each) => now - each.at <= SPAN_S * 1_000);
     const several = models.length > 1;
-    this.tiles.replaceChildren(throughput(this.rates, now), ...models.flatMap((model) => {
+    const shown = new Map([["Throughput", throughput(this.rates, now)], ...models.flatMap((model) => {
       const of = several ? ` of ${model.name}` : "";
-      return [batch(model, of), queue(model, of)];
-    }));
+      return [[`Batch${of}`, batch(model)], [`Queue${of}`, queue(model)]];
+    })]);
+    for (const [title, part] of keepChildren(this.tiles, [...shown.keys()], tile)) fill(part, shown.get(title));
     this.showEngines(engines, now);
   }
 
@@ -94,51 +99,52 @@ export class Live {
 // `engine-0-<pid of serve>:<nonce>`; a pod's name has no number of a process.
 const nameOf = (id) => id.split(":")[0].replace(/^(engine-\d+)-\d+$/, "$1");
 
-function tile(title, value, unit) {
+function tile(title) {
   const part = document.createElement("div");
   part.className = "tile";
-  part.innerHTML = "<h3></h3><p><b></b> <small></small></p>";
+  part.innerHTML = "<h3></h3><p><b></b> <small></small></p><div></div>";
   part.children[0].textContent = title;
-  part.querySelector("b").textContent = value;
-  part.querySelector("small").textContent = unit;
   return part;
+}
+
+// Shows a figure with its unit, notes below it, and the picture of its past where it has one.
+function fill(part, { value, unit, notes = [], points = "" }) {
+  setText(part.querySelector("b"), value);
+  setText(part.querySelector("small"), unit);
+  const numbers = notes.map((_, number) => `${number}`);
+  const lines = keepChildren(part.lastElementChild, numbers, () => document.createElement("p"));
+  for (const number of numbers) setText(lines.get(number), notes[number]);
+  if (!points) return;
+  if (!part.querySelector("svg"))
+    part.querySelector("p").insertAdjacentHTML("afterend", `<svg class="spark" viewBox="0 0 100 30"
+      preserveAspectRatio="none" aria-hidden="true"><polygon/><polyline/></svg>`);
+  part.querySelector("polyline").setAttribute("points", points);
+  part.querySelector("polygon").setAttribute("points", `${points.split(",", 1)[0]},30 ${points} 100,30`);
 }
 
 function throughput(rates, now) {
   const last = rates.at(-1).rate, peak = Math.max(...rates.map((each) => each.rate)), most = Math.max(peak, 1);
-  const part = tile("Throughput", Math.round(last), `tokens/s, at most ${Math.round(peak)} in the last minute`);
   const x = (at) => (100 - (100 * (now - at)) / (SPAN_S * 1_000)).toFixed(2);
   const points = rates.map(({ at, rate }) => `${x(at)},${(29 - (28 * rate) / most).toFixed(2)}`).join(" ");
-  part.insertAdjacentHTML("beforeend",
-    `<svg class="spark" viewBox="0 0 100 30" preserveAspectRatio="none" aria-hidden="true">
-    <polygon points="${x(rates[0].at)},30 ${points} 100,30"/><polyline points="${points}"/></svg>`);
-  return part;
+  return { value: Math.round(last), unit: `tokens/s, at most ${Math.round(peak)} in the last minute`, points };
 }
 
-function batch(model, of) {
+function batch(model) {
   const sum = (field) => model.engines.reduce((total, engine) => total + (engine[field] ?? 0), 0);
   const sequences = model.engines.flatMap((engine) => engine.blocks?.sequences ?? []);
   const prefills = sequences.filter((seq) => seq.phase === "prefill").length, running = sum("running");
-  const part = tile(`Batch${of}`, running, running === 1 ? "sequence runs" : "sequences run");
-  part.append(note(`${sequences.length - prefills} decode, ${prefills} prefill, ${sum("waiting")} wait in engines`));
+  const notes = [`${sequences.length - prefills} decode, ${prefills} prefill, ${sum("waiting")} wait in engines`];
   if (model.num_engines > model.engines.length)
-    part.append(note(`of ${model.engines.length} of the ${model.num_engines} engines`));
-  return part;
+    notes.push(`of ${model.engines.length} of the ${model.num_engines} engines`);
+  return { value: running, unit: running === 1 ? "sequence runs" : "sequences run", notes };
 }
 
-function queue(model, of) {
+function queue(model) {
   const waiting = model.queues.reduce((sum, each) => sum + each.requests, 0);
-  const part = tile(`Queue${of}`, waiting, waiting === 1 ? "request waits" : "requests wait");
   const shown = model.queues.filter(({ name, requests }) => requests || name !== "suspect");
   const line = ({ name, requests }) => `${/^\d/.test(name) ? `class ${name}` : name}: ${requests}`;
-  part.append(note(shown.map(line).join(", ")));
+  const notes = [shown.map(line).join(", ")];
   const oldest = Math.max(0, ...model.queues.map((each) => each.oldest_s));
-  if (waiting) part.append(note(`the oldest for ${oldest.toFixed(1)} s`));
-  return part;
-}
-
-function note(text) {
-  const line = document.createElement("p");
-  line.textContent = text;
-  return line;
+  if (waiting) notes.push(`the oldest for ${oldest.toFixed(1)} s`);
+  return { value: waiting, unit: waiting === 1 ? "request waits" : "requests wait", notes };
 }

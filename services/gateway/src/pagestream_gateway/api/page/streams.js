@@ -1,6 +1,7 @@
 // The demonstration: streams read undisturbed, and again while processes are killed.
 
 import { nameStream } from "./colours.js";
+import { isUsable, keepChildren, setText, setUsable } from "./dom.js";
 import { Timeline } from "./timeline.js";
 
 const PROMPTS = ["the lighthouse", "the baker", "the harbour", "the mill"];
@@ -63,35 +64,50 @@ export class Demonstration {
     this.control = control;
     this.model = model;
     this.timeline = null;
+    this.killed = new Map(); // name -> pid: of processes that may still be listed
     $("start").addEventListener("submit", (event) => {
       event.preventDefault();
+      if (!isUsable($("run"))) return;
       this.run(Number($("count").value), Number($("tokens").value)).catch((error) => {
         $("phase").textContent = `failed: ${error.message}`;
-        $("run").disabled = false;
+        setUsable($("run"), true);
       });
     });
   }
 
   async showParts() {
     const { processes } = await this.control.processes();
-    const buttons = processes.map(({ name, pid, restarts }) => {
-      const button = document.createElement("button");
-      button.textContent = restarts ? `${name} ↻ ${restarts}` : name;
-      button.title = `kill -9 ${name}${restarts ? `, restarted ${restarts === 1 ? "once" : `${restarts} times`}` : ""}`;
-      button.dataset.part = name;
-      button.disabled = pid === null;
-      button.addEventListener("click", async () => {
-        button.disabled = true;
-        await this.control.kill(name);
+    const buttons = keepChildren($("parts"), processes.map(({ name }) => name), (name) => this.button(name));
+    for (const { name, pid, restarts } of processes) {
+      const button = buttons.get(name), times = restarts === 1 ? "once" : `${restarts} times`;
+      setText(button, restarts ? `${name} \u21bb ${restarts}` : name);
+      button.title = `kill -9 ${name}${restarts ? `, restarted ${times}` : ""}`;
+      button.setAttribute("aria-label", button.title);
+      setUsable(button, pid !== null && pid !== this.killed.get(name));
+    }
+  }
+
+  button(name) {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.dataset.part = name;
+    button.addEventListener("click", async () => {
+      if (!isUsable(button)) return;
+      setUsable(button, false);
+      try {
+        const { pid } = await this.control.kill(name);
+        this.killed.set(name, pid);
         this.timeline?.kills.push({ at: performance.now() - this.began, part: name });
-      });
-      return button;
+        $("killed").textContent = `${name} (process ${pid}) was killed`;
+      } catch (error) {
+        $("killed").textContent = `${name} could not be killed: ${error.message}`;
+      }
     });
-    $("parts").replaceChildren(...buttons);
+    return button;
   }
 
   async run(count, tokens) {
-    $("run").disabled = true;
+    setUsable($("run"), false);
     $("results").hidden = true;
     $("verdict").textContent = "";
     $("phase").textContent = "reading the streams undisturbed";
@@ -100,7 +116,7 @@ export class Demonstration {
     const second = await this.readAll(count, tokens);
     $("phase").textContent = "";
     this.report(first, second);
-    $("run").disabled = false;
+    setUsable($("run"), true);
   }
 
   async readAll(count, tokens) {
@@ -137,6 +153,7 @@ export class Demonstration {
   }
 
   report(first, second) {
+    const heads = [...$("results").tHead.rows[0].cells].map((each) => each.textContent); // beside values on a phone
     const rows = second.map((stream, number) => {
       const before = first[number], row = document.createElement("tr");
       const same = stream.digest === before.digest && stream.read_tokens === before.read_tokens;
@@ -144,6 +161,7 @@ export class Demonstration {
         before.digest, stream.digest, same ? "identical" : "DIFFERENT"]) {
         const cell = document.createElement("td");
         cell.textContent = value;
+        cell.dataset.label = heads[row.children.length];
         row.append(cell);
       }
       row.lastElementChild.className = same ? "good" : "bad";
@@ -155,5 +173,6 @@ export class Demonstration {
     const killed = this.timeline.kills.map((kill) => kill.part).join(", ") || "nothing";
     $("verdict").textContent = `${same} of ${rows.length} streams are identical to the undisturbed ones; killed: ${killed}`;
     $("verdict").className = same === rows.length ? "good" : "bad";
+    $("verdict").scrollIntoView({ block: "nearest" });
   }
 }

@@ -1,6 +1,7 @@
 // Which engine had which stream when, a lane for each stream, and what was killed.
 
 import { streamColour } from "./colours.js";
+import { setText } from "./dom.js";
 
 const MARK = { engine: "#d1242f", gateway: "#8250df", redis: "#bc4c00" };
 const TRACK = 7; // pixels: of each engine in a lane
@@ -18,7 +19,7 @@ export class Timeline {
       const lane = document.createElement("div");
       lane.className = "lane";
       lane.innerHTML = `<span><span class="swatch"></span>stream ${number + 1}</span>
-        <canvas width="1600"></canvas><span></span>`;
+        <canvas width="1600" role="img"></canvas><span></span>`;
       lane.querySelector(".swatch").style.background = streamColour(number);
       parent.append(lane);
       this.lanes.push({ canvas: lane.querySelector("canvas"), share: lane.lastElementChild });
@@ -63,7 +64,10 @@ export class Timeline {
         pen.fillStyle = MARK[kill.part.split("-")[0]];
         pen.fillRect((kill.at / end) * width - 2, 0, 4, canvas.height);
       }
-      share.textContent = `${Math.floor(100 * streams[number].share)} %`;
+      const percent = `${Math.floor(100 * streams[number].share)} %`, owner = this.samples.at(-1)?.owners[number];
+      const where = streams[number].ended ? "ended" : owner ? `at ${owner}` : "at no engine";
+      canvas.setAttribute("aria-label", `stream ${number + 1}: ${percent}, ${where}`);
+      setText(share, percent);
     });
   }
 }
