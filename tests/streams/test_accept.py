@@ -350,6 +350,31 @@ class TestIdempotencyKey:
             await gateway.accept_once(spec(key="k", on_disconnect=ON_DISCONNECT_CONTINUE), body_digest="d")
             assert await broker.connection.execute("TTL", Keyspace().idempotency(TENANT, "k")) > 86_000
 
+    async def test_a_discarded_request_frees_its_key(self, broker: Broker) -> None:
+        """Else the key would outlive the record, and a try with it would bring the request back under its old id."""
+        async with GatewaySession(broker) as gateway:
+            first = await gateway.accept_once(spec(key="k"), body_digest="d")
+            await discard_request(broker, first.request_id, TENANT)
+            other = await gateway.accept_once(spec(key="k"), body_digest="e")
+            assert other.request_id != first.request_id
+            assert (await broker.view(first.request_id, TENANT)).is_discarded
+            await discard_request(broker, first.request_id, TENANT)
+            assert await gateway.accept_once(spec(key="k"), body_digest="e") == other, (
+                "a late discard is of its own key"
+            )
+
+    async def test_a_key_that_outlives_a_discarded_request_is_free(self, broker: Broker) -> None:
+        """A version that left it discarded the request, or the try reserved it just before."""
+        async with GatewaySession(broker) as gateway:
+            first = await gateway.accept_once(spec(key="k"), body_digest="d")
+            key = Keyspace().idempotency(TENANT, "k")
+            reserved = await broker.connection.execute("GET", key)
+            await discard_request(broker, first.request_id, TENANT)
+            await broker.connection.execute("SET", key, reserved)
+            other = await gateway.accept_once(spec(key="k"), body_digest="d")
+            assert other.request_id != first.request_id
+            assert await gateway.accept_once(spec(key="k"), body_digest="d") == other
+
     async def test_many_at_once_are_one(self, broker: Broker) -> None:
         async with GatewaySession(broker) as gateway:
             tries = (gateway.accept_once(spec(key="k", partition=i % 2), body_digest="d") for i in range(20))
@@ -475,7 +500,7 @@ async def test_a_retry_with_its_key_does_not_renew_what_was_discarded(broker: Br
         [claim] = await engine.claim()
         await engine.generate(claim, 3, finish=True)
         await discard_request(broker, first.request_id, TENANT)
-        assert (await gateway.accept_once(retry, body_digest="d")).request_id == first.request_id
+        assert await gateway.accept_once(retry, body_digest="d") == retry
         where = await broker.directory.locate(first.request_id)
         for key in (where.request(first.request_id), where.log(first.request_id)):
             assert 0 < await broker.connection.execute("TTL", key) <= 60

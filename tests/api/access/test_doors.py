@@ -18,7 +18,7 @@ TENANTS = ("acme-research", "bluebird-bank")
 BODY = {"model": MODEL, "prompt": "hello", "max_tokens": 2}
 WITHOUT_A_KEY = {"/healthz", "/health", "/ping", "/version", "/load", "/readyz", "/metrics"}
 """Of the operations that the document has."""
-PAGES = ("/", "/docs", "/openapi.json", "/page/app.js")
+PAGES = ("/", "/docs", "/docs/docs.js", "/openapi.json", "/page/app.js")
 NAMING = ("tenant=", "model", "pagestream_gateway_tokens", "target_info", "queue", "redis")
 """Parts of metrics that tell who calls, what for, how much, or where."""
 

@@ -210,6 +210,19 @@ async def test_a_deleted_response_is_gone(
     assert last["response"]["output"][0]["content"][0]["text"] == "abcdef"
 
 
+async def test_a_deleted_response_frees_its_key(client: openai.AsyncOpenAI, http: httpx.AsyncClient) -> None:
+    headers = {"Idempotency-Key": "of-a-deleted-response"}
+    first, again = [await client.responses.create(**asking_for("abcdef"), extra_headers=headers) for _ in range(2)]
+    assert again.id == first.id
+    await client.responses.delete(first.id)
+    made = await client.responses.create(**asking_for("abcdef"), extra_headers=headers)
+    assert made.id != first.id
+    assert made.output_text == "abcdef"
+    assert (await http.get(f"/v1/responses/{first.id}")).status_code == 404
+    joined = await client.responses.create(**asking_for("abcdef"), extra_headers=headers)
+    assert joined.id == made.id
+
+
 async def test_streams_hold_their_text_within_the_memory_of_whole_answers(
     engine: SyntheticEngine, settings: Settings, another: Callable[[Settings], AbstractAsyncContextManager[Address]]
 ) -> None:

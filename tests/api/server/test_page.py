@@ -27,7 +27,24 @@ async def test_the_page_has_all_its_parts_and_names_no_other_server(http: httpx.
         found = set(re.findall(r'(?:href|src)="(/page/[^"]+)"', answer.text))
         found |= {f"/page/{name}" for name in re.findall(r'from "\./([^"]+)"', answer.text)}
         left |= found - seen
-    assert len(seen) == 11
+    assert len(seen) == 12
+
+
+async def test_the_api_s_page_has_all_its_parts_and_names_no_other_server(http: httpx.AsyncClient) -> None:
+    """Swagger UI itself names the standards that it reads; the policy keeps it from asking for anything elsewhere."""
+    page = await http.get("/docs")
+    parts = re.findall(r'(?:href|src)="(docs/[^"]+)"', page.text)
+    assert len(parts) == 4
+    for path in ("docs", *parts):
+        answer = await http.get(f"/{path}")
+        plain = await http.get(f"/{path}", headers={"Accept-Encoding": "identity"})
+        assert (answer.status_code, answer.headers["content-encoding"]) == (200, "gzip"), path
+        assert "content-encoding" not in plain.headers
+        assert answer.content == plain.content
+        policy = answer.headers["content-security-policy"]
+        assert {"default-src 'none'", "connect-src 'self'", "script-src 'self'"} <= set(policy.split("; "))
+        if "swagger-ui" not in path:
+            assert not re.search(r"https?://", answer.text), path
 
 
 async def test_the_page_can_be_switched_off(settings: Settings, another: Another) -> None:

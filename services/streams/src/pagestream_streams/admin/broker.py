@@ -23,7 +23,7 @@ from pagestream_streams.admin.queue_positions import EntryId, Place, QueuePositi
 from pagestream_streams.admin.roster import Roster
 from pagestream_streams.connection import wakeups
 from pagestream_streams.connection.connection import Call, Connection
-from pagestream_streams.connection.scripts import DISCARD, END, EXPIRE, VIEW
+from pagestream_streams.connection.scripts import DISCARD, END, EXPIRE, FREE_KEY, VIEW
 from pagestream_streams.errors import RequestNotFound
 from pagestream_streams.protocol import ids
 from pagestream_streams.protocol.equal_requests import POISON_S, equality_digest
@@ -278,11 +278,21 @@ async def expire_engine(broker: Broker, engine_id: str) -> None:
 
 
 async def discard_request(broker: Broker, request_id: str, tenant: str) -> None:
-    """End a request, and let its record and log expire soon. RequestNotFound, Unavailable.
+    """End a request, free its idempotency key, and let its record and log expire soon. RequestNotFound, Unavailable.
 
     Views say at once that it is discarded. A reader has `DISCARDED_KEPT_S` seconds to see its end.
     """
     await broker.cancel(request_id, tenant)
+    # The key goes first: one that outlived the record would have the request accepted again, under its old id.
+    await free_key(broker, await broker.spec(request_id, tenant))
     where = await broker.directory.locate(request_id)
     if not await broker.connection.run(DISCARD, where.prefix, request_id, tenant, DISCARDED_KEPT_S * 1000):
         raise RequestNotFound(request_id)
+
+
+async def free_key(broker: Broker, spec: RequestSpec) -> None:
+    """Free the idempotency key of a request that is discarded: a later try makes a new request. Unavailable."""
+    if spec.idempotency_key:
+        connection = broker.connection
+        run = connection.run_acknowledged if connection.is_cluster else connection.run
+        await run(FREE_KEY, connection.keyspace.reservation(spec.tenant, spec.idempotency_key), spec.request_id)

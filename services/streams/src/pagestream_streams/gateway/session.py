@@ -6,16 +6,24 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 
-from pagestream_streams.admin.broker import Broker
+from pagestream_streams.admin.broker import Broker, free_key
 from pagestream_streams.admin.request_lists import enlist
 from pagestream_streams.admin.sweeper import Sweeper
 from pagestream_streams.connection.subscription import Subscription
-from pagestream_streams.errors import LogsFull, ModelNotFound, QueueFull, RateLimited, RequestNotFound, StorageFull
+from pagestream_streams.errors import (
+    LogsFull,
+    ModelNotFound,
+    QueueFull,
+    RateLimited,
+    RequestNotFound,
+    StorageFull,
+    Unavailable,
+)
 from pagestream_streams.gateway.acceptance import Acceptor
 from pagestream_streams.gateway.follower import Sink
 from pagestream_streams.gateway.heartbeat import GatewayHeartbeat
@@ -26,6 +34,15 @@ from pagestream_streams.limits.admission import Admission, Admissions
 from pagestream_streams.limits.ends import EndCounter
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.rates import LimitSource, Rate
+
+_MOST_DISCARDED = 2  # requests of one idempotency key that are found discarded while it is asked for
+
+
+class _Running(NamedTuple):
+    """What an idempotency key stands for."""
+
+    spec: RequestSpec
+    is_discarded: bool = False
 
 
 class GatewaySession:
@@ -166,7 +183,8 @@ class GatewaySession:
     ) -> RequestSpec:
         """Accept a request once for its tenant and idempotency key. A retry completes an accept that was interrupted.
 
-        A retry after the request's end renews its log, so that the key never outlives it. A refusal frees the key.
+        A retry after the request's end renews its log, so that the key never outlives it. A refusal frees the key, and
+        so does a request that its tenant has discarded: the try is then a new request.
 
         Args:
             body_digest: digest of the client's body; tries with the same key must have the same.
@@ -179,6 +197,16 @@ class GatewaySession:
             IdempotencyConflict: the key was used with another body.
             QueueFull, RateLimited, LogsFull, ModelNotFound, RequestNotFound, Unavailable: as `accept`.
         """
+        for _ in range(_MOST_DISCARDED + 1):
+            running = await self._accepted_once(spec, body_digest, is_length_given, on_rates)
+            if not running.is_discarded:
+                return running.spec
+            await free_key(self._broker, running.spec)
+        raise Unavailable("the request was discarded while it was accepted; try again with another id")
+
+    async def _accepted_once(
+        self, spec: RequestSpec, body_digest: str, is_length_given: bool, on_rates: Callable[[Sequence[Rate]], None]
+    ) -> _Running:
         connection = self._broker.connection
         reservation, same = await self.acceptor.reserved(spec, body_digest)
         try:
@@ -187,14 +215,14 @@ class GatewaySession:
             else:
                 is_new = await self.accept(same, is_length_given=is_length_given, on_rates=on_rates)
             if is_new:
-                return same
+                return _Running(same)
         except (QueueFull, RateLimited, LogsFull, ModelNotFound, RequestNotFound, StorageFull):
             await release(connection, reservation)
             raise
         view = await self._broker.view(same.request_id, spec.tenant, with_position=False)
         if view.state == REQUEST_STATE_FINISHED:
             await shorten(connection, reservation, self._settings.retention_s)
-        return view.spec
+        return _Running(view.spec, view.is_discarded)
 
     def read(
         self,
