@@ -19,6 +19,7 @@ from support.clients.gateway_clients import (
     grpc_stub,
     refusal,
     running_address,
+    sse_events,
     write_keys,
 )
 from support.engines.synthetic_engine import MODEL, SyntheticEngine, synthetic_card
@@ -222,6 +223,52 @@ async def test_keys_are_read_again_at_once_and_wrong_ones_not_at_all(http: httpx
     write_keys(keys, {"ka": "a", "kb": "b"})
     assert (await reloaded())[0]["changed"] is True
     assert await statuses("ka") == [200]
+
+
+async def test_a_revoked_key_begins_nothing_and_what_it_began_goes_on(
+    http: httpx.AsyncClient, gateway: Address, folder: Path, engine: SyntheticEngine
+) -> None:
+    """A request belongs to its tenant: its other keys read it, and an administrator ends it."""
+    keys, engine.hold_at = write_keys(folder / "keys", {"ka": "a", "new": "a", "kb": "b"}), 3
+
+    async def reload() -> None:
+        assert (await http.post("/admin/v1/keys/reload", headers=bearer("root"))).status_code == 200
+
+    await reload()
+    asked = {**BODY, "stream": True}
+    async with (
+        http.stream("POST", "/v1/completions", json=asked, headers=bearer("ka")) as stream,
+        http.stream("POST", "/v1/completions", json=asked, headers=bearer("ka")) as ended,
+        grpc_stub(gateway, key="ka") as stub,
+    ):
+        sampling = api.SamplingParams(max_tokens=8)
+        chunks = aiter(stub.Generate(api.GenerateRequest(model=MODEL, prompt="hello", sampling=sampling)))
+        first = await anext(chunks)
+        events, others = sse_events(stream), sse_events(ended)
+        begun = [await anext(events), await anext(others)][0]
+        write_keys(keys, {"new": "a", "kb": "b"})
+        await reload()
+        request_id = stream.headers["X-Request-Id"]
+        place = {"Last-Event-ID": begun.position}
+        refused = [
+            await http.post("/v1/completions", json=BODY, headers=bearer("ka")),
+            await http.get(f"/v1/requests/{request_id}/events", headers={**bearer("ka"), **place}),
+            await http.delete(f"/v1/requests/{request_id}", headers=bearer("ka")),
+        ]
+        assert {(answer.status_code, answer.json()["error"]["code"]) for answer in refused} == {
+            (401, "invalid_api_key")
+        }
+        other_id = ended.headers["X-Request-Id"]
+        assert (await http.delete(f"/admin/v1/requests/{other_id}", headers=bearer("root"))).status_code == 200
+        assert [event.data async for event in others][-1] == "[DONE]"
+        engine.go_on()
+        rest = [event async for event in events]
+        assert rest[-1].data == "[DONE]"
+        assert [answer async for answer in chunks][-1].chunk.request_id == first.chunk.request_id
+    again = await http.get(f"/v1/requests/{request_id}/events", headers={**bearer("new"), **place})
+    assert [event.data async for event in sse_events(again)] == [event.data for event in rest]
+    write_keys(keys, {"ka": "a", "kb": "b"})
+    await reload()
 
 
 async def test_it_may_have_a_port_of_its_own(settings: Settings, engine: SyntheticEngine) -> None:

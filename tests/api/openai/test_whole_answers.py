@@ -10,9 +10,17 @@ from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 from pagestream_gateway import Settings, StreamSettings
 from support.clients.gateway_clients import Address, gateway_settings, get_events, running_address
-from support.engines.synthetic_engine import MODEL, SyntheticEngine, answer_text, running_engine, synthetic_card
+from support.engines.synthetic_engine import (
+    FAILING_TOKEN,
+    MODEL,
+    SyntheticEngine,
+    answer_text,
+    running_engine,
+    synthetic_card,
+)
 from support.protocol.token_streams import eventually
 
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
@@ -150,3 +158,69 @@ async def _begin(connection: socket.socket, address: Address, body: bytes) -> by
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
     await loop.sock_sendall(connection, f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     return await loop.sock_recv(connection, 64)
+
+
+# -- A proxy drops a connection that is silent for too long: blanks go before the body where the settings ask for it.
+
+
+WHOLE = {
+    "/v1/completions": asked(n=1),
+    "/v1/chat/completions": {"model": MODEL, "messages": [{"role": "user", "content": "Once"}], "max_tokens": 20},
+    "/v1/responses": {"model": MODEL, "input": "Once", "max_output_tokens": 20},
+    "/v1/messages": {"model": MODEL, "messages": [{"role": "user", "content": "Once"}], "max_tokens": 20},
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def impatient(shared_engine: SyntheticEngine, redis_url: str) -> AsyncIterator[httpx.AsyncClient]:
+    """Open a client of a gateway that sends blanks early."""
+    stream = StreamSettings(whole_answer_blanks_after_s=0.05, keep_alive_s=0.05)
+    settings = dataclasses.replace(gateway_settings(redis_url), stream=stream)
+    async with running_address(settings) as address, client_of(address) as client:
+        yield client
+
+
+@pytest.mark.parametrize("path", WHOLE)
+async def test_blanks_go_before_an_answer_that_is_long_in_coming(
+    engine: SyntheticEngine, impatient: httpx.AsyncClient, path: str
+) -> None:
+    engine.hold_at = 2
+    async with asyncio.timeout(LIMIT_S), impatient.stream("POST", path, json=WHOLE[path]) as answer:
+        assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json")
+        assert (answer.headers["x-accel-buffering"], "content-length" in answer.headers) == ("no", False)
+        parts = answer.aiter_raw()
+        begun = [await anext(parts) for _ in range(3)]
+        assert set(b"".join(begun)) == {ord("\n")}
+        engine.go_on()
+        rest = b"".join([part async for part in parts])
+    assert json.loads(b"".join(begun) + rest)["id"] in answer.headers["x-request-id"]
+
+
+async def test_a_failure_after_blanks_cuts_the_answer(engine: SyntheticEngine, impatient: httpx.AsyncClient) -> None:
+    """Its status is out: a body that is no answer would be taken for one."""
+    engine.hold_at = 0
+    body = asked(n=1, prompt=[FAILING_TOKEN])
+    async with asyncio.timeout(LIMIT_S), impatient.stream("POST", "/v1/completions", json=body) as answer:
+        parts = answer.aiter_raw()
+        assert set(await anext(parts)) == {ord("\n")}
+        engine.go_on()
+        with pytest.raises(httpx.RemoteProtocolError):
+            assert not [part async for part in parts if part.strip()]
+
+
+async def test_without_the_setting_nothing_goes_before_the_end(engine: SyntheticEngine, redis_url: str) -> None:
+    stream = StreamSettings(keep_alive_s=0.05)
+    settings = dataclasses.replace(gateway_settings(redis_url), stream=stream)
+    engine.hold_at = 2
+    async with running_address(settings) as address, client_of(address) as client, asyncio.timeout(LIMIT_S):
+        call = asyncio.create_task(client.post("/v1/completions", json=asked(n=1)))
+        await eventually(lambda: len(engine.claimed) == 1)
+        async with client.stream("POST", "/v1/completions", json=asked(n=1, stream=True)) as other:
+            lines = other.aiter_raw()
+            idle = [await anext(lines) for _ in range(4)]  # meanwhile a stream has had its keep-alives
+        assert b"\n\n" in b"".join(idle)
+        assert not call.done()
+        engine.go_on()
+        answer = await call
+    assert answer.content[:1] == b"{"
+    assert int(answer.headers["content-length"]) == len(answer.content)

@@ -35,6 +35,7 @@ CONNECTIONS = ConnectionSettings(
     body_timeout_s=SHORT_S,
     idle_timeout_s=SHORT_S,
 )
+KERNEL_CONNECTIONS = Path("/proc/net/tcp")
 FEW = replace(CONNECTIONS, max_connections=3)
 Another = Callable[[Settings], AbstractAsyncContextManager[Address]]
 
@@ -52,6 +53,12 @@ class Connection:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
+
+    @property
+    def port(self) -> int:
+        """The client's own port."""
+        port: int = self._writer.get_extra_info("sockname")[1]
+        return port
 
     async def send(self, data: bytes) -> None:
         """Write bytes. Raises ConnectionError where the gateway has closed."""
@@ -166,6 +173,21 @@ async def test_an_endless_trailer_and_an_endless_chunk_extension_are_refused(add
 )
 async def test_a_stalled_request_ends(address: Address, sent: bytes, answer: Answer) -> None:
     assert await end_of(address, sent) == answer
+
+
+@pytest.mark.skipif(not KERNEL_CONNECTIONS.exists(), reason="the kernel lists its connections on Linux alone")
+async def test_the_kernel_probes_a_silent_connection(address: Address) -> None:
+    """Address translation forgets a connection that is silent for minutes, as that of a long whole answer is."""
+    async with connect(address) as connection:
+        await connection.send(GET + b"\r\n")
+        await connection.until(b"\r\n\r\n")
+        port, peer = (f":{each:04X}" for each in (address.http_port, connection.port))
+
+        def is_probed() -> bool:
+            rows = [line.split() for line in KERNEL_CONNECTIONS.read_text().splitlines()]
+            return any(row[1].endswith(port) and row[2].endswith(peer) and row[5].startswith("02:") for row in rows)
+
+        await eventually(is_probed)
 
 
 async def test_an_idle_connection_ends_after_its_last_answer(address: Address) -> None:

@@ -53,6 +53,7 @@ def test_unknown_and_malformed_variables_are_named(variable: str, value: str) ->
         ("PAGESTREAM_GATEWAY__ANSWER_LIMIT_S", "0", "answer_limit_s"),
         ("PAGESTREAM_SHUTDOWN__DRAIN_S", "-1", "drain_s"),
         ("PAGESTREAM_LIMITS__MAX_N", "0", "max_n"),
+        ("PAGESTREAM_STREAM__WHOLE_ANSWER_BLANKS_AFTER_S", "0", "whole_answer_blanks_after_s"),
         ("PAGESTREAM_GATEWAY__REDIS", "localhost:6379", "gateway.redis"),
         ("PAGESTREAM_FORMATS__TOOL_CALL_PARSER_OF", "a/m=hermes,n=herms", r"'n'.*'herms' was given, one of .*hermes"),
         ("PAGESTREAM_FORMATS__REASONING_PARSER_OF", "m=think", r"reasoning_parser_of\['m'\]"),

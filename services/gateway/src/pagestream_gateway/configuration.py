@@ -124,7 +124,7 @@ def _check(settings: Settings) -> None:
         raise SettingsError(f"gateway.answer_limit_s: {settings.gateway.answer_limit_s} must be above 0")
     for group in ("limits", "connections", "stream", "batches", "shutdown"):
         for name, value in dataclasses.asdict(getattr(settings, group)).items():
-            if not value > 0:
+            if value is not None and not value > 0:
                 raise SettingsError(f"{group}.{name}: {value} must be above 0")
 
 

@@ -308,6 +308,10 @@ class StreamSettings:
     """
     whole_answer_wait_s: float = 60.0
     """Seconds that such an answer, once complete, waits for that memory."""
+    whole_answer_blanks_after_s: float | None = None
+    """Seconds of silence after which an answer that is not streamed begins, with its status and headers; a line feed,
+    which JSON allows before a value, then follows every `keep_alive_s`. A failure after that can't change the status
+    any more and closes the connection. None: nothing is sent before the end."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,9 @@ from pagestream_gateway.api.http_protocol import WRITE_BUFFER_BYTES, BoundedHttp
 from pagestream_gateway.errors import StartupError
 
 _BACKLOG = 4096  # thousands of streams may reconnect at once when another gateway has gone
+# Seconds until the kernel probes a silent connection, and between probes, and how many may be lost. Address translation
+# and balancers of connections forget one that is silent for 4 to 6 minutes, as that of an answer without a stream is.
+_PROBES = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 20, "TCP_KEEPCNT": 6}
 
 
 class _Server(uvicorn.Server):
@@ -95,6 +98,10 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # its connections inherit it; else the kernel buffers megabytes
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, WRITE_BUFFER_BYTES)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # connections inherit this, too
+        for name, value in _PROBES.items():
+            if hasattr(socket, name):
+                listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         listener.bind((host, port))
     except OSError as error:
         listener.close()

@@ -96,8 +96,13 @@ class LogAnswer(Response):
         """Write the whole answer; return the outcome for the metrics."""
         raise NotImplementedError
 
+    @property
+    def silence_s(self) -> float:
+        """Return after how many seconds without anything sent `keep_alive` is called."""
+        return self._gateway.settings.stream.keep_alive_s
+
     async def keep_alive(self, send: Send) -> None:
-        """Keep the connection alive; called after `keep_alive_s` without anything sent."""
+        """Keep the connection alive."""
 
     async def learn_token_bytes(self) -> None:
         """Let the writer find the bytes of tokens in the model's tokenizer, where the answer shows any."""
@@ -139,7 +144,7 @@ class LogAnswer(Response):
         """Return when the client has left; keep the connection alive until then."""
         loop = asyncio.get_running_loop()
         while True:
-            due_s = self._last_send_s + self._gateway.settings.stream.keep_alive_s
+            due_s = self._last_send_s + self.silence_s
             if loop.time() >= due_s:
                 await self.keep_alive(send)
                 self._note_send()

@@ -26,6 +26,7 @@ _PIECE_BYTES = 64 * 1024  # handed to the server at once
 STALL_S = 5.0  # without a piece taken: the rest is dropped, and read again when the client reads on
 _TURN_S = 30.0  # a sender that others wait for must be fast enough to be done in; else the rest is dropped alike
 _LEAST_PART_BYTES = 4 * _PIECE_BYTES  # of the rest that is read again while others wait
+_BLANK = b"\n"  # which JSON allows before a value
 RETRY_AFTER_S = 5.0
 
 
@@ -73,6 +74,34 @@ class WholeAnswer(LogAnswer):
         self._share = BudgetShare(gateway.answer_budget)
         self._fingerprint = ""
         """Of the engine, where a wake-up told it."""
+        self._has_begun = False
+        """Whether status and headers are out before the body is known."""
+        self._has_body = False
+        self._beginning = asyncio.Lock()
+
+    @property
+    def silence_s(self) -> float:
+        """Return after how many seconds of silence blanks begin, and then how often they follow."""
+        stream = self._gateway.settings.stream
+        if self._has_begun or stream.whole_answer_blanks_after_s is None:
+            return stream.keep_alive_s
+        return stream.whole_answer_blanks_after_s
+
+    async def keep_alive(self, send: Send) -> None:
+        """Begin the answer, and send a blank, where the settings ask for it and the body is still to come."""
+        if self._gateway.settings.stream.whole_answer_blanks_after_s is None:
+            return
+        async with self._beginning:
+            if self._has_body:
+                return
+            if not self._has_begun:
+                self._has_begun = True
+                headers = [*self._json_headers(), (b"x-accel-buffering", b"no")]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": _BLANK, "more_body": True})
+
+    def _json_headers(self) -> list[tuple[bytes, bytes]]:
+        return [(b"content-type", b"application/json"), *self.header_pairs()]
 
     async def write(self, scope: Scope, receive: Receive, send: Send) -> str:
         """Write the body, or the error that the log or this gateway ended with; return the outcome."""
@@ -86,7 +115,10 @@ class WholeAnswer(LogAnswer):
                 body.set_fingerprint(fingerprint)
             except (GatewayError, StreamsError) as error:
                 log_unexpected(error, self._request_id)
-                await self.refusal(error)(scope, receive, send)
+                async with self._beginning:
+                    self._has_body = True
+                if not self._has_begun:  # else the body is not complete, so the server closes the connection
+                    await self.refusal(error)(scope, receive, send)
                 return error_report(error).code
             return await self._send(send, list(body.parts(end)), end)
         finally:
@@ -163,12 +195,11 @@ class WholeAnswer(LogAnswer):
     async def _send(self, send: Send, parts: list[bytes], end: LogEnd) -> str:
         """Send the body in pieces; return the outcome."""
         num_bytes, sent = sum(map(len, parts)), 0
-        headers = [
-            (b"content-length", str(num_bytes).encode()),
-            (b"content-type", b"application/json"),
-            *self.header_pairs(),
-        ]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async with self._beginning:
+            self._has_body = True
+        if not self._has_begun:
+            headers = [(b"content-length", str(num_bytes).encode()), *self._json_headers()]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
         pieces, parts = _pieces(parts, 0), []
         now = asyncio.get_running_loop().time
         while True:
