@@ -463,6 +463,74 @@ def test_bad_words_and_allowed_tokens(demo_client: openai.OpenAI) -> None:
     assert set(allowed.choices[0].model_extra["token_ids"]) <= {40, 41}
 
 
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+TOOL = {"name": "a", "description": "A.", "parameters": SCHEMA}
+ASKED = {"messages": [{"role": "user", "content": "A boat"}], "max_tokens": 8}
+CONTRADICTIONS: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/chat/completions", {**ASKED, "response_format": JSON_SCHEMA}, "response_format"),
+    ("/v1/chat/completions", {**ASKED, "structured_outputs": {"choice": ["yes"]}}, "structured_outputs"),
+    (
+        "/v1/chat/completions",
+        {**ASKED, "tools": [{"type": "function", "function": TOOL}], "tool_choice": "required"},
+        "tools",
+    ),
+    ("/v1/chat/completions", {**ASKED, "bad_words": ["q"]}, "bad_words"),
+    ("/v1/completions", {"prompt": "A", "response_format": JSON_SCHEMA}, "response_format"),
+    (
+        "/v1/responses",
+        {"input": "A", "text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}},
+        "text.format",
+    ),
+    (
+        "/v1/messages",
+        {**ASKED, "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+        "output_config.format",
+    ),
+    (
+        "/v1/messages",
+        {**ASKED, "tools": [{"name": "a", "input_schema": SCHEMA}], "tool_choice": {"type": "any"}},
+        "tools",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "field"), CONTRADICTIONS)
+def test_a_contradiction_is_the_field_s_that_asks_for_it(
+    demo_client: openai.OpenAI, path: str, body: dict[str, Any], field: str
+) -> None:
+    """Only the engine sees that the allowed token and the form leave nothing."""
+    only = encode("q")[-1]
+    url = str(demo_client.base_url).removesuffix("/v1/")
+    answer = httpx.post(f"{url}{path}", json={"model": MODEL, **body, "allowed_token_ids": [only]}, timeout=LIMIT_S)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+    names = error["message"].partition(": ")[0].split(", ")
+    assert set(names) == {field, "allowed_token_ids"}
+    if path != "/v1/messages":  # whose errors have no such member
+        assert (error["param"], error["code"]) == (names[0], "invalid_request")
+
+
+def test_a_contradiction_is_named_in_streams(demo_stack: Stack, demo_client: openai.OpenAI) -> None:
+    only = encode("q")[-1]
+    with pytest.raises(openai.APIError) as caught:
+        list(
+            demo_client.chat.completions.create(
+                model=MODEL,
+                messages=[{"role": "user", "content": "A boat"}],
+                response_format=JSON_SCHEMA,  # type: ignore[arg-type]
+                stream=True,
+                extra_body={"allowed_token_ids": [only]},
+            )
+        )
+    assert caught.value.param == "response_format"
+    sampling = api.SamplingParams(allowed_token_ids=[only], structured_outputs=api.StructuredOutputs(regex="[0-9]{2}"))
+    with grpc.insecure_channel(demo_stack.gateways[0].grpc_target) as channel:
+        asked = api.GenerateRequest(model=MODEL, prompt="A", sampling=sampling)
+        *_, last = InferenceStub(channel).Generate(asked, timeout=LIMIT_S)
+    assert (last.chunk.error.code, last.chunk.error.field) == ("invalid_request", "sampling.structured_outputs")
+
+
 def test_ids_are_those_of_the_texts(demo_client: openai.OpenAI) -> None:
     whole = answered(demo_client, return_token_ids=True)
     ids = whole.choices[0].model_extra["token_ids"]

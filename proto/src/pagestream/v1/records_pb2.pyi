@@ -54,7 +54,7 @@ LABEL_ACTIVATION_SIGMOID: LabelActivation
 LABEL_ACTIVATION_IDENTITY: LabelActivation
 
 class AnswerForm(_message.Message):
-    __slots__ = ("api", "created", "include_usage", "echo_texts", "top_logprobs", "echo_logprobs", "vectors", "prompt_logprobs", "first_tokens", "output", "response", "continuous_usage", "token_ids", "tokens_by_id")
+    __slots__ = ("api", "created", "include_usage", "echo_texts", "top_logprobs", "echo_logprobs", "vectors", "prompt_logprobs", "first_tokens", "output", "response", "continuous_usage", "token_ids", "tokens_by_id", "constraint_field")
     API_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
     INCLUDE_USAGE_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,7 @@ class AnswerForm(_message.Message):
     CONTINUOUS_USAGE_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_BY_ID_FIELD_NUMBER: _ClassVar[int]
+    CONSTRAINT_FIELD_FIELD_NUMBER: _ClassVar[int]
     api: ApiForm
     created: int
     include_usage: bool
@@ -83,7 +84,8 @@ class AnswerForm(_message.Message):
     continuous_usage: bool
     token_ids: bool
     tokens_by_id: bool
-    def __init__(self, api: _Optional[_Union[ApiForm, str]] = ..., created: _Optional[int] = ..., include_usage: _Optional[bool] = ..., echo_texts: _Optional[_Iterable[str]] = ..., top_logprobs: _Optional[int] = ..., echo_logprobs: _Optional[bool] = ..., vectors: _Optional[_Union[VectorForm, _Mapping]] = ..., prompt_logprobs: _Optional[int] = ..., first_tokens: _Optional[_Iterable[str]] = ..., output: _Optional[_Union[OutputForm, _Mapping]] = ..., response: _Optional[_Union[ResponseForm, _Mapping]] = ..., continuous_usage: _Optional[bool] = ..., token_ids: _Optional[bool] = ..., tokens_by_id: _Optional[bool] = ...) -> None: ...
+    constraint_field: str
+    def __init__(self, api: _Optional[_Union[ApiForm, str]] = ..., created: _Optional[int] = ..., include_usage: _Optional[bool] = ..., echo_texts: _Optional[_Iterable[str]] = ..., top_logprobs: _Optional[int] = ..., echo_logprobs: _Optional[bool] = ..., vectors: _Optional[_Union[VectorForm, _Mapping]] = ..., prompt_logprobs: _Optional[int] = ..., first_tokens: _Optional[_Iterable[str]] = ..., output: _Optional[_Union[OutputForm, _Mapping]] = ..., response: _Optional[_Union[ResponseForm, _Mapping]] = ..., continuous_usage: _Optional[bool] = ..., token_ids: _Optional[bool] = ..., tokens_by_id: _Optional[bool] = ..., constraint_field: _Optional[str] = ...) -> None: ...
 
 class ResponseForm(_message.Message):
     __slots__ = ("members_zlib", "input_zlib", "background", "unstored")

@@ -239,6 +239,11 @@ class NoEngine(GenerationFailed):
 class RequestFailed(GenerationFailed):
     """An engine could not go on with an accepted request, and the request is at fault."""
 
+    def __init__(self, code: str, message: str, field: str | None = None) -> None:
+        super().__init__(code, message)
+        self.field = field
+        """The field of the body that is at fault; None where none is known."""
+
 
 class SettingsError(GatewayError):
     """A flag, variable or file that the process was started with is wrong; the message names it."""

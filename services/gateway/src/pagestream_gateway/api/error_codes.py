@@ -119,7 +119,7 @@ def error_report(error: Exception) -> ErrorReport:
         found.type,
         error.code if isinstance(error, errors.GenerationFailed) else found.code,
         _message(error),
-        error.field if isinstance(error, errors.InvalidRequest) else found.field,
+        error.field if isinstance(error, errors.InvalidRequest | errors.RequestFailed) else found.field,
         _retry_after_s(error),
         _limit_headers(error),
     )

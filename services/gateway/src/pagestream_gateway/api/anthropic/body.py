@@ -225,7 +225,8 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest
             sampling.structured_outputs.CopyFrom(forced)
             field_names["structured_outputs"] = "tools"
         queued = queued_arguments(body, headers, document, API_FORM_MESSAGES)
-    answer = AnswerForm(api=API_FORM_MESSAGES, created=now_s())
+    constraint_field = field_names.get("structured_outputs", "")
+    answer = AnswerForm(api=API_FORM_MESSAGES, created=now_s(), constraint_field=constraint_field)
     draft = Draft(prompts=[prompt], prompt_field="messages", sampling=sampling, answer=answer, **queued)
     return ParsedRequest(draft, stream=bool(body.stream), field_names=field_names)
 

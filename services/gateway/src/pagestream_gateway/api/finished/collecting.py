@@ -56,7 +56,7 @@ async def _collect(
                     body.add(run)
                     continue
                 if is_failed(spec, run.end):
-                    raise failure(run.end)
+                    raise failure(spec, run.end)
                 fingerprint = await gateway.requests.fingerprint(spec)
                 writer.set_fingerprint(fingerprint)
                 body.set_fingerprint(fingerprint)

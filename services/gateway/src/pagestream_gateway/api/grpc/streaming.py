@@ -9,6 +9,7 @@ import grpc
 from pagestream.v1 import inference_pb2 as api
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 
+from pagestream_gateway.api.failures import fields_at_fault
 from pagestream_gateway.api.runs import Run, split_runs
 from pagestream_gateway.core.calls import Call
 from pagestream_gateway.core.gateway import Gateway
@@ -163,3 +164,5 @@ def _fill_chunk(chunk: api.TokenChunk, request_id: str, run: Run) -> None:
             chunk.finish_reason = api.FINISH_REASON_ERROR
         if run.end.HasField("error"):
             chunk.error.CopyFrom(run.end.error)
+            if names := fields_at_fault(run.end.error):
+                chunk.error.field = f"sampling.{names[0]}"

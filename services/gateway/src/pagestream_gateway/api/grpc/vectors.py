@@ -114,7 +114,7 @@ async def _follow(gateway: Gateway, spec: RequestSpec, take: Callable[[Run], obj
                         take(run)
                         continue
                     if is_failed(spec, run.end):
-                        raise failure(run.end)
+                        raise failure(spec, run.end)
                     return run.end.usage
     raise GenerationFailed("log_without_end", "the log ended without its finish record")
 

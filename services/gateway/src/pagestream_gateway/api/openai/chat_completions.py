@@ -255,6 +255,7 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest
         if (constraint := tools.constraint()) is not None:
             sampling.structured_outputs.CopyFrom(constraint)
             field_names["structured_outputs"] = "tools"
+    shared["answer"].constraint_field = field_names.get("structured_outputs", "")
     draft = Draft(prompts=[prompt], prompt_field="messages", **shared)
     return ParsedRequest(draft, stream=bool(body.stream), field_names=field_names)
 

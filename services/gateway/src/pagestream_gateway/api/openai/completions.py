@@ -102,6 +102,7 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest
     field_names = names_in(body)
     with named_as(field_names):
         shared = shared_draft(body, headers, document, API_FORM_COMPLETIONS, **own_parameters)
+    shared["answer"].constraint_field = field_names.get("structured_outputs", "")
     if body.echo and body.logprobs is not None:
         sampling, shared["answer"].echo_logprobs = shared["sampling"], True
         sampling.prompt_logprobs = max(body.logprobs, sampling.prompt_logprobs)

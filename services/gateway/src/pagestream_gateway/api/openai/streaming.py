@@ -162,7 +162,7 @@ class EventStream(LogAnswer):
             if run.end is None:
                 data: str | None = self._writer.chunk(run)
             elif is_failed(self._reading.spec, run.end):
-                data = self.error(failure(run.end), run)
+                data = self.error(failure(self._reading.spec, run.end), run)
             else:
                 data = self._writer.usage(run.end, position_after(run))
             # An end that shows nothing has no event, so that [DONE] repeats the last id that was sent.

@@ -156,7 +156,7 @@ class WholeAnswer(LogAnswer):
     def check_end(self, end: LogEnd) -> None:
         """Raise the error of a log that ended with one."""
         if is_failed(self._reading.spec, end):
-            raise failure(end)
+            raise failure(self._reading.spec, end)
 
     async def _read_again(self, num_bytes: int) -> AnswerBody:
         """Build the body from the log, which has ended."""

@@ -60,9 +60,10 @@ export class Timeline {
         pen.fillStyle = streamColour(number);
         pen.fillRect(from, 2 * TRACK * numberOf(owner), Math.max(to - from, 1), 2 * TRACK);
       });
+      const mark = (3 * width) / (canvas.clientWidth || width); // of 3 pixels, also on a phone
       for (const kill of this.kills) {
         pen.fillStyle = MARK[kill.part.split("-")[0]];
-        pen.fillRect((kill.at / end) * width - 2, 0, 4, canvas.height);
+        pen.fillRect((kill.at / end) * width - mark / 2, 0, mark, canvas.height);
       }
       const percent = `${Math.floor(100 * streams[number].share)} %`, owner = this.samples.at(-1)?.owners[number];
       const where = streams[number].ended ? "ended" : owner ? `at ${owner}` : "at no engine";

@@ -274,6 +274,7 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRespons
         effort=body.reasoning.effort if body.reasoning is not None else None,
     )
     answer = AnswerForm(api=API_FORM_RESPONSES, created=now_s(), response=form, top_logprobs=body.top_logprobs or 0)
+    answer.constraint_field = field_names.get("structured_outputs", "")
     draft = Draft(
         prompts=[prompt],
         prompt_field="input",

@@ -56,7 +56,7 @@ def ended_body(spec: RequestSpec, output: ResponseOutput, end: LogEnd) -> dict[s
     if body["status"] == "completed":
         body["completed_at"] = end.ended_at or spec.answer.created  # engines of earlier versions do not say
     if body["status"] == "failed":
-        body["error"] = error_of(failure(end))
+        body["error"] = error_of(failure(spec, end))
     if body["status"] == "incomplete":
         is_length = end.reason == FINISH_REASON_LENGTH
         body["incomplete_details"] = {"reason": "max_output_tokens" if is_length else finish_reason_name(end.reason)}
