@@ -23,7 +23,8 @@ from pagestream_engine.executor.grammar_gate import GrammarGate
 from pagestream_engine.executor.pipeline import StepPipeline
 from pagestream_engine.executor.select import make_executor
 from pagestream_engine.executor.sleep import Sleep, forget_prefixes
-from pagestream_engine.models.folder import load_tokenizer, resolve_model
+from pagestream_engine.models.folder import resolve_model
+from pagestream_engine.models.tokenizer import load_tokenizer
 from pagestream_engine.plugins import import_plugins
 from pagestream_engine.request.adapter import Adapter
 from pagestream_engine.request.generation import Generation, Taken

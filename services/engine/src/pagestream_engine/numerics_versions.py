@@ -19,8 +19,8 @@ NUMERICS: Mapping[str, int] = {
     "triton": 2,
     # From logits to a token: what sampling parameters mean, grammars, penalties, filters, noise, draws (the C++ and
     # Triton ones too), which drafts hold, beams; log probabilities, and when an output ends.
-    "sampling": 1,
+    "sampling": 2,
     # Tokens to text: detokenization, stop strings, words as tokens.
-    "text": 1,
+    "text": 2,
 }
 """By name. A version is raised by one."""

@@ -1,4 +1,4 @@
-"""What an output must match: the same limits and the same compiler for gateway and engine."""
+"""What an output must match: the same limits, compiler and table of tokens for gateway and engine."""
 
 from pagestream_grammars.compiling import fault, limits, refused, source
 from pagestream_grammars.errors import GrammarError
@@ -16,6 +16,8 @@ from pagestream_grammars.grammar import (
     rules_grammar,
 )
 from pagestream_grammars.schemas import stripped
+from pagestream_grammars.tokens import AddedToken, TokenTable
+from pagestream_grammars.vocabulary import grammar_tokenizer
 
 __all__ = [
     "ANY_OBJECT",
@@ -23,10 +25,13 @@ __all__ = [
     "MAX_CHOICES",
     "MAX_NESTING",
     "MAX_SCHEMA_BYTES",
+    "AddedToken",
     "Grammar",
     "GrammarError",
+    "TokenTable",
     "choice_grammar",
     "fault",
+    "grammar_tokenizer",
     "json_grammar",
     "limits",
     "num_states_for_divisors",

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from pagestream_grammars.errors import GrammarError, GrammarRefusedError
 from pagestream_grammars.grammar import Grammar, check_structure
 from pagestream_grammars.schemas import MAX_ROW_ITEMS
+from pagestream_grammars.tokens import TokenTable
+from pagestream_grammars.vocabulary import with_token_ids
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
@@ -40,13 +42,17 @@ def limits() -> LLParserLimits:
     )
 
 
-def source(grammar: Grammar) -> str:
+def source(grammar: Grammar, table: TokenTable | None = None) -> str:
     """Return what llguidance compiles.
+
+    Args:
+        table: tokens that rules may name, such as <tool_call>; None: special ones alone.
 
     Raises:
         GrammarError: the rules are malformed, or some place of an output has more than the parser keeps.
     """
     from llguidance import LLMatcher, grammar_from
+    from llguidance.gbnf_to_lark import any_to_lark
 
     check_structure(grammar)
     if grammar.format == "json":
@@ -57,6 +63,8 @@ def source(grammar: Grammar) -> str:
         texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(grammar.text))
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
     try:
+        if grammar.format == "grammar" and table is not None:
+            return LLMatcher.grammar_from_lark(with_token_ids(any_to_lark(grammar.text), table))
         return grammar_from(grammar.format, grammar.text)  # type: ignore[arg-type]
     except ValueError as error:
         raise refused(grammar, str(error)) from error

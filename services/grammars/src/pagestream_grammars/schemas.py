@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pagestream_grammars.errors import GrammarError
+from pagestream_grammars.patterns import without_spent_patterns
 
 MAX_ROW_ITEMS = 2000
 """What the parser keeps in one place of an output, as llguidance's default."""
@@ -56,12 +57,14 @@ _ITEMS_OF_OPTIONAL, _ITEMS_OF_OBJECT = 4, 7
 
 
 def stripped(schema: Any) -> Any:
-    """Return a schema without what says nothing about its values: descriptions, and formats that are not known."""
+    """Return a schema without what says nothing about its values: descriptions, formats that are not known, patterns
+    that no further name can match."""
     if isinstance(schema, list):
         return [stripped(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    return {name: _part(name, value) for name, value in schema.items() if not _is_note(name, value)}
+    found = {name: _part(name, value) for name, value in schema.items() if not _is_note(name, value)}
+    return without_spent_patterns(found) if "patternProperties" in found else found
 
 
 def _part(name: str, value: Any) -> Any:

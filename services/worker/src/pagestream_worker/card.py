@@ -19,6 +19,7 @@ from pagestream.v1.records_pb2 import (
     Pooling,
 )
 from pagestream_engine.models.defaults import read_generation_config, sampling_defaults
+from pagestream_engine.models.tokenizer import tokenizer_json
 from pagestream_engine.pooling.config import read_pooling
 from pagestream_engine.pooling.labels import IDENTITY, SIGMOID, SOFTMAX
 from pagestream_streams.protocol.output_formats import BY_TEMPLATE, OutputParsers
@@ -104,10 +105,10 @@ def build_card(folder: Path, name: str, engine: ModelFacts, parsers: OutputParse
 
     Raises:
         ModelCardError: tokenizer.json is missing, or a JSON file can't be read.
-        ModelFileError: generation_config.json is malformed.
+        ModelFileError: generation_config.json or a file of the tokenizer is malformed.
     """
-    tokenizer = folder / "tokenizer.json"
-    if not tokenizer.is_file():
+    tokenizer = tokenizer_json(folder)
+    if tokenizer is None:
         raise ModelCardError(
             f"{folder}: tokenizer.json was expected; make one with `PreTrainedTokenizerFast.save_pretrained`"
         )
@@ -115,7 +116,7 @@ def build_card(folder: Path, name: str, engine: ModelFacts, parsers: OutputParse
     architectures = _read_json(folder / "config.json").get("architectures") or [""]
     return ModelCard(
         name=name,
-        tokenizer_json_zlib=zlib.compress(tokenizer.read_bytes(), level=6),
+        tokenizer_json_zlib=zlib.compress(tokenizer, level=6),
         chat_template=_chat_template(folder, tokenizer_config),
         special_tokens=_special_tokens(tokenizer_config),
         max_model_len=engine.max_model_len,

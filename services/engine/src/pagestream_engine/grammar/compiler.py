@@ -11,16 +11,26 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from pagestream_grammars import Grammar, GrammarError, limits, num_states_for_divisors, refused, source
+from pagestream_grammars import (
+    Grammar,
+    GrammarError,
+    TokenTable,
+    grammar_tokenizer,
+    limits,
+    num_states_for_divisors,
+    refused,
+    source,
+)
 
 from pagestream_engine.errors import InvariantViolation, RequestFault
-from pagestream_engine.grammar.allowed import NOTHING_FORCED, Allowed, num_words, the_only_token
+from pagestream_engine.grammar.allowed import NOTHING_FORCED, WORD_BITS, Allowed, bits_of, num_words, the_only_token
 from pagestream_engine.grammar.mask_threads import MaskThreads
-from pagestream_engine.models.folder import load_tokenizer
+from pagestream_engine.models.tokenizer import load_tokenizer
 from pagestream_engine.request.grammars import PreparedGrammar
 from pagestream_engine.step.records import Int32Array
 
@@ -82,7 +92,8 @@ class GrammarCompiler:
         self.vocab_size = vocab_size
         self.masks = MaskThreads(max(2, min(4, (os.cpu_count() or 2) // 2)))
         """Where sequences walk through their grammars."""
-        self._eos_token_ids = sorted(eos_token_ids)
+        self._eos_token_ids = sorted(token_id for token_id in eos_token_ids if token_id < vocab_size)
+        self._end_bits = bits_of(self._eos_token_ids, vocab_size)
         self._cache_bytes = cache_bytes
         self._cache: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
         self._num_bytes = 0
@@ -92,7 +103,7 @@ class GrammarCompiler:
         self._heavy: OrderedDict[Grammar, None] = OrderedDict()
         self._lock = threading.Lock()
         self._loading = threading.Lock()
-        self._tokenizer: LLTokenizer | None = None
+        self._tokenizer: tuple[LLTokenizer, TokenTable] | None = None
         self._wanted: queue.SimpleQueue[tuple[Grammar, Reply] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._is_closed = False
@@ -186,6 +197,23 @@ class GrammarCompiler:
             if len(self._heavy) > _MOST_HEAVY:
                 self._heavy.popitem(last=False)
 
+    def compute(self, matcher: LLMatcher) -> Int32Array:
+        """Return (words,) the mask of what may come next; nothing where there is an error, or where the grammar goes on
+        by an end token alone.
+
+        A grammar may name an end token before its own end. An output would end there with half of what it is to match.
+        """
+        bits = np.zeros(num_words(self.vocab_size), np.int32)
+        if matcher.is_error():
+            return bits
+        matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        if (bits & self._end_bits).any() and not matcher.is_error() and not matcher.is_accepting():
+            for token_id in self._eos_token_ids:
+                ended = matcher.deep_copy()
+                if not (ended.consume_token(token_id) and ended.is_accepting()):
+                    bits[token_id // WORD_BITS] &= ~bits_of([token_id], self.vocab_size)[token_id // WORD_BITS]
+        return bits
+
     def forced(self, matcher: LLMatcher, grammar: Grammar, last: Sequence[int]) -> Int32Array:
         """Return the tokens of the only text that a matcher allows next, found once for all matchers in its place.
 
@@ -198,7 +226,7 @@ class GrammarCompiler:
             if (known := self._forced.get(key)) is not None:
                 self._forced.move_to_end(key)
                 return known
-        found = np.array(matcher.compute_ff_tokens(), np.int32)
+        found = np.array(list(takewhile(self._goes_on, matcher.compute_ff_tokens())), np.int32)
         with self._lock:
             if key not in self._forced:
                 self._num_forced += len(found)
@@ -207,6 +235,9 @@ class GrammarCompiler:
                 _, evicted = self._forced.popitem(last=False)
                 self._num_forced -= len(evicted)
         return found
+
+    def _goes_on(self, token_id: int) -> bool:
+        return token_id not in self._eos_token_ids
 
     def _kept(self, grammar: Grammar) -> CompiledGrammar | None:
         with self._lock:
@@ -245,19 +276,17 @@ class GrammarCompiler:
         """Compile a grammar, or return what is wrong with it."""
         from llguidance import LLMatcher
 
-        tokenizer = self._tokens()
-        if isinstance(tokenizer, RequestFault):
-            return tokenizer
+        tokens = self._tokens()
+        if isinstance(tokens, RequestFault):
+            return tokens
         try:
-            matcher = LLMatcher(tokenizer, source(grammar), log_level=0, limits=limits())
+            matcher = LLMatcher(tokens[0], source(grammar, tokens[1]), log_level=0, limits=limits())
         except GrammarError as fault:
             return RequestFault(f"structured_outputs: {fault}")
-        bits, started = np.zeros(num_words(self.vocab_size), np.int32), time.thread_time()
-        if not matcher.is_error():
-            # Sequences begin with what this finds out.
-            matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-            if not matcher.is_error() and not bits.any():
-                return RequestFault(f"structured_outputs: {refused(grammar, 'nothing matches it')}")
+        started = time.thread_time()
+        bits = self.compute(matcher)  # Sequences begin with what this finds out.
+        if not matcher.is_error() and not bits.any():
+            return RequestFault(f"structured_outputs: {refused(grammar, 'nothing matches it')}")
         if matcher.is_error():
             return RequestFault(f"structured_outputs: {refused(grammar, matcher.get_error())}")
         cost_s = time.thread_time() - started
@@ -273,17 +302,17 @@ class GrammarCompiler:
                 evicted, _ = self._cache.popitem(last=False)
                 self._num_bytes -= _estimated_bytes(evicted)
 
-    def _tokens(self) -> LLTokenizer | RequestFault:
+    def _tokens(self) -> tuple[LLTokenizer, TokenTable] | RequestFault:
         with self._loading:
             if self._tokenizer is None:
-                from llguidance import LLTokenizer
-
                 tokenizer = load_tokenizer(self._folder)
                 if tokenizer is None:
                     return RequestFault("structured_outputs: the model has no tokenizer.json")
+                table = TokenTable(tokenizer)
                 try:
-                    self._tokenizer = LLTokenizer(
-                        tokenizer.to_str(), n_vocab=self.vocab_size, eos_token=self._eos_token_ids
+                    self._tokenizer = (
+                        grammar_tokenizer(tokenizer, self.vocab_size, self._eos_token_ids, table),
+                        table,
                     )
                 except ValueError as error:
                     return RequestFault(f"structured_outputs: the model's tokenizer has no grammars: {error}")

@@ -8,10 +8,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from pagestream_engine.errors import RequestFault
-from pagestream_engine.grammar.allowed import NOTHING_FORCED, Allowed, num_words, the_only_token
+from pagestream_engine.grammar.allowed import NOTHING_FORCED, Allowed, the_only_token
 from pagestream_engine.grammar.compiler import GrammarCompiler
 from pagestream_engine.grammar.mask_threads import CHEAP_S
 from pagestream_engine.request.grammars import Grammar
@@ -78,16 +76,18 @@ class GrammarWalk:
     def _advance(self, token_ids: Sequence[int]) -> Allowed:
         self._token_ids += token_ids
         matcher = self._own_matcher(token_ids)
-        bits = self._mask(matcher)
+        bits = self._compiler.compute(matcher)
         if self._is_shared and _has_too_many_states(matcher) and not self._compiler.is_heavy(self._grammar):
             self._is_shared = False
             matcher = self._matcher = self._compiler.unshared_matcher(self._grammar)
             self._consume(matcher, self._token_ids)
-            bits = self._mask(matcher)
+            bits = self._compiler.compute(matcher)
             if matcher.is_error():
                 self._compiler.note_heavy(self._grammar)
         if matcher.is_error():
             return self._ended(matcher.get_error().strip()[:400])
+        if not bits.any():
+            return self._ended("it goes on behind a token that ends an output")
         return Allowed(bits, self._forced(matcher, bits))
 
     def _own_matcher(self, token_ids: Sequence[int]) -> LLMatcher:
@@ -106,12 +106,6 @@ class GrammarWalk:
         executor = _executor()
         for token_id in token_ids:
             executor.consume_token_par([(matcher, token_id)])
-
-    def _mask(self, matcher: LLMatcher) -> Int32Array:
-        bits = np.zeros(num_words(self._compiler.vocab_size), np.int32)
-        if not matcher.is_error():
-            matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-        return bits
 
     def _forced(self, matcher: LLMatcher, bits: Int32Array) -> Int32Array:
         """Return the tokens of the one text that may come next. The library allows the tokens that its tokenizer writes

@@ -52,7 +52,7 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     Raises:
         ModelFileError: the file is malformed.
     """
-    return _read_if_there(folder / GENERATION_CONFIG)
+    return read_if_there(folder / GENERATION_CONFIG)
 
 
 def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float | int]:
@@ -92,8 +92,8 @@ def tokenizer_end(folder: Path) -> int | None:
     Raises:
         ModelFileError: a file of the tokenizer is malformed.
     """
-    settings = _read_if_there(folder / "tokenizer_config.json")
-    given = settings.get("eos_token") or _read_if_there(folder / "special_tokens_map.json").get("eos_token")
+    settings = read_if_there(folder / "tokenizer_config.json")
+    given = settings.get("eos_token") or read_if_there(folder / "special_tokens_map.json").get("eos_token")
     token = given.get("content") if isinstance(given, dict) else given
     if token is None:
         return None
@@ -104,19 +104,19 @@ def tokenizer_end(folder: Path) -> int | None:
         for token_id, entry in added.items():
             if isinstance(entry, dict) and entry.get("content") == token and token_id.isdecimal():
                 return int(token_id)
-    return _token_id(_read_if_there(folder / "tokenizer.json"), token)
+    return _token_id(read_if_there(folder / "tokenizer.json"), token)
 
 
 def extra_ends(folder: Path) -> tuple[int, ...]:
     """Return the end tokens beside those of the first file that has any, `generation_config.json` or `config.json`."""
     generation = end_tokens(GENERATION_CONFIG, read_generation_config(folder))
-    config = end_tokens("config.json", _read_if_there(folder / "config.json"))
+    config = end_tokens("config.json", read_if_there(folder / "config.json"))
     last = tokenizer_end(folder)
     others = {*config, *(() if last is None else (last,))}
     return tuple(sorted(others - set(generation or config)))
 
 
-def _read_if_there(path: Path) -> dict[str, Any]:
+def read_if_there(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 

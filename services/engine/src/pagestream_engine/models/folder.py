@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
-from pagestream_engine.errors import DOWNLOAD_AGAIN, ModelFileError, ModelNotFound
+from pagestream_engine.errors import ModelNotFound
 from pagestream_engine.models.defaults import extra_ends
+from pagestream_engine.models.tokenizer import changed_tokenizer
 
 _DECIDING = ("config.json", "generation_config.json", "tokenizer.json")
 _SAMPLES, _SAMPLE_BYTES = 8, 1 << 10
@@ -37,24 +36,6 @@ def resolve_model(model: str | Path) -> Path:
         raise ModelNotFound(model, "a folder, or a Hugging Face repository that can be reached or is cached") from error
 
 
-def load_tokenizer(folder: Path) -> Tokenizer | None:
-    """The folder's `tokenizer.json`, without padding and truncation; None where there is none (tokens in, tokens out).
-
-    Raises:
-        ModelFileError: the file is malformed.
-    """
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        return None
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:
-        raise ModelFileError(f"{path}: unreadable, expected a tokenizer: {error}; {DOWNLOAD_AGAIN}") from error
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    return tokenizer
-
-
 def model_revision(folder: Path) -> str:
     """16 hexadecimal digits of a digest of what decides tokens and text: the configuration, the end tokens, the
     tokenizer, and of every tensor its file, name, dtype and shape, and 8 samples of 1 KiB, from its beginning to its
@@ -75,6 +56,9 @@ def model_revision(folder: Path) -> str:
             digest.update(path.read_bytes())
     if extra:  # Releases that took the ends of one file alone go on without them.
         digest.update(f"ends:{extra}".encode())
+    if (changed := changed_tokenizer(folder)) is not None:  # Likewise those that took tokenizer.json alone.
+        added = sorted(changed.get_added_tokens_decoder().items())
+        digest.update(f"tokens:{added}".encode())
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
             for name, entry in sorted(read_header(path).items()):

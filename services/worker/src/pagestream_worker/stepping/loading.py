@@ -5,7 +5,8 @@ from collections.abc import Callable
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.engine import Engine
 from pagestream_engine.errors import ConfigError, EngineError, ModelError, ModelNotFound, UnsupportedModel
-from pagestream_engine.models.folder import load_tokenizer, model_revision, resolve_model
+from pagestream_engine.models.folder import model_revision, resolve_model
+from pagestream_engine.models.tokenizer import load_tokenizer
 
 from pagestream_worker.collector import spare_what_lives
 from pagestream_worker.stepping.reports import ModelFacts, ModelInspected
