@@ -113,9 +113,11 @@ class TokenTable:
         return token.encode() if found is None and self._byte_of else found
 
     def _bytes_of(self, token: str) -> bytes | None:
-        byte_of = self._byte_of
-        if byte_of:
-            return bytes([byte_of[letter] for letter in token]) if all(map(byte_of.__contains__, token)) else None
+        if self._byte_of:
+            try:
+                return token.translate(self._byte_of).encode("latin-1")
+            except UnicodeEncodeError:
+                return None
         fallback = _BYTE_FALLBACK.fullmatch(token) if self._falls_back else None
         return bytes((int(fallback[1], 16),)) if fallback else None
 
@@ -138,8 +140,10 @@ def _decoders(tokenizer: Tokenizer) -> list[dict[str, Any]]:
     return list(decoder.get("decoders") or [decoder])
 
 
-def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte of each character of a byte-level token (GPT-2's table): printable bytes stand for themselves."""
+def _byte_level_alphabet() -> dict[int, int]:
+    """Return the byte of each character of a byte-level token (GPT-2's table), and of those that are in none what is no
+    byte. Printable bytes stand for themselves."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    no_byte = dict.fromkeys(others, 0xFFFD)
+    return no_byte | {byte: byte for byte in printable} | {256 + i: byte for i, byte in enumerate(others)}

@@ -37,8 +37,8 @@ class _Spelling:
         self.tokens = table.all_spelled(num_tokens)
         for token_id in self.special_token_ids:
             self.tokens[token_id] = _MARKER + (tokenizer.id_to_token(token_id) or "").encode()
-        self._tokenizer = type(tokenizer).from_str(tokenizer.to_str())
-        self._tokenizer.encode_special_tokens = True  # As text, which it is in a grammar.
+        self._tokenizer = tokenizer
+        tokenizer.encode_special_tokens = True  # A grammar's text is text.
         self._ids = {spelled: token_id for token_id, spelled in reversed(list(enumerate(self.tokens))) if spelled}
         for token_id in self.special_token_ids:
             self._ids.pop(self.tokens[token_id], None)
@@ -77,6 +77,7 @@ def grammar_tokenizer(
     """Return a tokenizer for `LLMatcher`. Special tokens and those that end an output match no text.
 
     Args:
+        tokenizer: nobody else's: it encodes the texts of special tokens as text from now on.
         num_tokens: of the model's vocabulary; the tokenizer may have fewer.
         end_token_ids: at least one.
         table: of the tokenizer, where there is one.
