@@ -390,3 +390,44 @@ def test_ends_within_reasoning(folder: Path) -> None:
     assert (len(ended.token_ids), ended.finish_reason) == (1, "stop")
     assert (len(late.token_ids), late.finish_reason) == (10, "stop")
     assert (len(endless.token_ids), endless.finish_reason) == (20, "length")
+
+
+def test_the_text_of_a_special_token_is_text(folder: Path) -> None:
+    """It is spelled by other tokens; that token itself would end the output, or be hidden."""
+    one_name = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "required": ["a"],
+        "additionalProperties": False,
+        "patternProperties": {"^a$": {"maximum": 9, "minimum": 7}},
+    }
+    texts = ["x<|end|>y", "<|bos|>", "<tool_call>", "</tools> <|user|>"]
+    constraints: list[dict[str, Any]] = [
+        *({"choice": [text]} for text in texts),
+        {"grammar": 'start: <tool_call> "<|end|>"'},
+        {"grammar": 'start: "a" <|end|>'},
+        {"json": {"enum": ["x<|end|>y"]}},
+        {"json": one_name, "disable_any_whitespace": True},
+    ]
+    answers = generate(make_llm(folder), [text_params(**constraint) for constraint in constraints])
+    assert [answer.finish_reason for answer in answers] == ["stop"] * len(answers)
+    *others, last = [answer.text for answer in answers]
+    assert others == [*texts, "<tool_call><|end|>", "a", '"x<|end|>y"']
+    assert json.loads(last)["a"] in (7, 8, 9)
+
+
+def test_no_end_before_the_grammars_is_a_success(folder: Path) -> None:
+    """Neither where rules name a token that ends outputs, nor where the model ends within its reasoning."""
+    reasoning = StructuredOutputsParams(choice=["a"], reasoning=ReasoningMarks(end=[END[0]]))
+    params = [
+        text_params(grammar='start: "a" <|end|> "b"'),
+        SamplingParams(max_tokens=9, logit_bias={1: 100.0}, structured_outputs=reasoning),
+        SamplingParams(max_tokens=9, logit_bias={1: 99.0, END[0]: 100.0}, structured_outputs=reasoning, min_tokens=1),
+    ]
+    rule, early, complete = generate(make_llm(folder), params)
+    assert (rule.text, rule.finish_reason) == ("a", "error")
+    assert "ends an output" in (rule.error or "")
+    assert (early.finish_reason, len(early.token_ids)) == ("error", 1)
+    assert "within its reasoning" in (early.error or "")
+    assert complete.finish_reason == "stop"
+    assert complete.text.endswith("a")

@@ -35,6 +35,8 @@ from pagestream_gateway.api.openai.responses.output import ResponseOutput
 from pagestream_gateway.api.openai.whole_body import WholeBody
 from pagestream_gateway.api.openai.writer import AnswerWriter
 from pagestream_gateway.api.runs import Run, split_runs
+from pagestream_grammars import TokenTable
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
 
 def writer(api: ApiForm, *, n: int = 1, include_usage: bool = False, echo: list[str] | None = None) -> AnswerWriter:
@@ -213,6 +215,20 @@ def test_chat_lists_tokens_with_their_rivals() -> None:
     }
 
 
+def byte_table() -> TokenTable:
+    """Return one of Llama 2's form, with a token for each byte of é."""
+    tokenizer = Tokenizer(
+        models.BPE({"<0xC3>": 0, "<0xA9>": 1, "<s>": 2, "▁": 3, "Caf": 4, "▁Caf": 5, "▁ok": 6, "</s>": 7}, [])
+    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+    return TokenTable(tokenizer)
+
+
+BYTES = byte_table()
+
+
 def test_a_part_of_a_character_has_its_own_bytes() -> None:
     writer = ChatLogprobs(spec(API_FORM_CHAT_COMPLETIONS, logprobs=1))
     half = run("", token(("\ufffd", -1.0), ("a", -2.0)))
@@ -224,7 +240,7 @@ def test_a_part_of_a_character_has_its_own_bytes() -> None:
         return content["bytes"], content["top_logprobs"][0]["bytes"]
 
     assert shown() == (None, [97]), "unknown"
-    writer.token_bytes = {0: b"\xc3"}.get
+    writer.tokens = BYTES
     assert shown() == ([0xC3], [97])
 
 
@@ -265,6 +281,45 @@ def test_offsets_do_not_depend_on_how_the_log_came(echo: list[str], sizes: list[
         index += size
     begin = len("".join(echo))
     assert offsets == [begin + offset for offset in (0, 3, 4, 5, 8, 9)][num_read:]
+
+
+def offsets_of(token_ids: list[int], echo: str, *, hides: bool = True) -> list[int]:
+    """Return the offsets of a prompt that is echoed, and then of an output of the same tokens."""
+    entries = [
+        LogprobEntry(token_id=each, logprob=-1.0, text=BYTES.spelled(each).decode(errors="replace"))
+        for each in token_ids
+    ]
+    form = AnswerForm(api=API_FORM_COMPLETIONS, echo_texts=[echo], echo_logprobs=True, first_tokens=[entries[0].text])
+    sampling = SamplingParams(logprobs=0, skip_special_tokens=hides)
+    asked = RequestSpec(request_id="r", prompts=[TokenIds(ids=token_ids)], sampling=sampling, answer=form)
+    writer = CompletionLogprobs(asked)
+    writer.tokens = BYTES
+    rows = [TokenLogprobs(entries=[each]) for each in entries]
+    prompt = Run(0, 1, "d", prompt_logprobs=rows[1:], prompt_end=len(rows) - 1)
+    parts = [writer.first(0), writer.echoed(prompt, 0), writer.write(run("", *rows))]
+    return [offset for part in parts if part is not None for offset in part["text_offset"]]
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "echo", "of_prompt", "of_output"),
+    [
+        # <s>, the space before a text, and the parts of é have no characters of their own.
+        ([2, 5, 0, 1, 6], "Café ok", [0, 0, 3, 3, 4], [0, 0, 4, 4, 5]),
+        ([2, 3, 4, 6], "Caf ok", [0, 0, 0, 3], [0, 0, 1, 4]),
+        ([5, 7, 6], "Caf</s> ok", [0, 3, 7], [0, 4, 4]),
+        ([2, 2, 4, 7], "<s>Caf", [0, 3, 3, 6], [0, 0, 0, 3]),
+        ([4, 6], "CAF ok", [0, 3], [0, 3]),
+        ([4, 6], "Caf\u00a0\u00a0 ok", [0, 5], [0, 3]),
+    ],
+)
+def test_offsets_are_places_of_the_text_that_is_shown(
+    token_ids: list[int], echo: str, of_prompt: list[int], of_output: list[int]
+) -> None:
+    assert offsets_of(token_ids, echo) == of_prompt + [len(echo) + offset for offset in of_output]
+
+
+def test_special_tokens_that_are_shown_have_a_place() -> None:
+    assert offsets_of([2, 4, 7, 6], "<s>Caf</s> ok", hides=False) == [0, 3, 6, 10, 13, 16, 19, 23]
 
 
 def test_a_reader_that_comes_back_sees_the_same_offsets() -> None:

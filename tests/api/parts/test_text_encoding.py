@@ -16,7 +16,7 @@ from pagestream_gateway.core.text.encoder import EncodingJob, TextEncoder, TooMa
 from pagestream_gateway.core.text.encoding_cache import EncodingCache
 from pagestream_gateway.core.text.pairs import frame_of, is_for_pairs
 from pagestream_gateway.core.text.segments import Segments
-from pagestream_gateway.core.text.token_bytes import TokenBytes
+from pagestream_grammars import TokenTable
 from support.engines.synthetic_engine import byte_tokenizer
 from support.processes.stack import DEMO_MODEL
 from tokenizers import (
@@ -367,7 +367,7 @@ SPELLED = "höhe 🌊 \x00\n\u00ad~"
 @pytest.mark.parametrize("tokenizer", [byte_tokenizer(), Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))])
 def test_the_bytes_of_a_texts_tokens_are_the_texts(tokenizer: Tokenizer) -> None:
     found = [
-        TokenBytes(tokenizer).get(token_id) for token_id in tokenizer.encode(SPELLED, add_special_tokens=False).ids
+        TokenTable(tokenizer).bytes_of(token_id) for token_id in tokenizer.encode(SPELLED, add_special_tokens=False).ids
     ]
     assert b"".join(each or b"?" for each in found) == SPELLED.encode()
 
@@ -375,4 +375,4 @@ def test_the_bytes_of_a_texts_tokens_are_the_texts(tokenizer: Tokenizer) -> None
 def test_byte_fallback() -> None:
     tokenizer = Tokenizer(models.BPE(vocab={"<0xC3>": 0, "a": 1}, merges=[]))
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    assert [TokenBytes(tokenizer).get(token_id) for token_id in (0, 1, 99)] == [b"\xc3", None, None]
+    assert [TokenTable(tokenizer).bytes_of(token_id) for token_id in (0, 1, 99)] == [b"\xc3", None, None]

@@ -13,6 +13,7 @@ from functools import cached_property
 import jinja2
 from pagestream.v1.inference_pb2 import SamplingParams
 from pagestream.v1.records_pb2 import Adapter, ModelCard
+from pagestream_grammars import TokenTable
 from pagestream_streams import Broker, ModelInfo
 from pagestream_streams.errors import ModelNotFound, ModelUnavailable
 from pagestream_streams.protocol.output_formats import BY_TEMPLATE, OutputParsers
@@ -50,12 +51,20 @@ class LoadedModel:
     tokenizer: Tokenizer
     encoder: TextEncoder
     chat_template: ChatTemplate | None
-    special_tokens: frozenset[str] = frozenset()
-    """Texts of the tokenizer's special tokens."""
     parsers: OutputParsers = BY_TEMPLATE
     """Of its outputs, as this gateway's settings have them, else the card; empty names are as the template says."""
     adapter: Adapter | None = None
     """The LoRA adapter that a request has named in place of the model."""
+
+    @cached_property
+    def tokens(self) -> TokenTable:
+        """What the tokenizer says of its tokens."""
+        return TokenTable(self.tokenizer)
+
+    @property
+    def special_tokens(self) -> frozenset[str]:
+        """What prompts spell the special tokens with."""
+        return self.tokens.special_contents
 
     @cached_property
     def has_pair_template(self) -> bool:
@@ -124,10 +133,8 @@ def load_model(card: ModelCard) -> LoadedModel:
         raise ValueError(f"the tokenizer of model {card.name!r} is broken: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    added = tokenizer.get_added_tokens_decoder().values()
     parsers = OutputParsers(card.tool_call_parser, card.reasoning_parser)
-    special = frozenset(token.content for token in added if token.special)
-    return LoadedModel(card, tokenizer, TextEncoder(tokenizer), template, special, parsers)
+    return LoadedModel(card, tokenizer, TextEncoder(tokenizer), template, parsers)
 
 
 def _without_contexts(card: ModelCard) -> ModelCard:

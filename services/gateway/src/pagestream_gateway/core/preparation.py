@@ -101,7 +101,8 @@ def preparing(draft: Draft, model: LoadedModel, limits: LimitSettings, scope: by
     _check_shown_ids(draft, sampling, sum(map(len, prompts)))
     cuts = zip(draft.prompts, whole, prompts, strict=True)
     echo_texts = [echo_of(prompt, all_ids, ids, model) for prompt, all_ids, ids in cuts] if draft.echo else []
-    first_tokens = [model.decode([ids[0]]) for ids in prompts] if draft.answer.echo_logprobs else []
+    firsts = [ids[0] for ids in prompts] if draft.answer.echo_logprobs else []
+    first_tokens = [model.tokens.spelled(token_id).decode(errors="replace") for token_id in firsts]
     return PreparedRequest(prompts, sampling, echo_texts, first_tokens, max_total_tokens=total)
 
 

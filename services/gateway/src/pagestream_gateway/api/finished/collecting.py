@@ -8,7 +8,7 @@ from pagestream.v1.records_pb2 import RequestSpec
 
 from pagestream_gateway.api.failures import failure, is_failed
 from pagestream_gateway.api.finished.kinds import kind_of
-from pagestream_gateway.api.openai.answers import learn_token_bytes
+from pagestream_gateway.api.openai.answers import learn_tokens
 from pagestream_gateway.api.openai.writer import AnswerBody, LogWriter
 from pagestream_gateway.core.gateway import Gateway
 from pagestream_gateway.errors import AnswerTooLarge, GenerationFailed, Overloaded
@@ -31,7 +31,7 @@ async def collect(gateway: Gateway, spec: RequestSpec, *, max_bytes: int) -> tup
     num_bytes = min(max_bytes, budget.limit_bytes)
     kind = kind_of(spec)
     writer = kind.writer(spec)
-    await learn_token_bytes(gateway, writer)
+    await learn_tokens(gateway, writer)
     limit_s = gateway.settings.stream.whole_answer_wait_s
     try:
         async with asyncio.timeout(limit_s):

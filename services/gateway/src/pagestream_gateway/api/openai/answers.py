@@ -21,7 +21,6 @@ from pagestream_gateway.core.calls import DISCONNECTED, Call
 from pagestream_gateway.core.gateway import Gateway
 from pagestream_gateway.core.identities.identity import Identity
 from pagestream_gateway.core.requests import QueuePlace
-from pagestream_gateway.core.text.token_bytes import TokenBytes
 from pagestream_gateway.errors import GatewayError
 
 logger = logging.getLogger(__name__)
@@ -104,9 +103,9 @@ class LogAnswer(Response):
     async def keep_alive(self, send: Send) -> None:
         """Keep the connection alive."""
 
-    async def learn_token_bytes(self) -> None:
-        """Let the writer find the bytes of tokens in the model's tokenizer, where the answer shows any."""
-        await learn_token_bytes(self._gateway, self._writer)
+    async def learn_tokens(self) -> None:
+        """Let the writer look tokens up in the model's tokenizer, where the answer depends on it."""
+        await learn_tokens(self._gateway, self._writer)
 
     def follow(
         self, sink: Sink | None = None, on_engine: Callable[[str], None] | None = None
@@ -164,16 +163,16 @@ class LogAnswer(Response):
         self._position = position_after(run)
 
 
-async def learn_token_bytes(gateway: Gateway, writer: LogWriter) -> None:
-    """Let a writer find the bytes of tokens in the model's tokenizer, where the answer shows any."""
+async def learn_tokens(gateway: Gateway, writer: LogWriter) -> None:
+    """Let a writer look tokens up in the model's tokenizer, where the answer depends on it."""
     logprobs = writer.logprobs
-    if not (logprobs.is_asked and logprobs.shows_bytes):
+    if not (logprobs.is_asked and logprobs.needs_tokens):
         return
     try:
         model = await gateway.models.resolve(writer.spec.model)
     except (GatewayError, StreamsError):
-        return  # an answer is worth more than the bytes of its split characters
-    logprobs.token_bytes = TokenBytes(model.tokenizer).get
+        return  # an answer is worth more than the bytes of its split characters, or exact offsets
+    logprobs.tokens = model.tokens
 
 
 def request_headers(spec: RequestSpec) -> dict[str, str]:

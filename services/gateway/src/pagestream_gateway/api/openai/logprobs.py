@@ -1,11 +1,13 @@
 """Log probabilities in OpenAI's two forms: the chat's list of tokens, and the four columns of completions."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from pagestream.v1.inference_pb2 import LogprobEntry, TokenLogprobs
 from pagestream.v1.records_pb2 import RequestSpec
+from pagestream_grammars import TokenTable
 
+from pagestream_gateway.api.openai.offsets import EchoOffsets, OutputOffsets
 from pagestream_gateway.api.runs import Run
 
 _REPLACEMENT = "\ufffd"
@@ -22,13 +24,13 @@ class Logprobs:
     other_members: ClassVar[Mapping[str, Any]] = {}
     """Its other members."""
 
-    shows_bytes = False
-    """Whether tokens are written with their bytes."""
+    needs_tokens = False
+    """Whether what is written depends on what the tokenizer says of tokens."""
 
     def __init__(self, spec: RequestSpec) -> None:
         self.is_asked = spec.sampling.HasField("logprobs")
-        self.token_bytes: Callable[[int], bytes | None] = lambda token_id: None
-        """Returns the bytes of a token that is no text by itself; None for unknown ones."""
+        self.tokens: TokenTable | None = None
+        """Of the model; None where that is not known."""
         self._num_best = spec.answer.top_logprobs
         self._by_id = spec.answer.tokens_by_id
 
@@ -63,7 +65,7 @@ class Logprobs:
 class ChatLogprobs(Logprobs):
     """A list of tokens, each with the likeliest ones at its place."""
 
-    shows_bytes = True
+    needs_tokens = True
     list_names = ("content",)
     other_members: ClassVar[Mapping[str, Any]] = {"refusal": None}
 
@@ -76,7 +78,9 @@ class ChatLogprobs(Logprobs):
 
     def _token(self, entry: LogprobEntry) -> dict[str, Any]:
         # The text of a part of a character has U+FFFD in place of its bytes.
-        own = self.token_bytes(entry.token_id) if _REPLACEMENT in entry.text else entry.text.encode()
+        own: bytes | None = entry.text.encode()
+        if _REPLACEMENT in entry.text:
+            own = None if self.tokens is None else self.tokens.bytes_of(entry.token_id)
         return {"token": self._name(entry), "logprob": _finite(entry), "bytes": None if own is None else list(own)}
 
 
@@ -84,42 +88,54 @@ class CompletionLogprobs(Logprobs):
     """Columns: one holds the character of the choice's text at which each token begins, hence the history."""
 
     depends_on_history = True
+    needs_tokens = True
     list_names = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
 
     def __init__(self, spec: RequestSpec) -> None:
         super().__init__(spec)
         siblings = max(1, spec.sampling.n)
-        echoes = [len(text) for text in spec.answer.echo_texts] or [0] * len(spec.prompts)
-        # Offsets begin after the echoed prompt, as the text does.
-        self._offsets = [length for length in echoes for _ in range(siblings)]
-        first_tokens = list(spec.answer.first_tokens)
-        self._echo_offsets = [len(text) for text in first_tokens for _ in range(siblings)]
-        if self._by_id:
-            first_tokens = [f"token_id:{prompt.ids[0]}" for prompt, _ in zip(spec.prompts, first_tokens, strict=False)]
-        self._first_tokens = [text for text in first_tokens for _ in range(siblings)]
+        echoes = list(spec.answer.echo_texts) or [""] * len(spec.prompts)
+        hides = spec.sampling.skip_special_tokens
+        self._offsets = [OutputOffsets(len(text), hides_special=hides) for text in echoes for _ in range(siblings)]
+        self._echo_offsets = [EchoOffsets(text) for text in echoes for _ in range(siblings)]
+        firsts = zip(spec.prompts, spec.answer.first_tokens, strict=False)
+        self._first_tokens = [
+            LogprobEntry(token_id=prompt.ids[0], text=text) for prompt, text in firsts for _ in range(siblings)
+        ]
+        """Of the choices' prompts, where those are echoed."""
+        self._has_begun = [False] * len(self._first_tokens)
 
     def first(self, choice: int) -> dict[str, Any] | None:
         if not self._first_tokens:
             return None
         first = self._first_tokens[choice]
-        return {"text_offset": [0], "token_logprobs": [None], "tokens": [first], "top_logprobs": [None]}
+        return {
+            "text_offset": [0],
+            "token_logprobs": [None],
+            "tokens": [self._name(first)],
+            "top_logprobs": [None],
+        }
 
     def echoed(self, run: Run, choice: int) -> dict[str, Any] | None:
-        return self._columns(run.prompt_logprobs, choice, self._echo_offsets) if self._first_tokens else None
+        if not self._first_tokens:
+            return None
+        offsets = self._echo_offsets[choice]
+        if not self._has_begun[choice]:
+            self._has_begun[choice] = True
+            offsets.next(self._first_tokens[choice], self.tokens)
+        return self._columns(run.prompt_logprobs, offsets)
 
     def _write(self, run: Run) -> dict[str, Any]:
-        return self._columns(run.logprobs, run.choice, self._offsets)
+        return self._columns(run.logprobs, self._offsets[run.choice])
 
-    def _columns(self, tokens: Sequence[TokenLogprobs], choice: int, offsets: list[int]) -> dict[str, Any]:
+    def _columns(self, tokens: Sequence[TokenLogprobs], offsets: EchoOffsets | OutputOffsets) -> dict[str, Any]:
         columns: dict[str, list[Any]] = {name: [] for name in self.list_names}
         for token in tokens:
             chosen, best = self._split(token)
-            columns["text_offset"].append(offsets[choice])
+            columns["text_offset"].append(offsets.next(chosen, self.tokens))
             columns["token_logprobs"].append(_finite(chosen))
             columns["tokens"].append(self._name(chosen))
             columns["top_logprobs"].append({self._name(entry): _finite(entry) for entry in (*best, chosen)})
-            # By the tokens' own texts: in the shown text a character may come with a later token, or not at all.
-            offsets[choice] += len(chosen.text)
         return columns
 
 

@@ -44,7 +44,7 @@ class EventStream(LogAnswer):
         """Write all events; return the outcome for the metrics."""
         self._body = scope.get("extensions", {}).get(BODY_WRITER)
         await self._start(send)
-        await self.learn_token_bytes()
+        await self.learn_tokens()
         try:
             if not self._reading.is_complete:
                 await self._send_log(send)

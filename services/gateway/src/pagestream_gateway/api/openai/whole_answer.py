@@ -105,7 +105,7 @@ class WholeAnswer(LogAnswer):
 
     async def write(self, scope: Scope, receive: Receive, send: Send) -> str:
         """Write the body, or the error that the log or this gateway ended with; return the outcome."""
-        await self.learn_token_bytes()
+        await self.learn_tokens()
         try:
             try:
                 with self._gateway.streams.entered():

@@ -84,7 +84,7 @@ class LogWriter(ABC):
         """Return a writer of the same answer that has written nothing yet."""
         fresh = type(self)(self.spec)
         fresh.set_fingerprint(self._fingerprint or "")
-        fresh.logprobs.token_bytes = self.logprobs.token_bytes
+        fresh.logprobs.tokens = self.logprobs.tokens
         return fresh
 
     def split(self, first_index: int, entries: Sequence[LogEntry]) -> list[Run]:
