@@ -417,17 +417,11 @@ def test_the_text_of_a_special_token_is_text(folder: Path) -> None:
 
 
 def test_no_end_before_the_grammars_is_a_success(folder: Path) -> None:
-    """Neither where rules name a token that ends outputs, nor where the model ends within its reasoning."""
-    reasoning = StructuredOutputsParams(choice=["a"], reasoning=ReasoningMarks(end=[END[0]]))
-    params = [
-        text_params(grammar='start: "a" <|end|> "b"'),
-        SamplingParams(max_tokens=9, logit_bias={1: 100.0}, structured_outputs=reasoning),
-        SamplingParams(max_tokens=9, logit_bias={1: 99.0, END[0]: 100.0}, structured_outputs=reasoning, min_tokens=1),
-    ]
-    rule, early, complete = generate(make_llm(folder), params)
-    assert (rule.text, rule.finish_reason) == ("a", "error")
-    assert "ends an output" in (rule.error or "")
-    assert (early.finish_reason, len(early.token_ids)) == ("error", 1)
-    assert "within its reasoning" in (early.error or "")
-    assert complete.finish_reason == "stop"
-    assert complete.text.endswith("a")
+    """Rules may name a token that ends outputs, and go on behind it."""
+    rules = ['start: "a" <|end|> "b"', 'start: "a" (<[1]> "b" | "c")', "start: <|end|> A\nA: /[ab]/"]
+    half, others, nothing = generate(make_llm(folder), [text_params(grammar=each) for each in rules])
+    assert (half.text, half.finish_reason) == ("a", "error")
+    assert "ends an output" in (half.error or "")
+    assert (others.text, others.finish_reason) == ("ac", "stop")
+    assert nothing.finish_reason == "error"
+    assert isinstance(nothing.error, RequestFault)

@@ -6,7 +6,6 @@ from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
 from pagestream_engine.errors import InvalidRequest
-from pagestream_engine.grammar.reasoning_gate import Phase, ReasoningGate
 from pagestream_engine.request.logprob_row import LogprobRow
 from pagestream_engine.request.sequence import TokenSequence
 from pagestream_engine.text.detokenizer import IncrementalDetokenizer
@@ -23,10 +22,6 @@ class Taken(NamedTuple):
     text: str
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    error: str | None = None
-
-
-_ENDED_EARLY = "structured_outputs: the model ended its output within its reasoning, before what has to match began"
 
 
 class Generation:
@@ -37,9 +32,7 @@ class Generation:
 
     __slots__ = (
         "_detokenizer",
-        "_eos_token_ids",
         "_first_end",
-        "_gate",
         "_matcher",
         "_most_output_tokens",
         "_stop_token_ids",
@@ -59,16 +52,12 @@ class Generation:
         """Of its prompt's tokens from the second on, as far as they are computed, until they are complete."""
         self._detokenizer = detokenizer
         self._most_output_tokens = seq.max_total_tokens - seq.num_prompt_tokens
-        constraint = params.structured_outputs
-        self._eos_token_ids = eos_token_ids
-        self._gate = None if constraint is None or constraint.reasoning is None else ReasoningGate(constraint.reasoning)
-        """Of reasoning before a grammar. Within the grammar, masks let no output end before its end."""
         self._stop_token_ids = frozenset(params.stop_token_ids or ()) - (
             frozenset() if params.ignore_eos else eos_token_ids
         )
         include = params.include_stop_str_in_output
         stops = params.stop_strings
-        self._first_end = 0 if constraint is not None else params.min_tokens
+        self._first_end = 0 if params.structured_outputs is not None else params.min_tokens
         """Output tokens from which an end token ends it. A grammar lets no end come earlier, unless it must."""
         self._matcher = StopStringMatcher(stops, include_stop_string=include) if stops else None
 
@@ -113,7 +102,6 @@ class Generation:
             num_output_tokens >= self._most_output_tokens
             or token_id in self.seq.end_token_ids
             or self._matcher is not None
-            or self._gate is not None
         ):
             return None
         return self._detokenizer.push(token_id) if self._detokenizer is not None else ""
@@ -121,11 +109,6 @@ class Generation:
     def take(self, token_id: int, num_output_tokens: int) -> Taken:
         """Take the next token, the `num_output_tokens`-th of the output."""
         seq = self.seq
-        if self._gate is not None:
-            if self._gate.take(token_id):
-                self._gate = None
-            elif token_id in self._eos_token_ids and self._gate.phase is not Phase.GRAMMAR:
-                return Taken(self._flush(), "error", error=_ENDED_EARLY)
         is_end = token_id in seq.end_token_ids and num_output_tokens >= self._first_end
         text = ""
         if self._detokenizer is not None and not (is_end and not seq.params.include_stop_str_in_output):

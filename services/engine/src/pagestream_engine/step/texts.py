@@ -25,10 +25,10 @@ def output_of(generation: Generation, token_id: int, num_output_tokens: int) -> 
         plain = generation.take_plain(token_id, num_output_tokens)
         if plain is not None:
             return StepOutput(seq.seq_id, token_id, plain, None, None, seq.num_cached_tokens)
-        text, finish, stop, error = generation.take(token_id, num_output_tokens)
-    except BaseException as failure:  # noqa: BLE001 - what one request's text raises must not fail its neighbours
-        return _failed_by(failure, seq, token_id)
-    return StepOutput(seq.seq_id, token_id, text, finish, stop, seq.num_cached_tokens, error)
+        text, finish, stop = generation.take(token_id, num_output_tokens)
+    except BaseException as error:  # noqa: BLE001 - what one request's text raises must not fail its neighbours
+        return _failed_by(error, seq, token_id)
+    return StepOutput(seq.seq_id, token_id, text, finish, stop, seq.num_cached_tokens)
 
 
 def with_logprobs(output: StepOutput, row: LogprobRow, seq: TokenSequence, pieces: Pieces | None) -> StepOutput:
