@@ -1,6 +1,7 @@
 """/v1/batches by the official client: every job has one result, whatever happens to the gateways that drive them."""
 
 import json
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
@@ -152,10 +153,12 @@ async def test_jobs_may_be_in_the_body(http: httpx.AsyncClient) -> None:
 
 
 async def test_lines_are_as_python_splits_them(client: openai.AsyncOpenAI) -> None:
-    """They end in either way, some are blank, and some are longer than what is read of a file at once."""
+    """They end in either way, some are blank, and some are longer than what is read of a file at once. Some editors put
+    a mark of byte order before the first one."""
     long = json.dumps(line("long", metadata={"a": "x" * 600_000}))
-    texts = ["", json.dumps(line("first")), " ", long, "", json.dumps(line("last"))]
-    file = await client.files.create(file=("jobs.jsonl", "\r\n".join(texts).encode() + b"\n\n"), purpose="batch")
+    texts = [json.dumps(line("first")), " ", long, "", json.dumps(line("last"))]
+    content = BOM_UTF8 + "\r\n".join(texts).encode() + b"\n\n"
+    file = await client.files.create(file=("jobs.jsonl", content), purpose="batch")
     made = await client.batches.create(input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h")
     ended = await at(client, made, "completed", "failed")
     assert ended.errors is None

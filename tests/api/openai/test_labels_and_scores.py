@@ -193,6 +193,8 @@ async def test_scores_are_those_of_transformers(scorer: Served) -> None:
         [scores[number] for number in order], rel=1e-4
     )
 
+    as_objects = {"query": {"text": QUERY}, "documents": [{"text": DOCUMENTS[0]}, *DOCUMENTS[1:]]}
+    assert (await client.post("/v1/rerank", json={**body, **as_objects})).json()["results"] == results
     for path in ("/rerank", "/v2/rerank"):
         aliased = await client.post(path, json=body)
         assert [each["index"] for each in aliased.json()["results"]] == order

@@ -204,6 +204,8 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     ("score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1", "as many as text_2"),
     ("score", {"text_1": "a"}, "text_2", "exactly one"),
     ("rerank", {"query": "a", "documents": []}, "documents", "must not be empty"),
+    ("rerank", {"query": {"text": ""}, "documents": ["a"]}, "query", "must not be empty"),
+    ("rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents", "string"),
 ]
 
 

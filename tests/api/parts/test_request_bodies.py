@@ -1,6 +1,7 @@
 """Arbitrary bytes into the request parser: the spec that they ask for, or a refusal that names what is wrong."""
 
 import json
+from codecs import BOM_UTF8
 from collections import Counter
 from typing import Any
 
@@ -189,6 +190,13 @@ def test_one_wrong_value_is_refused_by_its_name(data: st.DataObject, is_chat: bo
     field = caught.value.field or ""
     # JSON has no infinity and no NaN: these are refused before there are fields.
     assert field.partition(".")[0] == name or "is no JSON number" in caught.value.message
+
+
+def test_a_mark_of_byte_order_is_skipped() -> None:
+    """Windows' editors and PowerShell write one before UTF-8."""
+    assert parse_json(BOM_UTF8 + b'{"a": "\xef\xbb\xbfb"}') == {"a": "\ufeffb"}
+    with pytest.raises(InvalidRequest):
+        parse_json(2 * BOM_UTF8 + b"{}")
 
 
 def test_any_bytes_are_a_spec_or_a_typed_error() -> None:

@@ -1,5 +1,6 @@
 """The lines of a file in Redis, read in slices."""
 
+from codecs import BOM_UTF8
 from typing import NamedTuple
 
 from pagestream_streams.batches.files import FileStore
@@ -15,7 +16,7 @@ class Line(NamedTuple):
     offset: int
     """Bytes before it in the file."""
     data: bytes
-    """Without its end."""
+    """Without its end, and without the mark of byte order that some editors write first."""
 
 
 class LineTooLong(Exception):  # noqa: N818 - says what is wrong with a file
@@ -64,8 +65,10 @@ class LineReader:
             if len(data) > self._max_bytes:
                 raise LineTooLong(self._number + 1, self._max_bytes)
             del self._held[: len(data) + 1]
-            if data.strip():
-                lines.append(Line(self._number + 1, self.offset, data.rstrip(b"\r")))
+            num_marks = len(BOM_UTF8) if not self.offset and data.startswith(BOM_UTF8) else 0
+            if data[num_marks:].strip():
+                text = data[num_marks:].rstrip(b"\r")
+                lines.append(Line(self._number + 1, self.offset + num_marks, text))
             self._number += 1
             self.offset += len(data) + 1
             num_bytes += len(data)

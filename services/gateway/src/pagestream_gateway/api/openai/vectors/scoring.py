@@ -28,10 +28,20 @@ from pagestream_gateway.api.similarities import Similarities
 from pagestream_gateway.core.calls import EMBEDDINGS
 from pagestream_gateway.core.drafts import AskedPooling, TextPrompt
 from pagestream_gateway.core.gateway import Gateway
-from pagestream_gateway.core.sampling.json_types import Strings
+from pagestream_gateway.core.sampling.json_types import Items, StrictModel, expects
 from pagestream_gateway.errors import InvalidRequest
 
 _RESULT_BYTES = 128  # of a result's object, without a document's text
+
+
+class TextObject(StrictModel):
+    """A text as Cohere's and Jina's clients may send it."""
+
+    text: str
+
+
+Text = Annotated[str | TextObject, expects("must be a string, or an object with its text")]
+Texts = Annotated[str | TextObject | Items[str | TextObject], expects("must be a string or a list of strings")]
 
 
 class ScoringBody(VectorBody):
@@ -48,20 +58,20 @@ class ScoringBody(VectorBody):
 class ScoreBody(ScoringBody):
     """POST /v1/score: one text or several on the left, as many or more on the right; in vLLM's spellings."""
 
-    text_1: Strings | None = Field(None, description="The queries: one, or as many as text_2.")
-    text_2: Strings | None = Field(None, description="The texts that are compared with them.")
-    data_1: Strings | None = Field(None, description="Another name of text_1.")
-    data_2: Strings | None = Field(None, description="Another name of text_2.")
-    queries: Strings | None = Field(None, description="Another name of text_1.")
-    documents: Strings | None = Field(None, description="Another name of text_2.")
-    items: Strings | None = Field(None, description="Another name of text_2.")
+    text_1: Texts | None = Field(None, description="The queries: one, or as many as text_2.")
+    text_2: Texts | None = Field(None, description="The texts that are compared with them.")
+    data_1: Texts | None = Field(None, description="Another name of text_1.")
+    data_2: Texts | None = Field(None, description="Another name of text_2.")
+    queries: Texts | None = Field(None, description="Another name of text_1.")
+    documents: Texts | None = Field(None, description="Another name of text_2.")
+    items: Texts | None = Field(None, description="Another name of text_2.")
 
 
 class RerankBody(ScoringBody):
     """POST /v1/rerank."""
 
-    query: str
-    documents: Strings = Field(description="The texts that are ordered by their scores.")
+    query: Text
+    documents: Texts = Field(description="The texts that are ordered by their scores.")
     top_n: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(None, description="Most results; 0 (default): all.")
     return_documents: bool | None = Field(None, description="Whether results hold the documents' texts. Default true.")
 
@@ -172,12 +182,13 @@ def parse_score(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedR
 def parse_rerank(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest:
     """Read the body of a rerank and its headers. Raises InvalidRequest."""
     body = parse_body(RerankBody, without_unsupported(document, UNSUPPORTED))
-    if not body.query:
+    query = _text(body.query)
+    if not query:
         raise InvalidRequest("query", "must not be empty")
     documents = _listed(body.documents)
     shown = [] if body.return_documents is False else documents
     form = VectorForm(top_n=body.top_n or 0, documents=shown)
-    texts = _texts(body, [body.query], documents, ("query", "documents"))
+    texts = _texts(body, [query], documents, ("query", "documents"))
     return vector_request(body, headers, document, API_FORM_RERANK, form=form, **texts)
 
 
@@ -209,8 +220,12 @@ def _one_of(body: ScoreBody, *names: str) -> tuple[str, list[str]]:
     return name, _listed(texts)
 
 
-def _listed(texts: str | list[str]) -> list[str]:
-    return [texts] if isinstance(texts, str) else texts
+def _text(given: str | TextObject) -> str:
+    return given if isinstance(given, str) else given.text
+
+
+def _listed(given: str | TextObject | list[str | TextObject]) -> list[str]:
+    return [_text(each) for each in given] if isinstance(given, list) else [_text(given)]
 
 
 def router(gateway: Gateway) -> APIRouter:
