@@ -100,7 +100,7 @@ class ResponseForm(_message.Message):
     def __init__(self, members_zlib: _Optional[bytes] = ..., input_zlib: _Optional[bytes] = ..., background: _Optional[bool] = ..., unstored: _Optional[bool] = ...) -> None: ...
 
 class OutputForm(_message.Message):
-    __slots__ = ("tool_format", "tool_names", "one_call", "reasoning_format", "opening", "typed_tools", "hides_reasoning", "keeps_blanks")
+    __slots__ = ("tool_format", "tool_names", "one_call", "reasoning_format", "opening", "typed_tools", "hides_reasoning", "keeps_blanks", "reasoning_marks", "own_format")
     TOOL_FORMAT_FIELD_NUMBER: _ClassVar[int]
     TOOL_NAMES_FIELD_NUMBER: _ClassVar[int]
     ONE_CALL_FIELD_NUMBER: _ClassVar[int]
@@ -109,6 +109,8 @@ class OutputForm(_message.Message):
     TYPED_TOOLS_FIELD_NUMBER: _ClassVar[int]
     HIDES_REASONING_FIELD_NUMBER: _ClassVar[int]
     KEEPS_BLANKS_FIELD_NUMBER: _ClassVar[int]
+    REASONING_MARKS_FIELD_NUMBER: _ClassVar[int]
+    OWN_FORMAT_FIELD_NUMBER: _ClassVar[int]
     tool_format: str
     tool_names: _containers.RepeatedScalarFieldContainer[str]
     one_call: bool
@@ -117,7 +119,9 @@ class OutputForm(_message.Message):
     typed_tools: _containers.RepeatedCompositeFieldContainer[TypedTool]
     hides_reasoning: bool
     keeps_blanks: bool
-    def __init__(self, tool_format: _Optional[str] = ..., tool_names: _Optional[_Iterable[str]] = ..., one_call: _Optional[bool] = ..., reasoning_format: _Optional[str] = ..., opening: _Optional[str] = ..., typed_tools: _Optional[_Iterable[_Union[TypedTool, _Mapping]]] = ..., hides_reasoning: _Optional[bool] = ..., keeps_blanks: _Optional[bool] = ...) -> None: ...
+    reasoning_marks: str
+    own_format: str
+    def __init__(self, tool_format: _Optional[str] = ..., tool_names: _Optional[_Iterable[str]] = ..., one_call: _Optional[bool] = ..., reasoning_format: _Optional[str] = ..., opening: _Optional[str] = ..., typed_tools: _Optional[_Iterable[_Union[TypedTool, _Mapping]]] = ..., hides_reasoning: _Optional[bool] = ..., keeps_blanks: _Optional[bool] = ..., reasoning_marks: _Optional[str] = ..., own_format: _Optional[str] = ...) -> None: ...
 
 class TypedTool(_message.Message):
     __slots__ = ("name", "parameters")

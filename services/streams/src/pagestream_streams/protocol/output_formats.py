@@ -24,10 +24,11 @@ TOOL_CALL_PARSERS: dict[str, str] = {
     "pythonic": "pythonic",
     "qwen3_coder": "qwen3_coder",
     "qwen3_xml": "qwen3_coder",
+    "seed_oss": "seed_oss",
 }
 """Names of parsers of tool calls, and of the format that a request's record has for each."""
 
-REASONING_PARSERS = ("deepseek_r1", "deepseek_v3", "glm45", "openai_gptoss", "qwen3")
+REASONING_PARSERS = ("deepseek_r1", "deepseek_v3", "glm45", "mistral", "openai_gptoss", "qwen3", "seed_oss")
 """Names of parsers of reasoning."""
 
 

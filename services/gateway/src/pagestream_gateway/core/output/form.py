@@ -5,10 +5,11 @@ from pagestream.v1.records_pb2 import API_FORM_GRPC, OutputForm, ReasoningMarks
 from pagestream_gateway.core.drafts import ChatPrompt, Draft
 from pagestream_gateway.core.models import LoadedModel
 from pagestream_gateway.core.output.calls.arguments import record_types
-from pagestream_gateway.core.output.formats import HARMONY, HARMONY_REASONING, MARKERS, TYPED_FORMATS
+from pagestream_gateway.core.output.formats import HARMONY, HARMONY_REASONING, TYPED_FORMATS, markers_of
 from pagestream_gateway.core.output.harmony import FINAL, MESSAGE, START, call_header
 from pagestream_gateway.core.output.marks import reasoning_marks
-from pagestream_gateway.core.output.select import is_reasoning_over, reasoning_format, tool_format
+from pagestream_gateway.core.output.reasoning import MARKS
+from pagestream_gateway.core.output.select import is_reasoning_over, marks_name, reasoning_format, tool_format
 from pagestream_gateway.errors import UnsupportedField
 
 
@@ -50,13 +51,16 @@ def set_output_form(draft: Draft, chat: ChatPrompt, model: LoadedModel, prompt: 
     if not written and not reasoning:
         return prompt_end
     answer.output.reasoning_format = reasoning
+    if reasoning in ("think", "open"):
+        answer.output.reasoning_marks = marks_name(template, parsers)
     answer.output.hides_reasoning = not chat.shows_reasoning
     answer.output.keeps_blanks = bool(reasoning) and not is_free
     answer.output.tool_format = written
     if written and tools.definitions:
         answer.output.tool_names.extend(tools.names)
         answer.output.one_call = tools.one_call
-        if written in TYPED_FORMATS:
+        answer.output.own_format = found if tools.is_forced and found else ""
+        if written in TYPED_FORMATS or answer.output.own_format in TYPED_FORMATS:
             functions = [each["function"] for each in tools.definitions]
             record_types(answer.output, {each["name"]: each.get("parameters") for each in functions})
     return prompt_end
@@ -67,17 +71,17 @@ def _marks(draft: Draft, chat: ChatPrompt, model: LoadedModel, prompt: str, reas
 
     Over gRPC nothing is divided, so that the whole text has to match.
     """
-    is_open = reasoning == "open"
-    may_begin = reasoning == "think" and not is_reasoning_over(prompt, continues=chat.continue_final_message)
+    is_open, texts = reasoning == "open", MARKS[marks_name(model.card.chat_template, model.parsers)]
+    is_over = is_reasoning_over(prompt, texts, continues=chat.continue_final_message)
+    may_begin = reasoning == "think" and not is_over
     if draft.answer.api == API_FORM_GRPC or not (is_open or may_begin):
         return ReasoningMarks()
-    return reasoning_marks(model, prompt, is_open=is_open) or ReasoningMarks()
+    return reasoning_marks(model, prompt, texts, is_open=is_open) or ReasoningMarks()
 
 
 def shows_special_tokens(form: OutputForm, model: LoadedModel) -> bool:
     """Return whether a format is told by special tokens of the model, so that the text has to show those."""
-    markers = (*MARKERS.get(form.tool_format, ()), *MARKERS.get(form.reasoning_format, ()))
-    return not model.special_tokens.isdisjoint(markers)
+    return not model.special_tokens.isdisjoint(markers_of(form))
 
 
 def _open_header(prompt: str) -> str:

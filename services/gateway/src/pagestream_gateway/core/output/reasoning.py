@@ -1,29 +1,65 @@
-"""Reasoning between `<think>` and `</think>`, before what a model answers."""
+"""Reasoning between two marks, before what a model answers."""
 
-from pagestream_gateway.core.output.parts import OutputParser, Part, Reasoning, held_prefix, joined
+from collections.abc import Callable, Collection
+from typing import NamedTuple
 
-BEGIN, END = "<think>", "</think>"
+from pagestream_gateway.core.output.parts import CallBegin, Content, OutputParser, Part, Reasoning, held_prefix, joined
+
+
+class Marks(NamedTuple):
+    """What stands around reasoning."""
+
+    begin: str
+    end: str
+
+
+MARKS = {
+    "": Marks("<think>", "</think>"),
+    "seed_oss": Marks("<seed:think>", "</seed:think>"),
+    "mistral": Marks("[THINK]", "[/THINK]"),
+}
+"""By the name that a request's record has."""
 
 
 class Think:
-    """Passes what follows the reasoning on to another parser; blanks around reasoning are left out."""
+    """Passes what follows the reasoning on to another parser; blanks around reasoning are left out.
 
-    def __init__(self, inner: OutputParser, *, is_open: bool, keeps_blanks: bool = False) -> None:
-        """`is_open`: whether the prompt has opened the reasoning, so that the output begins inside of it.
+    Reasoning that never ends may hold calls: models forget its end and call at once. Such calls are passed on with the
+    end of the output, since reasoning that is closed may only consider a call.
+    """
 
-        `keeps_blanks`: whether blanks that follow the reasoning are passed on.
+    def __init__(
+        self,
+        inner: OutputParser,
+        *,
+        is_open: bool,
+        marks: Marks = MARKS[""],
+        keeps_blanks: bool = False,
+        calls_within: Callable[[], OutputParser] | None = None,
+        names: Collection[str] = (),
+    ) -> None:
+        """Create it for one output.
+
+        Args:
+            inner: of what follows the reasoning.
+            is_open: whether the prompt has opened the reasoning, so that the output begins inside of it.
+            marks: around the reasoning.
+            keeps_blanks: whether blanks that follow the reasoning are passed on.
+            calls_within: makes a parser of calls within the reasoning; None: they are not looked for.
+            names: of the tools; a call of another one, within reasoning, is reasoning. Empty: any may be called.
         """
         self._inner = inner
+        self._marks = marks
         self._keeps_blanks = keeps_blanks
-        self._state = "inside" if is_open else "begin"
+        self._state = "first" if is_open else "begin"
         self._held = ""
-        self._is_first = True
+        self._text = _ReasoningText(None if calls_within is None else calls_within(), names)
 
     def feed(self, text: str) -> list[Part]:
         """See OutputParser."""
         parts: list[Part] = []
         text, self._held = self._held + text, ""
-        if self._state == "begin":
+        if self._state in ("begin", "first"):
             text = self._begin(text)
         if self._state == "inside":
             text = self._inside(text, parts)
@@ -37,32 +73,91 @@ class Think:
     def end(self) -> list[Part]:
         """See OutputParser."""
         held, self._held = self._held, ""
-        if self._state == "begin":
-            return joined([*self._inner.feed(held), *self._inner.end()])
-        return [Reasoning(held)] if held.strip() else self._inner.end()
+        match self._state:
+            case "begin":
+                return joined([*self._inner.feed(held), *self._inner.end()])
+            case "first" | "inside":
+                return joined([*self._text.feed(held), *self._text.end()])
+        return self._inner.end()
 
     def _begin(self, text: str) -> str:
+        """Look for the mark at the beginning, which a model may write although the prompt has."""
         stripped = text.lstrip()
-        if stripped.startswith(BEGIN):
+        if stripped.startswith(self._marks.begin):
             self._state = "inside"
-            return stripped.removeprefix(BEGIN)
-        if BEGIN.startswith(stripped):
+            return stripped.removeprefix(self._marks.begin)
+        if self._marks.begin.startswith(stripped):
             self._held = text
             return ""
-        self._state = "outside"
+        self._state = "inside" if self._state == "first" else "outside"
         return text
 
     def _inside(self, text: str, parts: list[Part]) -> str:
-        if self._is_first:
-            text = text.lstrip()
-            self._is_first = not text
-        place = text.find(END)
-        certain = text[:place] if place >= 0 else text[: len(text) - held_prefix(text, END)]
-        shown = certain.rstrip()
-        if shown:
-            parts.append(Reasoning(shown))
+        place = text.find(self._marks.end)
+        certain = text[:place] if place >= 0 else text[: len(text) - held_prefix(text, self._marks.end)]
+        parts += self._text.feed(certain)
         if place < 0:
-            self._held = text[len(shown) :]
+            self._held = text[len(certain) :]
             return ""
+        parts += self._text.close()
         self._state = "behind"
-        return text[place + len(END) :]
+        return text[place + len(self._marks.end) :]
+
+
+class _ReasoningText:
+    """The text of reasoning, without the blanks around, and the calls in it."""
+
+    def __init__(self, calls: OutputParser | None, names: Collection[str]) -> None:
+        self._calls = calls
+        self._names = names
+        self._left: list[str] = []
+        """What was not passed on: trailing blanks, what the parser of calls holds, and all from a call on."""
+        self._num_certain = 0
+        """Characters of it that are of no call."""
+        self._found: list[Part] = []
+        """The first call, and all that follows."""
+        self._is_begun = False
+
+    def feed(self, text: str) -> list[Part]:
+        """Return the reasoning that is certain now."""
+        had_call = bool(self._found)
+        self._left.append(text)
+        if self._calls is None:
+            self._num_certain += len(text)
+        else:
+            self._take(self._calls.feed(text))
+        return [] if had_call else self._show()
+
+    def close(self) -> list[Part]:
+        """Return the rest, now that the reasoning is closed: what looks like a call is reasoning."""
+        self._num_certain = sum(map(len, self._left))
+        return self._show()
+
+    def end(self) -> list[Part]:
+        """Return the rest, now that nothing follows: the calls, where there are some."""
+        if self._calls is not None:
+            self._take(self._calls.end())
+        return [*self._show(), *self._found] if self._found else self.close()
+
+    def _take(self, parts: list[Part]) -> None:
+        for part in parts:
+            if self._found:
+                self._found.append(part)
+            elif isinstance(part, Content):
+                self._num_certain += len(part.text)
+            elif isinstance(part, CallBegin) and self._names and part.name not in self._names:
+                self._calls = None
+                self._num_certain = sum(map(len, self._left))
+                return
+            else:
+                self._found.append(part)
+
+    def _show(self) -> list[Part]:
+        """Return what is certain and has text behind it, or is text."""
+        text = "".join(self._left)
+        certain = text[: self._num_certain].rstrip()
+        shown = certain if self._is_begun else certain.lstrip()
+        self._is_begun = self._is_begun or bool(shown)
+        self._left = [text[len(certain) :]]
+        self._num_certain -= len(certain)
+        return [Reasoning(shown)] if shown else []

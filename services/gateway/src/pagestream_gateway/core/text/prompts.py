@@ -5,9 +5,10 @@ from typing import Any
 
 from pagestream_gateway.core.drafts import ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt, must_fit
 from pagestream_gateway.core.models import LoadedModel
+from pagestream_gateway.core.output.call_ids import with_short_ids
 from pagestream_gateway.core.output.form import set_output_form
 from pagestream_gateway.core.output.history import harmony_messages, with_system_first
-from pagestream_gateway.core.output.select import is_harmony, reasoning_arguments
+from pagestream_gateway.core.output.select import is_harmony, reasoning_arguments, tool_format
 from pagestream_gateway.core.text.encoder import EncodingJob
 from pagestream_gateway.errors import InvalidRequest, PromptTooLong, UnsupportedField
 
@@ -58,6 +59,8 @@ def _render(chat: ChatPrompt, prompt_field: str, model: LoadedModel) -> str:
         messages = harmony_messages(messages)
     elif "developer" not in model.card.chat_template:
         messages = with_system_first(messages)
+    if tool_format(model.card.chat_template) == "mistral":
+        messages = with_short_ids(messages)
     return model.chat_template.render(
         messages,
         add_generation_prompt=opens,

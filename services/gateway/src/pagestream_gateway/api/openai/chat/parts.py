@@ -1,6 +1,5 @@
 """One choice of a chat: its text as OpenAI's content, reasoning and tool_calls, whole or in deltas."""
 
-import hashlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -8,6 +7,7 @@ from pagestream.v1.inference_pb2 import FINISH_REASON_STOP
 from pagestream.v1.records_pb2 import ChoiceFinish, RequestSpec
 from pagestream_streams.protocol.finish_reasons import finish_reason_name
 
+from pagestream_gateway.core.output.call_ids import call_id
 from pagestream_gateway.core.output.formats import parser_of
 from pagestream_gateway.core.output.parts import Arguments, CallBegin, Content, Part, Reasoning
 
@@ -37,9 +37,8 @@ class ChoiceReader:
             yield from self._shown(self._parser.end())
 
     def call_id(self) -> str:
-        """Return the id of the last call, the same for each reader; Mistral's templates take 9 characters alone."""
-        digest = hashlib.sha256(f"{self._prefix}:{self.num_calls}".encode()).hexdigest()
-        return digest[:9] if self.form.tool_format == "mistral" else f"call_{digest[:24]}"
+        """Return the id of the last call, the same for each reader."""
+        return call_id(f"{self._prefix}:{self.num_calls}", self.form)
 
     def _shown(self, parts: Iterable[Part]) -> Iterator[Part]:
         for part in parts:

@@ -15,15 +15,19 @@ from pagestream_gateway.core.output.parts import (
     joined,
 )
 
+_ID = re.compile(r"[\w.:-]*")
+
 
 class Mistral:
-    """`[TOOL_CALLS]` and a list of objects with "name" and "arguments", or `name{...}`, or `name[ARGS]{...}`.
+    """`[TOOL_CALLS]` and a list of objects with "name" and "arguments", or `name[CALL_ID]id[ARGS]{...}`.
 
-    The markers are special tokens, which a text may lack; then the output must begin with a list, or with a tool's
-    name and its arguments.
+    Of the latter, `[CALL_ID]id` and `[ARGS]` may be left out. The id is not used: a model may repeat one. The markers
+    are special tokens, which a text may lack; then the output must begin with a list, or with a tool's name and its
+    arguments.
     """
 
-    BEGIN, ARGS = "[TOOL_CALLS]", "[ARGS]"
+    BEGIN, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+    MARKERS = (BEGIN, CALL_ID, ARGS)
 
     def __init__(self, names: frozenset[str]) -> None:
         self._names = names
@@ -103,14 +107,25 @@ class Mistral:
             is_name = is_marked or any(each.startswith(name.group()) for each in self._names)
             is_name = is_name and (is_marked or name.end() == len(text) or name.group() in self._names)
             return "" if is_name else None
-        if (not is_marked and name.group() not in self._names) or self.ARGS.startswith(behind):
-            return "" if is_marked or name.group() in self._names else None
-        behind = behind.removeprefix(self.ARGS).lstrip()
-        if not behind.startswith("{"):
-            return None if behind else ""
+        if not is_marked and name.group() not in self._names:
+            return None
+        begin = self._arguments_in(behind)
+        if not begin:
+            return begin
         parts.append(CallBegin(name.group()))
         self._state, self._object = "arguments", ObjectText()
-        return behind
+        return begin
+
+    def _arguments_in(self, text: str) -> str | None:
+        """Return the text from where the arguments begin behind a name, "" where more is needed, None for no call."""
+        for marker, value in ((self.CALL_ID, _ID), (self.ARGS, None)):
+            if text and marker.startswith(text) and text != marker:
+                return ""
+            if text.startswith(marker):
+                text = text.removeprefix(marker).lstrip()
+                found = value.match(text) if value is not None else None
+                text = text[found.end() :].lstrip() if found is not None else text
+        return text if not text or text.startswith("{") else None
 
     def _feed_arguments(self, text: str, parts: list[Part]) -> str:
         end = self._object.end(text)

@@ -1,4 +1,4 @@
-"""Tool calls whose arguments stand in tags of their own, as text: Qwen3-Coder and GLM-4.5."""
+"""Tool calls whose arguments stand in tags of their own, as text: Qwen3-Coder, Seed-OSS and GLM-4.5."""
 
 import json
 from abc import ABC, abstractmethod
@@ -18,7 +18,10 @@ from pagestream_gateway.core.output.parts import (
 
 _MOST_VALUE_CHARS = 2**16
 """Of a value that is not text, which is held until it is complete; a longer one is text."""
+_MOST_AHEAD = MOST_NAME_CHARS + 256
+"""Text that tells whether a value ends before it."""
 CALL, CALL_END = "<tool_call>", "</tool_call>"
+SEED_CALL, SEED_CALL_END = "<seed:tool_call>", "</seed:tool_call>"
 
 
 class TaggedCalls(ABC):
@@ -27,8 +30,11 @@ class TaggedCalls(ABC):
     Blanks beside calls are left out. A marker that no call follows is content. A repeated argument is left out.
     """
 
+    call_begin: ClassVar[str] = CALL
+    """What begins a call; its name stands behind."""
+    call_end: ClassVar[str] = CALL_END
     begins: ClassVar[tuple[str, ...]] = (CALL,)
-    """What begins a call. What begins with "<tool_call>" has its name behind, others are a part of the name."""
+    """That, and what begins a call without it, and is a part of the name."""
     value_end: ClassVar[str]
     call_ends: ClassVar[tuple[str, ...]]
     """What ends a call between its arguments."""
@@ -46,10 +52,17 @@ class TaggedCalls(ABC):
         """Whether nothing but blanks has come since a call."""
         self._types: Sequence[str] = ()
         self._tool = ""
-        self._keys: set[str] = set()
+        self.keys: set[str] = set()
+        """Of the call's arguments so far."""
         self._is_repeated = False
+        self.is_empty = True
+        """Whether nothing of the value was passed on."""
+        self.is_on_lines = False
+        """Whether the value begins on a line of its own."""
         self._searched = 0
         """Characters of a held value that its end does not begin in."""
+        self._is_last = False
+        """Whether nothing follows what is held."""
 
     def feed(self, text: str) -> list[Part]:
         """See OutputParser."""
@@ -69,9 +82,11 @@ class TaggedCalls(ABC):
 
     def end(self) -> list[Part]:
         """See OutputParser."""
+        self._is_last = True
+        parts = self.feed("")
         rest, self._held, self._opening = self._opening + self._held, "", ""
         is_shown = self._state in ("text", "head") and not (self._had_call and not rest.strip())
-        return [Content(rest)] if rest and is_shown else []
+        return joined([*parts, Content(rest)]) if rest and is_shown else parts
 
     @abstractmethod
     def name_in(self, text: str) -> tuple[str, int] | None:
@@ -81,12 +96,22 @@ class TaggedCalls(ABC):
     def key_in(self, text: str) -> tuple[str, int] | None:
         """Return the same for an argument, whose marker has been read."""
 
+    def end_of_value(self, text: str, searched: int) -> tuple[int, int]:
+        """Return where a value ends, and the place behind its end; -1 and from where on it may end, where it may not.
+
+        `searched`: characters that the end does not begin in.
+        """
+        place = text.find(self.value_end, searched)
+        if place >= 0:
+            return place, place + len(self.value_end)
+        return -1, len(text) - held_prefix(text, self.value_end)
+
     def _feed_text(self, parts: list[Part]) -> bool:
         text = self._held
         place, marker = _first(text, self.begins)
         if marker:
             before = text[:place].rstrip()
-            end = place + len(marker) if marker == CALL else place
+            end = place + len(marker) if marker == self.call_begin else place
             self._opening, self._held, self._state = text[len(before) : end], text[end:], "head"
         else:
             before = text[: len(text) - max(held_prefix(text, each) for each in self.begins)].rstrip()
@@ -107,13 +132,13 @@ class TaggedCalls(ABC):
         name, end = found
         if name:
             parts.append(CallBegin(name))
-            self._tool, self._keys, self._had_call = name, set(), True
+            self._tool, self.keys, self._had_call = name, set(), True
             self._held, self._opening, self._state = self._held[end:], "", "between"
         return bool(name)
 
     def _feed_between(self, parts: list[Part]) -> bool:
         """Look for the next argument or the call's end; what stands beside them is left out."""
-        markers = (self.key_begin, *self.call_ends, CALL)
+        markers = (self.key_begin, *self.call_ends, self.call_begin)
         place, marker = _first(self._held, markers)
         if not marker:
             kept = max(held_prefix(self._held, each) for each in markers)
@@ -121,9 +146,9 @@ class TaggedCalls(ABC):
             return False
         behind = self._held[place + len(marker) :]
         if marker != self.key_begin:
-            parts.append(Arguments("}" if self._keys else "{}"))
-            self._held = self._held[place:] if marker == CALL else behind
-            self._state = "text" if marker in (CALL, CALL_END) else "tail"
+            parts.append(Arguments("}" if self.keys else "{}"))
+            self._held = self._held[place:] if marker == self.call_begin else behind
+            self._state = "text" if marker in (self.call_begin, self.call_end) else "tail"
             return True
         found = self.key_in(behind)
         if found is None:
@@ -138,72 +163,67 @@ class TaggedCalls(ABC):
         return True
 
     def _begin_value(self, key: str, parts: list[Part]) -> None:
-        self._is_repeated = key in self._keys
+        self._is_repeated = key in self.keys
         self._types = self._all_types.get(self._tool, {}).get(key, (STRING,))
-        self._state, self._searched = "value", 0
+        self._state, self._searched, self.is_empty = "value", 0, True
         if not self._is_repeated:
-            separator = ", " if self._keys else "{"
+            separator = ", " if self.keys else "{"
             parts.append(Arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: "))
-            self._keys.add(key)
+            self.keys.add(key)
 
     def _feed_value(self, parts: list[Part]) -> bool:
         """Wait for the end of a value, unless it is text."""
+        self.is_on_lines = self._held.startswith("\n")
         if tuple(self._types) == (STRING,):
-            if self.trims_lines and self._held[0] == "\n":
-                self._held = self._held[1:]
             return self._begin_string(parts)
-        place = self._held.find(self.value_end, self._searched)
+        place, behind = self.end_of_value(self._held, self._searched)
         if 0 <= place <= _MOST_VALUE_CHARS:
             text = self._held[:place]
             if self.trims_lines:
                 text = text.removeprefix("\n").removesuffix("\n")
             self._argument(json_of(text, self._types), parts)
-            self._held, self._state = self._held[place + len(self.value_end) :], "between"
+            self._held, self._state = self._held[behind:], "between"
             return True
-        self._searched = max(0, len(self._held) - len(self.value_end))
-        if len(self._held) < _MOST_VALUE_CHARS + len(self.value_end):
+        self._searched = behind
+        if place < 0 and len(self._held) < _MOST_VALUE_CHARS + _MOST_AHEAD:
             return False
         return self._begin_string(parts)
 
     def _begin_string(self, parts: list[Part]) -> bool:
         self._state = "string"
         self._argument('"', parts)
+        if self.trims_lines:
+            self._held = self._held.removeprefix("\n")
         return True
 
     def _feed_string(self, parts: list[Part]) -> bool:
-        place = self._held.find(self.value_end)
-        text = self._held[:place] if place >= 0 else self._held[: len(self._held) - self._num_held()]
-        if place >= 0 and self.trims_lines:
+        place, behind = self.end_of_value(self._held, 0)
+        text = self._held[: place if place >= 0 else behind]
+        if self.trims_lines:  # the line's end before the tag, which may follow
             text = text.removesuffix("\n")
         if text:
             self._argument(json.dumps(text, ensure_ascii=False)[1:-1], parts)
+            self.is_empty = False
         if place < 0:
             self._held = self._held[len(text) :]
             return False
         self._argument('"', parts)
-        self._held, self._state = self._held[place + len(self.value_end) :], "between"
+        self._held, self._state = self._held[behind:], "between"
         return True
-
-    def _num_held(self) -> int:
-        """Return how many characters at the end of a text may not belong to it: of its end, and the line before."""
-        num_held = held_prefix(self._held, self.value_end)
-        if self.trims_lines and self._held[: len(self._held) - num_held].endswith("\n"):
-            num_held += 1
-        return num_held
 
     def _argument(self, text: str, parts: list[Part]) -> None:
         if not self._is_repeated:
             parts.append(Arguments(text))
 
-    def _feed_tail(self, parts: list[Part]) -> bool:
+    def _feed_tail(self, _: list[Part]) -> bool:
         """Look for the end of what may hold several calls."""
         stripped = self._held.lstrip()
-        if CALL_END.startswith(stripped):
-            is_whole = stripped == CALL_END
+        if self.call_end.startswith(stripped):
+            is_whole = stripped == self.call_end
             self._held, self._state = "" if is_whole else self._held, "text" if is_whole else "tail"
             return False
-        if stripped.startswith(CALL_END):
-            self._held = stripped[len(CALL_END) :]
+        if stripped.startswith(self.call_end):
+            self._held = stripped[len(self.call_end) :]
         self._state = "text"
         return True
 
@@ -211,13 +231,14 @@ class TaggedCalls(ABC):
 class QwenCoder(TaggedCalls):
     """`<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>`: Qwen3-Coder, Qwen3.5.
 
-    A call also begins without its first marker, which these models leave out at times.
+    A call also begins without its first marker, which these models leave out at times. So they do with a value's end:
+    then it ends with the next argument's beginning or with the call.
     """
 
-    FUNCTION = "<function="
-    MARKERS = (CALL, CALL_END)
+    FUNCTION, FUNCTION_END = "<function=", "</function>"
+    MARKERS: ClassVar[tuple[str, ...]] = (CALL, CALL_END)
     begins = (CALL, FUNCTION)
-    key_begin, value_end, call_ends = "<parameter=", "</parameter>", ("</function>", CALL_END)
+    key_begin, value_end, call_ends = "<parameter=", "</parameter>", (FUNCTION_END, CALL_END)
     trims_lines = True
 
     def name_in(self, text: str) -> tuple[str, int] | None:
@@ -231,6 +252,51 @@ class QwenCoder(TaggedCalls):
     def key_in(self, text: str) -> tuple[str, int] | None:
         """See TaggedCalls."""
         return _up_to(">", text, 0)
+
+    def end_of_value(self, text: str, searched: int) -> tuple[int, int]:
+        """See TaggedCalls."""
+        place = searched - 1
+        while (place := text.find("<", place + 1)) >= 0:
+            ahead = text[place : place + _MOST_AHEAD]
+            is_end = self._ends_with(ahead, is_at_line=self._is_at_line(text, place))
+            if is_end is None and len(ahead) < _MOST_AHEAD and not self._is_last:
+                return -1, place
+            if is_end:
+                return place, place + (len(self.value_end) if ahead.startswith(self.value_end) else 0)
+        return -1, len(text)
+
+    def _is_at_line(self, text: str, place: int) -> bool:
+        """Return whether a tag stands where those of a call do: a value on lines of its own may mention some."""
+        return not self.is_on_lines or (text[place - 1] == "\n" if place else self.is_empty)
+
+    def _ends_with(self, ahead: str, *, is_at_line: bool) -> bool | None:
+        """Return whether a value ends before a text that begins with "<"; None where more of it is needed."""
+        if ahead.startswith(self.value_end):
+            return True
+        if ahead.startswith(self.key_begin):
+            found = self.key_in(ahead[len(self.key_begin) :]) if is_at_line else None
+            return None if found == ("", 0) else found is not None and found[0] not in self.keys
+        for tag, followers in (
+            (self.FUNCTION_END, (self.call_end, self.FUNCTION)),
+            (self.call_end, (self.call_begin,) if is_at_line else ()),
+        ):
+            if ahead.startswith(tag) and followers:
+                behind = ahead[len(tag) :].lstrip()
+                if not behind:
+                    return self._is_last or None
+                is_cut = any(each.startswith(behind) and each != behind for each in followers)
+                return None if is_cut else behind.startswith(followers)
+        tags = (self.value_end, self.key_begin, self.FUNCTION_END, self.call_end)
+        return None if any(each.startswith(ahead) for each in tags) else False
+
+
+class SeedOss(QwenCoder):
+    """`<seed:tool_call><function=NAME><parameter=KEY>value</parameter></function></seed:tool_call>`: Seed-OSS."""
+
+    MARKERS = (SEED_CALL, SEED_CALL_END)
+    call_begin, call_end = SEED_CALL, SEED_CALL_END
+    begins = (SEED_CALL, QwenCoder.FUNCTION)
+    call_ends = (QwenCoder.FUNCTION_END, SEED_CALL_END)
 
 
 class Glm(TaggedCalls):
