@@ -58,7 +58,7 @@ def call_schema(tools: Tools, arguments: str) -> dict[str, Any]:
     for tool in tools.definitions:
         name, given = tool["function"]["name"], tool["function"].get("parameters")
         place = f"#/$defs/{name}"
-        roots[name] = _moved(given or {"type": "object"}, place)
+        roots[name] = moved_schema(given or {"type": "object"}, place)
         calls.append(
             {
                 "type": "object",
@@ -70,7 +70,7 @@ def call_schema(tools: Tools, arguments: str) -> dict[str, Any]:
     return {"anyOf": calls, "$defs": roots}
 
 
-def _moved(schema: Any, place: str) -> Any:
+def moved_schema(schema: Any, place: str) -> Any:
     """Return a schema that stands at another place than its document's root. Raises InvalidRequest for deep nesting."""
     try:
         return _with_references(schema, place)

@@ -6,6 +6,8 @@ import json
 from pagestream_gateway.core.output.parts import MOST_NAME_CHARS, NAME, Arguments, CallBegin, Content, Part
 
 _MOST_CHARS = 2**16  # of a call, which is held until it is complete
+_OF_JSON = {"true": True, "false": False, "null": None}
+"""Names that models write among Python's literals."""
 
 
 class Pythonic:
@@ -83,11 +85,19 @@ class Pythonic:
             if not isinstance(tree, ast.Call) or tree.args or any(each.arg is None for each in tree.keywords):
                 return None
             name = ast.unparse(tree.func)
-            arguments = {str(each.arg): ast.literal_eval(each.value) for each in tree.keywords}
+            arguments = {str(each.arg): ast.literal_eval(_Constants().visit(each.value)) for each in tree.keywords}
             written = json.dumps(arguments, allow_nan=False)
         except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
             return None
         return [CallBegin(name), Arguments(written)] if name in self._names else None
+
+
+class _Constants(ast.NodeTransformer):
+    """Gives JSON's names their values."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        """Return what a name stands for."""
+        return ast.Constant(_OF_JSON[node.id]) if node.id in _OF_JSON else node
 
 
 class _Brackets:
