@@ -5,8 +5,10 @@ No engine serves these models: requests are accepted and stay queued, and their 
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import httpx
@@ -20,6 +22,7 @@ from pagestream_streams import Broker, StreamsSettings
 from support.clients.gateway_clients import Address, gateway_settings, grpc_stub
 from support.engines.synthetic_engine import REASONING_MARKS, synthetic_card, tokenizer_of
 from support.protocol.chat_templates import DEEPSEEK_R1, DEEPSEEK_V31, GLM, GPT_OSS, QWEN_CODER
+from tokenizers import Tokenizer
 
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
@@ -172,6 +175,72 @@ async def test_calls_and_results_are_given_to_a_template_that_takes_one_call_a_m
     )
 
 
+MISTRAL = (
+    "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
+    "{% for m in messages %}{% for c in m.tool_calls or () %}"
+    "{% if c.id | length != 9 %}{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}"
+    "{% endif %}[TOOL_CALLS]{{ c.function.name }}[CALL_ID]{{ c.id }}[ARGS]{{ c.function.arguments | tojson }}"
+    "{% endfor %}{% if m.role == 'tool' %}[TOOL_RESULTS]{{ m.tool_call_id }}[TOOL_CONTENT]{{ m.content }}"
+    "{% else %}{{ m.content or '' }}{% endif %}{% endfor %}"
+)
+
+
+async def test_ids_of_other_servers_are_as_mistrals_templates_take_them(records: Records) -> None:
+    """The last nine characters, as in vLLM; what these can't be depends on the id alone."""
+    ids = ["abcdef123", "call_2f1babcdef123", "call_00000000ZY1234567", "functions.now:0", "1"]
+    calls = [{**CALL, "id": each} for each in ids]
+    results = [{"role": "tool", "tool_call_id": each, "content": "7"} for each in ids]
+    text = prompt_of(await records.of_chat(MISTRAL, [USER, {"role": "assistant", "tool_calls": calls}, *results]))
+    written, answered = (re.findall(rf"\[{name}\]([A-Za-z0-9]{{9}})\[", text) for name in ("CALL_ID", "TOOL_RESULTS"))
+    assert written == answered
+    assert len(set(written)) == len(ids)
+    assert (written[0], written[2]) == ("abcdef123", "ZY1234567")
+
+
+async def test_a_record_says_whose_calls_a_grammar_forces(records: Records) -> None:
+    forced = (await records.of_chat(MISTRAL, **TOOLS, tool_choice="required")).answer.output
+    assert (forced.tool_format, forced.own_format) == ("required", "mistral")
+    forced = (await records.of_chat(QWEN_CODER, **NAMED)).answer.output
+    assert (forced.tool_format, forced.own_format) == ("named", "qwen3_coder")
+    assert [tool.name for tool in forced.typed_tools] == ["get_weather"], "of calls within reasoning"
+
+
+SEED_OSS = (
+    "{% set think = '<seed:think>' %}{% if tools %}{{ tools | tojson }}<seed:tool_call><function={% endif %}"
+    "{{ messages[0].content }}{% if thinking_budget == 0 %}{{ think }}</seed:think>{% endif %}"
+)
+MAGISTRAL = "{% if tools %}[TOOL_CALLS]{% endif %}[THINK]Your thoughts[/THINK]{{ messages[0].content }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "parser", "expected"),
+    [
+        (SEED_OSS, "", ("seed_oss", "think", "seed_oss")),
+        (SEED_OSS, "seed_oss", ("seed_oss", "open", "seed_oss")),
+        (MAGISTRAL, "", ("mistral", "think", "mistral")),
+        ("{{ tools }}[TOOL_CALLS]{{ messages[0].content }}", "mistral", ("mistral", "think", "mistral")),
+        (MAGISTRAL, "qwen3", ("mistral", "think", "")),
+    ],
+)
+async def test_reasoning_has_the_marks_of_its_model(
+    records: Records, template: str, parser: str, expected: tuple[str, str, str]
+) -> None:
+    words = ["<seed:think>", "</seed:think>", "[THINK]", "[/THINK]", "<think>", "</think>"]
+    card = card_with(template, parsers=("", parser), specials=words)
+    spec = await records.of_chat(card, **TOOLS)
+    output = spec.answer.output
+    assert (output.tool_format, output.reasoning_format, output.reasoning_marks) == expected
+    assert not spec.sampling.skip_special_tokens
+    marks = (await records.of_chat(card, **FORM)).reasoning
+    ends = {"seed_oss": "</seed:think>", "mistral": "[/THINK]", "": "</think>"}
+    assert list(marks.end.ids) == [tokenizer_of(card).token_to_id(ends[expected[2]])]
+
+
+async def test_no_effort_is_no_budget_for_seed_oss(records: Records) -> None:
+    assert prompt_of(await records.of_chat(SEED_OSS, reasoning_effort="none")).endswith("<seed:think></seed:think>")
+    assert prompt_of(await records.of_chat(SEED_OSS, reasoning_effort="high")).endswith("Weather?")
+
+
 async def test_effort_is_given_to_templates_that_know_it(records: Records) -> None:
     async def prompt(template: str, **more: Any) -> str:
         return prompt_of(await records.of_chat(template, **more))
@@ -264,46 +333,180 @@ async def test_over_grpc_special_tokens_are_not_shown(records: Records, gateway:
 
 
 ANSWER = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-NUMBERED = {"type": "object", "properties": {"b": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": "integer"}}}
-ARGUMENTS = '{"b": 2}'
-CALLS = {
-    "hermes": '<tool_call>\n{"name": "f", "arguments": ARGUMENTS}\n</tool_call>',
-    "llama3_json": '{"name": "f", "parameters": ARGUMENTS}',
-    "mistral": '[TOOL_CALLS][{"name": "f", "arguments": ARGUMENTS}]',
+ANSWERED = '{"a": 1}'
+PLACE = {
+    "type": "object",
+    "properties": {"b": {"$ref": "#/$defs/n"}, "city": {"type": "string"}, "unit": {"enum": ["c", "f"]}},
+    "required": ["b"],
+    "$defs": {"n": {"type": "integer"}},
+}
+CALLED = [
+    {"type": "function", "function": {"name": "f", "parameters": PLACE}},
+    {"type": "function", "function": {"name": "now"}},
+]
+ARGUMENTS = '{"b": 2, "city": "<O", "unit": "c"}'
+CALLS: dict[str, tuple[str, list[str]]] = {
+    "hermes": (
+        '<tool_call>\n{"name": "f", "arguments": ARGUMENTS}\n</tool_call>',
+        [
+            '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n'
+            '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+        ],
+    ),
+    "llama3_json": (
+        '{"name": "f", "parameters": ARGUMENTS}',
+        ['<|python_tag|>{"name": "now", "parameters": {"x": 1}}'],
+    ),
+    "mistral": (
+        "[TOOL_CALLS]f[CALL_ID]abcdef123[ARGS]ARGUMENTS",
+        ["[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]now[ARGS]{}"],
+    ),
+    "mistral before [ARGS]": ('[TOOL_CALLS][{"name": "f", "arguments": ARGUMENTS}]', []),
     "deepseek_v31": (
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        [],
     ),
     "deepseek_v3": (
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\nARGUMENTS\n```"
-        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        [],
+    ),
+    "qwen3_coder": (
+        "<tool_call>\n<function=f>\n<parameter=b>\n2\n</parameter>\n<parameter=city>\n<O\n</parameter>\n"
+        "<parameter=unit>\nc\n</parameter>\n</function>\n</tool_call>",
+        ["<tool_call>\n<function=now>\n<parameter=any>\nx\n</parameter>\n</function>\n</tool_call>"],
+    ),
+    "seed_oss": (
+        "<seed:tool_call>\n<function=f>\n<parameter=b>2</parameter>\n<parameter=city><O</parameter>\n"
+        "<parameter=unit>c</parameter>\n</function>\n</seed:tool_call>",
+        ["<seed:tool_call><function=now></function></seed:tool_call>"],
+    ),
+    "glm45": (
+        "<tool_call>f\n<arg_key>b</arg_key>\n<arg_value>2</arg_value>\n<arg_key>city</arg_key>\n<arg_value><O"
+        "</arg_value>\n<arg_key>unit</arg_key>\n<arg_value>c</arg_value>\n</tool_call>",
+        ["<tool_call>now</tool_call><tool_call>now\n<arg_key>any</arg_key><arg_value></arg_value></tool_call>"],
+    ),
+    "pythonic": ('[f(b=2, city="<O", unit="c")]', ['[f(b=2, unit="c"), now()]']),
+    "openai": (
+        "<|channel|>analysis<|message|>Hm <<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>ARGUMENTS",
+        [" to=functions.f<|channel|>commentary json<|message|>ARGUMENTS"],
     ),
 }
+"""A call of f, and other calls, as models of each format write them."""
+MARKERS = re.compile(r"</?(?:seed:)?[a-z_]+>|<[|｜][^|｜]+[|｜]>|\[[A-Z_]+\]")
 
 
-def either(parser: str, *, answer: Any = None, parameters: Any = NUMBERED, **more: Any) -> tuple[ModelCard, Any]:
+def either(parser: str, *, answer: Any = None, parameters: Any = PLACE, **more: Any) -> tuple[ModelCard, Any]:
     """Return the card of a model with a format, and what asks for an answer of a form or calls."""
     template = "{{ tools }}```json{{ messages }}" if parser == "deepseek_v3" else "{{ messages }}{{ tools }}"
-    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}, *CALLED[1:]]
     return card_with(template, parsers=(parser, ""), **more), {
         "tools": tools,
         "structured_outputs": answer or {"json": ANSWER},
     }
 
 
-def matches(text: str, rules: str) -> bool:
-    matcher = LLMatcher(LLTokenizer("byte"), grammar_from("grammar", rules))
-    return all(matcher.consume_token(byte) for byte in text.encode()) and matcher.is_accepting()
+@cache
+def tokens_of(tokenizer: str) -> LLTokenizer:
+    return LLTokenizer(tokenizer, eos_token=[1])
 
 
-@pytest.mark.parametrize("parser", [*CALLS])
-async def test_an_answer_of_a_form_or_calls_have_a_grammar(records: Records, parser: str) -> None:
-    card, asked = either(parser)
+def matches(text: str, rules: str, tokenizer: Tokenizer) -> bool:
+    """Whether an output may be a text: each token is looked for in the mask of its place, as an engine does."""
+    matcher = LLMatcher(tokens_of(tokenizer.to_str()), grammar_from("grammar", rules), log_level=0)
+    for token_id in tokenizer.encode(text, add_special_tokens=False).ids:
+        mask = matcher.compute_bitmask()
+        if not mask[token_id // 8] >> token_id % 8 & 1 or not matcher.consume_token(token_id):
+            return False
+    return bool(matcher.is_accepting())
+
+
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [
+        *((form, "words") for form in CALLS),
+        *((form, "text") for form in CALLS if form != "mistral"),  # whose tokenizers are told by the token [ARGS]
+        ("deepseek_v31", "specials"),
+        ("mistral", "specials"),
+    ],
+)
+async def test_an_answer_of_a_form_or_calls_have_a_grammar(records: Records, form: str, kind: str) -> None:
+    """A marker may be an added token, a special one of these, or text."""
+    call, others = CALLS[form]
+    markers = sorted(set(MARKERS.findall("".join([call, *others]))) - {"<O"})
+    card, asked = either(form.partition(" ")[0], **({} if kind == "text" else {kind: markers}))
+    tokenizer = tokenizer_of(card)
     rules = (await records.of_chat(card, **asked)).sampling.structured_outputs.grammar
-    assert matches('{"a": 1}', rules)
-    assert matches(CALLS[parser].replace("ARGUMENTS", ARGUMENTS), rules)
-    assert not matches(CALLS[parser].replace("ARGUMENTS", '{"b": "2"}'), rules)
-    assert not matches('{"a": "1"}', rules)
-    assert not matches("So: ", rules)
+    final = "<|channel|>final<|message|>" if form == "openai" else ""
+    blanks = "" if form == "openai" else "\n\n"
+    for text in (final + ANSWERED, blanks + final + ANSWERED, call, blanks + call, *others):
+        if kind != "text" or "python_tag" not in text:
+            assert matches(text.replace("ARGUMENTS", ARGUMENTS), rules, tokenizer), text
+    wrong = [
+        call.replace("ARGUMENTS", '{"b": "2"}').replace("2", "x").replace("[f", "[g"),
+        "So: ",
+        final + '{"a": "1"}',
+    ]
+    assert not [text for text in wrong if matches(text, rules, tokenizer)]
+
+
+async def test_the_form_of_each_api_leaves_room_for_calls(records: Records) -> None:
+    call, _ = CALLS["qwen3_coder"]
+    markers = MARKERS.findall(call)
+    card = card_with("{{ messages }}{{ tools }}", parsers=("qwen3_coder", ""), words=markers)
+    form = {"type": "json_schema", "schema": ANSWER}
+    common = {"model": await records.published(card)}
+    function = {"name": "f", "parameters": PLACE}
+    for path, body in (
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [USER],
+                "tools": [{"type": "function", "function": function}],
+                "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": ANSWER}},
+            },
+        ),
+        (
+            "/v1/responses",
+            {"input": "x", "tools": [{"type": "function", **function}], "text": {"format": {**form, "name": "a"}}},
+        ),
+        (
+            "/v1/messages",
+            {
+                "messages": [USER],
+                "max_tokens": 9,
+                "tools": [{"name": "f", "input_schema": PLACE}],
+                "output_config": {"format": form},
+            },
+        ),
+    ):
+        spec = await records.of(path, {**common, **body})
+        rules = spec.sampling.structured_outputs.grammar
+        assert matches(call, rules, tokenizer_of(card)), path
+        assert matches(ANSWERED, rules, tokenizer_of(card)), path
+        assert spec.answer.output.tool_format == "qwen3_coder"
+
+
+async def test_one_call_where_parallel_ones_are_not_wanted(records: Records) -> None:
+    for form in ("hermes", "mistral", "glm45", "pythonic"):
+        _, [several] = CALLS[form]
+        card, asked = either(form, words=MARKERS.findall("".join(CALLS[form][0] + several)))
+        rules = (await records.of_chat(card, **asked, parallel_tool_calls=False)).sampling.structured_outputs.grammar
+        assert not matches(several, rules, tokenizer_of(card)), form
+
+
+async def test_a_form_within_a_message_of_gpt_oss_is_of_the_answer_alone(records: Records) -> None:
+    """Its channel is open there; and without reasoning apart there would be no channel."""
+    begun = [USER, {"role": "assistant", "content": "It is"}]
+    asked = {**TOOLS, "structured_outputs": {"json": ANSWER}}
+    spec = await records.of_chat(GPT_OSS, begun, **asked, continue_final_message=True, add_generation_prompt=False)
+    assert spec.sampling.structured_outputs.json
+    spec = await records.of_chat(GPT_OSS, **asked, separate_reasoning=False)
+    assert prompt_of(spec).endswith("<|start|>assistant<|channel|>final<|message|>")
+    spec = await records.of_chat(GPT_OSS, **asked)
+    assert prompt_of(spec).endswith("<|start|>assistant")
+    assert (spec.answer.output.tool_format, spec.answer.output.reasoning_format) == ("openai", "openai_gptoss")
 
 
 async def test_a_marker_that_is_a_special_token_is_that_token_in_the_grammar(records: Records) -> None:
@@ -315,7 +518,7 @@ async def test_a_marker_that_is_a_special_token_is_that_token_in_the_grammar(rec
 @pytest.mark.parametrize(
     ("parser", "given", "reason"),
     [
-        ("pythonic", {}, "have no grammar here"),
+        ("none", {}, "have no grammar here"),
         ("hermes", {"answer": {"regex": "a"}}, "only JSON"),
         ("hermes", {"answer": {"json": {"multipleOf": 1e9}}}, "multipleOf"),
         ("hermes", {"parameters": {"multipleOf": 1e9}}, "multiple"),

@@ -31,10 +31,10 @@ SCHEMAS = {
 
 
 def parser(
-    form: str, *, reasoning: str = "", opening: str = "", tools: Collection[str] = tuple(SCHEMAS)
+    form: str, *, reasoning: str = "", opening: str = "", tools: Collection[str] = tuple(SCHEMAS), **more: str
 ) -> OutputParser:
     reasoning = reasoning or ("openai_gptoss" if form == "openai" else "")
-    record = OutputForm(tool_format=form, reasoning_format=reasoning, opening=opening)
+    record = OutputForm(tool_format=form, reasoning_format=reasoning, opening=opening, **more)  # type: ignore[arg-type]
     record.tool_names.extend(["add"] if form == "named" else tools)
     record_types(record, SCHEMAS)
     return parser_of(record)
@@ -113,6 +113,12 @@ CASES: list[tuple[str, str, list[Part]]] = [
         'Well. [TOOL_CALLS]add[ARGS]{"a": "}"}[TOOL_CALLS]get_weather{"city": "x"}',
         [Content("Well."), *call("add", '{"a": "}"}'), *call("get_weather", '{"city": "x"}')],
     ),
+    (
+        "mistral",
+        '[TOOL_CALLS]add[CALL_ID]abcdef123[ARGS]{"a": 1}[TOOL_CALLS]get_weather[CALL_ID]000000000[ARGS]{}',
+        [*call("add", '{"a": 1}'), *call("get_weather", "{}")],
+    ),
+    ("mistral", "[TOOL_CALLS]add[CALL_ID]a b[ARGS]", [Content("add[CALL_ID]a b[ARGS]")]),
     ("mistral", 'add{"a": 1}add{"a": 2}', [*call("add", '{"a": 1}'), *call("add", '{"a": 2}')]),
     ("mistral", "address [1, 2] of get_weather", [Content("address [1, 2] of get_weather")]),
     ("mistral", "[1, 2]", [Content("[1, 2]")]),
@@ -121,6 +127,7 @@ CASES: list[tuple[str, str, list[Part]]] = [
         "[add(a=1, b=\"x)]\"), get_weather(city='Oslo', days=[1, {'x': None}])]",
         [*call("add", '{"a": 1, "b": "x)]"}'), *call("get_weather", '{"city": "Oslo", "days": [1, {"x": null}]}')],
     ),
+    ("pythonic", "[add(a=true, b=[null, False])]", call("add", '{"a": true, "b": [null, false]}')),
     ("pythonic", "[add(a='\\ud83d')]\n so", [*call("add", '{"a": "\\ud83d"}'), Content("so")]),
     (
         "qwen3_coder",
@@ -139,6 +146,35 @@ CASES: list[tuple[str, str, list[Part]]] = [
     ("qwen3_coder", "<function=now></function>\n done", [*call("now", "{}"), Content("\n done")]),
     ("qwen3_coder", "<function=add><parameter=a>x</parameter>", call("add", '{"a": "x"')),
     ("qwen3_coder", "<function=f><parameter=a>\nb\n\n</parameter></tool_call>", call("f", '{"a": "b\\n"}')),
+    # Without </parameter>: the next argument or the call's end ends a value, as in vLLM's parser.
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=add>\n<parameter=a>\n5\n<parameter=b>\ntrue\n</function>\n</tool_call>",
+        call("add", '{"a": 5, "b": true}'),
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call><function=f><parameter=x>Bern<parameter=y>a</function></tool_call> Done",
+        [*call("f", '{"x": "Bern", "y": "a"}'), Content(" Done")],
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=f>\n<parameter=x>\nBern\n</tool_call>\n<tool_call>\n<function=now>\n<parameter=x>\na"
+        "\n</function>\n",
+        [*call("f", '{"x": "Bern"}'), *call("now", '{"x": "a"}')],
+    ),
+    (
+        "qwen3_coder",
+        "<function=f>\n<parameter=x>\na </function> b <parameter=y> c\n<parameter=x>\nd\n</parameter>\n</function>",
+        call("f", '{"x": "a </function> b <parameter=y> c\\n<parameter=x>\\nd"}'),
+    ),
+    (
+        "seed_oss",
+        "I look.\n<seed:tool_call>\n<function=get_weather>\n<parameter=city>Oslo</parameter>\n<parameter=days>[1]"
+        "</parameter>\n</function>\n</seed:tool_call>\n<seed:tool_call><function=now></function></seed:tool_call>",
+        [Content("I look."), *call("get_weather", '{"city": "Oslo", "days": [1]}'), *call("now", "{}")],
+    ),
+    ("seed_oss", "<tool_call>so", [Content("<tool_call>so")]),
     (
         "glm45",
         "\nSo.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Oslo\n</arg_value>\n<arg_key>days</arg_key>"
@@ -200,6 +236,8 @@ def test_one_named_tool_has_all_of_the_text_as_its_arguments() -> None:
 WORDS = st.sampled_from(
     [
         *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>"),
+        *("<seed:tool_call>", "</seed:tool_call>", "[CALL_ID]", "<function=add>", "<parameter=a>", "<parameter=b>"),
+        *('<tool_call>{"name": "add", "arguments": {}}', '<tool_call>{"name": "other", "arguments": {}}'),
         *("<function=", "<parameter=", ">", "</parameter>", "</function>", "<arg_key>", "</arg_key>", "<arg_value>"),
         *("</arg_value>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
         *("<｜tool▁calls▁end｜>", "```json", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "to=functions.add"),
@@ -230,9 +268,14 @@ def test_any_text_has_the_same_parts_however_it_is_cut(words: list[str], cuts: l
     text = "".join(words)
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     for reasoning in ("", "think", "open"):
-        whole = parts_of(parser(form, reasoning=reasoning), [text])
-        assert parts_of(parser(form, reasoning=reasoning), [text[a:b] for a, b in pairwise(places)]) == whole
-        assert parts_of(parser(form, reasoning=reasoning), text) == whole
+        own = "qwen3_coder" if form in ("named", "required") else ""
+        whole = parts_of(parser(form, reasoning=reasoning, own_format=own), [text])
+        cut = [text[a:b] for a, b in pairwise(places)]
+        assert parts_of(parser(form, reasoning=reasoning, own_format=own), cut) == whole
+        assert parts_of(parser(form, reasoning=reasoning, own_format=own), text) == whole
+        if reasoning == "open" and form != "openai" and "</think>" in text:
+            thought = text.lstrip().removeprefix("<think>").partition("</think>")[0].strip()
+            assert "".join(part.text for part in whole if isinstance(part, Reasoning)) == thought
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -276,6 +319,61 @@ def test_reasoning_stands_apart(text: str, is_open: bool, expected: list[Part]) 
     assert parts_of(parser("", reasoning=reasoning), text) == expected
 
 
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+CALL_PARTS = call("add", '{"a": 1}')
+QWEN_CALL = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+THOUGHT: list[Part] = [Reasoning("I need it.")]
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "expected"),
+    [
+        ("hermes", f"I need it.\n{CALL}", [*THOUGHT, *CALL_PARTS]),
+        ("hermes", f"<think>\nI need it.\n{CALL}\nDone.", [*THOUGHT, *CALL_PARTS, Content("\nDone.")]),
+        ("hermes", CALL, CALL_PARTS),
+        ("hermes", f"I need it.{CALL[:-14]}", [*THOUGHT, *call("add", '{"a": 1')]),
+        ("hermes", f"A {CALL} B </think> C", [Reasoning(f"A {CALL} B"), Content("C")]),
+        ("hermes", f"A {CALL}</think>{CALL}", [Reasoning(f"A {CALL}"), *CALL_PARTS]),
+        ("hermes", "Should I <tool_call>?", [Reasoning("Should I <tool_call>?")]),
+        ("hermes", f"A {CALL.replace('add', 'other')} B", [Reasoning(f"A {CALL.replace('add', 'other')} B")]),
+        ("qwen3_coder", f"I need it.\n{QWEN_CALL}", [*THOUGHT, *CALL_PARTS]),
+        (
+            "glm45",
+            "I need it.<tool_call>add\n<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>",
+            [*THOUGHT, *CALL_PARTS],
+        ),
+        ("mistral", 'I need it.[TOOL_CALLS]add[ARGS]{"a": 1}', [*THOUGHT, *CALL_PARTS]),
+        (
+            "deepseek_v3",
+            'I need it.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>',
+            [*THOUGHT, *CALL_PARTS],
+        ),
+        ("required", f"I need it.\n{QWEN_CALL}", [*THOUGHT, *CALL_PARTS]),
+        ("named", f"I need it.\n{QWEN_CALL}", [*THOUGHT, *CALL_PARTS]),
+        ("named", '{"a": 1', [Reasoning('{"a": 1')]),
+        ("llama3_json", f"I need it.\n{CALL}", [Reasoning(f"I need it.\n{CALL}")]),
+    ],
+)
+def test_calls_begun_within_reasoning_that_is_never_closed(form: str, text: str, expected: list[Part]) -> None:
+    """Reasoning that is closed may only consider a call."""
+
+    def made() -> OutputParser:
+        return parser(form, reasoning="open", own_format="qwen3_coder")
+
+    assert parts_of(made(), [text]) == expected
+    assert parts_of(made(), text) == expected
+
+
+@pytest.mark.parametrize(
+    ("marks", "begin", "end"), [("seed_oss", "<seed:think>", "</seed:think>"), ("mistral", "[THINK]", "[/THINK]")]
+)
+def test_reasoning_between_other_marks(marks: str, begin: str, end: str) -> None:
+    for reasoning in ("think", "open"):
+        for text in (f"{begin}\nWhy? <think>{end}\n\nHi", f"{begin}Why? <think>"):
+            expected = [Reasoning("Why? <think>"), *([Content("Hi")] if "Hi" in text else [])]
+            assert parts_of(parser("", reasoning=reasoning, reasoning_marks=marks), text) == expected
+
+
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
@@ -285,6 +383,7 @@ def test_reasoning_stands_apart(text: str, is_open: bool, expected: list[Part]) 
         ("{{ tools }} [func_name1(params_name1=params_value1)]", "pythonic"),
         ("{{ tools }}<tool_call><function=example>", "qwen3_coder"),
         ("{{ tools }}<tool_call>{name}<arg_key>", "glm45"),
+        ("{{ tools }}<seed:tool_call><function=example>", "seed_oss"),
         ("{{ tools }}<｜tool▁calls▁begin｜>", "deepseek_v3"),
         ("{{ tools }}<|channel|>final<|message|>", "openai"),
         ("{{ tools }}<|tool_call>call:", None),
@@ -302,3 +401,5 @@ def test_a_prompt_may_open_the_reasoning() -> None:
     assert reasoning_format("", "x<think>") == ""
     assert reasoning_format("<think></think>", "x<think>Let me", continues=True) == "open"
     assert reasoning_format("<think></think>", "x<think>y</think>Let me", continues=True) == "think"
+    assert reasoning_format("[THINK][/THINK]", "x[THINK]") == "open"
+    assert reasoning_format("<seed:think>", "x") == "think"

@@ -12,7 +12,7 @@ from pagestream_telemetry.context import NO_TRACE, TraceContext
 from pagestream_gateway.core.drafts import ChatPrompt, Draft, most_tokens
 from pagestream_gateway.core.models import LoadedModel
 from pagestream_gateway.core.output.choice import with_calls
-from pagestream_gateway.core.output.form import shows_special_tokens
+from pagestream_gateway.core.output.form import may_call, shows_special_tokens
 from pagestream_gateway.core.sampling.pooling import (
     check_inputs,
     is_cross_encoder,
@@ -135,8 +135,8 @@ def _sampling_of(draft: Draft, model: LoadedModel, limits: LimitSettings) -> Sam
 def _constrained(draft: Draft, model: LoadedModel) -> SamplingParams:
     """Return what the caller asks for; where a form is asked for beside tools that may be called, a grammar of both."""
     for prompt in draft.prompts:
-        has_calls = isinstance(prompt, ChatPrompt) and prompt.tools.definitions and not prompt.tools.is_forced
-        if isinstance(prompt, ChatPrompt) and has_calls and draft.sampling.HasField("structured_outputs"):
+        has_form = draft.sampling.HasField("structured_outputs")
+        if has_form and isinstance(prompt, ChatPrompt) and may_call(prompt, model):
             both = with_calls(draft.sampling.structured_outputs, prompt.tools, model, "structured_outputs")
             given = SamplingParams()
             given.CopyFrom(draft.sampling)

@@ -7,6 +7,7 @@ from typing import Any
 
 from pagestream_grammars import stripped
 
+from pagestream_gateway.core.output import harmony
 from pagestream_gateway.core.output.calls import deepseek
 from pagestream_gateway.core.output.calls.arguments import STRING, types_of
 from pagestream_gateway.core.output.calls.hermes import Hermes
@@ -75,7 +76,8 @@ def text_rule(text: str) -> str:
 def _hermes(writer: CallWriter) -> str:
     begin, end = map(writer.marker, (Hermes.BEGIN, Hermes.END))
     body = json_rule(call_schema(writer.tools, "arguments"))
-    return f"calls: {writer.repeated('call')}\ncall: {begin} {LINE} body {LINE} {end}\nbody: {body}\n"
+    line = text_rule("\n")
+    return f"calls: {writer.repeated('call')}\ncall: {begin} {line} body {line} {end}\nbody: {body}\n"
 
 
 def _llama(writer: CallWriter) -> str:
@@ -147,6 +149,32 @@ def _glm(writer: CallWriter) -> str:
         lines.append(f"{rule}: {text_rule(name)} {LINE} {arguments or free}\n")
     call = f"call: {writer.marker(Glm.call_begin)} {writer.any_function()} {writer.marker(Glm.call_end)}\n"
     return f"calls: {writer.repeated('call')}\n{call}{''.join(lines)}{values.rules()}"
+
+
+def harmony_rules(writer: CallWriter, answer: str) -> str:
+    """Return the rules of an output in gpt-oss' channels: its reasoning, then an answer or calls.
+
+    `answer`: the terminal of the answer. What ends the output, `<|return|>` or `<|call|>`, is no part of it; so
+    there is one call.
+    """
+    channel, message, constrain, end, start = map(
+        writer.marker, (harmony.CHANNEL, harmony.MESSAGE, harmony.CONSTRAIN, harmony.END, harmony.START)
+    )
+    values = _Values(end, harmony.END)
+    form = f'" "? ({constrain}? "json")?'
+    lines = [
+        "start: thought* (answer | (thought | said)* calls)\n",
+        f'thought: {channel} "analysis" {message} {values.text} {start} "assistant"\n',
+        f'said: {channel} "commentary" {message} {values.text} {start} "assistant"\n',
+    ]
+    lines.append(f'answer: {channel} "final" {form} {message} {answer}\n')
+    lines.append(f"calls: {writer.any_function()}\n")
+    for rule, name, schema in writer.functions():
+        address = f"to={harmony.FUNCTIONS}{name}"
+        behind = f"{channel} {text_rule(f'commentary {address}')}"
+        before = f"{text_rule(f' {address}')} {channel} {text_rule('commentary')}"
+        lines.append(f"{rule}: ({behind} | {before}) {form} {message} {json_rule(schema)}\n")
+    return "".join([*lines, values.rules()])
 
 
 class _Values:

@@ -7,7 +7,8 @@ from pagestream.v1.inference_pb2 import StructuredOutputs
 from pagestream_grammars import GrammarError, json_grammar
 
 from pagestream_gateway.core.models import LoadedModel
-from pagestream_gateway.core.output.call_rules import CallWriter, call_rules, json_rule
+from pagestream_gateway.core.output.call_rules import CallWriter, call_rules, harmony_rules, json_rule
+from pagestream_gateway.core.output.formats import HARMONY
 from pagestream_gateway.core.output.select import tool_format
 from pagestream_gateway.core.output.tools import Tools, call_schema
 from pagestream_gateway.core.sampling.constraints import schema_text
@@ -27,7 +28,10 @@ def with_calls(constraint: StructuredOutputs, tools: Tools, model: LoadedModel, 
         answer = _schema(constraint.json, field) if kind == "json" else {"type": "object"}
         _schema(schema_text(call_schema(tools, "arguments"), "tools"), "tools")
     writer = CallWriter(tools, _added_tokens(model), model.card.chat_template)
-    rules = call_rules(tool_format(model.card.chat_template, model.parsers) or "", writer) if is_json else None
+    name = tool_format(model.card.chat_template, model.parsers) or ""
+    if is_json and name == HARMONY:
+        return StructuredOutputs(grammar=harmony_rules(writer, json_rule(answer)))
+    rules = call_rules(name, writer) if is_json else None
     if rules is None:
         reason = "its calls have no grammar here" if is_json else "only JSON can stand beside calls"
         raise UnsupportedField(

@@ -17,12 +17,13 @@ def set_output_form(draft: Draft, chat: ChatPrompt, model: LoadedModel, prompt: 
     """Set how the answer to a chat with `prompt`, as its template has rendered it, is divided.
 
     Sets `draft.answer.output`, and `draft.marks` where reasoning may come before what a grammar holds. Returns what the
-    prompt ends with beside that: where a grammar holds an output in channels, the one that it is for has to be open.
+    prompt ends with beside that: where a grammar holds an output in channels, and does not choose among them, the one
+    that it is for has to be open.
     Raises UnsupportedField for tools where neither the template nor a setting says how the model writes calls.
     """
-    answer, is_free = draft.answer, not draft.sampling.HasField("structured_outputs")
-    tools, template, parsers = chat.tools, model.card.chat_template, model.parsers
+    answer, tools, template, parsers = draft.answer, chat.tools, model.card.chat_template, model.parsers
     found = tool_format(template, parsers)
+    is_free = not draft.sampling.HasField("structured_outputs") or (found == HARMONY and may_call(chat, model))
     written = tools.forced_format or (found if tools.definitions else "")
     if written is None:
         raise UnsupportedField(
@@ -64,6 +65,17 @@ def set_output_form(draft: Draft, chat: ChatPrompt, model: LoadedModel, prompt: 
             functions = [each["function"] for each in tools.definitions]
             record_types(answer.output, {each["name"]: each.get("parameters") for each in functions})
     return prompt_end
+
+
+def may_call(chat: ChatPrompt, model: LoadedModel) -> bool:
+    """Return whether an output of a form may be calls in its place.
+
+    With gpt-oss an output of channels may be, which begins with one, and whose reasoning is no content.
+    """
+    has_tools = bool(chat.tools.definitions) and not chat.tools.is_forced
+    has_channels = chat.separate_reasoning and not chat.continue_final_message
+    is_harmony = tool_format(model.card.chat_template, model.parsers) == HARMONY
+    return has_tools and (has_channels or not is_harmony)
 
 
 def _marks(draft: Draft, chat: ChatPrompt, model: LoadedModel, prompt: str, reasoning: str) -> ReasoningMarks:

@@ -14,14 +14,15 @@ from pagestream_gateway.core.output.parts import (
 )
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
-_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+END = "<|end|>"
+_ENDS = (END, "<|call|>", "<|return|>")
 MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, *_ENDS)
 _AFTER_BODY = re.compile("|".join(map(re.escape, (*_ENDS, START, CHANNEL))))
 _HEADER_BEGINS = (START, CHANNEL, CONSTRAIN, MESSAGE, "to=")
 _MOST_HEADER_CHARS = 512
 _RECIPIENT = re.compile(r"(?:^|[\s>])to=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
-_FUNCTIONS = "functions."
+FUNCTIONS = "functions."
 _PEOPLE = ("user", "assistant", "all")
 FINAL = f"{CHANNEL}final{MESSAGE}"
 """What opens an answer after `<|start|>assistant`."""
@@ -29,7 +30,7 @@ FINAL = f"{CHANNEL}final{MESSAGE}"
 
 def call_header(name: str) -> str:
     """Return what opens a call of a tool after `<|start|>assistant`."""
-    return f"{CHANNEL}commentary to={_FUNCTIONS}{name} {CONSTRAIN}json{MESSAGE}"
+    return f"{CHANNEL}commentary to={FUNCTIONS}{name} {CONSTRAIN}json{MESSAGE}"
 
 
 class Harmony:
@@ -102,8 +103,8 @@ class Harmony:
     def _open_as(self, header: str, parts: list[Part]) -> None:
         found, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
         recipient = found[1] if found is not None and found[1] not in _PEOPLE else ""
-        is_call = bool(self._names) and (recipient.startswith(_FUNCTIONS) or recipient in self._names)
-        name = recipient.removeprefix(_FUNCTIONS)
+        is_call = bool(self._names) and (recipient.startswith(FUNCTIONS) or recipient in self._names)
+        name = recipient.removeprefix(FUNCTIONS)
         if is_call and name:
             parts.append(CallBegin(name))
             self._open(Arguments)
