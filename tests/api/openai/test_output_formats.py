@@ -17,7 +17,7 @@ from support.engines.synthetic_engine import (
     running_engine,
     synthetic_card,
 )
-from support.protocol.chat_templates import DEEPSEEK_R1, GLM, GPT_OSS, QWEN_CODER
+from support.protocol.chat_templates import DEEPSEEK_R1, GLM, GPT_OSS, QWEN_CODER, SEED_OSS
 
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
 
@@ -40,6 +40,16 @@ OUTPUTS = {
         QWEN_CODER,
         "I look.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n2\n"
         "</parameter>\n</function>\n</tool_call>",
+    ),
+    "qwen3.5": (  # which has not closed its reasoning
+        QWEN_CODER + "<think>",
+        "Where?\n<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n<parameter=days>\n2\n</function>\n"
+        "</tool_call>",
+    ),
+    "seed-oss": (
+        SEED_OSS,
+        "<seed:think>Where?</seed:think>I look.\n<seed:tool_call>\n<function=get_weather>\n"
+        "<parameter=city>Oslo</parameter>\n<parameter=days>2</parameter>\n</function>\n</seed:tool_call>",
     ),
     "glm": (
         GLM,
@@ -91,7 +101,7 @@ async def test_outputs_are_divided_from_any_position(http: httpx.AsyncClient, re
             more = [event.body["choices"][0]["delta"] for event in rest[:-1]]
             assert joined([*deltas[:cut], *more]) == found
     assert found == {
-        "content": "I look.",
+        "content": "" if form == "qwen3.5" else "I look.",
         "reasoning_content": "" if form == "qwen3-coder" else "Where?",
         "name": "get_weather",
         "arguments": '{"city": "Oslo", "days": 2}',

@@ -145,3 +145,20 @@ def test_a_call_that_was_cut_off_has_the_arguments_so_far() -> None:
             body.add(run)
         content = json.loads(b"".join(body.parts(end_of())))["content"]
         assert [block["input"] for block in content] == ([] if expected is None else [expected])
+
+
+def test_ids_are_as_the_models_template_takes_them() -> None:
+    """Nine letters and digits for Mistral's, also where an earlier version's record doesn't say whose calls it has."""
+    for form, own, is_short in (
+        ("required", "mistral", True),
+        ("named", "mistral", True),
+        ("required", "", True),
+        ("required", "hermes", False),
+    ):
+        output = OutputForm(tool_format=form, tool_names=["f"], own_format=own)
+        body = WholeMessage(MessageWriter(RequestSpec(answer=AnswerForm(output=output))))
+        for run in runs_of(['[{"name": "f", "parameters": {}}]']):
+            body.add(run)
+        [block] = json.loads(b"".join(body.parts(end_of())))["content"]
+        assert (len(block["id"]) == 9 and block["id"].isalnum()) is is_short
+        assert block["id"].startswith("call_") is not is_short

@@ -331,7 +331,7 @@ THOUGHT: list[Part] = [Reasoning("I need it.")]
         ("hermes", f"I need it.\n{CALL}", [*THOUGHT, *CALL_PARTS]),
         ("hermes", f"<think>\nI need it.\n{CALL}\nDone.", [*THOUGHT, *CALL_PARTS, Content("\nDone.")]),
         ("hermes", CALL, CALL_PARTS),
-        ("hermes", f"I need it.{CALL[:-14]}", [*THOUGHT, *call("add", '{"a": 1')]),
+        ("hermes", f"I need it.{CALL[:-15]}", [*THOUGHT, *call("add", '{"a": 1')]),
         ("hermes", f"A {CALL} B </think> C", [Reasoning(f"A {CALL} B"), Content("C")]),
         ("hermes", f"A {CALL}</think>{CALL}", [Reasoning(f"A {CALL}"), *CALL_PARTS]),
         ("hermes", "Should I <tool_call>?", [Reasoning("Should I <tool_call>?")]),

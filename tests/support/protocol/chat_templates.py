@@ -54,3 +54,11 @@ _DEEPSEEK = (
 DEEPSEEK_R1 = _DEEPSEEK + "{% if add_generation_prompt %}<｜Assistant｜><think>\n{% endif %}"
 _THINKS = "{% if thinking %}<think>{% else %}</think>{% endif %}"
 DEEPSEEK_V31 = _DEEPSEEK + f"{{% if add_generation_prompt %}}<｜Assistant｜>{_THINKS}{{% endif %}}"
+SEED_OSS = (
+    "<seed:bos>system\n{% set think = '<seed:think>' %}{% set call = '<seed:tool_call>' %}"
+    "{% if tools %}{{ tools | tojson }} {{ call }}\n<function=example_function_name>\n"
+    "<parameter=example_parameter_1>value_1</parameter>\n</function>\n</seed:tool_call>{% endif %}<seed:eos>"
+    "{% for m in messages %}<seed:bos>{{ m.role }}\n{{ m.content }}<seed:eos>{% endfor %}"
+    "{% if add_generation_prompt %}<seed:bos>assistant\n"
+    "{% if thinking_budget == 0 %}{{ think }}</seed:think>{% endif %}{% endif %}"
+)
