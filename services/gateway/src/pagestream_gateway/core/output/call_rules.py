@@ -127,7 +127,7 @@ def _qwen_coder(writer: CallWriter, form: type[QwenCoder] = QwenCoder) -> str:
     for rule, name, schema in writer.functions():
         head, tail = text_rule(f"{form.FUNCTION}{name}>"), writer.marker(form.FUNCTION_END)
         arguments = values.arguments(rule, schema, lambda key: text_rule(f"{form.key_begin}{key}>"))
-        free = f'({text_rule(form.key_begin)} KEY ">" {values.text} {LINE})*'
+        free = f'({text_rule(form.key_begin)} KEY ">" {values.text})*'
         lines.append(f"{rule}: {head} {LINE} {arguments or free} {tail}\n")
     call = f"call: {begin} {LINE} {writer.any_function()} {LINE} {end}\n"
     return f"calls: {writer.repeated('call')}\n{call}{''.join(lines)}{values.rules()}"
@@ -145,7 +145,7 @@ def _glm(writer: CallWriter) -> str:
         arguments = values.arguments(
             rule, schema, lambda key: f"{key_begin} {text_rule(key)} {key_end} {LINE} {value_begin}"
         )
-        free = f"({key_begin} KEY {key_end} {LINE} {value_begin} {values.text} {LINE})*"
+        free = f"({key_begin} KEY {key_end} {LINE} {value_begin} {values.text})*"
         lines.append(f"{rule}: {text_rule(name)} {LINE} {arguments or free}\n")
     call = f"call: {writer.marker(Glm.call_begin)} {writer.any_function()} {writer.marker(Glm.call_end)}\n"
     return f"calls: {writer.repeated('call')}\n{call}{''.join(lines)}{values.rules()}"
@@ -180,8 +180,8 @@ def harmony_rules(writer: CallWriter, answer: str) -> str:
 class _Values:
     """Rules of arguments whose values stand before an end tag: text as it is, all else as JSON."""
 
-    text = "text_value"
-    """The rule of a text and the tag."""
+    text, _tag = "text", "tag"
+    """Rules of a text and the tag, and of the tag; each with the line's end behind."""
 
     def __init__(self, end: str, tag: str) -> None:
         """`end`: what matches the tag."""
@@ -191,10 +191,10 @@ class _Values:
     def rules(self) -> str:
         """Return the rules that all arguments share."""
         if self._is_text:  # a text ends where the tag is written, by whatever tokens
-            value = f"{self.text}[suffix={self._end}]: /(.|\\n)*/"
+            value = f"any_text {LINE}\nany_text[suffix={self._end}]: /(.|\\n)*/"
         else:
-            value = f"{self.text}: TEXT? {self._end}\nTEXT: /(.|\\n)+/"
-        return f"{value}\nKEY: /[^<>\\n]{{1,128}}/\n"
+            value = f"TEXT? {self._end} {LINE}\nTEXT: /(.|\\n)+/"
+        return f"{self.text}: {value}\n{self._tag}: {LINE} {self._end} {LINE}\nKEY: /[^<>\\n]{{1,128}}/\n"
 
     def arguments(self, rule: str, schema: Mapping[str, Any], head: Callable[[str], str]) -> str:
         """Return a tool's arguments in the schema's order; "" where it names none, so that they may be any.
@@ -210,15 +210,15 @@ class _Values:
         parts = []
         for key, each in properties.items():
             value = self._value(rule, schema, key, each, types.get(key, [STRING]))
-            parts.append(f"({head(key)} {value} {LINE}){'' if key in needed else '?'}")
+            parts.append(f"({head(key)} {value}){'' if key in needed else '?'}")
         return " ".join(parts) or LINE
 
     def _value(self, rule: str, schema: Mapping[str, Any], key: str, given: Any, types: list[str]) -> str:
         if STRING not in types:
-            return f"{LINE} {json_rule(_property(rule, schema, key, given))} {LINE} {self._end}"
+            return f"{LINE} {json_rule(_property(rule, schema, key, given))} {self._tag}"
         texts = given.get("enum", [given["const"]] if "const" in given else None) if isinstance(given, dict) else None
         if isinstance(texts, list) and texts and all(isinstance(each, str) for each in texts):
-            return f"{LINE} ({' | '.join(map(text_rule, texts))}) {LINE} {self._end}"
+            return f"{LINE} ({' | '.join(map(text_rule, texts))}) {self._tag}"
         return self.text
 
 
@@ -249,10 +249,10 @@ def _keywords(rule: str, schema: Mapping[str, Any]) -> Iterator[str]:
     given = properties if isinstance(properties, dict) else {}
     needed = required if isinstance(required, list) else ()
     for number, (key, each) in enumerate(given.items()):
-        value = f"{text_rule(f'{key}=')} {json_rule(_property(rule, schema, key, each))} {rule}_b{number + 1}"
+        yield f"{rule}_v{number}: {text_rule(f'{key}=')} {json_rule(_property(rule, schema, key, each))}\n"
         for kind, separator in (("a", ""), ("b", '"," " "? ')):
             skipped = "" if key in needed else f" | {rule}_{kind}{number + 1}"
-            yield f"{rule}_{kind}{number}: {separator}{value}{skipped}\n"
+            yield f"{rule}_{kind}{number}: {separator}{rule}_v{number} {rule}_b{number + 1}{skipped}\n"
     for kind in ("a", "b"):
         yield f'{rule}_{kind}{len(given)}: ""\n'
 
