@@ -34,6 +34,18 @@ class LabelActivation(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     LABEL_ACTIVATION_SOFTMAX: _ClassVar[LabelActivation]
     LABEL_ACTIVATION_SIGMOID: _ClassVar[LabelActivation]
     LABEL_ACTIVATION_IDENTITY: _ClassVar[LabelActivation]
+
+class TextBesideCalls(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TEXT_BESIDE_CALLS_UNSPECIFIED: _ClassVar[TextBesideCalls]
+    TEXT_BESIDE_CALLS_BEFORE: _ClassVar[TextBesideCalls]
+    TEXT_BESIDE_CALLS_LEFT_OUT: _ClassVar[TextBesideCalls]
+
+class SystemPlace(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SYSTEM_PLACE_UNSPECIFIED: _ClassVar[SystemPlace]
+    SYSTEM_PLACE_FIRST: _ClassVar[SystemPlace]
+    SYSTEM_PLACE_NOWHERE: _ClassVar[SystemPlace]
 API_FORM_UNSPECIFIED: ApiForm
 API_FORM_GRPC: ApiForm
 API_FORM_COMPLETIONS: ApiForm
@@ -52,6 +64,12 @@ LABEL_ACTIVATION_UNSPECIFIED: LabelActivation
 LABEL_ACTIVATION_SOFTMAX: LabelActivation
 LABEL_ACTIVATION_SIGMOID: LabelActivation
 LABEL_ACTIVATION_IDENTITY: LabelActivation
+TEXT_BESIDE_CALLS_UNSPECIFIED: TextBesideCalls
+TEXT_BESIDE_CALLS_BEFORE: TextBesideCalls
+TEXT_BESIDE_CALLS_LEFT_OUT: TextBesideCalls
+SYSTEM_PLACE_UNSPECIFIED: SystemPlace
+SYSTEM_PLACE_FIRST: SystemPlace
+SYSTEM_PLACE_NOWHERE: SystemPlace
 
 class AnswerForm(_message.Message):
     __slots__ = ("api", "created", "include_usage", "echo_texts", "top_logprobs", "echo_logprobs", "vectors", "prompt_logprobs", "first_tokens", "output", "response", "continuous_usage", "token_ids", "tokens_by_id", "constraint_field")
@@ -254,7 +272,7 @@ class EmbeddingCard(_message.Message):
     def __init__(self, size: _Optional[int] = ..., pooling: _Optional[_Union[Pooling, _Mapping]] = ..., is_matryoshka: _Optional[bool] = ..., dimensions: _Optional[_Iterable[int]] = ..., unsupported: _Optional[str] = ..., labels: _Optional[_Iterable[str]] = ..., joins_pairs: _Optional[bool] = ...) -> None: ...
 
 class ModelCard(_message.Message):
-    __slots__ = ("name", "tokenizer_json_zlib", "chat_template", "special_tokens", "max_model_len", "vocab_size", "eos_token_ids", "architecture", "revision", "default_sampling", "default_model_len", "deterministic", "embedding", "takes_adapters", "tool_call_parser", "reasoning_parser", "takes_output_constraints")
+    __slots__ = ("name", "tokenizer_json_zlib", "chat_template", "special_tokens", "max_model_len", "vocab_size", "eos_token_ids", "architecture", "revision", "default_sampling", "default_model_len", "deterministic", "embedding", "takes_adapters", "tool_call_parser", "reasoning_parser", "takes_output_constraints", "chat_shapes", "chat_template_kwargs")
     class SpecialTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -279,6 +297,8 @@ class ModelCard(_message.Message):
     TOOL_CALL_PARSER_FIELD_NUMBER: _ClassVar[int]
     REASONING_PARSER_FIELD_NUMBER: _ClassVar[int]
     TAKES_OUTPUT_CONSTRAINTS_FIELD_NUMBER: _ClassVar[int]
+    CHAT_SHAPES_FIELD_NUMBER: _ClassVar[int]
+    CHAT_TEMPLATE_KWARGS_FIELD_NUMBER: _ClassVar[int]
     name: str
     tokenizer_json_zlib: bytes
     chat_template: str
@@ -296,7 +316,39 @@ class ModelCard(_message.Message):
     tool_call_parser: str
     reasoning_parser: str
     takes_output_constraints: bool
-    def __init__(self, name: _Optional[str] = ..., tokenizer_json_zlib: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., architecture: _Optional[str] = ..., revision: _Optional[str] = ..., default_sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., default_model_len: _Optional[int] = ..., deterministic: _Optional[bool] = ..., embedding: _Optional[_Union[EmbeddingCard, _Mapping]] = ..., takes_adapters: _Optional[bool] = ..., tool_call_parser: _Optional[str] = ..., reasoning_parser: _Optional[str] = ..., takes_output_constraints: _Optional[bool] = ...) -> None: ...
+    chat_shapes: ChatShapes
+    chat_template_kwargs: str
+    def __init__(self, name: _Optional[str] = ..., tokenizer_json_zlib: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., architecture: _Optional[str] = ..., revision: _Optional[str] = ..., default_sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., default_model_len: _Optional[int] = ..., deterministic: _Optional[bool] = ..., embedding: _Optional[_Union[EmbeddingCard, _Mapping]] = ..., takes_adapters: _Optional[bool] = ..., tool_call_parser: _Optional[str] = ..., reasoning_parser: _Optional[str] = ..., takes_output_constraints: _Optional[bool] = ..., chat_shapes: _Optional[_Union[ChatShapes, _Mapping]] = ..., chat_template_kwargs: _Optional[str] = ...) -> None: ...
+
+class ChatShapes(_message.Message):
+    __slots__ = ("parts_only", "takes_part", "takes_parts", "text_arguments", "null_beside_calls", "no_blank_beside_calls", "text_beside_calls", "one_call", "named_results", "system", "alternates", "no_user_after_result", "refused_efforts")
+    PARTS_ONLY_FIELD_NUMBER: _ClassVar[int]
+    TAKES_PART_FIELD_NUMBER: _ClassVar[int]
+    TAKES_PARTS_FIELD_NUMBER: _ClassVar[int]
+    TEXT_ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
+    NULL_BESIDE_CALLS_FIELD_NUMBER: _ClassVar[int]
+    NO_BLANK_BESIDE_CALLS_FIELD_NUMBER: _ClassVar[int]
+    TEXT_BESIDE_CALLS_FIELD_NUMBER: _ClassVar[int]
+    ONE_CALL_FIELD_NUMBER: _ClassVar[int]
+    NAMED_RESULTS_FIELD_NUMBER: _ClassVar[int]
+    SYSTEM_FIELD_NUMBER: _ClassVar[int]
+    ALTERNATES_FIELD_NUMBER: _ClassVar[int]
+    NO_USER_AFTER_RESULT_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_EFFORTS_FIELD_NUMBER: _ClassVar[int]
+    parts_only: _containers.RepeatedScalarFieldContainer[str]
+    takes_part: _containers.RepeatedScalarFieldContainer[str]
+    takes_parts: _containers.RepeatedScalarFieldContainer[str]
+    text_arguments: bool
+    null_beside_calls: bool
+    no_blank_beside_calls: bool
+    text_beside_calls: TextBesideCalls
+    one_call: bool
+    named_results: bool
+    system: SystemPlace
+    alternates: bool
+    no_user_after_result: bool
+    refused_efforts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, parts_only: _Optional[_Iterable[str]] = ..., takes_part: _Optional[_Iterable[str]] = ..., takes_parts: _Optional[_Iterable[str]] = ..., text_arguments: _Optional[bool] = ..., null_beside_calls: _Optional[bool] = ..., no_blank_beside_calls: _Optional[bool] = ..., text_beside_calls: _Optional[_Union[TextBesideCalls, str]] = ..., one_call: _Optional[bool] = ..., named_results: _Optional[bool] = ..., system: _Optional[_Union[SystemPlace, str]] = ..., alternates: _Optional[bool] = ..., no_user_after_result: _Optional[bool] = ..., refused_efforts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class LogSlice(_message.Message):
     __slots__ = ("request_id", "first_index", "entries", "previous_digest", "fingerprint")

@@ -24,9 +24,15 @@ from pagestream_engine.pooling.config import read_pooling
 from pagestream_engine.pooling.labels import IDENTITY, SIGMOID, SOFTMAX
 from pagestream_streams.protocol.output_formats import BY_TEMPLATE, OutputParsers
 
+from pagestream_worker.chat_templates import (
+    ChatTemplateError,
+    ChatTemplateOptions,
+    folder_template,
+    shapes_message,
+    special_tokens,
+)
 from pagestream_worker.stepping.reports import ModelFacts
 
-SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 POOLING_KINDS = {"last": POOLING_KIND_LAST, "mean": POOLING_KIND_MEAN, "cls": POOLING_KIND_CLS}
 _ACTIVATIONS = {
     SOFTMAX: LABEL_ACTIVATION_SOFTMAX,
@@ -52,25 +58,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str:
-    # Newer folders keep the template in a file of its own; some keep a list of named ones.
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = tokenizer_config.get("chat_template") or ""
-    if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default", "")
-    return str(template)
-
-
-def _special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name in SPECIAL_TOKENS:
-        token = tokenizer_config.get(name)
-        if isinstance(token, dict):  # a serialised AddedToken
-            token = token.get("content")
-        if token:
-            found[name] = str(token)
-    return found
+    try:
+        return folder_template(folder, tokenizer_config)
+    except ChatTemplateError as error:
+        raise ModelCardError(str(error)) from error
 
 
 def _default_sampling(generation_config: Mapping[str, Any]) -> SamplingMessage:
@@ -100,8 +91,21 @@ def _embedding(folder: Path, engine: ModelFacts) -> EmbeddingCard:
     )
 
 
-def build_card(folder: Path, name: str, engine: ModelFacts, parsers: OutputParsers = BY_TEMPLATE) -> ModelCard:
-    """Build the card of a model that an engine has loaded, or may load, with the parsers of its outputs.
+def build_card(
+    folder: Path,
+    name: str,
+    engine: ModelFacts,
+    parsers: OutputParsers = BY_TEMPLATE,
+    chat: ChatTemplateOptions | None = None,
+) -> ModelCard:
+    """Build the card of a model that an engine has loaded, or may load.
+
+    Args:
+        folder: of the model's files.
+        name: that clients ask for.
+        engine: facts that the engine knows.
+        parsers: of the model's outputs.
+        chat: what options say of the chat template.
 
     Raises:
         ModelCardError: tokenizer.json is missing, or a JSON file can't be read.
@@ -113,12 +117,17 @@ def build_card(folder: Path, name: str, engine: ModelFacts, parsers: OutputParse
             f"{folder}: tokenizer.json was expected; make one with `PreTrainedTokenizerFast.save_pretrained`"
         )
     tokenizer_config = _read_json(folder / "tokenizer_config.json")
+    chat = chat or ChatTemplateOptions()
+    template = chat.text or _chat_template(folder, tokenizer_config)
+    tokens = special_tokens(tokenizer_config, _read_json(folder / "special_tokens_map.json"))
     architectures = _read_json(folder / "config.json").get("architectures") or [""]
     return ModelCard(
         name=name,
         tokenizer_json_zlib=zlib.compress(tokenizer, level=6),
-        chat_template=_chat_template(folder, tokenizer_config),
-        special_tokens=_special_tokens(tokenizer_config),
+        chat_template=template,
+        special_tokens=tokens,
+        chat_shapes=shapes_message(template, tokens, chat.arguments) if template else None,
+        chat_template_kwargs=chat.arguments,
         max_model_len=engine.max_model_len,
         vocab_size=engine.vocab_size,
         eos_token_ids=sorted(engine.eos_token_ids),

@@ -122,6 +122,7 @@ async def _load(cores: Cores, settings: WorkerSettings, instruments: Instruments
         settings.served_model_name,
         facts,
         settings.parsers_of(settings.served_model_name),
+        settings.chat_of(settings.served_model_name),
     )
     instruments.open_port()
     if settings.standby == LOADED:

@@ -36,6 +36,7 @@ from pagestream_telemetry.environment import fields_of, out_of_range, read_envir
 from pagestream_telemetry.errors import VariableError
 from pagestream_telemetry.settings import TelemetrySettings, telemetry_settings
 
+from pagestream_worker.chat_templates import ChatTemplateError, ChatTemplateOptions, given_arguments, given_template
 from pagestream_worker.ladder.settings import DegradationSettings, degradation_settings
 from pagestream_worker.standby import STANDBY_STATES
 
@@ -66,6 +67,11 @@ class WorkerSettings:
     template says. Models of `models` have what their templates say."""
     reasoning_parser: str = ""
     """Format of its reasoning, likewise."""
+    chat_template: str = ""
+    """File with the model's chat template, or its text, in place of what its folder has. Models of `models` have those
+    of their folders."""
+    default_chat_template_kwargs: str = ""
+    """Values for the model's chat template where a request gives none, as a JSON object; likewise."""
     partitions: int = DEFAULT_PARTITIONS
     """Partitions of a model that Redis does not know yet; a published number stays."""
     metrics_port: int | None = None
@@ -120,6 +126,13 @@ class WorkerSettings:
         """Return which parsers the card of a model names."""
         is_first = name == self.served_model_name
         return OutputParsers(self.tool_call_parser, self.reasoning_parser) if is_first else BY_TEMPLATE
+
+    def chat_of(self, name: str) -> ChatTemplateOptions:
+        """Return what options say of the chat template of a model."""
+        is_first = name == self.served_model_name
+        if not is_first:
+            return ChatTemplateOptions()
+        return ChatTemplateOptions(self.chat_template, self.default_chat_template_kwargs)
 
     @property
     def changes_models(self) -> bool:
@@ -342,6 +355,14 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="format of its reasoning (default: as its chat template says)",
     )
+    parser.add_argument(
+        "--chat-template", metavar="FILE", help="Jinja template of chats, or its text (default: the model's own)"
+    )
+    parser.add_argument(
+        "--default-chat-template-kwargs",
+        metavar="JSON",
+        help="values for the chat template where a request gives none, as a JSON object",
+    )
     parser.add_argument("--metrics-port", type=_count, metavar="PORT", help="serve /healthz, /readyz and /metrics")
     parser.add_argument("--metrics-host", metavar="HOST", help="where that port listens (default 0.0.0.0)")
     parser.add_argument("--profile-dir", type=Path, metavar="DIR", help="for profiles on demand (default: none)")
@@ -351,6 +372,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+_READ = {"chat_template": given_template, "default_chat_template_kwargs": given_arguments}
+"""Fields that are given in other forms, or have to be checked, with what reads them."""
 _RENAMED = {"redis_url": "redis"}
 """Fields whose option and variable have another name."""
 
@@ -377,6 +400,13 @@ def worker_settings(options: argparse.Namespace, environ: Mapping[str, str] | No
             raise ValueError(f"{option} is needed; give it, or set {variable_of(WORKER, name)}")
     values["served_model_name"] = values.get("served_model_name") or Path(values["model"]).resolve().name
     values["engine_id"] = values.get("engine_id") or f"{socket.gethostname()}-{getpid()}"
+    for name, read in _READ.items():
+        if values.get(name):
+            try:
+                values[name] = read(values[name])
+            except ChatTemplateError as error:
+                option = f"--{name.replace('_', '-')}" if name in flags else variable_of(WORKER, name)
+                raise ValueError(f"{option}: {error}") from error
     settings = WorkerSettings(redis_url=values.pop("redis"), **values)
     if len(settings.folders) <= len(settings.models):
         raise ValueError(f"--models: {','.join(settings.models)} was given, a name for each model is expected")

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import zlib
 from array import array
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from typing import Any
 
 import jinja2
 from pagestream.v1.inference_pb2 import SamplingParams
 from pagestream.v1.records_pb2 import Adapter, ModelCard
 from pagestream_grammars import TokenTable
+from pagestream_grammars.templates import ChatShapes, SystemPlace, TextBesideCalls
 from pagestream_streams import Broker, ModelInfo
 from pagestream_streams.errors import ModelNotFound, ModelUnavailable
 from pagestream_streams.protocol.output_formats import BY_TEMPLATE, OutputParsers
@@ -55,6 +58,10 @@ class LoadedModel:
     """Of its outputs, as this gateway's settings have them, else the card; empty names are as the template says."""
     adapter: Adapter | None = None
     """The LoRA adapter that a request has named in place of the model."""
+    shapes: ChatShapes = field(default_factory=ChatShapes)
+    """Of the messages that the chat template takes."""
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Values that the template gets where a request gives none."""
 
     @cached_property
     def tokens(self) -> TokenTable:
@@ -127,6 +134,8 @@ def load_model(card: ModelCard) -> LoadedModel:
     try:
         tokenizer = Tokenizer.from_str(zlib.decompress(card.tokenizer_json_zlib).decode())
         template = ChatTemplate(card.chat_template, card.special_tokens) if card.chat_template else None
+        arguments = json.loads(card.chat_template_kwargs or "{}")
+        shapes = ChatShapes() if template is None else _shapes_of(card) or template.shapes(arguments)
     except jinja2.TemplateError as error:
         raise ValueError(f"the chat template of model {card.name!r} is broken: {error.message}") from error
     except BaseException as error:  # a panic in its Rust is no Exception
@@ -134,7 +143,29 @@ def load_model(card: ModelCard) -> LoadedModel:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     parsers = OutputParsers(card.tool_call_parser, card.reasoning_parser)
-    return LoadedModel(card, tokenizer, TextEncoder(tokenizer), template, parsers)
+    return LoadedModel(
+        card,
+        tokenizer,
+        TextEncoder(tokenizer),
+        template,
+        parsers,
+        shapes=shapes,
+        template_arguments=arguments,
+    )
+
+
+def _shapes_of(card: ModelCard) -> ChatShapes | None:
+    """Return the shapes that an engine has found; None where it tried none, or knows some that are not known here."""
+    if not card.HasField("chat_shapes"):
+        return None
+    given = {each.name: getattr(card.chat_shapes, each.name) for each in fields(ChatShapes)}
+    values: dict[str, Any] = {name: each if isinstance(each, int) else frozenset(each) for name, each in given.items()}
+    try:
+        values["system"] = SystemPlace(values["system"])
+        values["text_beside_calls"] = TextBesideCalls(values["text_beside_calls"])
+    except ValueError:
+        return None
+    return ChatShapes(**values)
 
 
 def _without_contexts(card: ModelCard) -> ModelCard:

@@ -42,6 +42,12 @@ ENGINE_OPTIONS: tuple[tuple[str, str, str], ...] = (
     ("--num-speculative-tokens", "N", "most drafts of a sequence in a step"),
     ("--tool-call-parser", "NAME", "format of the model's tool calls, such as hermes (default: by its chat template)"),
     ("--reasoning-parser", "NAME", "format of its reasoning, such as deepseek_r1 (default: by its chat template)"),
+    ("--chat-template", "FILE", "Jinja template of chats, or its text (default: the model's own)"),
+    (
+        "--default-chat-template-kwargs",
+        "JSON",
+        "values for the chat template where a request gives none, such as '{\"enable_thinking\": false}'",
+    ),
     ("--models", "LIST", "further models that engines serve, one at a time, by demand: NAME=FOLDER,NAME=FOLDER"),
     ("--max-loras", "N", "LoRA adapters that run at once"),
     ("--max-lora-rank", "N", "largest rank of an adapter"),

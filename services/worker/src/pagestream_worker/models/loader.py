@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from pagestream.v1.records_pb2 import ModelCard
 from pagestream_engine.models.folder import resolve_model
-from pagestream_streams.protocol.output_formats import OutputParsers
 from pagestream_telemetry.process import process_age_s
 
 from pagestream_worker.card import build_card
@@ -43,7 +42,7 @@ class Loader:
     def __init__(self, cores: Cores, settings: WorkerSettings) -> None:
         self._cores = cores
         self._folders: Mapping[str, str] = settings.folders
-        self._parsers_of = settings.parsers_of
+        self._settings = settings
         self._load_timeout_s = settings.load_timeout_s
         self._kill_timeout_s = settings.kill_timeout_s
 
@@ -108,7 +107,7 @@ class Loader:
         """Return the card of a model. Raises LoadTimeoutError, EngineError, ModelCardError, OSError."""
         try:
             async with asyncio.timeout(CARD_LIMIT_S):
-                return await asyncio.to_thread(_card, self._folders[name], name, facts, self._parsers_of(name))
+                return await asyncio.to_thread(_card, self._settings, name, facts)
         except TimeoutError as error:
             raise LoadTimeoutError(f"its tokenizer was not read in {CARD_LIMIT_S:g} s; look at its storage") from error
 
@@ -131,8 +130,9 @@ class Loader:
                 ) from error
 
 
-def _card(source: str, name: str, facts: EngineFacts | ModelFacts, parsers: OutputParsers) -> ModelCard:
-    return build_card(resolve_model(source), name, facts, parsers)
+def _card(settings: WorkerSettings, name: str, facts: EngineFacts | ModelFacts) -> ModelCard:
+    folder = resolve_model(settings.folders[name])
+    return build_card(folder, name, facts, settings.parsers_of(name), settings.chat_of(name))
 
 
 def process_of(model: LoadedModel) -> EngineProcess:

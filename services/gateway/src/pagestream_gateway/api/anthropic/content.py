@@ -100,16 +100,16 @@ _BILLING = "x-anthropic-billing-header"
 
 
 def chat_messages(messages: Sequence[dict[str, Any]], system: str | Sequence[dict[str, Any]] | None) -> Chat:
-    """Return the messages as chat templates take them.
+    """Return the messages of a chat.
 
-    Neighbours of one role become one message, as Anthropic has it: many templates refuse roles that don't alternate.
+    Neighbours of one role become one message, as Anthropic has it; several texts are its parts.
     Raises InvalidRequest, which names the block's field.
     """
     if not messages:
         raise InvalidRequest("messages", "must not be empty")
     chat: Chat = []
-    if system and (text := _without_billing(system)):
-        chat.append({"role": "system", "content": text})
+    if system and (content := _without_billing(system)):
+        chat.append({"role": "system", "content": content})
     for number, given in enumerate(messages):
         with within(f"messages.{number}"):
             message = parse_body(MessageParam, given)
@@ -133,7 +133,7 @@ def _blocks(content: str | Sequence[dict[str, Any]], place: str, kinds: Mapping[
                 raise UnsupportedField("type", f"known are {', '.join(kinds)}")
             parsed = parse_body(kinds[kind], block)
             if isinstance(parsed, ToolResultBlock):
-                parsed.content = _text(parsed.content or "", "content")
+                parsed.content = _texts(parsed.content or "", "content")
             found.append(parsed)
     return found
 
@@ -147,32 +147,42 @@ def _add(chat: Chat, role: str, block: Body) -> None:
             call = {"id": block.id, "type": "function", "function": function}
             _last(chat, role).setdefault("tool_calls", []).append(call)
         case ThinkingBlock():
-            _append(_last(chat, role), "reasoning_content", block.thinking)
+            message = _last(chat, role)
+            before = message.get("reasoning_content")
+            message["reasoning_content"] = f"{before}\n{block.thinking}" if before else block.thinking
         case TextBlock():
-            _append(_last(chat, role), "content", block.text)
+            message = _last(chat, role)
+            message["content"] = _with_text(message["content"], block.text)
 
 
 def _last(chat: Chat, role: str) -> dict[str, Any]:
     """Return the last message where it is of a role, else a new one."""
     if not chat or chat[-1]["role"] != role:
-        chat.append({"role": role, "content": ""})
+        chat.append({"role": role, "content": None if role == "assistant" else ""})
     return chat[-1]
 
 
-def _append(message: dict[str, Any], member: str, text: str) -> None:
-    """Add a text; texts are joined as lines, as in chats."""
-    before = message.get(member)
-    message[member] = f"{before}\n{text}" if before else text
+def _with_text(content: Any, text: str) -> str | list[dict[str, Any]]:
+    """Return a content and a text after it; several are parts."""
+    if not content:
+        return text
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    return [*parts, {"type": "text", "text": text}]
 
 
-def _without_billing(system: str | Sequence[dict[str, Any]]) -> str:
-    """Return the text of a system prompt without its billing block; of a text without a first line that is one."""
+def _without_billing(system: str | Sequence[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Return a system prompt without its billing block; of a text without a first line that is one."""
     texts = [block.text for block in _blocks(system, "system", _TEXT) if isinstance(block, TextBlock)]
     if isinstance(system, str) and system.startswith(_BILLING):
         texts = [system.partition("\n")[2]]
-    return "\n".join(text for text in texts if not text.startswith(_BILLING))
+    return _content([text for text in texts if not text.startswith(_BILLING)])
 
 
-def _text(content: str | Sequence[dict[str, Any]], place: str) -> str:
-    """Return the text of a content that has nothing else."""
-    return "\n".join(block.text for block in _blocks(content, place, _TEXT) if isinstance(block, TextBlock))
+def _texts(content: str | Sequence[dict[str, Any]], place: str) -> str | list[dict[str, Any]]:
+    """Return a content that has texts alone."""
+    return _content([block.text for block in _blocks(content, place, _TEXT) if isinstance(block, TextBlock)])
+
+
+def _content(texts: Sequence[str]) -> str | list[dict[str, Any]]:
+    """Return texts as a chat's content; one alone is no list."""
+    return [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)

@@ -98,9 +98,10 @@ class Message(Body):
     reasoning_content: str | None = Field(None, description="The same under its older name.")
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message as chat templates take it; text parts are joined as lines."""
-        parts = self.content or ""
-        content = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
+        """Return the message; `shaped` gives it the form that its template takes."""
+        content: Any = self.content
+        if isinstance(content, list):
+            content = [{"type": "text", "text": part.text} for part in content]
         message: dict[str, Any] = {"role": self.role, "content": content}
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pagestream_grammars.templates import text_of
+
 Message = Mapping[str, Any]
 
 
@@ -17,7 +19,7 @@ def with_system_first(messages: Sequence[Message]) -> Sequence[Message]:
     is_instruction = [each.get("role") in ("system", "developer") for each in messages]
     found = [each for each, is_one in zip(messages, is_instruction, strict=True) if is_one]
     others = [each for each, is_one in zip(messages, is_instruction, strict=True) if not is_one]
-    text = "\n\n".join(str(each["content"]) for each in found if each.get("content"))
+    text = "\n\n".join(text_of(each["content"]) for each in found if each.get("content"))
     return [{"role": "system", "content": text}, *others]
 
 
@@ -34,6 +36,8 @@ def harmony_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         if given.get("role") == "tool" and given.get("tool_call_id") in moved:
             continue
         message = dict(given)
+        if isinstance(message.get("content"), list):
+            message["content"] = text_of(message["content"])
         thinking = message.pop("reasoning_content", None)
         message.pop("reasoning", None)
         calls = message.get("tool_calls") or ()

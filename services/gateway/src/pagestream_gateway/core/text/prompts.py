@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pagestream_grammars.templates import shaped
+
 from pagestream_gateway.core.drafts import ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt, must_fit
 from pagestream_gateway.core.models import LoadedModel
 from pagestream_gateway.core.output.call_ids import with_short_ids
@@ -50,7 +52,11 @@ def _render(chat: ChatPrompt, prompt_field: str, model: LoadedModel) -> str:
     if not chat.messages:
         raise InvalidRequest(prompt_field, "must not be empty")
     if model.chat_template is None:
-        raise UnsupportedField(prompt_field, f"model {model.name} has no chat template; use the completions API")
+        raise UnsupportedField(
+            prompt_field,
+            f"model {model.name} has no chat template; give its engines one (--chat-template FILE, or chatTemplate in "
+            "an EnginePool), or use the completions API",
+        )
     if chat.continue_final_message and chat.add_generation_prompt:
         raise InvalidRequest("continue_final_message", "excludes add_generation_prompt")
     opens = not chat.continue_final_message if chat.add_generation_prompt is None else chat.add_generation_prompt
@@ -62,7 +68,7 @@ def _render(chat: ChatPrompt, prompt_field: str, model: LoadedModel) -> str:
     if tool_format(model.card.chat_template) == "mistral":
         messages = with_short_ids(messages)
     return model.chat_template.render(
-        messages,
+        shaped(messages, model.shapes),
         add_generation_prompt=opens,
         continue_final_message=chat.continue_final_message,
         arguments=_arguments(chat, model),
@@ -77,6 +83,10 @@ def _with_both_names(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _arguments(chat: ChatPrompt, model: LoadedModel) -> Mapping[str, Any]:
+    return {**model.template_arguments, **_asked_arguments(chat, model)}
+
+
+def _asked_arguments(chat: ChatPrompt, model: LoadedModel) -> Mapping[str, Any]:
     arguments, template = chat.arguments, model.card.chat_template
     if chat.documents:
         if DOCUMENTS not in template:
@@ -85,9 +95,11 @@ def _arguments(chat: ChatPrompt, model: LoadedModel) -> Mapping[str, Any]:
             )
         arguments = {**arguments, DOCUMENTS: list(chat.documents)}
     if chat.effort is not None:
-        # A template that knows no effort may still be asked for none; the rest is advice that it can't take.
+        # A template that knows no effort may still be asked for none; the rest is advice that it can't take, as is an
+        # effort that it refuses.
         switch = {} if is_harmony(template) else reasoning_arguments(template, reasons=chat.effort != "none")
-        effort = {EFFORT: chat.effort} if EFFORT in template else {}
+        takes_effort = EFFORT in template and chat.effort not in model.shapes.refused_efforts
+        effort = {EFFORT: chat.effort} if takes_effort else {}
         arguments = {**(switch or {}), **effort, **arguments}
     if chat.reasons is None:
         return arguments

@@ -108,18 +108,18 @@ class ToolCall(Body):
     """Ignored: of the delta that the call came in."""
 
     def for_template(self) -> dict[str, Any]:
-        """Return the call as chat templates take it: with arguments as an object.
+        """Return the call; `shaped` makes an object of its arguments where the template takes one.
 
-        What is none, as of an answer that was cut off, becomes an empty one: a template could fail on it, in each later
-        turn of the conversation.
+        What is no JSON object, as of an answer that was cut off, becomes an empty one: a template could fail on it, in
+        each later turn of the conversation.
         """
+        arguments: Any = self.function.arguments
         try:
-            arguments: Any = json.loads(self.function.arguments or "{}")
+            is_object = isinstance(json.loads(arguments), dict)
         except (ValueError, RecursionError):
-            arguments = {}
-        if not isinstance(arguments, dict):
-            arguments = {}
-        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+            is_object = False
+        function = {"name": self.function.name, "arguments": arguments if is_object else {}}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 def caller_run(

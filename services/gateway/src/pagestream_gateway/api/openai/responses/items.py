@@ -148,12 +148,12 @@ def chat_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
                 call = ToolCall(id=item["call_id"], type="function", function=function)
                 _assistants(messages, "").setdefault("tool_calls", []).append(call.for_template())
             case "function_call_output":
-                text = _text(item["output"])
-                messages.append({"role": "tool", "content": text, "tool_call_id": item["call_id"]})
+                content = _content(item["output"])
+                messages.append({"role": "tool", "content": content, "tool_call_id": item["call_id"]})
             case _ if item["role"] == "assistant":
-                _assistants(messages, "content")["content"] = _text(item["content"])
+                _assistants(messages, "content")["content"] = _content(item["content"])
             case _:
-                messages.append({"role": item["role"], "content": _text(item["content"])})
+                messages.append({"role": item["role"], "content": _content(item["content"])})
     return messages
 
 
@@ -162,11 +162,16 @@ def _assistants(messages: list[dict[str, Any]], member: str) -> dict[str, Any]:
     order = ("reasoning_content", "content", "")
     last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     if last is None or (member and (last.get("tool_calls") or any(last.get(n) for n in order[order.index(member) :]))):
-        last = {"role": "assistant", "content": ""}
+        last = {"role": "assistant", "content": None}
         messages.append(last)
     return last
 
 
-def _text(content: str | Iterable[Item]) -> str:
-    """Return a content's text; parts are joined as lines, as in chats."""
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+def _content(content: str | Iterable[Item]) -> str | list[dict[str, Any]]:
+    """Return a content as chats have it."""
+    return content if isinstance(content, str) else [{"type": "text", "text": part["text"]} for part in content]
+
+
+def _text(content: Iterable[Item]) -> str:
+    """Return the text of a reasoning; parts are joined as lines."""
+    return "\n".join(part["text"] for part in content)

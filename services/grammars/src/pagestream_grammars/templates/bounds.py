@@ -52,6 +52,7 @@ class _Usage(threading.local):
     """What the rendering in this thread has used."""
 
     ends_at = float("inf")
+    limit_s = MAX_RENDER_S
     num_written = 0
     shares = False
     """Whether a list may hold another one several times: its text is longer than all that is in memory."""
@@ -95,10 +96,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self._shares = any(not isinstance(part, nodes.Const) for each in literals for part in each.find_all(nodes.Expr))
         return self.template_class.from_code(self, self.compile(_Counting().visit(tree)), self.make_globals(None))
 
-    def render_bounded(self, template: jinja2.Template, values: Mapping[str, Any]) -> str:
-        """Render a template. Raises jinja2.TemplateError, and whatever the template's own faults raise."""
+    def render_bounded(self, template: jinja2.Template, values: Mapping[str, Any], limit_s: float | None = None) -> str:
+        """Render a template, in `limit_s` seconds at most, or MAX_RENDER_S.
+
+        Raises jinja2.TemplateError, and whatever the template's own faults raise.
+        """
         usage = self._usage
-        usage.ends_at, usage.num_written, usage.shares = time.monotonic() + MAX_RENDER_S, 0, self._shares
+        usage.limit_s = MAX_RENDER_S if limit_s is None else limit_s
+        usage.ends_at, usage.num_written, usage.shares = time.monotonic() + usage.limit_s, 0, self._shares
         try:
             return bounded_text(template.generate(dict(values)))
         finally:
@@ -133,7 +138,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def _check_time(self) -> None:
         if time.monotonic() > self._usage.ends_at:
-            raise TemplateTooExpensive(f"rendering takes longer than {MAX_RENDER_S:g} s")
+            raise TemplateTooExpensive(f"rendering takes longer than {self._usage.limit_s:g} s")
 
     def _count(self, num_chars: int) -> None:
         usage = self._usage
