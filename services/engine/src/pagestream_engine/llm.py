@@ -134,7 +134,7 @@ class LLM:
             use_tqdm: see above.
             lora_request: see above.
             chat_template: a Jinja template in place of the model's own.
-            chat_template_content_format: not read: a template gets strings.
+            chat_template_content_format: not read: a template gets what it takes, as in `auto`.
             add_generation_prompt: whether the prompt ends with what begins an answer.
             continue_final_message: whether the answer goes on with the last message; without `add_generation_prompt`.
             tools: functions that the template shows to the model.

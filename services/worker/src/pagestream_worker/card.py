@@ -18,19 +18,15 @@ from pagestream.v1.records_pb2 import (
     ModelCard,
     Pooling,
 )
+from pagestream_engine.models.chat_template import folder_template as _chat_template
+from pagestream_engine.models.chat_template import special_tokens
 from pagestream_engine.models.defaults import read_generation_config, sampling_defaults
 from pagestream_engine.models.tokenizer import tokenizer_json
 from pagestream_engine.pooling.config import read_pooling
 from pagestream_engine.pooling.labels import IDENTITY, SIGMOID, SOFTMAX
 from pagestream_streams.protocol.output_formats import BY_TEMPLATE, OutputParsers
 
-from pagestream_worker.chat_templates import (
-    ChatTemplateError,
-    ChatTemplateOptions,
-    folder_template,
-    shapes_message,
-    special_tokens,
-)
+from pagestream_worker.chat_templates import ChatTemplateOptions, shapes_message
 from pagestream_worker.stepping.reports import ModelFacts
 
 POOLING_KINDS = {"last": POOLING_KIND_LAST, "mean": POOLING_KIND_MEAN, "cls": POOLING_KIND_CLS}
@@ -55,13 +51,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise ModelCardError(f"{path}: a JSON object was expected, {type(loaded).__name__} was found")
     return loaded
-
-
-def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str:
-    try:
-        return folder_template(folder, tokenizer_config)
-    except ChatTemplateError as error:
-        raise ModelCardError(str(error)) from error
 
 
 def _default_sampling(generation_config: Mapping[str, Any]) -> SamplingMessage:
@@ -109,7 +98,7 @@ def build_card(
 
     Raises:
         ModelCardError: tokenizer.json is missing, or a JSON file can't be read.
-        ModelFileError: generation_config.json or a file of the tokenizer is malformed.
+        ModelFileError: generation_config.json, a chat template or a file of the tokenizer is malformed.
     """
     tokenizer = tokenizer_json(folder)
     if tokenizer is None:

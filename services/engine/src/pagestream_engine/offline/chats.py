@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pagestream_grammars.templates import ChatShapes, probe, shaped
+
 from pagestream_engine.errors import InvalidRequest
+from pagestream_engine.models.chat_template import folder_template
 
 Message = Mapping[str, Any]
 _PAIR_ROLES = tuple(re.compile(rf"""(['"]){role}\1""") for role in ("query", "document"))
@@ -42,8 +44,11 @@ class ChatTemplate:
             self._tokenizer = PreTrainedTokenizerFast.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
+            if not self._tokenizer.chat_template:
+                self._tokenizer.chat_template = folder_template(folder, {}) or None
         except Exception as error:
             raise InvalidRequest(f"messages: given for a model without a readable tokenizer: {error!s:.200}") from error
+        self._shapes: dict[str | None, ChatShapes] = {}
 
     @property
     def has_pair_roles(self) -> bool:
@@ -68,23 +73,36 @@ class ChatTemplate:
                 "messages: given for a model without a chat template, expected chat_template, or `generate` with a text"
             )
         try:
-            text = self._tokenizer.apply_chat_template(plain, chat_template=template, tokenize=False, **options)
+            text = self._apply(shaped(plain, self._shapes_of(template)), template, **options)
         except Exception as error:  # a template may raise anything
             raise InvalidRequest(f"messages: given what the chat template can't render: {error!s:.200}") from error
         return str(text)
 
+    def _shapes_of(self, template: str | None) -> ChatShapes:
+        """Try which shapes of messages a template takes, once."""
+        if template not in self._shapes:
+
+            def render(messages: Sequence[Message], tools: Sequence[Any], arguments: Mapping[str, Any]) -> str:
+                tools_or_none = list(tools) or None
+                return self._apply(messages, template, tools=tools_or_none, add_generation_prompt=True, **arguments)
+
+            self._shapes[template] = probe(render)
+        return self._shapes[template]
+
+    def _apply(self, messages: Sequence[Message], template: str | None, **options: Any) -> str:
+        return str(
+            self._tokenizer.apply_chat_template(list(messages), chat_template=template, tokenize=False, **options)
+        )
+
 
 def _plain(message: Message) -> dict[str, Any]:
-    """Join the text parts of a message, and read the arguments of its calls, which templates expect as objects."""
+    """Return a message whose content is a text, parts of text, or none."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequest(f"messages: given {message!r:.80}, expected a role and a content")
     found = dict(message)
     content = found.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):
-        found["content"] = "\n".join(map(_text_of, content))
-    calls = found.get("tool_calls")
-    if isinstance(calls, Sequence):
-        found["tool_calls"] = [_with_arguments(call) for call in calls]
+        found["content"] = [{"type": "text", "text": _text_of(part)} for part in content]
     return found
 
 
@@ -94,14 +112,3 @@ def _text_of(part: object) -> str:
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     raise InvalidRequest(f"messages: given a part {part!r:.80}, expected text; models are of text alone")
-
-
-def _with_arguments(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        read = json.loads(function["arguments"] or "{}")
-    except ValueError:
-        return call
-    return {**call, "function": {**function, "arguments": read}}
