@@ -96,6 +96,10 @@ def test_chats() -> None:
         called = [*conversation, {"role": "assistant", "content": None, "tool_calls": [call]},
                   {"role": "tool", "content": "calm", "tool_call_id": "1"}]
         answered = llm.chat(called, params, tools=tools)
+        parts = "{% for m in messages %}{% for part in m.content %}{{ part.text }}.{% endfor %}{% endfor %}"
+        in_parts = llm.chat(conversation, params, chat_template=parts)
+        joins = "{% for m in messages %}{% for c in m.tool_calls or () %}{{ 'call: ' + c.function.arguments }}"
+        as_text = llm.chat(called, params, chat_template=joins + "{% endfor %}{% endfor %}")
         begun = llm.chat([*conversation, {"role": "assistant", "content": "We"}], params,
                          add_generation_prompt=False, continue_final_message=True)
         """
@@ -111,6 +115,8 @@ def test_chats() -> None:
     assert "<tools>wind(city)</tools>" in found["calling"][0].prompt
     assert '"arguments": {"city": "Ulm"}' in found["answered"][0].prompt
     assert found["begun"][0].prompt.endswith("<|assistant|>We")
+    assert found["in_parts"][0].prompt == "Be brief..Hello.again."
+    assert found["as_text"][0].prompt == 'call: {"city": "Ulm"}'
 
 
 def test_prefix_caching() -> None:

@@ -107,3 +107,33 @@ def test_more_partitions_than_one_round_can_sweep_are_refused(capsys: pytest.Cap
         build_parser().parse_args(["--partitions", "1025"])
     assert "'1025' was given, a whole number from 1 to 1024 is expected" in capsys.readouterr().err
     assert build_parser().parse_args(["--partitions", "1024"]).partitions == 1024
+
+
+def test_a_chat_template_is_a_file_or_its_text(tmp_path: Path) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text("{{ messages }}\n")
+    base = ("/models/demo", "--redis", "redis://x", "--models", "other=/models/other")
+    worker = load(*base, "--chat-template", str(file)).worker
+    assert (worker.chat_of("demo").text, worker.chat_of("other").text) == ("{{ messages }}\n", "")
+    assert load(*base, "--chat-template", "{{ tools }}").worker.chat_of("demo").text == "{{ tools }}"
+    by_variable = load(*base, PAGESTREAM_WORKER__CHAT_TEMPLATE="{% if tools %}\n{% endif %}").worker
+    assert by_variable.chat_of("demo").text == "{% if tools %}\n{% endif %}"
+    values = '{"enable_thinking": false}'
+    assert load(*base, "--default-chat-template-kwargs", values).worker.chat_of("demo").arguments == values
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("chat-template", "/no/such.jinja", "'/no/such.jinja' was given, a file with a Jinja template is expected"),
+        ("chat-template", "{% for %}", "no Jinja template"),
+        ("default-chat-template-kwargs", "[1]", "a JSON object like"),
+        ("default-chat-template-kwargs", "enable_thinking=false", "a JSON object like"),
+    ],
+)
+def test_what_is_no_chat_template_is_refused_by_its_option(option: str, value: str, words: str) -> None:
+    with pytest.raises(ValueError, match=f"^--{option}: .*{words}"):
+        load("m", "--redis", "redis://x", f"--{option}", value)
+    variable = f"PAGESTREAM_WORKER__{option.replace('-', '_').upper()}"
+    with pytest.raises(ValueError, match=f"^{variable}: .*{words}"):
+        load("m", "--redis", "redis://x", **{variable: value})

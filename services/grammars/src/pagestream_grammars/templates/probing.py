@@ -42,14 +42,17 @@ _TOOLS = [
 ]
 
 
-def shapes_of(template: Template, arguments: Mapping[str, Any] | None = None) -> ChatShapes:
+def shapes_of(
+    template: Template, arguments: Mapping[str, Any] | None = None, *, limit_s: float = _LIMIT_S
+) -> ChatShapes:
     """Return the shapes that a template takes; the defaults for one that takes too long to tell.
 
     Args:
         template: to be tried.
         arguments: further values that it always gets.
+        limit_s: seconds for all tries.
     """
-    ends_at = time.monotonic() + _LIMIT_S
+    ends_at = time.monotonic() + limit_s
 
     def render(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], more: Mapping[str, Any]) -> str:
         left = ends_at - time.monotonic()
@@ -171,6 +174,16 @@ class _Tries:
             return {}
         as_text = most > max(shown[True, False], shown[False, False])
         takes_null, takes_blank = shown[True, as_text] == most, shown[False, as_text] == most
+        if takes_null and takes_blank:
+            # Some look into a content only where results, or another question, follow.
+            result = {"role": "tool", "tool_call_id": _IDS[0], "content": _FIRST}
+            tails = ([result], [result, self._said("assistant", "Hello"), *asked])
+            null, empty_text = (
+                [self._shows([*asked, called(content, as_text=as_text), *tail], _NAME) for tail in tails]
+                for content in (None, blank)
+            )
+            takes_null = all(one or not other for one, other in zip(null, empty_text, strict=True))
+            takes_blank = not takes_null or all(other or not one for one, other in zip(null, empty_text, strict=True))
         empty = None if takes_null else blank
         found: dict[str, Any] = {
             "text_arguments": as_text,
