@@ -104,7 +104,7 @@ async def test_a_later_system_message_goes_where_the_template_lets_it(prompts: P
     found = await prompts.of(QWEN_35, "/v1/messages", body, ANTHROPIC)
     assert found.startswith("<|im_start|>system\nYou are an agent.\n\nAgent types: none.<|im_end|>")
     found = await prompts.of(MISTRAL, "/v1/messages", body, ANTHROPIC)
-    assert found == "[INST]You are an agent.\n\nAgent types: none.\n\nsay hello[/INST]"
+    assert found == "<s>[INST]You are an agent.\n\nAgent types: none.\n\nsay hello[/INST]"
 
 
 async def test_turns_are_joined_for_a_template_that_wants_them_in_turn(prompts: Prompts) -> None:
