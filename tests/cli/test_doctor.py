@@ -45,9 +45,19 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def test_this_machine_runs_the_tests_and_so_has_what_is_needed() -> None:
-    for check in (check_python, check_torch, check_triton, check_redis):
+def test_this_machine_runs_the_tests_and_so_has_what_is_needed(tmp_path: Path) -> None:
+    for check in (check_python, check_torch, check_triton, lambda: check_redis(DataDir(tmp_path))):
         assert Verdict.PROBLEM not in verdicts(list(check())), list(check())
+
+
+def test_a_folder_of_another_redis_is_a_problem(tmp_path: Path) -> None:
+    redis = DataDir(tmp_path).redis
+    redis.mkdir()
+    (redis / "server.json").write_text('{"name": "valkey", "version": "99.1.0", "format": "appendonlydir"}')
+    (finding,) = check_redis(DataDir(tmp_path))
+    assert finding.verdict is Verdict.PROBLEM
+    assert "valkey 99.1.0" in finding.found
+    assert "valkey 99.1.0" in finding.advice
 
 
 def test_a_missing_compiler_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,13 +14,12 @@ from typing import Any
 import httpx
 import pytest
 import redis
-from pagestream_streams import find_server
 from support.kubernetes.chart import one, render
 from support.processes.part import Part
 from support.processes.stack import DEMO_MODEL, START_LIMIT_S, Gateway, free_port
 from support.processes.waiting import wait_until
 from support.protocol.adapter_folders import write_adapter
-from support.redis.servers import skip_for_want_of
+from support.redis.servers import server_of_seven, skip_for_want_of
 
 pytestmark = pytest.mark.kube
 
@@ -47,7 +46,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    binary = find_server()  # the newest on the PATH: those of wheels have no TLS
+    binary = server_of_seven()  # those of wheels have no TLS
     manifests = render(*OPTIONS)
     secret = one(manifests, "Secret", "pagestream-redis")["stringData"]
     text = one(manifests, "ConfigMap", "pagestream-redis")["data"]["redis.conf"]

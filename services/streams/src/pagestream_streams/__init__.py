@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pagestream_streams.errors import (
         AdapterRefused,
         ClassRefused,
+        DataFolderRefused,
         DigestMismatch,
         IdempotencyConflict,
         KnownPoison,
@@ -55,6 +56,7 @@ __all__ = [
     "Broker",
     "Claim",
     "ClassRefused",
+    "DataFolderRefused",
     "DigestMismatch",
     "EmbeddedRedis",
     "EngineSession",
@@ -104,6 +106,7 @@ _MODULES = {
         (
             "AdapterRefused",
             "ClassRefused",
+            "DataFolderRefused",
             "DigestMismatch",
             "IdempotencyConflict",
             "KnownPoison",

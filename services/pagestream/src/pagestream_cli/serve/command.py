@@ -21,7 +21,7 @@ from pagestream_cli.serve.model import AdapterChoice, choose_model
 from pagestream_cli.serve.options import ServeOptions, parse_options
 from pagestream_cli.serve.plan import Plan
 from pagestream_cli.serve.port_plan import PortPlan, assign_ports
-from pagestream_cli.serve.redis_server import check_redis, redis_command
+from pagestream_cli.serve.redis_server import check_redis, ignored_file, redis_command
 from pagestream_cli.serve.report import Reporter
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -67,6 +67,8 @@ async def _serve(plan: Plan, deployment: Deployment, reporter: Reporter) -> None
     for number in handled:
         loop.add_signal_handler(number, _stop, deployment, reporter)
     reporter.say(f"starting {plan.model.name!r} from {plan.model.source} (data: {plan.options.data_dir.path})")
+    if plan.options.redis_url is None and (file := ignored_file(plan.options.data_dir.redis)) is not None:
+        reporter.say(f"{file} is not read: an older redis-server wrote it beside the files of the one that runs now")
     running = asyncio.create_task(deployment.run())
     hosting = asyncio.create_task(_host(plan, deployment, reporter))
     try:

@@ -41,6 +41,8 @@ class Deployment:
         self._started = time.time()
         self._ready = False
         self._is_loaded = False
+        self._noted_redis: int | None = None
+        """Process id of the Redis whose version the data folder has on record."""
         self._dead: set[str] = set()
         self._shown: set[str] = set()
         self._standing_by: set[str] = set()
@@ -104,6 +106,9 @@ class Deployment:
         """Update serve.json after a process started, became ready or ended."""
         for view in views:
             name = view.spec.name
+            if name == REDIS and view.state is PartState.READY and view.pid != self._noted_redis:
+                self._noted_redis = view.pid
+                self._redis.note_server(self._plan.options.data_dir.redis)
             if view.state is PartState.STANDBY and name not in self._standing_by:
                 self._standing_by.add(name)
                 self._dead.discard(name)

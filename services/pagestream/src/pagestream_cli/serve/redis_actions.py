@@ -1,10 +1,11 @@
-"""What serve does in Redis: expire an engine that it saw die, and have a torn append-only file rewritten."""
+"""What serve does in Redis: expire an engine that it saw die, rewrite a torn append-only file, note its version."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -39,6 +40,10 @@ class RedisActions:
     def rewrite(self) -> None:
         """Have Redis rewrite its append-only file. Returns immediately."""
         self._start(self._rewrite())
+
+    def note_server(self, folder: Path) -> None:
+        """Record in a data folder which server has read its files and writes them now. Returns immediately."""
+        self._start(self._note_server(folder))
 
     def _start(self, action: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(action)
@@ -76,6 +81,17 @@ class RedisActions:
                 f"could not rewrite the torn append-only file of Redis ({error or 'timeout'}): run BGREWRITEAOF before "
                 "it is restarted"
             )
+
+    async def _note_server(self, folder: Path) -> None:
+        from pagestream_streams.connection import record_server
+        from pagestream_streams.errors import StreamsError
+
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                info = await (await self._connected()).connection.execute("INFO", "server")
+            await asyncio.to_thread(record_server, folder, info)
+        except (StreamsError, TimeoutError, OSError) as error:
+            self._on_failure(f"could not note in {folder} which Redis writes it ({error or 'timeout'})")
 
     async def _connected(self) -> Broker:
         from pagestream_streams import Broker, settings_from_environment

