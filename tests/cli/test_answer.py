@@ -79,6 +79,36 @@ async def test_among_several_models_one_has_to_be_named() -> None:
             await choose_model(Endpoint((gateway.url,)), None)
 
 
+async def test_the_one_with_engines_is_used_and_others_are_marked() -> None:
+    async with ScriptedGateway(models=["b", "a", "c"], unserved=["b", "a"], adapters=["d"]) as gateway:
+        endpoint = Endpoint((gateway.url,))
+        assert await choose_model(endpoint, None) == "c"
+        gateway.unserved.append("c")
+        with pytest.raises(UsageError, match=r"4 models: a \(no engine\), b \(no engine\), c \(no engine\)"):
+            await choose_model(endpoint, None)
+        gateway.unserved.clear()
+        with pytest.raises(UsageError, match="4 models: a, b, c, d"):
+            await choose_model(endpoint, None)
+
+
+async def test_what_serve_was_started_with_is_used_whatever_else_there_is() -> None:
+    async with ScriptedGateway(models=["a", "b"], unserved=["b"], adapters=["d"]) as gateway:
+        assert await choose_model(Endpoint((gateway.url,), model="b"), None) == "b"
+        assert await choose_model(Endpoint((gateway.url,), model="d"), None) == "d"
+        assert await choose_model(Endpoint((gateway.url,), model="gone"), None) == "a"
+
+
+async def test_an_answer_that_waits_for_an_engine_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    async with ScriptedGateway(models=["demo", "other"], unserved=["demo"], breaks=[2.6]) as gateway:
+        await show_answer(Endpoint((gateway.url,)), REQUEST)
+        told = capsys.readouterr()
+        assert told.out == "Once upon a time\n"
+        assert "no engine runs 'demo' now: the request waits for one" in told.err
+        assert "with engines: other" in told.err
+        await show_answer(Endpoint((gateway.url,)), REQUEST)
+        assert capsys.readouterr().err == ""
+
+
 async def test_no_server_is_an_error_that_says_what_to_do() -> None:
     with pytest.raises(ServerNotFoundError, match="no server answers") as caught:
         await list_models(Endpoint((f"http://127.0.0.1:{free_port()}",)))

@@ -20,7 +20,7 @@ def record_of(pid: int) -> ServeRecord:
 def test_a_running_serve_is_found_by_its_file(tmp_path: Path) -> None:
     write_record(tmp_path / "serve.json", record_of(os.getpid()))
     found = find_endpoint(None, DataDir.at(tmp_path))
-    assert found == Endpoint(("http://127.0.0.1:81", "http://127.0.0.1:82"))
+    assert found == Endpoint(("http://127.0.0.1:81", "http://127.0.0.1:82"), model="demo")
     assert found.headers == {}
 
 

@@ -130,6 +130,57 @@ async def test_a_request_may_be_what_starts_the_first_engine(
             assert listed["engines"] == 1
 
 
+async def test_what_has_engines_is_what_a_body_without_a_model_gets(
+    broker: Broker, settings: Settings, redis_url: str
+) -> None:
+    """Though a model that sorts before it is known too; and who asks for that one is told that it has to wait."""
+    await broker.publish_model(synthetic_card("another"))
+    told = replace(settings, stream=StreamSettings(unserved_s=0.1))
+    async with (
+        running_address(told) as address,
+        httpx.AsyncClient(base_url=address.url, timeout=LIMIT_S) as client,
+    ):
+        anonymous = {key: value for key, value in BODY.items() if key != "model"}
+        refused = await client.post("/v1/completions", json=anonymous)
+        assert refused.json()["error"]["message"] == "model: is needed, since 2 models are known; with engines: none"
+        async with running_engine(redis_url):
+
+            async def is_first() -> bool:
+                return bool((await client.get("/v1/models")).json()["data"][0]["id"] == MODEL)
+
+            await eventually(is_first)
+            answered = await client.post("/v1/completions", json=anonymous)
+            assert (answered.status_code, answered.json()["model"]) == (200, MODEL)
+            async with grpc_stub(address) as stub:
+                chunks = [each.chunk async for each in stub.Generate(api.GenerateRequest(prompt="hi"))]
+            assert not chunks[-1].error.code
+            waits = client.stream("POST", "/v1/completions", json={**BODY, "model": "another", "stream": True})
+            async with waits as response:
+                lines = (line async for line in response.aiter_lines() if line)
+                assert await anext(lines) == ": no engine runs the model 'another' now; the request waits for one"
+            _, events = await post_events(client, "/v1/completions", {**BODY, "max_tokens": 40})
+            assert events[-1].data == "[DONE]"
+
+
+async def test_a_default_model_comes_first_and_is_what_a_body_without_a_model_gets(
+    broker: Broker, settings: Settings, redis_url: str
+) -> None:
+    """Also while others have engines: what serve was started with may be about to load."""
+    await broker.publish_model(synthetic_card("zebra"))
+    given = replace(settings, gateway=replace(settings.gateway, default_model="zebra"))
+    unknown = replace(settings, gateway=replace(settings.gateway, default_model="none"))
+    async with running_engine(redis_url), running_engine(redis_url, synthetic_card("zebra")):
+        for each, listed in ((given, ["zebra", MODEL]), (unknown, [MODEL, "zebra"])):
+            async with (
+                running_address(each) as address,
+                httpx.AsyncClient(base_url=address.url, timeout=LIMIT_S) as client,
+            ):
+                assert [model["id"] for model in (await client.get("/v1/models")).json()["data"]] == listed
+                answer = await client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 2})
+                assert (answer.status_code, answer.json().get("model")) in ((200, "zebra"), (400, None))
+                assert (answer.status_code == 200) == (listed[0] == "zebra")
+
+
 @pytest_asyncio.fixture(loop_scope="module")
 async def narrow(redis_url: str, tmp_path: Path) -> AsyncIterator[Address]:
     """Run a gateway whose queue takes four requests, three of one tenant, and that no engine empties."""
@@ -218,7 +269,7 @@ async def test_streams_of_queued_requests_say_where_they_stand_until_an_engine_h
         begin = next(number for number, line in enumerate(rest) if line.startswith("data: "))
         assert not any(line.startswith(":") for line in rest[begin:])
         assert rest[-2] == "data: [DONE]"
-        assert not any(line.startswith(":") for line in [line async for line in plain.aiter_lines()])
+        assert not any(line.startswith(": queue") for line in [line async for line in plain.aiter_lines()])
 
         again = await http.get(events)
         assert "X-Queue-Position" not in again.headers, "it does not wait any more"

@@ -39,6 +39,10 @@ class ScriptedGateway:
     is_lost: bool = False
     """Whether the request is unknown, until it is accepted again."""
     models: list[str] = field(default_factory=lambda: ["demo"])
+    unserved: list[str] = field(default_factory=list)
+    """Those of them that no engine runs."""
+    adapters: list[str] = field(default_factory=list)
+    """Further ones, of the first model."""
     calls: list[Call] = field(default_factory=list)
     url: str = ""
     _server: asyncio.Server | None = None
@@ -58,7 +62,11 @@ class ScriptedGateway:
             call = await _read_call(reader)
             self.calls.append(call)
             if call.path == "/v1/models":
-                data = [{"id": name, "max_model_len": 128} for name in self.models]
+                data: list[dict[str, Any]] = [
+                    {"id": name, "max_model_len": 128, "engines": int(name not in self.unserved), "parent": None}
+                    for name in self.models
+                ]
+                data += [{**data[0], "id": name, "parent": data[0]["id"]} for name in self.adapters]
                 _write_json(writer, "200 OK", {"data": data})
             elif call.method == "PUT":
                 self.is_lost = False

@@ -98,3 +98,10 @@ class ModelInfo:
     """Unix seconds of its first publication."""
     engines: int | None
     """Number of engines that run it now; None where the server does not say."""
+    parent: str | None = None
+    """Of a LoRA adapter its base model."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether engines run it now, as far as the server says."""
+        return self.engines is None or self.engines > 0

@@ -43,6 +43,9 @@ class GatewaySettings:
     start_file: Path | None = None
     """File that exists before any port is bound; the process waits for it. `pagestream serve` makes it when an engine
     has loaded its model. None: ports are bound at once."""
+    default_model: str | None = None
+    """The model, or the adapter, of requests that name none. `pagestream serve` sets what it serves. None, or a name
+    that is not known: the only model, else the only one with engines."""
     cors_origins: str = "localhost"
     """Web pages that may call the HTTP API from a browser: origins separated by commas. "localhost" is every page of
     this machine, "*" every page; empty: none.
@@ -300,6 +303,8 @@ class StreamSettings:
     """
     queue_comments_s: float = 1.0
     """Seconds between the comments that say where a queued request stands, in streams that ask for them."""
+    unserved_s: float = 2.0
+    """Seconds without an entry after which a comment in a stream says that no engine runs its model now."""
     disconnect_grace_s: float = 10.0
     """Seconds without a reader after which a request is cancelled, unless its `on_disconnect` is "continue"."""
     whole_answers_bytes: int = 128 * 1024 * 1024

@@ -44,10 +44,17 @@ class ServeRecord:
     """Unix seconds."""
     tls_certificate: str = ""
     """File of the certificate with which the gateways serve TLS; empty: no TLS."""
+    adapter: str = ""
+    """The served name of its LoRA adapter, where the folder of one was named; empty: none."""
     ready: bool = False
     """Whether every gateway and one engine have been ready."""
     version: int = 1
     """Version of this format; readers refuse other versions."""
+
+    @property
+    def default_model(self) -> str:
+        """The name that requests without one mean: what serve was started with."""
+        return self.adapter or self.model
 
     def http_urls(self) -> tuple[str, ...]:
         """Return the base URL of every gateway."""

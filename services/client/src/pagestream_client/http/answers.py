@@ -117,7 +117,8 @@ def request_page_of(body: Mapping[str, Any]) -> RequestPage:
 
 def model_info_of(body: Mapping[str, Any]) -> ModelInfo:
     """Return a model of the list as a dataclass."""
-    return ModelInfo(body["id"], body.get("max_model_len"), body.get("created", 0), body.get("engines"))
+    context, engines = body.get("max_model_len"), body.get("engines")
+    return ModelInfo(body["id"], context, body.get("created", 0), engines, body.get("parent"))
 
 
 def _request_summary_of(body: Mapping[str, Any]) -> RequestSummary:

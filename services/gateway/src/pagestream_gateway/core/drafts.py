@@ -101,7 +101,7 @@ class Draft:
     """A request as its caller spelled it."""
 
     model: str
-    """Served name; empty where the caller leaves the choice to a deployment with one model."""
+    """Served name; empty for that of Models.default_name."""
     prompts: Sequence[Prompt]
     prompt_field: str
     """Field of the API that holds the prompts, for error messages."""

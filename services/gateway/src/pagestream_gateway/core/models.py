@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 import zlib
 from array import array
 from collections.abc import Awaitable, Callable, Mapping
@@ -39,6 +40,8 @@ from pagestream_gateway.settings import FormatSettings
 
 logger = logging.getLogger(__name__)
 _MOST_PRELOADED = 4  # tokenizers of 10 to 60 MB each
+_MOST_NAMED = 8  # models in one message
+_COUNTED_S = 1.0  # a thousand waiting streams count engines once
 
 Runner = Callable[[Callable[[], "LoadedModel"]], Awaitable["LoadedModel"]]
 
@@ -235,27 +238,33 @@ class Models:
     """The models that a deployment serves."""
 
     def __init__(
-        self, broker: Broker, pool: TokenizePool, limit: RedisTimeout, formats: FormatSettings | None = None
+        self,
+        broker: Broker,
+        pool: TokenizePool,
+        limit: RedisTimeout,
+        formats: FormatSettings | None = None,
+        *,
+        default: str | None = None,
     ) -> None:
+        """`default`: the model or adapter of requests without a name."""
         self._broker = broker
         self._pool = pool
         self._limit = limit
         self._formats = formats or FormatSettings()
+        self._default = default
         self._cache = ModelCache()
         self._broken: dict[str, ModelCard] = {}
+        self._counting = asyncio.Lock()
+        self._counted_at = float("-inf")
+        self._with_engines: frozenset[str] = frozenset()
 
     async def resolve(self, name: str) -> LoadedModel:
-        """Return the model of that name, or of the adapter of that name; the only one where the name is empty.
+        """Return the model of that name, or of the adapter of that name; of an empty name that of `default_name`.
 
-        Raises ModelNotFound, ModelUnavailable, InvalidRequest where a name is needed, Overloaded, Unavailable.
+        Raises ModelNotFound, ModelUnavailable, InvalidRequest where a name is needed or an adapter can't be used,
+        Overloaded, Unavailable.
         """
-        if not name:
-            infos = await self._limit.wait(self._broker.models())
-            if not infos:
-                raise ModelNotFound("")
-            if len(infos) > 1:
-                raise InvalidRequest("model", f"is needed, since {len(infos)} models are served")
-            name = infos[0].name
+        name = name or await self.default_name(lambda _: True)
         # A name that is not in the view of the models is an adapter's, where there is one: no model is read for it.
         adapter = None if self._broker.directory.knows(name) else await self._adapter(name)
         try:
@@ -278,6 +287,35 @@ class Models:
             return model
         return replace(model, adapter=adapter, parsers=named.over(model.parsers))
 
+    async def default_name(self, allows: Callable[[str], bool]) -> str:
+        """Return the model of a request that names none: the setting's, else the only one, else the only one with
+        engines. Those that `allows` refuses don't count.
+
+        Raises ModelNotFound where there is none, InvalidRequest where a name is needed, Unavailable.
+        """
+        infos = [info for info in await self._limit.wait(self._broker.models()) if allows(info.name)]
+        default = self._default
+        is_known = any(info.name == default for info in infos)
+        if default and allows(default) and (is_known or await self._adapter(default) is not None):
+            return default
+        running = [info for info in infos if info.engines]
+        for found in (infos, running):
+            if len(found) == 1:
+                return found[0].name
+        if not infos:
+            raise ModelNotFound("")
+        names = ", ".join(repr(info.name) for info in running[:_MOST_NAMED]) or "none"
+        raise InvalidRequest("model", f"is needed, since {len(infos)} models are known; with engines: {names}")
+
+    async def has_engines(self, name: str) -> bool:
+        """Return whether an engine runs a model, to within a second. Raises Unavailable."""
+        async with self._counting:
+            if time.monotonic() - self._counted_at > _COUNTED_S:
+                infos = await self._limit.wait(self._broker.models())
+                self._with_engines = frozenset(info.name for info in infos if info.engines)
+                self._counted_at = time.monotonic()
+            return name in self._with_engines
+
     async def _adapter(self, name: str) -> Adapter | None:
         return (await self._limit.wait(self._broker.adapters.all())).get(name)
 
@@ -292,11 +330,18 @@ class Models:
         return list((await self._limit.wait(self._broker.adapters.all())).values())
 
     async def list_models(self) -> list[tuple[ModelInfo, ModelCard]]:
-        """Return all models by name. Raises Unavailable."""
+        """Return all models: the default, those with engines, the others, each by name: clients take the first.
+
+        Raises Unavailable.
+        """
         infos = await self._limit.wait(self._broker.models())
+        default = self._default
+        if default is not None and not self._broker.directory.knows(default):
+            adapter = await self._adapter(default)
+            default = None if adapter is None else adapter.model
         return [
             (info, await self._limit.wait(self._broker.model_card(info.name)))
-            for info in sorted(infos, key=lambda info: info.name)
+            for info in sorted(infos, key=lambda info: (info.name != default, not info.engines, info.name))
         ]
 
     async def preload(self) -> None:

@@ -141,12 +141,11 @@ class Submission:
 
     async def resolve(self, name: str, identity: Identity) -> LoadedModel:
         """Return a model that a caller may use. Raises as Models.resolve; ModelNotFound also where it may not."""
-        if name and not self.tenants.allows(identity, name):
+        if not name:
+            name = await self.models.default_name(lambda each: self.tenants.allows(identity, each))
+        elif not self.tenants.allows(identity, name):
             raise ModelNotFound(name)
-        model = await self.models.resolve(name)
-        if not name and not self.tenants.allows(identity, model.name):
-            raise ModelNotFound(name)
-        return model
+        return await self.models.resolve(name)
 
     async def _prepare(self, draft: Draft, identity: Identity) -> tuple[LoadedModel, PreparedRequest]:
         limits = self.settings.limits

@@ -22,7 +22,7 @@ from pagestream_cli.bench.report import Run, as_text, write_json
 from pagestream_cli.bench.stats import Outcome, summarize
 from pagestream_cli.bench.workload import BenchRequest, from_prompts, from_random, from_trace, with_poisson
 from pagestream_cli.client.endpoint import Endpoint, find_endpoint
-from pagestream_cli.client.models import choose_model, list_models
+from pagestream_cli.client.models import choose_model, list_models, telling_unserved
 from pagestream_cli.console import is_watched, say
 from pagestream_cli.datadir import DataDir
 from pagestream_cli.errors import ServerNotFoundError, UsageError
@@ -70,14 +70,15 @@ async def _bench(arguments: argparse.Namespace) -> Run:
     requests = await _workload(arguments, endpoint, model, settings)
     client = _client(arguments, endpoint, model, settings)
     try:
-        with _progress(len(requests)) as on_done:
-            outcomes = await run_load(
-                client,
-                requests,
-                concurrency=arguments.concurrency,
-                timeout_s=arguments.request_timeout,
-                on_done=on_done,
-            )
+        async with telling_unserved(endpoint, model):
+            with _progress(len(requests)) as on_done:
+                outcomes = await run_load(
+                    client,
+                    requests,
+                    concurrency=arguments.concurrency,
+                    timeout_s=arguments.request_timeout,
+                    on_done=on_done,
+                )
     finally:
         await client.close()
     return Run(shlex.join(["pagestream", *sys.argv[1:]]), settings, summarize(outcomes), outcomes)

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pagestream_cli.client.answer import show_answer, stream_answer
     from pagestream_cli.client.endpoint import API_KEY_VARIABLE, Endpoint, find_endpoint
-    from pagestream_cli.client.models import choose_model, list_models
+    from pagestream_cli.client.models import choose_model, known_models, list_models
 
 __all__ = [
     "API_KEY_VARIABLE",
     "Endpoint",
     "choose_model",
     "find_endpoint",
+    "known_models",
     "list_models",
     "show_answer",
     "stream_answer",
@@ -24,7 +25,7 @@ __all__ = [
 _MODULES = {
     **dict.fromkeys(("show_answer", "stream_answer"), "answer"),
     **dict.fromkeys(("API_KEY_VARIABLE", "Endpoint", "find_endpoint"), "endpoint"),
-    **dict.fromkeys(("choose_model", "list_models"), "models"),
+    **dict.fromkeys(("choose_model", "known_models", "list_models"), "models"),
 }
 """The module that defines each exported name."""
 

@@ -7,12 +7,13 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, suppress
 from typing import Any
 
-from pagestream_client import Chunk, GenerationFailed, PagestreamError, Reconnection, Unavailable
+from pagestream_client import Chunk, PagestreamError, Reconnection
 from pagestream_client.http import AsyncHttpClient
 
 from pagestream_cli.client.endpoint import Endpoint
+from pagestream_cli.client.failures import cli_error
+from pagestream_cli.client.models import telling_unserved
 from pagestream_cli.console import show
-from pagestream_cli.errors import CliError, RequestRejectedError, StreamLostError
 
 RECONNECTION = Reconnection(first_contact_s=5.0)
 CANCEL_LIMIT_S = 2.0
@@ -23,6 +24,7 @@ async def stream_answer(
     endpoint: Endpoint, request: Mapping[str, Any], policy: Reconnection | None = None
 ) -> AsyncGenerator[Chunk, None]:
     """Send a request and yield its chunks as they come, each once. Cancel the request where this task is cancelled.
+    Where no engine runs its model, that is said on stderr.
 
     Args:
         request: arguments of `AsyncHttpClient.generate`.
@@ -36,8 +38,10 @@ async def stream_answer(
     ) as client:
         stream = client.generate(**request)
         try:
-            async for chunk in stream:
-                yield chunk
+            async with telling_unserved(endpoint, request["model"]) as telling:
+                async for chunk in stream:
+                    telling.cancel()
+                    yield chunk
         except PagestreamError as error:
             raise cli_error(error) from error
         except asyncio.CancelledError:
@@ -79,14 +83,3 @@ async def cancel(client: AsyncHttpClient, request_id: str) -> None:
     with suppress(PagestreamError, TimeoutError):
         async with asyncio.timeout(CANCEL_LIMIT_S):
             await client.cancel(request_id)
-
-
-def cli_error(error: PagestreamError) -> CliError:
-    """Return an error of the client as one of the command line."""
-    if isinstance(error, Unavailable):
-        hint = "does a server run there?"
-        if error.position is not None:
-            hint = f"the answer may still be there: GET /v1/requests/{error.position.request_id}/events"
-        return StreamLostError(str(error), hint=hint)
-    text = f"{error.code}: {error}" if isinstance(error, GenerationFailed) else str(error)
-    return RequestRejectedError(error.http_status or 200, text)

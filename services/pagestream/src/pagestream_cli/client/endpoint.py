@@ -27,6 +27,8 @@ class Endpoint:
     api_key: str | None = None
     ca_file: str | None = None
     """Certificates to trust beside the usual ones: that of the deployment itself."""
+    model: str | None = None
+    """What the deployment was started with; None: not known."""
 
     @property
     def transport(self) -> HttpTransport:
@@ -67,7 +69,7 @@ def find_endpoint(url: str | None, data_dir: DataDir, api_key: str | None = None
             f"no pagestream serve runs in {data_dir.path}",
             hint="start one with `pagestream serve`, or name a server with --url http://HOST:PORT",
         )
-    return Endpoint(record.http_urls(), key, record.tls_certificate or None)
+    return Endpoint(record.http_urls(), key, record.tls_certificate or None, record.default_model)
 
 
 def _checked(url: str) -> str:

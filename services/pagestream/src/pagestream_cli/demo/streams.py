@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pagestream_cli.client.answer import cli_error
+from pagestream_cli.client.failures import cli_error
 
 if TYPE_CHECKING:
     from pagestream_client.http import AsyncHttpClient

@@ -16,6 +16,8 @@ from pagestream_cli.generation import sampling
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from pagestream_client import ModelInfo
+
     from pagestream_cli.client.endpoint import Endpoint
 
 Message = dict[str, str]
@@ -101,18 +103,21 @@ class Conversation:
 
 
 def _picked(endpoint: Endpoint) -> str:
-    """Return the only model, or the one that the user picks by its number or name.
+    """Return what serve was started with, the only model with engines, or the one that the user picks.
 
     Raises:
         UsageError: there is no model, or none was picked.
     """
-    names = _names(endpoint)
-    if len(names) == 1:
-        return names[0]
-    if not names:
+    from pagestream_cli.client.models import default_model, marked
+
+    models = _models(endpoint)
+    if (found := default_model(endpoint, models)) is not None:
+        return found
+    if not models:
         raise UsageError("the server has no models yet", hint="an engine publishes its model when it has started")
-    for number, name in enumerate(names, 1):
-        say(f"{number:>3}  {name}")
+    for number, model in enumerate(models, 1):
+        say(f"{number:>3}  {marked(model)}")
+    names = [model.name for model in models]
     while True:
         try:
             given = input("model: ").strip()
@@ -131,10 +136,11 @@ def choice_of(given: str, names: list[str]) -> str | None:
     return names[number - 1] if 1 <= number <= len(names) else None
 
 
-def _names(endpoint: Endpoint) -> list[str]:
-    from pagestream_cli.client.models import list_models
+def _models(endpoint: Endpoint) -> list[ModelInfo]:
+    """Return the models, those with engines first."""
+    from pagestream_cli.client.models import known_models
 
-    return sorted(asyncio.run(list_models(endpoint)))
+    return sorted(asyncio.run(known_models(endpoint)), key=lambda model: (not model.is_running, model.name))
 
 
 def _talk(conversation: Conversation, folder: Path) -> int:
@@ -175,14 +181,16 @@ def _command(conversation: Conversation, line: str) -> None:
 
 
 def _change_model(conversation: Conversation, given: str) -> None:
-    names = _names(conversation.endpoint)
-    name = choice_of(given, names)
+    from pagestream_cli.client.models import marked
+
+    models = _models(conversation.endpoint)
+    name = choice_of(given, [model.name for model in models])
     if name is not None:
         conversation.model = name
         say(f"Talking to {name}; the conversation goes on.")
         return
-    for number, each in enumerate(names, 1):
-        say(f"{'*' if each == conversation.model else ' '}{number:>3}  {each}")
+    for number, model in enumerate(models, 1):
+        say(f"{'*' if model.name == conversation.model else ' '}{number:>3}  {marked(model)}")
 
 
 def _turn(conversation: Conversation, message: str) -> None:

@@ -16,7 +16,11 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--data-dir", metavar="DIR", help="the data folder of that serve")
     parser.add_argument("--api-key", metavar="KEY", help="default: $PAGESTREAM_CLIENT__API_KEY")
-    parser.add_argument("--model", metavar="NAME", help="served name of the model (default: the only one)")
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="served name (default: that of serve, else the only one with engines)",
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:

@@ -8,7 +8,6 @@ import contextlib
 import importlib
 import signal
 import time
-from dataclasses import replace
 
 from pagestream_cli.client.endpoint import known_api_key
 from pagestream_cli.console import say
@@ -127,8 +126,7 @@ async def _load_adapter(plan: Plan, adapter: AdapterChoice) -> None:
 async def _greet(plan: Plan, deployment: Deployment, prompt: str) -> None:
     from pagestream_cli.serve.greet import examples, greet
 
-    adapter = plan.model.adapter
-    record = deployment.record if adapter is None else replace(deployment.record, model=adapter.name)
+    record = deployment.record
     if plan.options.exit_after_greet:
         await greet(record, prompt, api_key=known_api_key())
         deployment.supervisor.stop()

@@ -71,6 +71,7 @@ class Deployment:
             (serve, *parts),
             self._started,
             tls_certificate=str(certificate.absolute()) if certificate else "",
+            adapter="" if plan.model.adapter is None else plan.model.adapter.name,
             ready=self._ready,
         )
 

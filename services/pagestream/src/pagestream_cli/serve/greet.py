@@ -25,7 +25,7 @@ async def greet(record: ServeRecord, prompt: str, *, api_key: str | None) -> flo
     asked = time.monotonic()
     first: float | None = None
     request = {
-        "model": record.model,
+        "model": record.default_model,
         "messages": [{"role": "user", "content": prompt}],
         "max_tokens": MAX_TOKENS,
         "temperature": 0,
@@ -50,8 +50,8 @@ def examples(record: ServeRecord) -> str:
     authority = f"--cacert {certificate} " if record.tls_certificate else ""
     grpc_authority = f"-cacert {certificate}" if record.tls_certificate else "-plaintext"
     messages = [{"role": "user", "content": "Who lives in the lighthouse?"}]
-    chat = json.dumps({"model": record.model, "stream": True, "messages": messages})
-    generate = json.dumps({"model": record.model, "prompt": "Once upon a time"})
+    chat = json.dumps({"model": record.default_model, "stream": True, "messages": messages})
+    generate = json.dumps({"model": record.default_model, "prompt": "Once upon a time"})
     lines = (
         "\nTry it:",
         f"  curl -N {authority}{url}/v1/chat/completions -H 'Content-Type: application/json' -d '{chat}'",

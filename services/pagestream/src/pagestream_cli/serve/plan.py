@@ -29,6 +29,7 @@ DEVICE_VARIABLE = variable_of("ENGINE", "device")
 GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")
 """Of the drivers of NVIDIA and AMD; serve imports no torch."""
 START_VARIABLE = variable_of("GATEWAY", "start_file")
+DEFAULT_MODEL_VARIABLE = variable_of("GATEWAY", "default_model")
 SMALL_MODEL_BYTES = 32 << 20
 """Bytes of weights below which an engine gets one thread. Measured with 32 streams on two cores that all parts share:
 the demo model (11 MB) generates 1,433 to 1,999 tokens/s on one thread, 964 to 1,002 on two; the reference model
@@ -107,10 +108,15 @@ class Plan:
             argv=tuple(argv),
             log_path=self.options.data_dir.logs / f"{name}.log",
             drain_stage=DrainStage.GATEWAY,
-            env={START_VARIABLE: str(self.options.data_dir.loaded_file)},
+            env={START_VARIABLE: str(self.options.data_dir.loaded_file), **self._default_model()},
             ports=_known({"http": ports.http, "grpc": ports.grpc, "metrics": ports.metrics}),
             probe=lambda: http_ok(self.options.host, ports.http, "/readyz", has_tls=has_tls),
         )
+
+    def _default_model(self) -> dict[str, str]:
+        if DEFAULT_MODEL_VARIABLE in os.environ:
+            return {}
+        return {DEFAULT_MODEL_VARIABLE: self.model.name if self.model.adapter is None else self.model.adapter.name}
 
     def _engine(self, index: int, logs: EngineLogs) -> PartSpec:
         name = f"engine-{index}"

@@ -27,6 +27,7 @@ from pagestream_gateway.api.openai.generation import (
     without_unsupported,
 )
 from pagestream_gateway.api.openai.strict_body import (
+    SERVED_NAME,
     Body,
     PromptedBody,
     QueuedBody,
@@ -203,7 +204,7 @@ class MessageBody(PromptBody, QueuedBody):
 class CountBody(PromptBody):
     """POST /v1/messages/count_tokens."""
 
-    model: str | None = Field(None, description="Served name; may be left out where exactly one model is served.")
+    model: str | None = Field(None, description=SERVED_NAME)
     add_special_tokens: bool | None = None
 
 

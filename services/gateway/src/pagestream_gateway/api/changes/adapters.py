@@ -60,7 +60,7 @@ def router(gateway: Gateway) -> APIRouter:
         if any(info.name == body.lora_name for info, _ in await gateway.models.list_models()):
             raise InvalidRequest("lora_name", f"{body.lora_name!r} is a model's name; load the adapter under another")
         model = await gateway.models.resolve(body.base_model_name)
-        if model.adapter is not None:
+        if model.adapter is not None and body.base_model_name:
             raise InvalidRequest("base_model_name", f"{body.base_model_name!r} is an adapter; name its base model")
         revision = body.revision or await run_in_threadpool(adapter_revision, Path(body.lora_path))
         adapter = Adapter(name=body.lora_name, model=model.name, path=body.lora_path, revision=revision)

@@ -69,6 +69,7 @@ class LogAnswer(Response):
         self._position = reading.start
         self._writer = reading.writer
         self._last_send_s = asyncio.get_running_loop().time()
+        self._unserved_due_s = self._last_send_s + gateway.settings.stream.unserved_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer = asyncio.create_task(self._counted(scope, receive, send))
@@ -102,6 +103,9 @@ class LogAnswer(Response):
 
     async def keep_alive(self, send: Send) -> None:
         """Keep the connection alive."""
+
+    async def tell_unserved(self, send: Send) -> None:
+        """Say that the request waits for an engine, where none runs its model; called once, after `unserved_s`."""
 
     async def learn_tokens(self) -> None:
         """Let the writer look tokens up in the model's tokenizer, where the answer depends on it."""
@@ -144,12 +148,16 @@ class LogAnswer(Response):
         loop = asyncio.get_running_loop()
         while True:
             due_s = self._last_send_s + self.silence_s
+            if loop.time() >= self._unserved_due_s:
+                self._unserved_due_s = float("inf")
+                await self.tell_unserved(send)
+                continue
             if loop.time() >= due_s:
                 await self.keep_alive(send)
                 self._note_send()
                 continue
             try:
-                async with asyncio.timeout_at(due_s):
+                async with asyncio.timeout_at(min(due_s, self._unserved_due_s)):
                     message = await receive()
             except TimeoutError:
                 continue

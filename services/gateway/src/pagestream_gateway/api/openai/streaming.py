@@ -21,6 +21,10 @@ from pagestream_gateway.core.calls import OK
 from pagestream_gateway.core.gateway import Gateway
 from pagestream_gateway.errors import GatewayError
 
+UNSERVED = "no engine runs the model '{model}' now; the request waits for one"
+"""A comment in streams of events, which readers of events skip."""
+_UNSERVED_LIMIT_S = 1.0  # the connection is not watched meanwhile
+
 
 class EventStream(LogAnswer):
     """An answer of JSON chunks, written while the log grows.
@@ -63,6 +67,24 @@ class EventStream(LogAnswer):
         """Send what readers skip, once the headers are out."""
         if self._headers_sent:
             await send({"type": "http.response.body", "body": self.idle_frame, "more_body": True})
+
+    async def tell_unserved(self, send: Send) -> None:
+        if not self._headers_sent or self._has_begun or self._reading.start.next_index:
+            return
+        model = self._reading.spec.model
+        comment = self._framing.comment(UNSERVED.format(model=model))
+        try:
+            async with asyncio.timeout(_UNSERVED_LIMIT_S):
+                is_served = not comment or await self._gateway.models.has_engines(model)
+        except (TimeoutError, StreamsError):
+            return
+        if not is_served and not self._has_begun:
+            await self._send(send, comment.encode())
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether an engine has claimed the request, as far as its log shows."""
+        return self._has_fingerprint or self._next_index > self._reading.start.next_index
 
     @property
     def idle_frame(self) -> bytes:

@@ -14,6 +14,7 @@ from pagestream_gateway.core.sampling.json_types import HALF_SURROGATE, UNION, I
 from pagestream_gateway.core.sampling.parameters import PARAMETERS
 from pagestream_gateway.errors import InvalidRequest, UnknownField
 
+SERVED_NAME = "Served name; left out: what `pagestream serve` was started with, or the only model with engines."
 BodyModel = TypeVar("BodyModel", bound="Body")
 Prompts = Annotated[
     str | Items[str] | Items[Token] | Items[Items[Token]],
@@ -46,7 +47,7 @@ class PromptedBody(Body):
 class QueuedBody(PromptedBody):
     """The fields of all bodies that become requests in a queue. Null is the same as leaving a field out."""
 
-    model: str | None = Field(None, description="Served name; may be left out where exactly one model is served.")
+    model: str | None = Field(None, description=SERVED_NAME)
     add_special_tokens: bool | None = Field(
         None, description="Whether the tokenizer adds its special tokens to the prompt."
     )

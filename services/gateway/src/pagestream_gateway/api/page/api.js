@@ -15,6 +15,7 @@ export class Api {
   constructor() {
     this.gateways = [location.origin];
     this.key = "";
+    this.unserved = new Set(); // models without engines
   }
 
   headers(more = {}) {
@@ -29,7 +30,13 @@ export class Api {
   }
 
   async models() {
-    return (await this.ask("GET", "/v1/models")).data.map((each) => each.id);
+    const { data } = await this.ask("GET", "/v1/models");
+    this.unserved = new Set(data.filter((each) => each.engines === 0).map((each) => each.id));
+    return data.map((each) => each.id); // the default, then those with engines
+  }
+
+  marked(name) {
+    return this.unserved.has(name) ? `${name} (no engine)` : name;
   }
 
   // Whatever gateway answers first: one may have just been killed.
@@ -48,8 +55,8 @@ export class Api {
   }
 
   // Yields {text, id, tokens} of a chat's stream: each text once, whatever dies meanwhile, and how many tokens the
-  // stream has had until then, where the body asks for continuous usage.
-  async *chat(body, { signal, first = 0 } = {}) {
+  // stream has had until then, where the body asks for continuous usage. `onNotice` gets what the server says meanwhile.
+  async *chat(body, { signal, first = 0, onNotice = () => {} } = {}) {
     const idempotency = crypto.randomUUID();
     let turn = first, position = "", id = "", pause = 50, progressAt = performance.now();
     for (;;) {
@@ -69,7 +76,7 @@ export class Api {
         } else {
           id ||= answer.headers.get("X-Request-Id") ?? "";
           if (id) yield { text: "", id };
-          for await (const data of events(answer.body)) {
+          for await (const data of events(answer.body, onNotice)) {
             if (data === "[DONE]") return;
             const event = JSON.parse(data);
             if (event.error) {
@@ -95,7 +102,7 @@ export class Api {
   }
 }
 
-async function* events(stream) {
+async function* events(stream, onNotice) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   try {
@@ -105,7 +112,10 @@ async function* events(stream) {
       const parts = (rest + value).split("\n\n");
       rest = parts.pop();
       for (const part of parts)
-        for (const line of part.split("\n")) if (line.startsWith("data: ")) yield line.slice(6);
+        for (const line of part.split("\n")) {
+          if (line.startsWith(": ")) onNotice(line.slice(2));
+          if (line.startsWith("data: ")) yield line.slice(6);
+        }
     }
   } finally {
     await reader.cancel().catch(() => {});

@@ -17,7 +17,7 @@ async function showModels() {
   try {
     const names = await api.models();
     const chosen = model();
-    $("model").replaceChildren(...names.map((name) => new Option(name, name)));
+    $("model").replaceChildren(...names.map((name) => new Option(api.marked(name), name)));
     if (names.includes(chosen)) $("model").value = chosen;
     if (!names.length) trouble("no model is published yet");
   } catch (error) {

@@ -55,7 +55,8 @@ export class Chat {
     const began = performance.now();
     try {
       const body = { model: this.model(), messages: [...opening, ...messages], max_tokens: MAX_TOKENS };
-      for await (const piece of this.api.chat(body, { signal: this.abort.signal })) {
+      const onNotice = (said) => (shown.textContent ||= `(${said})`);
+      for await (const piece of this.api.chat(body, { signal: this.abort.signal, onNotice })) {
         request = piece.id;
         text += piece.text;
         shown.textContent = text;

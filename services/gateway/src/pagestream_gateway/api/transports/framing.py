@@ -29,6 +29,9 @@ class Framing(Protocol):
     def queue(self, place: QueuePlace) -> str:
         """Return a frame that says where the request stands."""
 
+    def comment(self, text: str) -> str:
+        """Return a frame for people, which programs skip; "" where the framing has none."""
+
 
 class EventFraming:
     """Server-sent events, each one `data:` line and an empty line, as OpenAI's."""
@@ -51,7 +54,10 @@ class EventFraming:
 
     def queue(self, place: QueuePlace) -> str:
         wait = "unknown" if place.expected_wait_ms is None else place.expected_wait_ms
-        return f": queue_position={place.position} expected_wait_ms={wait}\n\n"
+        return self.comment(f"queue_position={place.position} expected_wait_ms={wait}")
+
+    def comment(self, text: str) -> str:
+        return f": {text}\n\n"
 
 
 class LineFraming:
@@ -68,6 +74,9 @@ class LineFraming:
 
     def queue(self, place: QueuePlace) -> str:
         return json.dumps({"queue_position": place.position, "expected_wait_ms": place.expected_wait_ms}) + "\n"
+
+    def comment(self, text: str) -> str:
+        return ""
 
 
 def accepts_lines(accept: str | None) -> bool:

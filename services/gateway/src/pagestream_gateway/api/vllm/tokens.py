@@ -16,7 +16,7 @@ from pagestream_gateway.api.documents import body_of
 from pagestream_gateway.api.openai.chat.tools import Tool, chat_tools, tools_of
 from pagestream_gateway.api.openai.chat_completions import Message
 from pagestream_gateway.api.openai.generation import parsed_request, without_unsupported
-from pagestream_gateway.api.openai.strict_body import Body, PromptedBody, parse_body
+from pagestream_gateway.api.openai.strict_body import SERVED_NAME, Body, PromptedBody, parse_body
 from pagestream_gateway.core.drafts import ChatPrompt, Draft, Prompt, TextPrompt, most_counted_tokens
 from pagestream_gateway.core.gateway import Gateway
 from pagestream_gateway.core.models import LoadedModel
@@ -35,7 +35,7 @@ _BATCH = 4096  # tokens that are written at once
 class TokenizeBody(PromptedBody):
     """A text or a conversation."""
 
-    model: str | None = Field(None, description="Served name; may be left out where exactly one model is served.")
+    model: str | None = Field(None, description=SERVED_NAME)
     prompt: str | None = Field(None, description="Text; this or messages.")
     messages: Items[Message] | None = None
     tools: Items[Tool] | None = None
@@ -49,7 +49,7 @@ class TokenizeBody(PromptedBody):
 class DetokenizeBody(Body):
     """Tokens."""
 
-    model: str | None = Field(None, description="Served name; may be left out where exactly one model is served.")
+    model: str | None = Field(None, description=SERVED_NAME)
     tokens: Items[Token]
 
 
