@@ -19,6 +19,14 @@ def test_a_long_life_clears_the_record() -> None:
     assert record.add(crash()) == 0.5
 
 
+def test_a_part_that_has_run_for_long_enough_is_soon_back_however_often_it_dies() -> None:
+    record = RestartRecord(RestartPolicy(max_proven_delay_s=1.5))
+    assert [record.add(crash(lived_s=9.9)), record.add(crash(lived_s=10.0, was_ready=False))] == [0.0, 0.5]
+    assert [record.add(crash()) for _ in range(4)] == [1.0, 2.0, 4.0, 8.0]
+    assert record.add(crash(lived_s=10.0)) == 1.5
+    assert {record.add(crash(was_ready=False, exit_code=-9)) for _ in range(50)} == {1.5}
+
+
 def test_thousands_of_deaths_do_not_overflow() -> None:
     record = RestartRecord(POLICY)
     assert {record.add(crash()) for _ in range(3000)} == {0.0, 0.5, 1.0, 2.0, 4.0}

@@ -18,9 +18,11 @@ from pagestream_cli.serve.model import ModelChoice
 from pagestream_cli.serve.options import ServeOptions
 from pagestream_cli.serve.port_plan import PortPlan
 from pagestream_cli.servefile import dial_host
-from pagestream_cli.supervisor import PartSpec, Standby
+from pagestream_cli.supervisor import PartSpec, RestartPolicy, Standby
 
 REDIS = "redis"
+REDIS_DELAY_S = 1.5
+"""Longest wait for the restart of a Redis that has run before: all streams are silent meanwhile."""
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 SHARED_WEIGHTS_VARIABLE = variable_of("ENGINE", "shared_weights_gb")
 SHARED_WEIGHTS_GB = "32"
@@ -65,6 +67,7 @@ class Plan:
             argv=tuple(command),
             log_path=self.options.data_dir.logs / "redis.log",
             drain_stage=DrainStage.REDIS,
+            policy=RestartPolicy(max_proven_delay_s=REDIS_DELAY_S),
             probe=lambda: redis_pong(socket),
         )
 

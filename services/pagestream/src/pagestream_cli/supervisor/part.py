@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from pagestream_cli.supervisor.restart import RestartPolicy
+
 Probe = Callable[[], Awaitable[bool]]
 """Returns whether a part is ready. It must limit its own duration; a slow one delays this part alone."""
 
@@ -39,6 +41,8 @@ class PartSpec:
     """Ports by protocol."""
     probe: Probe | None = None
     """Readiness probe; None: it is ready once started."""
+    policy: RestartPolicy | None = None
+    """When it is restarted; None: as the supervisor's other parts."""
     standby: Standby | None = None
     """Of a part that takes turns with its peers in being a spare; None: it never is one."""
 

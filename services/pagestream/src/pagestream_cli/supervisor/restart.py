@@ -13,6 +13,10 @@ class RestartPolicy:
     """Before the second restart in a row; the first one is immediate, since most deaths are single."""
     max_delay_s: float = 30.0
     """The delay doubles up to this, so that a broken part does not use up the machine."""
+    max_proven_delay_s: float = 30.0
+    """The limit of a part that has run for `proven_s` once: nothing is wrong with its files and options."""
+    proven_s: float = 10.0
+    """Seconds for which it was ready, in whatever life."""
     stable_s: float = 20.0
     """Seconds of running after which earlier deaths no longer count."""
     hopeless_starts: int = 3
@@ -47,6 +51,7 @@ class RestartRecord:
         self._deaths_in_row = 0
         self._failed_starts = 0
         self._ever_ready = False
+        self._is_proven = False
         self._refused = False
 
     def add(self, death: Death) -> float:
@@ -54,6 +59,7 @@ class RestartRecord:
         if death.lived_s >= self._policy.stable_s:
             self._deaths_in_row = 0
         self._ever_ready = self._ever_ready or death.was_ready
+        self._is_proven = self._is_proven or (death.was_ready and death.lived_s >= self._policy.proven_s)
         self._failed_starts = self._failed_starts + 1 if death.is_exit and not death.was_ready else 0
         self._refused = not self._ever_ready and death.exit_code == self._policy.refusal_code
         self._deaths_in_row += 1
@@ -74,4 +80,5 @@ class RestartRecord:
         if self._deaths_in_row == 1:
             return 0.0
         doublings = min(self._deaths_in_row - 2, 32)
-        return float(min(self._policy.first_delay_s * 2**doublings, self._policy.max_delay_s))
+        longest = self._policy.max_proven_delay_s if self._is_proven else self._policy.max_delay_s
+        return float(min(self._policy.first_delay_s * 2**doublings, longest))

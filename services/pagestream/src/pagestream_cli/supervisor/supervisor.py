@@ -94,7 +94,7 @@ class Supervisor:
 
         return PartRunner(
             spec,
-            policy=policy,
+            policy=spec.policy or policy,
             on_change=on_change,
             on_line=lambda text: self._listener.line(spec, text),
             spares=None if spec.standby is None else self._spares,
