@@ -3,6 +3,7 @@
 import io
 import json
 import pkgutil
+import signal
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -14,6 +15,7 @@ import pagestream_cli
 import pytest
 from pagestream_cli.__main__ import COMMANDS, main
 from support.clients.scripted_gateway import ScriptedGateway, served
+from support.processes.waiting import wait_until
 
 pytestmark = pytest.mark.served
 
@@ -157,6 +159,43 @@ def test_bench_from_end_to_end(tmp_path: Path) -> None:
     assert "5 of 5 succeeded" in done.stdout
     assert done.stderr == ""  # no progress in a pipe
     assert json.loads(output.read_text())["summary"]["succeeded"] == 5
+
+
+def test_ctrl_c_in_bench_prints_what_was_measured(tmp_path: Path) -> None:
+    output = tmp_path / "out.json"
+    with served(ScriptedGateway(breaks=[None, None, 120.0])) as gateway:
+        requests = ["--num-requests", "9", "--random-output-len", "4", "--concurrency", "1", "--output", str(output)]
+        command = [sys.executable, "-m", "pagestream_cli", "bench", "--url", gateway.url, *requests]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as bench:
+            wait_until(lambda: sum(call.method == "POST" for call in gateway.calls) == 3, "the third is under way")
+            bench.send_signal(signal.SIGINT)
+            out, said = bench.communicate(timeout=60)
+    assert bench.returncode == 130
+    assert "Traceback" not in said
+    assert "interrupted: 3 of 9 requests were sent" in said
+    assert "2 of 3 succeeded" in out
+    assert "1 under way" in out
+    summary = json.loads(output.read_text())["summary"]
+    assert (summary["succeeded"], summary["interrupted"], summary["output_tokens"]) == (2, 1, 8)
+
+
+MOMENTS = ("argparse", "pagestream_cli.console", "pagestream_cli.serve.checks", "pagestream_worker.settings")
+
+
+@pytest.mark.parametrize("module", MOMENTS)
+def test_ctrl_c_while_modules_are_imported_says_nothing(module: str, tmp_path: Path) -> None:
+    arguments = ["-X", "importtime", "-m", "pagestream_cli", "serve", "--data-dir", str(tmp_path), "--grpc-port", "0"]
+    command = [sys.executable, *arguments, "--http-port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as serve:
+        assert serve.stderr is not None
+        for line in serve.stderr:
+            if line.rstrip().endswith(f" {module}"):
+                break
+        serve.send_signal(signal.SIGINT)
+        rest = serve.stderr.read()
+        assert serve.wait(60) in (-signal.SIGINT, 130, 0)
+    assert "Traceback" not in rest
+    assert "KeyboardInterrupt" not in rest
 
 
 def test_bench_fails_when_a_request_fails() -> None:

@@ -31,9 +31,9 @@ class ScriptedGateway:
     """Answers with `tokens`, one event each. Use as `async with`."""
 
     tokens: list[str] = field(default_factory=lambda: ["Once", " upon", " a", " time"])
-    breaks: list[int | float | str] = field(default_factory=list)
+    breaks: list[int | float | str | None] = field(default_factory=list)
     """How each connection in turn ends: cut after a number of events (int), cut after seconds of empty lines (float),
-    or with an error event of this code (str). Connections beyond the list run to their end."""
+    with an error event of this code (str), or at its end (None), as connections beyond the list do."""
     refusals: list[tuple[int, str]] = field(default_factory=list)
     """Status and message of the answers to the first requests."""
     is_lost: bool = False

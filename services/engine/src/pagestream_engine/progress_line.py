@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from time import monotonic
 from typing import TextIO
@@ -14,7 +15,7 @@ class ProgressLine:
 
     def __init__(self, total: int, *, enabled: bool, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
-        self._enabled = enabled and self._stream.isatty()
+        self._enabled = enabled and self._stream.isatty() and os.environ.get("TERM") != "dumb"
         self._total = total
         self._done = 0
         self._tokens = 0

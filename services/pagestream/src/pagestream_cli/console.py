@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from typing import TextIO
+
+_DUMB = ("dumb", "unknown")
+
+
+def can_redraw(stream: TextIO) -> bool:
+    """Whether a stream is a terminal that takes back what it shows: not one of `TERM=dumb`, such as an editor's."""
+    return stream.isatty() and os.environ.get("TERM") not in _DUMB
+
+
+def has_colours(stream: TextIO) -> bool:
+    """Whether to colour what a stream shows: on such a terminal, unless NO_COLOR is set (no-color.org)."""
+    return can_redraw(stream) and not os.environ.get("NO_COLOR")
 
 
 def is_watched() -> bool:
-    """Whether stderr is a terminal: progress is shown only there."""
-    return sys.stderr.isatty()
+    """Whether stderr is a terminal that can show progress."""
+    return can_redraw(sys.stderr)
 
 
 def say(text: str) -> None:
@@ -19,9 +33,3 @@ def show(text: str) -> None:
     """Print a piece of an answer as it comes."""
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-def clear_line() -> None:
-    """Erase an unfinished line of progress."""
-    sys.stderr.write("\r\x1b[K")
-    sys.stderr.flush()

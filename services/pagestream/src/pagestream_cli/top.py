@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagestream_cli import store
 from pagestream_cli.block_rows import FIRST_MAP_S, LEGEND, block_rows, read_maps
+from pagestream_cli.console import can_redraw
 from pagestream_cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ async def _show(arguments: argparse.Namespace) -> None:
         models = await read_models(broker)
         if arguments.json:
             print(as_json(models))
-        elif arguments.once or not sys.stdout.isatty():
+        elif arguments.once or not can_redraw(sys.stdout):
             maps = await read_maps(broker, models, wait_s=FIRST_MAP_S) if arguments.blocks else None
             print(picture(models, maps))
         else:

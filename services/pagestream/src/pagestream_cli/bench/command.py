@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import random
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from pagestream_cli.bench.load import run_load
 from pagestream_cli.bench.measurement import LoadClient
 from pagestream_cli.bench.plot import require_matplotlib, write_plot
 from pagestream_cli.bench.report import Run, as_text, write_json
-from pagestream_cli.bench.stats import Outcome, summarize
+from pagestream_cli.bench.stats import INTERRUPTED, Outcome, summarize
 from pagestream_cli.bench.workload import BenchRequest, from_prompts, from_random, from_trace, with_poisson
 from pagestream_cli.client.endpoint import Endpoint, find_endpoint
 from pagestream_cli.client.models import choose_model, list_models, telling_unserved
@@ -32,7 +33,8 @@ RANDOM_REQUESTS = 64
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the load; print and write the measurements. Returns 1 when a request failed.
+    """Run the load; print and write the measurements, also those until a Ctrl-C. Returns 1 when a request failed, and
+    130 after a Ctrl-C.
 
     Raises:
         CliError: no server, or a workload that cannot be read.
@@ -44,6 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
         write_json(result, arguments.output)
     if arguments.plot is not None:
         write_plot(result, arguments.plot)
+    if (asked := result.settings.get("interrupted_of")) is not None:
+        say(f"interrupted: {len(result.outcomes)} of {asked} requests were sent")
+        return 128 + signal.SIGINT
     return 1 if result.summary.errors else 0
 
 
@@ -81,6 +86,8 @@ async def _bench(arguments: argparse.Namespace) -> Run:
                 )
     finally:
         await client.close()
+    if len(outcomes) < len(requests) or any(outcome.error == INTERRUPTED for outcome in outcomes):
+        settings["interrupted_of"] = len(requests)
     return Run(shlex.join(["pagestream", *sys.argv[1:]]), settings, summarize(outcomes), outcomes)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from pagestream_cli.bench.measurement import AnswerError, LoadClient, ResponseMeasurement, outcome_of
-from pagestream_cli.bench.stats import Outcome
+from pagestream_cli.bench.stats import INTERRUPTED, Outcome
 from pagestream_cli.bench.workload import BenchRequest
 
 
@@ -29,7 +29,9 @@ async def run_load(
         on_done: called with each outcome.
 
     Returns:
-        The outcomes in the order of sending. An error is an outcome, never an exception: the load continues.
+        The outcomes in the order of sending. An error is an outcome, never an exception: the load continues. Where the
+        task is cancelled (Ctrl-C), those of the requests that were sent until then: those under way are broken off, as
+        INTERRUPTED.
     """
     start = time.perf_counter()
     slots = asyncio.Semaphore(concurrency) if concurrency is not None else contextlib.nullcontext()
@@ -39,17 +41,24 @@ async def run_load(
         async with slots:
             waited_s = time.perf_counter() - asked
             outcome = replace(await _ask(client, request, start, timeout_s), waited_s=waited_s)
-        on_done(outcome)
+        if outcome.error != INTERRUPTED:
+            on_done(outcome)
         return outcome
 
-    async with asyncio.TaskGroup() as group:
-        tasks = []
-        for request in sorted_by_due(requests):
-            delay_s = start + request.due_s - time.perf_counter()
-            if delay_s > 0:
-                await asyncio.sleep(delay_s)
-            tasks.append(group.create_task(one(request)))
-    return [task.result() for task in tasks]
+    tasks: list[asyncio.Task[Outcome]] = []
+    try:
+        async with asyncio.TaskGroup() as group:
+            for request in sorted_by_due(requests):
+                delay_s = start + request.due_s - time.perf_counter()
+                if delay_s > 0:
+                    await asyncio.sleep(delay_s)
+                tasks.append(group.create_task(one(request)))
+    except asyncio.CancelledError:
+        current = asyncio.current_task()
+        if current is None or all(task.cancelled() for task in tasks):
+            raise  # nothing was sent
+        current.uncancel()
+    return [task.result() for task in tasks if not task.cancelled()]
 
 
 def sorted_by_due(requests: Sequence[BenchRequest]) -> list[BenchRequest]:
@@ -69,4 +78,6 @@ async def _ask(client: LoadClient, request: BenchRequest, start: float, timeout_
         error = ("timeout", f"no complete answer within {timeout_s:.0f} s")
     except OSError as failure:
         error = ("connection", str(failure))
+    except asyncio.CancelledError:  # the load ends with what was measured
+        error = (INTERRUPTED, "")
     return outcome_of(request, measurement, start, error)

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pagestream_cli.bench.stats import Outcome
+from pagestream_cli.bench.stats import INTERRUPTED, Outcome
 from pagestream_cli.bench.workload import BenchRequest
 
 
@@ -53,7 +53,7 @@ def outcome_of(
         sent_s=measurement.began_s - start,
         ended_s=time.perf_counter() - start,
         input_tokens=measurement.input_tokens if measurement.input_tokens is not None else prompt_tokens,
-        output_tokens=measurement.output_tokens,
+        output_tokens=max(measurement.output_tokens, len(measurement.times_s) if kind == INTERRUPTED else 0),
         token_times_s=tuple(measurement.times_s),
         error=kind,
         message=message[:300],

@@ -33,6 +33,7 @@ def as_text(run: Run) -> str:
     s = run.summary
     lines = [
         f"requests      {s.succeeded} of {s.requests} succeeded in {s.duration_s:.2f} s",
+        *([f"interrupted   {s.interrupted} under way; they count as far as they came"] if s.interrupted else []),
         f"throughput    {s.requests_per_s:.2f} requests/s",
         f"              {s.input_tokens_per_s:.1f} input tok/s, {s.output_tokens_per_s:.1f} output tok/s",
         f"tokens        {s.input_tokens} in, {s.output_tokens} out",
@@ -80,7 +81,7 @@ def _row(name: str, spread: Spread | None) -> str:
 
 
 def _messages(outcomes: Sequence[Outcome]) -> list[str]:
-    return sorted({f"{o.error}: {o.message}" for o in outcomes if o.error})[:MESSAGES_SHOWN]
+    return sorted({f"{o.error}: {o.message}" for o in outcomes if o.error and o.message})[:MESSAGES_SHOWN]
 
 
 def _request(outcome: Outcome) -> dict[str, Any]:

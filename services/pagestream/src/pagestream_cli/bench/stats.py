@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy
 
 PERCENTILES = (50.0, 90.0, 99.0)
+INTERRUPTED = "interrupted"
+"""Kind of the error of a request that the user broke off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,8 @@ class Summary:
     succeeded: int
     errors: dict[str, int]
     """Number by kind."""
+    interrupted: int
+    """Broken off by the user; their tokens count."""
     duration_s: float
     """From the first request sent to the last answer completed."""
     input_tokens: int
@@ -105,24 +109,28 @@ def spread(seconds: Sequence[float]) -> Spread | None:
 
 
 def summarize(outcomes: Sequence[Outcome]) -> Summary:
-    """Return latencies and throughput of the requests that succeeded, and the errors of the others."""
+    """Return latencies and throughput of the requests that succeeded, and the errors of the others. What was broken off
+    by the user counts as far as it came.
+    """
     good = [outcome for outcome in outcomes if not outcome.error]
+    measured = [outcome for outcome in outcomes if outcome.error in ("", INTERRUPTED)]
     duration = max((o.ended_s for o in outcomes), default=0.0) - min((o.sent_s for o in outcomes), default=0.0)
-    inputs, outputs = sum(o.input_tokens for o in good), sum(o.output_tokens for o in good)
+    inputs, outputs = sum(o.input_tokens for o in good), sum(o.output_tokens for o in measured)
     per_second = 1 / duration if duration > 0 else 0.0
     return Summary(
         requests=len(outcomes),
         succeeded=len(good),
-        errors=dict(Counter(o.error for o in outcomes if o.error)),
+        errors=dict(Counter(o.error for o in outcomes if o.error and o.error != INTERRUPTED)),
+        interrupted=sum(o.error == INTERRUPTED for o in outcomes),
         duration_s=duration,
         input_tokens=inputs,
         output_tokens=outputs,
         requests_per_s=len(good) * per_second,
         input_tokens_per_s=inputs * per_second,
         output_tokens_per_s=outputs * per_second,
-        ttft=spread([o.ttft_s for o in good if o.ttft_s is not None]),
+        ttft=spread([o.ttft_s for o in measured if o.ttft_s is not None]),
         tpot=spread([o.tpot_s for o in good if o.tpot_s is not None]),
-        itl=spread([gap for o in good for gap in o.itl_s]),
+        itl=spread([gap for o in measured for gap in o.itl_s]),
         e2e=spread([o.e2e_s for o in good]),
         late=spread([max(o.sent_s - o.due_s - o.waited_s, 0.0) for o in outcomes]),
     )

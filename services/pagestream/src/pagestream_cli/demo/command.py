@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pagestream_cli import store
-from pagestream_cli.console import say
+from pagestream_cli.console import can_redraw, has_colours, say
 from pagestream_cli.demo import report
 from pagestream_cli.demo.host import DemoHost, new_reporter, running
 from pagestream_cli.demo.streams import DemoStream, fraction_read, new_streams, read_all
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _demonstrate(arguments: argparse.Namespace, data_dir: Path) -> int:
-    is_live = sys.stdout.isatty() and not arguments.json
+    is_live = can_redraw(sys.stdout) and not arguments.json
     say("starting two engines, two gateways and Redis")
     reporter = new_reporter(is_quiet=is_live or arguments.json)
     async with running(data_dir, arguments.model, arguments.dtype, reporter) as host:
@@ -143,7 +143,7 @@ async def _live(text: Callable[[], str]) -> AsyncIterator[None]:
 
 def _print(*parts: str) -> None:
     """Print parts of the report; in colours on a terminal."""
-    if not sys.stdout.isatty():
+    if not has_colours(sys.stdout):
         print(*parts, sep="\n")
         return
     from rich.console import Console

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
+from pagestream_cli.console import has_colours
 from pagestream_cli.datadir import DataDir
 from pagestream_cli.doctor.finding import Finding, Verdict
 from pagestream_cli.errors import UsageError
@@ -45,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(found, indent=2) if arguments.json else sizing.as_text(found))
         return 0
     findings = list(examine(arguments))
-    print(as_json(findings) if arguments.json else as_text(findings, coloured=sys.stdout.isatty()))
+    print(as_json(findings) if arguments.json else as_text(findings, coloured=has_colours(sys.stdout)))
     return 1 if any(finding.verdict is Verdict.PROBLEM for finding in findings) else 0
 
 

@@ -8,7 +8,7 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from pagestream_cli.console import say
+from pagestream_cli.console import can_redraw, say
 from pagestream_cli.datadir import DataDir
 from pagestream_cli.errors import CliError, RequestRejectedError, UsageError
 from pagestream_cli.generation import sampling
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     endpoint = find_endpoint(arguments.url, data_dir, arguments.api_key)
     if sys.stdin.isatty():
         model = arguments.model or _picked(endpoint)
-        is_formatted = arguments.markdown and sys.stdout.isatty()
+        is_formatted = arguments.markdown and can_redraw(sys.stdout)
         return _talk(Conversation(endpoint, model, arguments, is_formatted=is_formatted), data_dir.path)
     model = asyncio.run(choose_model(endpoint, arguments.model))
     if not (message := sys.stdin.read().strip()):
