@@ -1,12 +1,25 @@
 """What serve refuses before it starts anything."""
 
 import asyncio
+import json
+import shutil
 import ssl
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pagestream_cli.__main__ import build_parser, main
-from pagestream_cli.serve import Deployment, GatewayPorts, ModelChoice, Plan, PortPlan, Reporter, parse_options
+from pagestream_cli.serve import (
+    Deployment,
+    EngineLogs,
+    GatewayPorts,
+    ModelChoice,
+    Plan,
+    PortPlan,
+    Reporter,
+    check_parts,
+    parse_options,
+)
 from support.clients.gateway_clients import issue_certificate
 
 
@@ -17,6 +30,11 @@ def model(tmp_path: Path) -> Path:
     for name in ("config.json", "tokenizer.json", "model.safetensors"):
         (folder / name).write_text("{}")
     return folder
+
+
+def serve_status(model: Path, data: Path, *arguments: str) -> int:
+    """Run serve in this process, which refuses to start; return its status."""
+    return main(["serve", str(model), "--data-dir", str(data), "--http-port", "0", "--grpc-port", "0", *arguments])
 
 
 @pytest.mark.parametrize(
@@ -51,6 +69,99 @@ def test_a_wrong_option_is_named_before_anything_starts(
     assert main(["serve", str(model), "--data-dir", str(data), *ports, *arguments]) == 2
     assert expected in capsys.readouterr().err
     assert not (data / "logs").exists() or not list((data / "logs").iterdir())
+
+
+CONFIG = {
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+    "num_hidden_layers": 6,
+}
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "config", "expected"),
+    [
+        (("--max-model-len", "4097"), {}, "max_model_len: given 4097, expected at most the model's context of 4096"),
+        (("--max-model-len", "8193"), {"rope_scaling": YARN}, "at most the model's context of 8192"),
+        (("--max-model-len", "4097"), {"rope_scaling": {**YARN, "rope_type": "linear"}}, "context of 4096"),
+        (("--max-model-len", "9"), {"text_config": {"max_position_embeddings": 8}}, "at most the model's context of 8"),
+        (("--tensor-parallel-size", "5"), {}, "given 5, expected a divisor of num_attention_heads, 12"),
+        (("--tensor-parallel-size", "6"), {}, "a divisor or a multiple of num_key_value_heads, 4"),
+        (("--tensor-parallel-size", "4"), {"intermediate_size": 90}, "a divisor of intermediate_size, 90"),
+        (("--pipeline-parallel-size", "7"), {}, "at most the 6 layers of the model"),
+        (("--scheduling-policy", "lottery"), {}, "scheduling_policy: given 'lottery', expected one of fcfs, priority"),
+        (("--models", "other=./nowhere"), {}, "--models other=./nowhere: no such folder"),
+    ],
+)
+def test_what_the_models_configuration_tells_is_refused_before_anything_starts(
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    arguments: tuple[str, ...],
+    config: dict[str, object],
+    expected: str,
+) -> None:
+    (model / "config.json").write_text(json.dumps({**CONFIG, **config}))
+    assert serve_status(model, tmp_path / "data", *arguments) == 2
+    assert expected in capsys.readouterr().err
+    assert not list((tmp_path / "data" / "logs").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "config"),
+    [
+        (("--max-model-len", "8192"), {"rope_scaling": YARN}),
+        (("--max-model-len", "8192"), {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}),
+        (("--max-model-len", "99999"), {"rope_scaling": {"rope_type": "of tomorrow"}}),
+        (("--max-model-len", "99999"), {"max_position_embeddings": None}),
+        (("--tensor-parallel-size", "4"), {"intermediate_size": 90, "num_local_experts": 8}),
+        (("--tensor-parallel-size", "12"), {}),
+        (("--scheduling-policy", "lottery", "--plugins", "of_mine"), {}),
+    ],
+)
+def test_what_it_leaves_open_is_left_to_the_engine(
+    model: Path, tmp_path: Path, *, arguments: tuple[str, ...], config: dict[str, object]
+) -> None:
+    (model / "config.json").write_text(json.dumps({**CONFIG, **config}))
+    options = parse_options(build_parser().parse_args(["serve", str(model), "--data-dir", str(tmp_path), *arguments]))
+    ports = PortPlan("redis://", None, (GatewayPorts(1, 2, None),), (None,))
+    check_parts(Plan(options, ports, ModelChoice(str(model), "model")).engines(EngineLogs()))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("org/Model-7B-GGUF", "GGUF isn't read"), ("model.Q4_K_M.gguf", "GGUF isn't read"), (".", "x.gguf isn't read")],
+)
+def test_weights_that_are_not_read_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, expected: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.gguf").write_text("GGUF")
+    assert serve_status(Path(name), tmp_path / "data") == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_a_shard_that_the_index_names_is_missed(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00002-of-00002.safetensors"}}')
+    assert serve_status(model, tmp_path / "data") == 2
+    assert "model-00002-of-00002.safetensors: no such file" in capsys.readouterr().err
+
+
+def test_a_disk_that_is_full_is_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=200 << 20))
+    assert serve_status(model, tmp_path / "data") == 1
+    said = capsys.readouterr().err
+    assert "200 MB are free" in said
+    assert "256 MB are needed" in said
+    assert "--data-dir" in said
 
 
 @pytest.mark.parametrize(

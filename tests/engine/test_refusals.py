@@ -116,6 +116,13 @@ REFUSALS = {
         options={"num_gpu_blocks_override": 4, "max_model_len": 500},
     ),
     "impossible option": Refusal(r"block_size: given 3, expected one of 1, 2, 4", options={"block_size": 3}),
+    "context beyond the model": Refusal(
+        r"max_model_len: given 600, expected at most the model's context of 512", options={"max_model_len": 600}
+    ),
+    "indivisible ranks": Refusal(
+        r"tensor_parallel_size: given 5, expected a divisor of num_attention_heads, ",
+        options={"tensor_parallel_size": 5},
+    ),
     "deterministic experts": Refusal(
         r"deterministic: given True, expected False or None for MixtralForCausalLM with the Triton kernels; its router",
         _make_mixture,

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
 from pagestream_cli.errors import DataDirBusyError, DataDirError
+
+LEAST_FREE_BYTES = 256 << 20
+"""For Redis' files, their rewrite, and the logs."""
 
 
 def default_data_dir() -> Path:
@@ -65,6 +69,20 @@ class DataDir:
                 f"cannot create the data folder {self.path}: {error.strerror}",
                 hint="choose another with --data-dir DIR",
             ) from error
+
+    def require_space(self) -> None:
+        """Check that the folder's disk has room for Redis' files and the logs.
+
+        Raises:
+            DataDirError: it has less than LEAST_FREE_BYTES.
+        """
+        free = shutil.disk_usage(self.path).free
+        if free < LEAST_FREE_BYTES:
+            raise DataDirError(
+                f"{free >> 20} MB are free at {self.path}, {LEAST_FREE_BYTES >> 20} MB are needed: Redis stops where "
+                "its disk is full",
+                hint="make room, or choose another folder with --data-dir DIR",
+            )
 
 
 class DataDirLock:

@@ -70,6 +70,7 @@ async def running(data_dir: Path, model: str | None, dtype: str, reporter: Repor
     options = serve_options.parse_options(parser.parse_args(_arguments(data_dir, model, dtype)))
     check_options(options)
     options.data_dir.create()
+    options.data_dir.require_space()
     with DataDirLock(options.data_dir):
         left_behind = engines_left_behind(options.data_dir)
         ports = assign_ports(options)

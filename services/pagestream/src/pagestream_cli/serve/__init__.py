@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pagestream_cli.serve.checks import check_parts
     from pagestream_cli.serve.deployment import Deployment
     from pagestream_cli.serve.engines import EngineLogs, engine_name, engines_left_behind
     from pagestream_cli.serve.model import ModelChoice, choose_model, demo_model_places, find_demo_model
@@ -29,6 +30,7 @@ __all__ = [
     "Reporter",
     "ServeOptions",
     "assign_ports",
+    "check_parts",
     "choose_model",
     "demo_model_places",
     "engine_environment",
@@ -40,6 +42,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "check_parts": "checks",
     "Deployment": "deployment",
     **dict.fromkeys(("EngineLogs", "engine_name", "engines_left_behind"), "engines"),
     **dict.fromkeys(("ModelChoice", "choose_model", "demo_model_places", "find_demo_model"), "model"),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pagestream_cli.errors import UsageError
 from pagestream_cli.ports import is_loopback
+from pagestream_cli.serve.model import REPOSITORY, model_problem
 from pagestream_cli.serve.options import ServeOptions
 from pagestream_cli.supervisor import PartSpec
 
@@ -72,12 +73,14 @@ def _check_tls(certificate: Path, key: Path) -> None:
 
 
 def check_parts(parts: Sequence[PartSpec]) -> None:
-    """Read each part's command line and environment as the part will: engine options and PAGESTREAM_... variables.
+    """Read each part's command line and environment as the part will: engine options and PAGESTREAM_... variables; and
+    compare the options with the model's configuration and this machine.
 
     Raises:
         UsageError: a value is unknown, malformed or out of range; it is named.
     """
     from pagestream_engine.errors import EngineError
+    from pagestream_engine.preflight import check_options as check_engine_options
     from pagestream_gateway import configuration as gateway
     from pagestream_gateway.errors import SettingsError
     from pagestream_worker import settings as worker
@@ -88,13 +91,23 @@ def check_parts(parts: Sequence[PartSpec]) -> None:
         try:
             with contextlib.redirect_stderr(said):
                 if ENGINE_MODULE in part.argv:
-                    worker.load_settings(_options_of(part, ENGINE_MODULE), environment)
+                    settings = worker.load_settings(_options_of(part, ENGINE_MODULE), environment)
+                    _check_models(settings.worker.models)
+                    check_engine_options(settings.worker.model, settings.engine)
                 elif GATEWAY_MODULE in part.argv:
                     gateway.load_settings(_options_of(part, GATEWAY_MODULE), environment)
         except SystemExit as error:  # argparse has said what is wrong, below the usage of another program
             raise UsageError(said.getvalue().strip().rpartition("error: ")[2], hint=_HINT) from error
         except (EngineError, SettingsError, ValueError) as error:
             raise UsageError(str(error), hint=_HINT) from error
+
+
+def _check_models(named: Sequence[str]) -> None:
+    """Check the further models that engines may serve: where a folder is named, it has to hold a model."""
+    for each in named:
+        name, _, folder = each.partition("=")
+        if (REPOSITORY.fullmatch(folder) is None or Path(folder).exists()) and (problem := model_problem(Path(folder))):
+            raise UsageError(f"--models {name}={folder}: {problem}")
 
 
 def _options_of(part: PartSpec, module: str) -> list[str]:

@@ -43,6 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_options(options)
     _set_title()
     options.data_dir.create()
+    options.data_dir.require_space()
     with DataDirLock(options.data_dir):
         dead_engines = engines_left_behind(options.data_dir)
         options.data_dir.serve_file.unlink(missing_ok=True)

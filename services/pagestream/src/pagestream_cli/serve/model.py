@@ -45,6 +45,8 @@ def choose_model(model: str | None, served_model_name: str | None) -> ModelChoic
     """
     if model is None:
         return ModelChoice(str(find_demo_model()), served_model_name or DEMO_MODEL_NAME)
+    if not Path(model).exists() and _is_gguf(model):
+        raise UsageError(f"{model}: GGUF isn't read", hint="name the safetensors model that it was made from")
     if not Path(model).exists() and (repository := REPOSITORY.fullmatch(model)) is not None:
         return ModelChoice(model, served_model_name or repository["name"])
     folder = Path(model).expanduser().absolute()
@@ -79,20 +81,49 @@ def _base_of(folder: Path) -> str:
 
 def model_problem(folder: Path) -> str | None:
     """Return why a folder is no model; None where it is one. Weights are not read."""
+    if folder.is_file():
+        return "a GGUF file, which isn't read" if _is_gguf(folder.name) else "a file, not a folder"
     if not folder.is_dir():
         return "no such folder"
     config = folder / "config.json"
     if not config.is_file():
-        return "the folder has no config.json"
+        return f"the folder has no config.json{_other_weights(folder)}"
     try:
         json.loads(config.read_text())
     except (OSError, ValueError) as error:
         return f"config.json cannot be read: {error}"
+    return _files_problem(folder)
+
+
+def _files_problem(folder: Path) -> str | None:
     if not any(folder.glob("*.safetensors")):
-        return "the folder has no *.safetensors"
+        return f"the folder has no *.safetensors{_other_weights(folder)}"
+    if (missing := _missing_shard(folder)) is not None:
+        return f"{missing}: no such file, expected weights as safetensors; convert or download them"
     if not (folder / "tokenizer.json").is_file():
         return "the folder has no tokenizer.json"
     return None
+
+
+def _other_weights(folder: Path) -> str:
+    """Return what else a folder has, as the end of a sentence."""
+    for pattern in ("*.gguf", "*.bin", "*.pt", "*.pth", "*.onnx"):
+        if (found := next(iter(sorted(folder.glob(pattern))), None)) is not None:
+            return f"; {found.name} isn't read: convert it, or download the model as safetensors"
+    return ""
+
+
+def _missing_shard(folder: Path) -> str | None:
+    """Return a file that the weights' index names and the folder lacks."""
+    try:
+        files = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].values()
+        return next((name for name in sorted(set(files)) if not (folder / name).is_file()), None)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # there is none, or the engine says what is wrong with it
+
+
+def _is_gguf(name: str) -> bool:
+    return name.partition("@")[0].lower().endswith("gguf")
 
 
 def demo_model_places() -> tuple[Path, ...]:
