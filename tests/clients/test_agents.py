@@ -1,7 +1,7 @@
 """Coding agents as they are published, each with a task of several turns and a gateway that dies in the midst of it.
 
-The model is a script behind the real queue (`support.engines.scripted_agent_model`), so that the agents run the commands
-that stand here and no others, in a temporary folder that is their home, too.
+The model is a script behind the real queue (`support.engines.scripted_agent_model`), so that the agents run the
+commands that stand here and no others, in a temporary folder that is their home, too.
 """
 
 import asyncio
