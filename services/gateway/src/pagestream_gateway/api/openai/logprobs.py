@@ -95,7 +95,7 @@ class CompletionLogprobs(Logprobs):
         super().__init__(spec)
         siblings = max(1, spec.sampling.n)
         echoes = list(spec.answer.echo_texts) or [""] * len(spec.prompts)
-        hides = spec.sampling.skip_special_tokens
+        hides = spec.sampling.skip_special_tokens or not spec.sampling.HasField("skip_special_tokens")
         self._offsets = [OutputOffsets(len(text), hides_special=hides) for text in echoes for _ in range(siblings)]
         self._echo_offsets = [EchoOffsets(text) for text in echoes for _ in range(siblings)]
         firsts = zip(spec.prompts, spec.answer.first_tokens, strict=False)

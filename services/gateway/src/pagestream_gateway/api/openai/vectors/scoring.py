@@ -71,7 +71,7 @@ class RerankBody(ScoringBody):
     """POST /v1/rerank."""
 
     query: Text
-    documents: Texts = Field(description="The texts that are ordered by their scores.")
+    documents: Texts = Field(description="The texts that are ordered by their scores: strings, or objects with `text`.")
     top_n: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(None, description="Most results; 0 (default): all.")
     return_documents: bool | None = Field(None, description="Whether results hold the documents' texts. Default true.")
 
