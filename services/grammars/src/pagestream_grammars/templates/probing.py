@@ -22,6 +22,8 @@ _LEAK = "xqleak"
 _FIRST, _SECOND, _NAME, _OTHER_NAME = "xqone", "xqtwo", "xqname", "xqother"
 _KEY, _VALUE = "xqkey", "xqvalue"
 _ARGUMENTS = {_KEY: _VALUE}
+_NAMED, _WHOLE = 2, 3
+"""How much of a call a prompt has: its name, its arguments."""
 _AS_TEXT = f'{{"{_KEY}": "{_VALUE}"}}'
 _IDS = ("abcdef123", "abcdef456")
 """As Mistral's templates take them."""
@@ -170,7 +172,7 @@ class _Tries:
             for as_text in (False, True)
         }
         most = max(shown.values())
-        if not most:
+        if most < _NAMED:
             return {}
         as_text = most > max(shown[True, False], shown[False, False])
         takes_null, takes_blank = shown[True, as_text] == most, shown[False, as_text] == most
@@ -191,7 +193,7 @@ class _Tries:
             "no_blank_beside_calls": not takes_blank,
         }
         said = self._said("assistant", _FIRST)
-        if not self._shown_of_call([*asked, called(said["content"], as_text=as_text)], asked):
+        if self._shown_of_call([*asked, called(said["content"], as_text=as_text)], asked) < most:
             divided = [*asked, said, called(empty, as_text=as_text)]
             is_shown = self._shows(divided, _FIRST, _NAME)
             found["text_beside_calls"] = TextBesideCalls.BEFORE if is_shown else TextBesideCalls.LEFT_OUT
@@ -217,22 +219,22 @@ class _Tries:
         return found
 
     def _shown_of_call(self, messages: Sequence[Message], before: Sequence[Message]) -> int:
-        """Return how much of a call prompts have: 2 for name and arguments, 1 for the name, 0 for nothing.
+        """Return how much of a call the prompts have: 0 where one is refused, else 1, `_NAMED` or `_WHOLE`.
 
-        Arguments are shown as JSON or in a spelling of the template's own. A null as Python spells it is a fault.
+        Arguments are whole as JSON or in a spelling of the template's own. A null as Python spells it is a fault.
 
         Args:
             messages: with the call.
             before: those before it, whose prompt may have the word `None` for other reasons.
         """
-        found = 2
+        found = _WHOLE
         for tools in self._offers:
             prompt, plain = self._prompt(messages, tools), self._prompt(before, tools)
-            if prompt is None or _NAME not in prompt or prompt.count("None") > (plain or "").count("None"):
+            if prompt is None or prompt.count("None") > (plain or "").count("None"):
                 return 0
-            is_whole = _KEY in prompt and _VALUE in prompt
-            if not is_whole or str(_ARGUMENTS) in prompt or f'\\"{_KEY}' in prompt:
-                found = 1
+            is_misspelt = str(_ARGUMENTS) in prompt or f'\\"{_KEY}' in prompt
+            if _KEY not in prompt or _VALUE not in prompt or is_misspelt:
+                found = min(found, _NAMED if _NAME in prompt else 1)
         return found
 
     def _system_place(self, *, has_system: bool) -> SystemPlace:
