@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(300)
 def test_libraries(url: str, results: Results, name: str) -> None:
     found = results(name, url)
     assert (found["text"], found["streamed"], found["tokens"]) == (ANSWER, ANSWER, 7)
-    assert found["num_chunks"] > 3
+    assert found["num_chunks"] > 1  # of seven tokens, some of which may come together
     assert (found["forced"], found["calls"], found["answer"]) == (CALLS[:1], CALLS, TOLD)
     assert found["structured"] == VILLAGER
     assert found.get("response", ANSWER) == ANSWER

@@ -31,6 +31,7 @@ class MessageErrorDetail(BaseModel):
 
     type: str
     message: str
+    details: dict[str, str] | None = Field(None, description="error_code: a word for errors that clients act on.")
 
 
 class MessageError(BaseModel):

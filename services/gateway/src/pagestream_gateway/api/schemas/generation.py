@@ -151,6 +151,7 @@ class ResponseAnswer(BaseModel):
     id: str
     object: Literal["response"]
     created_at: int
+    completed_at: int | None = Field(description="When it was completed, in Unix seconds; null otherwise.")
     status: Literal["queued", "in_progress", "completed", "incomplete", "cancelled", "failed"]
     background: bool
     error: dict[str, str] | None
@@ -162,6 +163,8 @@ class ResponseAnswer(BaseModel):
     store: bool
     temperature: float
     top_p: float
+    presence_penalty: float
+    frequency_penalty: float
     truncation: Literal["auto", "disabled"]
     instructions: str | None
     max_output_tokens: int | None
@@ -228,6 +231,10 @@ class MessageUsage(BaseModel):
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
+    output_tokens_details: dict[str, int] = Field(description="thinking_tokens: reasoning, with its markers.")
+    server_tool_use: None
+    cache_creation: dict[str, int] | None = None
+    inference_geo: None = None
     service_tier: Literal["standard"] | None = None
 
 
@@ -241,6 +248,8 @@ class MessageAnswer(BaseModel):
     content: list[dict[str, Any]] = Field(description="Blocks: text, thinking, tool_use.")
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "cancelled", "deadline"] | None
     stop_sequence: str | None
+    stop_details: None
+    container: None
     usage: MessageUsage
 
 

@@ -156,6 +156,7 @@ class ResponseStreamOptions(Body):
 class ResponseBody(QueuedBody):
     """POST /v1/responses."""
 
+    model: str = Field(description="Served name: this API needs it.")
     input: Annotated[str | Items[dict[str, Any]], expects("must be a string or a list of items")] = Field(
         description="A user's text, or items: message, function_call, function_call_output, reasoning."
     )
@@ -237,8 +238,6 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRespons
     """Read a body and its headers. Raises InvalidRequest."""
     check_kind(document.get("tool_choice"), CHOICES)
     body = parse_body(ResponseBody, without_unsupported(document, UNSUPPORTED))
-    if body.model is None:
-        raise InvalidRequest("model", "is needed, as in OpenAI's and the Open Responses API")
     if body.background and body.store is False:
         raise InvalidRequest("background", "needs store: such a response is read later")
     field_names = dict(_FIELD_NAMES)
