@@ -46,6 +46,7 @@ GATEWAYS = 3
 """Of `serve --demo`; the page asks each until one answers."""
 
 CHAT_OPERATION = "generation-chat_completions_v1_chat_completions_post"
+FILES_OPERATION = "batches-upload_v1_files_post"
 FETCH_DOCUMENT = "const done = arguments[0]; fetch('openapi.json').then((it) => it.json()).then(done)"
 SHOW_ALL = "for (const each of document.querySelectorAll('[hidden], details')) each.hidden = false, each.open = true"
 NUM_POLLS = "return performance.getEntriesByType('resource').filter((it) => it.name.endsWith('/processes')).length"
@@ -231,7 +232,9 @@ def test_what_is_read_out(browser: webdriver.Chrome, address: str) -> None:
 
 
 @pytest.mark.parametrize("width", [PHONE, DESK])
-def test_docs_show_each_operation_and_try_it(browser: webdriver.Chrome, address: str, width: int) -> None:
+def test_docs_show_each_operation_and_try_it(
+    browser: webdriver.Chrome, address: str, width: int, tmp_path: Path
+) -> None:
     with screen(browser, width, 1200):
         browser.get(address.partition("#")[0] + "docs")
         waiting = WebDriverWait(browser, LIMIT_S, poll_frequency=0.1)
@@ -251,7 +254,19 @@ def test_docs_show_each_operation_and_try_it(browser: webdriver.Chrome, address:
         browser.execute_script("arguments[0].scrollIntoView()", chat)
         shot(browser, f"docs-{width}-answer")
         assert widest(browser) <= width
+        upload(browser, waiting, tmp_path / "jobs.jsonl")
     assert not browser.get_log("browser"), "nothing is fetched from outside, and nothing breaks the policy"
+
+
+def upload(browser: webdriver.Chrome, waiting: WebDriverWait[webdriver.Chrome], jobs: Path) -> None:
+    """Upload a file by the form of its operation, as it is filled in at first."""
+    jobs.write_text('{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "A"}}\n')
+    files = browser.find_element(By.CSS_SELECTOR, f"#operations-{FILES_OPERATION}")
+    files.find_element(By.CSS_SELECTOR, ".opblock-summary-control").click()
+    waiting.until(lambda _: files.find_elements(By.CSS_SELECTOR, "input[type=file]"))
+    files.find_element(By.CSS_SELECTOR, "input[type=file]").send_keys(str(jobs))
+    files.find_element(By.CSS_SELECTOR, "button.execute").click()
+    waiting.until(lambda _: '"filename": "jobs.jsonl"' in files.text)
 
 
 def test_with_keys_nothing_shows_until_one_is_given(browser: webdriver.Chrome, tmp_path: Path) -> None:

@@ -33,7 +33,10 @@ export class BlockGrid {
       : "does not answer";
     setText(this.title.children[0], this.name);
     setText(this.title.children[1], what);
-    if (!engine.blocks) return;
+    if (!engine.blocks) {
+      this.canvas.setAttribute("aria-label", `KV blocks of ${this.name}, which does not answer`);
+      return;
+    }
     if (this.blocks?.cells.length !== engine.blocks.cells.length || engine.id !== this.id) this.last = [];
     this.id = engine.id;
     this.blocks = engine.blocks;

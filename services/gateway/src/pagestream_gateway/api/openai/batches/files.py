@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from pagestream_gateway.api.callers import identify
 from pagestream_gateway.api.http_protocol import EXTEND_BODY_TIME
-from pagestream_gateway.api.openai.batches.expiry import ExpiresAfter
+from pagestream_gateway.api.openai.batches.expiry import LEAST_S, MOST_S, ExpiresAfter
 from pagestream_gateway.api.openai.batches.multipart import FORM_BYTES, UploadForm, file_parts
 from pagestream_gateway.api.openai.body import discard_body
 from pagestream_gateway.api.openai.strict_body import parse_body, within
@@ -39,7 +39,13 @@ _UPLOAD: dict[str, Any] = {
                         "file": {"type": "string", "format": "binary", "description": "A job in each line, as JSON."},
                         "purpose": {"type": "string", "enum": [PURPOSE]},
                         "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
-                        "expires_after[seconds]": {"type": "integer"},
+                        "expires_after[seconds]": {
+                            "type": "integer",
+                            "minimum": LEAST_S,
+                            "maximum": MOST_S,
+                            "examples": [7 * 24 * 3600],
+                            "description": "From its creation, with the anchor; both may be left out.",
+                        },
                     },
                 }
             }
