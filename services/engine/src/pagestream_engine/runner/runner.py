@@ -88,7 +88,7 @@ class ModelRunner:
         source = open_model(model_dir)
         info = source.info
         self.device = device
-        self.dtype = DTYPES.get(config.model.dtype, info.dtype)
+        self.dtype = _settled_dtype(config.model.dtype, info, device)
         self._config = config
         self.max_model_len = _max_model_len(config.model.max_model_len, info)
         self.model_info = replace(info, max_position_embeddings=max(info.max_position_embeddings, self.max_model_len))
@@ -475,6 +475,15 @@ def _edit_sampling(sampling: ConstrainedSampling, plan: StepPlan) -> None:
 
 def _free_bytes(device: torch.device, num_ranks: int) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes() // num_ranks
+
+
+def _settled_dtype(given: str, info: ModelInfo, device: torch.device) -> torch.dtype:
+    """Return the dtype to compute in, and log it with the device."""
+    dtype = DTYPES.get(given, info.dtype)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    place = {"device": name, "dtype": str(dtype).removeprefix("torch.")}
+    _log.info("the model computes on %(device)s in %(dtype)s", place, extra=place)
+    return dtype
 
 
 def _max_model_len(given: int | None, info: ModelInfo) -> int:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pagestream_cli.serve.options import ENGINE_OPTIONS, ServeOptions, parse_options
     from pagestream_cli.serve.plan import DrainStage, Plan, engine_environment
     from pagestream_cli.serve.port_plan import GatewayPorts, PortPlan, assign_ports
+    from pagestream_cli.serve.repeats import RepeatedLines
     from pagestream_cli.serve.report import Reporter
     from pagestream_cli.serve.shortform import MAX_CHARS, shorten
 
@@ -27,6 +28,7 @@ __all__ = [
     "ModelChoice",
     "Plan",
     "PortPlan",
+    "RepeatedLines",
     "Reporter",
     "ServeOptions",
     "assign_ports",
@@ -49,6 +51,7 @@ _MODULES = {
     **dict.fromkeys(("ENGINE_OPTIONS", "ServeOptions", "parse_options"), "options"),
     **dict.fromkeys(("DrainStage", "Plan", "engine_environment"), "plan"),
     **dict.fromkeys(("GatewayPorts", "PortPlan", "assign_ports"), "port_plan"),
+    "RepeatedLines": "repeats",
     "Reporter": "report",
     **dict.fromkeys(("MAX_CHARS", "shorten"), "shortform"),
 }

@@ -6,12 +6,16 @@ import argparse
 import asyncio
 import contextlib
 import importlib
+import os
+import shlex
 import signal
 import time
 
+from pagestream_telemetry.environment import variable_of
+
 from pagestream_cli.client.endpoint import known_api_key
 from pagestream_cli.console import say
-from pagestream_cli.datadir import DataDirLock
+from pagestream_cli.datadir import DataDir, DataDirLock
 from pagestream_cli.errors import UsageError
 from pagestream_cli.serve.checks import check_options, check_parts
 from pagestream_cli.serve.deployment import Deployment
@@ -23,6 +27,7 @@ from pagestream_cli.serve.port_plan import PortPlan, assign_ports
 from pagestream_cli.serve.redis_server import check_redis, ignored_file, redis_command
 from pagestream_cli.serve.report import Reporter
 
+PAGE_VARIABLE = variable_of("GATEWAY", "page")
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Signals that end serve, also where a shell that started it in the background has it ignore SIGINT."""
 
@@ -69,6 +74,7 @@ async def _serve(plan: Plan, deployment: Deployment, reporter: Reporter) -> None
     reporter.say(f"starting {plan.model.name!r} from {plan.model.source} (data: {plan.options.data_dir.path})")
     if plan.options.redis_url is None and (file := ignored_file(plan.options.data_dir.redis)) is not None:
         reporter.say(f"{file} is not read: an older redis-server wrote it beside the files of the one that runs now")
+    ticking = asyncio.create_task(_tick(deployment, reporter))
     running = asyncio.create_task(deployment.run())
     hosting = asyncio.create_task(_host(plan, deployment, reporter))
     try:
@@ -80,11 +86,19 @@ async def _serve(plan: Plan, deployment: Deployment, reporter: Reporter) -> None
     finally:
         reporter.loaded()
         hosting.cancel()
-        await asyncio.gather(hosting, return_exceptions=True)
+        ticking.cancel()
+        await asyncio.gather(hosting, ticking, return_exceptions=True)
+        reporter.end()
         for number in handled:
             loop.remove_signal_handler(number)
     if failure is not None:
         raise failure
+
+
+async def _tick(deployment: Deployment, reporter: Reporter) -> None:
+    while True:
+        await asyncio.sleep(1.0)
+        reporter.tick(deployment.waiting)
 
 
 async def _host(plan: Plan, deployment: Deployment, reporter: Reporter) -> None:
@@ -96,6 +110,10 @@ async def _host(plan: Plan, deployment: Deployment, reporter: Reporter) -> None:
         await _load_adapter(plan, plan.model.adapter)
     reporter.loaded()
     reporter.ready(deployment.record)
+    if not plan.options.exit_after_greet:
+        has_page = os.environ.get(PAGE_VARIABLE, "true").lower() in ("true", "1", "yes", "on")
+        command = next_command(plan.options)
+        reporter.start_screen(deployment.record, deployment.engine_facts, has_page=has_page, command=command)
     if plan.options.greet is not None:
         await _greet(plan, deployment, plan.options.greet)
     if plan.options.demo:
@@ -122,6 +140,16 @@ async def _load_adapter(plan: Plan, adapter: AdapterChoice) -> None:
         raise UsageError(f"{adapter.name!r} is the base model's name", hint="--served-model-name names the adapter")
     async with store.opened(plan.ports.redis_url) as broker:
         await publish(broker, adapter.name, plan.model.name, str(adapter.folder))
+
+
+def next_command(options: ServeOptions) -> str:
+    """Return what to type next in another terminal."""
+    words = ["pagestream", "chat"]
+    if options.data_dir != DataDir.at(None):
+        words += ["--data-dir", str(options.data_dir.path)]
+    if options.api_keys is not None and known_api_key() is None:
+        words += ["--api-key", "KEY"]
+    return shlex.join(words)
 
 
 async def _greet(plan: Plan, deployment: Deployment, prompt: str) -> None:

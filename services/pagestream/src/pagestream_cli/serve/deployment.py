@@ -7,17 +7,19 @@ import os
 import time
 from collections.abc import Sequence
 
-from pagestream_cli.serve.engines import EngineLogs
+from pagestream_cli.serve.engines import EngineFacts, EngineLogs
 from pagestream_cli.serve.plan import REDIS, Plan
 from pagestream_cli.serve.redis_actions import RedisActions
 from pagestream_cli.serve.redis_server import says_torn
 from pagestream_cli.serve.report import Reporter
+from pagestream_cli.serve.shortform import shorten
 from pagestream_cli.servefile import ProcessRecord, ServeRecord, write_record
 from pagestream_cli.supervisor import PartSpec, PartState, Supervisor
 from pagestream_cli.supervisor.part import PartView
 from pagestream_cli.supervisor.restart import Death
 
 _READY_WORDS = {"redis": "has read its files", "engine": "has loaded the model and claims", "gateway": "answers"}
+_STARTING_WORDS = {"redis": "reads its files", "engine": "loads the model", "gateway": "is starting"}
 
 
 class Deployment:
@@ -43,6 +45,8 @@ class Deployment:
         self._is_loaded = False
         self._noted_redis: int | None = None
         """Process id of the Redis whose version the data folder has on record."""
+        self._last_lines: dict[str, str] = {}
+        """Of each part, until all are ready."""
         self._dead: set[str] = set()
         self._shown: set[str] = set()
         self._standing_by: set[str] = set()
@@ -103,6 +107,28 @@ class Deployment:
         self._ready = True
         self._write()
 
+    @property
+    def engine_facts(self) -> EngineFacts:
+        """What engines have said of the model."""
+        return self._engine_logs.facts
+
+    @property
+    def waiting(self) -> str:
+        """What the start waits for, with the last words of the part; empty once it is ready."""
+        if self._ready or self.supervisor.stopping:
+            return ""
+        late = [view for view in self.supervisor.views if view.state not in (PartState.READY, PartState.STANDBY)]
+        if not late:
+            return ""
+        first = min(late, key=lambda view: view.spec.name.startswith("gateway"))  # which wait for the model themselves
+        name = first.spec.name
+        doing = _STARTING_WORDS.get(name.partition("-")[0], "is starting")
+        if first.state is PartState.WAITING:
+            doing = "has died and is about to be restarted"
+        last = self._last_lines.get(name)
+        said = f"; its last words: {shorten(last).text}" if last else ""
+        return f"{name}, which {doing}{said} (log: {first.spec.log_path})"
+
     def changed(self, views: Sequence[PartView]) -> None:
         """Update serve.json after a process started, became ready or ended."""
         for view in views:
@@ -136,6 +162,8 @@ class Deployment:
 
     def line(self, spec: PartSpec, text: str) -> None:
         """Take a line of a part's output."""
+        if not self._ready:
+            self._last_lines[spec.name] = text
         if spec.name in self._engine_names:
             self._engine_logs.read(spec.name, text)
             if self._engine_logs.claims(spec.name) and not self._is_loaded:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, replace
 
 from pagestream_cli.datadir import DataDir
 from pagestream_cli.errors import ServeFileInvalidError
@@ -10,8 +11,20 @@ from pagestream_cli.servefile import read_record
 
 READY = "ready"
 """Message of the log record that an engine writes when it begins to claim; the record has its `engine_id`."""
+COMPUTES = "the model computes on"
+"""Begin of the message of the record that says where, and in which dtype; the record has both."""
 STANDING_BY = "standing by"
 """Likewise, of an engine that waits to be asked to join."""
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What an engine says of its model at the start; empty and 0 where it hasn't."""
+
+    device: str = ""
+    dtype: str = ""
+    max_model_len: int = 0
+    """Tokens."""
 
 
 class EngineLogs:
@@ -20,10 +33,12 @@ class EngineLogs:
     def __init__(self) -> None:
         self._ids: dict[str, str] = {}
         self._standing_by: set[str] = set()
+        self.facts = EngineFacts()
+        """Of the first engine that said so."""
 
     def read(self, part: str, line: str) -> None:
         """Read a line of a part's log."""
-        if not (READY in line or STANDING_BY in line) or not line.startswith("{"):
+        if not (READY in line or STANDING_BY in line or COMPUTES in line) or not line.startswith("{"):
             return
         try:
             record = json.loads(line)
@@ -31,6 +46,9 @@ class EngineLogs:
             return
         if record.get("message") == READY and "engine_id" in record:
             self._ids[part] = str(record["engine_id"])
+            self.facts = replace(self.facts, max_model_len=int(record.get("max_model_len", 0)))
+        elif "device" in record and str(record.get("message")).startswith(COMPUTES):
+            self.facts = replace(self.facts, device=str(record["device"]), dtype=str(record.get("dtype", "")))
         elif record.get("message") == STANDING_BY:
             self._standing_by.add(part)
 

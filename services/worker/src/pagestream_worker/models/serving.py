@@ -94,7 +94,14 @@ class ModelService:
             await unless_stopped(when_redis_answers(lambda: stack.enter_async_context(session)), self.stop)
             gauges = EngineGauges(registry, model.name, _readers(model, worker, session), health)
             registry.on_collect(gauges.update)
-            logger.info("ready", extra={"model": model.name, "engine_id": session.engine_id})
+            logger.info(
+                "ready",
+                extra={
+                    "model": model.name,
+                    "engine_id": session.engine_id,
+                    "max_model_len": model.facts.max_model_len,
+                },
+            )
             on_ready(worker)
             try:
                 await worker.run(session, self.stop, leave, keeps_weights)
