@@ -1,6 +1,7 @@
 import os
 import pty
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from support.engines.arithmetic_model import (
     make_folder,
     undisturbed,
 )
+from tokenizers import AddedToken
 
 FACTS = ArithmeticFacts(vocab_size=257)
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -43,6 +45,22 @@ def test_one_text(tmp_path: Path) -> None:
     assert choice.token_ids == expected(output.prompt_token_ids)
     assert choice.text == tokenizer.decode(choice.token_ids)
     assert (choice.index, choice.finish_reason, choice.stop_reason, choice.logprobs) == (0, "length", None, None)
+
+
+@pytest.mark.parametrize("includes", [False, True])
+def test_a_stop_string_may_be_a_special_token_that_the_text_hides(tmp_path: Path, includes: bool) -> None:
+    tokens, tokenizer = expected([5, 6]), byte_level_tokenizer()
+    name = tokenizer.id_to_token(tokens[3])
+    tokenizer.add_special_tokens([AddedToken(name, special=True)])
+    llm = LLM(make_folder(tmp_path / "model", tokenizer), make_runner=lambda _, config: ArithmeticRunner(config, FACTS))
+    params = replace(GREEDY, stop=["zz", name], include_stop_str_in_output=includes)
+    (whole,) = llm.generate([[5, 6]], replace(params, stop=["zz"]))
+    (cut,) = llm.generate([[5, 6]], params)
+    count = 1 + tokens.index(tokens[3])
+    assert cut.outputs[0].token_ids == tokens[:count]
+    assert (cut.outputs[0].finish_reason, cut.outputs[0].stop_reason) == ("stop", name)
+    assert cut.outputs[0].text == tokenizer.decode(tokens[:count]) + (name if includes else "")
+    assert whole.outputs[0].token_ids == tokens
 
 
 def test_every_form_of_a_prompt_in_order(tmp_path: Path) -> None:

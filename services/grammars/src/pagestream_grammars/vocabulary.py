@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pagestream_grammars.tokens import TokenTable
@@ -39,10 +40,6 @@ class _Spelling:
             self.tokens[token_id] = _MARKER + (tokenizer.id_to_token(token_id) or "").encode()
         self._tokenizer = tokenizer
         tokenizer.encode_special_tokens = True  # A grammar's text is text.
-        self._ids = {spelled: token_id for token_id, spelled in reversed(list(enumerate(self.tokens))) if spelled}
-        for token_id in self.special_token_ids:
-            self._ids.pop(self.tokens[token_id], None)
-        self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: str) -> list[int]:
         """Return the tokens that spell a text, as the tokenizer writes it where those do."""
@@ -58,15 +55,21 @@ class _Spelling:
                 return list(ids[place:])
         return self._longest_first(wanted)
 
+    @cached_property
+    def _ids(self) -> dict[bytes, int]:
+        """The first token of each text; no text is a special one's."""
+        return {spelled: token_id for token_id, spelled in reversed(list(enumerate(self.tokens))) if spelled}
+
     def _longest_first(self, wanted: bytes) -> list[int]:
         """Return the tokens of a text that the tokenizer changes; up to the first byte that no token spells."""
-        ids, place = list[int](), 0
+        known, ids, place = self._ids, list[int](), 0
+        longest = max(map(len, known), default=0)
         while place < len(wanted):
-            ends = range(min(len(wanted), place + self._longest), place, -1)
-            end = next((end for end in ends if wanted[place:end] in self._ids), None)
+            ends = range(min(len(wanted), place + longest), place, -1)
+            end = next((end for end in ends if wanted[place:end] in known), None)
             if end is None:
                 break
-            ids.append(self._ids[wanted[place:end]])
+            ids.append(known[wanted[place:end]])
             place = end
         return ids
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import NamedTuple
 
 from pagestream_engine.errors import InvalidRequest
@@ -33,6 +33,7 @@ class Generation:
     __slots__ = (
         "_detokenizer",
         "_first_end",
+        "_hidden_stops",
         "_matcher",
         "_most_output_tokens",
         "_stop_token_ids",
@@ -45,6 +46,7 @@ class Generation:
         seq: TokenSequence,
         detokenizer: IncrementalDetokenizer | None,
         eos_token_ids: frozenset[int] = frozenset(),
+        hidden_stops: Mapping[int, str] | None = None,
     ) -> None:
         params = seq.params
         self.seq = seq
@@ -59,6 +61,8 @@ class Generation:
         stops = params.stop_strings
         self._first_end = 0 if params.structured_outputs is not None else params.min_tokens
         """Output tokens from which an end token ends it. A grammar lets no end come earlier, unless it must."""
+        self._hidden_stops = hidden_stops or {}
+        """Stop strings that are special tokens which the text doesn't show, by their tokens."""
         self._matcher = StopStringMatcher(stops, include_stop_string=include) if stops else None
 
     def replay(self, output_token_ids: Sequence[int]) -> Generator[None, None, Taken | None]:
@@ -117,6 +121,9 @@ class Generation:
             text, stop_string = self._matcher.push(text)
             if stop_string is not None:
                 return Taken(text, "stop", stop_string)
+            if not is_end and (hidden := self._hidden_stops.get(token_id)) is not None:
+                shown = hidden if seq.params.include_stop_str_in_output else ""
+                return Taken(text + self._flush() + shown, "stop", hidden)
         if is_end:
             return Taken(text + self._flush(), "stop", token_id if token_id in self._stop_token_ids else None)
         if num_output_tokens >= self._most_output_tokens:

@@ -121,7 +121,8 @@ class Intake:
             end_token_ids=end_token_ids,
             num_kv_groups=self._num_kv_groups,
         )
-        return Generation(seq, self._detokenizer(prompt_token_ids, params), self._eos_token_ids)
+        detokenizer = self._detokenizer(prompt_token_ids, params)
+        return Generation(seq, detokenizer, self._eos_token_ids, self._hidden_stops(params))
 
     def _detokenizer(self, prompt: Sequence[int], params: SamplingParams) -> IncrementalDetokenizer | None:
         if self._pieces is None:
@@ -132,6 +133,14 @@ class Intake:
             if not is_fault_of_request(error):
                 raise
             raise InvalidRequest(f"prompt: given tokens that the tokenizer can't make text of: {error}") from error
+
+    def _hidden_stops(self, params: SamplingParams) -> dict[int, str]:
+        """Return the stop strings that are special tokens which the output's text doesn't show, by their tokens."""
+        if self._pieces is None or not params.skip_special_tokens:
+            return {}
+        tokens = self._pieces.tokens
+        found = ((tokens.added_id(stop), stop) for stop in params.stop_strings)
+        return {token_id: stop for token_id, stop in found if token_id is not None and token_id in tokens.special_ids}
 
     def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
         """Return the parameters with the tokens of their bad words."""
