@@ -168,6 +168,19 @@ CASES: list[tuple[str, str, list[Part]]] = [
         "<function=f>\n<parameter=x>\na </function> b <parameter=y> c\n<parameter=x>\nd\n</parameter>\n</function>",
         call("f", '{"x": "a </function> b <parameter=y> c\\n<parameter=x>\\nd"}'),
     ),
+    # Of a file that mentions tags, and of tags that are misspelled.
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=f>\n<parameter=x>\nr'<parameter=y>(.*)</parameter>' ends with </parameter> or "
+        "</tool_call>.\n</parameter>\n</function>\n</tool_call>",
+        call("f", '{"x": "r\'<parameter=y>(.*)</parameter>\' ends with </parameter> or </tool_call>."}'),
+    ),
+    (
+        "qwen3_coder",
+        "<function=add>\n<parameter=a>\n1\n</parameter/>\n<parameter=b>\n5\n</parameter_function>\n</tool_call>",
+        call("add", '{"a": 1, "b": 5}'),
+    ),
+    ("qwen3_coder", "<function=f><parameter=x>a</param", call("f", '{"x": "a')),
     (
         "seed_oss",
         "I look.\n<seed:tool_call>\n<function=get_weather>\n<parameter=city>Oslo</parameter>\n<parameter=days>[1]"
@@ -238,7 +251,17 @@ WORDS = st.sampled_from(
         *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>"),
         *("<seed:tool_call>", "</seed:tool_call>", "[CALL_ID]", "<function=add>", "<parameter=a>", "<parameter=b>"),
         *('<tool_call>{"name": "add", "arguments": {}}', '<tool_call>{"name": "other", "arguments": {}}'),
-        *("<function=", "<parameter=", ">", "</parameter>", "</function>", "<arg_key>", "</arg_key>", "<arg_value>"),
+        *(
+            "<function=",
+            "<parameter=",
+            ">",
+            "</parameter>",
+            "</parameter",
+            "</function>",
+            "<arg_key>",
+            "</arg_key>",
+            "<arg_value>",
+        ),
         *("</arg_value>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
         *("<｜tool▁calls▁end｜>", "```json", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "to=functions.add"),
         *('{"name": "add"', '"arguments": ', '"parameters": ', '"name": "get_weather"', "add", "(", ")", "a=1"),
@@ -273,8 +296,9 @@ def test_any_text_has_the_same_parts_however_it_is_cut(words: list[str], cuts: l
         cut = [text[a:b] for a, b in pairwise(places)]
         assert parts_of(parser(form, reasoning=reasoning, own_format=own), cut) == whole
         assert parts_of(parser(form, reasoning=reasoning, own_format=own), text) == whole
-        if reasoning == "open" and form != "openai" and "</think>" in text:
-            thought = text.lstrip().removeprefix("<think>").partition("</think>")[0].strip()
+        thought, end, answer = text.lstrip().removeprefix("<think>").partition("</think>")
+        if reasoning == "open" and form != "openai" and end and answer.strip():
+            thought = thought.strip()
             assert "".join(part.text for part in whole if isinstance(part, Reasoning)) == thought
 
 
@@ -334,7 +358,16 @@ THOUGHT: list[Part] = [Reasoning("I need it.")]
         ("hermes", f"I need it.{CALL[:-15]}", [*THOUGHT, *call("add", '{"a": 1')]),
         ("hermes", f"A {CALL} B </think> C", [Reasoning(f"A {CALL} B"), Content("C")]),
         ("hermes", f"A {CALL}</think>{CALL}", [Reasoning(f"A {CALL}"), *CALL_PARTS]),
+        ("hermes", f"I need it.\n{CALL}\n</think>\n", [*THOUGHT, *CALL_PARTS]),
+        ("qwen3_coder", f"I need it.{QWEN_CALL}{QWEN_CALL}</think>", [*THOUGHT, *CALL_PARTS, *CALL_PARTS]),
+        ("hermes", f"A {CALL} B</think>\n", [Reasoning(f"A {CALL} B")]),
+        ("hermes", f"A {CALL[:-15]}</think>", [Reasoning(f"A {CALL[:-15]}")]),
         ("hermes", "Should I <tool_call>?", [Reasoning("Should I <tool_call>?")]),
+        (
+            "qwen3_coder",
+            f"Some use <function=...>, so {QWEN_CALL.replace('add', 'other')} I need it.{QWEN_CALL}",
+            [Reasoning(f"Some use <function=...>, so {QWEN_CALL.replace('add', 'other')} I need it."), *CALL_PARTS],
+        ),
         ("hermes", f"A {CALL.replace('add', 'other')} B", [Reasoning(f"A {CALL.replace('add', 'other')} B")]),
         ("qwen3_coder", f"I need it.\n{QWEN_CALL}", [*THOUGHT, *CALL_PARTS]),
         (

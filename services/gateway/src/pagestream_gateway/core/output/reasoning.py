@@ -1,9 +1,21 @@
 """Reasoning between two marks, before what a model answers."""
 
+import json
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from pagestream_gateway.core.output.parts import CallBegin, Content, OutputParser, Part, Reasoning, held_prefix, joined
+from pagestream_gateway.core.output.parts import (
+    Arguments,
+    CallBegin,
+    Content,
+    OutputParser,
+    Part,
+    Reasoning,
+    held_prefix,
+    joined,
+)
+
+_PIECE_CHARS = 64
 
 
 class Marks(NamedTuple):
@@ -24,8 +36,9 @@ MARKS = {
 class Think:
     """Passes what follows the reasoning on to another parser; blanks around reasoning are left out.
 
-    Reasoning that never ends may hold calls: models forget its end and call at once. Such calls are passed on with the
-    end of the output, since reasoning that is closed may only consider a call.
+    Models forget the end of their reasoning and call at once, or write it behind the call. So calls within reasoning
+    are passed on with the end of the output, where nothing follows them but that mark, or where there is no mark.
+    Reasoning before an answer may only consider a call.
     """
 
     def __init__(
@@ -53,7 +66,7 @@ class Think:
         self._keeps_blanks = keeps_blanks
         self._state = "first" if is_open else "begin"
         self._held = ""
-        self._text = _ReasoningText(None if calls_within is None else calls_within(), names)
+        self._text = _ReasoningText(calls_within, names)
 
     def feed(self, text: str) -> list[Part]:
         """See OutputParser."""
@@ -66,6 +79,7 @@ class Think:
         if self._state == "behind":
             text = text if self._keeps_blanks else text.lstrip()
             self._state = "outside" if text else "behind"
+            parts += self._text.close() if text else ()
         if self._state == "outside" and text:
             parts += self._inner.feed(text)
         return joined(parts)
@@ -78,6 +92,8 @@ class Think:
                 return joined([*self._inner.feed(held), *self._inner.end()])
             case "first" | "inside":
                 return joined([*self._text.feed(held), *self._text.end()])
+            case "behind":
+                return joined([*self._text.end(), *self._inner.end()])
         return self._inner.end()
 
     def _begin(self, text: str) -> str:
@@ -99,7 +115,7 @@ class Think:
         if place < 0:
             self._held = text[len(certain) :]
             return ""
-        parts += self._text.close()
+        parts += () if self._text.ends_with_calls() else self._text.close()
         self._state = "behind"
         return text[place + len(self._marks.end) :]
 
@@ -107,9 +123,10 @@ class Think:
 class _ReasoningText:
     """The text of reasoning, without the blanks around, and the calls in it."""
 
-    def __init__(self, calls: OutputParser | None, names: Collection[str]) -> None:
-        self._calls = calls
+    def __init__(self, new_calls: Callable[[], OutputParser] | None, names: Collection[str]) -> None:
+        self._new_calls = new_calls
         self._names = names
+        self._calls = None if new_calls is None else new_calls()
         self._left: list[str] = []
         """What was not passed on: trailing blanks, what the parser of calls holds, and all from a call on."""
         self._num_certain = 0
@@ -121,36 +138,64 @@ class _ReasoningText:
     def feed(self, text: str) -> list[Part]:
         """Return the reasoning that is certain now."""
         had_call = bool(self._found)
-        self._left.append(text)
         if self._calls is None:
+            self._left.append(text)
             self._num_certain += len(text)
-        else:
-            self._take(self._calls.feed(text))
+        # In pieces: what follows a call of no tool is read again.
+        while self._calls is not None and text:
+            piece, text = text[:_PIECE_CHARS], text[_PIECE_CHARS:]
+            self._left.append(piece)
+            if not self._take(self._calls.feed(piece)):
+                text = self._begin_again() + text
         return [] if had_call else self._show()
 
     def close(self) -> list[Part]:
-        """Return the rest, now that the reasoning is closed: what looks like a call is reasoning."""
+        """Return the rest, now that an answer follows: what looks like a call is reasoning."""
+        self._found.clear()
         self._num_certain = sum(map(len, self._left))
         return self._show()
 
     def end(self) -> list[Part]:
         """Return the rest, now that nothing follows: the calls, where there are some."""
-        if self._calls is not None:
-            self._take(self._calls.end())
-        return [*self._show(), *self._found] if self._found else self.close()
+        shown: list[Part] = []
+        while self._calls is not None and not self._take(self._calls.end()):
+            shown += self.feed(self._begin_again())
+        return [*shown, *self._show(), *self._found] if self._found else [*shown, *self.close()]
 
-    def _take(self, parts: list[Part]) -> None:
+    def ends_with_calls(self) -> bool:
+        """Return whether reasoning that is closed ends with calls, all of them whole."""
+        is_read = self._calls is not None and self._take(self._calls.end())
+        if not is_read or any(isinstance(part, Content) and part.text.strip() for part in self._found):
+            return False
+        arguments: list[str] = []
+        for part in self._found:
+            if isinstance(part, CallBegin):
+                arguments.append("")
+            elif isinstance(part, Arguments):
+                arguments[-1] += part.text
+        return bool(arguments) and all(map(_is_json, arguments))
+
+    def _take(self, parts: list[Part]) -> bool:
+        """Keep what comes from a call on; return False where a tool is called that there is not."""
         for part in parts:
             if self._found:
                 self._found.append(part)
             elif isinstance(part, Content):
                 self._num_certain += len(part.text)
             elif isinstance(part, CallBegin) and self._names and part.name not in self._names:
-                self._calls = None
-                self._num_certain = sum(map(len, self._left))
-                return
+                return False
             else:
                 self._found.append(part)
+        return True
+
+    def _begin_again(self) -> str:
+        """Begin to look for calls anew behind the first character of what was taken for one; return the text there."""
+        text = "".join(self._left)
+        uncertain = text[self._num_certain :]
+        self._num_certain += len(uncertain) - len(uncertain.lstrip()) + 1
+        self._left = [text[: self._num_certain]]
+        self._calls = None if self._new_calls is None else self._new_calls()
+        return text[self._num_certain :]
 
     def _show(self) -> list[Part]:
         """Return what is certain and has text behind it, or is text."""
@@ -161,3 +206,11 @@ class _ReasoningText:
         self._left = [text[len(certain) :]]
         self._num_certain -= len(certain)
         return [Reasoning(shown)] if shown else []
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True

@@ -1,6 +1,7 @@
 """Tool calls whose arguments stand in tags of their own, as text: Qwen3-Coder, Seed-OSS and GLM-4.5."""
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
@@ -20,6 +21,7 @@ _MOST_VALUE_CHARS = 2**16
 """Of a value that is not text, which is held until it is complete; a longer one is text."""
 _MOST_AHEAD = MOST_NAME_CHARS + 256
 """Text that tells whether a value ends before it."""
+_VALUE_END = re.compile(r"</parameter[^<>\n]{0,16}>?")
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 SEED_CALL, SEED_CALL_END = "<seed:tool_call>", "</seed:tool_call>"
 
@@ -231,8 +233,9 @@ class TaggedCalls(ABC):
 class QwenCoder(TaggedCalls):
     """`<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>`: Qwen3-Coder, Qwen3.5.
 
-    A call also begins without its first marker, which these models leave out at times. So they do with a value's end:
-    then it ends with the next argument's beginning or with the call.
+    A call also begins without its first marker, which these models leave out at times. So they do with a value's end,
+    or misspell it: a value ends where the next argument begins or the call ends. A tag that neither follows is text: a
+    value may be a file that mentions some.
     """
 
     FUNCTION, FUNCTION_END = "<function=", "</function>"
@@ -258,36 +261,43 @@ class QwenCoder(TaggedCalls):
         place = searched - 1
         while (place := text.find("<", place + 1)) >= 0:
             ahead = text[place : place + _MOST_AHEAD]
-            is_end = self._ends_with(ahead, is_at_line=self._is_at_line(text, place))
-            if is_end is None and len(ahead) < _MOST_AHEAD and not self._is_last:
+            length = self._end_at(ahead, is_at_line=self._is_at_line(text, place))
+            if length is None and len(ahead) < _MOST_AHEAD:
                 return -1, place
-            if is_end:
-                return place, place + (len(self.value_end) if ahead.startswith(self.value_end) else 0)
+            if length is not None and length >= 0:
+                return place, place + length
         return -1, len(text)
 
     def _is_at_line(self, text: str, place: int) -> bool:
         """Return whether a tag stands where those of a call do: a value on lines of its own may mention some."""
         return not self.is_on_lines or (text[place - 1] == "\n" if place else self.is_empty)
 
-    def _ends_with(self, ahead: str, *, is_at_line: bool) -> bool | None:
-        """Return whether a value ends before a text that begins with "<"; None where more of it is needed."""
-        if ahead.startswith(self.value_end):
-            return True
+    def _end_at(self, ahead: str, *, is_at_line: bool) -> int | None:
+        """Return how long the end of a value is that a text begins with; 0 where it has none, and what follows it.
+
+        -1 where the value goes on; None where more of the text is needed.
+        """
+        if found := _VALUE_END.match(ahead):
+            is_closed = self._follows(ahead[found.end() :], (self.key_begin, self.FUNCTION_END, self.call_end))
+            return None if is_closed is None else found.end() if is_closed else -1
+        is_end: bool | None = False
         if ahead.startswith(self.key_begin):
-            found = self.key_in(ahead[len(self.key_begin) :]) if is_at_line else None
-            return None if found == ("", 0) else found is not None and found[0] not in self.keys
-        for tag, followers in (
-            (self.FUNCTION_END, (self.call_end, self.FUNCTION)),
-            (self.call_end, (self.call_begin,) if is_at_line else ()),
-        ):
-            if ahead.startswith(tag) and followers:
-                behind = ahead[len(tag) :].lstrip()
-                if not behind:
-                    return self._is_last or None
-                is_cut = any(each.startswith(behind) and each != behind for each in followers)
-                return None if is_cut else behind.startswith(followers)
-        tags = (self.value_end, self.key_begin, self.FUNCTION_END, self.call_end)
-        return None if any(each.startswith(ahead) for each in tags) else False
+            key = self.key_in(ahead[len(self.key_begin) :]) if is_at_line else None
+            is_end = None if key == ("", 0) else key is not None and key[0] not in self.keys
+        elif ahead.startswith(self.FUNCTION_END):
+            is_end = self._follows(ahead[len(self.FUNCTION_END) :], (self.call_end, self.FUNCTION))
+        elif ahead.startswith(self.call_end):
+            is_end = is_at_line and self._follows(ahead[len(self.call_end) :], (self.call_begin,))
+        elif any(each.startswith(ahead) for each in (self.value_end, self.key_begin, self.FUNCTION_END, self.call_end)):
+            is_end = None
+        return None if is_end is None else 0 if is_end else -1
+
+    def _follows(self, text: str, tags: tuple[str, ...]) -> bool | None:
+        """Return whether a tag or nothing follows; None where more is needed."""
+        text = text.lstrip()
+        if any(each.startswith(text) and each != text for each in tags):
+            return not text if self._is_last else None
+        return text.startswith(tags)
 
 
 class SeedOss(QwenCoder):
