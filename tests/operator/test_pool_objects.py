@@ -367,6 +367,29 @@ def test_an_engine_of_several_models_has_their_list_and_each_claim_once() -> Non
     assert made["metadata"]["annotations"] == {"pagestream.dev/model-revision": ",r1,,main,"}
 
 
+def test_a_chat_templates_text_is_an_option() -> None:
+    manifests = children(pool(chatTemplate={"text": "{{ messages }}\n"}), DEFAULTS)
+    options = by_kind(manifests)["ConfigMap"]
+    assert options["data"]["PAGESTREAM_WORKER__CHAT_TEMPLATE"] == "{{ messages }}\n"
+    other = by_kind(children(pool(chatTemplate={"text": "{{ tools }}"}), DEFAULTS))["ConfigMap"]
+    assert options["metadata"]["name"] != other["metadata"]["name"]  # so that pods are replaced
+
+
+def test_a_chat_template_of_a_config_map_is_mounted() -> None:
+    given = {"configMapKeyRef": {"name": "templates", "key": "own.jinja"}}
+    manifests = children(pool(chatTemplate=given), DEFAULTS)
+    spec = template(manifests)["spec"]
+    [volume] = [each for each in spec["volumes"] if "configMap" in each]
+    assert volume["configMap"] == {
+        "name": "templates",
+        "items": [{"key": "own.jinja", "path": "chat_template.jinja"}],
+    }
+    [mount] = [each for each in spec["containers"][0]["volumeMounts"] if each["name"] == volume["name"]]
+    assert mount["readOnly"] is True
+    path = by_kind(manifests)["ConfigMap"]["data"]["PAGESTREAM_WORKER__CHAT_TEMPLATE"]
+    assert path == f"{mount['mountPath']}/chat_template.jinja"
+
+
 def test_every_variable_is_set_once() -> None:
     env = template(children(pool(**GPU), SHARED))["spec"]["containers"][0]["env"]
     names = [variable["name"] for variable in env]

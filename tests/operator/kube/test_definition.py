@@ -34,6 +34,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"models": [{"source": {"path": "b"}, "servedName": "b"}]}, "write `/models/demo`"),
     ({"models": [*OTHERS, *OTHERS]}, "Duplicate value"),
     ({"template": {"env": [{"name": "PAGESTREAM_WORKER__MODELS"}]}}, "further models in `spec.models`"),
+    ({"chatTemplate": {}}, "exactly one of text and configMapKeyRef"),
+    (
+        {"chatTemplate": {"text": "{{ messages }}", "configMapKeyRef": {"name": "templates", "key": "own"}}},
+        "exactly one of text and configMapKeyRef",
+    ),
+    ({"chatTemplate": {"configMapKeyRef": {"name": "templates"}}}, "spec.chatTemplate.configMapKeyRef.key"),
     (
         {
             "models": [{"source": {"volume": {"claim": "c"}}, "servedName": "b"}],
@@ -101,6 +107,7 @@ def test_a_spec_with_every_part_is_accepted(pools: PoolWorld) -> None:
     created = pools.create(
         "whole",
         model={"source": {"volume": {"claim": "models", "path": "llama"}}, "servedName": "llama", "revision": "r1"},
+        chatTemplate={"configMapKeyRef": {"name": "templates", "key": "llama.jinja"}},
         engine={
             "dtype": "bfloat16",
             "maxNumSeqs": 64,

@@ -71,6 +71,32 @@ class ModelSource(ApiModel):
     )
 
 
+class ConfigMapKey(ApiModel):
+    """A key of a ConfigMap in the pool's namespace."""
+
+    name: ObjectName
+    """Name of the ConfigMap."""
+    key: Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[-._a-zA-Z0-9]+$")]
+    """The key whose value is the template."""
+
+
+class ChatTemplate(ApiModel):
+    """A Jinja chat template, in place of the one in the model's folder: exactly one of text and configMapKeyRef."""
+
+    text: Annotated[str, Field(min_length=1, max_length=65_536)] | None = None
+    """The template itself. A change replaces the pods, one by one."""
+    config_map_key_ref: ConfigMapKey | None = None
+    """Where it is. Pods read it when they start: after a change of its text, replace them, or name another key."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "has(self.text) != has(self.configMapKeyRef)",
+            "chatTemplate has exactly one of text and configMapKeyRef: for example `chatTemplate: {configMapKeyRef: "
+            "{name: templates, key: chat.jinja}}`",
+        ),
+    )
+
+
 MOST_MODELS = 16
 """Beside the first: an engine reads the headers of all when it starts."""
 

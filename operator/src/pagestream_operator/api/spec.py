@@ -10,7 +10,7 @@ from pagestream_operator.api.adapters import MOST_ADAPTERS, PoolAdapter
 from pagestream_operator.api.base import ApiModel, Rule
 from pagestream_operator.api.engine import EngineOptions
 from pagestream_operator.api.lifecycle import DrainPolicy, RolloutPolicy
-from pagestream_operator.api.model import MOST_MODELS, Model
+from pagestream_operator.api.model import MOST_MODELS, ChatTemplate, Model
 from pagestream_operator.api.scaling import Scaling
 from pagestream_operator.api.template import PodTemplate
 
@@ -89,6 +89,8 @@ class EnginePoolSpec(ApiModel):
     """Further models, which the pool's engines share out by demand, one at a time each. All have the engine options of
     the pool. A change replaces the pods, one by one. One that leaves the list stays published, until `pagestream models
     rm` removes it."""
+    chat_template: ChatTemplate | None = None
+    """The chat template of `model`, in place of the one in its folder. Those of `models` are in their folders."""
     controller_class: ControllerClass | None = None
     """The release whose operator serves the pool, as NAMESPACE.RELEASE of its chart. Unset: the first operator that
     sees the pool, which is then in `status.controllerClass`."""

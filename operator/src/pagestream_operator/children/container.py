@@ -7,6 +7,7 @@ from typing import Any
 
 from pagestream_operator.api import EnginePool
 from pagestream_operator.children.model_files import (
+    chat_template_mounts,
     model_argument,
     model_list,
     model_mounts,
@@ -52,6 +53,7 @@ def engine_container(pool: EnginePool, defaults: EngineDefaults, config_map: str
         "volumeMounts": [
             {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108
             *model_mounts(pool.spec.all_models),
+            *chat_template_mounts(pool.spec.chat_template),
             *secret_mounts(pool),
             *mounts,
         ],

@@ -7,7 +7,7 @@ from typing import Any
 from pagestream_operator.api import GROUP, EnginePool
 from pagestream_operator.children.container import engine_container, overlaid
 from pagestream_operator.children.manifest import Manifest, engine_name, labels, manifest, selector
-from pagestream_operator.children.model_files import model_volumes
+from pagestream_operator.children.model_files import chat_template_volumes, model_volumes
 from pagestream_operator.children.nodes import leader_labels, secret_volumes
 from pagestream_operator.settings import EngineDefaults
 
@@ -78,6 +78,7 @@ def _pod_spec(pool: EnginePool, defaults: EngineDefaults, config_map: str) -> di
         "volumes": [
             {"name": "tmp", "emptyDir": {}},
             *model_volumes(pool.spec.all_models),
+            *chat_template_volumes(pool.spec.chat_template),
             *secret_volumes(pool),
             *(given.volumes or []),
         ],

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pagestream_operator.api.model import Model
+from pagestream_operator.api.model import ChatTemplate, Model
 
 VOLUME_FOLDER = "/models/volume"
 """Where the first claim is mounted; the second one at /models/volume-2."""
 _VOLUME = "model"
+CHAT_TEMPLATE_VARIABLE = "PAGESTREAM_WORKER__CHAT_TEMPLATE"
+CHAT_TEMPLATE_FOLDER = "/etc/pagestream/chat-template"
+"""Where a ConfigMap's template is mounted."""
+_CHAT_TEMPLATE_FILE = "chat_template.jinja"
+_CHAT_TEMPLATE_VOLUME = "pagestream-chat-template"
 
 
 def model_argument(model: Model, models: Sequence[Model]) -> str:
@@ -29,6 +34,29 @@ def model_list(models: Sequence[Model]) -> list[dict[str, Any]]:
         return []
     listed = ",".join(f"{each.served_name}={model_argument(each, models)}" for each in models[1:])
     return [{"name": "PAGESTREAM_WORKER__MODELS", "value": listed}]
+
+
+def chat_template_options(template: ChatTemplate | None) -> dict[str, str]:
+    """The option with a chat template's text, or with its file."""
+    if template is None:
+        return {}
+    return {CHAT_TEMPLATE_VARIABLE: template.text or f"{CHAT_TEMPLATE_FOLDER}/{_CHAT_TEMPLATE_FILE}"}
+
+
+def chat_template_volumes(template: ChatTemplate | None) -> list[dict[str, Any]]:
+    """The volume of a chat template that is in a ConfigMap."""
+    if template is None or template.config_map_key_ref is None:
+        return []
+    given = template.config_map_key_ref
+    items = [{"key": given.key, "path": _CHAT_TEMPLATE_FILE}]
+    return [{"name": _CHAT_TEMPLATE_VOLUME, "configMap": {"name": given.name, "items": items}}]
+
+
+def chat_template_mounts(template: ChatTemplate | None) -> list[dict[str, Any]]:
+    """The mount of this volume."""
+    if template is None or template.config_map_key_ref is None:
+        return []
+    return [{"name": _CHAT_TEMPLATE_VOLUME, "mountPath": CHAT_TEMPLATE_FOLDER, "readOnly": True}]
 
 
 def model_volumes(models: Sequence[Model]) -> list[dict[str, Any]]:

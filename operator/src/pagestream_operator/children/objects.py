@@ -12,6 +12,7 @@ from pagestream_operator.children.manifest import (
     selector,
     service_name,
 )
+from pagestream_operator.children.model_files import chat_template_options
 from pagestream_operator.children.nodes import node_options
 from pagestream_operator.settings import EngineDefaults
 
@@ -27,12 +28,18 @@ def service_account(pool: EnginePool) -> Manifest:
 
 def config_map(pool: EnginePool, defaults: EngineDefaults) -> Manifest:
     """The ConfigMap with the settings that engines share with gateways, and `PAGESTREAM_ENGINE__<OPTION>` for each
-    engine option that is set.
+    engine option that is set, and the chat template where it has one of its own.
 
     It can't be changed, and its name is that of its content: a pod template names what its pods read, also those that
     restart while another template is being rolled out.
     """
-    data = {**defaults.shared, **pool.spec.engine.to_environment(), **_parallel(pool), **node_options(pool)}
+    data = {
+        **defaults.shared,
+        **pool.spec.engine.to_environment(),
+        **_parallel(pool),
+        **node_options(pool),
+        **chat_template_options(pool.spec.chat_template),
+    }
     return manifest(pool, "v1", "ConfigMap", config_map_name(pool.name, data), {"immutable": True, "data": data})
 
 
