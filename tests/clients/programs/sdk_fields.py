@@ -222,7 +222,7 @@ def asked(url: str) -> Iterator[tuple[str, str]]:
                     continue
                 answer = client.post(route, json=body)
                 text = "" if answer.is_success else answer.json()["error"]["message"]
-                is_unknown = re.match(rf"(.*\.)?{name}: (unknown field|Extra inputs are not permitted)", text)
+                is_unknown = re.match(rf"(.*\.)?{name}: Extra inputs|Unknown parameter: '(.*\.)?{name}'", text)
                 said = "unknown" if is_unknown else "refused" if "is not supported" in text else "known"
                 yield f"{route} {kind.__name__}.{name}", said
 
