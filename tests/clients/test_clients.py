@@ -33,7 +33,8 @@ def test_the_llm_command(url: str, results: Results) -> None:
 def test_what_a_client_was_given_is_taken_back(url: str, results: Results, report: list[str], name: str) -> None:
     """Each helper's first answer, as it gives it, in the conversation of a second request."""
     found = results(name, url)
-    report += [f"{name}: {len(found)} second turns", *(f"  {each}: {said}" for each, said in found.items())]
+    helpers = Counter(each.rsplit(", ", 1)[0] for each in found)
+    report += [f"{name}: {len(found)} second turns", *(f"  {each}: {count}" for each, count in helpers.items())]
     assert {each: said for each, said in found.items() if said not in (ANSWER, TOLD)} == {}
 
 
