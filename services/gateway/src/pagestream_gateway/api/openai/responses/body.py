@@ -333,13 +333,20 @@ def _members(body: Any, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "instructions": body.instructions,
         "previous_response_id": body.previous_response_id,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
+        "reasoning": _reasoning(body.reasoning),
         "text": {"format": {"type": "text"}, **text},
         "truncation": body.truncation or "disabled",
         "tool_choice": choice.model_dump() if isinstance(choice, Body) else choice or "auto",
         "tools": [{"strict": None, "description": None, "parameters": None, **tool} for tool in tools],
         "top_logprobs": body.top_logprobs or 0,
     }
+
+
+def _reasoning(asked: Reasoning | None) -> dict[str, Any]:
+    """Return what a response says of its reasoning: a summary that was asked for is the whole text."""
+    if asked is None:
+        return {"effort": None, "summary": None}
+    return {"effort": asked.effort, "summary": asked.summary if isinstance(asked.summary, str) else None}
 
 
 def _dumped(members: dict[str, Any]) -> str:

@@ -108,7 +108,7 @@ class ResponseOutput:
         elif kind == "message":
             item |= {"role": "assistant", "content": []}
         else:
-            item |= {"summary": [], "content": [], "encrypted_content": None}
+            item |= {"summary": [], "content": []}
         self.items.append(item)
         self._pieces, self._shown = [], []
         events.append({"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": dict(item)})
