@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import httpx
 import pytest
 from support.engines.lora_adapters import make_adapter
 from support.processes.stack import DEMO_MODEL
@@ -147,3 +149,42 @@ def test_an_adapters_folder_serves_its_base_model_with_it(tmp_path: Path) -> Non
     refused = greet(tmp_path / "data", str(tmp_path / "other"))
     assert refused.returncode == 2
     assert "names no base model" in refused.stderr
+
+
+@pytest.mark.slow
+def test_a_command_line_of_vllms_serves(tmp_path: Path) -> None:
+    dialect, data = make_adapter(DEMO_MODEL, tmp_path / "dialect"), tmp_path / "data"
+    settings = tmp_path / "serve.yaml"
+    settings.write_text(f"model: {DEMO_MODEL}\nport: 1\nserved_model_name: [tale, story]\nmax-model-len: 0.5k\n")
+    line = ["--config", str(settings), "--port", "0", "--grpc-port", "0", "--api-key", "one", "two", "--dtype", "float"]
+    more = ["--lora-modules", f"dialect={dialect}", "--trust-remote-code", "--max_num_seqs=8", "-tp", "1", "-O3"]
+    command = [sys.executable, "-m", "pagestream_cli", "serve", *line, *more, "--data-dir", str(data)]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stderr is not None
+        try:
+            said = []
+            for text in process.stderr:
+                said.append(text)
+                if text.startswith("ready: model 'tale'"):
+                    break
+            assert process.poll() is None, said
+            threading.Thread(target=process.stderr.read, daemon=True).start()
+            [gateway] = [each for each in json.loads((data / "serve.json").read_text())["processes"] if each["ports"]]
+            url = f"http://127.0.0.1:{gateway['ports']['http']}/v1"
+            asked = {"model": "story", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 8}
+            with httpx.Client(timeout=60) as client:
+                assert client.get(f"{url}/models").status_code == 401
+                client.headers["Authorization"] = "Bearer two"
+                models = client.get(f"{url}/models").json()["data"]
+                assert sorted(each["id"] for each in models) == ["dialect", "story", "tale"]
+                assert {each["max_model_len"] for each in models} == {500}
+                answers = [
+                    client.post(f"{url}/chat/completions", json={**asked, "model": each})
+                    for each in ("story", "dialect")
+                ]
+            assert [answer.json()["model"] for answer in answers] == ["tale", "dialect"]
+            assert sum("change nothing here" in text for text in said) == 1
+        finally:
+            process.send_signal(signal.SIGINT)
+    assert process.returncode == 0

@@ -255,3 +255,21 @@ keys:
             async with running_address(limited) as other, httpx.AsyncClient(base_url=other.url) as another:
                 answer = await another.post("/v1/completions", json=BODY, headers=bearer("b"))
                 assert [answer.headers.get(f"x-ratelimit-{name}") for name in names] == found
+
+
+async def test_a_further_name_of_a_model_is_the_models(limited: Settings, engine: SyntheticEngine) -> None:
+    aliases = {"first": MODEL, "second": MODEL, "lost": "no-model"}
+    async with (
+        running_address(replace(limited, gateway=replace(limited.gateway, model_aliases=aliases))) as address,
+        httpx.AsyncClient(base_url=address.url, headers=bearer("c"), timeout=30) as client,
+    ):
+        listed = {each["id"]: each["root"] for each in (await client.get("/v1/models")).json()["data"]}
+        assert listed == dict.fromkeys((MODEL, "first", "second"), MODEL)
+        assert (await client.get("/v1/models/second")).json()["id"] == "second"
+        for name in ("first", "second"):
+            answer = await client.post("/v1/completions", json={**BODY, "model": name})
+            assert answer.json()["model"] == engine.claimed[-1].model == MODEL
+        assert (await client.post("/v1/completions", json={**BODY, "model": "lost"})).status_code == 404
+        refused = await client.post("/v1/completions", json={**BODY, "model": "first"}, headers=bearer("b"))
+        assert refused.json()["error"]["code"] == "model_not_found"
+        assert "'first'" in refused.json()["error"]["message"]

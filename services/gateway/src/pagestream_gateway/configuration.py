@@ -57,7 +57,9 @@ def load_settings(argv: Sequence[str] | None = None, environ: Mapping[str, str] 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="pagestream-gateway", description="gRPC and OpenAI HTTP in front of the durable token stream."
+        prog="pagestream-gateway",
+        description="gRPC and OpenAI HTTP in front of the durable token stream.",
+        allow_abbrev=False,
     )
     defaults = Settings()
 

@@ -163,7 +163,8 @@ async def _gateway_of(
             tenant_metrics = TenantMetrics(telemetry.registry, settings.gateway.metric_tenants)
             session.ends.listeners.append(tenant_metrics.ended)
             limit = RedisTimeout(settings.gateway.answer_limit_s)
-            models = Models(broker, pool, limit, settings.formats, default=settings.gateway.default_model)
+            own = settings.gateway
+            models = Models(broker, pool, limit, settings.formats, own.model_aliases, default=own.default_model)
             yield Gateway(
                 settings=settings,
                 broker=broker,

@@ -65,6 +65,9 @@ class GatewaySettings:
     """"refuse": a body's field that is on no list of docs/fields.md is refused by its name. "ignore": it is left out,
     with a warning in the header X-Request-Warnings; for clients that are newer than this server. Equal in all gateways
     of a deployment."""
+    model_aliases: Mapping[str, str] = field(default_factory=dict)
+    """Further names of models, such as "gpt-4o=llama,gpt-4o-mini=llama": requests with them are of the model, whose own
+    name is in the answers. Equal in all gateways of a deployment."""
     page: bool = True
     """Whether `/` is a page to chat with the models; it needs a key where keys are asked for."""
     api_keys: Path | None = None

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from pagestream_simulator.errors import SimulatorError
 
 from pagestream_cli.console import say
-from pagestream_cli.errors import CliError
+from pagestream_cli.errors import CliError, UsageError
 
 
 class Command(NamedTuple):
@@ -32,9 +32,10 @@ class Command(NamedTuple):
     """Module with `run(arguments) -> exit code`."""
 
 
+SERVE = "serve"
 COMMANDS = (
     Command(
-        "serve",
+        SERVE,
         "serve a model on this machine: gateways, Redis and engines in one command",
         "serve.options",
         "serve.command",
@@ -68,17 +69,44 @@ COMMANDS = (
 )
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser without abbreviations, which takes the command lines of `vllm serve` behind `serve`."""
+
+    serve: argparse.ArgumentParser | None = None
+    """The parser of `serve`, in that of all commands."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **settings})
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As `argparse`."""
+        given = sys.argv[1:] if args is None else list(args)
+        if self.serve is not None and given[:1] == [SERVE]:
+            from pagestream_cli.serve.vllm_line import translate
+
+            try:
+                given = [SERVE, *translate(given[1:], self.serve._option_string_actions)]
+            except UsageError as error:
+                self.serve.exit(error.exit_code, f"error: {error}\n" + (f"  {error.hint}\n" if error.hint else ""))
+        return super().parse_known_args(given, namespace)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of all commands."""
-    parser = argparse.ArgumentParser(
-        prog="pagestream", description="Serve language models; token streams survive the death of any process."
+    parser = _Parser(
+        prog="pagestream",
+        description="Serve language models; token streams survive the death of any process.",
     )
     parser.add_argument("--version", action="store_true", help="print the version")
     verbs = parser.add_subparsers(dest="verb", metavar="COMMAND")
     for command in COMMANDS:
         sub = verbs.add_parser(
-            command.verb, help=command.help, description=f"{command.help[0].upper()}{command.help[1:]}."
+            command.verb,
+            help=command.help,
+            description=f"{command.help[0].upper()}{command.help[1:]}.",
         )
+        if command.verb == SERVE:
+            parser.serve = sub
         _module(command.options).add_arguments(sub)
         sub.set_defaults(work=command.work)
     helping = verbs.add_parser("help", help="explain a command")

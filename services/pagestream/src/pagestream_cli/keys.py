@@ -21,6 +21,7 @@ from pagestream_cli.datadir import DataDir
 from pagestream_cli.errors import NotFoundError, UsageError
 
 FILE_NAME = "api-keys"
+_GIVEN_FILE, _GIVEN_TENANT = "given-api-keys", "default"
 KEY_BYTES = 32
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,127}")
 _DIGEST = re.compile(r"(?:sha256:)?([0-9a-f]{64})")
@@ -75,6 +76,20 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             _revoke(file, arguments.key)
     return 0
+
+
+def write_given_keys(data_dir: DataDir, keys: Sequence[str]) -> Path:
+    """Write the hashes of keys that serve was given on its command line; return the file for its gateways.
+
+    They are keys of the tenant of a deployment without keys, so that its requests stay readable.
+
+    Raises:
+        UsageError: the file can't be written.
+    """
+    file = data_dir.path / _GIVEN_FILE
+    digests = dict.fromkeys(hashlib.sha256(key.encode()).hexdigest() for key in keys)
+    _write(file, [f"{digest} -> {_GIVEN_TENANT}" for digest in digests])
+    return file
 
 
 def _new(file: Path, tenant: str, note: str) -> None:

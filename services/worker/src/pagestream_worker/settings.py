@@ -306,6 +306,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of `pagestream-engine`; an option that is not given may come from the environment."""
     parser = argparse.ArgumentParser(
         prog="pagestream-engine",
+        allow_abbrev=False,
         description="Runs a model on requests from Redis. Every option is a variable as well: "
         "PAGESTREAM_WORKER__<OPTION>, and PAGESTREAM_ENGINE__<OPTION> for the engine's.",
     )

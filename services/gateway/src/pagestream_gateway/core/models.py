@@ -243,10 +243,17 @@ class Models:
         pool: TokenizePool,
         limit: RedisTimeout,
         formats: FormatSettings | None = None,
+        aliases: Mapping[str, str] | None = None,
         *,
         default: str | None = None,
     ) -> None:
-        """`default`: the model or adapter of requests without a name."""
+        """Make the view.
+
+        Args:
+            aliases: further names of models, `GatewaySettings.model_aliases`.
+            default: the model or adapter of requests without a name.
+        """
+        self.aliases = aliases or {}
         self._broker = broker
         self._pool = pool
         self._limit = limit
@@ -259,12 +266,13 @@ class Models:
         self._with_engines: frozenset[str] = frozenset()
 
     async def resolve(self, name: str) -> LoadedModel:
-        """Return the model of that name, or of the adapter of that name; of an empty name that of `default_name`.
+        """Return the model of that name or alias, or of the adapter of that name; without a name that of `default_name`.
 
         Raises ModelNotFound, ModelUnavailable, InvalidRequest where a name is needed or an adapter can't be used,
         Overloaded, Unavailable.
         """
         name = name or await self.default_name(lambda _: True)
+        name = self.aliases.get(name, name)
         # A name that is not in the view of the models is an adapter's, where there is one: no model is read for it.
         adapter = None if self._broker.directory.knows(name) else await self._adapter(name)
         try:

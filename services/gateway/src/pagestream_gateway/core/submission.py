@@ -141,11 +141,12 @@ class Submission:
 
     async def resolve(self, name: str, identity: Identity) -> LoadedModel:
         """Return a model that a caller may use. Raises as Models.resolve; ModelNotFound also where it may not."""
+        served = self.models.aliases.get(name, name)
         if not name:
-            name = await self.models.default_name(lambda each: self.tenants.allows(identity, each))
-        elif not self.tenants.allows(identity, name):
+            served = await self.models.default_name(lambda each: self.tenants.allows(identity, each))
+        elif not self.tenants.allows(identity, served):
             raise ModelNotFound(name)
-        return await self.models.resolve(name)
+        return await self.models.resolve(served)
 
     async def _prepare(self, draft: Draft, identity: Identity) -> tuple[LoadedModel, PreparedRequest]:
         limits = self.settings.limits

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from pagestream_client.http import HttpTransport
 
 API_KEY_VARIABLE = "PAGESTREAM_CLIENT__API_KEY"
+KEY_VARIABLES = (API_KEY_VARIABLE, "VLLM_API_KEY", "OPENAI_API_KEY")
+"""Variables with the key that commands send; the first that is set counts."""
 
 
 @dataclass(frozen=True)
@@ -80,4 +82,4 @@ def _checked(url: str) -> str:
 
 def known_api_key(given: str | None = None) -> str | None:
     """Return the key that was given, else that of the environment; None where no key is sent."""
-    return given or os.environ.get(API_KEY_VARIABLE) or None
+    return given or next((key for name in KEY_VARIABLES if (key := os.environ.get(name))), None)

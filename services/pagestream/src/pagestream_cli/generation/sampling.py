@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from pagestream_cli.client.endpoint import KEY_VARIABLES
+
+KEYS = ", ".join(f"${name}" for name in KEY_VARIABLES)
 FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
 """Sampling parameters with an option, by the names of the API."""
 
@@ -15,7 +18,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         "--url", metavar="URL", help="a gateway's base URL (default: the serve that runs in the data folder)"
     )
     parser.add_argument("--data-dir", metavar="DIR", help="the data folder of that serve")
-    parser.add_argument("--api-key", metavar="KEY", help="default: $PAGESTREAM_CLIENT__API_KEY")
+    parser.add_argument("--api-key", metavar="KEY", help=f"default: the first of {KEYS} that is set")
     parser.add_argument(
         "--model",
         metavar="NAME",

@@ -10,6 +10,7 @@ import os
 import shlex
 import signal
 import time
+from dataclasses import replace
 
 from pagestream_telemetry.environment import variable_of
 
@@ -17,6 +18,7 @@ from pagestream_cli.client.endpoint import known_api_key
 from pagestream_cli.console import say
 from pagestream_cli.datadir import DataDir, DataDirLock
 from pagestream_cli.errors import UsageError
+from pagestream_cli.keys import write_given_keys
 from pagestream_cli.serve.checks import check_options, check_parts
 from pagestream_cli.serve.deployment import Deployment
 from pagestream_cli.serve.engines import EngineLogs, engines_left_behind
@@ -54,6 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
         options.data_dir.serve_file.unlink(missing_ok=True)
         model = choose_model(options.model, options.served_model_name)
         ports = assign_ports(options)
+        if options.given_keys:
+            options = replace(options, api_keys=write_given_keys(options.data_dir, options.given_keys))
         command = _redis(options, ports)
         plan = Plan(options, ports, model)
         check_parts([*plan.engines(EngineLogs()), *plan.gateways()])
@@ -108,6 +112,8 @@ async def _host(plan: Plan, deployment: Deployment, reporter: Reporter) -> None:
     await deployment.wait_ready()
     if plan.model.adapter is not None:
         await _load_adapter(plan, plan.model.adapter)
+    for module in plan.options.lora_modules:
+        await _load_adapter(plan, module.chosen())
     reporter.loaded()
     reporter.ready(deployment.record)
     if not plan.options.exit_after_greet:
@@ -156,12 +162,13 @@ async def _greet(plan: Plan, deployment: Deployment, prompt: str) -> None:
     from pagestream_cli.serve.greet import examples, greet
 
     record = deployment.record
+    key = plan.options.given_keys[0] if plan.options.given_keys else known_api_key()
     if plan.options.exit_after_greet:
-        await greet(record, prompt, api_key=known_api_key())
+        await greet(record, prompt, api_key=key)
         deployment.supervisor.stop()
         return
     with contextlib.suppress(OSError):  # the terminal is closed; the deployment continues for its clients
-        await greet(record, prompt, api_key=known_api_key())
+        await greet(record, prompt, api_key=key)
         say(examples(record))
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pagestream_telemetry.environment import variable_of
 
 from pagestream_cli.datadir import DataDir
+from pagestream_cli.serve import vllm_options
+from pagestream_cli.serve.model import checkpoint_quantization
 
 ENGINE_OPTIONS: tuple[tuple[str, str, str], ...] = (
     ("--dtype", "TYPE", "auto, float32, float16 or bfloat16"),
@@ -20,10 +23,10 @@ ENGINE_OPTIONS: tuple[tuple[str, str, str], ...] = (
     ("--block-size", "N", "tokens in a KV block"),
     ("--num-gpu-blocks-override", "N", "KV blocks, instead of what memory allows"),
     ("--gpu-memory-utilization", "X", "fraction of the GPU's memory that an engine may use"),
-    ("--eviction-policy", "NAME", "which cached KV block is used anew first: lru, slru, lfu or cost"),
+    ("--eviction-policy", "NAME", "KV cache eviction policy: lru, slru, lfu or cost"),
     ("--kv-cache-dtype", "TYPE", "what keys and values are kept as: auto, bfloat16 or fp8"),
     ("--swap-space", "GIB", "host memory of each engine for KV blocks that are evicted"),
-    ("--quantization", "METHOD", "int8: weights are quantised while they are loaded"),
+    ("--quantization", "METHOD", "int8: quantise weights while loading; a checkpoint's own method needs no flag"),
     ("--cpu-offload-gb", "GIB", "host memory for weights of a GPU's model"),
     ("--tensor-parallel-size", "N", "ranks that divide each layer among them, in every engine"),
     ("--pipeline-parallel-size", "N", "stages that divide the layers among them, in every engine"),
@@ -37,9 +40,11 @@ ENGINE_OPTIONS: tuple[tuple[str, str, str], ...] = (
         "NAME",
         "fcfs, priority, shortest_first, round_robin, fair, or one of a plugin",
     ),
-    ("--speculative-method", "NAME", "of drafts that a step checks together: ngram, grammar (default: none)"),
-    ("--speculative-model", "MODEL", "that drafts: a folder or repository, of the model's vocabulary (default: none)"),
-    ("--num-speculative-tokens", "N", "most drafts of a sequence in a step"),
+    ("--speculative-method", "NAME", "speculative decoding method: ngram, grammar or draft_model (default: none)"),
+    ("--speculative-model", "MODEL", "draft model with the model's vocabulary: a folder or repository (default: none)"),
+    ("--num-speculative-tokens", "N", "most draft tokens of a sequence in a step"),
+    ("--prompt-lookup-min", "N", "fewest last tokens that ngram must have found before"),
+    ("--prompt-lookup-max", "N", "most last tokens that ngram compares"),
     ("--tool-call-parser", "NAME", "format of the model's tool calls, such as hermes (default: by its chat template)"),
     ("--reasoning-parser", "NAME", "format of its reasoning, such as deepseek_r1 (default: by its chat template)"),
     ("--chat-template", "FILE", "Jinja template of chats, or its text (default: the model's own)"),
@@ -56,6 +61,15 @@ ENGINE_OPTIONS: tuple[tuple[str, str, str], ...] = (
     ("--partitions", "N", "partitions of a model that is new to Redis"),
 )
 """Flag, metavar and help text of options that are passed to every engine, which checks them."""
+ENGINE_SWITCHES: tuple[tuple[str, str], ...] = (
+    ("--enable-prefix-caching", "share the KV blocks of equal prefixes"),
+    ("--deterministic", "bit-identical logits in any batch, on a CPU"),
+    ("--enable-lora", "let requests name LoRA adapters"),
+    ("--enforce-eager", "launch each kernel of a GPU's decodes anew, instead of recording CUDA graphs"),
+    ("--async-scheduling", "schedule the next step while one runs"),
+    ("--enable-sleep-mode", "let operators put engines to sleep, and load and unload their model"),
+)
+"""Likewise, of options that are on or off, each with `--no-...`."""
 _DEMO_ENGINES, _DEMO_GATEWAYS = 2, 3
 """Least numbers with --demo. A browser has at most six connections to a gateway, and the page reads eight streams, also
 while a gateway is dead."""
@@ -91,7 +105,7 @@ class ServeOptions:
     gateways: int
     data_dir: DataDir
     api_keys: Path | None
-    """File of key hashes and tenants, for the gateways; None: no API key is required."""
+    """File of key hashes and tenants, for the gateways; None: no API key is required, but for `given_keys`."""
     tls_certificate: Path | None
     """PEM file of a certificate chain with which gateways serve TLS; None: no TLS."""
     tls_key: Path | None
@@ -107,10 +121,22 @@ class ServeOptions:
     """Print every setting, and serve nothing."""
     verbose: bool
     """Show the whole output of the parts."""
+    aliases: tuple[str, ...] = ()
+    """Further names that requests may use for the model."""
+    given_keys: tuple[str, ...] = ()
+    """API keys of the tenant "default", in the place of a file."""
+    lora_modules: tuple[vllm_options.LoraModule, ...] = ()
+    """Adapters that requests may name from the start."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of gateways and engines that flags stand for."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of serve."""
+    parser.usage = "%(prog)s [MODEL] [options]"
+    parser.epilog = (
+        "Command lines of `vllm serve` are taken too, with `--config FILE`; docs/coming-from.md lists its flags."
+    )
     parser.add_argument(
         "model",
         nargs="?",
@@ -118,11 +144,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder of a model or LoRA adapter, or a Hugging Face repository (default: the demo model)",
     )
     parser.add_argument(
-        "--served-model-name", metavar="NAME", help="model's or adapter's name in the API (default: the folder's)"
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="model's or adapter's name in the API (default: the folder's); of several, answers have the first",
     )
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a repository, as MODEL@NAME")
+    parser.add_argument("--tokenizer", metavar="MODEL", help=argparse.SUPPRESS)
     parser.add_argument("--host", default="127.0.0.1", help="where gateways listen (default: %(default)s)")
     parser.add_argument(
         "--http-port",
+        "--port",
         type=int,
         default=8000,
         metavar="PORT",
@@ -160,6 +192,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data-dir", metavar="DIR", help="queue, logs and serve.json (default: ~/.local/share/pagestream)"
     )
     parser.add_argument("--api-keys", type=Path, metavar="FILE", help="key hashes and tenants (default: no keys)")
+    parser.add_argument(
+        "--api-key",
+        nargs="+",
+        metavar="KEY",
+        help=f"keys that open the API (default: ${vllm_options.KEY_VARIABLE}, or no keys)",
+    )
     parser.add_argument("--tls-certificate", type=Path, metavar="FILE", help="serve TLS with this chain (PEM)")
     parser.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key (PEM)")
     parser.add_argument("--greet", metavar="PROMPT", help="send this prompt when ready, and show the answer")
@@ -172,20 +210,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine options, passed to every engine")
     for flag, metavar, text in ENGINE_OPTIONS:
         engine.add_argument(flag, metavar=metavar, help=text)
+    for flag, text in ENGINE_SWITCHES:
+        engine.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
+    engine.add_argument("--speculative-config", metavar="JSON", help="the three above in one, as vLLM takes them")
     engine.add_argument(
-        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, help="share the KV blocks of equal prefixes"
+        "--lora-modules", nargs="+", metavar="NAME=FOLDER", help="adapters that requests may name from the start"
     )
-    engine.add_argument("--enable-lora", action=argparse.BooleanOptionalAction, help="let requests name LoRA adapters")
-    engine.add_argument(
-        "--deterministic", action=argparse.BooleanOptionalAction, help="bit-identical logits in any batch, on a CPU"
-    )
+    vllm_options.add_variables(parser.add_argument_group("variables of the processes, by vLLM's names"))
 
 
 def parse_options(arguments: argparse.Namespace) -> ServeOptions:
-    """Return the parsed options. Files of gateways come from their variables where no flag names them."""
+    """Return the parsed options. Files of gateways come from their variables where no flag names them.
+
+    Raises:
+        UsageError: options of vLLM's are malformed, contradict each other, or ask for what isn't here.
+    """
+    names: list[str] = list(dict.fromkeys(arguments.served_model_name or []))
+    model = vllm_options.revised(arguments.model, arguments.revision)
+    vllm_options.check_tokenizer(model, arguments.tokenizer)
+    key_file = arguments.api_keys or (None if arguments.api_key else _file_of_gateways("api_keys"))
     return ServeOptions(
-        model=arguments.model,
-        served_model_name=arguments.served_model_name,
+        model=model,
+        served_model_name=names[0] if names else None,
+        aliases=tuple(names[1:]),
         host=arguments.host,
         http_port=arguments.http_port,
         grpc_port=arguments.grpc_port,
@@ -196,7 +243,7 @@ def parse_options(arguments: argparse.Namespace) -> ServeOptions:
         warm_spares=arguments.warm_spares,
         gateways=max(arguments.gateways, _DEMO_GATEWAYS if arguments.demo else 1),
         data_dir=DataDir.at(arguments.data_dir),
-        api_keys=arguments.api_keys or _file_of_gateways("api_keys"),
+        api_keys=key_file,
         tls_certificate=arguments.tls_certificate or _file_of_gateways("tls_certificate"),
         tls_key=arguments.tls_key or _file_of_gateways("tls_key"),
         engine_arguments=_engine_arguments(arguments),
@@ -205,6 +252,9 @@ def parse_options(arguments: argparse.Namespace) -> ServeOptions:
         demo=arguments.demo,
         help_all=arguments.help_all,
         verbose=arguments.verbose,
+        given_keys=vllm_options.keys(arguments, key_file),
+        lora_modules=tuple(vllm_options.lora_module(text) for text in arguments.lora_modules or ()),
+        environment=dict(vllm_options.variables(arguments)),
     )
 
 
@@ -215,20 +265,26 @@ def _file_of_gateways(field: str) -> Path | None:
 
 
 def _engine_arguments(arguments: argparse.Namespace) -> tuple[str, ...]:
+    values = {flag: getattr(arguments, _name(flag)) for flag, _, _ in ENGINE_OPTIONS}
+    vllm_options.merge_speculation(values, arguments.speculative_config)
+    if values["--quantization"] is not None and checkpoint_quantization(arguments.model, values["--quantization"]):
+        values["--quantization"] = None
+    if arguments.demo and arguments.model is None and values[_BLOCKS_FLAG] is None:
+        values[_BLOCKS_FLAG] = _DEMO_BLOCKS
     given: list[str] = []
-    for flag, _, _ in ENGINE_OPTIONS:
-        value = getattr(arguments, flag.removeprefix("--").replace("-", "_"))
-        if value is not None:
-            given += [flag, value]
-        elif flag == _BLOCKS_FLAG and arguments.demo and arguments.model is None:
-            given += [flag, _DEMO_BLOCKS]
-    if arguments.enable_prefix_caching is not None:
-        given.append("--enable-prefix-caching" if arguments.enable_prefix_caching else "--no-enable-prefix-caching")
-    if arguments.deterministic is not None:
-        given.append("--deterministic" if arguments.deterministic else "--no-deterministic")
-    if arguments.enable_lora is not None:
-        given.append("--enable-lora" if arguments.enable_lora else "--no-enable-lora")
+    for flag, value in values.items():
+        given += [] if value is None else [flag, value]
+    for flag, _ in ENGINE_SWITCHES:
+        is_on = getattr(arguments, _name(flag))
+        if is_on is None and flag == "--enable-lora" and arguments.lora_modules:
+            is_on = True
+        if is_on is not None:
+            given.append(flag if is_on else f"--no-{flag.removeprefix('--')}")
     return tuple(given)
+
+
+def _name(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
 
 
 def _at_least_one(text: str) -> int:

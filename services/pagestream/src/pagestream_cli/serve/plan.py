@@ -32,6 +32,7 @@ GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")
 """Of the drivers of NVIDIA and AMD; serve imports no torch."""
 START_VARIABLE = variable_of("GATEWAY", "start_file")
 DEFAULT_MODEL_VARIABLE = variable_of("GATEWAY", "default_model")
+ALIASES_VARIABLE = variable_of("GATEWAY", "model_aliases")
 SMALL_MODEL_BYTES = 32 << 20
 """Bytes of weights below which an engine gets one thread. Measured with 32 streams on two cores that all parts share:
 the demo model (11 MB) generates 1,433 to 1,999 tokens/s on one thread, 964 to 1,002 on two; the reference model
@@ -111,7 +112,12 @@ class Plan:
             argv=tuple(argv),
             log_path=self.options.data_dir.logs / f"{name}.log",
             drain_stage=DrainStage.GATEWAY,
-            env={START_VARIABLE: str(self.options.data_dir.loaded_file), **self._default_model()},
+            env={
+                START_VARIABLE: str(self.options.data_dir.loaded_file),
+                **self._default_model(),
+                **({ALIASES_VARIABLE: self._aliases()} if self.options.aliases else {}),
+                **self.options.environment,
+            },
             ports=_known({"http": ports.http, "grpc": ports.grpc, "metrics": ports.metrics}),
             probe=lambda: http_ok(self.options.host, ports.http, "/readyz", has_tls=has_tls),
         )
@@ -120,6 +126,10 @@ class Plan:
         if DEFAULT_MODEL_VARIABLE in os.environ:
             return {}
         return {DEFAULT_MODEL_VARIABLE: self.model.name if self.model.adapter is None else self.model.adapter.name}
+
+    def _aliases(self) -> str:
+        served = self.model.name if self.model.adapter is None else self.model.adapter.name
+        return ",".join(f"{alias}={served}" for alias in self.options.aliases)
 
     def _engine(self, index: int, logs: EngineLogs) -> PartSpec:
         name = f"engine-{index}"
@@ -147,9 +157,12 @@ class Plan:
             argv=tuple(argv),
             log_path=self.options.data_dir.logs / f"{name}.log",
             drain_stage=DrainStage.ENGINE,
-            env=engine_environment(
-                self.options.engines, os.environ, weight_bytes(self.model.source), self.options.warm_spares
-            ),
+            env={
+                **engine_environment(
+                    self.options.engines, os.environ, weight_bytes(self.model.source), self.options.warm_spares
+                ),
+                **self.options.environment,
+            },
             ports=_known({"metrics": metrics}),
             probe=claims,
             standby=Standby(("--standby", spare_state(self.options)), stands_by) if self.options.warm_spares else None,

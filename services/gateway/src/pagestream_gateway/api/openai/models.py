@@ -32,9 +32,11 @@ def router(gateway: Gateway) -> APIRouter:
 
 
 async def _models(gateway: Gateway, identity: Identity) -> list[dict[str, Any]]:
-    """Return the models that a caller may use, then such LoRA adapters of those that are known."""
+    """Return the models that a caller may use, then such LoRA adapters of those that are known, then aliases."""
     found = await _all_models(gateway)
-    return [each for each in found if gateway.submission.tenants.allows(identity, each["id"])]
+    allowed = {each["id"]: each for each in found if gateway.submission.tenants.allows(identity, each["id"])}
+    aliases = gateway.models.aliases.items()
+    return [*allowed.values(), *(allowed[name] | {"id": alias} for alias, name in aliases if name in allowed)]
 
 
 async def _all_models(gateway: Gateway) -> list[dict[str, Any]]:
