@@ -10,7 +10,7 @@ pytestmark = pytest.mark.served
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("tool", ["write_fields.py", "write_sizing.py", "write_vllm_flags.py"])
+@pytest.mark.parametrize("tool", ["write_fields.py", "write_sizing.py", "write_vllm_flags.py", "write_reference.py"])
 def test_a_page_has_the_contents_of_now(tool: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("sys.argv", [tool, "--check"])

@@ -110,7 +110,7 @@ def build_parser() -> argparse.ArgumentParser:
         _module(command.options).add_arguments(sub)
         sub.set_defaults(work=command.work)
     helping = verbs.add_parser("help", help="explain a command")
-    helping.add_argument("topic", nargs="?", choices=[command.verb for command in COMMANDS])
+    helping.add_argument("topic", nargs="?", choices=[command.verb for command in COMMANDS], help="the command")
     return parser
 
 

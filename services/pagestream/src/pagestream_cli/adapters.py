@@ -27,14 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     store.add_arguments(listing)
 
     loading = actions.add_parser("load", help="let requests name an adapter as their model")
-    loading.add_argument("name", metavar="NAME", help="that requests give")
-    loading.add_argument("path", metavar="FOLDER", help="in PEFT's format, where engines find it")
+    loading.add_argument("name", metavar="NAME", help="name that requests give")
+    loading.add_argument("path", metavar="FOLDER", help="folder in PEFT's format, where engines find it")
     loading.add_argument("--model", metavar="NAME", help="its base model (default: the only one)")
-    loading.add_argument("--revision", metavar="DIGEST", help="of its files, where they can't be read here")
+    loading.add_argument("--revision", metavar="DIGEST", help="digest of its files, where they can't be read here")
     store.add_arguments(loading)
 
     unloading = actions.add_parser("unload", help="let requests name it no longer; accepted ones go on with it")
-    unloading.add_argument("name", metavar="NAME")
+    unloading.add_argument("name", metavar="NAME", help="name that requests give")
     store.add_arguments(unloading)
 
 

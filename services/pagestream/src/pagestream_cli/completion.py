@@ -10,7 +10,7 @@ SHELLS = ("bash", "zsh", "tcsh")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of completion."""
     parser.epilog = 'bash: eval "$(pagestream completion bash)" in ~/.bashrc; zsh: write it to _pagestream in $fpath.'
-    parser.add_argument("shell", choices=SHELLS)
+    parser.add_argument("shell", choices=SHELLS, help="the shell that completes")
 
 
 def run(arguments: argparse.Namespace) -> int:

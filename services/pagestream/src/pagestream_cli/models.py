@@ -47,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     for verb, text in _CHANGES.items():
         changing = actions.add_parser(verb, help=text)
-        changing.add_argument("name", metavar="NAME", nargs="?" if verb in _OF_ALL else None)
+        changing.add_argument(
+            "name", metavar="NAME", nargs="?" if verb in _OF_ALL else None, help="served name of the model"
+        )
         if verb == "sleep":
             changing.add_argument(
                 "--level", type=int, choices=(1, 2), default=1, help="1: weights stay in host memory; 2: nothing does"
@@ -58,9 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         changing.set_defaults(action=verb)
 
     removing = actions.add_parser("rm", help="remove a model that no engine serves")
-    removing.add_argument("name", metavar="NAME")
+    removing.add_argument("name", metavar="NAME", help="served name of the model")
     removing.add_argument("--end-requests", action="store_true", help="end unfinished requests with an error")
-    removing.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help="for its engines to end")
+    removing.add_argument(
+        "--wait", type=float, default=0.0, metavar="SECONDS", help="how long to wait for its engines to end"
+    )
     store.add_arguments(removing, argparse.SUPPRESS)
     removing.set_defaults(action="rm")
 

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     store.add_arguments(listing)
 
     showing = actions.add_parser("show", help="show one of them in full")
-    showing.add_argument("request_id", metavar="ID")
+    showing.add_argument("request_id", metavar="ID", help="id of a quarantined request")
     showing.add_argument("--json", action="store_true", help="print JSON, with the whole request")
     store.add_arguments(showing)
 
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "requeue",
         help="continue it from where it stopped, under a new id, which is printed (a second time: the same id)",
     )
-    requeueing.add_argument("request_id", metavar="ID", nargs="+")
+    requeueing.add_argument("request_id", metavar="ID", nargs="+", help="ids of quarantined requests")
     store.add_arguments(requeueing)
 
 

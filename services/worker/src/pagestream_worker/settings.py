@@ -196,36 +196,41 @@ _ENGINE_OPTIONS = (
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add the engine's options, named as vLLM's; one that is not given keeps the engine's default."""
     group = parser.add_argument_group("engine", "defaults are the engine's own", argument_default=argparse.SUPPRESS)
-    group.add_argument("--dtype", choices=DTYPES, help="of weights and activations")
-    group.add_argument("--device", choices=DEVICES)
+    group.add_argument("--dtype", choices=DTYPES, help="type of weights and activations")
+    group.add_argument("--device", choices=DEVICES, help="where the model runs (default: the GPU where there is one)")
     group.add_argument(
         "--enforce-eager", action=argparse.BooleanOptionalAction, help="launch each kernel of a GPU's decodes anew"
     )
-    group.add_argument("--attention-backend", choices=ATTENTION_BACKENDS)
+    group.add_argument("--attention-backend", choices=ATTENTION_BACKENDS, help="what computes attention")
     group.add_argument(
         "--deterministic",
         action=argparse.BooleanOptionalAction,
         help="bit-identical logits in any batch (default: on a CPU where it is free, off on a GPU)",
     )
-    group.add_argument("--max-model-len", type=int, metavar="TOKENS", help="of prompt and output together")
-    group.add_argument("--quantization", choices=QUANTIZATIONS, help="of the linears' weights while they are loaded")
+    group.add_argument("--max-model-len", type=int, metavar="TOKENS", help="most tokens of prompt and output together")
+    group.add_argument("--quantization", choices=QUANTIZATIONS, help="quantise the linears' weights while loading")
     group.add_argument("--shared-weights-gb", type=float, metavar="GIB", help="disk for weights that engines share")
+    group.add_argument("--cpu-offload-gb", type=float, metavar="GIB", help="host memory for weights of a GPU's model")
+    group.add_argument("--seed", type=int, help="seed of the generator that draws seeds for requests without one")
     group.add_argument(
-        "--cpu-offload-gb", type=float, metavar="GIB", help="of host memory for weights of a GPU's model"
+        "--max-logprobs", type=int, metavar="N", help="log probabilities that a request may ask for; -1 is no limit"
     )
-    group.add_argument("--seed", type=int, help="of the generator that draws seeds where a request brings none")
-    group.add_argument("--max-logprobs", type=int, metavar="N", help="that a request may ask for; -1 is no limit")
-    group.add_argument("--block-size", type=int, metavar="TOKENS", help="in a KV block")
+    group.add_argument("--block-size", type=int, metavar="TOKENS", help="tokens in a KV block")
     group.add_argument("--num-gpu-blocks-override", type=int, metavar="N", help="KV blocks, instead of what fits")
-    group.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE")
-    group.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
-    group.add_argument("--eviction-policy", choices=EVICTION_POLICIES, help="which cached block is used anew first")
-    group.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, help="what keys and values are kept as")
-    group.add_argument("--swap-space", type=float, metavar="GIB", help="of host memory for blocks that are evicted")
-    group.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences that run at once")
-    group.add_argument("--max-num-batched-tokens", type=int, metavar="TOKENS", help="in one step")
+    group.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE", help="share of the GPU's memory")
     group.add_argument(
-        "--itl-bound-ms", type=float, metavar="MS", help="that a step with prompts and decodes may take (default: any)"
+        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, help="share KV blocks of equal prefixes"
+    )
+    group.add_argument("--eviction-policy", choices=EVICTION_POLICIES, help="KV cache eviction policy")
+    group.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, help="what keys and values are kept as")
+    group.add_argument("--swap-space", type=float, metavar="GIB", help="host memory for evicted KV blocks")
+    group.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences that run at once")
+    group.add_argument("--max-num-batched-tokens", type=int, metavar="TOKENS", help="token budget of one step")
+    group.add_argument(
+        "--itl-bound-ms",
+        type=float,
+        metavar="MS",
+        help="time that a step with prompts and decodes may take (default: any)",
     )
     group.add_argument(
         "--scheduling-policy", metavar="NAME", help="fcfs, priority, shortest_first, round_robin, fair, or a plugin's"
@@ -233,14 +238,18 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--speculative-method",
         choices=SPECULATIVE_METHODS,
-        help="of drafts that a step checks together (default: none)",
+        help="speculative decoding method (default: none)",
     )
     group.add_argument(
-        "--speculative-model", metavar="MODEL", help="that drafts: a folder or repository, of the model's vocabulary"
+        "--speculative-model", metavar="MODEL", help="draft model with the model's vocabulary: folder or repository"
     )
-    group.add_argument("--num-speculative-tokens", type=int, metavar="N", help="most drafts of a sequence in a step")
-    group.add_argument("--prompt-lookup-min", type=int, metavar="TOKENS", help="that must have stood before (ngram)")
-    group.add_argument("--prompt-lookup-max", type=int, metavar="TOKENS", help="most that are compared (ngram)")
+    group.add_argument(
+        "--num-speculative-tokens", type=int, metavar="N", help="most draft tokens of a sequence in a step"
+    )
+    group.add_argument(
+        "--prompt-lookup-min", type=int, metavar="TOKENS", help="fewest last tokens that ngram must have found before"
+    )
+    group.add_argument("--prompt-lookup-max", type=int, metavar="TOKENS", help="most last tokens that ngram compares")
     group.add_argument("--enable-lora", action=argparse.BooleanOptionalAction, help="let requests name LoRA adapters")
     group.add_argument("--max-loras", type=int, metavar="N", help="adapters that run at once")
     group.add_argument("--max-lora-rank", type=int, metavar="N", help="largest rank of an adapter")
@@ -252,13 +261,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="schedule the next step while one runs (default: where a step can run meanwhile)",
     )
     group.add_argument("--tensor-parallel-size", type=int, metavar="N", help="processes that divide each layer")
-    group.add_argument("--pipeline-parallel-size", type=int, metavar="N", help="stages of layers; 1 is all there is")
+    group.add_argument("--pipeline-parallel-size", type=int, metavar="N", help="stages that divide the layers")
     group.add_argument("--nnodes", type=int, metavar="N", help="machines that the ranks are divided among")
-    group.add_argument("--node-rank", type=int, metavar="N", help="of this machine; only 0 serves requests")
-    group.add_argument("--master-addr", metavar="HOST", help="of machine 0")
-    group.add_argument("--master-port", type=int, metavar="PORT", help="of machine 0, where the others join")
-    group.add_argument("--node-secret-file", metavar="FILE", help="with the secret of the machines of a group")
-    group.add_argument("--node-join-timeout-s", type=float, metavar="S", help="to wait for the other machines")
+    group.add_argument("--node-rank", type=int, metavar="N", help="number of this machine; only 0 serves requests")
+    group.add_argument("--master-addr", metavar="HOST", help="address of machine 0")
+    group.add_argument("--master-port", type=int, metavar="PORT", help="port of machine 0, where the others join")
+    group.add_argument("--node-secret-file", metavar="FILE", help="file with the secret of the machines of a group")
+    group.add_argument("--node-join-timeout-s", type=float, metavar="S", help="seconds to wait for the other machines")
     group.add_argument(
         "--plugins",
         type=split_names,
@@ -313,9 +322,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "model", metavar="MODEL", nargs="?", help="folder with config.json, safetensors, tokenizer.json"
     )
-    parser.add_argument("--redis", metavar="URL", help="such as redis://127.0.0.1:6379/0")
-    parser.add_argument("--served-model-name", metavar="NAME", help="what clients ask for (default: the folder's name)")
-    parser.add_argument("--engine-id", type=_engine_name, metavar="ID", help="default: host name and process id")
+    parser.add_argument("--redis", metavar="URL", help="address of the Redis, such as redis://127.0.0.1:6379/0")
+    parser.add_argument("--served-model-name", metavar="NAME", help="model's name in the API (default: the folder's)")
+    parser.add_argument(
+        "--engine-id",
+        type=_engine_name,
+        metavar="ID",
+        help="name in leases and logs (default: host name and process id)",
+    )
     parser.add_argument(
         "--engine-core",
         choices=ENGINE_CORES,
@@ -330,7 +344,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--partitions",
         type=_partition_count,
         metavar="N",
-        help=f"of a model new to this Redis, at most {MAX_PARTITIONS} (default {DEFAULT_PARTITIONS})",
+        help=f"partitions of a model new to this Redis, at most {MAX_PARTITIONS} (default {DEFAULT_PARTITIONS})",
     )
     parser.add_argument(
         "--models",
@@ -366,7 +380,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--metrics-port", type=_count, metavar="PORT", help="serve /healthz, /readyz and /metrics")
     parser.add_argument("--metrics-host", metavar="HOST", help="where that port listens (default 0.0.0.0)")
-    parser.add_argument("--profile-dir", type=Path, metavar="DIR", help="for profiles on demand (default: none)")
+    parser.add_argument("--profile-dir", type=Path, metavar="DIR", help="folder for profiles on demand (default: none)")
     parser.add_argument("--otlp-endpoint", metavar="URL", help="send metrics and spans there, by OTLP/gRPC")
     parser.add_argument("--log-level", metavar="LEVEL", help="lowest level written (default INFO)")
     add_engine_options(parser)

@@ -16,6 +16,16 @@ _FAILURES = {ERROR_CODE: NoEngine, MODEL_UNAVAILABLE: NoEngine}
 _AT_FAULT = re.compile(r"([a-z_]+(?:, [a-z_]+)*): ")
 """With what an engine begins the message of a request that is at fault: names of sampling parameters."""
 _CONSTRAINT = "structured_outputs"
+LOG_CODES = {
+    "engine_error": "An engine failed on the request, or could not read it.",
+    INVALID_REQUEST: "An engine found the request at fault.",
+    ERROR_CODE: "No engine has served its model for long.",
+    MODEL_UNAVAILABLE: "No engine that lists its model can load it.",
+    "model_removed": "Its model was removed while it waited.",
+    "quarantined": "It made engines hang or die, and is kept for operators.",
+    "corrupt_record": "What Redis has of it can't be read.",
+}
+"""Codes with which the log of an accepted request may end, and what each means."""
 
 
 def is_failed(spec: RequestSpec, end: LogEnd) -> bool:

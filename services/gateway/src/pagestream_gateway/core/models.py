@@ -266,7 +266,7 @@ class Models:
         self._with_engines: frozenset[str] = frozenset()
 
     async def resolve(self, name: str) -> LoadedModel:
-        """Return the model of that name or alias, or of the adapter of that name; without a name that of `default_name`.
+        """Return the model of that name or alias, or of the adapter of that name; without a name the `default_name`.
 
         Raises ModelNotFound, ModelUnavailable, InvalidRequest where a name is needed or an adapter can't be used,
         Overloaded, Unavailable.

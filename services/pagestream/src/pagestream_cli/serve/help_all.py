@@ -53,12 +53,14 @@ def groups() -> dict[str, tuple[type, ...]]:
     from pagestream_gateway.settings import OWN_GROUPS
     from pagestream_streams.settings import StreamsSettings
     from pagestream_telemetry.settings import TelemetrySettings
+    from pagestream_worker.ladder.settings import DegradationSettings
     from pagestream_worker.settings import WorkerSettings
 
     gateway = {group.upper(): (kind,) for group, kind in OWN_GROUPS.items()}
     engine = tuple(group for name, group in fields_of(EngineConfig).items() if name != "place")
     common = {"BROKER": (StreamsSettings,), "TELEMETRY": (TelemetrySettings,)}
-    return {**gateway, "WORKER": (WorkerSettings,), "ENGINE": engine, **common}
+    process = {"WORKER": (WorkerSettings,), "ENGINE": engine, "DEGRADATION": (DegradationSettings,)}
+    return {**gateway, **process, **common}
 
 
 def settings_of(group: str, kinds: Iterable[type]) -> Iterator[Setting]:

@@ -18,16 +18,19 @@ class DegradationSettings:
     """Watermarks as shares in use, and the pace between rungs."""
 
     device_high: float = 1.0
-    """KV blocks that sequences hold or, preempted, need again, of all. It is short above this, not at it:
+    """Share of the KV blocks that sequences hold or, preempted, need again. Memory is short above this, not at it:
     only above 1 does the pool not hold what was admitted; a pool that is full of running sequences is well used."""
     device_low: float = 0.9
-    """As above; a lowered batch comes to less."""
+    """Share of the KV blocks below which the shortage is over; a lowered batch comes to less."""
     host_high: float = 0.95
-    """Memory of the machine or container, without the cache of files. The kernel begins to kill near 1."""
+    """Share of the machine's or container's memory in use, without the cache of files. The kernel begins to kill
+    near 1."""
     host_low: float = 0.9
+    """Share of that memory below which the shortage is over."""
     redis_high: float = 0.9
-    """Of maxmemory, at the fullest server. At 1 it refuses new requests of every class, and tokens wait."""
+    """Share of maxmemory in use at the fullest server. At 1 it refuses new requests of every class, and tokens wait."""
     redis_low: float = 0.8
+    """Share of maxmemory below which the shortage is over."""
     climb_s: float = 5.0
     """Seconds of shortage for each rung up: requests that end in that time may end it."""
     descend_s: float = 10.0
