@@ -145,7 +145,7 @@ def _row(field: FieldInfo) -> tuple[str, str]:
 
 def _neutral(values: tuple[Any, ...]) -> str:
     said = " or ".join(f"`{json.dumps(value)}`" for value in values)
-    return f"{said} asks for nothing and is taken" if said else ""
+    return f"accepted if {said}" if said else ""
 
 
 def main() -> int:

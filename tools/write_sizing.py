@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pagestream_engine.config import CacheConfig, EngineConfig
+from pagestream_engine.config import EngineConfig
 from pagestream_engine.models.config import ConfigFile
-from pagestream_engine.sizing import CARDS, GB, ModelSize, size_config
+from pagestream_engine.sizing import CARDS, GB, ModelSize, fewest_ranks, size_config
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "sizing.md"
@@ -48,13 +48,20 @@ def tables(found: dict[str, ModelSize]) -> str:
             f"| {name} | {size.num_parameters / 1e9:.2f} B | {size.weight_bytes / GB:.1f} | "
             f"{size.kv_bytes_per_token / 1024:g} | {blocks * size.block_bytes / 1e6:.0f} | {size.max_model_len:,} |"
         )
-    lines += ["", f"Sequences of {CONTEXT:,} tokens that one card holds at once:", ""]
+    lines += ["", f"Sequences of {CONTEXT:,} tokens that one card holds at once; `4x 17` is 17 on four cards:", ""]
     lines += [f"| model | {' | '.join(CARDS)} |", "|---|" + "---|" * len(CARDS)]
-    utilization = CacheConfig().gpu_memory_utilization
-    for name, size in found.items():
-        held = [size.num_sequences(size.num_blocks(memory, utilization), CONTEXT) for memory in CARDS.values()]
-        lines.append(f"| {name} | {' | '.join(f'{each:,}' if each else 'none' for each in held)} |")
+    for each in read_models():
+        file = ConfigFile(each["config"])
+        held = [fewest_ranks(file, EngineConfig(), memory, CONTEXT) for memory in CARDS.values()]
+        lines.append(f"| {each['name']} | {' | '.join(map(_cell, held))} |")
     return "\n".join(lines)
+
+
+def _cell(held: tuple[int, int] | None) -> str:
+    if held is None:
+        return "none"
+    num_ranks, num_sequences = held
+    return f"{num_sequences:,}" if num_ranks == 1 else f"{num_ranks}x {num_sequences:,}"
 
 
 def page(text: str) -> str:

@@ -15,7 +15,7 @@ import torch
 from pagestream_engine.attention.kv_store import block_bytes
 from pagestream_engine.cache.kv_groups import KVLayout
 from pagestream_engine.config import TRITON_BLOCK_SIZE, EngineConfig, ParallelConfig
-from pagestream_engine.errors import UnsupportedModel
+from pagestream_engine.errors import ConfigError, UnsupportedModel
 from pagestream_engine.models.config import DTYPES, ConfigFile
 from pagestream_engine.models.decoder_config import DecoderConfig
 from pagestream_engine.models.division.sharding import shard_config, shard_weights
@@ -44,6 +44,8 @@ CARDS: Mapping[str, int] = {
 """Bytes of memory by the vendors' data sheets, with a gigabyte as 10^9 bytes: a driver reports a little more."""
 CONTEXTS = (1024, 4096, 32_768, 131_072)
 """Tokens of a sequence for which the largest batch is given, as far as the model has them."""
+RANKS = (1, 2, 4, 8)
+"""Cards of a machine, among which a model may be divided."""
 _BYTES_PER_LOGIT = 12
 """A sampler's float32 logits, and two temporaries of their size."""
 _LIVE_HIDDEN = 4
@@ -179,6 +181,22 @@ def largest_batches(size: ModelSize, memory_bytes: int, utilization: float) -> d
     """Return, of each of CONTEXTS that the model has, how many sequences fit at once."""
     num_blocks = size.num_blocks(memory_bytes, utilization)
     return {context: size.num_sequences(num_blocks, context) for context in contexts_of(size)}
+
+
+def fewest_ranks(file: ConfigFile, config: EngineConfig, memory_bytes: int, context: int) -> tuple[int, int] | None:
+    """Return the fewest cards among which tensor ranks hold a sequence of `context` tokens, and how many they hold.
+
+    None where RANKS cards are too few, or can't divide the model.
+    """
+    for num_ranks in RANKS:
+        try:
+            size = size_config(file, replace(config, parallel=ParallelConfig(tensor_parallel_size=num_ranks)))
+        except ConfigError:
+            continue
+        held = size.num_sequences(size.num_blocks(memory_bytes, config.cache.gpu_memory_utilization), context)
+        if held:
+            return num_ranks, held
+    return None
 
 
 def contexts_of(size: ModelSize) -> Sequence[int]:

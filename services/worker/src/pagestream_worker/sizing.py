@@ -11,8 +11,11 @@ import os
 import sys
 from collections.abc import Sequence
 
+from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import EngineError
-from pagestream_engine.sizing import CARDS, largest_batches, size_model
+from pagestream_engine.models.config import ConfigFile
+from pagestream_engine.models.folder import resolve_model
+from pagestream_engine.sizing import CARDS, fewest_ranks, largest_batches, size_model
 
 from pagestream_worker.capacity import EXIT_REFUSED, REFUSAL
 from pagestream_worker.settings import add_engine_options, engine_config
@@ -45,13 +48,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "gpus": {
             name: {
                 "memory_bytes": CARDS[name],
-                "sequences": largest_batches(size, CARDS[name], share),
+                "sequences": (held := largest_batches(size, CARDS[name], share)),
+                "ranks": None if any(held.values()) else _ranks(options.model, config, name, min(held)),
             }
             for name in options.gpu or CARDS
         },
     }
     print(json.dumps(found))  # noqa: T201
     return 0
+
+
+def _ranks(model: str, config: EngineConfig, card: str, context: int) -> int | None:
+    """Return the fewest cards that hold the model; None where there are none, or ranks were asked for."""
+    if config.parallel.num_ranks > 1:
+        return None
+    found = fewest_ranks(ConfigFile.read(resolve_model(model)), config, CARDS[card], context)
+    return None if found is None else found[0]
 
 
 if __name__ == "__main__":

@@ -52,7 +52,8 @@ def as_text(found: dict[str, Any]) -> str:
     ]
     for name, card in found["gpus"].items():
         cells = "".join(f"{count if count else 'none':>10}" for count in card["sequences"].values())
-        lines.append(f"{name:<10}{card['memory_bytes'] / 1e9:>5.0f} GB{cells}")
+        ranks = f"   --tensor-parallel-size {card['ranks']}" if card["ranks"] else ""
+        lines.append(f"{name:<10}{card['memory_bytes'] / 1e9:>5.0f} GB{cells}{ranks}")
     return "\n".join(lines)
 
 
