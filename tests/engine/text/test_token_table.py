@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from pagestream_engine import ModelFileError
-from pagestream_engine.models import load_tokenizer, model_revision
+from pagestream_engine.models import has_first_texts, load_tokenizer, model_revision
 from pagestream_engine.text import IncrementalDetokenizer, Pieces
 from pagestream_grammars import choice_grammar, grammar_tokenizer, rules_grammar, source
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -113,6 +113,18 @@ def check_texts(folder: Path, count: int = 200) -> tuple[Tokenizer, Any]:
 @pytest.mark.parametrize("kind", MADE)
 def test_texts_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     check_texts(folder_of(tmp_path / kind, MADE[kind](), {}))
+
+
+def test_only_tokenizers_whose_texts_have_changed_ask_for_their_version(tmp_path: Path) -> None:
+    """Others keep their fingerprints, so that a rollout waits for nothing."""
+    plain = qwen()
+    without = Tokenizer.from_str(plain.to_str().replace("café", "cafe"))
+    files = DECLARED["special in tokenizer_config.json alone"][0]
+    found = {kind: has_first_texts(folder_of(tmp_path / kind, make(), {})) for kind, make in MADE.items()}
+    assert found == {"gemma": False, "llama2": False, "qwen": False, "words": False}
+    assert has_first_texts(folder_of(tmp_path / "plain", without, {}))
+    assert not has_first_texts(folder_of(tmp_path / "declared", without, files))
+    assert has_first_texts(tmp_path), "no texts"
 
 
 DECLARED: dict[str, tuple[Files, set[str]]] = {

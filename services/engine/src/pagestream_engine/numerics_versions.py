@@ -19,7 +19,7 @@ NUMERICS: Mapping[str, int] = {
     "triton": 2,
     # From logits to a token: what sampling parameters mean, grammars, penalties, filters, noise, draws (the C++ and
     # Triton ones too), which drafts hold, beams; log probabilities, and when an output ends.
-    "sampling": 2,
+    "sampling": 1,
     # Tokens to text: detokenization, stop strings, words as tokens.
     "text": 2,
 }

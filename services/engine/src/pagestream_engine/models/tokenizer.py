@@ -8,6 +8,7 @@ embedding has no row for others.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from pagestream_engine.models.defaults import read_if_there
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
+_SPELLED_BYTES = re.compile("[\u00a1-\u0143]")
+"""Letters beyond ASCII that stand for bytes in vocabularies of bytes."""
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
@@ -86,6 +89,24 @@ def changed_tokenizer(folder: Path) -> Tokenizer | None:
     return tokenizer if tokenizer is not None and _changes(plain, declared) else None
 
 
+def has_first_texts(folder: Path) -> bool:
+    """Return whether version 2 of the numerics `text` gives each token of a folder the text that version 1 gave it, as
+    far as tokenizer.json tells without its vocabulary: its bytes are spelled with GPT-2's letters, and no added token
+    has any of those beyond ASCII.
+
+    Raises:
+        ModelFileError: as `load_tokenizer`.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return True
+    added, decoder = _added_in(path), _part_of(path, "decoder", "{")
+    is_byte_level = decoder is not None and decoder.get("type") == "ByteLevel"
+    if added is None or not is_byte_level or changed_tokenizer(folder) is not None:
+        return False
+    return not any(_SPELLED_BYTES.search(content) for content in added)
+
+
 def _changes(tokenizer: Tokenizer, declared: Mapping[str, _Declared]) -> list[AddedToken]:
     """Return the tokens that a tokenizer has to take, or to take anew."""
     known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
@@ -122,15 +143,23 @@ def _agrees(declared: _Declared, known: Mapping[str, Any] | None) -> bool:
 def _added_in(path: Path) -> dict[str, Mapping[str, Any]] | None:
     """Return the added tokens of a tokenizer.json by their content, without reading its vocabulary; None where they are
     not found so."""
+    try:
+        return {each["content"]: each for each in _part_of(path, "added_tokens", "[")}
+    except (TypeError, KeyError):
+        return None
+
+
+def _part_of(path: Path, name: str, bracket: str) -> Any:
+    """Return a part of a tokenizer.json that stands before the model, and begins with a bracket; None where it is not
+    found so."""
     text = path.read_text(encoding="utf-8")
-    place = text.find('"added_tokens"')
-    begin = text.find("[", place) if 0 <= place < (text.find('"model"') % len(text)) else -1
+    place = text.find(f'"{name}"')
+    begin = text.find(bracket, place) if 0 <= place < (text.find('"model"') % len(text)) else -1
     if begin < 0:
         return None
     try:
-        tokens, _ = json.JSONDecoder().raw_decode(text, begin)
-        return {each["content"]: each for each in tokens}
-    except (ValueError, TypeError, KeyError):
+        return json.JSONDecoder().raw_decode(text, begin)[0]
+    except ValueError:
         return None
 
 

@@ -12,6 +12,7 @@ import torch
 from pagestream_engine.attention import Backend, CacheShape
 from pagestream_engine.cpu import processor_identity, read_cpuinfo
 from pagestream_engine.models.folder import model_revision
+from pagestream_engine.models.tokenizer import has_first_texts
 from pagestream_engine.numerics_versions import NUMERICS
 from pagestream_engine.runner.numerics import Numerics
 
@@ -20,6 +21,8 @@ from pagestream_engine.runner.numerics import Numerics
 # fingerprint, so that a rollout from one to the other waits for nothing. Once a version is 2 no engine has that
 # fingerprint: delete the file then, and hash every version.
 _FIRST_VERSIONS = Path(__file__).with_name("first_versions.txt")
+_BY_DECODER = 2
+"""Version of `text` since which added tokens pass the decoder (decision 0340)."""
 
 
 def fingerprint(
@@ -51,7 +54,11 @@ def fingerprint(
     parts = [
         model_revision(model_dir),
         *_FIRST_VERSIONS.read_text().splitlines(),
-        *(f"{name}={number}" for name, number in sorted(NUMERICS.items()) if number > 1 and name != _unused(backend)),
+        *(
+            f"{name}={NUMERICS[name]}"
+            for name in sorted(NUMERICS.keys() - _unused(backend, model_dir))
+            if NUMERICS[name] > 1
+        ),
         *map(_shape, shapes),
         str(max_model_len),
         backend.name,
@@ -69,11 +76,16 @@ def fingerprint(
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _unused(backend: Backend) -> str:
-    """Return the one of NUMERICS by which an engine computes nothing: a change to it makes no request wait."""
+def _unused(backend: Backend, model_dir: Path) -> set[str]:
+    """Return those of NUMERICS whose changes change nothing that an engine gives: no request waits for them."""
+    unused = set()
     if backend.store.device.type == "cuda":
-        return "native"
-    return "" if backend.name == "triton" else "triton"
+        unused.add("native")
+    elif backend.name != "triton":
+        unused.add("triton")
+    if NUMERICS["text"] == _BY_DECODER and has_first_texts(model_dir):
+        unused.add("text")
+    return unused
 
 
 def _shape(shape: CacheShape) -> str:
