@@ -16,7 +16,7 @@ from pagestream_grammars.grammar import (
     rules_grammar,
 )
 from pagestream_grammars.schemas import stripped
-from pagestream_grammars.tokens import AddedToken, TokenTable
+from pagestream_grammars.tokens import TokenTable
 from pagestream_grammars.vocabulary import grammar_tokenizer
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "MAX_CHOICES",
     "MAX_NESTING",
     "MAX_SCHEMA_BYTES",
-    "AddedToken",
     "Grammar",
     "GrammarError",
     "TokenTable",

@@ -51,7 +51,7 @@ def source(grammar: Grammar, table: TokenTable | None = None) -> str:
     Raises:
         GrammarError: the rules are malformed, or some place of an output has more than the parser keeps.
     """
-    from llguidance import LLMatcher, grammar_from
+    from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
 
     check_structure(grammar)
@@ -62,12 +62,13 @@ def source(grammar: Grammar, table: TokenTable | None = None) -> str:
     if grammar.format == "choice":  # a terminal is one lexeme, however many texts it has
         texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(grammar.text))
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
-    try:
-        if grammar.format == "grammar" and table is not None:
-            return LLMatcher.grammar_from_lark(with_token_ids(any_to_lark(grammar.text), table))
-        return grammar_from(grammar.format, grammar.text)  # type: ignore[arg-type]
-    except ValueError as error:
-        raise refused(grammar, str(error)) from error
+    if grammar.format == "grammar":
+        try:
+            rules = any_to_lark(grammar.text)
+        except Exception as error:
+            raise refused(grammar, f"it is neither Lark nor GBNF: {error}") from error
+        return LLMatcher.grammar_from_lark(rules if table is None else with_token_ids(rules, table))
+    return LLMatcher.grammar_from_regex(grammar.text)
 
 
 def refused(grammar: Grammar, reason: str) -> GrammarError:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -14,18 +14,6 @@ if TYPE_CHECKING:
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _BATCH = 8192
 """Tokens that are decoded at once."""
-
-
-class AddedToken(NamedTuple):
-    """A token that stands beside the tokenizer's model: of a chat template, a marker of calls, a run of spaces."""
-
-    token_id: int
-    content: str
-    """As a prompt spells it."""
-    text: str
-    """What it adds to an output: its content through the decoder, as for any other token."""
-    is_special: bool
-    """By the tokenizer's files. `skip_special_tokens` hides it, and no grammar's text matches it."""
 
 
 class TokenTable:
@@ -45,20 +33,10 @@ class TokenTable:
         self._falls_back = "ByteFallback" in kinds
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        """By the tokenizer's files: `skip_special_tokens` hides them, and no text of a grammar matches them."""
         self._contents = {token.content: token_id for token_id, token in added.items()}
         self.word_end = next((str(each.get("suffix")) for each in self._decoders if each["type"] == "BPEDecoder"), "")
         """What the last token of a word ends with, such as </w>: a space, unless the text ends there. Else empty."""
-
-    @cached_property
-    def added(self) -> Mapping[int, AddedToken]:
-        """All added tokens, by their ids."""
-        ids = sorted((token_id, content) for content, token_id in self._contents.items())
-        return {
-            token_id: AddedToken(
-                token_id, content, self.spelled(token_id).decode(errors="replace"), token_id in self.special_ids
-            )
-            for token_id, content in ids
-        }
 
     @cached_property
     def special_contents(self) -> frozenset[str]:
@@ -124,12 +102,17 @@ class TokenTable:
     def _decoded(self, token_ids: Sequence[int]) -> list[bytes]:
         """Return what tokens add to a text. A decoder may treat the first one differently (strip its space), so the
         second of two is taken."""
-        decode = self._tokenizer.decode_batch
-        once = decode([[token_id] for token_id in token_ids], skip_special_tokens=False)
+        once = self._texts([[token_id] for token_id in token_ids])
         if self.word_end:
             return [text.encode() for text in once]
-        twice = decode([[token_id, token_id] for token_id in token_ids], skip_special_tokens=False)
+        twice = self._texts([[token_id, token_id] for token_id in token_ids])
         return [both[len(alone) :].encode() for alone, both in zip(once, twice, strict=True)]
+
+    def _texts(self, lists: Sequence[list[int]]) -> list[str]:
+        if len(lists) == 1:  # without threads of its own
+            return [self._tokenizer.decode(lists[0], skip_special_tokens=False)]
+        texts: list[str] = self._tokenizer.decode_batch(lists, skip_special_tokens=False)
+        return texts
 
 
 def _decoders(tokenizer: Tokenizer) -> list[dict[str, Any]]:
