@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+_MOST_PAIRS = 256
+"""Of patterns and listed names: some 10 ms of CPU. Schemas with more are left as they are."""
+
 
 def without_spent_patterns(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a schema without `patternProperties`, where no name that isn't listed can match any of them.
@@ -20,7 +23,9 @@ def without_spent_patterns(schema: dict[str, Any]) -> dict[str, Any]:
     patterns, listed = schema.get("patternProperties"), schema.get("properties")
     if schema.get("additionalProperties") is not False or not isinstance(patterns, dict) or not patterns:
         return schema
-    if not isinstance(listed, dict) or not listed or _leave_names(tuple(patterns), tuple(listed)):
+    if not isinstance(listed, dict) or not 0 < len(patterns) * len(listed) <= _MOST_PAIRS:
+        return schema
+    if _leave_names(tuple(patterns), tuple(listed)):
         return schema
     properties = {
         name: {"allOf": [value, *found]}
