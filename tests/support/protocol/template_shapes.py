@@ -217,15 +217,17 @@ class Cell(NamedTuple):
     """Of all spellings of the same messages that can be rendered."""
 
     def verdict(self, shape: Shape) -> str:
-        """Return how the prompts compare: "same", "shaped" where only ours has all words, "-" where ours has not."""
+        """Return "=" for the same prompt, "+" where only ours has all, "~" for another one, "-" where ours has not."""
         if not has_all(self.ours, shape):
             return "-"
-        return "same" if self.ours == self.theirs else "shaped"
+        if self.ours == self.theirs:
+            return "="
+        return "~" if has_all(self.theirs, shape) else "+"
 
 
 def has_all(prompt: str | None, shape: Shape) -> bool:
     """Whether a prompt has all that it must, and nothing as Python spells it."""
-    leaks = ("'type'", "{'key", "None", '\\"key')
+    leaks = ("'type'", '"type": "text"', "{'key", "None", '\\"key')
     return prompt is not None and all(word in prompt for word in shape.words) and not any(e in prompt for e in leaks)
 
 

@@ -5,7 +5,6 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from pagestream.v1.records_pb2 import ChatShapes as ChatShapesMessage
 
@@ -40,7 +39,10 @@ def given_template(given: str) -> str:
             text = Path(given).expanduser().read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise ChatTemplateError(f"{given!r:.200} was given, a file with a Jinja template is expected") from error
-    _compiled(text, given)
+    from pagestream_grammars.templates import template_fault
+
+    if (fault := template_fault(text)) is not None:
+        raise ChatTemplateError(f"{given!r:.200} was given, which is no Jinja template: {fault}")
     return text
 
 
@@ -59,14 +61,12 @@ def given_arguments(given: str) -> str:
 
 def shapes_message(template: str, tokens: Mapping[str, str], arguments: str) -> ChatShapesMessage | None:
     """Return the shapes of messages that a template takes; None for one that is broken, which gateways will say."""
-    from pagestream_grammars.templates import ChatShapes, shapes_of
+    from pagestream_grammars.templates import ChatShapes, Template, shapes_of, template_fault
 
-    try:
-        compiled = _compiled(template, "", tokens)
-    except ChatTemplateError as error:
-        logger.warning("the model's chat template is broken: %s", error)
+    if (fault := template_fault(template)) is not None:
+        logger.warning("the model's chat template is broken: %s", fault)
         return None
-    shapes = shapes_of(compiled, json.loads(arguments or "{}"))
+    shapes = shapes_of(Template(template, tokens), json.loads(arguments or "{}"))
     message = ChatShapesMessage()
     for name in (each.name for each in fields(ChatShapes)):
         value = getattr(shapes, name)
@@ -75,13 +75,3 @@ def shapes_message(template: str, tokens: Mapping[str, str], arguments: str) -> 
         else:
             setattr(message, name, value)
     return message
-
-
-def _compiled(text: str, given: str, tokens: Mapping[str, str] | None = None) -> Any:
-    """Return a compiled template. Raises ChatTemplateError where it is broken."""
-    from pagestream_grammars.templates import Template, TemplateError
-
-    try:
-        return Template(text, tokens or {})
-    except TemplateError as error:
-        raise ChatTemplateError(f"{given!r:.200} was given, which is no Jinja template: {error.message}") from error

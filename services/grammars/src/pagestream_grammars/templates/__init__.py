@@ -1,9 +1,7 @@
 """Chat templates: rendered in a sandbox, and the shapes of messages that they take."""
 
-from jinja2 import TemplateError
-
 from pagestream_grammars.templates.probing import EFFORTS, probe, shapes_of
-from pagestream_grammars.templates.rendering import Template
+from pagestream_grammars.templates.rendering import Template, template_fault
 from pagestream_grammars.templates.shapes import ChatShapes, SystemPlace, TextBesideCalls, shaped, text_of
 
 __all__ = [
@@ -11,10 +9,10 @@ __all__ = [
     "ChatShapes",
     "SystemPlace",
     "Template",
-    "TemplateError",
     "TextBesideCalls",
     "probe",
     "shaped",
     "shapes_of",
+    "template_fault",
     "text_of",
 ]

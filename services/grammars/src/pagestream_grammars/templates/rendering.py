@@ -102,3 +102,12 @@ class Template:
             "add_generation_prompt": add_generation_prompt,
         }
         return self._environment.render_bounded(self._template, values, limit_s)
+
+
+def template_fault(source: str) -> str | None:
+    """Return why a text is no Jinja template; None where it is one."""
+    try:
+        Template(source, {})
+    except jinja2.TemplateError as error:
+        return error.message or type(error).__name__
+    return None
