@@ -107,6 +107,13 @@ async def test_a_later_system_message_goes_where_the_template_lets_it(prompts: P
     assert found == "<s>[INST]You are an agent.\n\nAgent types: none.\n\nsay hello[/INST]"
 
 
+async def test_a_developer_is_the_system_where_the_template_has_the_word_alone(prompts: Prompts) -> None:
+    prose = "For each developer. {% for m in messages %}{% if m.role in ['system', 'user'] %}<{{ m.role }}>"
+    messages = [{"role": "developer", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+    found = await prompts.of_chat(prose + "{{ m.content }}{% endif %}{% endfor %}", messages)
+    assert found == "For each developer. <system>Be kind.<user>Hi"
+
+
 async def test_turns_are_joined_for_a_template_that_wants_them_in_turn(prompts: Prompts) -> None:
     use = {"type": "tool_use", "id": "abcdef123", "name": "f", "input": {"a": 1}}
     result = {"type": "tool_result", "tool_use_id": "abcdef123", "content": "R"}

@@ -65,6 +65,12 @@ def test_instructions_are_joined_at_the_front_in_their_order() -> None:
     assert prompt(none, messages[1]) == "<user>One."
 
 
+def test_a_role_of_developers_is_told_from_one_that_is_left_out() -> None:
+    users = "{% for m in messages %}{% if m.role in ['user', 'system'] %}{{ m.content }}{% endif %}{% endfor %}"
+    assert shapes_of(Template(users + "For each developer.", {})).no_developer
+    assert not shapes_of(Template(users.replace("'system'", "'developer'"), {})).no_developer
+
+
 def test_values_that_a_template_always_gets_are_there_when_it_is_tried() -> None:
     source = "{{ functions + '' }}{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}"
     assert prompt(source + "{% endfor %}", USER, arguments={"functions": "F"}) == "FHi"

@@ -321,7 +321,7 @@ class ModelCard(_message.Message):
     def __init__(self, name: _Optional[str] = ..., tokenizer_json_zlib: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., architecture: _Optional[str] = ..., revision: _Optional[str] = ..., default_sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., default_model_len: _Optional[int] = ..., deterministic: _Optional[bool] = ..., embedding: _Optional[_Union[EmbeddingCard, _Mapping]] = ..., takes_adapters: _Optional[bool] = ..., tool_call_parser: _Optional[str] = ..., reasoning_parser: _Optional[str] = ..., takes_output_constraints: _Optional[bool] = ..., chat_shapes: _Optional[_Union[ChatShapes, _Mapping]] = ..., chat_template_kwargs: _Optional[str] = ...) -> None: ...
 
 class ChatShapes(_message.Message):
-    __slots__ = ("parts_only", "takes_part", "takes_parts", "text_arguments", "null_beside_calls", "no_blank_beside_calls", "text_beside_calls", "one_call", "named_results", "system", "alternates", "no_user_after_result", "refused_efforts")
+    __slots__ = ("parts_only", "takes_part", "takes_parts", "text_arguments", "null_beside_calls", "no_blank_beside_calls", "text_beside_calls", "one_call", "named_results", "system", "alternates", "no_user_after_result", "refused_efforts", "no_developer")
     PARTS_ONLY_FIELD_NUMBER: _ClassVar[int]
     TAKES_PART_FIELD_NUMBER: _ClassVar[int]
     TAKES_PARTS_FIELD_NUMBER: _ClassVar[int]
@@ -335,6 +335,7 @@ class ChatShapes(_message.Message):
     ALTERNATES_FIELD_NUMBER: _ClassVar[int]
     NO_USER_AFTER_RESULT_FIELD_NUMBER: _ClassVar[int]
     REFUSED_EFFORTS_FIELD_NUMBER: _ClassVar[int]
+    NO_DEVELOPER_FIELD_NUMBER: _ClassVar[int]
     parts_only: _containers.RepeatedScalarFieldContainer[str]
     takes_part: _containers.RepeatedScalarFieldContainer[str]
     takes_parts: _containers.RepeatedScalarFieldContainer[str]
@@ -348,7 +349,8 @@ class ChatShapes(_message.Message):
     alternates: bool
     no_user_after_result: bool
     refused_efforts: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, parts_only: _Optional[_Iterable[str]] = ..., takes_part: _Optional[_Iterable[str]] = ..., takes_parts: _Optional[_Iterable[str]] = ..., text_arguments: _Optional[bool] = ..., null_beside_calls: _Optional[bool] = ..., no_blank_beside_calls: _Optional[bool] = ..., text_beside_calls: _Optional[_Union[TextBesideCalls, str]] = ..., one_call: _Optional[bool] = ..., named_results: _Optional[bool] = ..., system: _Optional[_Union[SystemPlace, str]] = ..., alternates: _Optional[bool] = ..., no_user_after_result: _Optional[bool] = ..., refused_efforts: _Optional[_Iterable[str]] = ...) -> None: ...
+    no_developer: bool
+    def __init__(self, parts_only: _Optional[_Iterable[str]] = ..., takes_part: _Optional[_Iterable[str]] = ..., takes_parts: _Optional[_Iterable[str]] = ..., text_arguments: _Optional[bool] = ..., null_beside_calls: _Optional[bool] = ..., no_blank_beside_calls: _Optional[bool] = ..., text_beside_calls: _Optional[_Union[TextBesideCalls, str]] = ..., one_call: _Optional[bool] = ..., named_results: _Optional[bool] = ..., system: _Optional[_Union[SystemPlace, str]] = ..., alternates: _Optional[bool] = ..., no_user_after_result: _Optional[bool] = ..., refused_efforts: _Optional[_Iterable[str]] = ..., no_developer: _Optional[bool] = ...) -> None: ...
 
 class LogSlice(_message.Message):
     __slots__ = ("request_id", "first_index", "entries", "previous_digest", "fingerprint")

@@ -104,6 +104,7 @@ class _Tries:
             takes_parts=frozenset(self._takes_parts),
             system=self._system_place(has_system=has_system) if has_user else SystemPlace.ANYWHERE,
             alternates=has_user and self._refuses([self._said("user", _FIRST), self._said("user", _SECOND)]),
+            no_developer=has_user and not self._shows([{"role": "developer", "content": _FIRST}, *asked], _FIRST),
             refused_efforts=self._refused_efforts(asked) if knows_effort else frozenset(),
         )
 

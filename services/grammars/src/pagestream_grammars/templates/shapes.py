@@ -68,6 +68,8 @@ class ChatShapes:
     """Whether a user's message is refused right after the result of a call."""
     refused_efforts: frozenset[str] = frozenset()
     """Values of `reasoning_effort` that it refuses."""
+    no_developer: bool = False
+    """Whether messages of the role `developer` are not shown."""
 
 
 def text_of(content: Any) -> str:
@@ -173,7 +175,7 @@ def _with_names(chat: Chat) -> Chat:
         call.get("id"): (call.get("function") or {}).get("name")
         for message in chat
         for call in message.get("tool_calls") or ()
-        if isinstance(call, Mapping)
+        if isinstance(call, dict)
     }
     return [
         {**each, "name": name}
@@ -232,11 +234,10 @@ def _content(role: str, content: Any, shapes: ChatShapes) -> Content:
 
 def _call(call: Any, *, as_text: bool) -> Any:
     """Return a call with its arguments as text or as an object; an empty one for what is none."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping):
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
         return call
-    given = function.get("arguments")
-    arguments = (_as_text if as_text else _as_object)(given)
+    arguments = (_as_text if as_text else _as_object)(function.get("arguments"))
     return {**call, "function": {**function, "arguments": arguments}}
 
 
@@ -247,7 +248,7 @@ def _as_text(arguments: Any) -> str:
 
 
 def _as_object(arguments: Any) -> Any:
-    if isinstance(arguments, Mapping):
+    if isinstance(arguments, dict):
         return arguments
     try:
         read = json.loads(arguments or "{}")

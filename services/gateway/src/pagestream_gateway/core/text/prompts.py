@@ -63,7 +63,7 @@ def _render(chat: ChatPrompt, prompt_field: str, model: LoadedModel) -> str:
     messages: Sequence[Mapping[str, Any]] = [_with_both_names(each) for each in chat.messages]
     if is_harmony(model.card.chat_template):
         messages = harmony_messages(messages)
-    elif "developer" not in model.card.chat_template:
+    elif model.shapes.no_developer or "developer" not in model.card.chat_template:
         messages = with_system_first(messages)
     if tool_format(model.card.chat_template) == "mistral":
         messages = with_short_ids(messages)
