@@ -57,6 +57,7 @@ def test_unknown_and_malformed_variables_are_named(variable: str, value: str) ->
         ("PAGESTREAM_GATEWAY__REDIS", "localhost:6379", "gateway.redis"),
         ("PAGESTREAM_FORMATS__TOOL_CALL_PARSER_OF", "a/m=hermes,n=herms", r"'n'.*'herms' was given, one of .*hermes"),
         ("PAGESTREAM_FORMATS__REASONING_PARSER_OF", "m=think", r"reasoning_parser_of\['m'\]"),
+        ("PAGESTREAM_GATEWAY__UNKNOWN_FIELDS", "drop", "unknown_fields: expected 'refuse' or 'ignore', got 'drop'"),
         ("PAGESTREAM_GATEWAY__ALLOWED_HOSTS", "a.example, https://b.example:80", "allowed_hosts: 'https://b"),
     ],
 )

@@ -17,7 +17,8 @@ _TOOLS, _RESULT = "[tools]", "</s>[tool]"
 TEMPLATE = (
     "{{ bos_token }}{% if tools %}[tools]{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
     "{{ eos_token }}{% endif %}"
-    "{% for message in messages %}[{{ message.role }}]{{ message.content }}"
+    "{% for message in messages %}[{{ message.role }}]"
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{{ message.content }}"
     "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
     "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
