@@ -3,6 +3,15 @@
 Names are imported when they are used, so that `--help` is quick.
 """
 
+import sys
+
+# A Ctrl-C while modules are imported ends the command, without a traceback of their code. Not where others import this.
+if "".join(sys.argv[:1]).endswith(("/pagestream", "/pagestream_cli/__main__.py", "-m")):
+    import _signal  # type: ignore[import-not-found]  # the interpreter's own: `signal` imports others
+
+    if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
+        _signal.signal(_signal.SIGINT, _signal.SIG_DFL)  # until `main` handles it
+
 from importlib import import_module
 from typing import TYPE_CHECKING
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import signal
-import sys
-
-if sys.argv[0].endswith(("/pagestream", "/pagestream_cli/__main__.py")):  # not where others import this module
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `main` handles it
-
 import argparse
 import importlib
+import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
