@@ -18,7 +18,7 @@ from pagestream_cli.supervisor import PartSpec, PartState, Supervisor
 from pagestream_cli.supervisor.part import PartView
 from pagestream_cli.supervisor.restart import Death
 
-_READY_WORDS = {"redis": "has read its files", "engine": "has loaded the model and claims", "gateway": "answers"}
+_READY_WORDS = {"redis": "ready (files read)", "engine": "ready (model loaded)"}
 _STARTING_WORDS = {"redis": "reads its files", "engine": "loads the model", "gateway": "is starting"}
 
 
@@ -148,7 +148,7 @@ class Deployment:
                 self._reporter.back(view)
             elif view.state is PartState.READY and not self._ready and name not in self._shown:
                 self._shown.add(name)
-                self._reporter.phase(f"{name} {_READY_WORDS.get(name.partition('-')[0], 'is ready')}")
+                self._reporter.phase(f"{name} {_READY_WORDS.get(name.partition('-')[0], 'ready')}")
         if any(view.state is not PartState.ENDED for view in views):
             self._write()
 
