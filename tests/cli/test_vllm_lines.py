@@ -117,7 +117,9 @@ def test_what_is_not_here_is_refused_by_name(line: str, said: str, capsys: pytes
         "{folder} --lora-modules a",
         "{folder} --api-key one --api-keys file",
         "{folder} --ssl-cert-reqs 2",
-        "{folder} --speculative-config.method eagle3 --speculative-config.draft_tensor_parallel_size 2",
+        "{folder} --speculative-config.method eagle3",
+        "{folder} --speculative-config.draft_tensor_parallel_size 2",
+        "{folder} --quantization bitsandbytes",
         "--quantization awq",
     ],
 )

@@ -368,6 +368,7 @@ def test_labels_and_scores(tmp_path: Path) -> None:
         ({"tokenizer": "another"}, "tokenizer"),
         ({"revision": "main"}, "revision"),
         ({"hf_overrides": {"a": 1}}, "hf_overrides"),
+        ({"quantization": "awq"}, "quantization"),
         ({"generation_config": "vllm"}, "generation_config"),
         ({"data_parallel_size": 2}, "data_parallel_size"),
         ({"no_such_option": None}, "no_such_option"),

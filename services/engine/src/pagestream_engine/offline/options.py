@@ -33,7 +33,7 @@ _GROUPS: tuple[Any, ...] = (
     ExtensionConfig,
     AdapterConfig,
 )
-_SPECULATION = {
+SPECULATION = {
     "method": "speculative_method",
     "model": "speculative_model",
     "num_speculative_tokens": "num_speculative_tokens",
@@ -41,6 +41,17 @@ _SPECULATION = {
     "prompt_lookup_max": "prompt_lookup_max",
 }
 """Members of `speculative_config`, and the options that they are."""
+_METHODS = {
+    "awq": "awq",
+    "awq_marlin": "awq",
+    "auto_awq": "awq",
+    "gptq": "gptq",
+    "gptq_marlin": "gptq",
+    "auto_gptq": "gptq",
+    "compressed-tensors": "compressed-tensors",
+    "fp8": "fp8",
+}
+"""vLLM's names of methods in which checkpoints are quantised, and what config.json calls them."""
 _BOOLS = (False, True)
 _ANY = object()
 _IDLE: Mapping[str, tuple[object, ...]] = {
@@ -142,11 +153,37 @@ def translate(model: str | Path, given: Mapping[str, Any]) -> tuple[str | Path, 
         elif name == "tokenizer":
             if value is not None and str(value) != str(model):
                 raise ConfigError("tokenizer", value, "None: a model has the tokenizer of its folder")
+        elif name == "quantization" and is_of_checkpoint(model, value):
+            continue
         elif name == "revision":
             model = _revised(model, value)
         elif value is not None or name not in _OWN_NAMES or _DEFAULTS[name] is None:
             options[name] = value
     return model, {**options, **dict(_speculation(given.get("speculative_config"), given))}
+
+
+def is_of_checkpoint(model: str | Path, quantization: object) -> bool:
+    """Whether vLLM's name of a quantisation means that of the model's checkpoint, which needs no option here.
+
+    A repository has no config.json yet: its own method is taken when it is loaded.
+
+    Raises:
+        ConfigError: vLLM knows the method, and the checkpoint has another, or none.
+    """
+    method = _METHODS.get(str(quantization))
+    if method is None:
+        return False
+    file = Path(model).expanduser() / "config.json"
+    if not file.is_file():
+        return True  # a repository, or a folder whose fault is said when it is opened
+    try:
+        given = (json.loads(file.read_text()).get("quantization_config") or {}).get("quant_method")
+    except (OSError, ValueError, AttributeError):
+        return True
+    if given != method:
+        expected = f"None: the checkpoint {model} is quantised by {given or 'no method'}"
+        raise ConfigError("quantization", quantization, expected, "int8 quantises while loading")
+    return True
 
 
 def _check_idle(name: str, value: object) -> None:
@@ -166,13 +203,13 @@ def _speculation(value: object, given: Mapping[str, Any]) -> Iterator[tuple[str,
     if value is None:
         return
     if not isinstance(value, Mapping):
-        raise ConfigError("speculative_config", value, f"a dictionary with {', '.join(_SPECULATION)}")
+        raise ConfigError("speculative_config", value, f"a dictionary with {', '.join(SPECULATION)}")
     chosen = {name: each for name, each in value.items() if each is not None}
-    unknown = sorted(set(chosen) - set(_SPECULATION))
+    unknown = sorted(set(chosen) - set(SPECULATION))
     if unknown:
-        expected = f"only {', '.join(_SPECULATION)}"
+        expected = f"only {', '.join(SPECULATION)}"
         raise ConfigError("speculative_config", {unknown[0]: chosen[unknown[0]]}, expected)
-    for name, option in _SPECULATION.items():
+    for name, option in SPECULATION.items():
         if name not in chosen:
             continue
         if given.get(option) not in (None, _DEFAULTS[option], chosen[name]):

@@ -126,46 +126,6 @@ def _is_gguf(name: str) -> bool:
     return name.partition("@")[0].lower().endswith("gguf")
 
 
-_METHODS = {
-    "awq": "awq",
-    "awq_marlin": "awq",
-    "auto_awq": "awq",
-    "gptq": "gptq",
-    "gptq_marlin": "gptq",
-    "auto_gptq": "gptq",
-    "compressed-tensors": "compressed-tensors",
-    "fp8": "fp8",
-}
-"""vLLM's names of methods in which checkpoints are quantised, and what config.json calls them."""
-
-
-def checkpoint_quantization(model: str | None, method: str) -> bool:
-    """Return whether a method is that of the model's checkpoint, which needs no option then.
-
-    A repository has no config.json yet: its own method is taken when it is loaded.
-
-    Raises:
-        UsageError: vLLM knows the method, and the checkpoint has another, or none.
-    """
-    known = _METHODS.get(method)
-    if known is None:
-        return False
-    folder = find_demo_model() if model is None else Path(model).expanduser()
-    if not folder.exists() and REPOSITORY.fullmatch(str(model)) is not None:
-        return True
-    try:
-        config = json.loads((folder / "config.json").read_text()).get("quantization_config") or {}
-        found = config.get("quant_method")
-    except (OSError, ValueError, AttributeError):
-        return True  # what is wrong with the folder is said when the model is chosen
-    if found != known:
-        raise UsageError(
-            f"--quantization {method}: the checkpoint {folder} is quantised by {found or 'no method'}",
-            hint="leave it out: config.json has the method; `--quantization int8` quantises while loading",
-        )
-    return True
-
-
 def has_tokenizer_of(model: str | None, other: str) -> bool:
     """Return whether two folders have the same tokenizer."""
     folder = find_demo_model() if model is None else Path(model).expanduser()

@@ -12,7 +12,6 @@ from pagestream_telemetry.environment import variable_of
 
 from pagestream_cli.datadir import DataDir
 from pagestream_cli.serve import vllm_options
-from pagestream_cli.serve.model import checkpoint_quantization
 
 ENGINE_OPTIONS: tuple[tuple[str, str, str], ...] = (
     ("--dtype", "TYPE", "auto, float32, float16 or bfloat16"),
@@ -267,8 +266,7 @@ def _file_of_gateways(field: str) -> Path | None:
 def _engine_arguments(arguments: argparse.Namespace) -> tuple[str, ...]:
     values = {flag: getattr(arguments, _name(flag)) for flag, _, _ in ENGINE_OPTIONS}
     vllm_options.merge_speculation(values, arguments.speculative_config)
-    if values["--quantization"] is not None and checkpoint_quantization(arguments.model, values["--quantization"]):
-        values["--quantization"] = None
+    vllm_options.drop_own_quantization(values, arguments.model)
     if arguments.demo and arguments.model is None and values[_BLOCKS_FLAG] is None:
         values[_BLOCKS_FLAG] = _DEMO_BLOCKS
     given: list[str] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,8 @@ from typing import Any
 from pagestream_telemetry.environment import variable_of
 
 from pagestream_cli.errors import UsageError
-from pagestream_cli.serve.model import ADAPTER_FILE, REPOSITORY, AdapterChoice, has_tokenizer_of
+from pagestream_cli.serve.model import ADAPTER_FILE, REPOSITORY, AdapterChoice, find_demo_model, has_tokenizer_of
 
-_SPECULATION: Mapping[str, str] = {
-    "method": "speculative_method",
-    "model": "speculative_model",
-    "num_speculative_tokens": "num_speculative_tokens",
-    "prompt_lookup_min": "prompt_lookup_min",
-    "prompt_lookup_max": "prompt_lookup_max",
-}
-"""Members of vLLM's `--speculative-config`, and the options that they are."""
 _ONE_RANK = ("draft_tensor_parallel_size", 1)
 KEY_VARIABLE = "VLLM_API_KEY"
 
@@ -148,19 +140,52 @@ def _json(flag: str, text: str) -> dict[str, Any]:
     return found
 
 
+def drop_own_quantization(values: dict[str, str | None], model: str | None) -> None:
+    """Leave out a method that is the checkpoint's own.
+
+    Raises:
+        UsageError: the checkpoint has another, or the method isn't here.
+    """
+    from pagestream_engine.config import QUANTIZATIONS
+    from pagestream_engine.errors import ConfigError
+    from pagestream_engine.offline.options import is_of_checkpoint
+
+    method = values["--quantization"]
+    if method is None or method in QUANTIZATIONS:
+        return
+    try:
+        is_own = is_of_checkpoint(model or find_demo_model(), method)
+    except ConfigError as error:
+        raise UsageError(f"--{error}") from error
+    if not is_own:
+        raise UsageError(
+            f"--quantization {method} isn't here",
+            hint="checkpoints of awq, gptq, compressed-tensors and fp8 need no option; int8 quantises while loading",
+        )
+    values["--quantization"] = None
+
+
 def merge_speculation(values: dict[str, str | None], config: str | None) -> None:
-    """Add the members of vLLM's `--speculative-config`."""
+    """Add the members of vLLM's `--speculative-config`.
+
+    Raises:
+        UsageError: one isn't here, or contradicts an option.
+    """
     if config is None:
         return
+    from pagestream_engine.config import SPECULATIVE_METHODS
+    from pagestream_engine.offline.options import SPECULATION
+
     for name, value in _json("--speculative-config", config).items():
         if value is None or (name, value) == _ONE_RANK:
             continue
-        if name not in _SPECULATION:
-            expected = ", ".join(_SPECULATION)
+        if name not in SPECULATION:
+            expected = ", ".join(SPECULATION)
             raise UsageError(f"vLLM's --speculative-config with {name} isn't here", hint=f"{expected} are taken")
-        flag = f"--{_SPECULATION[name].replace('_', '-')}"
+        if name == "method" and value not in SPECULATIVE_METHODS:
+            methods = " or ".join(SPECULATIVE_METHODS)
+            raise UsageError(f"vLLM's --speculative-config with method {value} isn't here", hint=f"{methods} is")
+        flag = f"--{SPECULATION[name].replace('_', '-')}"
         if values[flag] not in (None, str(value)):
-            raise UsageError(
-                f"{flag} {values[flag]} and --speculative-config with {name} {value} contradict each other"
-            )
+            raise UsageError(f"{flag} {values[flag]} and {name} {value} of --speculative-config contradict each other")
         values[flag] = str(value)
