@@ -1,11 +1,12 @@
 """The rules of a grammar for calls of tools, in each format in which models write them."""
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pagestream_grammars import stripped
+from pagestream_grammars import TokenTable, stripped
 
 from pagestream_gateway.core.output import harmony
 from pagestream_gateway.core.output.calls import deepseek
@@ -28,17 +29,16 @@ class CallWriter:
     """What the rules of a model's calls depend on."""
 
     tools: Tools
-    added_tokens: Mapping[str, int]
-    """The tokenizer's tokens beside those that text is made of, by their text."""
+    tokens: TokenTable
     template: str
     """The model's chat template."""
 
     def marker(self, text: str) -> str:
-        """Return what matches a marker: its token, where it has one.
+        """Return what matches a marker: its token, where it has one, since no text matches special ones.
 
-        Models write it so, and llguidance takes most of these tokens for special ones, which no text matches.
+        Models write it so. Engines of earlier versions take other added tokens for special ones as well.
         """
-        token_id = self.added_tokens.get(text)
+        token_id = self.tokens.added_id(text)
         return text_rule(text) if token_id is None else f"<[{token_id}]>"
 
     def repeated(self, call: str, separator: str = LINE) -> str:
@@ -81,7 +81,7 @@ def _hermes(writer: CallWriter) -> str:
 
 
 def _llama(writer: CallWriter) -> str:
-    token_id = writer.added_tokens.get(JsonCalls.MARKER)
+    token_id = writer.tokens.added_id(JsonCalls.MARKER)
     begin = "" if token_id is None else f"<[{token_id}]>? "
     call = json_rule(call_schema(writer.tools, "parameters"))
     calls = writer.repeated("call", text_rule("; "))
@@ -90,8 +90,8 @@ def _llama(writer: CallWriter) -> str:
 
 def _mistral(writer: CallWriter) -> str:
     begin = writer.marker(Mistral.BEGIN)
-    if Mistral.ARGS in writer.added_tokens:  # as vLLM tells tokenizers from version 11 on
-        has_ids = Mistral.CALL_ID in writer.added_tokens
+    if writer.tokens.added_id(Mistral.ARGS) is not None:  # as vLLM tells tokenizers from version 11 on
+        has_ids = writer.tokens.added_id(Mistral.CALL_ID) is not None
         call_id = f"({writer.marker(Mistral.CALL_ID)} /[a-zA-Z0-9]{{9}}/)? " if has_ids else ""
         lines = [
             f"{rule}: {text_rule(name)} {call_id}{writer.marker(Mistral.ARGS)} {json_rule(schema)}\n"
@@ -185,7 +185,7 @@ class _Values:
 
     def __init__(self, end: str, tag: str) -> None:
         """`end`: what matches the tag."""
-        self._end = end
+        self._end, self._name = end, tag
         self._is_text = end == text_rule(tag)
 
     def rules(self) -> str:
@@ -193,7 +193,8 @@ class _Values:
         if self._is_text:  # a text ends where the tag is written, by whatever tokens
             value = f"any_text {LINE}\nany_text[suffix={self._end}]: /(.|\\n)*/"
         else:
-            value = f"TEXT? {self._end} {LINE}\nTEXT: /(.|\\n)+/"
+            tag = re.escape(self._name).replace("/", r"\/")
+            value = f"TEXT? {self._end} {LINE}\nTEXT: /(.|\\n)+/ & ~/(?s:.*){tag}(?s:.*)/"
         return f"{self.text}: {value}\n{self._tag}: {LINE} {self._end} {LINE}\nKEY: /[^<>\\n]{{1,128}}/\n"
 
     def arguments(self, rule: str, schema: Mapping[str, Any], head: Callable[[str], str]) -> str:

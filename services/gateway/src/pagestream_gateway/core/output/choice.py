@@ -27,7 +27,7 @@ def with_calls(constraint: StructuredOutputs, tools: Tools, model: LoadedModel, 
     if is_json:
         answer = _schema(constraint.json, field) if kind == "json" else {"type": "object"}
         _schema(schema_text(call_schema(tools, "arguments"), "tools"), "tools")
-    writer = CallWriter(tools, _added_tokens(model), model.card.chat_template)
+    writer = CallWriter(tools, model.tokens, model.card.chat_template)
     name = tool_format(model.card.chat_template, model.parsers) or ""
     if is_json and name == HARMONY:
         return StructuredOutputs(grammar=harmony_rules(writer, json_rule(answer)))
@@ -41,10 +41,6 @@ def with_calls(constraint: StructuredOutputs, tools: Tools, model: LoadedModel, 
         )
     start = "start: BLANKS? (answer | calls)\nBLANKS: /[ \\t\\r\\n]{1,8}/"
     return StructuredOutputs(grammar=f"{start}\nanswer: {json_rule(answer)}\n{rules}")
-
-
-def _added_tokens(model: LoadedModel) -> dict[str, int]:
-    return {token.content: token_id for token_id, token in model.tokenizer.get_added_tokens_decoder().items()}
 
 
 def _schema(text: str, field: str) -> Any:
