@@ -1471,7 +1471,18 @@ AFTER_ALL = {"forget_model"}
 APART = {"isolate"}
 """Scripts whose writes the checker makes itself where it needs them, tried in test_poison.py."""
 
-BESIDE = {"reserve", "release", "enlist", "delist", "reserve_log", "settle_logs", "amend_model", "roster", "discard"}
+BESIDE = {
+    "reserve",
+    "release",
+    "enlist",
+    "delist",
+    "reserve_log",
+    "settle_logs",
+    "amend_model",
+    "roster",
+    "discard",
+    "free_key",
+}
 """Scripts of tenants' keys and models' cards, and of what has ended, which are beside the partitions, tested in
 test_accept, test_log_quota, test_claim and test_roster. Those in folders have tests of their folder's name.
 """

@@ -153,6 +153,8 @@ async def test_a_conversation_goes_on_with_results_and_a_beginning(
 
 async def test_a_message_has_all_that_clients_expect(client: anthropic.AsyncAnthropic) -> None:
     """Members that the published schema of Anthropic's API requires."""
+    import anthropic
+
     asked = asking_for(OUTPUT, tools=[WEATHER])
     whole = await client.messages.create(**asked)
     async with client.messages.stream(**asked) as stream:
@@ -203,6 +205,8 @@ async def test_what_helpers_return_is_taken_back(client: anthropic.AsyncAnthropi
 async def test_a_tool_runner_goes_on_without_a_thread(
     client: anthropic.AsyncAnthropic, http: httpx.AsyncClient, engine: SyntheticEngine
 ) -> None:
+    import anthropic
+
     @anthropic.beta_async_tool
     async def get_weather(city: str) -> str:
         """Weather of a city."""

@@ -161,7 +161,7 @@ async def test_an_over_long_prompt_tells_the_numbers(http: httpx.AsyncClient) ->
     assert "128 tokens" in answer.json()["error"]["message"]
     assert answer.json()["error"]["code"] == "context_length_exceeded"
     assert answer.json()["error"]["message"].startswith(
-        "This model's maximum context length is 128 tokens, however you"
+        "This model's maximum context length is 128 tokens. However, your prompt resulted in 501 tokens"
     )
     answer = await http.post("/v1/completions", json={**TEXT, "prompt": "x" * 100, "max_tokens": 129})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_tokens")

@@ -205,7 +205,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     ("score", {"text_1": "a"}, "text_2", "exactly one"),
     ("rerank", {"query": "a", "documents": []}, "documents", "must not be empty"),
     ("rerank", {"query": {"text": ""}, "documents": ["a"]}, "query", "must not be empty"),
-    ("rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents", "string"),
+    ("rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents.0.title", "Unknown parameter"),
 ]
 
 

@@ -350,7 +350,7 @@ def test_what_clients_of_vllm_send_unasked_is_taken(changes: dict[str, Any], exp
 
 def test_every_error_of_the_streams_has_its_own_code() -> None:
     """But those that no call here can raise."""
-    unlisted = {"StreamsError", "ServerNotFound", "ModelInUse", "RequestsUnfinished"}
+    unlisted = {"StreamsError", "ServerNotFound", "ModelInUse", "RequestsUnfinished", "DataFolderRefused"}
     kinds = {name: getattr(pagestream_streams, name) for name in pagestream_streams.__all__}
     errors = {name: kind for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, StreamsError)}
     for name in errors.keys() - unlisted:

@@ -1,6 +1,7 @@
 """Bodies to begin with, for the OpenAPI document and the page that shows it.
 
-None names a model: a body may leave that out where one is served, and the document is read without a key.
+They name no model where a body may leave that out: the document is read without a key, and must not tell which there
+are.
 """
 
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ _LABELLED = {"input": ["The harbour is lovely."]}
 _SCORED = {"text_1": "Where does the baker work?", "text_2": ["In the bakery.", "At sea."]}
 _RANKED = {"query": "Where does the baker work?", "documents": ["In the bakery.", "At sea."], "top_n": 1}
 _CHAT = {"messages": _MESSAGES, "max_tokens": 64}
+_RESPONSE = {"model": "my-model", "input": "Who lives in the lighthouse?", "max_output_tokens": 64}
 
 Examples = Mapping[str, dict[str, Any]]
 """Bodies by what they show."""
@@ -57,11 +59,10 @@ _BODIES: Mapping[str, Examples] = {
         },
     },
     "/v1/responses": {
-        "A question": {"input": "Who lives in the lighthouse?", "max_output_tokens": 64},
-        "A stream": {"input": "Who lives in the lighthouse?", "max_output_tokens": 64, "stream": True},
+        "A question": _RESPONSE,
+        "A stream": {**_RESPONSE, "stream": True},
         "An answer by a JSON schema": {
-            "input": "Who lives in the lighthouse?",
-            "max_output_tokens": 64,
+            **_RESPONSE,
             "text": {"format": {"type": "json_schema", "name": _FORM_NAME, "schema": _FORM_SCHEMA, "strict": True}},
         },
     },
