@@ -15,7 +15,7 @@ from pagestream_gateway.core.output.calls.pythonic import Pythonic
 from pagestream_gateway.core.output.calls.tagged import Glm, QwenCoder, SeedOss, TaggedCalls
 from pagestream_gateway.core.output.harmony import Harmony
 from pagestream_gateway.core.output.parts import OutputParser, PlainText
-from pagestream_gateway.core.output.reasoning import MARKS, Think
+from pagestream_gateway.core.output.reasoning import MARKS, CallsWithin, Think
 
 HARMONY, HARMONY_REASONING = "openai", "openai_gptoss"
 _BY_NAMES: dict[str, Callable[[frozenset[str]], OutputParser]] = {
@@ -72,13 +72,14 @@ def _parser_of(form: OutputForm) -> OutputParser:
     calls = _calls_parser(form.tool_format, form)
     if not form.reasoning_format:
         return calls
-    within = _format_within(form)
+    name = _format_within(form)
+    within = CallsWithin(lambda: _calls_within(name, form), _CALL_MARKERS[name][0][0]) if name else None
     return Think(
         calls,
         is_open=form.reasoning_format == "open",
         marks=MARKS.get(form.reasoning_marks, MARKS[""]),
         keeps_blanks=form.keeps_blanks,
-        calls_within=(lambda: _calls_parser(within, form)) if within else None,
+        calls_within=within,
         names=frozenset(form.tool_names),
     )
 
@@ -88,6 +89,12 @@ def _calls_parser(name: str, form: OutputForm) -> OutputParser:
     if name in _BY_NAMES:
         return _BY_NAMES[name](names)
     return TYPED_FORMATS[name](names, recorded_types(form)) if name in TYPED_FORMATS else PlainText()
+
+
+def _calls_within(name: str, form: OutputForm) -> OutputParser:
+    if name == "mistral":
+        return Mistral(frozenset(form.tool_names), is_marked=True)
+    return _calls_parser(name, form)
 
 
 def _format_within(form: OutputForm) -> str:

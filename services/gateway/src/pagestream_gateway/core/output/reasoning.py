@@ -33,6 +33,14 @@ MARKS = {
 """By the name that a request's record has."""
 
 
+class CallsWithin(NamedTuple):
+    """How calls are found anywhere in a text."""
+
+    new_parser: Callable[[], OutputParser]
+    first_char: str
+    """Of what begins a call: text without it is of none."""
+
+
 class Think:
     """Passes what follows the reasoning on to another parser; blanks around reasoning are left out.
 
@@ -48,7 +56,7 @@ class Think:
         is_open: bool,
         marks: Marks = MARKS[""],
         keeps_blanks: bool = False,
-        calls_within: Callable[[], OutputParser] | None = None,
+        calls_within: CallsWithin | None = None,
         names: Collection[str] = (),
     ) -> None:
         """Create it for one output.
@@ -58,7 +66,7 @@ class Think:
             is_open: whether the prompt has opened the reasoning, so that the output begins inside of it.
             marks: around the reasoning.
             keeps_blanks: whether blanks that follow the reasoning are passed on.
-            calls_within: makes a parser of calls within the reasoning; None: they are not looked for.
+            calls_within: how calls within the reasoning are found; None: they are not looked for.
             names: of the tools; a call of another one, within reasoning, is reasoning. Empty: any may be called.
         """
         self._inner = inner
@@ -123,10 +131,10 @@ class Think:
 class _ReasoningText:
     """The text of reasoning, without the blanks around, and the calls in it."""
 
-    def __init__(self, new_calls: Callable[[], OutputParser] | None, names: Collection[str]) -> None:
-        self._new_calls = new_calls
+    def __init__(self, within: CallsWithin | None, names: Collection[str]) -> None:
+        self._within = within
         self._names = names
-        self._calls = None if new_calls is None else new_calls()
+        self._calls = None if within is None else within.new_parser()
         self._left: list[str] = []
         """What was not passed on: trailing blanks, what the parser of calls holds, and all from a call on."""
         self._num_certain = 0
@@ -138,9 +146,7 @@ class _ReasoningText:
     def feed(self, text: str) -> list[Part]:
         """Return the reasoning that is certain now."""
         had_call = bool(self._found)
-        if self._calls is None:
-            self._left.append(text)
-            self._num_certain += len(text)
+        text = self._feed_plain(text)
         # In pieces: what follows a call of no tool is read again.
         while self._calls is not None and text:
             piece, text = text[:_PIECE_CHARS], text[_PIECE_CHARS:]
@@ -148,6 +154,19 @@ class _ReasoningText:
             if not self._take(self._calls.feed(piece)):
                 text = self._begin_again() + text
         return [] if had_call else self._show()
+
+    def _feed_plain(self, text: str) -> str:
+        """Keep what is of no call for certain; return the rest."""
+        if self._within is None:
+            place = len(text)
+        elif self._found or self._num_certain < sum(map(len, self._left)):
+            return text
+        else:
+            place = text.find(self._within.first_char)
+            place = len(text) if place < 0 else place
+        self._left.append(text[:place])
+        self._num_certain += place
+        return text[place:]
 
     def close(self) -> list[Part]:
         """Return the rest, now that an answer follows: what looks like a call is reasoning."""
@@ -194,7 +213,7 @@ class _ReasoningText:
         uncertain = text[self._num_certain :]
         self._num_certain += len(uncertain) - len(uncertain.lstrip()) + 1
         self._left = [text[: self._num_certain]]
-        self._calls = None if self._new_calls is None else self._new_calls()
+        self._calls = None if self._within is None else self._within.new_parser()
         return text[self._num_certain :]
 
     def _show(self) -> list[Part]:

@@ -29,10 +29,11 @@ class Mistral:
     BEGIN, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
     MARKERS = (BEGIN, CALL_ID, ARGS)
 
-    def __init__(self, names: frozenset[str]) -> None:
+    def __init__(self, names: frozenset[str], *, is_marked: bool = False) -> None:
+        """`is_marked`: whether calls have their marker for certain."""
         self._names = names
         self._list = CallList(names)
-        self._state = "begin"
+        self._state = "content" if is_marked else "begin"
         self._held = ""
         self._object = ObjectText()
 
