@@ -90,8 +90,10 @@ class RedisActions:
             async with asyncio.timeout(LIMIT_S):
                 info = await (await self._connected()).connection.execute("INFO", "server")
             await asyncio.to_thread(record_server, folder, info)
-        except (StreamsError, TimeoutError, OSError) as error:
-            self._on_failure(f"could not note in {folder} which Redis writes it ({error or 'timeout'})")
+        except (StreamsError, TimeoutError):
+            return  # it has died; the next one is noted
+        except OSError as error:
+            self._on_failure(f"could not note in {folder} which Redis writes it ({error})")
 
     async def _connected(self) -> Broker:
         from pagestream_streams import Broker, settings_from_environment
