@@ -46,6 +46,7 @@ GATEWAYS = 3
 """Of `serve --demo`; the page asks each until one answers."""
 
 CHAT_OPERATION = "generation-chat_completions_v1_chat_completions_post"
+RESPONSES_OPERATION = "responses-create_v1_responses_post"
 FILES_OPERATION = "batches-upload_v1_files_post"
 FETCH_DOCUMENT = "const done = arguments[0]; fetch('openapi.json').then((it) => it.json()).then(done)"
 SHOW_ALL = "for (const each of document.querySelectorAll('[hidden], details')) each.hidden = false, each.open = true"
@@ -255,6 +256,10 @@ def test_docs_show_each_operation_and_try_it(
         shot(browser, f"docs-{width}-answer")
         assert widest(browser) <= width
         upload(browser, waiting, tmp_path / "jobs.jsonl")
+        made = browser.find_element(By.CSS_SELECTOR, f"#operations-{RESPONSES_OPERATION}")
+        made.find_element(By.CSS_SELECTOR, ".opblock-summary-control").click()
+        waiting.until(lambda _: made.find_elements(By.CSS_SELECTOR, "button.execute"))
+        assert '"model": "demo"' in str(made.find_element(By.TAG_NAME, "textarea").get_attribute("value"))
     assert not browser.get_log("browser"), "nothing is fetched from outside, and nothing breaks the policy"
 
 

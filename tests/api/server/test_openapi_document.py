@@ -260,7 +260,7 @@ async def test_every_operation_declares_its_answers(document: Document) -> None:
 
 
 async def test_every_json_body_has_examples_that_are_accepted(http: httpx.AsyncClient, document: Document) -> None:
-    """They name no model unless a body needs one: they are what a reader of /docs sends first."""
+    """They tell no model's name, and are what a reader of /docs sends first: with one that is served in its place."""
     chat = document.all["paths"][REQUEST]["put"]["requestBody"]["content"]["application/json"]["examples"]
     [known] = [each["value"] for each in chat.values()]
     request_id = (await http.post("/v1/chat/completions", json=known)).headers["X-Request-Id"]
@@ -268,10 +268,13 @@ async def test_every_json_body_has_examples_that_are_accepted(http: httpx.AsyncC
     calls = []
     for path, operations in document.all["paths"].items():
         for method, operation in operations.items():
-            body = operation.get("requestBody", {}).get("content", {}).get("application/json", {"examples": {}})
-            for example in body["examples"].values():
-                value = example["value"] | ({"model": MODEL} if path == "/v1/responses" else {})
-                calls.append(http.request(method, path.format(request_id=request_id), json=value))
+            json_body = operation.get("requestBody", {}).get("content", {}).get("application/json", {"examples": {}})
+            for example in json_body["examples"].values():
+                body = example["value"]
+                if path == "/v1/responses":
+                    assert body["model"] == "my-model"
+                    body = {**body, "model": MODEL}
+                calls.append(http.request(method, path.format(request_id=request_id), json=body))
     found = await asyncio.gather(*calls)
     # What isn't there in every deployment: a file, an adapter, a second model, a model for vectors or with tools.
     missing = re.compile("file-0123|my-adapter|my-model|gives no vectors|has no labels|chat template takes no tools")

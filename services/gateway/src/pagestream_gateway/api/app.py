@@ -69,7 +69,7 @@ def build_app(gateway: Gateway) -> FastAPI:
         scoring.RerankBody,
         classification.ClassificationBody,
     )
-    documents.install(app, [*bodies, *vectors])
+    documents.install(app, [*bodies, *vectors], asks_for_credentials=settings.asks_for_credentials)
     return app
 
 
@@ -77,7 +77,7 @@ def build_admin_app(gateway: Gateway) -> FastAPI:
     """Return the application of the administrators' port."""
     app = _app_for_callers(gateway)
     app.include_router(administration.router(gateway))
-    documents.install(app, [])
+    documents.install(app, [], asks_for_credentials=True)
     return app
 
 

@@ -46,7 +46,7 @@ def stream_body_of(*models: type[BaseModel]) -> dict[str, Any]:
     return {**body_of(*models), "parameters": parameters}
 
 
-def install(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
+def install(app: FastAPI, bodies: Sequence[type[BaseModel]], *, asks_for_credentials: bool) -> None:
     """Add /openapi.json, with the schemas of `bodies`, and /docs. Call it after all routes are there.
 
     The document takes some 0.3 s of processor time: it is made when it is first asked for, beside the event loop.
@@ -61,7 +61,7 @@ def install(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
                 made["document"] = json.dumps(_document(app, bodies), ensure_ascii=False).encode()
         return Response(made["document"], media_type="application/json")
 
-    app.include_router(viewer.router())
+    app.include_router(viewer.router(asks_for_credentials=asks_for_credentials))
 
 
 class _Answers(NamedTuple):

@@ -1,12 +1,13 @@
 """Bodies to begin with, for the OpenAPI document and the page that shows it.
 
-They name no model where a body may leave that out: the document is read without a key, and must not tell which there
-are.
+The document is read without a key, and tells no name of a model: a body may leave that out. Where one is needed it is
+MODEL, in whose place the page puts a real one where no key is asked for.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
+MODEL = "my-model"
 _MESSAGES = [{"role": "user", "content": "Who lives in the lighthouse?"}]
 _TOOL_NAME = "get_weather"
 _TOOL_ABOUT = "The weather of a place."
@@ -22,7 +23,7 @@ _LABELLED = {"input": ["The harbour is lovely."]}
 _SCORED = {"text_1": "Where does the baker work?", "text_2": ["In the bakery.", "At sea."]}
 _RANKED = {"query": "Where does the baker work?", "documents": ["In the bakery.", "At sea."], "top_n": 1}
 _CHAT = {"messages": _MESSAGES, "max_tokens": 64}
-_RESPONSE = {"model": "my-model", "input": "Who lives in the lighthouse?", "max_output_tokens": 64}
+_RESPONSE = {"model": MODEL, "input": "Who lives in the lighthouse?", "max_output_tokens": 64}
 
 Examples = Mapping[str, dict[str, Any]]
 """Bodies by what they show."""
@@ -91,7 +92,7 @@ _BODIES: Mapping[str, Examples] = {
     "/v1/requests/{request_id}": {"The chat that it was": {**_CHAT, "seed": 0}},
     "/v1/load_lora_adapter": {"A folder": {"lora_name": "my-adapter", "lora_path": "/adapters/my-adapter"}},
     "/v1/unload_lora_adapter": {"By name": {"lora_name": "my-adapter"}},
-    **{key: {"By name": {"model": "my-model"}} for key in ("/v1/models/load", "/v1/models/unload")},
+    **{key: {"By name": {"model": MODEL}} for key in ("/v1/models/load", "/v1/models/unload")},
 }
 """By path, for the operation there that has a JSON body."""
 

@@ -11,7 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 _KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
-_PAGE = "index.html"
+_PAGE, _OPEN_PAGE = "index.html", "open.html"
+_ASKS = b'data-asks-for-keys="true"'
 _FILES = ("docs.css", "docs.js", "swagger-ui.css", "swagger-ui-bundle.js")
 _LEVEL = 6  # of gzip: 1.9 MB become 0.5 MB in 0.1 s
 # Swagger UI has icons as data: addresses. It sets styles by script, which needs no permission.
@@ -33,10 +34,10 @@ class _File(NamedTuple):
     compressed: bytes
 
 
-def router() -> APIRouter:
-    """Return the routes of the page and its files."""
+def router(*, asks_for_credentials: bool) -> APIRouter:
+    """Return the routes of the page and its files. The page calls nothing by itself where credentials are asked for."""
     routes = APIRouter(include_in_schema=False)
-    routes.add_api_route("/docs", _endpoint(_PAGE), methods=["GET"])
+    routes.add_api_route("/docs", _endpoint(_PAGE if asks_for_credentials else _OPEN_PAGE), methods=["GET"])
     for name in _FILES:
         routes.add_api_route(f"/docs/{name}", _endpoint(name), methods=["GET"])
     return routes
@@ -56,5 +57,7 @@ def _endpoint(name: str) -> Callable[[Request], Response]:
 
 @cache
 def _read(name: str) -> _File:
-    plain = resources.files(__name__).joinpath(name).read_bytes()
+    plain = resources.files(__name__).joinpath(_PAGE if name == _OPEN_PAGE else name).read_bytes()
+    if name == _OPEN_PAGE:
+        plain = plain.replace(_ASKS, _ASKS.replace(b"true", b"false"))
     return _File(plain, gzip.compress(plain, _LEVEL, mtime=0))
