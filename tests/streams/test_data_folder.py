@@ -20,7 +20,7 @@ def on_path(monkeypatch: pytest.MonkeyPatch, folder: Path, *servers: tuple[str, 
     for name, version in servers:
         place = folder / f"{name}-{version}"
         place.mkdir(exist_ok=True)
-        program = place / f"{name}-server"
+        program = place / ("valkey-server" if name == "valkey" else "redis-server")
         program.write_text(PROGRAM.format(name=name.capitalize(), version=version))
         program.chmod(0o755)
         places.append(str(place))
@@ -90,6 +90,16 @@ def test_others_are_refused_by_name(
     assert (got.value.name, got.value.version) == writer
     for name, version in there:
         assert f"{name} {version} (" in str(got.value)
+
+
+def test_forks_and_candidates_open_what_they_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork says in INFO that it is Redis, a candidate's version has a suffix, and no version is no record."""
+    on_path(monkeypatch, tmp_path, ("keydb", "98.3.4"), ("redis", "99.0.1-rc2"))
+    data = written_by(tmp_path / "data", "redis", "99.0.1-rc2")
+    assert chosen(data) == "redis 99.0.1"
+    assert chosen(written_by(tmp_path / "other", "redis", "98.3.4")) == "redis 98.3.4"
+    record_server(tmp_path, {"redis_version": "unstable"})
+    assert content_of(tmp_path).recorded is None
 
 
 async def write(data: Path, binary: ServerBinary) -> int:

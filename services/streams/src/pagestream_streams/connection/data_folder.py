@@ -24,6 +24,7 @@ _HEAD = re.compile(
 )
 """Begin of a snapshot: its format, then the version of the server that wrote it."""
 _HEAD_BYTES = 64
+_NUMBERS = re.compile(r"(\d+)\.(\d+)\.(\d+)")
 
 
 class Version(NamedTuple):
@@ -89,9 +90,15 @@ def content_of(folder: Path) -> FolderContent:
 
 
 def record_server(folder: Path, info: Mapping[str, Any]) -> None:
-    """Record the server that runs on a folder's files, from its INFO. Raises OSError."""
+    """Record the server that runs on a folder's files, from its INFO; none of a version that isn't numbers.
+
+    Raises OSError.
+    """
     name = VALKEY if "valkey_version" in info else REDIS
-    server = Version(name, _numbers(str(info[f"{name}_version"])))
+    try:
+        server = Version(name, _numbers(str(info[f"{name}_version"])))
+    except ValueError:
+        return
     now = content_of(folder)
     if now.recorded == server:
         return
@@ -114,8 +121,10 @@ def _recorded(folder: Path) -> Version | None:
 
 
 def _numbers(text: str) -> tuple[int, int, int]:
-    major, minor, patch = (int(part) for part in text.split(".")[:3])
-    return major, minor, patch
+    match = _NUMBERS.match(text)
+    if match is None:
+        raise ValueError(f"{text[:40]!r} was given, a version such as 9.1.2 is expected")
+    return int(match[1]), int(match[2]), int(match[3])
 
 
 def _head(file: Path) -> tuple[str, Version | None]:

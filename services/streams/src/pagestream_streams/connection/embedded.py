@@ -24,7 +24,7 @@ from urllib.parse import quote
 
 from redis import Redis, exceptions
 
-from pagestream_streams.connection.data_folder import Version, content_of, record_server
+from pagestream_streams.connection.data_folder import REDIS, VALKEY, Version, content_of, record_server
 from pagestream_streams.errors import DataFolderRefused, ServerNotFound, Unavailable
 
 LEAST_VERSION = (6, 2)
@@ -328,4 +328,7 @@ def _version(path: Path) -> Version | None:
     except (OSError, subprocess.SubprocessError):
         return None
     match = _VERSION.search(output)
-    return Version(match[1].lower(), (int(match[2]), int(match[3]), int(match[4]))) if match else None
+    if match is None:
+        return None
+    name = VALKEY if match[1].lower() == VALKEY else REDIS  # forks of Redis say that they are Redis, in INFO too
+    return Version(name, (int(match[2]), int(match[3]), int(match[4])))
