@@ -206,7 +206,7 @@ def test_serve_ends_with_one_line_and_opens_no_port(spoil: Callable[[str], Path]
     assert ended.returncode == EXIT_BAD_OPTIONS
     [message] = [line for line in ended.stderr.splitlines() if "error: " in line]
     assert "Traceback" not in ended.stderr
-    assert "ready" not in ended.stdout + ended.stderr
+    assert "engine-0 ready" not in ended.stdout + ended.stderr
     if name not in ("malformed configuration", "impossible option"):  # refused by serve itself, in its words
         assert re.search(REFUSALS[name].message, message), message
     log = tmp_path / "data" / "logs" / "gateway-0.log"
