@@ -440,7 +440,7 @@ async def test_an_answer_of_a_form_or_calls_have_a_grammar(records: Records, for
     rules = (await records.of_chat(card, **asked)).sampling.structured_outputs.grammar
     final = "<|channel|>final<|message|>" if form == "openai" else ""
     blanks = "" if form == "openai" else "\n\n"
-    for text in (final + ANSWERED, blanks + final + ANSWERED, call, blanks + call, *others):
+    for text in (final + ANSWERED, blanks + final + ANSWERED, call, blanks + call + blanks, *others):
         if kind != "text" or "python_tag" not in text:
             assert matches(text.replace("ARGUMENTS", ARGUMENTS), rules, tokenizer), text
     whole = call.replace("ARGUMENTS", ARGUMENTS)

@@ -18,9 +18,9 @@ from pagestream_gateway.errors import InvalidRequest, UnsupportedField
 def with_calls(constraint: StructuredOutputs, tools: Tools, model: LoadedModel, field: str) -> StructuredOutputs:
     """Return what an output must match that is `constraint`'s, or calls of tools in the model's format.
 
-    Either may have blanks before it, as models write them behind their reasoning. Arguments are held to the tools'
-    schemas. Raises UnsupportedField, with `field`, where the format of calls has no grammar here, and for constraints
-    that are no JSON.
+    Either may have blanks before it, as models write them behind their reasoning, and calls may have some behind.
+    Arguments are held to the tools' schemas. Raises UnsupportedField, with `field`, where the format of calls has no
+    grammar here, and for constraints that are no JSON.
     """
     kind = constraint.WhichOneof("constraint")
     is_json = kind in ("json", "json_object")
@@ -39,7 +39,7 @@ def with_calls(constraint: StructuredOutputs, tools: Tools, model: LoadedModel, 
             f'with tools that may be called: model {model.name}: {reason}; use tool_choice "none" for the last '
             'answer, or "required"',
         )
-    start = "start: BLANKS? (answer | calls)\nBLANKS: /[ \\t\\r\\n]{1,8}/"
+    start = "start: BLANKS? (answer | calls BLANKS?)\nBLANKS: /[ \\t\\r\\n]{1,8}/"
     return StructuredOutputs(grammar=f"{start}\nanswer: {json_rule(answer)}\n{rules}")
 
 
