@@ -23,7 +23,7 @@ from support.protocol.template_shapes import DEEPSEEK_V3, MISTRAL, QWEN_35, SMOL
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
 ANTHROPIC = {"anthropic-version": "2023-06-01"}
 CALL = {"id": "abcdef123", "type": "function", "function": {"name": "f", "arguments": '{"a":  1}'}}
-CALLED = [
+CALLED: list[dict[str, Any]] = [
     {"role": "user", "content": "Hi"},
     {"role": "assistant", "content": None, "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "abcdef123", "content": [{"type": "text", "text": "R"}]},

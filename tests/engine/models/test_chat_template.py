@@ -93,8 +93,9 @@ def test_one_for_documents_is_taken_where_there_are_documents(folder: Path) -> N
     assert template.render(ASKED, tools=TOOLS, arguments={"documents": [{"title": "A"}]}) == "tools"
 
 
-def test_a_processors_template_is_taken_where_there_is_no_other(folder: Path) -> None:
-    write(folder / "chat_template.json", {"chat_template": "processor"})
+@pytest.mark.parametrize("file", ["chat_template.json", "processor_config.json"])
+def test_a_processors_template_is_taken_where_there_is_no_other(folder: Path, file: str) -> None:
+    write(folder / file, {"chat_template": "processor"})
     assert prompt(folder) == "processor"
     configure(folder, chat_template="tokenizer")
     assert prompt(folder) == "tokenizer"

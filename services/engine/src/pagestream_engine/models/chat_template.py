@@ -11,7 +11,9 @@ from pagestream_engine.errors import ModelFileError
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Those that `transformers` gives to templates."""
-TEMPLATE_FILE, TEMPLATE_JSON, TEMPLATE_FOLDER = "chat_template.jinja", "chat_template.json", "additional_chat_templates"
+TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
+PROCESSOR_FILES = ("chat_template.json", "processor_config.json")
+"""Of models that take more than text; older ones have their template there."""
 _DEFAULT = "default"
 _CHOICES = (("tool_use", "tools"), ("rag", "documents"))
 """Named templates, and the value of a request for which each is taken."""
@@ -34,9 +36,10 @@ def folder_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str:
         if _DEFAULT in files:
             named = {}
         named |= {name: file.read_text(encoding="utf-8") for name, file in files.items()}
-        if not named and (folder / TEMPLATE_JSON).is_file():
-            content = json.loads((folder / TEMPLATE_JSON).read_text(encoding="utf-8"))
-            named = _named(content.get("chat_template") if isinstance(content, dict) else content, TEMPLATE_JSON)
+        for name in PROCESSOR_FILES:
+            if not named and (folder / name).is_file():
+                content = json.loads((folder / name).read_text(encoding="utf-8"))
+                named = _named(content.get("chat_template") if isinstance(content, dict) else content, name)
     except (OSError, ValueError) as error:
         raise ModelFileError(f"{folder}: its chat template can't be read: {error}") from error
     return _of_named(named)
