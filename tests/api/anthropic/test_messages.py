@@ -27,6 +27,7 @@ from support.engines.synthetic_engine import (
     SyntheticEngine,
     byte_tokenizer,
     synthetic_card,
+    tokenizer_of,
 )
 
 if TYPE_CHECKING:
@@ -78,6 +79,32 @@ def said(output: str) -> dict[str, Any]:
 
 def asking_for(output: str, **more: Any) -> dict[str, Any]:
     return {"model": ECHO_MODEL, "messages": [said(output)], "max_tokens": 1000, **more}
+
+
+async def test_reasoning_that_is_not_shown_comes_back(
+    client: anthropic.AsyncAnthropic, engine: SyntheticEngine, card: ModelCard
+) -> None:
+    """In the signature of its block, as Anthropic's own, whole and streamed."""
+    asked = asking_for(OUTPUT, tools=[WEATHER], thinking={"type": "adaptive", "display": "omitted"})
+    message = await client.messages.create(**asked)
+    thinking, *_, use = blocks = [block.model_dump(exclude_none=True) for block in message.content]
+    assert thinking["thinking"] == ""
+    assert "Two cities." not in thinking["signature"]
+    async with client.messages.stream(**asked) as stream:
+        streamed = (await stream.get_final_message()).content[0].model_dump(exclude_none=True)
+    assert streamed == thinking
+    results = [
+        {"type": "tool_result", "tool_use_id": each["id"], "content": "Rain."}
+        for each in blocks
+        if each["type"] == "tool_use"
+    ]
+    for signature, is_known in ((thinking["signature"], True), ("x", False), (f"{thinking['signature']}!", False)):
+        blocks[0] = {**thinking, "signature": signature}
+        turns = [*asked["messages"], {"role": "assistant", "content": blocks}, {"role": "user", "content": results}]
+        await client.messages.create(**{**asked, "messages": [*turns, said("Done.")]})
+        prompt = tokenizer_of(card).decode(list(engine.claimed[-1].prompts[0].ids))
+        assert ("assistant(Two cities.)" in prompt) is is_known, prompt
+    assert use["name"] == "get_weather"
 
 
 async def test_an_answer_has_its_blocks(client: anthropic.AsyncAnthropic, engine: SyntheticEngine) -> None:
@@ -165,7 +192,8 @@ async def test_a_message_has_all_that_clients_expect(client: anthropic.AsyncAnth
         assert text.type == "text"
         assert {"citations"} <= text.model_fields_set
         assert call.type == "tool_use"
-        assert call.caller == anthropic.types.DirectCaller(type="direct")
+        assert call.caller is not None
+        assert call.caller.type == "direct"
         usage = message.usage
         assert {"inference_geo", "server_tool_use"} <= usage.model_fields_set
         assert usage.cache_creation is not None

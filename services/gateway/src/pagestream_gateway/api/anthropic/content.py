@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from pagestream_gateway.api.anthropic.signatures import reasoning_of
 from pagestream_gateway.api.openai.strict_body import Body, parse_body, within
 from pagestream_gateway.core.sampling.json_types import Items, expects
 from pagestream_gateway.errors import InvalidRequest, UnsupportedField
@@ -26,11 +27,16 @@ class TextBlock(Body):
 
 
 class ThinkingBlock(Body):
-    """The reasoning of an earlier answer; nothing is signed here, so the signature is ignored."""
+    """The reasoning of an earlier answer; nothing is signed here, but the signature may carry what wasn't shown."""
 
     type: Literal["thinking"]
     thinking: str
     signature: Any = None
+
+    @property
+    def reasoning(self) -> str:
+        """What the model thought."""
+        return self.thinking or reasoning_of(self.signature)
 
 
 class RedactedThinkingBlock(Body):
@@ -149,7 +155,7 @@ def _add(chat: Chat, role: str, block: Body) -> None:
         case ThinkingBlock():
             message = _last(chat, role)
             before = message.get("reasoning_content")
-            message["reasoning_content"] = f"{before}\n{block.thinking}" if before else block.thinking
+            message["reasoning_content"] = f"{before}\n{block.reasoning}" if before else block.reasoning
         case TextBlock():
             message = _last(chat, role)
             message["content"] = _with_text(message["content"], block.text)

@@ -6,6 +6,7 @@ from pagestream.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, RequestSpec
 from pagestream_streams.protocol.finish_reasons import finish_reason_name
 
+from pagestream_gateway.api.anthropic.signatures import signature_of
 from pagestream_gateway.api.openai.chat.parts import ChoiceReader
 from pagestream_gateway.api.runs import Run
 from pagestream_gateway.core.output.parts import Arguments, CallBegin, Content, Part, Reasoning
@@ -27,7 +28,9 @@ class MessageOutput:
         self.num_thinking_tokens = 0
         """Tokens before the first one of the answer, where there is reasoning: with its markers."""
         self._spec = spec
-        self._reader = ChoiceReader(spec, 0)
+        self._reader = ChoiceReader(spec, 0, with_hidden=True)
+        self._hidden: list[str] = []
+        """Reasoning of the block that grows, where it is not shown."""
         self._num_tokens = 0
         self._is_answering = False
         self._index = -1
@@ -82,6 +85,9 @@ class MessageOutput:
             return
         if self._open != kind:
             self._begin(kind, _EMPTY[kind], events)
+        if isinstance(part, Reasoning) and self._spec.answer.output.hides_reasoning:
+            self._hidden.append(part.text)
+            return
         name, member = _DELTAS.get(kind, _INPUT_DELTA)
         delta = {"type": name, member: part.text}
         events.append({"type": "content_block_delta", "index": self._index, "delta": delta})
@@ -94,6 +100,10 @@ class MessageOutput:
         events.append({"type": "content_block_start", "index": self._index, "content_block": block})
 
     def _close(self, events: list[Event]) -> None:
+        if self._hidden:
+            delta = {"type": "signature_delta", "signature": signature_of("".join(self._hidden))}
+            events.append({"type": "content_block_delta", "index": self._index, "delta": delta})
+            self._hidden.clear()
         if self._open:
             events.append({"type": "content_block_stop", "index": self._index})
         self._open = ""

@@ -118,6 +118,8 @@ class WholeMessage:
             match event["type"]:
                 case "content_block_start":
                     self._blocks.append(event["content_block"])
+                case "content_block_delta" if event["delta"]["type"] == "signature_delta":
+                    self._blocks[-1]["signature"] = event["delta"]["signature"]
                 case "content_block_delta":
                     _, text = event["delta"].values()
                     self._pieces.append(text)

@@ -21,8 +21,10 @@ TOOL_CALLS = "tool_calls"
 class ChoiceReader:
     """Divides a choice's text, in the order of the log, as the request's record says."""
 
-    def __init__(self, spec: RequestSpec, choice: int) -> None:
+    def __init__(self, spec: RequestSpec, choice: int, *, with_hidden: bool = False) -> None:
+        """`with_hidden`: reasoning is a part also where the request leaves it out of its answer."""
         self.form = spec.answer.output
+        self._leaves_out_reasoning = self.form.hides_reasoning and not with_hidden
         self.has_reasoned = False
         self.num_calls = 0
         """Calls that have begun, with those that are left out."""
@@ -47,7 +49,7 @@ class ChoiceReader:
             self.has_reasoned = self.has_reasoned or isinstance(part, Reasoning)
             is_of_call = isinstance(part, CallBegin | Arguments)
             is_left_out = is_of_call and self.form.one_call and self.num_calls > 1
-            if not (is_left_out or (self.form.hides_reasoning and isinstance(part, Reasoning))):
+            if not (is_left_out or (self._leaves_out_reasoning and isinstance(part, Reasoning))):
                 yield part
 
 
