@@ -1,12 +1,13 @@
 """`pagestream serve` takes command lines that were written for `vllm serve`."""
 
+import re
 import shlex
 from pathlib import Path
 
 import pytest
 from pagestream_cli import UsageError
 from pagestream_cli.__main__ import build_parser, main
-from pagestream_cli.serve import ServeOptions, find_demo_model, parse_options
+from pagestream_cli.serve import FLAGS, Idle, Refused, ServeOptions, Taken, find_demo_model, parse_options
 
 MODEL = "some-org/Some-Model-1B"
 
@@ -135,3 +136,11 @@ def test_no_command_takes_abbreviations(capsys: pytest.CaptureFixture[str]) -> N
         with pytest.raises(SystemExit):
             main(line)
     assert capsys.readouterr().err.count("unrecognized arguments") == 3
+
+
+def test_flags_that_are_taken_are_options_here(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    shown = {*re.findall(r"(?<![\w-])--[a-z-]+", capsys.readouterr().out), "--tokenizer"}
+    assert {flag.to for flag in FLAGS.values() if isinstance(flag, Taken)} - shown == {"MODEL"}
+    assert {name for name in shown if isinstance(FLAGS.get(name), Idle | Refused)} == set()

@@ -17,20 +17,25 @@ if TYPE_CHECKING:
     from pagestream_cli.serve.repeats import RepeatedLines
     from pagestream_cli.serve.report import Reporter
     from pagestream_cli.serve.shortform import MAX_CHARS, shorten
+    from pagestream_cli.serve.vllm_flags import FLAGS, Idle, Refused, Taken
 
 __all__ = [
     "ENGINE_OPTIONS",
+    "FLAGS",
     "MAX_CHARS",
     "Deployment",
     "DrainStage",
     "EngineLogs",
     "GatewayPorts",
+    "Idle",
     "ModelChoice",
     "Plan",
     "PortPlan",
+    "Refused",
     "RepeatedLines",
     "Reporter",
     "ServeOptions",
+    "Taken",
     "assign_ports",
     "check_parts",
     "choose_model",
@@ -54,6 +59,7 @@ _MODULES = {
     "RepeatedLines": "repeats",
     "Reporter": "report",
     **dict.fromkeys(("MAX_CHARS", "shorten"), "shortform"),
+    **dict.fromkeys(("FLAGS", "Idle", "Refused", "Taken"), "vllm_flags"),
 }
 """The module that defines each exported name."""
 
