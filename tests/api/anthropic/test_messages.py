@@ -180,7 +180,6 @@ async def test_a_conversation_goes_on_with_results_and_a_beginning(
 
 async def test_a_message_has_all_that_clients_expect(client: anthropic.AsyncAnthropic) -> None:
     """Members that the published schema of Anthropic's API requires."""
-    import anthropic
 
     asked = asking_for(OUTPUT, tools=[WEATHER])
     whole = await client.messages.create(**asked)
