@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
 
@@ -22,11 +22,10 @@ _MOST_RESPONSES, _MOST_ENTRIES = 512, 2**18  # that one request refers to: each 
 
 
 class _Place(NamedTuple):
-    """Where an item stands."""
+    """The part of a response that an item stands in."""
 
     response_id: str
     is_input: bool
-    number: int
 
 
 async def stored_response(gateway: Gateway, response_id: str, tenant: str) -> RequestView:
@@ -82,7 +81,7 @@ async def with_referred(gateway: Gateway, items: Sequence[Item], tenant: str) ->
         wanted.setdefault(place.response_id, set()).add(place.is_input)
     if len(wanted) > _MOST_RESPONSES:
         raise InvalidRequest("input", f"refers to items of {len(wanted)} responses, at most {_MOST_RESPONSES}")
-    found: dict[tuple[str, bool], list[Item]] = {}
+    found: dict[_Place, dict[str, Item]] = {}
     num_entries = 0
     for response_id, kinds in wanted.items():
         try:
@@ -93,20 +92,24 @@ async def with_referred(gateway: Gateway, items: Sequence[Item], tenant: str) ->
         if num_entries > _MOST_ENTRIES:
             raise InvalidRequest("input", f"refers to items of responses that have more than {_MOST_ENTRIES} tokens")
         if False in kinds and view.state == REQUEST_STATE_FINISHED:
-            found[response_id, False] = await output_of(gateway, view)
+            found[_Place(response_id, False)] = _by_id(await output_of(gateway, view))
         if True in kinds:
-            found[response_id, True] = await gateway.pool.run(lambda spec=view.spec: input_of(spec))  # type: ignore[misc]
+            asked = await gateway.pool.run(lambda spec=view.spec: input_of(spec))  # type: ignore[misc]
+            found[_Place(response_id, True)] = _by_id(asked)
     return [
-        _referred(number, item["id"], found.get(places[number][:2], ())) if number in places else item
+        _referred(number, item["id"], found.get(places[number], {})) if number in places else item
         for number, item in enumerate(items)
     ]
 
 
-def _referred(number: int, name: str, items: Iterable[Item]) -> Item:
-    for item in items:
-        if item.get("id") == name:
-            return item
-    raise _not_found(number, name)
+def _by_id(items: Iterable[Item]) -> dict[str, Item]:
+    return {item["id"]: item for item in items}
+
+
+def _referred(number: int, name: str, items: Mapping[str, Item]) -> Item:
+    if name not in items:
+        raise _not_found(number, name)
+    return items[name]
 
 
 def _place(number: int, name: str) -> _Place:
@@ -115,7 +118,7 @@ def _place(number: int, name: str) -> _Place:
     response_id, _, place = rest.rpartition("_")
     if prefix not in (*ITEM_PREFIXES.values(), _INPUT_PREFIX) or not response_id or not place.isdecimal():
         raise _not_found(number, name)
-    return _Place(response_id, prefix == _INPUT_PREFIX, int(place[:9]))
+    return _Place(response_id, prefix == _INPUT_PREFIX)
 
 
 def _not_found(number: int, name: str) -> InvalidRequest:
