@@ -82,6 +82,11 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_sessionfinish() -> None:
+    """Show again what was left out: hypothesis, imported for its summary, takes trio's generator for garbage."""
+    gc.unfreeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put first what takes long, so that all processes end at about the same time."""
     items.sort(key=lambda item: (shared_by(item.nodeid) is None, not item.nodeid.startswith(LONG)))
