@@ -92,7 +92,7 @@ clients: $(STAMP) ## Clients that others wrote, for Python and JavaScript, again
 	PYTHON="$(PYTHON)" tests/clients/prepare.sh .clients
 	$(PYTEST) tests/clients $(PYTEST_ARGS)
 
-browser-test: $(STAMP) ## The page in Chromium, while its buttons kill processes (needs chromium and chromium-driver)
+browser-test: $(STAMP) ## The page and /docs in Chromium, while its buttons kill processes (needs chromium and chromium-driver)
 	$(PYTEST) tests/browser $(PYTEST_ARGS)
 
 check: $(STAMP) ## Lint, format, types, layer order, widths of Markdown and YAML
