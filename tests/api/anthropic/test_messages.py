@@ -191,8 +191,7 @@ async def test_a_message_has_all_that_clients_expect(client: anthropic.AsyncAnth
         assert text.type == "text"
         assert {"citations"} <= text.model_fields_set
         assert call.type == "tool_use"
-        assert call.caller is not None
-        assert call.caller.type == "direct"
+        assert call.caller == anthropic.types.DirectCaller(type="direct")
         usage = message.usage
         assert {"inference_geo", "server_tool_use"} <= usage.model_fields_set
         assert usage.cache_creation is not None
