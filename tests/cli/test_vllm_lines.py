@@ -58,6 +58,7 @@ def test_options_of_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert (tls.tls_certificate, tls.tls_key) == (Path("c"), Path("k"))
     assert {*tls.environment.values()} == {str(Path("ca").absolute()), "optional", "*"}
+    assert read("--grpc_port=7 --data_dir=x").grpc_port == read("--grpc-port 7 -v").grpc_port == 7
     assert read(f"--served-model-name a {MODEL}").model == read(f"--engines 2 -- {MODEL}").model == MODEL
     monkeypatch.setenv("VLLM_API_KEY", "three")
     assert read(MODEL).given_keys == ("three",)
@@ -69,10 +70,11 @@ def test_a_file_of_flags_gives_way_to_the_command_line(tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text(
         f"model: {MODEL}\nport: 1\ntensor-parallel-size: 2\nserved_model_name: [a, b]\nenable-prefix-caching: false\n"
-        "speculative-config:\n  method: ngram\n"
+        "speculative-config:\n  method: ngram\ndemo: false\nverbose: true\ntrust-remote-code: false\n"
     )
     found = read(f"--config {file} -tp 4")
     assert (found.model, found.http_port, found.aliases) == (MODEL, 1, ("b",))
+    assert (found.demo, found.verbose) == (False, True)
     assert {"4", "ngram", "--no-enable-prefix-caching"} < {*found.engine_arguments}
     assert read(f"other/model --config={file} --port 2").model == "other/model"
 
@@ -117,6 +119,7 @@ def test_what_is_not_here_is_refused_by_name(line: str, said: str, capsys: pytes
         "{folder} --lora-modules a={folder}",
         "{folder} --lora-modules a",
         "{folder} --api-key one --api-keys file",
+        "{folder} --served-model-name a b,c",
         "{folder} --ssl-cert-reqs 2",
         "{folder} --speculative-config.method eagle3",
         "{folder} --speculative-config.draft_tensor_parallel_size 2",

@@ -224,7 +224,7 @@ def parse_options(arguments: argparse.Namespace) -> ServeOptions:
     Raises:
         UsageError: options of vLLM's are malformed, contradict each other, or ask for what isn't here.
     """
-    names: list[str] = list(dict.fromkeys(arguments.served_model_name or []))
+    names = vllm_options.served_names(arguments.served_model_name)
     model = vllm_options.revised(arguments.model, arguments.revision)
     vllm_options.check_tokenizer(model, arguments.tokenizer)
     key_file = arguments.api_keys or (None if arguments.api_key else _file_of_gateways("api_keys"))

@@ -16,7 +16,7 @@ from pagestream_cli.errors import UsageError
 from pagestream_cli.serve.model import REPOSITORY
 from pagestream_cli.serve.vllm_flags import FLAGS, SHORT_NAMES, Arity, Flag, Idle, Refused, Taken
 
-CONFIG, MODEL = "--config", "--model"
+CONFIG, MODEL, HELP = "--config", "--model", "--help"
 _MAY_SWALLOW = ("--served-model-name", "--api-key")
 PAGE = "docs/coming-from.md"
 _NUMBER = re.compile(r"-\d+(\.\d+)?")
@@ -121,11 +121,11 @@ class _Translation:
         if spelled.startswith("-O") and spelled != "-O":  # -O3
             return _Given(SHORT_NAMES["-O"], True, spelled[2:])
         name = spelled.replace("_", "-") if spelled.startswith("--") else SHORT_NAMES.get(spelled, spelled)
-        if name in self._options and name not in FLAGS:
-            return _Given(name, True, value)
         for known, is_on in ((name, True), *_opposites(name)):
             if known in FLAGS and (is_on or FLAGS[known].arity is Arity.SWITCH):
                 return _Given(known, is_on, value)
+            if known in self._options and (is_on or self._options[known].nargs == 0):
+                return _Given(known, is_on, None if known == HELP else value)  # vLLM has --help=all
         if not name.startswith("--"):
             return _Given(name, True, value)  # the parser says what is wrong with it
         every = [each for each in (*self._options, *FLAGS) if each.startswith("--")]
@@ -137,8 +137,11 @@ class _Translation:
         )
 
     def _own(self, word: str, given: _Given, rest: deque[str]) -> None:
-        """Take an option that is not vLLM's, as it was typed, with its values."""
-        self._taken.append(word if given.value is not None or not word.startswith("--") else given.name)
+        """Take an option that is not vLLM's, as it was typed, with its values; none where a file turns it off."""
+        if not given.is_on:
+            return
+        equals = "" if given.value is None else f"={given.value}"
+        self._taken.append(f"{given.name}{equals}" if given.name.startswith("--") else word)
         action = self._options.get(given.name)
         if action is not None and given.value is None and rest and action.nargs is None:
             self._taken.append(rest.popleft())

@@ -43,6 +43,19 @@ def add_variables(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--log-level", metavar="LEVEL", help="lowest level that the processes log")
 
 
+def served_names(given: list[str] | None) -> list[str]:
+    """Return the model's names, each once.
+
+    Raises:
+        UsageError: a further name has a comma, which parts them in a variable.
+    """
+    names = list(dict.fromkeys(given or []))
+    for name in names[1:]:
+        if "," in name or not name:
+            raise UsageError(f"--served-model-name {name!r}: a further name without a comma is expected")
+    return names
+
+
 def revised(model: str | None, revision: str | None) -> str | None:
     """Return a repository's name with its revision.
 
