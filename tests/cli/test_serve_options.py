@@ -172,6 +172,15 @@ def test_the_command_lines_of_the_parts(folder: Path) -> None:
     assert {part.env["PAGESTREAM_GATEWAY__DEFAULT_MODEL"] for part in gateways} == {"tiny-llama"}
 
 
+def test_engines_log_that_they_are_ready_whatever_is_logged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    variable = "PAGESTREAM_TELEMETRY__LOG_LEVEL"
+    for level, expected in (("WARNING", "INFO"), ("ERROR", "INFO"), ("DEBUG", None)):
+        monkeypatch.setenv(variable, level)
+        plan = plan_of(folder)
+        assert plan.engines(EngineLogs())[0].env.get(variable) == expected
+        assert variable not in plan.gateways()[0].env
+
+
 def test_gateways_end_first_and_redis_last(folder: Path) -> None:
     plan = plan_of(folder)
     stages = [plan.gateways()[0].drain_stage, plan.engines(EngineLogs())[0].drain_stage, plan.redis(["x"]).drain_stage]

@@ -56,7 +56,7 @@ class EngineOptions(ApiModel):
     enable_prefix_caching: bool | None = None
     """Whether blocks of prompts that begin alike are shared. Default true."""
     eviction_policy: Literal["lru", "slru", "lfu", "cost"] | None = None
-    """Which cached block is used anew first: the least recently used one, of those never found again first (slru, the
+    """KV cache eviction policy. It evicts the least recently used block, of those never found again first (slru, the
     default) or of all (lru), the least often used one (lfu), or the one that is cheapest to compute again (cost)."""
     kv_cache_dtype: Literal["auto", "bfloat16", "fp8", "fp8_e4m3"] | None = None
     """What keys and values are kept as: auto (the default) is the model's dtype; fp8, or fp8_e4m3, takes half of the
@@ -79,7 +79,7 @@ class EngineOptions(ApiModel):
     the first class interrupts lower ones), shortest_first, round_robin, fair (equal tokens for all tenants), or one
     that `plugins` register."""
     speculative_method: Literal["ngram", "draft_model", "grammar"] | None = None
-    """Where drafts of the next tokens come from, which one step checks together; the tokens stay the same. ngram: what
+    """Speculative decoding method: where drafts come from; the tokens stay the same. ngram: what
     followed where a request's last tokens stood before. draft_model: what `speculativeModel` gives. grammar: what a
     request's grammar leaves as the only text, as with the other methods too. Default: draft_model where there is one,
     else no drafts."""

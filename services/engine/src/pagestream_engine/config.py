@@ -108,9 +108,9 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     """Whether full blocks are found again by their content."""
     eviction_policy: str = "slru"
-    """Which cached block is used anew first: lru the least recently used one, slru the same, but those that were never
-    found again before the others, lfu the least often used one, with ageing, cost the same, weighed by what attention
-    takes to compute it again. slru finds most on a real trace: docs/benchmarks/prefix-cache.md."""
+    """KV cache eviction policy. lru evicts the least recently used block; slru likewise, but blocks that were never
+    found again before the others; lfu the least often used one, with ageing; cost the least recently used one, weighed
+    by what attention takes to compute it again. slru finds most on a real trace: docs/benchmarks/prefix-cache.md."""
 
     kv_cache_dtype: str = "auto"
     """What keys and values are kept as. auto: the model's dtype. fp8, or fp8_e4m3: float8 with a scale for each block
@@ -177,7 +177,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """Drafts of the tokens after a sequence's last one, which one step checks together. They change no token."""
+    """Speculative decoding: drafts of a sequence's next tokens, verified in one step. They change no token."""
 
     speculative_method: str | None = None
     """ngram: what followed where the last tokens of prompt and output stood before. draft_model: what

@@ -33,6 +33,9 @@ GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")
 START_VARIABLE = variable_of("GATEWAY", "start_file")
 DEFAULT_MODEL_VARIABLE = variable_of("GATEWAY", "default_model")
 ALIASES_VARIABLE = variable_of("GATEWAY", "model_aliases")
+LOG_LEVEL_VARIABLE = variable_of("TELEMETRY", "log_level")
+_TOO_HIGH = ("WARNING", "ERROR")
+"""Log levels without the record by which serve knows that an engine is ready, which has INFO."""
 SMALL_MODEL_BYTES = 32 << 20
 """Bytes of weights below which an engine gets one thread. Measured with 32 streams on two cores that all parts share:
 the demo model (11 MB) generates 1,433 to 1,999 tokens/s on one thread, 964 to 1,002 on two; the reference model
@@ -161,6 +164,7 @@ class Plan:
                 **engine_environment(
                     self.options.engines, os.environ, weight_bytes(self.model.source), self.options.warm_spares
                 ),
+                **({LOG_LEVEL_VARIABLE: "INFO"} if os.environ.get(LOG_LEVEL_VARIABLE) in _TOO_HIGH else {}),
                 **self.options.environment,
             },
             ports=_known({"metrics": metrics}),

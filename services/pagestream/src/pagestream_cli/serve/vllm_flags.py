@@ -109,8 +109,6 @@ _TAKEN: tuple[tuple[str, str, str], ...] = (
     ("--download-dir=", "", "the same: the folder of Hugging Face's cache"),
     ("--hf-token=?", "", "the same, or `HF_TOKEN`"),
     ("--otlp-traces-endpoint=", "", "`PAGESTREAM_TELEMETRY__OTLP_ENDPOINT`, by OTLP/gRPC"),
-    ("--log-level=", "", "`PAGESTREAM_TELEMETRY__LOG_LEVEL`"),
-    ("--uvicorn-log-level=", "--log-level", "`PAGESTREAM_TELEMETRY__LOG_LEVEL`"),
     ("--sse-keep-alive-interval=", "", "`PAGESTREAM_STREAM__KEEP_ALIVE_S`; 15 seconds by default"),
 )
 """vLLM's flag with its arity and short names; the flag here, where it has another name; the table's cell."""
@@ -141,6 +139,7 @@ _IDLE: tuple[tuple[str, str, tuple[str, ...] | None], ...] = (
         "--aggregate-engine-logging --enable-logging-iteration-details",
         None,
     ),
+    ("the terminal shows warnings, and everything with `--verbose`", "--log-level= --uvicorn-log-level=", None),
     (
         _TEXT_ALONE,
         "--limit-mm-per-prompt= --mm-processor-kwargs= --mm-processor-cache-gb= --mm-processor-cache-type= "

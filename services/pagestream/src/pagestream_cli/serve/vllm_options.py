@@ -40,7 +40,6 @@ def add_variables(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--download-dir", metavar="DIR", help="Hugging Face's cache")
     group.add_argument("--hf-token", nargs="?", const="", metavar="TOKEN", help="token for Hugging Face")
     group.add_argument("--otlp-traces-endpoint", metavar="URL", help="export metrics and spans there, by OTLP/gRPC")
-    group.add_argument("--log-level", metavar="LEVEL", help="lowest level that the processes log")
 
 
 def served_names(given: list[str] | None) -> list[str]:
@@ -128,9 +127,6 @@ def variables(arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
         yield "HF_TOKEN", arguments.hf_token
     if arguments.otlp_traces_endpoint is not None:
         yield variable_of("TELEMETRY", "otlp_endpoint"), arguments.otlp_traces_endpoint
-    if arguments.log_level is not None:
-        level = arguments.log_level.upper()
-        yield variable_of("TELEMETRY", "log_level"), {"TRACE": "DEBUG", "CRITICAL": "ERROR"}.get(level, level)
 
 
 def _origins(text: str) -> list[str]:
