@@ -15,6 +15,7 @@ if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
 fi
 
 [ -x .venv/bin/python ] || "$python" -m venv .venv
+echo "setup: installing packages into .venv (minutes, most of them for torch)"
 pip=(.venv/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt)
 "${pip[@]}" pip
 if [ -n "${TORCH_INDEX:-}" ]; then
