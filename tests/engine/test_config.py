@@ -115,6 +115,29 @@ def test_a_small_budget_alone_lowers_the_number_of_sequences() -> None:
     assert EngineConfig.from_options({"max_num_batched_tokens": 8}).scheduler.max_num_seqs == 8
 
 
+@pytest.mark.parametrize(
+    ("given", "low", "high"),
+    [
+        ({"max_loras": 100}, 100, 100),
+        ({"max_loras": 4}, 4, 64),
+        ({"max_cpu_loras": 8}, 8, 8),
+        ({"max_cpu_loras": 80}, 32, 80),
+    ],
+)
+def test_a_number_of_adapters_alone_moves_the_other(given: dict[str, int], low: int, high: int) -> None:
+    adapters = EngineConfig.from_options(given).adapters
+    assert (adapters.max_loras, adapters.max_cpu_loras) == (low, high)
+
+
+@pytest.mark.parametrize(
+    ("given", "low", "high"),
+    [({"prompt_lookup_min": 9}, 9, 9), ({"prompt_lookup_max": 1}, 1, 1), ({"prompt_lookup_max": 4}, 2, 4)],
+)
+def test_a_length_of_lookup_alone_moves_the_other(given: dict[str, int], low: int, high: int) -> None:
+    speculation = EngineConfig.from_options(given).speculation
+    assert (speculation.prompt_lookup_min, speculation.prompt_lookup_max) == (low, high)
+
+
 def test_a_budget_below_the_number_of_sequences_is_a_contradiction() -> None:
     with pytest.raises(ConfigError, match="max_num_batched_tokens: given 8, expected at least max_num_seqs"):
         EngineConfig.from_options({"max_num_batched_tokens": 8, "max_num_seqs": 9})

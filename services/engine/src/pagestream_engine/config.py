@@ -428,6 +428,12 @@ class EngineConfig:
             # A small budget alone is no contradiction: fewer sequences run at once.
             _at_least("max_num_batched_tokens", options["max_num_batched_tokens"], 1)
             options["max_num_seqs"] = min(SchedulerConfig.max_num_seqs, options["max_num_batched_tokens"])
+        for low, low_default, high, high_default in _BOUNDS:
+            # Nor is a bound that is given alone: the other one moves with it.
+            if _is_count(options.get(low)) and high not in options:
+                options[high] = max(high_default, options[low])
+            elif _is_count(options.get(high)) and low not in options:
+                options[low] = min(low_default, options[high])
         groups = {group: {name: options[name] for name in names if name in options} for group, names in _GROUPS.items()}
         return cls(
             model=ModelConfig(**groups["model"]),
@@ -451,6 +457,18 @@ _GROUPS = {
     "extensions": tuple(f.name for f in fields(ExtensionConfig)),
     "adapters": tuple(f.name for f in fields(AdapterConfig)),
 }
+
+
+_LOOKUP = SpeculationConfig
+_BOUNDS = (
+    ("max_loras", AdapterConfig.max_loras, "max_cpu_loras", AdapterConfig.max_cpu_loras),
+    ("prompt_lookup_min", _LOOKUP.prompt_lookup_min, "prompt_lookup_max", _LOOKUP.prompt_lookup_max),
+)
+"""Options whose value is at most another one's, with their defaults."""
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _is_module_name(name: object) -> bool:
