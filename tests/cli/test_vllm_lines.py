@@ -94,6 +94,7 @@ def test_what_changes_nothing_is_said_once(capsys: pytest.CaptureFixture[str]) -
     [
         ("--enable-expert-parallel", "vLLM's --enable-expert-parallel isn't here: "),
         ('--kv_transfer_config {\\"a\\":1}', "vLLM's --kv-transfer-config isn't here: "),
+        ("--enable-server-load-tracking", "isn't here: gateways' metrics say how loaded they are"),
         ("--load-format dummy", "vLLM's --load-format dummy isn't here: "),
         ("--structured-outputs-config.disable_any_whitespace true", "disable_any_whitespace isn't here"),
         ("--max-model 5", "--max-model: there is no such option; did you mean --max-model-len?"),

@@ -1,6 +1,6 @@
 """The flags of `vllm serve` (0.6.6 to 0.33.0): which are taken, which change nothing here, and why others are refused.
 
-`vllm_line.py` reads command lines by this table, and `tools/write_vllm.py` writes it to docs/coming-from.md.
+`vllm_line.py` reads command lines by this table, and `tools/write_vllm_flags.py` writes it to docs/coming-from.md.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Idle(NamedTuple):
 
     arity: Arity
     why: str
+    """With links between pages of docs; `spoken` leaves their texts."""
     values: tuple[str, ...] | None
     """Values that are taken; None: any. Others are refused."""
 
@@ -49,6 +50,14 @@ class Refused(NamedTuple):
 
 
 Flag = Taken | Idle | Refused
+
+
+def spoken(why: str) -> str:
+    """Return a reason as a terminal shows it: the texts of links alone."""
+    return _LINK.sub(r"\1", why)
+
+
+_LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
 
 _TAKEN: tuple[tuple[str, str, str], ...] = (
     ("--model=", "MODEL", "`MODEL`, the first argument"),

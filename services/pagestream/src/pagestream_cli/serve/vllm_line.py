@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from pagestream_cli.console import say
 from pagestream_cli.errors import UsageError
 from pagestream_cli.serve.model import REPOSITORY
-from pagestream_cli.serve.vllm_flags import FLAGS, SHORT_NAMES, Arity, Flag, Idle, Refused, Taken
+from pagestream_cli.serve.vllm_flags import FLAGS, SHORT_NAMES, Arity, Flag, Idle, Refused, Taken, spoken
 
 CONFIG, MODEL, HELP = "--config", "--model", "--help"
 _MAY_SWALLOW = ("--served-model-name", "--api-key")
@@ -156,7 +156,8 @@ class _Translation:
                 self._take(given.name, flag, values, is_on=is_on)
             case Refused():
                 if is_on and not _is_nothing(given.name, values):
-                    raise UsageError(f"vLLM's {given.name} isn't here: {flag.why}", hint=f"{PAGE} has all its flags")
+                    why = spoken(flag.why)
+                    raise UsageError(f"vLLM's {given.name} isn't here: {why}", hint=f"{PAGE} has all its flags")
             case Idle() if given.name == _STRUCTURED:
                 self._structured(flag, values[0])
             case Idle():
@@ -191,7 +192,7 @@ class _Translation:
                 raise UsageError(
                     f"vLLM's {name} {wrong[0]} isn't here: {flag.why}", hint=f"{expected} is taken, and changes nothing"
                 )
-        self._idle[name] = flag.why
+        self._idle[name] = spoken(flag.why)
 
     def _structured(self, flag: Idle, text: str) -> None:
         """Read the settings of structured outputs: the choice of a backend changes nothing, other members do."""
