@@ -164,3 +164,19 @@ def test_colours_and_spinners_are_for_terminals_that_take_them(variable: str, va
         subprocess.run(command, stdout=stream, stderr=stream, env=environment, timeout=60, check=True)
         shown = os.read(window, 1 << 16).decode().split()
     assert shown == [str(is_coloured), str(value != "dumb")]
+
+
+def test_the_next_command_is_found_where_the_path_does_not_name_it(tmp_path: Path) -> None:
+    folder = Path(sys.executable).parent
+    code = "from pagestream_cli.console import program; print(program())"
+    found = [
+        subprocess.check_output(
+            [sys.executable, "-c", code], env={"PATH": path}, cwd=cwd, text=True, timeout=60
+        ).strip()
+        for path, cwd in ((str(folder), tmp_path), ("/nowhere", folder.parent.parent), ("/nowhere", tmp_path))
+    ]
+    assert found == [
+        "pagestream",
+        str(Path(folder.parent.name, folder.name, "pagestream")),
+        str(folder / "pagestream"),
+    ]

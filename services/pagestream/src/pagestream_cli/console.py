@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+from pathlib import Path
 from typing import TextIO
 
 _DUMB = ("dumb", "unknown")
@@ -33,3 +35,13 @@ def show(text: str) -> None:
     """Print a piece of an answer as it comes."""
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def program() -> str:
+    """Return what to type for this command here: its name where the PATH finds it, else its file."""
+    file = Path(sys.executable).with_name("pagestream")
+    found = shutil.which("pagestream")
+    if not file.is_file() or (found is not None and Path(found).absolute() == file):
+        return "pagestream"
+    folder = Path.cwd()
+    return str(file.relative_to(folder) if file.is_relative_to(folder) else file)

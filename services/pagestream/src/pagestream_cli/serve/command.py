@@ -15,7 +15,7 @@ from dataclasses import replace
 from pagestream_telemetry.environment import variable_of
 
 from pagestream_cli.client.endpoint import known_api_key
-from pagestream_cli.console import say
+from pagestream_cli.console import program, say
 from pagestream_cli.datadir import DataDir, DataDirLock
 from pagestream_cli.errors import UsageError
 from pagestream_cli.keys import write_given_keys
@@ -150,7 +150,7 @@ async def _load_adapter(plan: Plan, adapter: AdapterChoice) -> None:
 
 def next_command(options: ServeOptions) -> str:
     """Return what to type next in another terminal."""
-    words = ["pagestream", "chat"]
+    words = [program(), "chat"]
     if options.data_dir != DataDir.at(None):
         words += ["--data-dir", str(options.data_dir.path)]
     if options.api_keys is not None and known_api_key() is None:
@@ -169,7 +169,7 @@ async def _greet(plan: Plan, deployment: Deployment, prompt: str) -> None:
         return
     with contextlib.suppress(OSError):  # the terminal is closed; the deployment continues for its clients
         await greet(record, prompt, api_key=key)
-        say(examples(record))
+        say(examples(record, command=next_command(plan.options), has_keys=plan.options.api_keys is not None))
 
 
 def _stop(deployment: Deployment, reporter: Reporter) -> None:

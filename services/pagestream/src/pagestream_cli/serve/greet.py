@@ -43,20 +43,27 @@ async def greet(record: ServeRecord, prompt: str, *, api_key: str | None) -> flo
     return first
 
 
-def examples(record: ServeRecord) -> str:
-    """Format commands to paste into a shell."""
+def examples(record: ServeRecord, *, command: str, has_keys: bool) -> str:
+    """Format commands to paste into a shell.
+
+    Args:
+        record: what is served.
+        command: that talks to it in a terminal.
+        has_keys: whether it asks for a key.
+    """
     url, target = record.http_urls()[0], record.grpc_targets()[0]
     certificate = shlex.quote(record.tls_certificate)
     authority = f"--cacert {certificate} " if record.tls_certificate else ""
     grpc_authority = f"-cacert {certificate}" if record.tls_certificate else "-plaintext"
     messages = [{"role": "user", "content": "Who lives in the lighthouse?"}]
+    key = "-H 'Authorization: Bearer KEY' " if has_keys else ""
     chat = json.dumps({"model": record.default_model, "stream": True, "messages": messages})
     generate = json.dumps({"model": record.default_model, "prompt": "Once upon a time"})
     lines = (
         "\nTry it:",
-        f"  curl -N {authority}{url}/v1/chat/completions -H 'Content-Type: application/json' -d '{chat}'",
-        f"  grpcurl {grpc_authority} -d '{generate}' {target} pagestream.v1.Inference/Generate",
-        "  pagestream chat",
+        f"  curl -N {authority}{url}/v1/chat/completions {key}-H 'Content-Type: application/json' -d '{chat}'",
+        f"  grpcurl {grpc_authority} {key}-d '{generate}' {target} pagestream.v1.Inference/Generate",
+        f"  {command}",
         f"API pages: {url}/docs   Ctrl-C stops everything.",
     )
     return "\n".join(lines)
