@@ -111,6 +111,23 @@ async def test_tools_that_the_server_does_not_run_are_left_out(
     assert WARNINGS not in (await http.post("/v1/chat/completions", json={**CHAT, "tools": OF_CHATS})).headers
 
 
+async def test_a_conversation_goes_on_that_began_at_another_server(
+    http: httpx.AsyncClient, engine: SyntheticEngine
+) -> None:
+    reasoning = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "gAAAAABo"}
+    items = [{"role": "user", "content": "Hi"}, reasoning, {"role": "assistant", "content": "Hello."}]
+    answer = await http.post("/v1/responses", json={**CODEX, "input": [*items, *CODEX["input"]]})
+    assert answer.status_code == 200, answer.text
+    assert "input.1.encrypted_content: was left out" in answer.headers[WARNINGS]
+    assert "gAAAAABo" not in prompt_of(engine.claimed[-1])
+
+    citation = {"type": "url_citation", "url_citation": {"url": "https://example.org", "title": "x"}}
+    cited = {"role": "assistant", "content": "Hello.", "annotations": [citation]}
+    answer = await http.post("/v1/chat/completions", json={**CHAT, "messages": [*items[:1], cited, *CHAT["messages"]]})
+    assert answer.status_code == 200, answer.text
+    assert "Hello." in prompt_of(engine.claimed[-1])
+
+
 async def test_a_choice_of_such_a_tool_is_refused(http: httpx.AsyncClient) -> None:
     custom = {"type": "custom", "custom": {"name": "x"}}
     cases: list[tuple[str, dict[str, Any], str]] = [

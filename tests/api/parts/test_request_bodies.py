@@ -246,7 +246,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{}] * MANY}]}, "messages.0.content"),
     ({"messages": [{"role": "assistant", "tool_calls": [{}] * MANY}]}, "messages.0.tool_calls.0.id"),
     ({"messages": [{"role": "user", "content": "x"}], "tools": [{}] * MANY}, "tools.0.function"),
-    ({"messages": [{"role": "user", "content": "x", "annotations": [{}] * MANY}]}, "messages.0.annotations.0"),
 ]
 
 

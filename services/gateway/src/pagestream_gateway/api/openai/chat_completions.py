@@ -88,7 +88,7 @@ class Message(Body):
     content: _Content | None = None
     name: str | None = None
     refusal: str | None = Field(None, description="Of an assistant's earlier answer; templates have no place for it.")
-    annotations: Items[None] | None = None
+    annotations: Any = Field(None, description="Of an assistant's earlier answer, such as citations; ignored.")
     parsed: Any = Field(None, description="Of the official clients' `parse`: the content as an object; ignored.")
     audio: None = None
     function_call: None = None

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from pagestream_gateway.api.openai.chat.tools import CalledFunction, ToolCall
 from pagestream_gateway.api.openai.strict_body import Body, parse_body, within
+from pagestream_gateway.api.request_warnings import current_warnings
 from pagestream_gateway.core.models import check_unicode
 from pagestream_gateway.core.sampling.json_types import Items, expects
 from pagestream_gateway.errors import UnsupportedField
@@ -81,12 +82,12 @@ class ReasoningText(Body):
 
 
 class ReasoningItem(Body):
-    """The reasoning of an earlier response; its summary is ignored."""
+    """The reasoning of an earlier response; its summary is ignored, as is what only another server can read."""
 
     type: Literal["reasoning"]
     content: Items[ReasoningText] | None = None
     summary: _Ignored = None
-    encrypted_content: None = None
+    encrypted_content: Annotated[str | None, Field(exclude=True)] = None
     id: _Id | None = None
     status: _Ignored = None
 
@@ -125,6 +126,8 @@ def _item(number: int, item: Item) -> Item:
         raise UnsupportedField(f"input.{number}.type", f"known are {', '.join(_KINDS)}")
     with within(f"input.{number}"):
         found = parse_body(_KINDS[kind], {**item, "type": kind})
+        if isinstance(found, ReasoningItem) and found.encrypted_content:
+            current_warnings().add("encrypted_content", "was left out: only the server that wrote it can read it")
     kept = found.model_dump(exclude_none=True)
     for name in ("content", "output"):
         if isinstance(kept.get(name), list):
