@@ -174,6 +174,9 @@ async def test_calls_and_results_are_given_to_a_template_that_takes_one_call_a_m
         '<|start|>functions.get_weather to=assistant<|channel|>commentary<|message|>"9"<|end|>'
         "<|start|>assistant"
     )
+    again = [{**each, "content": f"later {each['content']}"} for each in messages[1:]]
+    shown = prompt_of(await records.of_chat(GPT_OSS, [*messages, USER, *again], **TOOLS))
+    assert re.findall(r'message\|>"([^"]*)"', shown) == ["7", "9", "later 7", "later 9"]
 
 
 MISTRAL = (

@@ -55,6 +55,26 @@ def test_arguments_that_are_no_object_are_an_empty_one(arguments: Any) -> None:
     assert prompt(source, call) == "f{}"
 
 
+def _turn(first: str, second: str, ids: tuple[str, str]) -> list[dict[str, Any]]:
+    """Return two calls, of functions `f` and `g`, and their results."""
+    calls = [{**CALLED["tool_calls"][0], "id": each} for each in ids]
+    calls[1] = {**calls[1], "function": {"name": "g", "arguments": "{}"}}
+    results = [("tool", ids[0], first), ("tool", ids[1], second)]
+    shown = [{"role": role, "tool_call_id": call_id, "content": text} for role, call_id, text in results]
+    return [{**CALLED, "tool_calls": calls}, *shown]
+
+
+@pytest.mark.parametrize("ids", [("call_0", "call_1"), ("", ""), ("x", "x")])
+def test_results_follow_their_calls_where_ids_are_used_again(ids: tuple[str, str]) -> None:
+    one = "{% for m in messages %}{% if m.tool_calls | length > 1 %}{{ raise_exception('one') }}{% endif %}"
+    one += "{% for c in m.tool_calls or () %}{{ c.function.name }}:{{ c.function.arguments | tojson }}{% endfor %}"
+    one += "{{ m.content or '' }};{% endfor %}"
+    chat = [USER, *_turn("r1", "r2", ids), USER, *_turn("r3", "r4", ids)]
+    assert prompt(one, *chat) == 'Hi;f:{"a": 1};r1;g:{};r2;Hi;f:{"a": 1};r3;g:{};r4;'
+    names = one.replace("> 1", "> 2").replace("{{ m.content", "{{ m.name or '' }}{{ m.content")
+    assert prompt(names, *chat) == 'Hi;f:{"a": 1}g:{};fr1;gr2;Hi;f:{"a": 1}g:{};fr3;gr4;'
+
+
 def test_instructions_are_joined_at_the_front_in_their_order() -> None:
     first = "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('first') }}"
     first += "{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"

@@ -2,7 +2,14 @@
 
 from pagestream_grammars.templates.probing import EFFORTS, probe, shapes_of
 from pagestream_grammars.templates.rendering import Template, template_fault
-from pagestream_grammars.templates.shapes import ChatShapes, SystemPlace, TextBesideCalls, shaped, text_of
+from pagestream_grammars.templates.shapes import (
+    ChatShapes,
+    SystemPlace,
+    TextBesideCalls,
+    results_of_calls,
+    shaped,
+    text_of,
+)
 
 __all__ = [
     "EFFORTS",
@@ -11,6 +18,7 @@ __all__ = [
     "Template",
     "TextBesideCalls",
     "probe",
+    "results_of_calls",
     "shaped",
     "shapes_of",
     "template_fault",

@@ -6,6 +6,7 @@ refuse, or leave out of the prompt without a word.
 """
 
 import json
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -15,6 +16,7 @@ ROLES = ("system", "user", "assistant", "tool")
 Message = Mapping[str, Any]
 Chat = list[dict[str, Any]]
 Content = str | list[dict[str, Any]] | None
+_CALLS = "tool_calls"
 _INSTRUCTING = ("system", "developer")
 _BETWEEN_INSTRUCTIONS = "\n\n"
 
@@ -171,37 +173,55 @@ def _with_users_in_results(chat: Chat) -> Chat:
 
 def _with_names(chat: Chat) -> Chat:
     """Name the function in each result that has no name."""
-    names = {
-        call.get("id"): (call.get("function") or {}).get("name")
-        for message in chat
-        for call in message.get("tool_calls") or ()
-        if isinstance(call, dict)
-    }
+    results = results_of_calls(chat)
+    names = {place: _name_of(chat[of][_CALLS][number]) for (of, number), place in results.items()}
     return [
-        {**each, "name": name}
-        if each.get("role") == "tool" and not each.get("name") and (name := names.get(each.get("tool_call_id")))
-        else each
-        for each in chat
+        {**each, "name": name} if not each.get("name") and (name := names.get(place)) else each
+        for place, each in enumerate(chat)
     ]
+
+
+def _name_of(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    return function.get("name") if isinstance(function, dict) else None
 
 
 def _one_call_each(chat: Chat) -> Chat:
     """Give each call a message of its own, which its result follows."""
-    results = {each.get("tool_call_id"): each for each in chat if each.get("role") == "tool"}
-    moved: set[Any] = set()
+    results = results_of_calls(chat)
+    moved: set[int] = set()
     found: Chat = []
-    for message in chat:
-        calls = message.get("tool_calls") or ()
-        if message.get("role") == "tool" and message.get("tool_call_id") in moved:
+    for place, message in enumerate(chat):
+        calls = message.get(_CALLS) or ()
+        if place in moved:
             continue
         if len(calls) < 2:
             found.append(message)
             continue
         for number, call in enumerate(calls):
-            found.append({**(message if not number else {"role": "assistant", "content": None}), "tool_calls": [call]})
-            if call.get("id") in results and call.get("id") not in moved:
-                found.append(results[call["id"]])
-                moved.add(call["id"])
+            found.append({**(message if not number else {"role": "assistant", "content": None}), _CALLS: [call]})
+            if (result := results.get((place, number))) is not None:
+                found.append(chat[result])
+                moved.add(result)
+    return found
+
+
+def results_of_calls(messages: Sequence[Message]) -> dict[tuple[int, int], int]:
+    """Return the places of the messages that are results, by the place of a message with calls and a call's number.
+
+    Many servers number calls anew in each turn, or leave ids empty: a result is of the last call before it that has its
+    id, and of calls of one message with the same id the first one without a result.
+    """
+    found: dict[tuple[int, int], int] = {}
+    waiting: dict[Any, deque[tuple[int, int]]] = {}
+    for place, message in enumerate(messages):
+        own: dict[Any, deque[tuple[int, int]]] = {}
+        for number, call in enumerate(message.get(_CALLS) or ()):
+            if isinstance(call, dict):
+                own.setdefault(call.get("id"), deque()).append((place, number))
+        waiting |= own
+        if message.get("role") == "tool" and (calls := waiting.get(message.get("tool_call_id"))):
+            found[calls.popleft()] = place
     return found
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pagestream_grammars.templates import text_of
+from pagestream_grammars.templates import results_of_calls, text_of
 
 Message = Mapping[str, Any]
 
@@ -29,11 +29,11 @@ def harmony_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     Reasoning is the member `thinking`. A message has one call, which its result follows: further calls become messages
     of their own. Beside a call the template takes one text, so that what was said is added to the reasoning.
     """
-    results = {each.get("tool_call_id"): each for each in messages if each.get("role") == "tool"}
-    moved: set[Any] = set()
+    results = results_of_calls(messages)
+    moved: set[int] = set()
     found: list[dict[str, Any]] = []
-    for given in messages:
-        if given.get("role") == "tool" and given.get("tool_call_id") in moved:
+    for place, given in enumerate(messages):
+        if place in moved:
             continue
         message = dict(given)
         if isinstance(message.get("content"), list):
@@ -51,7 +51,7 @@ def harmony_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
             continue
         for number, call in enumerate(calls):
             found.append({**(message if not number else {"role": "assistant", "content": ""}), "tool_calls": [call]})
-            if call.get("id") in results and call.get("id") not in moved:
-                found.append(dict(results[call["id"]]))
-                moved.add(call["id"])
+            if (result := results.get((place, number))) is not None:
+                found.append(dict(messages[result]))
+                moved.add(result)
     return found
