@@ -107,6 +107,18 @@ async def test_a_later_system_message_goes_where_the_template_lets_it(prompts: P
     assert found == "<s>[INST]You are an agent.\n\nAgent types: none.\n\nsay hello[/INST]"
 
 
+@pytest.mark.parametrize("role", ["system", "developer"])
+async def test_instructions_alone_are_the_users_where_the_template_hides_them(prompts: Prompts, role: str) -> None:
+    chat = [{"role": role, "content": "Write a poem."}]
+    assert await prompts.of_chat(MISTRAL, chat) == "<s>[INST]Write a poem.[/INST]"
+    assert "<|im_start|>user\nWrite a poem.<|im_end|>" in await prompts.of_chat(QWEN_35, chat)
+    parts = [{"role": role, "content": [{"type": "text", "text": text} for text in ("Write", "a poem.")]}]
+    shows = "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+    assert (await prompts.of_chat(shows, parts)).replace("\n", "") == "<system>Writea poem."
+    body = {"system": "Write a poem.", "messages": [{"role": "system", "content": "Briefly."}]}
+    assert await prompts.of(MISTRAL, "/v1/messages", body, ANTHROPIC) == ("<s>[INST]Write a poem.\nBriefly.[/INST]")
+
+
 async def test_a_developer_is_the_system_where_the_template_has_the_word_alone(prompts: Prompts) -> None:
     prose = "For each developer. {% for m in messages %}{% if m.role in ['system', 'user'] %}<{{ m.role }}>"
     messages = [{"role": "developer", "content": "Be kind."}, {"role": "user", "content": "Hi"}]

@@ -6,6 +6,8 @@ from typing import Any
 from pagestream_grammars.templates import results_of_calls, text_of
 
 Message = Mapping[str, Any]
+INSTRUCTING = ("system", "developer")
+"""Roles of instructions."""
 
 
 def with_system_first(messages: Sequence[Message]) -> Sequence[Message]:
@@ -16,7 +18,7 @@ def with_system_first(messages: Sequence[Message]) -> Sequence[Message]:
     """
     if not any(each.get("role") == "developer" for each in messages):
         return messages
-    is_instruction = [each.get("role") in ("system", "developer") for each in messages]
+    is_instruction = [each.get("role") in INSTRUCTING for each in messages]
     found = [each for each, is_one in zip(messages, is_instruction, strict=True) if is_one]
     others = [each for each, is_one in zip(messages, is_instruction, strict=True) if not is_one]
     text = "\n\n".join(text_of(each["content"]) for each in found if each.get("content"))

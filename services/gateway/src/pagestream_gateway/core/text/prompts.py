@@ -1,15 +1,16 @@
 """From a prompt, as its caller spelled it, to the texts that are to be encoded, and to its tokens."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from pagestream_grammars.templates import shaped
+from pagestream_grammars.templates import ChatShapes, shaped, text_of
 
 from pagestream_gateway.core.drafts import ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt, must_fit
 from pagestream_gateway.core.models import LoadedModel
 from pagestream_gateway.core.output.call_ids import with_short_ids
 from pagestream_gateway.core.output.form import set_output_form
-from pagestream_gateway.core.output.history import harmony_messages, with_system_first
+from pagestream_gateway.core.output.history import INSTRUCTING, harmony_messages, with_system_first
 from pagestream_gateway.core.output.select import is_harmony, reasoning_arguments, tool_format
 from pagestream_gateway.core.text.encoder import EncodingJob
 from pagestream_gateway.errors import InvalidRequest, PromptTooLong, UnsupportedField
@@ -67,13 +68,30 @@ def _render(chat: ChatPrompt, prompt_field: str, model: LoadedModel) -> str:
         messages = with_system_first(messages)
     if tool_format(model.card.chat_template) == "mistral":
         messages = with_short_ids(messages)
-    return model.chat_template.render(
-        shaped(messages, model.shapes),
+    render = partial(
+        model.chat_template.render,
         add_generation_prompt=opens,
         continue_final_message=chat.continue_final_message,
         arguments=_arguments(chat, model),
         tools=chat.tools.definitions,
     )
+    if not chat.continue_final_message and all(each.get("role") in INSTRUCTING for each in messages):
+        return _instructed(messages, model.shapes, render)
+    return render(shaped(messages, model.shapes))
+
+
+def _instructed(messages: Sequence[Mapping[str, Any]], shapes: ChatShapes, render: Callable[..., str]) -> str:
+    """Return the prompt of instructions alone. Many templates show those with a user's message only, or refuse them.
+
+    They are the user's then. Raises InvalidRequest.
+    """
+    try:
+        prompt = render(shaped(messages, shapes))
+        if all(line.strip() in prompt for each in messages for line in text_of(each.get("content")).splitlines()):
+            return prompt
+    except InvalidRequest:
+        pass
+    return render(shaped([{**each, "role": "user"} for each in messages], shapes))
 
 
 def _with_both_names(message: Mapping[str, Any]) -> Mapping[str, Any]:
