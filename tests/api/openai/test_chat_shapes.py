@@ -119,6 +119,11 @@ async def test_instructions_alone_are_the_users_where_the_template_hides_them(pr
     assert await prompts.of(MISTRAL, "/v1/messages", body, ANTHROPIC) == ("<s>[INST]Write a poem.\nBriefly.[/INST]")
 
 
+async def test_reasoning_may_be_asked_of_a_model_that_has_none(prompts: Prompts) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "thinking": {"type": "enabled", "budget_tokens": 31999}}
+    assert await prompts.of(MISTRAL, "/v1/messages", body, ANTHROPIC) == "<s>[INST]Hi[/INST]"
+
+
 async def test_a_developer_is_the_system_where_the_template_has_the_word_alone(prompts: Prompts) -> None:
     prose = "For each developer. {% for m in messages %}{% if m.role in ['system', 'user'] %}<{{ m.role }}>"
     messages = [{"role": "developer", "content": "Be kind."}, {"role": "user", "content": "Hi"}]

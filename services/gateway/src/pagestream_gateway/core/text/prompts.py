@@ -122,6 +122,8 @@ def _asked_arguments(chat: ChatPrompt, model: LoadedModel) -> Mapping[str, Any]:
     if chat.reasons is None:
         return arguments
     own = reasoning_arguments(model.card.chat_template, reasons=chat.reasons)
+    if own is None and chat.reasons:
+        return arguments  # agents ask for it by the model's name, and a model that doesn't reason costs nothing more
     if own is None:
         hint = f"model {model.name}: its chat template has no enable_thinking; leave it out"
         raise UnsupportedField("thinking.type", f"{hint}, or see what chat_template_kwargs the template knows")
