@@ -121,6 +121,12 @@ async def test_a_conversation_goes_on_that_began_at_another_server(
     assert "input.1.encrypted_content: was left out" in answer.headers[WARNINGS]
     assert "gAAAAABo" not in prompt_of(engine.claimed[-1])
 
+    refused = {"role": "assistant", "content": [{"type": "refusal", "refusal": "I can't."}]}
+    for path, body, name in (("responses", CODEX, "input"), ("chat/completions", CHAT, "messages")):
+        answer = await http.post(f"/v1/{path}", json={**body, name: [items[0], refused, *body[name]]})
+        assert answer.status_code == 200, answer.text
+        assert "I can't." in prompt_of(engine.claimed[-1])
+
     citation = {"type": "url_citation", "url_citation": {"url": "https://example.org", "title": "x"}}
     cited = {"role": "assistant", "content": "Hello.", "annotations": [citation]}
     answer = await http.post("/v1/chat/completions", json={**CHAT, "messages": [*items[:1], cited, *CHAT["messages"]]})

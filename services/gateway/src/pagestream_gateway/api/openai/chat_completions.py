@@ -75,8 +75,15 @@ class TextPart(Body):
     prompt_cache_breakpoint: Any = Field(None, description="Ignored likewise.")
 
 
+class RefusalPart(Body):
+    """What an assistant has said in place of an answer, at another server."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
 _Content = Annotated[
-    str | Items[TextPart],
+    str | Items[TextPart | RefusalPart],
     expects(_CONTENT),
 ]
 
@@ -101,7 +108,8 @@ class Message(Body):
         """Return the message; `shaped` gives it the form that its template takes."""
         content: Any = self.content
         if isinstance(content, list):
-            content = [{"type": "text", "text": part.text} for part in content]
+            texts = [part.refusal if isinstance(part, RefusalPart) else part.text for part in content]
+            content = [{"type": "text", "text": text} for text in texts]
         message: dict[str, Any] = {"role": self.role, "content": content}
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]

@@ -29,7 +29,14 @@ class InputText(Body):
     prompt_cache_breakpoint: Any = None
 
 
-_Content = Annotated[str | Items[InputText], expects(_CONTENT)]
+class OutputRefusal(Body):
+    """What an assistant has said in place of an answer, at another server."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+_Content = Annotated[str | Items[InputText | OutputRefusal], expects(_CONTENT)]
 
 
 class InputMessage(Body):
@@ -131,9 +138,15 @@ def _item(number: int, item: Item) -> Item:
     kept = found.model_dump(exclude_none=True)
     for name in ("content", "output"):
         if isinstance(kept.get(name), list):
-            kept[name] = [{"type": part["type"], "text": part["text"]} for part in kept[name]]
+            kept[name] = [_text_part(part) for part in kept[name]]
     check_unicode(json.dumps(kept, ensure_ascii=False), f"input.{number}")
     return kept
+
+
+def _text_part(part: dict[str, Any]) -> dict[str, Any]:
+    if part["type"] == "refusal":
+        return {"type": "output_text", "text": part["refusal"]}
+    return {"type": part["type"], "text": part["text"]}
 
 
 def chat_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
