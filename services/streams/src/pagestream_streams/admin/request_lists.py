@@ -44,7 +44,10 @@ async def enlist(broker: Broker, request_id: str, tenant: str) -> None:
         async with within(_LIMIT_S, "the list of a tenant's requests"):
             await broker.connection.run(ENLIST, name, request_id, broker.settings.max_listed_requests, _KEPT_MS)
     except Unavailable as error:
-        logger.warning("not listed", extra={"request_id": request_id, "tenant": tenant, "reason": str(error)})
+        logger.warning(
+            "a request is missing from its tenant's list",
+            extra={"request_id": request_id, "tenant": tenant, "reason": str(error)},
+        )
 
 
 async def tenant_of(broker: Broker, request_id: str) -> str:
