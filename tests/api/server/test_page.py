@@ -47,6 +47,12 @@ async def test_the_api_s_page_has_all_its_parts_and_names_no_other_server(http: 
             assert not re.search(r"https?://", answer.text), path
 
 
+async def test_the_api_s_page_with_a_slash_is_the_one_without(http: httpx.AsyncClient) -> None:
+    """Its links are relative, so that a proxy may put it below a path."""
+    answer = await http.get("/docs/?a=b", follow_redirects=True)
+    assert (answer.status_code, answer.url.path) == (200, "/docs")
+
+
 async def test_the_page_can_be_switched_off(settings: Settings, another: Another) -> None:
     off = replace(settings, gateway=replace(settings.gateway, page=False))
     async with another(off) as address, httpx.AsyncClient(base_url=address.url) as client:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
 _KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 _PAGE, _OPEN_PAGE = "index.html", "open.html"
@@ -45,8 +45,11 @@ def router(*, asks_for_credentials: bool) -> APIRouter:
 
 def _endpoint(name: str) -> Callable[[Request], Response]:
     kind = _KINDS[name.rpartition(".")[2]]
+    is_page = name in (_PAGE, _OPEN_PAGE)
 
     def part(request: Request) -> Response:  # beside the event loop, since the first reader waits for gzip
+        if is_page and request.scope.get("raw_path", b"").endswith(b"/"):  # the page's links are relative to /docs
+            return RedirectResponse("../docs")
         file = _read(name)
         if "gzip" in request.headers.get("accept-encoding", ""):
             return Response(file.compressed, media_type=kind, headers={**_HEADERS, "Content-Encoding": "gzip"})
