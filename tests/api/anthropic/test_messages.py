@@ -180,6 +180,7 @@ async def test_a_conversation_goes_on_with_results_and_a_beginning(
 
 async def test_a_message_has_all_that_clients_expect(client: anthropic.AsyncAnthropic) -> None:
     """Members that the published schema of Anthropic's API requires."""
+    from anthropic.types import DirectCaller
 
     asked = asking_for(OUTPUT, tools=[WEATHER])
     whole = await client.messages.create(**asked)
@@ -191,7 +192,7 @@ async def test_a_message_has_all_that_clients_expect(client: anthropic.AsyncAnth
         assert text.type == "text"
         assert {"citations"} <= text.model_fields_set
         assert call.type == "tool_use"
-        assert call.caller == anthropic.types.DirectCaller(type="direct")
+        assert call.caller == DirectCaller(type="direct")
         usage = message.usage
         assert {"inference_geo", "server_tool_use"} <= usage.model_fields_set
         assert usage.cache_creation is not None
