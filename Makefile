@@ -95,13 +95,16 @@ clients: $(STAMP) ## Clients that others wrote, for Python and JavaScript, again
 browser-test: $(STAMP) ## The page and /docs in Chromium, while its buttons kill processes (needs chromium and chromium-driver)
 	$(PYTEST) tests/browser $(PYTEST_ARGS)
 
-check: $(STAMP) ## Lint, format, types, layer order, widths of Markdown and YAML
+check: $(STAMP) ## Lint, format, types, layer order, widths of Markdown and YAML, pages that are written from the code
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/rumdl check --quiet --no-cache .
 	$(BIN)/yamllint --strict .
+	for page in fields sizing vllm_flags reference; do \
+	  $(BIN)/python tools/write_$$page.py --check || { echo "run: .venv/bin/python tools/write_$$page.py" >&2; exit 1; }; \
+	done
 
 bench: $(STAMP) ## Print the benchmarks' ratios (minutes; a quiet machine is best)
 	$(BIN)/python tests/benchmarks/run.py $(ARGS)

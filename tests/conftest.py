@@ -27,6 +27,11 @@ SHARING = {
     "an API server that is disturbed": ("tests/operator/replicas/",),
     "a Cluster and Sentinels": ("tests/streams/",),
     "a process that compiles kernels": ("tests/kernels/", "tests/engine/attention/"),
+    "a process that imports models of transformers": (
+        *("tests/engine/models/", "tests/engine/test_refusals.py", "tests/engine/test_parity.py"),
+        *("tests/engine/test_pooling.py", "tests/engine/test_examples.py", "tests/engine/test_logprobs.py"),
+        *("tests/engine/layers/test_rope.py", "tests/api/parts/test_chat_templates.py"),
+    ),
     "a process that forks ranks": ("tests/engine/executor/", "tests/engine/test_ranks.py"),
 }
 """Folders that share something of the session, and therefore a process."""
@@ -79,6 +84,7 @@ def pytest_collection_finish() -> None:
     """Leave out of each later search for garbage what the modules hold: half a million objects."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, *gc.get_threshold()[1:])
     gc.enable()
 
 

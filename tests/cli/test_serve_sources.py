@@ -125,6 +125,7 @@ def test_a_repository_is_fetched_once(tmp_path: Path) -> None:
         assert not any("model.safetensors" in path for path in hub.paths)
 
 
+@pytest.mark.slow
 def test_a_repository_that_is_not_there_is_named(tmp_path: Path) -> None:
     with running_hub("village/storyteller", DEMO_MODEL) as (_, url):
         done = greet(tmp_path / "data", "village/other", HF_ENDPOINT=url, HF_HOME=str(tmp_path / "cache"))

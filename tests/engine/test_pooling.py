@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from pagestream_engine import (
     LLM,
     EmbeddingRequestOutput,
@@ -24,7 +23,6 @@ from pagestream_engine import (
 from support.engines.architectures import small_config, write_model
 from support.engines.lora_adapters import make_adapter, merged_model
 from support.engines.tiny_models import make_classifier, make_model, random_prompts, reference_model
-from transformers import AutoModel
 
 pytestmark = [pytest.mark.served, pytest.mark.usefixtures("ranks")]
 
@@ -251,6 +249,8 @@ def test_files_say_how_vectors_are_made(asking: Callable[[str], Path]) -> None:
 def test_a_folder_without_a_head_gives_vectors(tmp_path: Path, *, is_tied: bool, is_named_by_its_head: bool) -> None:
     """As `AutoModel` saves it, whose tensors' names have no prefix; some are published with the name of the whole."""
     whole = make_model(tmp_path / "whole", "qwen3", tie_word_embeddings=is_tied)
+    from transformers import AutoModel  # takes a second
+
     base = AutoModel.from_pretrained(whole)
     base.save_pretrained(tmp_path / "base")
     config_file = tmp_path / "base" / "config.json"
@@ -288,7 +288,9 @@ PROMPTS = random_prompts([1, 9, 23, 30])
 
 def scores(folder: Path) -> torch.Tensor:
     """Return the reference's scores: (prompts, labels)."""
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    from transformers import AutoModelForSequenceClassification  # takes a second
+
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.inference_mode():
         return torch.cat([model(torch.tensor([prompt])).logits for prompt in PROMPTS])
 

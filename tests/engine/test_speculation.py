@@ -28,7 +28,6 @@ from pagestream_engine import (
 from safetensors.torch import load_file, save_file
 from support.engines.lora_adapters import make_adapter
 from support.engines.tiny_models import make_model, random_prompts
-from transformers import AutoTokenizer
 
 pytestmark = pytest.mark.served
 
@@ -147,6 +146,8 @@ def test_what_a_draft_model_has_computed_goes_with_the_blocks(
 def test_the_demo_models_draft_finds_its_answers() -> None:
     questions = json.loads((DEMO / "model" / "questions.json").read_text())["held_out"]
     probes = [each for each in questions if each["relation"] in {"portrait", "errand", "pet"} and each["certain"]][:4]
+    from transformers import AutoTokenizer  # takes a second
+
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "model")
     prompts = [tokenizer.apply_chat_template(each["messages"], add_generation_prompt=True).input_ids for each in probes]
     llm = LLM(DEMO / "model", device="cpu", num_gpu_blocks_override=64, speculative_model=str(DEMO / "draft"))

@@ -28,6 +28,7 @@ def test_each_policy_keeps_its_promise_where_too_much_arrives() -> None:
     assert all(found["fair"]["parts"][t]["ttft_s"]["p99"] < 0.5 * fcfs["parts"][t]["ttft_s"]["p99"] for t in small)
 
 
+@pytest.mark.slow  # test_disaggregation.py has such a study
 def test_a_study_goes_on_where_it_was_interrupted_and_is_printed_and_drawn(tmp_path: Path) -> None:
     rows = thinned(read_trace(str(TRACE)), 30)
     assert len(rows) == 30

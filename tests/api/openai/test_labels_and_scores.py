@@ -27,7 +27,6 @@ from support.engines.tiny_models import make_classifier
 from support.redis.servers import emptied
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
 LIMIT_S = 90.0
@@ -58,9 +57,18 @@ def make_cross_encoder(folder: Path) -> Path:
 
 def logits(model: Path, encoded: list[list[int]]) -> list[float]:
     """Return the scores of prompts by `transformers`, without a function over them."""
+    from transformers import AutoModelForSequenceClassification  # takes a second
+
     reference = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32).eval()
     with torch.inference_mode():
         return [reference(torch.tensor([ids])).logits[0, 0].item() for ids in encoded]
+
+
+def tokenizer_of(model: Path) -> Any:
+    """Return a folder's tokenizer as `transformers` has it."""
+    from transformers import AutoTokenizer  # takes a second
+
+    return AutoTokenizer.from_pretrained(model)
 
 
 @dataclass(frozen=True)
@@ -159,7 +167,7 @@ async def test_a_model_without_labels_is_refused(classifier: Served) -> None:
 
 async def test_scores_are_those_of_transformers(scorer: Served) -> None:
     model, client, stub = scorer.model, scorer.client, scorer.stub
-    pairs = AutoTokenizer.from_pretrained(model)([QUERY] * len(DOCUMENTS), DOCUMENTS)["input_ids"]
+    pairs = tokenizer_of(model)([QUERY] * len(DOCUMENTS), DOCUMENTS)["input_ids"]
     expected = torch.sigmoid(torch.tensor(logits(model, pairs))).tolist()
     assert max(expected) - min(expected) > 100 * TOLERANCE
     answer = await client.post("/v1/score", json={"model": MODEL, "text_1": QUERY, "text_2": DOCUMENTS})
@@ -172,7 +180,7 @@ async def test_scores_are_those_of_transformers(scorer: Served) -> None:
     put = await client.put(f"/v1/requests/{many.headers['x-request-id']}", json=again)
     assert put.status_code == 200, put.text
     assert put.json()["state"] == "finished"
-    crossed = AutoTokenizer.from_pretrained(model)(DOCUMENTS[::-1], DOCUMENTS)["input_ids"]
+    crossed = tokenizer_of(model)(DOCUMENTS[::-1], DOCUMENTS)["input_ids"]
     wanted = torch.sigmoid(torch.tensor(logits(model, crossed))).tolist()
     assert [each["score"] for each in many.json()["data"]] == pytest.approx(wanted, abs=TOLERANCE)
 
@@ -208,7 +216,7 @@ async def test_scores_are_those_of_transformers(scorer: Served) -> None:
 
 async def test_pairs_may_be_cut(scorer: Served) -> None:
     model, client = scorer.model, scorer.client
-    tokenize = AutoTokenizer.from_pretrained(model)
+    tokenize = tokenizer_of(model)
     texts = [QUERY] * len(DOCUMENTS), DOCUMENTS
     pairs = tokenize(*texts, truncation=True, max_length=20)["input_ids"]
     short = tokenize([QUERY[:6]] * len(DOCUMENTS), [each[:4] for each in DOCUMENTS])["input_ids"]
@@ -230,7 +238,7 @@ async def test_pairs_may_be_cut(scorer: Served) -> None:
 
 
 async def test_a_template_with_roles_for_both_makes_the_prompt_and_without_one_texts_are_joined(scorer: Served) -> None:
-    tokenize = AutoTokenizer.from_pretrained(scorer.model)
+    tokenize = tokenizer_of(scorer.model)
     documents = ["A lighthouse keeper", "otters"]
     body = {"text_1": QUERY, "text_2": documents}
     await scorer.with_card("roles", lambda card: setattr(card, "chat_template", TEMPLATE))

@@ -20,7 +20,6 @@ from support.clients.gateway_clients import refusal
 from support.processes.stack import DEMO_MODEL, Stack
 from support.processes.waiting import wait_until
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM
 
 pytestmark = [pytest.mark.served, pytest.mark.timeout(300)]
 LIMIT_S = 120.0
@@ -65,6 +64,8 @@ def encode(text: str) -> list[int]:
 
 @cache
 def reference() -> Any:
+    from transformers import AutoModelForCausalLM  # takes a second
+
     return AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
 
 

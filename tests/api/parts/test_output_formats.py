@@ -22,7 +22,6 @@ from pagestream_gateway.core.output.parts import (
     joined,
 )
 from pagestream_gateway.core.output.select import reasoning_format, tool_format
-from transformers.utils.chat_parsing.response_parser import parse_response
 
 SCHEMAS = {
     "get_weather": {"properties": {"city": {"type": "string"}, "days": {"type": ["null", "array"]}}},
@@ -273,6 +272,8 @@ WORDS = st.sampled_from(
 @pytest.mark.parametrize("value", ["5", "5.0", "5.5", "[1, {}]", "null", "Null", "true", "x", "{1}", ""])
 @pytest.mark.parametrize("kind", ["integer", "number", "array", "object", "boolean", "string", ["null", "integer"]])
 def test_values_have_the_types_that_transformers_gives_them(value: str, kind: str | list[str]) -> None:
+    from transformers.utils.chat_parsing.response_parser import parse_response  # takes a second
+
     schema = {"type": "object", "properties": {"a": {"type": kind}}}
     text = f"<tool_call>\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
     record = OutputForm(tool_format="qwen3_coder", tool_names=["f"])

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own habit
-import transformers
 from pagestream_engine import LLM, SamplingParams, UnsupportedModel
 from support.engines.architectures import write_model
 from torch import Tensor
@@ -37,6 +36,8 @@ Structure = Callable[[Tensor, Tensor], Tensor]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("granite")
+    import transformers  # takes seconds
+
     config = transformers.GraniteConfig(**SMALL)
     config.architectures = ["GraniteForCausalLM"]
     config.save_pretrained(made)
@@ -217,6 +218,8 @@ def test_what_reads_a_token_alone_runs(monkeypatch: pytest.MonkeyPatch, folder: 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_a_published_architecture_with_convolutions(tmp_path: Path, dtype: str) -> None:
+    import transformers  # takes seconds
+
     config = transformers.Lfm2Config(**SMALL, layer_types=["full_attention", "conv"])
     config.architectures = ["Lfm2ForCausalLM"]
     config.save_pretrained(tmp_path)

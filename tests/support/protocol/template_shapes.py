@@ -8,7 +8,6 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from pagestream_grammars.templates import Template, shaped, shapes_of
-from transformers.utils.chat_template_utils import render_jinja_template
 
 Messages = list[dict[str, Any]]
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -252,6 +251,8 @@ def renderer(source: str, tokens: Mapping[str, str]) -> Callable[[Shape], str | 
 
 def compared(source: str, tokens: Mapping[str, str] = TOKENS) -> dict[str, Cell]:
     """Return a template's row: each shape's prompts."""
+    from transformers.utils.chat_template_utils import render_jinja_template  # takes a second
+
     render = renderer(source, tokens)
 
     def of_transformers(messages: Messages, shape: Shape) -> str | None:
