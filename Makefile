@@ -88,7 +88,7 @@ deep-schemas: $(STAMP)
 	PYTHON="$(PYTHON)" tests/schemas/prepare.sh .schemas
 	$(BIN)/python tests/campaigns/schemas.py $(ARGS)
 
-clients: $(STAMP) ## Clients that others wrote, for Python and JavaScript, against the demo model (needs npm, 1.5 GB; 8 minutes)
+clients: $(STAMP) ## Clients that others wrote, for Python and JavaScript, against the demo model (needs npm, 1.5 GB; 3 minutes)
 	PYTHON="$(PYTHON)" tests/clients/prepare.sh .clients
 	$(PYTEST) tests/clients $(PYTEST_ARGS)
 
