@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -247,18 +247,23 @@ def run_until(engine: Engine, seq_id: str, num_tokens: int) -> dict[str, list[St
 
 
 @pytest.fixture
-def slow_masks(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Masks of outputs that have begun with `a` come when the event is set."""
-    may_come, advance = threading.Event(), GrammarWalk.advance
+def slow_masks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], threading.Event]]:
+    """Call it with a regex: masks of this test's outputs that have begun come when the event is set.
+
+    A job of the test before may still be under way: it is of another regex.
+    """
+    held: dict[str, threading.Event] = {}
+    advance = GrammarWalk.advance
 
     def wait_and_advance(walk: GrammarWalk, token_ids: Sequence[int]) -> Allowed:
-        if walk._grammar.text.startswith("a"):
-            assert may_come.wait(60)
+        if walk._grammar.text in held:
+            held[walk._grammar.text].wait(60)
         return advance(walk, token_ids)
 
     monkeypatch.setattr(GrammarWalk, "advance", wait_and_advance)
-    yield may_come
-    may_come.set()
+    yield lambda regex: held.setdefault(regex, threading.Event())
+    for event in held.values():
+        event.set()
 
 
 def in_grammar(regex: str, **fields: Any) -> SamplingParams:
@@ -266,8 +271,9 @@ def in_grammar(regex: str, **fields: Any) -> SamplingParams:
     return SamplingParams(**{"temperature": 0.0, "max_tokens": 30, **fields}, structured_outputs=constraint)
 
 
-def test_a_row_without_its_mask_holds_up_nobody(loaded: Engine, slow_masks: threading.Event) -> None:
+def test_a_row_without_its_mask_holds_up_nobody(loaded: Engine, slow_masks: Callable[[str], threading.Event]) -> None:
     before = loaded.stats().num_late_masks
+    may_come = slow_masks("a[ab]{9}")
     loaded.add_request("slow", [5, 6], in_grammar("a[ab]{9}"))
     loaded.add_request("quick", [5, 6], in_grammar("[cd]{3}[ef]{9}"))
     loaded.add_request("free", [5, 6], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
@@ -275,20 +281,21 @@ def test_a_row_without_its_mask_holds_up_nobody(loaded: Engine, slow_masks: thre
     assert len(outputs["slow"]) == 1, "the mask of its first token is known since its grammar was compiled"
     assert outputs["quick"][-1].finish_reason == "stop"
     assert loaded.stats().num_late_masks - before > 10
-    slow_masks.set()
+    may_come.set()
     outputs["slow"] += run_until(loaded, "slow", 30)["slow"]
     assert re.fullmatch("a[ab]{9}", "".join(output.text for output in outputs["slow"]))
     loaded.check_invariants()
 
 
-def test_a_row_without_its_mask_can_be_aborted(loaded: Engine, slow_masks: threading.Event) -> None:
+def test_a_row_without_its_mask_can_be_aborted(loaded: Engine, slow_masks: Callable[[str], threading.Event]) -> None:
+    may_come = slow_masks("a[ab]{8}")
     loaded.add_request("slow", [5, 6], in_grammar("a[ab]{8}"))
     run_until(loaded, "slow", 1)
     loaded.step()
     loaded.abort_request("slow")
     loaded.add_request("next", [5, 6], in_grammar("[cd]{3}"))
     assert run_until(loaded, "next", 30)["next"][-1].finish_reason == "stop"
-    slow_masks.set()
+    may_come.set()
     loaded.check_invariants()
 
 
@@ -313,7 +320,8 @@ def test_a_forced_text_is_found_once(loaded: Engine, monkeypatch: pytest.MonkeyP
     advance = GrammarWalk.advance
 
     def noted(walk: GrammarWalk, token_ids: Sequence[int]) -> Allowed:
-        taken.append(len(token_ids))
+        if walk._grammar.text.startswith(text):
+            taken.append(len(token_ids))
         return advance(walk, token_ids)
 
     monkeypatch.setattr(GrammarWalk, "advance", noted)
