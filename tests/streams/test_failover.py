@@ -83,7 +83,9 @@ async def test_streams_go_on_when_a_master_dies(topology: Topology) -> None:
             dying = topology.masters()[0]
             dying.kill()
             go_on.set()
-            await eventually(lambda: len(topology.masters()) == before, LIMIT_S)
+            await eventually(
+                lambda: len(topology.masters()) == before and topology.leads_to(topology.masters()), LIMIT_S
+            )
             dying.start()  # it comes back as a replica: without one, nothing more would be acknowledged
             async with asyncio.timeout(LIMIT_S):
                 await asyncio.gather(*generating)

@@ -102,6 +102,12 @@ class Topology:
         """Return the running masters."""
         return [each for each in self.servers if each.process is not None and role(each) == "master"]
 
+    def leads_to(self, masters: Sequence[Server]) -> bool:
+        """Whether every Sentinel names one of some masters. Until it does, a master that is started again is one still,
+        without what it had not written to its file: clients would be led to it."""
+        ports = {each.port for each in masters}
+        return all(_named_master(each) in ports for each in self.sentinels)
+
 
 Place = EmbeddedRedis | Topology
 """A single server or a topology."""
@@ -282,6 +288,12 @@ def _sees(sentinel: Server) -> bool:
     except (exceptions.RedisError, OSError):
         return False
     return bool(state["num-other-sentinels"] == 2 and state["num-slaves"] == 1)
+
+
+def _named_master(sentinel: Server) -> int:
+    with Redis(host=HOST, port=sentinel.port) as client:
+        _, port = client.sentinel_get_master_addr_by_name("pagestream")
+    return int(port)
 
 
 @dataclass(frozen=True)
