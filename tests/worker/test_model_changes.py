@@ -141,18 +141,22 @@ async def test_an_engine_sleeps_with_its_weights_and_requests_wake_it(stack: Sta
     def num_woken() -> int:
         return stack.engines[0].log.read_text().count("wake_up_s")
 
-    async with httpx.AsyncClient(base_url=stack.gateways[0].url, timeout=LIMIT_S) as client:
+    async with httpx.AsyncClient(base_url=stack.gateways[0].url, timeout=LIMIT_S) as client, TaskGroup() as tasks:
         assert (await complete(client, "demo")).status_code == 200
         assert (await client.post("/sleep")).status_code == 200
         await eventually_row(stack, serving="", is_loading=False, keeps="demo")
         assert (await client.get("/is_sleeping")).json() == {"is_sleeping": True}
-        reading = asyncio.create_task(complete(client, "demo", LONG))
+        first = Reading()
+        reading = tasks.create_task(first.read(client, "demo", LONGER))
         await eventually_row(stack, serving="demo", active=1, keeps="")
         assert num_woken() == 1
         assert (await client.post("/sleep?level=1")).status_code == 200
-        answer = await reading
-        assert answer.json()["choices"][0]["text"] == expected(folders["demo"], LONG)
-        assert num_woken() == 2, "the request ended before the sleep"
+        await eventually(lambda: num_woken() == 2, limit_s=LIMIT_S)
+        await first.until(first.num_entries + SOME)
+        assert not reading.done(), "the request ended before the sleep"
+        await client.delete(f"/v1/requests/{first.request_id}")
+        await reading
+        assert expected(folders["demo"], first.num_entries).startswith(first.text)
         assert (await client.post("/sleep")).status_code == 200
         await eventually_row(stack, keeps="demo")
         assert (await complete(client, "other")).json()["choices"][0]["text"] == expected(folders["other"], SHORT)
