@@ -299,6 +299,25 @@ def test_a_row_without_its_mask_can_be_aborted(loaded: Engine, slow_masks: Calla
     loaded.check_invariants()
 
 
+def test_a_rank_waits_for_the_masks_that_the_first_one_has(
+    loaded: Engine, slow_masks: Callable[[str], threading.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_come = slow_masks("a[bc]{7}")
+    asked: list[Sequence[float]] = []
+
+    def first_has_all(numbers: Sequence[float]) -> Sequence[float]:
+        asked.append(numbers)
+        if 1.0 in numbers:
+            threading.Timer(0.05, may_come.set).start()
+        return [0.0] * len(numbers)
+
+    monkeypatch.setattr(loaded._steps.executor._runner._sampling, "_agree", first_has_all)
+    loaded.add_request("late", [5, 6], in_grammar("a[bc]{7}"))
+    outputs = run_until(loaded, "late", 30)["late"]
+    assert [1.0] in asked, "no mask was late here"
+    assert re.fullmatch("a[bc]{7}", "".join(output.text for output in outputs))
+
+
 def test_masks_that_take_long_again_and_again_end_their_request(
     loaded: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -204,7 +204,11 @@ class ConstrainedSampling:
         self._wait(jobs)
         if is_alone and len(jobs) == len(matchers) and not any(job.is_done for job in jobs):
             self._compiler.masks.wait(jobs, _WAITS_ALONE * self._wait_s, for_any=True)
-        return self._agreed([matcher.pending() for matcher in matchers])
+        missing = self._agreed([matcher.pending() for matcher in matchers])
+        for matcher, is_missing in zip(matchers, missing, strict=True):
+            if not is_missing:
+                matcher.pending()  # takes what this rank had to wait for
+        return missing
 
     def _late(self, jobs: Sequence[MaskJob]) -> list[bool]:
         """Wait for some jobs, and return which are not done."""
