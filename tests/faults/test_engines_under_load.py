@@ -19,6 +19,7 @@ from support.clients.readers import Content, Reader, question
 from support.processes.part import Part, StackError
 from support.processes.stack import START_LIMIT_S, Stack, running_stack
 from support.processes.waiting import wait_until
+from support.redis.servers import wait_written
 
 pytestmark = [pytest.mark.served, pytest.mark.timeout(180)]
 
@@ -95,6 +96,7 @@ def test_no_engine_is_taken_for_dead_while_redis_is_away(stack: Stack, undisturb
 
     def kill_redis(_: Sequence[Reader]) -> None:
         end = time.monotonic() + OUTAGE_S
+        wait_written(stack.redis_url)
         stack.redis.kill()
         asyncio.run(expect_unavailable(stack))
         time.sleep(max(0.0, end - time.monotonic()))  # the outage's length is what is tested

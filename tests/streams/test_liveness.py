@@ -630,8 +630,8 @@ async def test_a_model_without_engines_and_requests_rests(broker: Broker, redis_
         assert await swept(where) == last
         here = spec(deadline_ms=1)
         await gateway.accept(here)
-        assert not sweeper.is_resting(MODEL)
         await eventually(lambda: is_over(here.request_id))
+        assert await swept(where) > last
         await eventually(lambda: sweeper.is_resting(MODEL))
         dies = GatewaySession(broker, "dies")
         there = spec(partition=1, deadline_ms=1)

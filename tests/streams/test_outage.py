@@ -94,7 +94,7 @@ async def test_streams_go_on_by_the_same_claims(server: EmbeddedRedis, broker: B
         for timer in timers:
             await timer.stop()
         await lapse(broker, engine.session, gateway)
-        server.kill()
+        kill_written(server)
         for timer in timers:
             timer.start()
         with pytest.raises(Unavailable):

@@ -39,6 +39,7 @@ from support.protocol.token_streams import (
     tokens,
     worker,
 )
+from support.redis.servers import wait_written
 from support.redis.topologies import Topology, running, running_tls_server, server, until
 
 pytestmark = pytest.mark.served
@@ -108,6 +109,7 @@ async def test_a_server_that_loads_its_files_is_an_outage_that_ends(tmp_path: Pa
             async with GatewaySession(broker) as gateway:
                 request = spec()
                 await gateway.accept(request)
+                wait_written(topology.url)
                 one.kill()
                 one.start()
                 refusals = 0
@@ -133,6 +135,7 @@ async def test_a_server_that_loads_its_files_is_waited_for_at_the_start(tmp_path
         until(one.answers, "the server")
         async with await Broker.connect(topology.url, CALM) as broker:
             await broker.connection.pipeline([("SET", f"ballast:{number}", "x") for number in range(15_000)])
+        wait_written(topology.url)
         one.kill()
         one.start()
         began = time.monotonic()

@@ -60,13 +60,18 @@ def kill_written(server: EmbeddedRedis) -> None:
 
     Under `appendfsync everysec` a write waits in memory for up to 2 s while a sync is under way, and is acknowledged.
     """
+    wait_written(server.url)
+    server.kill()
+
+
+def wait_written(url: str) -> None:
+    """Wait until a server's acknowledged writes are all in its file."""
     end = time.monotonic() + _WRITTEN_LIMIT_S
-    with Redis.from_url(server.url) as client:
+    with Redis.from_url(url) as client:
         while client.info("persistence")["aof_buffer_length"]:
             if time.monotonic() > end:
                 pytest.fail(f"Redis has not written its file within {_WRITTEN_LIMIT_S:.0f} s")
             time.sleep(_PAUSE_S)
-    server.kill()
 
 
 @dataclass(frozen=True)
