@@ -17,6 +17,7 @@ from pagestream_streams.connection.light import Light
 from redis import exceptions
 from redis.exceptions import DataError
 from support.network.proxy import Proxy
+from support.processes.waiting import until
 from support.protocol.token_streams import CALM, Worker, numbers, read_all, spec, worker
 
 pytestmark = pytest.mark.served
@@ -154,6 +155,29 @@ def test_a_subscription_connects_again(redis_url: str, is_closed_once: Callable[
                 await subscription.stop()
 
     on_uvloop(scenario)
+
+
+async def test_a_subscription_outlives_a_bug(redis_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever it is: without wake-ups each read would poll for the rest of the process' life."""
+    gaps, heard = list[int](), asyncio.Queue[bytes]()
+
+    def note_gap() -> None:
+        gaps.append(len(gaps))
+        if len(gaps) == 1:
+            raise KeyError("a bug")
+        if len(gaps) == 2:
+            raise asyncio.CancelledError("of something else")
+
+    async with connected(redis_url) as connection:
+        subscription = Subscription(connection, ["channel"], on_message=heard.put_nowait, on_gap=note_gap)
+        subscription.start()
+        try:
+            await until(lambda: len(gaps) == 3, "the third connection", LIMIT_S)
+            await connection.execute("PUBLISH", "channel", "word")
+            assert await asyncio.wait_for(heard.get(), LIMIT_S) == b"word"
+        finally:
+            await subscription.stop()
+    assert "it connects again" in caplog.text
 
 
 def test_other_tasks_get_their_turn_where_a_message_yields(redis_url: str) -> None:

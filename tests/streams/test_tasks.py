@@ -34,6 +34,31 @@ async def test_rounds_go_on_after_every_kind_of_failure(caplog: pytest.LogCaptur
     assert len(rounds) == count
 
 
+class Panic(BaseException):
+    """What a library in Rust raises: no Exception."""
+
+
+async def test_rounds_go_on_after_a_cancellation_from_inside_and_a_panic(caplog: pytest.LogCaptureFixture) -> None:
+    rounds, done = list[int](), asyncio.Event()
+
+    async def work() -> None:
+        rounds.append(len(rounds))
+        if len(rounds) == 1:
+            other = asyncio.create_task(asyncio.sleep(10_000))
+            asyncio.get_running_loop().call_soon(other.cancel)
+            await other
+        if len(rounds) == 2:
+            raise Panic("index out of bounds")
+        done.set()
+
+    timer = Periodic("test", 0.001, work)
+    timer.start()
+    await asyncio.wait_for(done.wait(), 60)
+    await timer.stop()
+    assert "cancelled from inside" in caplog.text
+    assert "index out of bounds" in caplog.text
+
+
 async def test_nudge_begins_a_round_now() -> None:
     rounds = asyncio.Semaphore(0)
 

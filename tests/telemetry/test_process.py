@@ -64,6 +64,34 @@ def test_a_process_own_attributes_override_those_of_the_environment() -> None:
     }
 
 
+def test_the_export_of_metrics_outlives_a_bug(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither an exporter nor a connection that can't be opened anew ends the thread that exports."""
+    from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+    from opentelemetry.sdk.metrics.export import MetricExportResult
+
+    exports, arrived = list[int](), threading.Event()
+
+    def export(*_: object, **__: object) -> MetricExportResult:
+        exports.append(len(exports))
+        if len(exports) == 1:
+            raise KeyError("a bug")
+        arrived.set()
+        return MetricExportResult.SUCCESS
+
+    def shutdown(*_: object, **__: object) -> None:
+        if not arrived.is_set():
+            raise ValueError("another one")
+
+    monkeypatch.setattr(OTLPMetricExporter, "export", export)
+    monkeypatch.setattr(OTLPMetricExporter, "shutdown", shutdown)
+    settings = TelemetrySettings(otlp_endpoint="http://127.0.0.1:9", export_interval_s=0.05, traces=False)
+    with running_telemetry(settings, service="s", instance_id="i", environ={}):
+        assert arrived.wait(60)
+    assert "a bug" in caplog.text
+
+
 def ask(endpoint: Endpoint, method: str, path: str, headers: Mapping[str, str] | None = None) -> tuple[int, str]:
     connection = http.client.HTTPConnection("127.0.0.1", endpoint.port, timeout=5)
     try:
@@ -90,6 +118,13 @@ def test_failing_probes_give_the_reason() -> None:
     with Endpoint(probes("stuck", "loading"), "127.0.0.1", 0) as endpoint:
         assert ask(endpoint, "GET", "/healthz") == (503, "stuck\n")
         assert ask(endpoint, "GET", "/readyz") == (503, "loading\n")
+
+
+def test_health_shows_a_report_where_there_is_one() -> None:
+    found = Probes(lambda: "", lambda: "", lambda: b"", report=lambda: "one: seen\nother: not seen")
+    with Endpoint(found, "127.0.0.1", 0) as endpoint:
+        assert ask(endpoint, "GET", "/healthz") == (200, "ok\none: seen\nother: not seen\n")
+        assert ask(endpoint, "GET", "/readyz") == (200, "ready\n")
 
 
 def test_a_silent_client_blocks_no_other() -> None:

@@ -9,7 +9,9 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from pagestream_engine import EngineConfig
+from pagestream_worker.stepping import gpu
 from pagestream_worker.stepping.gpu import GpuMonitor, gpu_use, gpus_of
+from support.processes.waiting import wait_until
 
 pytestmark = pytest.mark.served
 USED = {0: 5 << 30, 1: 7 << 30, 3: 11 << 30}
@@ -88,3 +90,33 @@ def test_a_process_that_computes_reads_its_own_context(cuda: pytest.MonkeyPatch)
 def test_an_engine_on_a_cpu_reads_no_gpu(cuda: pytest.MonkeyPatch) -> None:
     config = EngineConfig.from_options({"tensor_parallel_size": 2, "device": "cpu"})
     assert gpu_use(gpus_of(config)) is None
+
+
+def test_a_driver_that_fails_is_read_again(cuda: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Its last reading is shown no longer, and the thread that reads doesn't end."""
+
+    def fails() -> NoReturn:
+        raise ValueError("the driver is being replaced")
+
+    cuda.setattr(gpu, "PERIOD_S", 0.01)
+    monitor = GpuMonitor((0,))
+    monitor.start()
+    try:
+        assert monitor.latest is not None
+        cuda.setattr(torch.cuda, "is_available", fails)
+        wait_until(lambda: monitor.latest is None, "no reading")
+        cuda.setattr(torch.cuda, "is_available", lambda: True)
+        wait_until(lambda: monitor.latest is not None, "a reading again")
+    finally:
+        monitor.stop()
+    assert caplog.text.count("the driver is being replaced") == 1
+
+
+def test_a_slice_of_a_gpu_has_no_utilization(cuda: pytest.MonkeyPatch) -> None:
+    def not_supported(_: int) -> NoReturn:
+        raise _NVMLError("Not Supported")
+
+    cuda.setattr(torch.cuda, "utilization", not_supported)
+    use = gpu_use((0,))
+    assert use is not None
+    assert use.utilization is None

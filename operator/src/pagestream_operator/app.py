@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 from pagestream_telemetry.endpoint import Endpoint, Probes
 from pagestream_telemetry.process import running_telemetry
@@ -15,13 +18,13 @@ from pagestream_telemetry.settings import TelemetrySettings
 
 from pagestream_operator.errors import ApiFailure
 from pagestream_operator.handlers import REGISTRY
-from pagestream_operator.instruments import export_state, pass_observer
+from pagestream_operator.instruments import export_sight, export_state, pass_observer
 from pagestream_operator.kube.apply import Applier
 from pagestream_operator.kube.client import KubeClient
 from pagestream_operator.kube.events import Recorder
 from pagestream_operator.kube.lease import Leadership, LeaseSettings
+from pagestream_operator.kube.sight import Sight
 from pagestream_operator.kube.store import ObjectStore
-from pagestream_operator.kube.watch import Watcher
 from pagestream_operator.manager import Manager, Observer
 from pagestream_operator.metrics import (
     MetricsSink,
@@ -35,8 +38,11 @@ from pagestream_operator.metrics import (
 from pagestream_operator.pool.finalizer import release_finalizers
 from pagestream_operator.pool.reconciler import Context
 from pagestream_operator.settings import Settings
+from pagestream_operator.supervision import sleep_until, supervised, wait_for_stop
 
 logger = logging.getLogger(__name__)
+
+Task: TypeAlias = "asyncio.Task[None]"
 
 SERVICE = "pagestream-operator"
 _LEAST_RANGE_S, _SCRAPES_OF_A_RANGE = 15.0, 8
@@ -54,7 +60,8 @@ class App:
     def __init__(self, settings: Settings, telemetry: TelemetrySettings, environ: Mapping[str, str]) -> None:
         self._settings, self._telemetry, self._environ = settings, telemetry, environ
         self._beat = time.monotonic()
-        self._trouble = "starting"
+        self._is_stopping = False
+        self._ends: Counter[str] = Counter()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Run until `stop` is set, then stop in order: the pools, the lease, the watches."""
@@ -70,17 +77,23 @@ class App:
                 )
             )
             async with KubeClient(variables.request_timeout_s) as client, sink:
-                context, leadership, watcher, manager = self._assemble(client, metrics, pass_observer(running.registry))
+                context, leadership, sight, manager = self._assemble(client, metrics, pass_observer(running.registry))
                 export_state(running.registry, manager, leadership, client, metrics)
-                probes = Probes(lambda: self._health(manager), lambda: self._trouble, running.render)
+                export_sight(running.registry, sight, self._ends)
+                probes = Probes(
+                    lambda: self._health(manager, sight),
+                    lambda: self._unreadiness(sight),
+                    running.render,
+                    report=lambda: "\n".join(sight.report()),
+                )
                 endpoint = Endpoint(probes, variables.metrics_host, variables.metrics_port)
                 with endpoint:
                     logger.info("started", extra={"metrics_port": endpoint.port, "otlp_port": sink.port})
-                    await self._work(stop, context, leadership, watcher, manager)
+                    await self._work(stop, context, leadership, sight, manager)
 
     def _assemble(
         self, client: KubeClient, metrics: MetricsStore, on_pass: Observer
-    ) -> tuple[Context, Leadership, Watcher, Manager]:
+    ) -> tuple[Context, Leadership, Sight, Manager]:
         variables = self._settings.variables
         store = ObjectStore(lambda key: manager.wake(key))  # noqa: PLW0108 - the manager is made below
         lease = LeaseSettings(
@@ -91,8 +104,23 @@ class App:
             variables.lease_margin_s,
             variables.lease_look_s,
         )
-        leadership = Leadership(client, lease, self._settings.identity, on_change=lambda _: manager.wake_all())
-        watcher = Watcher(client, store, self._settings.namespaces, REGISTRY, resync_s=variables.resync_s)
+        sight = Sight(
+            client,
+            store,
+            self._settings.namespaces,
+            REGISTRY,
+            resync_s=variables.resync_s,
+            watch_s=variables.watch_s,
+            on_sight=lambda: manager.wake_all(),  # noqa: PLW0108 - the manager is made below
+            ends=self._ends,
+        )
+        leadership = Leadership(
+            client,
+            lease,
+            self._settings.identity,
+            on_change=lambda _: manager.wake_all(),
+            sees=lambda: sight.extent,
+        )
         context = Context(
             client=client,
             store=store,
@@ -102,25 +130,32 @@ class App:
             metrics=metrics,
             defaults=self._settings.engine,
             status_s=variables.status_s,
-            suspect=watcher.suspect,
+            suspect=sight.suspect,
         )
-        manager = Manager(context, decide_s=variables.decide_s, on_pass=on_pass)
-        return context, leadership, watcher, manager
+        manager = Manager(context, decide_s=variables.decide_s, on_pass=on_pass, shows=sight.shows, ends=self._ends)
+        return context, leadership, sight, manager
 
     async def _work(
-        self, stop: asyncio.Event, context: Context, leadership: Leadership, watcher: Watcher, manager: Manager
+        self, stop: asyncio.Event, context: Context, leadership: Leadership, sight: Sight, manager: Manager
     ) -> None:
         stop_leading, stop_watching = asyncio.Event(), asyncio.Event()
+        tasks: list[Task] = []
         async with asyncio.TaskGroup() as group:
+
+            def begin(name: str, work: Callable[[asyncio.Event], Awaitable[None]], until: asyncio.Event) -> Task:
+                run = supervised(name, partial(work, until), until, ends=self._ends)
+                tasks.append(group.create_task(run, name=name))
+                return tasks[-1]
+
             if self._settings.variables.prometheus_url:
-                source = PrometheusSource(context.metrics, self._prometheus())
-                group.create_task(source.run(stop_watching), name="prometheus")
-            beating = group.create_task(self._keep_beating(watcher), name="heartbeat")
-            group.create_task(watcher.run(stop_watching), name="watcher")
-            leading = group.create_task(leadership.run(stop_leading), name="leadership")
-            working = group.create_task(self._work_when_synced(stop, watcher, manager), name="manager")
+                begin("prometheus", PrometheusSource(context.metrics, self._prometheus()).run, stop_watching)
+            begin("heartbeat", self._keep_beating, stop_watching)
+            begin("watches", sight.run, stop_watching)
+            leading = begin("leadership", leadership.run, stop_leading)
+            working = begin("pools", manager.run, stop)
+            await wait_for_stop(tasks, stop)
             await working
-            self._trouble = "stopping"
+            self._is_stopping = True
             try:
                 async with asyncio.timeout(self._settings.variables.shutdown_s / 2):
                     await release_finalizers(context.client, context.store, self._settings.release)
@@ -129,7 +164,6 @@ class App:
             stop_leading.set()
             await leading
             stop_watching.set()
-            beating.cancel()
 
     def _sink_access(self) -> SinkAccess:
         variables = self._settings.variables
@@ -152,31 +186,21 @@ class App:
             matchers=variables.prometheus_matchers,
         )
 
-    async def _work_when_synced(self, stop: asyncio.Event, watcher: Watcher, manager: Manager) -> None:
-        """Run the manager once all kinds were listed: before that, existing objects look as if they were missing."""
-        synced, stopped = asyncio.create_task(watcher.synced.wait()), asyncio.create_task(stop.wait())
-        try:
-            await asyncio.wait({synced, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            synced.cancel()
-            stopped.cancel()
-        if not stop.is_set():
-            await manager.run(stop)
-
-    async def _keep_beating(self, watcher: Watcher) -> None:
-        while True:
+    async def _keep_beating(self, stop: asyncio.Event) -> None:
+        while not stop.is_set():
             self._beat = time.monotonic()
-            if self._trouble == "starting" and watcher.defined.is_set():
-                self._trouble = ""
-            await asyncio.sleep(_BEAT_S)
+            await sleep_until(stop, _BEAT_S)
 
-    def _health(self, manager: Manager) -> str:
+    def _unreadiness(self, sight: Sight) -> str:
+        return "stopping" if self._is_stopping else sight.problem()
+
+    def _health(self, manager: Manager, sight: Sight) -> str:
         silent = time.monotonic() - self._beat
         if silent > _HUNG_S:
             return f"the event loop has not run for {silent:.0f} s"
         if manager.slowest_s > _STUCK_PASS_S:
             return f"a pass over a pool has taken {manager.slowest_s:.0f} s"
-        return ""
+        return sight.hang()
 
 
 def _file(path: str) -> Path | None:

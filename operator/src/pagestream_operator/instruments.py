@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
 
 from pagestream_telemetry.catalog import Kind, Metric
 from pagestream_telemetry.instruments import Registry
 
 from pagestream_operator.kube.client import KubeClient
 from pagestream_operator.kube.lease import Leadership
+from pagestream_operator.kube.sight import Sight
 from pagestream_operator.manager import Manager
 from pagestream_operator.metrics import MetricsStore
 
@@ -31,6 +34,41 @@ CALLS = Metric(
     "{call}",
     "calls of the API server, watches not counted",
     ("verb", "code"),
+)
+WATCH_AGE = Metric(
+    "pagestream.operator.watch.age",
+    Kind.GAUGE,
+    "s",
+    "time since the last event, watch or list of a kind",
+    ("k8s.namespace.name", "kind"),
+)
+SEEN = Metric(
+    "pagestream.operator.namespace.seen",
+    Kind.GAUGE,
+    "1",
+    "1 where this replica sees a namespace as it is",
+    ("k8s.namespace.name",),
+)
+WATCH_STARTS = Metric(
+    "pagestream.operator.watch.starts",
+    Kind.COUNTER,
+    "{start}",
+    "starts of the watches of a namespace",
+    ("k8s.namespace.name",),
+)
+UNREADABLE = Metric(
+    "pagestream.operator.unreadable_objects",
+    Kind.COUNTER,
+    "{object}",
+    "objects of the API server that can't be read, at each list and event",
+    ("kind",),
+)
+TASK_ENDS = Metric(
+    "pagestream.operator.task.ends",
+    Kind.COUNTER,
+    "{end}",
+    "ends of tasks that should run for as long as the process does, and were started again",
+    ("task",),
 )
 
 
@@ -66,5 +104,28 @@ def export_state(
             samples.series(outcome).set(count)
         for (verb, code), count in dict(client.calls).items():
             calls.series(verb, str(code)).set(count)
+
+    registry.on_collect(collect)
+
+
+def export_sight(registry: Registry, sight: Sight, ends: Mapping[str, int]) -> None:
+    """Export what this replica sees of its namespaces, and the ends of its tasks, at each collection."""
+    age, seen, starts = registry.number(WATCH_AGE), registry.number(SEEN), registry.number(WATCH_STARTS)
+    unreadable, task_ends = registry.number(UNREADABLE), registry.number(TASK_ENDS)
+
+    def collect() -> None:
+        now = time.monotonic()
+        odd: Counter[str] = Counter()
+        for watcher in sight.watchers.values():
+            namespace = watcher.namespace or "*"
+            seen.series(namespace).set(int(watcher.sees))
+            starts.series(namespace).set(watcher.num_runs)
+            for kind, sign in list(watcher.signs.items()):
+                age.series(namespace, kind.name).set(now - sign.at_s)
+            odd.update(dict(watcher.unreadable))
+        for kind_name, count in odd.items():
+            unreadable.series(kind_name).set(count)
+        for task, count in dict(ends).items():
+            task_ends.series(task).set(count)
 
     registry.on_collect(collect)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from pagestream_operator.errors import ApiFailure, Blocked, Conflict, Gone, NotLeading, OperatorError, Rejected
@@ -31,20 +32,37 @@ Observer = Callable[[str, float], None]
 class Manager:
     """Runs a task for each pool in the store. `wake` is the store's `on_change`."""
 
-    def __init__(self, context: Context, *, decide_s: float, on_pass: Observer = lambda *_: None) -> None:
-        self._context, self._decide_s, self._on_pass = context, decide_s, on_pass
+    def __init__(
+        self,
+        context: Context,
+        *,
+        decide_s: float,
+        on_pass: Observer = lambda *_: None,
+        shows: Callable[[str], bool] = lambda _: True,
+        ends: Counter[str] | None = None,
+    ) -> None:
+        """Prepare; no pass is made yet.
+
+        Args:
+            decide_s: seconds between two passes of a pool to which nothing happens.
+            shows: returns whether the store shows a namespace as it is. Where it doesn't, objects look as if they were
+                missing, or are as they were: no pass is made.
+            ends: counts pools' tasks that have ended though nobody asked for that; they are started again.
+        """
+        self._context, self._decide_s, self._on_pass, self._shows = context, decide_s, on_pass, shows
+        self._ends: Counter[str] = Counter() if ends is None else ends
         self._runners: dict[PoolKey, _Runner] = {}
         self._changed = asyncio.Event()
 
     @property
     def pools(self) -> dict[PoolKey, Reconciler]:
         """The reconcilers of all pools."""
-        return {key: runner.reconciler for key, runner in self._runners.items()}
+        return {key: runner.reconciler for key, runner in list(self._runners.items())}
 
     @property
     def slowest_s(self) -> float:
         """Seconds that the longest current pass has run; 0 if none runs."""
-        return max((runner.busy_s for runner in self._runners.values()), default=0.0)
+        return max((runner.busy_s for runner in list(self._runners.values())), default=0.0)
 
     def wake(self, key: PoolKey) -> None:
         """Make a pass over a pool soon."""
@@ -55,7 +73,7 @@ class Manager:
             self._changed.set()
 
     def wake_all(self) -> None:
-        """Make a pass over all pools soon, since leadership has changed."""
+        """Make a pass over all pools soon, since leadership or what is seen has changed."""
         for runner in self._runners.values():
             runner.wake()
 
@@ -71,9 +89,14 @@ class Manager:
     def _follow_store(self) -> None:
         there = set(self._context.store.pools())
         for key in there - set(self._runners):
-            runner = _Runner(Reconciler(key, self._context), self._decide_s, self._on_pass)
+            runner = _Runner(Reconciler(key, self._context), self._decide_s, self._on_pass, self._shows)
             self._runners[key] = runner
             runner.start()
+        for key, runner in self._runners.items():
+            if runner.has_ended:
+                self._ends["pool"] += 1
+                logger.error("the task of a pool has ended, and is started again", extra={"pool": "/".join(key)})
+                runner.start()
 
     async def _pause(self, stop: asyncio.Event) -> None:
         gone = set(self._runners) - set(self._context.store.pools())
@@ -94,9 +117,11 @@ class Manager:
 class _Runner:
     """The task of one pool: passes one after another, never two at once."""
 
-    def __init__(self, reconciler: Reconciler, decide_s: float, on_pass: Observer) -> None:
+    def __init__(
+        self, reconciler: Reconciler, decide_s: float, on_pass: Observer, shows: Callable[[str], bool]
+    ) -> None:
         self.reconciler = reconciler
-        self._decide_s, self._on_pass = decide_s, on_pass
+        self._decide_s, self._on_pass, self._shows = decide_s, on_pass, shows
         self._wake = asyncio.Event()
         self._stop = asyncio.Event()
         self._backoff_s = 0.0
@@ -109,8 +134,14 @@ class _Runner:
         """Seconds that the current pass has run; 0 when idle."""
         return 0.0 if self._began is None else time.monotonic() - self._began
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the task is over though nobody has stopped it."""
+        return self._task is not None and self._task.done() and not self._stop.is_set()
+
     def start(self) -> None:
-        """Start the task."""
+        """Start the task, at first and after an end of it."""
+        self._began = None
         self._wake.set()
         self._task = asyncio.create_task(self._run(), name=f"pool {self.reconciler.key}")
 
@@ -135,7 +166,10 @@ class _Runner:
         while not self._stop.is_set():
             is_dirty = self._wake.is_set() or unfinished
             self._wake.clear()
-            unfinished = not await self._pass(is_dirty)
+            if self._shows(self.reconciler.key.namespace):
+                unfinished = not await self._pass(is_dirty)
+            else:
+                unfinished, self._backoff_s = True, 0.0
             await self._pause()
 
     async def _pass(self, is_dirty: bool) -> bool:

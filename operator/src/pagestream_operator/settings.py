@@ -89,6 +89,10 @@ class OperatorVariables:
     """Least seconds between writes of a status in which only the numbers behind the decision have changed."""
     resync_s: float = 300.0
     """Seconds between lists of all objects, for deletions that no watch reported. 0: never."""
+    watch_s: float = 40.0
+    """Seconds after which each watch is begun anew. A kind of which nothing was heard for twice as long is watched by a
+    new connection; after three times as long its namespace no longer counts as seen: no pass is made there, and a
+    replica that sees no namespace at all leads no longer."""
     request_timeout_s: float = 5.0
     """Time limit in seconds of one call of the API server."""
     shutdown_s: float = 10.0

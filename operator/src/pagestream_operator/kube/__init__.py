@@ -5,10 +5,12 @@ from pagestream_operator.kube.apply import Applier, Outcome
 from pagestream_operator.kube.client import KubeClient, failure_of
 from pagestream_operator.kube.compare import differs, fingerprint, projection
 from pagestream_operator.kube.kinds import DEFINITION, DEPLOYMENT, POD, POOL, Kind
-from pagestream_operator.kube.lease import Leadership, LeaseSettings
+from pagestream_operator.kube.lease import Leadership, LeaseSettings, Sees
 from pagestream_operator.kube.ownership import SCALER, owns_replicas, taken_over
 from pagestream_operator.kube.pods import DELETION_COST, Pod, unix_seconds
+from pagestream_operator.kube.sight import Sight
 from pagestream_operator.kube.store import ObjectStore, PoolKey
+from pagestream_operator.kube.watch import Watcher
 
 __all__ = [
     "DEFINITION",
@@ -26,6 +28,9 @@ __all__ = [
     "Outcome",
     "Pod",
     "PoolKey",
+    "Sees",
+    "Sight",
+    "Watcher",
     "differs",
     "failure_of",
     "find_access",

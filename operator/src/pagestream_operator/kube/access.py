@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
+import aiohttp
 import kopf
 import yaml
 
@@ -40,6 +44,33 @@ def find_access(**_: Any) -> kopf.ConnectionInfo:
             "not supported: give one of the former, or run in a pod"
         )
     return found
+
+
+def open_session(access: kopf.ConnectionInfo, on_answer: Callable[[str, bool, int], None]) -> kopf.AiohttpSession:
+    """Open a session for kopf, as kopf would by itself.
+
+    Args:
+        on_answer: called with each answer's path (without that of the API server's own address), whether it begins a
+            watch, and its status.
+    """
+    own_path = urlsplit(access.server).path.rstrip("/")
+
+    async def report(_: aiohttp.ClientSession, __: SimpleNamespace, answer: aiohttp.TraceRequestEndParams) -> None:
+        url = answer.url
+        on_answer(url.path.removeprefix(own_path), url.query.get("watch") == "true", answer.response.status)
+
+    traces = aiohttp.TraceConfig()
+    traces.on_request_end.append(report)
+    session = aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, ssl=access.as_ssl_context()),
+        headers=access.as_http_headers(),
+        proxy=access.proxy_url,
+        trust_env=access.trust_env,
+        trace_configs=[traces],
+    )
+    return kopf.AiohttpSession(
+        server=access.server, default_namespace=access.default_namespace, aiohttp_session=session
+    )
 
 
 def _has_credentials(found: kopf.ConnectionInfo) -> bool:

@@ -170,6 +170,8 @@ class KubeClient:
             if status >= _FIRST_ERROR:
                 raise failure_of(str(request), status, _message(text), retry_after)
             found: Object = json.loads(text)
+            if not isinstance(found, dict):
+                raise ValueError(f"the answer is no object: {text[:200]!r}")
         except (aiohttp.ClientError, OSError, ValueError) as error:
             status = _NO_ANSWER
             raise ApiUnavailable(f"{request}: {type(error).__name__} {error}") from error

@@ -1,34 +1,66 @@
-"""The store's source: kopf's watches, and lists that repair them.
+"""The store's source for one namespace, or for all: kopf's watches, and lists that repair them.
 
 kopf keeps the streams: it lists, watches, and begins again after 410 and lost connections. It runs in a thread with an
 event loop of its own, since it takes every task of its loop for one of its own (and cancels them all when it ends), and
 the process' signals as well.
 
-kopf does not report an object that ended while no watch was open. So each kind is listed once more when kopf has listed
-it again, and every `resync_s`; what such a list lacks is dropped from the store.
+kopf ends at what it doesn't retry (404, a second 401, nine failures in a row), so a run of it is followed by the next
+one for as long as the operator runs, and ended where it has heard nothing for too long. Before each run all kinds are
+listed here: that shows whether they can be listed at all, and fills the store without kopf.
+
+kopf does not report an object that ended while no watch was open. So each kind is listed once more when kopf watches
+after a list of its own, and every `resync_s`; what such a list lacks is dropped from the store.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import kopf
 
-from pagestream_operator.errors import ApiFailure, Gone
+from pagestream_operator.errors import ApiFailure, ApiUnavailable, Gone
 from pagestream_operator.kube.client import KubeClient
-from pagestream_operator.kube.kinds import POOL, WATCHED, Kind
+from pagestream_operator.kube.kinds import WATCHED, Kind
 from pagestream_operator.kube.store import ObjectStore
+from pagestream_operator.supervision import run_together, sleep_until
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_WATCH_S = 40.0
 _RESTART_S = 2.0
+_LONGEST_RESTART_S = 10.0
+"""Pauses between runs of kopf, and between lists that fail: nothing is seen meanwhile."""
+_LONG_RUN_S = 60.0
+"""A run of kopf of so many seconds went well: the next one begins after the shortest pause."""
 _SETTLE_S = 1.0
 """After kopf has listed a kind again: time for the events of that list, so that many of them cost one list here."""
 _EXIT_S = 3.0
+_LOOK_S = 1.0
+_FIRST_ERROR = 300
+_GRACE_S = 5.0
+"""For the start of kopf, and for answers of a busy API server."""
+_DEAF_AFTER, _BLIND_AFTER = 2.0, 3.0
+"""Without an event or a new watch of a kind for so many times `watch_s`, kopf is started again; without a list, either,
+the namespace isn't seen any more. The first is the shorter one, since a new run begins with lists."""
+
+
+@dataclass(frozen=True)
+class Sign:
+    """The last thing that was heard of a kind."""
+
+    what: str
+    """`event`, `list`, or `watch`: the API server has answered a new watch."""
+    at_s: float
+    """When, by the monotonic clock."""
 
 
 class Watcher:
@@ -38,164 +70,348 @@ class Watcher:
         self,
         client: KubeClient,
         store: ObjectStore,
-        namespaces: tuple[str, ...] | None,
+        namespace: str | None,
         registry: kopf.OperatorRegistry,
         *,
         resync_s: float,
+        watch_s: float = DEFAULT_WATCH_S,
+        on_sight: Callable[[], None] = lambda: None,
+        ends: Counter[str] | None = None,
     ) -> None:
         """Prepare; nothing is watched yet.
 
         Args:
             client: for the lists that repair watches.
             store: what to fill. Its event loop is the one that `run` runs in.
-            namespaces: which to watch; None for all.
-            registry: kopf's handlers, which call `store_object` and `observe_event` of `memo.watcher`.
+            namespace: which to watch; None for all.
+            registry: kopf's handlers, which call the methods of a `KopfRun`, `memo.run`.
             resync_s: seconds between lists of all kinds; 0 lists only where something may have been missed.
+            watch_s: seconds after which each watch is begun anew, so that its answer shows that it is alive.
+            on_sight: called when all kinds were listed, at first and after each time at which they couldn't be.
+            ends: counts ends of this watcher's tasks that nobody asked for.
         """
-        self.synced = asyncio.Event()
-        """Set when all kinds were listed."""
-        self.defined = asyncio.Event()
-        """Set when the API server serves EnginePool."""
-        self._client, self._store, self._namespaces = client, store, namespaces
-        self._registry, self._resync_s = registry, resync_s
-        self._listed: dict[Kind, set[str]] = {kind: set() for kind in WATCHED}
+        self.namespace = namespace
+        self.signs: dict[Kind, Sign] = {}
+        """The last sign of each kind."""
+        self.trouble = ""
+        """Why the kinds can't be listed now; "" while they can."""
+        self.num_runs = 0
+        """Runs of kopf that were begun."""
+        self.unreadable: Counter[str] = Counter()
+        """Objects that the store could not take, by kind."""
+        self.watch_s = watch_s
+        self._client, self._store = client, store
+        self._registry, self._resync_s, self._on_sight = registry, resync_s, on_sight
+        self._ends = ends
+        self._is_listed = self._is_refused = False
         self._suspected: set[Kind] = set()
         self._wake = asyncio.Event()
-        self._loop: asyncio.AbstractEventLoop
+        self._repair_pause_s = _RESTART_S
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def place(self) -> str:
+        """The namespace, for people."""
+        return self.namespace or "all namespaces"
+
+    @property
+    def sees(self) -> bool:
+        """Whether the store shows this namespace as it is: all kinds were listed, and heard of since."""
+        return self._is_listed and not self._is_refused and not self.unheard()
+
+    @property
+    def was_tried(self) -> bool:
+        """Whether a list has succeeded or failed."""
+        return self._is_listed or bool(self.trouble)
+
+    @property
+    def num_hung(self) -> int:
+        """Threads of former runs of kopf that have not ended."""
+        return max(0, sum(thread.is_alive() for thread in list(self._threads)) - 1)
+
+    def unheard(self) -> dict[Kind, float]:
+        """Seconds since the last sign of the kinds of which there has been none for too long; inf: none at all."""
+        now, limit = time.monotonic(), _BLIND_AFTER * self.watch_s + _GRACE_S
+        ages = {kind: now - sign.at_s if (sign := self.signs.get(kind)) else float("inf") for kind in WATCHED}
+        return {kind: age for kind, age in ages.items() if age > limit}
 
     async def run(self, stop: asyncio.Event) -> None:
         """Watch until `stop` is set."""
-        checking = asyncio.create_task(self._check(stop), name="lists that repair watches")
+        works = {
+            f"watches of {self.place}": partial(self._keep_watching, stop),
+            f"repair of watches of {self.place}": partial(self._check, stop),
+        }
+        await run_together(works, stop, ends=self._ends)
+
+    async def _keep_watching(self, stop: asyncio.Event) -> None:
+        pause_s = _RESTART_S
         try:
             while not stop.is_set():
-                await self._wait_for_definition(stop)
-                if not stop.is_set():
-                    await self._watch(stop)
+                await self._list_all(stop)
+                if stop.is_set():
+                    return
+                began = time.monotonic()
+                await self._watch(stop)
+                pause_s = _RESTART_S if time.monotonic() - began >= _LONG_RUN_S else _longer(pause_s)
+                await sleep_until(stop, pause_s)
         finally:
-            checking.cancel()
-            await asyncio.gather(checking, return_exceptions=True)
+            self._wake.set()  # the repair looks at `stop`
 
     def suspect(self, *kinds: Kind) -> None:
         """List these kinds soon: the store was found to be wrong about them."""
         self._suspected.update(kinds)
         self._wake.set()
 
-    # -- called by kopf's handlers, in kopf's thread
+    # -- what was heard
+
+    def hear(self, kind: Kind, what: str) -> None:
+        """Note a sign of a kind."""
+        self.signs[kind] = Sign(what, time.monotonic())
+
+    def put(self, kind: Kind, body: Mapping[str, Any]) -> bool:
+        """Store an object; returns False for one that can't be read, which is logged and counted."""
+        return self._guarded(self._store.put, kind, body)
+
+    def drop(self, kind: Kind, body: Mapping[str, Any]) -> bool:
+        """Drop an object that was deleted; returns False for one that can't be read."""
+        return self._guarded(self._store.drop, kind, body)
+
+    def _guarded(self, act: Callable[[Kind, Mapping[str, Any]], object], kind: Kind, body: Mapping[str, Any]) -> bool:
+        try:
+            act(kind, body)
+        except Exception:
+            self.unreadable[kind.name] += 1
+            metadata = body.get("metadata") or {}
+            name = f"{metadata.get('namespace')}/{metadata.get('name')}"
+            logger.exception("an object can't be read", extra={"kind": kind.name, "object": name})
+            return False
+        return True
+
+    # -- runs of kopf
+
+    async def _watch(self, stop: asyncio.Event) -> None:
+        """Run kopf until it ends, hears nothing for too long, or `stop` is set."""
+        run = KopfRun(self, self._registry, asyncio.get_running_loop())
+        self.num_runs += 1
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        self._threads.append(run.start())
+        stopping = asyncio.create_task(stop.wait())
+        ending = asyncio.create_task(run.ended.wait())
+        try:
+            while not (stop.is_set() or run.ended.is_set()):
+                await asyncio.wait({stopping, ending}, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                silent = run.silent(_DEAF_AFTER * self.watch_s + _GRACE_S)
+                if silent and not run.ended.is_set():
+                    logger.warning("watches are started again: nothing was heard of %s (%s)", silent, self.place)
+                    break
+            run.flag.set()
+            await asyncio.wait({ending}, timeout=_EXIT_S)
+        finally:
+            run.close()
+            stopping.cancel()
+            ending.cancel()
+        if run.ended.is_set():
+            if not stop.is_set():
+                logger.warning("the watches of %s have ended, and are started again: %s", self.place, run.error)
+        else:
+            logger.warning("a thread of kopf has not ended within %g s, and is left behind (%s)", _EXIT_S, self.place)
+
+    # -- lists
+
+    async def _list_all(self, stop: asyncio.Event) -> None:
+        """List all kinds into the store, however long it takes until that succeeds."""
+        pause_s = _RESTART_S
+        while not stop.is_set():
+            try:
+                for kind in WATCHED:
+                    await self._list(kind)
+            except ApiFailure as error:
+                # A refusal lasts until somebody grants the right. While no answer comes, what was seen may still hold.
+                self._is_refused = self._is_refused or not isinstance(error, ApiUnavailable)
+                self._note_trouble(error)
+            else:
+                self.trouble, self._is_refused, self._is_listed = "", False, True
+                self._on_sight()
+                return
+            await sleep_until(stop, pause_s)
+            pause_s = _longer(pause_s)
+
+    def _note_trouble(self, error: ApiFailure) -> None:
+        what = "the API server"
+        if isinstance(error, Gone):
+            what = "the definition of EnginePool"
+        elif not isinstance(error, ApiUnavailable):
+            what = f"the right to list what pools have ({self.place})"
+        text = f"waiting for {what}: {error}"
+        logger.log(logging.DEBUG if text == self.trouble else logging.WARNING, "%s", text)
+        self.trouble = text
+
+    async def _check(self, stop: asyncio.Event) -> None:
+        resync_at_s = time.monotonic() + self._resync_s
+        while not stop.is_set():
+            try:
+                async with asyncio.timeout(max(0.0, resync_at_s - time.monotonic()) if self._resync_s else None):
+                    await self._wake.wait()
+                await sleep_until(stop, _SETTLE_S)
+            except TimeoutError:
+                self._suspected.update(WATCHED)
+                resync_at_s = time.monotonic() + self._resync_s
+            self._wake.clear()
+            kinds, self._suspected = self._suspected, set()
+            if self.trouble or stop.is_set():
+                continue  # all kinds are listed as soon as they can be
+            for kind in kinds:
+                await self._repair(kind)
+
+    async def _repair(self, kind: Kind) -> None:
+        try:
+            await self._list(kind)
+            self._repair_pause_s = _RESTART_S
+        except ApiFailure as error:
+            logger.warning("can't list %s, will try again: %s", kind.plural, error)
+            self._suspected.add(kind)
+            asyncio.get_running_loop().call_later(self._repair_pause_s, self._wake.set)
+            self._repair_pause_s = _longer(self._repair_pause_s)
+
+    async def _list(self, kind: Kind) -> None:
+        """List a kind once, into the store. Raises ApiFailure."""
+        suspects = self._store.uids(kind, self.namespace)
+        listed = await self._client.list(kind, self.namespace)
+        self.hear(kind, "list")
+        for body in listed:  # those of a list have neither; those of events have both
+            body |= {"apiVersion": kind.api_version, "kind": kind.name}
+        try:
+            missed = self._store.settle(kind, listed, suspects)
+        except Exception:  # noqa: BLE001 - one of them can't be read: take the others
+            missed = self._settle_readable(kind, listed, suspects)
+        if missed:
+            logger.info("dropped objects whose end no watch reported", extra={"kind": kind.name, "count": missed})
+
+    def _settle_readable(self, kind: Kind, listed: list[dict[str, Any]], suspects: set[str]) -> int:
+        readable, odd = [], set[str]()
+        for body in listed:
+            if self.put(kind, body):
+                readable.append(body)
+            else:
+                odd.add(str((body.get("metadata") or {}).get("uid")))
+        return self._store.settle(kind, readable, suspects - odd)
+
+
+class KopfRun:
+    """One run of kopf in a thread of its own. What it reports after its end is ignored."""
+
+    def __init__(self, watcher: Watcher, registry: kopf.OperatorRegistry, loop: asyncio.AbstractEventLoop) -> None:
+        self.flag = threading.Event()
+        """Ends it."""
+        self.ended = asyncio.Event()
+        self.error = "kopf returned"
+        """How it has ended."""
+        self.watch_s = watcher.watch_s
+        self._watcher, self._registry, self._loop = watcher, registry, loop
+        self._paths = {kind.path(watcher.namespace): kind for kind in WATCHED}
+        self._began_s = time.monotonic()
+        self._heard_s: dict[Kind, float] = {}
+        self._listed: set[Kind] = set()
+        self._is_closed = False
+
+    def start(self) -> threading.Thread:
+        """Start the thread, which nobody has to join."""
+        thread = threading.Thread(target=self._run, name=f"kopf {self._watcher.place}", daemon=True)
+        thread.start()
+        return thread
+
+    def close(self) -> None:
+        """End it, and take nothing more from it."""
+        self.flag.set()
+        self._is_closed = True
+
+    def silent(self, limit_s: float) -> str:
+        """The kinds of which neither an event nor a new watch has come for longer than a limit; "" for none."""
+        now = time.monotonic()
+        silent = {kind.plural: now - self._heard_s.get(kind, self._began_s) for kind in WATCHED}
+        return ", ".join(f"{plural} for {age:.0f} s" for plural, age in silent.items() if age > limit_s)
+
+    # -- in kopf's thread
 
     def store_object(self, kind: Kind, body: Mapping[str, Any]) -> None:
-        """Store an object."""
-        self._post(self._store.put, kind, body)
+        """Store an object as it is now."""
+        self._post(self._watcher.put, kind, body)
 
     def observe_event(self, kind: Kind, change: str | None, body: Mapping[str, Any]) -> None:
         """Note an event: ADDED, MODIFIED or DELETED; None for an object of a list."""
-        self._post(self._observe, kind, change, body)
+        if change is not None:
+            self._post(self._observed, kind, change, body)
 
-    def _post(self, callback: Callable[..., object], *arguments: Any) -> None:
-        """Call in the store's event loop, in the order of the posts."""
+    def note_answer(self, path: str, is_watch: bool, status: int) -> None:
+        """Note that the API server has answered a list or the beginning of a watch.
+
+        Args:
+            path: of its URL, without what the address of the API server adds.
+        """
+        kind = self._paths.get(path)
+        if kind is not None and status < _FIRST_ERROR:
+            self._post(self._answered, kind, is_watch)
+
+    def _run(self) -> None:
         try:
-            self._loop.call_soon_threadsafe(callback, *arguments)
+            asyncio.run(self._operate())
+        except BaseException as error:  # noqa: BLE001 - the thread ends in any case, and its end is reported
+            self.error = f"{type(error).__name__}: {error}"
+        finally:
+            self._post(self.ended.set, always=True)
+
+    async def _operate(self) -> None:
+        memo = kopf.Memo(run=self, access=None, sessions=[])
+        namespace = self._watcher.namespace
+        try:
+            await kopf.operator(
+                registry=self._registry,
+                memo=memo,
+                standalone=True,
+                clusterwide=namespace is None,
+                namespaces=() if namespace is None else (namespace,),
+                stop_flag=self.flag,
+            )
+        except BaseException as error:
+            self.error = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            # kopf waits for the flag in a thread of its loop, which joins that thread before it closes.
+            self.flag.set()
+            for session in memo.sessions:
+                await session.close()
+            self._post(self.ended.set, always=True)
+
+    def _post(self, callback: Callable[..., object], *arguments: Any, always: bool = False) -> None:
+        """Call in the store's event loop, in the order of the posts."""
+
+        def call() -> None:
+            if always or not self._is_closed:
+                callback(*arguments)
+
+        try:
+            self._loop.call_soon_threadsafe(call)
         except RuntimeError:
             logger.debug("an event came after the end of the store's event loop")
 
-    def _observe(self, kind: Kind, change: str | None, body: Mapping[str, Any]) -> None:
-        self.synced.set()
-        listed, uid = self._listed[kind], body["metadata"]["uid"]
+    # -- in the store's event loop
+
+    def _observed(self, kind: Kind, change: str, body: Mapping[str, Any]) -> None:
+        self._heard_s[kind] = time.monotonic()
+        self._watcher.hear(kind, "event")
         if change == "DELETED":
-            listed.discard(uid)
-            self._store.drop(kind, body)
-        elif change is None and uid in listed:
-            self.suspect(kind)  # listed a second time: the watch was interrupted
-        else:
-            listed.add(uid)
+            self._watcher.drop(kind, body)
 
-    # -- kopf's thread
-
-    async def _watch(self, stop: asyncio.Event) -> None:
-        """Run kopf until it gives up, or `stop` is set."""
-        self._loop = asyncio.get_running_loop()
-        ended, flag = asyncio.Event(), threading.Event()
-
-        def run() -> None:
-            try:
-                asyncio.run(self._run_kopf(flag))
-            except Exception as error:  # noqa: BLE001 - whatever kopf raises, it is started again
-                logger.warning("the watches have failed and are started again: %s", error)
-            finally:
-                self._post(ended.set)
-
-        threading.Thread(target=run, name="kopf", daemon=True).start()
-        stopping = asyncio.create_task(stop.wait())
-        ending = asyncio.create_task(ended.wait())
-        try:
-            await asyncio.wait({stopping, ending}, return_when=asyncio.FIRST_COMPLETED)
-            flag.set()
-            await asyncio.wait({ending}, timeout=_EXIT_S)
-        finally:
-            flag.set()
-            stopping.cancel()
-            ending.cancel()
-        if not stop.is_set():
-            self.suspect(*WATCHED)
-            await _sleep(_RESTART_S, stop)
-
-    async def _run_kopf(self, flag: threading.Event) -> None:
-        await kopf.operator(
-            registry=self._registry,
-            memo=kopf.Memo(watcher=self),
-            standalone=True,
-            clusterwide=self._namespaces is None,
-            namespaces=self._namespaces or (),
-            stop_flag=flag,
-        )
-
-    async def _wait_for_definition(self, stop: asyncio.Event) -> None:
-        """Wait until EnginePool can be listed: kopf looks once for the kinds that there are."""
-        has_warned = False
-        while not stop.is_set():
-            try:
-                for namespace in self._namespaces or (None,):
-                    await self._client.list(POOL, namespace)
-                self.defined.set()
-                return
-            except ApiFailure as error:
-                what = "the definition of EnginePool" if isinstance(error, Gone) else "the API server"
-                logger.log(logging.DEBUG if has_warned else logging.WARNING, "waiting for %s: %s", what, error)
-                has_warned = True
-                await _sleep(_RESTART_S, stop)
-
-    # -- lists that repair watches
-
-    async def _check(self, stop: asyncio.Event) -> None:
-        while not stop.is_set():
-            try:
-                async with asyncio.timeout(self._resync_s or None):
-                    await self._wake.wait()
-                await _sleep(_SETTLE_S, stop)
-            except TimeoutError:
-                self._suspected.update(WATCHED)
-            self._wake.clear()
-            kinds, self._suspected = self._suspected, set()
-            for kind in kinds:
-                await self._settle(kind)
-
-    async def _settle(self, kind: Kind) -> None:
-        for namespace in self._namespaces or (None,):
-            suspects = self._store.uids(kind, namespace)
-            try:
-                listed = await self._client.list(kind, namespace)
-            except ApiFailure as error:
-                logger.warning("can't list %s, will try again: %s", kind.plural, error)
-                self._suspected.add(kind)
-                asyncio.get_running_loop().call_later(_RESTART_S, self._wake.set)
-                return
-            missed = self._store.settle(kind, listed, suspects)
-            if missed:
-                logger.info("dropped objects whose end no watch reported", extra={"kind": kind.name, "count": missed})
+    def _answered(self, kind: Kind, is_watch: bool) -> None:
+        self._watcher.hear(kind, "watch" if is_watch else "list")
+        if not is_watch:
+            self._listed.add(kind)
+            return
+        self._heard_s[kind] = time.monotonic()
+        if kind in self._listed:  # what ended before that list, no event reports
+            self._listed.discard(kind)
+            self._watcher.suspect(kind)
 
 
-async def _sleep(seconds: float, stop: asyncio.Event) -> None:
-    try:
-        async with asyncio.timeout(seconds):
-            await stop.wait()
-    except TimeoutError:
-        return
+def _longer(pause_s: float) -> float:
+    return min(_LONGEST_RESTART_S, 2 * pause_s) * (0.8 + 0.2 * random.random())

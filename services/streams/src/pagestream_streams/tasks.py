@@ -97,7 +97,8 @@ class Periodic:
 
     The time that `work` takes counts for the interval, but at least half of it passes between two calls. Unavailable is
     expected: it is logged and ends the round. Any other error is a bug: it is logged with its trace and ends the round
-    too, since leases must be renewed all the same.
+    too, since leases must be renewed all the same. So does a cancellation of something that `work` has waited for, and
+    what is no Exception, such as the panic of a library in Rust: only `stop` ends the task.
     """
 
     def __init__(self, name: str, interval_s: float, work: Callable[[], Awaitable[None]]) -> None:
@@ -132,7 +133,12 @@ class Periodic:
                 await self._work()
             except Unavailable as error:
                 _log.info("%s: %s", self._name, error)
-            except Exception:  # noqa: BLE001
+            except asyncio.CancelledError:
+                raise_if_cancelled()
+                _log.exception("%s was cancelled from inside; the next round follows", self._name)
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException:  # noqa: BLE001
                 _log.exception("%s failed; the next round follows", self._name)
             rest = self._interval - (time.monotonic() - began)
             await wait_for_event(self._nudged, max(rest, self._interval / 2))

@@ -40,6 +40,8 @@ class Probes:
     """Starts a profile of so many steps and returns its path. Raises RuntimeError where one is running. None: this
     process has no profiles.
     """
+    report: Callable[[], str] | None = None
+    """Returns lines that /healthz shows below its answer."""
 
 
 class Endpoint:
@@ -101,7 +103,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         elif path == "/metrics":
             self._send(200, probes.metrics(), PROMETHEUS_TYPE)
         elif path == "/healthz":
-            self._send_status(probes.health(), "ok")
+            report = probes.report() if probes.report is not None else ""
+            self._send_status(probes.health(), "ok", report)
         elif path == "/readyz":
             self._send_status(probes.readiness(), "ready")
         else:
@@ -143,8 +146,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         except RuntimeError as error:
             self._send_text(409, str(error))
 
-    def _send_status(self, problem: str, good: str) -> None:
-        self._send_text(503 if problem else 200, problem or good)
+    def _send_status(self, problem: str, good: str, report: str = "") -> None:
+        self._send_text(503 if problem else 200, "\n".join(filter(None, [problem or good, report])))
 
     def _send_text(self, status: int, text: str) -> None:
         self._send(status, f"{text}\n".encode(), _TEXT_TYPE)

@@ -69,17 +69,29 @@ class OtlpMetrics:
         self._export()
 
     def _export(self) -> None:
-        data = metrics_data(self._registry.collect(), self._resource, self._registry.started_ns)
-        sent = self._exporter.export(data, timeout_millis=self._limit_s * 1000) is MetricExportResult.SUCCESS
+        """Export once. No error may end the thread: nothing would export this process' metrics any more."""
+        try:
+            data = metrics_data(self._registry.collect(), self._resource, self._registry.started_ns)
+            sent = self._exporter.export(data, timeout_millis=self._limit_s * 1000) is MetricExportResult.SUCCESS
+        except Exception:
+            sent = False
+            if not self._failures:
+                logger.exception("metrics can't be exported")
         if not sent and not self._failures:
             logger.warning("metrics can't be exported; retrying at each interval")
         elif sent and self._failures:
             logger.info("metrics are exported again after %d failures", self._failures)
         self._failures = 0 if sent else self._failures + 1
         if not sent:
-            # A collector whose node vanished never closes the connection. A new one may lead to another collector.
+            self._renew_exporter()
+
+    def _renew_exporter(self) -> None:
+        """Open a new connection: a collector whose node vanished never closes the old one, and another may answer."""
+        try:
             self._exporter.shutdown()
             self._exporter = self._new_exporter()
+        except Exception:
+            logger.exception("the exporter of metrics can't be renewed")
 
 
 def metrics_data(families: Sequence[Family], resource: Resource, started_ns: int) -> MetricsData:

@@ -80,8 +80,15 @@ class HttpServer:
         """Serve; return the port that is bound. Raises StartupError where it can't be bound."""
         listener = _bind(host, port)
         bound: int = listener.getsockname()[1]
-        self._task = asyncio.create_task(self._server.serve([listener]))
-        await self._server.serving.wait()
+        self._task = asyncio.create_task(self._server.serve([listener]), name=f"HTTP server {bound}")
+        serving = asyncio.create_task(self._server.serving.wait())
+        try:
+            await asyncio.wait({self._task, serving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            serving.cancel()
+        if not self._server.started:
+            self._task.result()
+            raise StartupError(f"cannot serve HTTP on {host}:{port}: the server has ended")
         return bound
 
     async def stop(self) -> None:

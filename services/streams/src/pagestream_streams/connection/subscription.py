@@ -12,7 +12,7 @@ from redis.asyncio.client import PubSub
 
 from pagestream_streams.connection.connection import Connection
 from pagestream_streams.connection.error_translation import closed_transport_as_connection_error
-from pagestream_streams.tasks import cancel, wait_for_event
+from pagestream_streams.tasks import cancel, raise_if_cancelled, wait_for_event
 
 _log = logging.getLogger(__name__)
 
@@ -62,16 +62,26 @@ class Subscription:
 
     async def _run(self) -> None:
         while True:
-            pubsub = self._connection.pubsub()
             try:
-                with closed_transport_as_connection_error():
-                    await self._follow(pubsub)
+                await self._follow_once()
             except (exceptions.RedisError, OSError, TimeoutError) as error:
                 _log.info("%s: %s", self._channels, error)
-            finally:
-                self._subscribed.clear()
-                await _close(pubsub)
+            except asyncio.CancelledError:
+                raise_if_cancelled()
+                _log.exception("%s: cancelled from inside; it connects again", self._channels)
+            except Exception:  # noqa: BLE001 - whatever it is, wake-ups are needed
+                _log.exception("%s: the subscription has failed; it connects again", self._channels)
             await asyncio.sleep(_PAUSE_S)
+
+    async def _follow_once(self) -> None:
+        """Follow by one connection, until it is lost."""
+        pubsub = self._connection.pubsub()
+        try:
+            with closed_transport_as_connection_error():
+                await self._follow(pubsub)
+        finally:
+            self._subscribed.clear()
+            await _close(pubsub)
 
     async def _follow(self, pubsub: PubSub) -> None:
         await pubsub.subscribe(*self._channels)

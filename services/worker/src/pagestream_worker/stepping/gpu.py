@@ -5,6 +5,7 @@ a GPU would take half a gigabyte there, beside the memory that the ranks have co
 management library, which opens none, and from CUDA only in a process that computes by it.
 """
 
+import logging
 import os
 import sys
 import threading
@@ -15,6 +16,8 @@ from statistics import fmean
 from pagestream_engine.config import EngineConfig
 
 from pagestream_worker.stepping.reports import GpuUse
+
+logger = logging.getLogger(__name__)
 
 PERIOD_S = 2.0
 
@@ -83,6 +86,9 @@ def _utilization(device: int) -> float | None:
         return float(torch.cuda.utilization(device)) / 100
     except (ImportError, RuntimeError):  # nvidia-ml-py is not installed, or the driver has no such library
         return None
+    except Exception as error:  # noqa: BLE001 - the library's own errors; a MIG slice has no such number
+        logger.debug("the utilization of GPU %d is not known: %s", device, error)
+        return None
 
 
 class GpuMonitor:
@@ -92,13 +98,14 @@ class GpuMonitor:
         self.latest: GpuUse | None = None
         self._devices = devices
         self._stopping = threading.Event()
+        self._has_failed = False
 
     def start(self) -> None:
         """Start reading, where the engine has imported torch and there is a GPU."""
         if "torch" not in sys.modules:
             return
-        self.latest = gpu_use(self._devices)
-        if self.latest is not None:
+        self._read()
+        if self.latest is not None or self._has_failed:
             threading.Thread(target=self._read_forever, name="gpu", daemon=True).start()
 
     def stop(self) -> None:
@@ -107,4 +114,15 @@ class GpuMonitor:
 
     def _read_forever(self) -> None:
         while not self._stopping.wait(PERIOD_S):
+            self._read()
+
+    def _read(self) -> None:
+        """Take a reading; there is none where the driver fails, since an old one would mislead."""
+        try:
             self.latest = gpu_use(self._devices)
+            self._has_failed = False
+        except Exception:
+            self.latest = None
+            if not self._has_failed:
+                logger.exception("the GPUs can't be read; trying again every %g s", PERIOD_S)
+            self._has_failed = True

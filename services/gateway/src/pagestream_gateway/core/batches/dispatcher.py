@@ -11,7 +11,7 @@ from pagestream_streams.batches.records import Batch
 from pagestream_streams.batches.registry import ActiveBatch
 from pagestream_streams.batches.stored_bytes import sweep
 from pagestream_streams.errors import StreamsError, Unavailable
-from pagestream_streams.tasks import Periodic, cancel, wait_for_event
+from pagestream_streams.tasks import Periodic, cancel, raise_if_cancelled, wait_for_event
 
 from pagestream_gateway.core.batches.driver import BatchDriver
 from pagestream_gateway.core.batches.job_api import JobApi
@@ -60,6 +60,9 @@ class BatchDispatcher:
                 await self._look()
             except Unavailable as error:
                 logger.info("batches are not looked for now: %s", error)
+            except asyncio.CancelledError:
+                raise_if_cancelled()
+                logger.exception("the look for batches was cancelled from inside; the next look follows")
             except Exception:
                 logger.exception("batches were not looked for; the next look follows")
             await wait_for_event(changed, _LOOK_S)
