@@ -115,7 +115,7 @@ async def test_an_object_that_cannot_be_read_hides_no_other_one(
     monkeypatch.setattr(kopf, "operator", Kopf(None))
     seen = asyncio.Event()
     odd = {**pod_body("odd"), "metadata": {"name": None}}
-    client, store = Lists({POD: [odd, pod_body("good")]}), ObjectStore()
+    client, store = Lists({POD: [pod_body("good"), odd]}), ObjectStore()
     sight = Sight(cast(KubeClient, client), store, ("default",), kopf.OperatorRegistry(), resync_s=0, on_sight=seen.set)
     assert sight.extent is Sees.NOTHING
     assert "starting" in sight.problem()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 
 from pagestream_telemetry.catalog import Kind, Metric
@@ -56,13 +55,6 @@ WATCH_STARTS = Metric(
     "starts of the watches of a namespace",
     ("k8s.namespace.name",),
 )
-UNREADABLE = Metric(
-    "pagestream.operator.unreadable_objects",
-    Kind.COUNTER,
-    "{object}",
-    "objects of the API server that can't be read, at each list and event",
-    ("kind",),
-)
 TASK_ENDS = Metric(
     "pagestream.operator.task.ends",
     Kind.COUNTER,
@@ -111,20 +103,16 @@ def export_state(
 def export_sight(registry: Registry, sight: Sight, ends: Mapping[str, int]) -> None:
     """Export what this replica sees of its namespaces, and the ends of its tasks, at each collection."""
     age, seen, starts = registry.number(WATCH_AGE), registry.number(SEEN), registry.number(WATCH_STARTS)
-    unreadable, task_ends = registry.number(UNREADABLE), registry.number(TASK_ENDS)
+    task_ends = registry.number(TASK_ENDS)
 
     def collect() -> None:
         now = time.monotonic()
-        odd: Counter[str] = Counter()
         for watcher in sight.watchers.values():
-            namespace = watcher.namespace or "*"
+            namespace = watcher.namespace or ""
             seen.series(namespace).set(int(watcher.sees))
             starts.series(namespace).set(watcher.num_runs)
             for kind, sign in list(watcher.signs.items()):
                 age.series(namespace, kind.name).set(now - sign.at_s)
-            odd.update(dict(watcher.unreadable))
-        for kind_name, count in odd.items():
-            unreadable.series(kind_name).set(count)
         for task, count in dict(ends).items():
             task_ends.series(task).set(count)
 

@@ -20,7 +20,8 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -97,8 +98,6 @@ class Watcher:
         """Why the kinds can't be listed now; "" while they can."""
         self.num_runs = 0
         """Runs of kopf that were begun."""
-        self.unreadable: Counter[str] = Counter()
-        """Objects that the store could not take, by kind."""
         self.watch_s = watch_s
         self._client, self._store = client, store
         self._registry, self._resync_s, self._on_sight = registry, resync_s, on_sight
@@ -168,24 +167,15 @@ class Watcher:
         """Note a sign of a kind."""
         self.signs[kind] = Sign(what, time.monotonic())
 
-    def put(self, kind: Kind, body: Mapping[str, Any]) -> bool:
-        """Store an object; returns False for one that can't be read, which is logged and counted."""
-        return self._guarded(self._store.put, kind, body)
+    def put(self, kind: Kind, body: Mapping[str, Any]) -> None:
+        """Store an object that kopf has shown."""
+        with _logged(kind, "an object can't be stored"):
+            self._store.put(kind, body)
 
-    def drop(self, kind: Kind, body: Mapping[str, Any]) -> bool:
-        """Drop an object that was deleted; returns False for one that can't be read."""
-        return self._guarded(self._store.drop, kind, body)
-
-    def _guarded(self, act: Callable[[Kind, Mapping[str, Any]], object], kind: Kind, body: Mapping[str, Any]) -> bool:
-        try:
-            act(kind, body)
-        except Exception:
-            self.unreadable[kind.name] += 1
-            metadata = body.get("metadata") or {}
-            name = f"{metadata.get('namespace')}/{metadata.get('name')}"
-            logger.exception("an object can't be read", extra={"kind": kind.name, "object": name})
-            return False
-        return True
+    def drop(self, kind: Kind, body: Mapping[str, Any]) -> None:
+        """Drop an object that was deleted."""
+        with _logged(kind, "an object can't be dropped"):
+            self._store.drop(kind, body)
 
     # -- runs of kopf
 
@@ -280,21 +270,19 @@ class Watcher:
         self.hear(kind, "list")
         for body in listed:  # those of a list have neither; those of events have both
             body |= {"apiVersion": kind.api_version, "kind": kind.name}
-        try:
+        with _logged(kind, "a list can't be stored"):
             missed = self._store.settle(kind, listed, suspects)
-        except Exception:  # noqa: BLE001 - one of them can't be read: take the others
-            missed = self._settle_readable(kind, listed, suspects)
-        if missed:
-            logger.info("dropped objects whose end no watch reported", extra={"kind": kind.name, "count": missed})
+            if missed:
+                logger.info("dropped objects whose end no watch reported", extra={"kind": kind.name, "count": missed})
 
-    def _settle_readable(self, kind: Kind, listed: list[dict[str, Any]], suspects: set[str]) -> int:
-        readable, odd = [], set[str]()
-        for body in listed:
-            if self.put(kind, body):
-                readable.append(body)
-            else:
-                odd.add(str((body.get("metadata") or {}).get("uid")))
-        return self._store.settle(kind, readable, suspects - odd)
+
+@contextmanager
+def _logged(kind: Kind, what: str) -> Iterator[None]:
+    """Log an error of the store, which must not end what fills it."""
+    try:
+        yield
+    except Exception:
+        logger.exception(what, extra={"kind": kind.name})
 
 
 class KopfRun:
