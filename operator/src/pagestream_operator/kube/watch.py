@@ -46,6 +46,8 @@ _SETTLE_S = 1.0
 """After kopf has listed a kind again: time for the events of that list, so that many of them cost one list here."""
 _EXIT_S = 3.0
 _LOOK_S = 1.0
+_UNKNOWN_S = 10.0
+"""After the first answer about any kind; by then kopf has asked for the others."""
 _FIRST_ERROR = 300
 _GRACE_S = 5.0
 """For the start of kopf, and for answers of a busy API server."""
@@ -203,7 +205,7 @@ class Watcher:
         if run.ended.is_set():
             if not stop.is_set():
                 logger.warning("the watches of %s have ended, and are started again: %s", self.place, run.error)
-        else:
+        elif not stop.is_set():
             logger.warning("a thread of kopf has not ended within %g s, and is left behind (%s)", _EXIT_S, self.place)
 
     # -- lists
@@ -300,6 +302,9 @@ class KopfRun:
         self._began_s = time.monotonic()
         self._heard_s: dict[Kind, float] = {}
         self._listed: set[Kind] = set()
+        self._known: set[Kind] = set()
+        self._first_s: float | None = None
+        """When it was heard of the first kind, and of which ones since."""
         self._is_closed = False
 
     def start(self) -> threading.Thread:
@@ -316,8 +321,12 @@ class KopfRun:
     def silent(self, limit_s: float) -> str:
         """The kinds of which neither an event nor a new watch has come for longer than a limit; "" for none."""
         now = time.monotonic()
-        silent = {kind.plural: now - self._heard_s.get(kind, self._began_s) for kind in WATCHED}
-        return ", ".join(f"{plural} for {age:.0f} s" for plural, age in silent.items() if age > limit_s)
+        ages = {kind: now - self._heard_s.get(kind, self._began_s) for kind in WATCHED}
+        silent = {kind: age for kind, age in ages.items() if age > limit_s}
+        if self._first_s is not None and now - self._first_s > _UNKNOWN_S:
+            # kopf asks once which kinds there are, and watches none that wasn't there, as that of a new definition.
+            silent |= {kind: ages[kind] for kind in WATCHED if kind not in self._known}
+        return ", ".join(f"{kind.plural} for {age:.0f} s" for kind, age in silent.items())
 
     # -- in kopf's thread
 
@@ -392,6 +401,8 @@ class KopfRun:
 
     def _answered(self, kind: Kind, is_watch: bool) -> None:
         self._watcher.hear(kind, "watch" if is_watch else "list")
+        self._known.add(kind)
+        self._first_s = time.monotonic() if self._first_s is None else self._first_s
         if not is_watch:
             self._listed.add(kind)
             return
