@@ -22,6 +22,7 @@ from pagestream_operator.kube import (
     ObjectStore,
     Pod,
     PoolKey,
+    Settled,
     differs,
     failure_of,
     find_access,
@@ -116,6 +117,15 @@ Handler = Callable[[web.Request], Awaitable[web.Response]]
         (403, "", Rejected),
         (422, "", Rejected),
         (500, "failed to create typed patch object (x): duplicate entries", Rejected),
+        (500, 'failed calling webhook "x": connection refused', ApiUnavailable),
+        *(
+            (status, text, Rejected)
+            for status in (400, 401, 403, 404, 409, 422, 429, 500, 503)
+            for text in (
+                'admission webhook "x" denied the request: no',
+                "ValidatingAdmissionPolicy 'x' with binding 'y' denied request: no",
+            )
+        ),
     ],
 )
 def test_what_to_do_is_in_the_error(status: int, message: str, kind: type[ApiFailure]) -> None:
@@ -383,6 +393,31 @@ def test_a_container_that_waits_for_an_administrator_is_blocked() -> None:
     assert Pod.from_object(body).blocking_reason == "CrashLoopBackOff: back-off 10s"
 
 
+def test_an_init_container_that_waits_for_an_administrator_blocks_its_pod() -> None:
+    body = pod_body("a", ready=False)
+    waiting = {"reason": "ImagePullBackOff", "message": "no such image"}
+    body["status"]["initContainerStatuses"] = [{"name": "mesh-init", "state": {"waiting": waiting}}]
+    body["status"]["containerStatuses"] = [{"name": "engine", "state": {"waiting": {"reason": "PodInitializing"}}}]
+    assert Pod.from_object(body).blocking_reason == "init container mesh-init: ImagePullBackOff: no such image"
+
+
+def test_a_container_beside_the_engine_is_named_and_a_crash_says_how_it_ended() -> None:
+    body = pod_body("a", ready=False)
+    state = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s"}}
+    ended = {"terminated": {"reason": "OOMKilled", "exitCode": 137}}
+    body["status"]["containerStatuses"] = [{"name": "proxy", "state": state, "lastState": ended}]
+    found = Pod.from_object(body).blocking_reason
+    assert found == "container proxy: CrashLoopBackOff: back-off 10s (it ended by OOMKilled, exit code 137)"
+
+
+@pytest.mark.parametrize("time", [{}, {"lastTransitionTime": None}, {"lastTransitionTime": ""}])
+def test_a_ready_pod_without_a_time_is_ready_since_its_creation(time: dict[str, Any]) -> None:
+    body = pod_body("a")
+    body["status"]["conditions"] = [{"type": "Ready", "status": "True", **time}]
+    pod = Pod.from_object(body)
+    assert (pod.state, pod.ready_s) == (PodState.READY, pod.created_s)
+
+
 def test_a_container_that_is_only_being_created_is_not_blocked() -> None:
     body = pod_body("a", ready=False)
     body["status"]["containerStatuses"] = [{"state": {"waiting": {"reason": "ContainerCreating"}}}]
@@ -472,21 +507,82 @@ def test_a_list_drops_what_it_does_not_show_and_keeps_what_came_since() -> None:
     store = ObjectStore()
     for name in ("a", "b"):
         store.put(POD, pod_body(name))
-    suspects = store.uids(POD, "default")
+    before = store.versions(POD, "default")
     store.put(POD, pod_body("late"))
-    assert store.settle(POD, [pod_body("b", version=5)], suspects) == 1
+    assert store.settle(POD, [pod_body("b", version=5)], before) == Settled(dropped=1, rewound=0)
     assert [pod.name for pod in store.pods(DEMO)] == ["b", "late"]
+
+
+def test_a_list_wins_over_memory_but_not_over_what_came_since() -> None:
+    """Versions begin again lower when the API server's data is restored from a backup."""
+    changed: list[PoolKey] = []
+    store = ObjectStore(changed.append)
+    store.put(DEPLOYMENT, deployment_body(3, version=200))
+    store.put(POD, pod_body("a", version=201))
+    store.put(POD, pod_body("b", version=202))
+    known = {kind: store.versions(kind, "default") for kind in (DEPLOYMENT, POD)}
+    store.put(POD, pod_body("b", version=203))
+    changed.clear()
+    assert store.settle(DEPLOYMENT, [deployment_body(1, version=100)], known[DEPLOYMENT]).rewound == 1
+    older = [pod_body("a", ready=False, version=90), pod_body("b", ready=False, version=91)]
+    assert store.settle(POD, older, known[POD]) == Settled(dropped=0, rewound=1)
+    found = store.get(DEPLOYMENT, "default", "demo-engine")
+    assert found is not None
+    assert found["spec"]["replicas"] == 1
+    assert [pod.state for pod in store.pods(DEMO)] == [PodState.STARTING, PodState.READY]
+    assert changed == [DEMO, DEMO]
+    assert store.put(DEPLOYMENT, deployment_body(2, version=101)), "what follows the backup is newer"
+
+
+def test_an_object_that_was_made_again_before_the_backup_is_the_old_one_once_more() -> None:
+    store = ObjectStore()
+    store.put(POOL, stored(pool_body(), uid="new", version=200))
+    settled = store.settle(POOL, [stored(pool_body(), uid="old", version=100)], store.versions(POOL, None))
+    assert settled == Settled(dropped=0, rewound=1)
+    found = store.get(POOL, "default", "demo")
+    assert found is not None
+    assert found["metadata"]["uid"] == "old"
+
+
+def test_a_pod_whose_label_names_another_pool_is_that_ones() -> None:
+    changed: list[PoolKey] = []
+    store = ObjectStore(changed.append)
+    store.put(POD, pod_body("a"))
+    store.put(POD, pod_body("a", "second", version=2))
+    assert store.pods(DEMO) == []
+    assert [pod.name for pod in store.pods(PoolKey("default", "second"))] == ["a"]
+    assert changed == [DEMO, DEMO, PoolKey("default", "second")]
+
+
+def test_what_cannot_be_read_is_named_at_its_pool_until_it_can_be_or_is_gone() -> None:
+    store = ObjectStore()
+    odd = pod_body("odd")
+    odd["metadata"]["labels"]["pagestream.dev/nodes"] = "many"
+    assert store.put(POD, odd), "it runs, and counts"
+    nameless = pod_body("nameless")
+    nameless["metadata"]["uid"] = None
+    assert not store.put(POD, nameless)
+    assert [pod.num_nodes for pod in store.pods(DEMO)] == [1]
+    assert store.oddities(DEMO) == [
+        "Pod default/nameless: it can't be read (it lacks a namespace, a name or a uid)",
+        "Pod default/odd: label pagestream.dev/nodes is 'many', 1 to 64 is expected",
+    ]
+    store.drop(POD, nameless)
+    store.put(POD, pod_body("odd", version=2))
+    assert store.oddities(DEMO) == []
+    assert store.unreadable == {"Pod": 2}
 
 
 def test_a_list_of_one_kind_drops_no_other() -> None:
     store = ObjectStore()
     store.put(POOL, stored(pool_body(), uid="same"))
-    assert store.settle(DEPLOYMENT, [], {"same"}) == 1
+    store.put(DEPLOYMENT, {**deployment_body(1), "metadata": {**deployment_body(1)["metadata"], "uid": "same"}})
+    assert store.settle(DEPLOYMENT, [], {"same": 1}).dropped == 1
     assert store.pools() == [DEMO]
 
 
-def test_uids_are_those_of_a_namespace_or_all() -> None:
+def test_versions_are_those_of_a_namespace_or_all() -> None:
     store = ObjectStore()
     store.put(POD, pod_body("a"))
-    assert store.uids(POD, "default") == store.uids(POD, None) == {"a-uid"}
-    assert store.uids(POD, "elsewhere") == set()
+    assert store.versions(POD, "default") == store.versions(POD, None) == {"a-uid": 1}
+    assert store.versions(POD, "elsewhere") == {}

@@ -21,6 +21,7 @@ from pagestream_operator.metrics import (
     MetricsStore,
     PodRef,
     PoolMetrics,
+    SteadyClock,
     StoreSettings,
     share_of_all,
     total_latencies,
@@ -369,6 +370,75 @@ def test_points_from_the_future_are_refused_and_hide_nothing(listener: Listener)
     assert (intake.rejected, intake.why()) == (3, "3 from the future")
     listener.take(engine(START, utilization=0.7))
     assert listener.sample().kv_utilization == 0.7
+
+
+# -- clocks
+
+
+def fed(listener: Listener, behind_s: float, *, seconds: int = 12, first: int = 0) -> None:
+    """Exports every 2 s of an engine and a gateway whose clocks are so far behind."""
+    for second in range(first, first + seconds, 2):
+        listener.now = START + second
+        at = listener.now - behind_s
+        listener.take(
+            engine(at, total(PROMPT, START - behind_s, at, 100 * second), utilization=0.5),
+            gateway(at, histogram(TTFT, START - behind_s, at, BOUNDS, (second, 0, 0, 0)), tokens=7),
+        )
+
+
+@pytest.mark.parametrize("behind_s", [-55, -10, -5.5, -4, 0, 4, 5.5, 10, 55])
+def test_clocks_that_are_apart_are_allowed_for(listener: Listener, behind_s: float) -> None:
+    fed(listener, behind_s, seconds=40)
+    seen = listener.observe()
+    assert seen.queue is not None
+    for sample in (listener.sample(), seen.queue):
+        assert -5 <= listener.now - sample.time_s <= 5, "neither old nor from the future"
+    assert listener.rate() == pytest.approx(100)
+    assert sum(listener.ttft()) > 0
+
+
+def test_one_gateway_whose_clock_is_behind_is_heard(listener: Listener) -> None:
+    for second in range(0, 20, 2):
+        listener.now = START + second
+        listener.take(gateway(listener.now, tokens=3), gateway(listener.now - 30, tokens=8, instance="gw-1"))
+    seen = listener.observe().queue
+    assert seen is not None
+    assert seen.tokens == 8
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_backlog_counts_as_old(listener: Listener, is_known: bool) -> None:
+    """What a collector had kept comes at once, before what is new."""
+    if is_known:
+        fed(listener, 0)
+    listener.now = START + 60
+    for second in range(14, 40, 2):
+        listener.take(engine(START + second, total(PROMPT, START, START + second, 100 * second), utilization=0.5))
+    assert listener.sample().time_s == START + 38
+    assert listener.rate() == pytest.approx(100)
+
+
+def test_a_sender_that_has_fallen_silent_is_silent(listener: Listener) -> None:
+    fed(listener, 10)
+    listener.now += 30
+    assert listener.now - listener.sample().time_s > 25
+
+
+def test_a_clock_that_is_set_right_is_followed(listener: Listener) -> None:
+    fed(listener, 20, seconds=20)
+    fed(listener, 0, seconds=10, first=20)
+    assert listener.sample().time_s == listener.now
+    fed(listener, 20, seconds=90, first=30)
+    assert abs(listener.now - listener.sample().time_s) <= 5
+
+
+def test_the_own_clock_goes_on_when_the_systems_is_set() -> None:
+    times = {"wall": 1000.0, "steady": 5.0}
+    clock = SteadyClock(wall=lambda: times["wall"], steady=lambda: times["steady"])
+    times |= {"wall": 992.0, "steady": 7.0}
+    assert clock() == 1002.0
+    times |= {"wall": 9000.0, "steady": 8.0}
+    assert clock() == 9000.0, "it was wrong by more than can be allowed for"
 
 
 def test_absurd_gauges_reach_the_law_which_names_them(listener: Listener) -> None:

@@ -34,6 +34,7 @@ from pagestream_operator.metrics import (
     SinkAccess,
     SinkAccessSettings,
     SinkSettings,
+    SteadyClock,
 )
 from pagestream_operator.pool.finalizer import release_finalizers
 from pagestream_operator.pool.reconciler import Context
@@ -66,7 +67,8 @@ class App:
     async def run(self, stop: asyncio.Event) -> None:
         """Run until `stop` is set, then stop in order: the pools, the lease, the watches."""
         variables = self._settings.variables
-        metrics = MetricsStore(release=self._settings.release)
+        clock = SteadyClock()
+        metrics = MetricsStore(release=self._settings.release, clock=clock)
         sink = MetricsSink(
             metrics, SinkSettings(host=variables.otlp_host, port=variables.otlp_port), access=self._sink_access()
         )
@@ -77,7 +79,9 @@ class App:
                 )
             )
             async with KubeClient(variables.request_timeout_s) as client, sink:
-                context, leadership, sight, manager = self._assemble(client, metrics, pass_observer(running.registry))
+                context, leadership, sight, manager = self._assemble(
+                    client, metrics, pass_observer(running.registry), clock
+                )
                 export_state(running.registry, manager, leadership, client, metrics)
                 export_sight(running.registry, sight, self._ends)
                 probes = Probes(
@@ -92,7 +96,7 @@ class App:
                     await self._work(stop, context, leadership, sight, manager)
 
     def _assemble(
-        self, client: KubeClient, metrics: MetricsStore, on_pass: Observer
+        self, client: KubeClient, metrics: MetricsStore, on_pass: Observer, clock: SteadyClock
     ) -> tuple[Context, Leadership, Sight, Manager]:
         variables = self._settings.variables
         store = ObjectStore(lambda key: manager.wake(key))  # noqa: PLW0108 - the manager is made below
@@ -131,6 +135,7 @@ class App:
             defaults=self._settings.engine,
             status_s=variables.status_s,
             suspect=sight.suspect,
+            clock=clock,
         )
         manager = Manager(context, decide_s=variables.decide_s, on_pass=on_pass, shows=sight.shows, ends=self._ends)
         return context, leadership, sight, manager

@@ -3,6 +3,7 @@
 OperatorError
 |- SettingsError      a setting is unknown, malformed or missing, or there is no access to Kubernetes (a ValueError too)
 |- PoolInvalid        the spec of an EnginePool can't be acted on (a ValueError too)
+|- Unreadable         an object lacks what every object has
 |- Blocked            an object of another owner has a name that a pool's object needs
 |- NotLeading         a write was held back: this replica is not, or not surely, the leader
 |- SinkUnavailable    the OTLP port can't be opened
@@ -32,6 +33,10 @@ class PoolInvalid(OperatorError, ValueError):
     """The spec of an EnginePool can't be acted on; the message names the fields."""
 
 
+class Unreadable(OperatorError):
+    """An object lacks what every object has."""
+
+
 class Blocked(OperatorError):
     """An object of another owner has a name that a pool's object needs."""
 
@@ -59,6 +64,9 @@ class SourceUnavailable(OperatorError):
 
 class ApiFailure(OperatorError):
     """A call of the API server failed.
+
+    The class says what to do next, by the first answer. What lasts is another matter: a webhook that is down answers
+    like a busy server, and a right may come back. `pool/parts.py` judges by that.
 
     Attributes:
         status: HTTP status of the answer; 0 where there was none.

@@ -27,6 +27,13 @@ DESIRED = Metric("pagestream.operator.desired_replicas", Kind.GAUGE, "{pod}", "e
 READY = Metric("pagestream.operator.ready_replicas", Kind.GAUGE, "{pod}", "engines of a pool that are ready", _POOL)
 LEADER = Metric("pagestream.operator.leader", Kind.GAUGE, "1", "1 where this replica leads")
 SAMPLES = Metric("pagestream.operator.samples", Kind.COUNTER, "{point}", "metric points, by outcome", ("outcome",))
+UNREADABLE = Metric(
+    "pagestream.operator.unreadable",
+    Kind.COUNTER,
+    "{object}",
+    "objects that were seen and can't be read, or not as a whole, by kind",
+    ("kind",),
+)
 CALLS = Metric(
     "pagestream.operator.api.calls",
     Kind.COUNTER,
@@ -80,7 +87,7 @@ def export_state(
 ) -> None:
     """Export what manager, leadership, client and store count, at each collection."""
     desired, ready, leader = registry.number(DESIRED), registry.number(READY), registry.number(LEADER)
-    samples, calls = registry.number(SAMPLES), registry.number(CALLS)
+    samples, calls, unreadable = registry.number(SAMPLES), registry.number(CALLS), registry.number(UNREADABLE)
 
     def collect() -> None:
         leads = leadership.is_leading
@@ -94,6 +101,8 @@ def export_state(
             instrument.forget_others({tuple(key) for key in pools})
         for outcome, count in dict(metrics.outcomes).items():
             samples.series(outcome).set(count)
+        for kind, count in dict(manager.unreadable).items():
+            unreadable.series(kind).set(count)
         for (verb, code), count in dict(client.calls).items():
             calls.series(verb, str(code)).set(count)
 

@@ -7,7 +7,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from pagestream_operator.errors import ApiFailure, Blocked, Conflict, Gone, NotLeading, OperatorError, Rejected
 from pagestream_operator.kube.kinds import DEPLOYMENT, POOL
@@ -58,6 +58,11 @@ class Manager:
     def pools(self) -> dict[PoolKey, Reconciler]:
         """The reconcilers of all pools."""
         return {key: runner.reconciler for key, runner in list(self._runners.items())}
+
+    @property
+    def unreadable(self) -> Mapping[str, int]:
+        """Objects that were seen and can't be read, or not as a whole, by kind."""
+        return self._context.store.unreadable
 
     @property
     def slowest_s(self) -> float:
@@ -173,13 +178,13 @@ class _Runner:
             await self._pause()
 
     async def _pass(self, is_dirty: bool) -> bool:
-        """Make one pass; returns whether it succeeded."""
+        """Make one pass; returns whether it came to its end."""
         self._began = time.monotonic()
         self._ends_at_change = False
         result = "error"
         try:
-            await self.reconciler.pass_once(is_dirty=is_dirty)
-            result, self._backoff_s = "ok", 0.0
+            result, self._backoff_s = await self.reconciler.pass_once(is_dirty=is_dirty), 0.0
+            return True  # parts of it that have failed are tried again by themselves
         except NotLeading:
             result, self._backoff_s = "not_leading", 0.0
         except Conflict as error:
@@ -202,7 +207,7 @@ class _Runner:
         finally:
             took, self._began = time.monotonic() - self._began, None
             self._on_pass(result, took)
-        return result == "ok"
+        return False
 
     def _fail(self, error: OperatorError | None, *, soon: bool = False, at_least: float | None = None) -> None:
         longest = self._decide_s if soon else _LONGEST_BACKOFF_S

@@ -3,8 +3,11 @@
 from typing import Any
 
 import pytest
+from pagestream_operator.api import EnginePool
+from pagestream_operator.children import children
 from support.kubernetes.control_plane import ControlPlane, Refused
 from support.kubernetes.operator_process import PoolWorld
+from support.kubernetes.pool_objects import DEFAULTS, pool_body
 
 pytestmark = pytest.mark.kube
 
@@ -82,15 +85,101 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         },
         "choose another mountPath",
     ),
+    *(
+        ({"drain": {"maxUnavailable": given}}, "a share of at most 100%: write `1` or `25%`")
+        for given in ("1", "150%", -1, "25", "", "-5%", 2**31)
+    ),
+    *(({"rollout": {"maxSurge": given}}, "or a share: write `1` or `25%`") for given in ("2", -1, "%")),
+    *(
+        ({"rollout": {"maxUnavailable": given}}, "a share of at most 100%: write `1` or `25%`")
+        for given in ("150%", "1", "101%")
+    ),
+    *(
+        ({"template": {"resources": {part: {"cpu": given}}}}, f"spec.template.resources.{part}.cpu")
+        for part in ("requests", "limits")
+        for given in ("-1", -1, "4 cores", "1e1.5", "", "1KB", "0x1")
+    ),
+    ({"template": {"resources": {"requests": {"gpu": 1}}}}, "write `nvidia.com/gpu`"),
+    ({"template": {"resources": {"requests": {"nvidia.com/gpu": 1}}}}, "write `limits: {nvidia.com/gpu: 1}`"),
+    ({"template": {"resources": {"limits": {"nvidia.com/gpu": "500m"}}}}, "as a whole number"),
+    (
+        {"template": {"resources": {"requests": {"cpu": "2"}, "limits": {"cpu": "1500m"}}}},
+        "raise the limit, or lower the request",
+    ),
+    ({"template": {"labels": {"team": "a team"}}}, "spec.template.labels.team"),
+    ({"template": {"labels": {"team": "x" * 64}}}, "spec.template.labels.team"),
+    ({"template": {"labels": {"a team": "x"}}}, "write `team` or `example.com/team`"),
+    ({"template": {"annotations": {"a team": "x"}}}, "write `team` or `example.com/team`"),
+    ({"template": {"nodeSelector": {"zone": "a/b"}}}, "spec.template.nodeSelector.zone"),
+    ({"template": {"nodeSelector": {"/zone": "a"}}}, "write `team` or `example.com/team`"),
+    ({"template": {"serviceAccountAnnotations": {"a role": "x"}}}, "write `team` or `example.com/team`"),
+    ({"template": {"gpu": {"count": 0, "type": "NVIDIA H200"}}}, "spec.template.gpu.type"),
+    ({"template": {"gpu": {"count": 0, "typeLabel": "a b"}}}, "spec.template.gpu.typeLabel"),
+    ({"template": {"gpu": {"count": 0, "resourceName": "gpu"}}}, "spec.template.gpu.resourceName"),
+    ({"template": {"priorityClassName": "High"}}, "spec.template.priorityClassName"),
+    ({"template": {"runtimeClassName": "n_v"}}, "spec.template.runtimeClassName"),
+    ({"template": {"imagePullSecrets": ["My_Secret"]}}, "spec.template.imagePullSecrets"),
+    ({"template": {"image": "an image"}}, "spec.template.image"),
+    ({"template": {"env": [{"name": "A=B", "value": "1"}]}}, "spec.template.env[0].name"),
+    ({"template": {"volumeMounts": [{"name": "v", "mountPath": "/a:b"}]}}, "spec.template.volumeMounts[0].mountPath"),
+    ({"template": {"volumeMounts": [{"name": "v", "mountPath": "/a", "subPath": "/b"}]}}, "write `llama`, not"),
+    ({"template": {"volumeMounts": [{"name": "v", "mountPath": "/a", "subPath": "a/../b"}]}}, "write `llama`, not"),
+    ({"template": {"tolerations": [{"value": "x"}]}}, "a toleration without a key"),
+    ({"template": {"tolerations": [{"key": "a b"}]}}, "spec.template.tolerations[0].key"),
+    ({"template": {"tolerations": [{"key": "a", "operator": "Exists", "value": "x"}]}}, "has no value"),
+    ({"template": {"tolerations": [{"key": "a", "tolerationSeconds": 5}]}}, "needs `effect: NoExecute`"),
+    ({"model": {"source": {"path": None, "volume": {"claim": "My_Claim"}}}}, "spec.model.source.volume.claim"),
 ]
+ACCEPTED: list[dict[str, Any]] = (
+    [
+        {"drain": {"maxUnavailable": given}, "rollout": {"maxSurge": more, "maxUnavailable": given}}
+        for given, more in ((1, "0%"), ("100%", "150%"), ("25%", 2), (2**31 - 1, 0))
+    ]
+    + [
+        {"template": {"resources": {"requests": {"cpu": given}, "limits": {"cpu": 10**6}}}}
+        for given in ("1500m", 2, "0.5", ".5", "1e3", "2E-1", "5Ki", "+1", "1.", "100u", 0)
+    ]
+    + [
+        {"template": {"resources": {"limits": {"nvidia.com/gpu": "1", "hugepages-2Mi": "4Mi", "memory": "1Gi"}}}},
+        {"template": {"resources": {"requests": {"a.b/c": 2}, "limits": {"a.b/c": 2}}}},
+        {"template": {"labels": {"team": "", "example.com/team": "a_b.c-1"}, "nodeSelector": {"a": "x" * 63}}},
+        {"template": {"annotations": {"example.com/A_b.c": "any text; of: any form"}}},
+        {"template": {"tolerations": [{"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 5}]}},
+        {
+            "template": {
+                "volumeMounts": [{"name": "v", "mountPath": "/a", "subPath": "a..b/c"}],
+                "volumes": [{"name": "v", "emptyDir": {}}],
+            }
+        },
+        {"template": {"env": [{"name": "a.b-C_1", "value": "1"}], "priorityClassName": "system-node-critical"}},
+    ]
+)
+"""What the definition allows; a Deployment and a budget with it have to be possible, too."""
 
 
-@pytest.mark.parametrize(("change", "message"), REFUSED, ids=[message for _, message in REFUSED])
+@pytest.mark.parametrize(("change", "message"), REFUSED, ids=map(str, range(len(REFUSED))))
 def test_a_wrong_spec_is_refused_with_what_to_write(pools: PoolWorld, change: dict[str, Any], message: str) -> None:
     with pytest.raises(Refused) as refusal:
         pools.change(change)
     assert refusal.value.status == 422
     assert message in refusal.value.message
+
+
+@pytest.mark.parametrize("spec", ACCEPTED, ids=str)
+def test_what_the_definition_allows_the_objects_of_a_pool_may_have(pools: PoolWorld, spec: dict[str, Any]) -> None:
+    place = f"{pools.path('enginepools')}?dryRun=All"
+    body = pool_body("allowed", **spec)
+    created = pools.kube.post(place, {**body, "metadata": {"name": "allowed", "namespace": pools.namespace}})
+    pool = EnginePool.from_object({**created, "metadata": {**created["metadata"], "resourceVersion": "1"}})
+    for manifest in children(pool, DEFAULTS):
+        if manifest["kind"] in ("Deployment", "PodDisruptionBudget"):
+            plural = f"{manifest['kind'].lower()}s"
+            pools.kube.request(
+                "PATCH",
+                f"{pools.path(plural, manifest['metadata']['name'])}?dryRun=All&fieldManager=test&force=true",
+                manifest,
+                kind="application/apply-patch+yaml",
+            )
 
 
 @pytest.mark.parametrize("name", ["1demo", "a.b", "a" * 51])

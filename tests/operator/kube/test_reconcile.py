@@ -357,6 +357,81 @@ def test_trouble_of_a_pod_is_reported(operator: OperatorProcess, world: PoolWorl
     assert "ImagePullBackOff: no such image" in world.wait_condition("Degraded", "PodTrouble", "trouble")["message"]
 
 
+def test_a_ready_pod_counts_without_the_time_of_its_readiness(operator: OperatorProcess, world: PoolWorld) -> None:
+    """The API leaves the time optional, and tools that patch conditions omit it."""
+    world.create("timeless", minReplicas=1)
+    name = eventually(lambda: world.pods("timeless"), "a pod")[0]["metadata"]["name"]
+    place = world.path("pods", name)
+    world.kube.post(f"{place}/binding", {"metadata": {"name": name}, "target": {"kind": "Node", "name": "paper"}})
+    ready = {"type": "Ready", "status": "True"}
+    world.kube.merge(f"{place}/status", {"status": {"phase": "Running", "conditions": [ready]}})
+    eventually(lambda: world.pool("timeless")["status"]["readyReplicas"] == 1, "the ready pod is counted")
+    labels = {"metadata": {"labels": {"pagestream.dev/nodes": "some"}}}
+    world.kube.merge(place, labels)
+    condition = world.wait_condition("Degraded", "Unreadable", "timeless")
+    assert "label pagestream.dev/nodes is 'some', 1 to 64 is expected" in condition["message"]
+    assert f"{world.namespace}/{name}" in condition["message"]
+    assert operator.figures("pagestream_operator_unreadable_total")['kind="Pod"'] > 0
+    assert world.pool("timeless")["status"]["readyReplicas"] == 1
+    world.kube.merge(place, {"metadata": {"labels": {"pagestream.dev/nodes": None}}})
+    world.wait_condition("Degraded", "AsExpected", "timeless")
+
+
+def test_a_refused_change_stops_no_scaling(operator: OperatorProcess, world: PoolWorld) -> None:
+    world.create("stuck", replicas=1, maxReplicas=8)
+    world.wait_condition("Ready", "NoEngine", "stuck")
+    world.change({"template": {"volumes": [{"name": "Not_A_Label", "emptyDir": {}}]}}, "stuck")
+    world.wait_condition("Degraded", "Rejected", "stuck")
+    world.change({"replicas": 4}, "stuck")
+    world.wait_replicas(4, "stuck")
+    assert "Not_A_Label" in world.condition("Degraded", "stuck")["message"]
+    assert "Not_A_Label" not in json.dumps(template(world, "stuck"))
+
+
+@contextmanager
+def broken_webhook(kube: ControlPlane, pool: str) -> Iterator[None]:
+    """A webhook for the Deployment of a pool that nothing answers for."""
+    place = "/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations"
+    rule = {"apiGroups": ["apps"], "apiVersions": ["v1"], "operations": ["*"], "resources": ["deployments"]}
+    webhook = {
+        "name": "guard.example.com",
+        "clientConfig": {"url": "https://127.0.0.1:9/guard"},
+        "rules": [rule],
+        "objectSelector": {"matchLabels": {"pagestream.dev/pool": pool}},
+        "sideEffects": "None",
+        "admissionReviewVersions": ["v1"],
+        "failurePolicy": "Fail",
+    }
+    kube.post(place, {"metadata": {"name": "guard"}, "webhooks": [webhook]})
+    try:
+        yield
+    finally:
+        kube.delete(f"{place}/guard")
+
+
+def test_a_webhook_that_is_down_is_reported_and_stops_no_scaling(operator: OperatorProcess, world: PoolWorld) -> None:
+    world.create("guarded", replicas=1, maxReplicas=8)
+    world.wait_condition("Ready", "NoEngine", "guarded")
+    with broken_webhook(world.kube, "guarded"):
+        label = {"metadata": {"labels": {"probe": "1"}}}
+        refused = world.path("deployments", "guarded-engine")
+
+        def is_in_force() -> bool:
+            try:
+                world.kube.request("PATCH", f"{refused}?dryRun=All", label, kind="application/merge-patch+json")
+            except Refused as error:
+                return "guard.example.com" in error.message
+            return False
+
+        wait_until(is_in_force, "the webhook is in force", 60)
+        world.change({"engine": {"seed": 9}, "replicas": 3}, "guarded")
+        world.wait_replicas(3, "guarded")
+        condition = world.wait_condition("Degraded", "WriteFailing", "guarded")
+        assert "guard.example.com" in condition["message"]
+    world.wait_condition("Degraded", "AsExpected", "guarded")
+    eventually(lambda: "PAGESTREAM_ENGINE__SEED" in world.config_map("guarded").get("data", {}), "the change")
+
+
 def followers_of(world: PoolWorld, leader: str) -> list[dict[str, Any]]:
     place = f"{world.path('statefulsets')}?labelSelector=pagestream.dev/leader={leader}"
     found: list[dict[str, Any]] = world.kube.get(place)["items"]
@@ -536,6 +611,19 @@ def test_adapters_are_loaded_reported_and_unloaded(operator: OperatorProcess, wo
     world.change({"adapters": listed[:1]}, "tuned")
     world.end_job(job_of(world, known)["metadata"]["name"], "Failed", exit_code=2)
     assert "exit code 2" in world.wait_condition("Degraded", "AdapterRefused", "tuned")["message"]
+
+
+def test_a_pool_of_the_longest_name_can_have_adapters(operator: OperatorProcess, world: PoolWorld) -> None:
+    name = "p" * 50
+    world.create(name, engine={"enableLora": True}, adapters=[{"name": "a", "path": "/x"}])
+    wait_until(
+        lambda: any(
+            job["metadata"]["name"].startswith(f"{name}-") for job in world.kube.get(world.path("jobs"))["items"]
+        ),
+        "a Job",
+        60,
+    )
+    world.wait_condition("Degraded", "AsExpected", name)
 
 
 @pytest.mark.slow

@@ -21,14 +21,19 @@ SWIFT = {
 
 @contextmanager
 def exporting(
-    world: PoolWorld, operator: OperatorProcess, shares: Callable[[], Mapping[str, float]], pool: str, waiting: int = 0
+    world: PoolWorld,
+    operator: OperatorProcess,
+    shares: Callable[[], Mapping[str, float]],
+    pool: str,
+    *,
+    ahead_s: float = 0.0,
 ) -> Iterator[None]:
     """Export metrics of engines and a gateway every half a second."""
     stop = threading.Event()
 
     def run() -> None:
         while not stop.wait(0.5):
-            world.load(operator, shares(), pool=pool, waiting=waiting)
+            world.load(operator, shares(), pool=pool, ahead_s=ahead_s)
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -59,6 +64,15 @@ def test_full_caches_bring_engines_and_the_status_says_why(operator: OperatorPro
     assert status["kvUtilization"] == "95%"
     assert status["scaling"]["desired"] == status["desiredReplicas"] - 1
     assert "from 2 to" in world.events("ScaledOut")[-1]
+
+
+@pytest.mark.parametrize("ahead_s", [-10.0, 10.0, 45.0])
+def test_an_operator_whose_clock_is_wrong_scales(operator: OperatorProcess, world: PoolWorld, ahead_s: float) -> None:
+    name = f"clock{ahead_s:.0f}".replace("-", "b")
+    world.create(name, minReplicas=1, maxReplicas=4, scaling=SWIFT)
+    names = world.make_ready(name, 1)
+    with exporting(world, operator, lambda: dict.fromkeys(names, 0.97), name, ahead_s=ahead_s):
+        eventually(lambda: world.replicas(name) > 1, "more replicas")
 
 
 def test_the_pod_that_is_cheapest_to_drain_ends(operator: OperatorProcess, world: PoolWorld) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.kubernetes.control_plane import ControlPlane, eventually
-from support.kubernetes.operator_process import PoolWorld, running_operator
+from support.kubernetes.operator_process import PoolWorld, install_definition, running_operator
 from support.network.proxy import Proxy
 
 pytestmark = pytest.mark.kube
@@ -104,3 +104,25 @@ def test_deletions_that_no_watch_reported_are_found(kube: ControlPlane) -> None:
                 60,
             )
             eventually(lambda: world.pool("kept")["status"]["readyReplicas"] == 1, "the pod is no longer counted", 60)
+
+
+@pytest.mark.slow
+def test_what_a_backup_brings_back_is_what_there_is(tmp_path: Path) -> None:
+    """Objects have lower versions than the operator remembers: its lists win over its memory."""
+    with ControlPlane(tmp_path / "kube") as kube:
+        install_definition(kube)
+        world = PoolWorld(kube, "backup")
+        with running_operator(kube, world.namespace, RESYNC_S="5") as operator:
+            eventually(operator.leads, "a leader")
+            world.create(replicas=1)
+            world.wait_replicas(1)
+            world.wait_condition("Ready", "NoEngine")
+            kube.save_data(tmp_path / "backup")
+            for number in range(40):
+                world.change({"replicas": 1 + number % 5})
+            eventually(operator.leads, "a leader", 90)
+            world.wait_replicas(5)
+            kube.restore_data(tmp_path / "backup")
+            assert world.replicas() == 1
+            world.change({"replicas": 3})
+            world.wait_replicas(3, limit_s=120)

@@ -8,14 +8,15 @@ collects garbage. The binaries are those of `kube_binary`.
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import ssl
 import subprocess
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -140,6 +141,26 @@ class ControlPlane:
     def wait_ready(self, limit_s: float = START_LIMIT_S) -> None:
         """Wait until the API server answers and its namespaces exist."""
         wait_until(self._is_ready, f"a ready API server; see {self.folder}/kube-apiserver.log", limit_s)
+
+    def save_data(self, folder: Path) -> None:
+        """Copy the data of etcd, which stops for that, as a backup does."""
+        with self._stopped():
+            shutil.copytree(self._data, folder)
+
+    def restore_data(self, folder: Path) -> None:
+        """Go back to a copy of etcd's data."""
+        with self._stopped():
+            shutil.rmtree(self._data)
+            shutil.copytree(folder, self._data)
+
+    @contextmanager
+    def _stopped(self) -> Iterator[None]:
+        self.kill_server()
+        self._end("etcd")
+        yield
+        self._start_etcd()
+        self.start_server()
+        self.wait_ready()
 
     def request(self, method: str, path: str, body: object = None, *, kind: str = "application/json") -> Object:
         """One call. Refused where it is."""

@@ -269,11 +269,15 @@ class PoolWorld:
         pool: str = "demo",
         model: str = "",
         waiting: int = 0,
+        ahead_s: float = 0.0,
     ) -> None:
         """Export what engines and a gateway would: KV utilization by pod, and the number of requests that wait for a
         model, which is that of the pool's name unless it is given.
+
+        Args:
+            ahead_s: how far the clocks of engines and gateway are ahead of the operator's.
         """
-        now, own = time.time(), {"namespace": self.namespace}
+        now, own = time.time() + ahead_s, {"namespace": self.namespace}
         engines = [
             resource(
                 [

@@ -7,10 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from pagestream_operator.api.base import ApiModel, Rule
-
-IntOrPercent = Annotated[
-    int | str, Field(json_schema_extra={"x-kubernetes-int-or-string": True, "pattern": r"^[0-9]+%?$"})
-]
+from pagestream_operator.api.names import IntOrPercent, int_or_percent_rule
 
 
 class DrainPolicy(ApiModel):
@@ -31,6 +28,14 @@ class DrainPolicy(ApiModel):
     """Pods that voluntary disruptions, such as the drain of a node, may evict at once (the PodDisruptionBudget): a
     number or `25%`."""
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            int_or_percent_rule("maxUnavailable"),
+            "drain.maxUnavailable is a number of pods without quotes, or a share of at most 100%: write `1` or `25%`",
+            ".maxUnavailable",
+        ),
+    )
+
 
 class RolloutPolicy(ApiModel):
     """How pods are replaced when their template or the engine's options change."""
@@ -45,6 +50,16 @@ class RolloutPolicy(ApiModel):
     """Seconds without progress after which the pool is Degraded. Allow for the load time of a large model."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            int_or_percent_rule("maxSurge", beyond_all=True),
+            "rollout.maxSurge is a number of pods without quotes, or a share: write `1` or `25%`",
+            ".maxSurge",
+        ),
+        Rule(
+            int_or_percent_rule("maxUnavailable"),
+            "rollout.maxUnavailable is a number of pods without quotes, or a share of at most 100%: write `1` or `25%`",
+            ".maxUnavailable",
+        ),
         Rule(
             "!has(self.maxSurge) || !has(self.maxUnavailable) || !string(self.maxSurge).matches('^0+%?$') || "
             "!string(self.maxUnavailable).matches('^0+%?$')",

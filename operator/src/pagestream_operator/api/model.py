@@ -7,9 +7,9 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from pagestream_operator.api.base import ApiModel, Rule
+from pagestream_operator.api.names import ObjectName
 
 Path = Annotated[str, Field(max_length=512)]
-ObjectName = Annotated[str, Field(min_length=1, max_length=253)]
 
 
 class VolumeSource(ApiModel):

@@ -13,6 +13,12 @@ from pagestream_operator.api.model import Model, ModelSource
 from pagestream_operator.api.spec import EnginePoolSpec
 from pagestream_operator.api.status import EnginePoolStatus, as_status
 from pagestream_operator.errors import PoolInvalid
+from pagestream_operator.fields import mapping, whole
+
+_SCALED_BY = frozenset(
+    {"model", "models", "replicas", "minReplicas", "maxReplicas", "warmSpares", "scaling", "paused", "controllerClass"}
+)
+"""Fields of the spec that the scaling of running engines needs."""
 
 NAME_RULES: tuple[Rule, ...] = (
     Rule(
@@ -38,6 +44,8 @@ class EnginePool:
     status: EnginePoolStatus
     deletion_time: str | None = None
     finalizers: tuple[str, ...] = ()
+    status_oddities: str = ""
+    """What of the status can't be read, and is left out."""
 
     @property
     def is_deleted(self) -> bool:
@@ -58,6 +66,26 @@ class EnginePool:
         return cls._with_spec(body, spec)
 
     @classmethod
+    def scalable(cls, body: Mapping[str, Any]) -> EnginePool | None:
+        """Read a pool whose spec is invalid, for its scaling: without the parts that can't be read.
+
+        None where the scaling needs one of these, or where the spec can be read as a whole.
+        """
+        spec = mapping(body.get("spec"))
+        try:
+            EnginePoolSpec.model_validate(spec)
+        except ValidationError as error:
+            odd = {str(problem["loc"][0]) for problem in error.errors() if problem["loc"]}
+            if not odd or odd & _SCALED_BY:
+                return None
+            try:
+                kept = {name: value for name, value in spec.items() if name not in odd}
+                return cls._with_spec(body, EnginePoolSpec.model_validate(kept))
+            except ValidationError:
+                return None
+        return None
+
+    @classmethod
     def without_spec(cls, body: Mapping[str, Any]) -> EnginePool:
         """Read an object whose spec is invalid, for its identity and status alone."""
         nothing = Model(source=ModelSource(), served_name="unknown")
@@ -65,17 +93,20 @@ class EnginePool:
 
     @classmethod
     def _with_spec(cls, body: Mapping[str, Any], spec: EnginePoolSpec) -> EnginePool:
-        metadata = body["metadata"]
+        metadata = mapping(body["metadata"])
+        finalizers = metadata.get("finalizers")
+        status, status_oddities = as_status(body.get("status"))
         return cls(
             namespace=metadata["namespace"],
             name=metadata["name"],
             uid=metadata["uid"],
-            generation=metadata.get("generation", 0),
+            generation=whole(metadata.get("generation")),
             resource_version=metadata["resourceVersion"],
             spec=spec,
-            status=as_status(dict(body)),
+            status=status,
             deletion_time=metadata.get("deletionTimestamp"),
-            finalizers=tuple(metadata.get("finalizers") or ()),
+            finalizers=tuple(map(str, finalizers)) if isinstance(finalizers, list) else (),
+            status_oddities=status_oddities,
         )
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from pagestream_operator.api.adapters import AdapterStatus
 from pagestream_operator.api.base import ApiModel
+
+_ROUNDS = 4
 
 
 class ConditionType(StrEnum):
@@ -99,9 +102,34 @@ class EnginePoolStatus(ApiModel):
     refuses what an earlier one sends late."""
 
 
-def as_status(body: dict[str, Any]) -> EnginePoolStatus:
-    """Read the status of an object; an empty one if it has none, or another version's."""
-    try:
-        return EnginePoolStatus.model_validate(body.get("status") or {})
-    except ValueError:
-        return EnginePoolStatus()
+def as_status(given: object) -> tuple[EnginePoolStatus, str]:
+    """Read the status of an object, without what can't be read, such as what another version has written.
+
+    Returns:
+        The status, and what was left out: "" for nothing.
+    """
+    status = dict(given) if isinstance(given, Mapping) else {}
+    left_out = "" if given is None or status == given else f"status is {given!r:.64}"
+    # An entry of a list goes before the list, and a field before the whole.
+    for _ in range(_ROUNDS):
+        try:
+            return EnginePoolStatus.model_validate(status), left_out
+        except ValidationError as error:
+            left_out = left_out or "; ".join(
+                f"status.{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()
+            )
+            status = _without(status, [problem["loc"] for problem in error.errors()])
+    return EnginePoolStatus(), left_out
+
+
+def _without(status: dict[str, Any], places: list[tuple[int | str, ...]]) -> dict[str, Any]:
+    """The status without entries of lists, or else fields, that have these places."""
+    entries = {(place[0], place[1]) for place in places if len(place) > 1 and isinstance(place[1], int)}
+    fields = {place[0] for place in places if place[:2] not in entries}
+    return {
+        name: [each for index, each in enumerate(value) if (name, index) not in entries]
+        if isinstance(value, list)
+        else value
+        for name, value in status.items()
+        if name not in fields
+    }

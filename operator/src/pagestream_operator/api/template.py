@@ -8,23 +8,24 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from pagestream_operator.api.base import ApiModel, Rule
-from pagestream_operator.api.model import ObjectName
+from pagestream_operator.api.names import (
+    QUALIFIED_NAME,
+    LabelValue,
+    ObjectName,
+    QualifiedName,
+    Quantity,
+    ResourceName,
+    VariableName,
+)
 
-_NUMBER = r"(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))"
-_QUANTITY = rf"^(\+|-)?{_NUMBER}(([KMGTPE]i)|[numkMGTPE]|([eE](\+|-)?{_NUMBER}))?$"
-Quantity = Annotated[
-    int | str,
-    Field(
-        json_schema_extra={
-            "x-kubernetes-int-or-string": True,
-            "pattern": _QUANTITY,
-        }
-    ),
-]
 Text = Annotated[str, Field(max_length=4096)]
-LabelMap = Annotated[dict[str, Text], Field(max_length=64)]
+LabelMap = Annotated[dict[str, LabelValue], Field(max_length=64)]
 PodFragment = Annotated[dict[str, Any], Field(json_schema_extra={"x-kubernetes-preserve-unknown-fields": True})]
 """An object that is passed on to the pod as it is, and checked by the API server there."""
+
+
+_IS_STANDARD = "(name in ['cpu', 'memory', 'ephemeral-storage'] || name.startsWith('hugepages-'))"
+_IS_RESOURCE = f"({_IS_STANDARD} || name.contains('/'))"
 
 
 class Resources(ApiModel):
@@ -36,6 +37,28 @@ class Resources(ApiModel):
     """Upper limits, such as `{memory: 16Gi}`. An engine without a CPU limit isn't throttled in the middle
     of a step."""
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            f"(!has(self.requests) || self.requests.all(name, {_IS_RESOURCE})) && "
+            f"(!has(self.limits) || self.limits.all(name, {_IS_RESOURCE}))",
+            "template.resources names cpu, memory, ephemeral-storage, hugepages-SIZE, or a resource of a domain: "
+            "write `nvidia.com/gpu`",
+        ),
+        Rule(
+            "!has(self.requests) || !has(self.limits) || self.requests.all(name, !(name in self.limits) || "
+            "quantity(string(self.requests[name])).compareTo(quantity(string(self.limits[name]))) <= 0)",
+            "template.resources.requests are at most the limits: raise the limit, or lower the request",
+        ),
+        Rule(
+            f"(!has(self.requests) || self.requests.all(name, {_IS_STANDARD} || has(self.limits) && "
+            "name in self.limits && string(self.limits[name]) == string(self.requests[name]))) && "
+            f"(!has(self.limits) || self.limits.all(name, {_IS_STANDARD} || "
+            "quantity(string(self.limits[name])).isInteger()))",
+            "template.resources gives a resource of a domain as a whole number, and as a limit: write "
+            "`limits: {nvidia.com/gpu: 1}`",
+        ),
+    )
+
 
 class Gpu(ApiModel):
     """GPUs of each pod."""
@@ -43,18 +66,18 @@ class Gpu(ApiModel):
     count: Annotated[int, Field(ge=0, le=64)] = 1
     """Number of GPUs: `parallel.tensor` times `parallel.pipeline` of the pool, one for each rank. 0: the engine runs on
     the CPU."""
-    type: Annotated[str, Field(min_length=1, max_length=63)] | None = None
+    type: LabelValue | None = None
     """GPU product, such as `NVIDIA-H200`: pods run on nodes whose label `typeLabel` has this value."""
-    type_label: Annotated[str, Field(min_length=1, max_length=253)] = "nvidia.com/gpu.product"
+    type_label: QualifiedName = "nvidia.com/gpu.product"
     """Label of nodes that names their GPU product."""
-    resource_name: Annotated[str, Field(min_length=1, max_length=253)] = "nvidia.com/gpu"
+    resource_name: ResourceName = "nvidia.com/gpu"
     """Resource name of the device plugin's GPUs."""
 
 
 class EnvironmentVariable(ApiModel):
     """A variable of the engine's container, as in a pod."""
 
-    name: Annotated[str, Field(min_length=1, max_length=256)]
+    name: VariableName
     """Its name, such as `PAGESTREAM_WORKER__PARTITIONS`."""
     value: Annotated[str, Field(max_length=32_768)] | None = None
     """Its value. `$(NAME)` is replaced by the value of an earlier variable."""
@@ -67,27 +90,53 @@ class VolumeMount(ApiModel):
 
     name: Annotated[str, Field(min_length=1, max_length=63)]
     """Name of one of `volumes`."""
-    mount_path: Annotated[str, Field(min_length=1, max_length=512)]
+    mount_path: Annotated[str, Field(min_length=1, max_length=512, pattern="^[^:]+$")]
     """Folder in the container."""
     sub_path: Annotated[str, Field(max_length=512)] | None = None
     """Folder of the volume that is mounted instead of the whole."""
     read_only: bool | None = None
     """Whether nothing may be written to it."""
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "!has(self.subPath) || "
+            "!self.subPath.startsWith('/') && !self.subPath.split('/').exists(part, part == '..')",
+            "subPath is relative to the volume and stays inside it: write `llama`, not `/llama` or `../x`",
+            ".subPath",
+        ),
+    )
+
 
 class Toleration(ApiModel):
     """A taint of nodes that pods tolerate, as in a pod."""
 
-    key: Annotated[str, Field(max_length=316)] | None = None
+    key: QualifiedName | None = None
     """Key of the taint. Unset with `operator: Exists`: every taint."""
     operator: Literal["Exists", "Equal"] | None = None
     """Equal, the default, compares the taint's value; Exists doesn't."""
-    value: Annotated[str, Field(max_length=63)] | None = None
+    value: LabelValue | None = None
     """Value of the taint."""
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
     """Effect of the taint. Unset: every effect."""
     toleration_seconds: int | None = None
     """With NoExecute: seconds that a pod stays on a tainted node."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "has(self.key) || has(self.operator) && self.operator == 'Exists'",
+            "a toleration without a key has `operator: Exists`, and tolerates every taint: write that, or a key",
+        ),
+        Rule(
+            "!has(self.operator) || self.operator != 'Exists' || !has(self.value) || self.value == ''",
+            "a toleration with `operator: Exists` has no value: leave it out, or write `operator: Equal`",
+            ".value",
+        ),
+        Rule(
+            "!has(self.tolerationSeconds) || has(self.effect) && self.effect == 'NoExecute'",
+            "tolerationSeconds needs `effect: NoExecute`: write that, or leave the seconds out",
+            ".tolerationSeconds",
+        ),
+    )
 
 
 _OWN_VARIABLE = (
@@ -101,7 +150,7 @@ class PodTemplate(ApiModel):
     """The configurable parts of an engine pod. The operator sets the rest: command, probes, ports. A change
     replaces the pods, one by one."""
 
-    image: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    image: Annotated[str, Field(min_length=1, max_length=512, pattern=r"^\S+$")] | None = None
     """Image of the engine. Unset: the operator's default."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
     """When the image is pulled. Unset: the operator's default."""
@@ -119,9 +168,9 @@ class PodTemplate(ApiModel):
     """Affinity to nodes and other pods, as in a pod."""
     topology_spread_constraints: Annotated[list[PodFragment], Field(max_length=16)] | None = None
     """Spread over nodes and zones, as in a pod. Unset: over nodes as far as possible."""
-    priority_class_name: Annotated[str, Field(max_length=253)] | None = None
+    priority_class_name: ObjectName | None = None
     """Priority class of the pods."""
-    runtime_class_name: Annotated[str, Field(max_length=253)] | None = None
+    runtime_class_name: ObjectName | None = None
     """Runtime class of the pods, such as `nvidia`."""
     volumes: Annotated[list[PodFragment], Field(max_length=64)] | None = None
     """Further volumes, as in a pod."""
@@ -153,6 +202,15 @@ class PodTemplate(ApiModel):
             "template.labels can't begin with pagestream.dev/ or app.kubernetes.io/, pods are found by those: "
             "choose another prefix",
             ".labels",
+        ),
+        *(
+            Rule(
+                f"!has(self.{field}) || self.{field}.all(key, key.matches('{QUALIFIED_NAME}'))",
+                f"template.{field} has keys of letters, digits, '-', '_' and '.', with or without a domain: write "
+                "`team` or `example.com/team`",
+                f".{field}",
+            )
+            for field in ("labels", "annotations", "nodeSelector", "serviceAccountAnnotations")
         ),
     )
 

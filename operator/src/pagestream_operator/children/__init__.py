@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pagestream_operator.api import EnginePool
+from pagestream_operator.children.adapters import adapters_job
 from pagestream_operator.children.container import METRICS_PORT
 from pagestream_operator.children.deployment import deployment
 from pagestream_operator.children.manifest import CLASS_ANNOTATION, HASH_ANNOTATION, MANAGER, Manifest, labels
@@ -35,6 +36,7 @@ __all__ = [
     "MANAGER",
     "METRICS_PORT",
     "Manifest",
+    "adapters_job",
     "children",
     "followers",
     "labels",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pagestream_operator.api import EnginePool
 from pagestream_operator.children.job import job_container, job_labels, job_template
-from pagestream_operator.children.manifest import CLASS_ANNOTATION, Manifest, digest, manifest
+from pagestream_operator.children.manifest import CLASS_ANNOTATION, LABEL_CHARACTERS, Manifest, digest, manifest
 from pagestream_operator.settings import EngineDefaults
 
 TERMINATION_LOG = "/dev/termination-log"
-_COMPONENT = "adapters"
+CONTAINER = "adapters"
 _LIMIT_S = 3600
 """Seconds for all tries: files are digested from a slow disk, and Redis may be away."""
 _TRIES = 7
@@ -22,8 +22,13 @@ def wanted_adapters(pool: EnginePool) -> str:
 
 
 def adapters_job_name(pool: EnginePool) -> str:
-    """Name of the Job for the spec: another one after each that was carried out, so that none is taken for another."""
-    return f"{pool.name}-adapters-{digest([pool.status.adapters_applied, wanted_adapters(pool)])[:8]}"
+    """Name of the Job for the spec: another one after each that was carried out, and for each pool, so that none is
+    taken for another.
+    """
+    distinct = digest([pool.uid, pool.status.adapters_applied, wanted_adapters(pool)])
+    name = f"{pool.name}-{CONTAINER}-{distinct[:8]}"
+    # Its pods have the name as a label. A pool's own name has at most 50 characters.
+    return name if len(name) <= LABEL_CHARACTERS else f"{pool.name}-lora-{distinct[:7]}"
 
 
 def adapters_job(pool: EnginePool, defaults: EngineDefaults) -> Manifest:
@@ -33,16 +38,16 @@ def adapters_job(pool: EnginePool, defaults: EngineDefaults) -> Manifest:
     command = ["pagestream-adapters", pool.spec.model.served_name, "--result", TERMINATION_LOG]
     command += [f"--unload={each.name}={each.revision}" for each in left]
     command += [f"--load={each.name}={each.path}" for each in pool.spec.adapters]
-    container = job_container(pool, defaults, _COMPONENT, command, with_model=True)
+    container = job_container(pool, defaults, CONTAINER, command, with_model=True)
     final = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [2]}}
     spec = {
         "backoffLimit": _TRIES - 1,
         "activeDeadlineSeconds": _LIMIT_S,
         "ttlSecondsAfterFinished": _KEPT_S,
         "podFailurePolicy": {"rules": [final]},
-        "template": job_template(pool, defaults, _COMPONENT, container, with_model=True),
+        "template": job_template(pool, defaults, CONTAINER, container, with_model=True),
     }
     made = manifest(pool, "batch/v1", "Job", adapters_job_name(pool), {"spec": spec})
-    made["metadata"]["labels"] = {**made["metadata"]["labels"], **job_labels(_COMPONENT)}
+    made["metadata"]["labels"] = {**made["metadata"]["labels"], **job_labels(CONTAINER)}
     made["metadata"]["annotations"][CLASS_ANNOTATION] = defaults.release
     return made

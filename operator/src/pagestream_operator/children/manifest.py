@@ -17,6 +17,8 @@ CLASS_ANNOTATION = f"{GROUP}/controller-class"
 HASH_ANNOTATION = f"{GROUP}/manifest-hash"
 MANAGED_BY = "app.kubernetes.io/managed-by"
 MANAGER = "pagestream-operator"
+LABEL_CHARACTERS = 63
+"""Most of a label's value, and thereby of the names that labels repeat."""
 _HASH_DIGITS = 16
 
 

@@ -19,12 +19,15 @@ from pagestream_operator.children.manifest import (
     manifest,
     service_name,
 )
+from pagestream_operator.fields import mappings, part, text
 
 NODES_LABEL = f"{GROUP}/nodes"
 """On a leader's pod: how many pods its group has. On the others: that they belong to one."""
 LEADER_LABEL = f"{GROUP}/leader"
 """On the other pods, and their StatefulSet: the leader's pod."""
 ENGINE = "engine"
+MOST_NODES = 64
+"""Pods of a group; the definition allows no more."""
 SECRET_FILE = "/etc/pagestream-nodes/secret"  # noqa: S105 - a file's name
 _VOLUME = "node-secret"
 _ORDINAL = "metadata.labels['apps.kubernetes.io/pod-index']"
@@ -147,10 +150,10 @@ def followers(pool_name: str, leader: Mapping[str, Any], release: str) -> Manife
 
 
 def leader_address(group: Mapping[str, Any]) -> str:
-    """The address where the pods of a StatefulSet expect their leader."""
-    [container] = group["spec"]["template"]["spec"]["containers"]
-    found: str = next(each["value"] for each in container["env"] if each["name"] == _ADDRESS)
-    return found
+    """The address where the pods of a StatefulSet expect their leader; empty where it names none."""
+    containers = mappings(part(group, "spec", "template", "spec", "containers"))
+    variables = [each for container in containers for each in mappings(container.get("env"))]
+    return next((text(each.get("value")) for each in variables if each.get("name") == _ADDRESS), "")
 
 
 def _pod_spec(leader: Mapping[str, Any]) -> dict[str, Any]:

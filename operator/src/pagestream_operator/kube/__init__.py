@@ -4,21 +4,42 @@ from pagestream_operator.kube.access import find_access
 from pagestream_operator.kube.apply import Applier, Outcome
 from pagestream_operator.kube.client import KubeClient, failure_of
 from pagestream_operator.kube.compare import differs, fingerprint, projection
-from pagestream_operator.kube.kinds import DEFINITION, DEPLOYMENT, POD, POOL, Kind
+from pagestream_operator.kube.events import Recorder
+from pagestream_operator.kube.kinds import (
+    BUDGET,
+    CONFIG_MAP,
+    DEFINITION,
+    DEPLOYMENT,
+    JOB,
+    POD,
+    POOL,
+    SECRET,
+    SERVICE,
+    SERVICE_ACCOUNT,
+    STATEFUL_SET,
+    Kind,
+)
 from pagestream_operator.kube.lease import Leadership, LeaseSettings, Sees
 from pagestream_operator.kube.ownership import SCALER, owns_replicas, taken_over
 from pagestream_operator.kube.pods import DELETION_COST, Pod, unix_seconds
 from pagestream_operator.kube.sight import Sight
-from pagestream_operator.kube.store import ObjectStore, PoolKey
+from pagestream_operator.kube.store import ObjectStore, PoolKey, Settled
 from pagestream_operator.kube.watch import Watcher
 
 __all__ = [
+    "BUDGET",
+    "CONFIG_MAP",
     "DEFINITION",
     "DELETION_COST",
     "DEPLOYMENT",
+    "JOB",
     "POD",
     "POOL",
     "SCALER",
+    "SECRET",
+    "SERVICE",
+    "SERVICE_ACCOUNT",
+    "STATEFUL_SET",
     "Applier",
     "Kind",
     "KubeClient",
@@ -28,7 +49,9 @@ __all__ = [
     "Outcome",
     "Pod",
     "PoolKey",
+    "Recorder",
     "Sees",
+    "Settled",
     "Sight",
     "Watcher",
     "differs",

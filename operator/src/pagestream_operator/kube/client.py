@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,8 +22,11 @@ _UNAUTHORIZED, _NOT_FOUND, _CONFLICT = 401, 404, 409
 _FIRST_ERROR = 300  # redirects are not followed: they would turn a POST into a GET
 _BUSY = frozenset({408, 429, 500, 502, 503, 504})
 _NO_ANSWER = 0
-_MALFORMED = "failed to create typed patch object"
-"""What the API server answers, with status 500, to an object that server-side apply can't read. It is a refusal."""
+_REFUSAL = re.compile(r"failed to create typed patch object|denied (the )?request")
+"""What the API server answers to an object that server-side apply can't read, with status 500, and where a webhook or
+a policy refuses an object, with a status of their choice. It is a refusal."""
+_SERVER_SHARE = 0.8
+"""Of a write's time limit, after which the API server itself gives up: its answer names the webhook that hangs."""
 _CHUNK = 500
 """Objects of one page of a list."""
 
@@ -66,6 +70,7 @@ class KubeClient:
         """
         self._access = find_access()
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._server_limit = f"{round(1000 * _SERVER_SHARE * timeout_s)}ms"
         self._session: aiohttp.ClientSession
         self.calls: Counter[tuple[str, int]] = Counter()
         """Calls by verb and HTTP status; 0: there was no answer."""
@@ -184,7 +189,7 @@ class KubeClient:
         async with self._session.request(
             request.method,
             self._access.server.rstrip("/") + request.path,
-            params=request.query,
+            params=request.query if request.method == "GET" else {**request.query, "timeout": self._server_limit},
             data=None if request.body is None else json.dumps(request.body).encode(),
             allow_redirects=False,
             headers={**self._access.as_http_headers(), "Content-Type": request.content, "Accept": _JSON},
@@ -207,11 +212,13 @@ def failure_of(what: str, status: int, message: str, retry_after: str | None = N
         retry_after: its header of that name, in seconds; a date is ignored.
     """
     text = f"{what}: {status} {message}"
+    if _REFUSAL.search(message):
+        return Rejected(text, status)
     if status == _NOT_FOUND:
         return Gone(text, status)
     if status == _CONFLICT:
         return Conflict(text, status)
-    if (status in _BUSY or status == _UNAUTHORIZED) and _MALFORMED not in text:
+    if status in _BUSY or status == _UNAUTHORIZED:
         seconds = float(retry_after) if retry_after is not None and retry_after.isdecimal() else None
         return ApiUnavailable(text, status, retry_after_s=seconds)
     return Rejected(text, status)

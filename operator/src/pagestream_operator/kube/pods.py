@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -9,15 +10,19 @@ from typing import Any
 
 from pagestream_scaling import PodObservation, PodSample, PodState
 
-from pagestream_operator.children.nodes import NODES_LABEL
+from pagestream_operator.children.nodes import MOST_NODES, NODES_LABEL
+from pagestream_operator.fields import conditions, mapping, mappings, part, seconds, text
 
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 _ENDED = ("Succeeded", "Failed")
+_ENGINE = "engine"
 _PERMANENT_WAITING_REASONS = frozenset({
     "CrashLoopBackOff", "ImagePullBackOff", "ErrImagePull", "ErrImageNeverPull", "InvalidImageName",
-    "CreateContainerConfigError", "CreateContainerError", "RunContainerError",
+    "ImageInspectError", "RegistryUnavailable", "SignatureValidationFailed", "CreateContainerConfigError",
+    "CreateContainerError", "RunContainerError", "PreCreateHookError", "PreStartHookError", "PostStartHookError",
 })  # fmt: skip
 """Reasons of a waiting container that don't end without an administrator."""
+_SHOWN_CHARACTERS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +33,7 @@ class Pod:
     uid: str
     created_s: float
     ready_s: float | None
-    """When it became ready; None if it isn't."""
+    """When it became ready; its creation where that isn't known; None if it isn't ready."""
     is_terminating: bool
     is_terminated: bool
     deletion_cost: str | None
@@ -43,28 +48,44 @@ class Pod:
     address: str = ""
     """Where others can join it; empty: it has none yet."""
     unready_s: float | None = None
-    """Since when it isn't ready; None if it is."""
+    """Since when it isn't ready; None if it is, or if that isn't known."""
+    oddities: tuple[str, ...] = ()
+    """Fields that can't be read: each with what it has and what was expected."""
 
     @classmethod
     def from_object(cls, body: Mapping[str, Any]) -> Pod:
-        """Read a pod of the API."""
-        metadata, status = body["metadata"], body.get("status") or {}
-        conditions = {condition["type"]: condition for condition in status.get("conditions") or []}
-        ready, scheduled = conditions.get("Ready", {}), conditions.get("PodScheduled", {})
+        """Read a pod of the API, which has a name and a uid.
+
+        The API leaves almost every field optional, also the times of conditions. What is missing is left out, what
+        can't be read is named in `oddities`: a pod that runs counts, whatever else it has.
+        """
+        metadata, status = mapping(body["metadata"]), mapping(body.get("status"))
+        known = conditions(status)
+        ready, scheduled = known.get("Ready", {}), known.get("PodScheduled", {})
+        reader = _Reader()
+        scheduled_s = reader.time(scheduled, "PodScheduled")
+        since_s = reader.time(ready, "Ready")
+        created_s = seconds(metadata.get("creationTimestamp"))
+        if created_s is None:
+            reader.note("metadata.creationTimestamp", metadata.get("creationTimestamp"), "a time")
+            created_s = next((each for each in (scheduled_s, since_s) if each is not None), 0.0)
+        is_ready, is_unready = (ready.get("status") == answer for answer in ("True", "False"))
+        has_node = scheduled.get("status") == "True"
         return cls(
             name=metadata["name"],
             uid=metadata["uid"],
-            created_s=unix_seconds(metadata["creationTimestamp"]),
-            ready_s=unix_seconds(ready["lastTransitionTime"]) if ready.get("status") == "True" else None,
+            created_s=created_s,
+            ready_s=(created_s if since_s is None else since_s) if is_ready else None,
             is_terminating=metadata.get("deletionTimestamp") is not None,
             is_terminated=status.get("phase") in _ENDED,
-            deletion_cost=(metadata.get("annotations") or {}).get(DELETION_COST),
+            deletion_cost=text(part(metadata, "annotations", DELETION_COST)) or None,
             blocking_reason=_blocking_reason(status),
-            scheduled_s=_scheduled_s(metadata, scheduled),
+            scheduled_s=(created_s if scheduled_s is None else scheduled_s) if has_node else None,
             waiting_reason=_waiting_reason(scheduled),
-            num_nodes=int((metadata.get("labels") or {}).get(NODES_LABEL, "1")),
-            address=status.get("podIP") or "",
-            unready_s=unix_seconds(ready["lastTransitionTime"]) if ready.get("status") == "False" else None,
+            num_nodes=reader.nodes(part(metadata, "labels", NODES_LABEL)),
+            address=text(status.get("podIP")),
+            unready_s=since_s if is_unready else None,
+            oddities=tuple(reader.oddities),
         )
 
     @property
@@ -90,25 +111,64 @@ class Pod:
 
 
 def unix_seconds(text: str) -> float:
-    """Convert a time of the API."""
+    """Convert a time of the API. ValueError where it is none."""
     return datetime.fromisoformat(text).timestamp()
 
 
-def _scheduled_s(metadata: Mapping[str, Any], condition: Mapping[str, Any]) -> float | None:
-    if condition.get("status") != "True":
-        return None
-    return unix_seconds(condition.get("lastTransitionTime") or metadata["creationTimestamp"])
+class _Reader:
+    """Reads fields of one pod, and notes those that can't be read."""
+
+    def __init__(self) -> None:
+        self.oddities: list[str] = []
+
+    def note(self, field: str, given: object, expected: str) -> None:
+        """Note a field that can't be read."""
+        self.oddities.append(f"{field} is {str(given)[:_SHOWN_CHARACTERS]!r}, {expected} is expected")
+
+    def time(self, condition: Mapping[str, Any], kind: str) -> float | None:
+        """When a condition changed; None where that isn't said."""
+        given = condition.get("lastTransitionTime")
+        found = seconds(given)
+        if found is None and given is not None:
+            self.note(f"the time of its condition {kind}", given, "a time")
+        return found
+
+    def nodes(self, label: object) -> int:
+        """The number of pods in its group, by its label."""
+        if label is None:
+            return 1
+        digits = text(label)
+        if re.fullmatch(r"[1-9][0-9]?", digits) and int(digits) <= MOST_NODES:
+            return int(digits)
+        self.note(f"label {NODES_LABEL}", label, f"1 to {MOST_NODES}")
+        return 1
 
 
 def _waiting_reason(condition: Mapping[str, Any]) -> str | None:
     if condition.get("status") != "False":
         return None
-    return str(condition.get("message") or condition.get("reason") or "no node takes it")
+    return text(condition.get("message")) or text(condition.get("reason")) or "no node takes it"
 
 
 def _blocking_reason(status: Mapping[str, Any]) -> str | None:
-    for container in status.get("containerStatuses") or []:
-        waiting = (container.get("state") or {}).get("waiting") or {}
-        if waiting.get("reason") in _PERMANENT_WAITING_REASONS:
-            return f"{waiting['reason']}: {waiting.get('message', '')}".rstrip(": ")
+    """Why a container can't start: an init container, which others may have put in, or one beside the engine, too."""
+    for group, kind in (("initContainerStatuses", "init container"), ("containerStatuses", "container")):
+        for container in mappings(status.get(group)):
+            reason = _container_trouble(container)
+            if reason is not None:
+                name = text(container.get("name"))
+                is_engine = group == "containerStatuses" and name in ("", _ENGINE)
+                return reason if is_engine else f"{kind} {name}: {reason}"
     return None
+
+
+def _container_trouble(container: Mapping[str, Any]) -> str | None:
+    waiting = mapping(part(container, "state", "waiting"))
+    reason = text(waiting.get("reason"))
+    if reason not in _PERMANENT_WAITING_REASONS:
+        return None
+    ended = mapping(part(container, "lastState", "terminated"))
+    last = ""
+    if text(ended.get("reason")) not in ("", "Completed"):
+        last = f" (it ended by {ended['reason']}, exit code {ended.get('exitCode')})"
+    return f"{reason}: {text(waiting.get('message'))}".rstrip(": ") + last

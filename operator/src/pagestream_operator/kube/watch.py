@@ -267,15 +267,16 @@ class Watcher:
 
     async def _list(self, kind: Kind) -> None:
         """List a kind once, into the store. Raises ApiFailure."""
-        suspects = self._store.uids(kind, self.namespace)
+        suspects = self._store.versions(kind, self.namespace)
         listed = await self._client.list(kind, self.namespace)
         self.hear(kind, "list")
         for body in listed:  # those of a list have neither; those of events have both
             body |= {"apiVersion": kind.api_version, "kind": kind.name}
         with _logged(kind, "a list can't be stored"):
-            missed = self._store.settle(kind, listed, suspects)
-            if missed:
-                logger.info("dropped objects whose end no watch reported", extra={"kind": kind.name, "count": missed})
+            settled = self._store.settle(kind, listed, suspects)
+            if settled.dropped:
+                counted = {"kind": kind.name, "count": settled.dropped}
+                logger.info("dropped objects whose end no watch reported", extra=counted)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Metrics of engines and gateways: an OTLP/gRPC sink, a Prometheus client, and the store that both fill."""
 
+from pagestream_operator.metrics.clocks import SteadyClock
 from pagestream_operator.metrics.intake import Intake
 from pagestream_operator.metrics.prometheus import PrometheusSettings, PrometheusSource
 from pagestream_operator.metrics.several_models import share_of_all, total_latencies, total_queue
@@ -18,6 +19,7 @@ __all__ = [
     "SinkAccess",
     "SinkAccessSettings",
     "SinkSettings",
+    "SteadyClock",
     "StoreSettings",
     "share_of_all",
     "total_latencies",

@@ -6,10 +6,11 @@ import math
 import time
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pagestream_scaling import LatencyWindow, PodSample, QueueSample
 
+from pagestream_operator.metrics.clocks import SenderClocks
 from pagestream_operator.metrics.latencies import Latencies
 from pagestream_operator.metrics.names import (
     ENGINE_COUNTERS,
@@ -43,7 +44,8 @@ class StoreSettings:
     forget_s: float = 300.0
     """A process that was silent for so many seconds is dropped."""
     future_s: float = 5.0
-    """Points from further ahead are refused: they would hide all that follow."""
+    """Points from further ahead, by the corrected clock of their sender, are refused: they would hide all that
+    follow."""
     rate_window_s: float = 6.0
     """Token rates are means over so many seconds: three exports."""
     latency_kept_s: float = 300.0
@@ -76,6 +78,8 @@ class _EngineState:
     gauges: dict[str, Gauge] = field(default_factory=dict)
     counters: dict[str, Counter] = field(default_factory=dict)
     heard_s: float = 0.0
+    correction_s: float = 0.0
+    """Of its times, by its sender's clock."""
 
 
 @dataclass(slots=True)
@@ -85,6 +89,8 @@ class _ModelState:
     latencies: Latencies
     gateways: dict[str, dict[str, Gauge]] = field(default_factory=dict)
     heard_s: dict[str, float] = field(default_factory=dict)
+    corrections_s: dict[str, float] = field(default_factory=dict)
+    """Of their times, by their clocks."""
 
 
 _Pods = dict[str, dict[tuple[str, str], _EngineState]]
@@ -116,6 +122,7 @@ class MetricsStore:
         self._release = release
         self.outcomes: Tally[str] = Tally()
         self._clock = clock
+        self._clocks = SenderClocks(clock)
         self._watched_s = clock()
         self._pools: dict[tuple[str, str], _Pods] = {}
         self._num_pods = 0
@@ -126,15 +133,21 @@ class MetricsStore:
 
     def take_number(self, source: Source, name: str, point: Number, *, delta: bool | None) -> Taken:
         """Store one point of a gauge (`delta` None) or of a sum."""
+        correction_s = self._clocks.correction(_sender(source), point.time_s)
+        point = replace(point, **_shifted(point, correction_s)) if correction_s else point
         trouble = self._time_trouble(point.time_s)
         if trouble is not None:
             return trouble
         if name in QUEUE_GAUGES:
-            return self._take_queue(source, name, point) if self._is_own(source) else Taken.FOREIGN
+            return self._take_queue(source, name, point, correction_s) if self._is_own(source) else Taken.FOREIGN
         state = self._engine(source)
         if state is None:
             return Taken.OVERFLOW
         state.heard_s = self._clock()
+        if state.correction_s != correction_s:  # what is known has times that don't compare with those to come
+            state.correction_s = correction_s
+            state.gauges.clear()
+            state.counters.clear()
         if name in ENGINE_COUNTERS:
             return self._take_counter(state, name, point, delta=delta)
         gauge = state.gauges.get(name)
@@ -152,7 +165,7 @@ class MetricsStore:
             state.counters[name] = counter
         return counter.take(point.attributes, point.start_s, point.time_s, point.value, delta=delta)
 
-    def _take_queue(self, source: Source, name: str, point: Number) -> Taken:
+    def _take_queue(self, source: Source, name: str, point: Number, correction_s: float) -> Taken:
         model, rest = _split_model(point)
         state = self._model(model)
         if state is None:
@@ -164,6 +177,9 @@ class MetricsStore:
                 return Taken.OVERFLOW
             gauges = state.gateways[gateway] = {}
         state.heard_s[gateway] = self._clock()
+        if state.corrections_s.get(gateway, 0.0) != correction_s:
+            state.corrections_s[gateway] = correction_s
+            gauges.clear()
         gauge = gauges.get(name)
         if gauge is None:
             gauge = gauges[name] = Gauge(QUEUE_GAUGES[name], self.settings.max_attribute_sets)
@@ -171,6 +187,8 @@ class MetricsStore:
 
     def take_latency(self, source: Source, point: Histogram, *, delta: bool) -> Taken:
         """Store one point of the time to first token."""
+        correction_s = self._clocks.correction(_sender(source), point.time_s)
+        point = replace(point, **_shifted(point, correction_s)) if correction_s else point
         trouble = self._time_trouble(point.time_s)
         if trouble is not None:
             return trouble
@@ -245,6 +263,7 @@ class MetricsStore:
         for model, state in list(self._models.items()):
             for name in [name for name, heard_s in state.heard_s.items() if heard_s < alive]:
                 del state.gateways[name], state.heard_s[name]
+                state.corrections_s.pop(name, None)
             if not state.gateways and not state.latencies.is_alive(alive):
                 del self._models[model]
 
@@ -281,6 +300,15 @@ class MetricsStore:
             queue_sample(state.gateways.values(), self.settings.gateways_apart_s),
             state.latencies.read(now, ttft_window_s),
         )
+
+
+def _sender(source: Source) -> str:
+    return f"{source.namespace}/{source.name}/{source.instance}"
+
+
+def _shifted(point: Number | Histogram, by_s: float) -> dict[str, float]:
+    """The times of a point by this process' clock."""
+    return {"time_s": point.time_s + by_s, "start_s": point.start_s + by_s if point.start_s else 0.0}
 
 
 def _split_model(point: Number | Histogram) -> tuple[str, tuple[tuple[str, str], ...]]:

@@ -3,6 +3,7 @@
 from pagestream_operator.pool.claim import Claim, claim_on
 from pagestream_operator.pool.conditions import Finding, Trouble, findings, stamped
 from pagestream_operator.pool.deletion_cost import DeletionCost, deletion_costs
+from pagestream_operator.pool.reconciler import Context, Reconciler
 from pagestream_operator.pool.scaler import (
     Scaler,
     Verdict,
@@ -17,9 +18,11 @@ from pagestream_operator.pool.view import PoolView
 
 __all__ = [
     "Claim",
+    "Context",
     "DeletionCost",
     "Finding",
     "PoolView",
+    "Reconciler",
     "Scaler",
     "Shares",
     "Trouble",

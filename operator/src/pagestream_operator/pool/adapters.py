@@ -6,13 +6,13 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from pydantic import ValidationError
 
 from pagestream_operator.api import AdapterStatus, EnginePool, EnginePoolStatus
-from pagestream_operator.children.adapters import adapters_job, adapters_job_name, wanted_adapters
+from pagestream_operator.children.adapters import CONTAINER, adapters_job, adapters_job_name, wanted_adapters
 from pagestream_operator.errors import Conflict, Gone
+from pagestream_operator.fields import is_owned_by, job_ending, mapping, mappings, part, text
 from pagestream_operator.kube.client import KubeClient
 from pagestream_operator.kube.kinds import JOB, POD
 from pagestream_operator.kube.lease import Leadership
@@ -54,7 +54,9 @@ class Adapters:
         except Gone:
             await self._create(pool)
             return None
-        ended = _ending(job)
+        if not is_owned_by(job, pool.uid):
+            return None  # a former pool's of this name, which goes with it
+        ended = job_ending(job)
         if ended is None:
             return None
         found = await self._results(pool.namespace, name) if ended == "" else {}
@@ -74,21 +76,11 @@ class Adapters:
 
     async def _results(self, namespace: str, job: str) -> dict[str, dict[str, str]]:
         for pod in await self.client.list(POD, namespace, selector=f"batch.kubernetes.io/job-name={job}"):
-            for container in pod.get("status", {}).get("containerStatuses") or []:
-                ended = (container.get("state") or {}).get("terminated") or {}
-                if ended.get("exitCode") == 0:
-                    return _parsed(str(ended.get("message", "")))
+            for container in mappings(part(pod, "status", "containerStatuses")):
+                ended = mapping(part(container, "state", "terminated"))
+                if container.get("name") == CONTAINER and ended.get("exitCode") == 0:
+                    return _parsed(text(ended.get("message")))
         return {}
-
-
-def _ending(job: dict[str, Any]) -> str | None:
-    """Why the Job failed; "" where it is complete, None while it runs."""
-    for condition in (job.get("status") or {}).get("conditions") or []:
-        if condition["status"] == "True" and condition["type"] == "Complete":
-            return ""
-        if condition["status"] == "True" and condition["type"] == "Failed":
-            return str(condition.get("message") or condition.get("reason") or "its Job has failed")
-    return None
 
 
 def _parsed(message: str) -> dict[str, dict[str, str]]:
@@ -96,7 +88,7 @@ def _parsed(message: str) -> dict[str, dict[str, str]]:
         found = json.loads(message)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return {name: dict(result) for name, result in mapping(found).items() if isinstance(result, Mapping)}
 
 
 def _failures(applied: str, wanted: str) -> tuple[int, float]:

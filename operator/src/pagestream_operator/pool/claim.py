@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Any
 
 from pagestream_operator.api import ConditionType, EnginePool
+from pagestream_operator.fields import part
 from pagestream_operator.pool.conditions import Finding
 
 
@@ -30,8 +31,7 @@ class Claim(Enum):
 
 def claim_on(body: Mapping[str, Any], release: str) -> Claim:
     """Decide by a pool's object, whose spec may be invalid otherwise."""
-    named = (body.get("spec") or {}).get("controllerClass")
-    holder = (body.get("status") or {}).get("controllerClass")
+    named, holder = part(body, "spec", "controllerClass"), part(body, "status", "controllerClass")
     if named not in (None, release):
         return Claim.FOREIGN
     if holder == release:

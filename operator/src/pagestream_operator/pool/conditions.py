@@ -9,8 +9,11 @@ from typing import Literal
 from pagestream_scaling import Decision
 
 from pagestream_operator.api import Condition, ConditionType, EnginePool
+from pagestream_operator.fields import seconds
 from pagestream_operator.pool.publication import awaits_card
 from pagestream_operator.pool.view import PoolView
+
+_MESSAGE_CHARACTERS = 4096
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,8 @@ def stamped(found: Sequence[Finding], before: Sequence[Condition], generation: i
 
 def _stamped(finding: Finding, before: Condition | None, generation: int, now: str) -> Condition:
     status: Literal["True", "False"] = "True" if finding.holds else "False"
-    since = before.last_transition_time if before is not None and before.status == status else now
+    is_kept = before is not None and before.status == status and seconds(before.last_transition_time) is not None
+    since = before.last_transition_time if before is not None and is_kept else now
     return Condition(
         type=finding.type.value,
         status=status,
@@ -125,6 +129,8 @@ def _degraded(pool: EnginePool, view: PoolView, trouble: Trouble | None, now_s: 
         return Finding(kind, True, "NoProgress", stuck)
     if view.trouble is not None:
         return Finding(kind, True, "PodTrouble", view.trouble)
+    if view.oddities:
+        return Finding(kind, True, "Unreadable", "; ".join(view.oddities)[:_MESSAGE_CHARACTERS])
     refused = [f"{each.name}: {each.message}" for each in pool.status.adapters if each.message]
     if refused:
         return Finding(kind, True, "AdapterRefused", "; ".join(refused))

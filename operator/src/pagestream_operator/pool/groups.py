@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pagestream_operator.api import EnginePool
 from pagestream_operator.children.manifest import MANAGER
 from pagestream_operator.children.nodes import followers, followers_name, leader_address, node_secret
-from pagestream_operator.errors import Conflict, Gone
+from pagestream_operator.errors import Conflict, Gone, NotLeading
+from pagestream_operator.fields import part, text
 from pagestream_operator.kube.client import KubeClient
 from pagestream_operator.kube.kinds import POD, SECRET, STATEFUL_SET, Kind
 from pagestream_operator.kube.lease import Leadership
@@ -48,19 +49,32 @@ class Groups:
         self._has_secret.add(pool.uid)
 
     async def complete(self, pool: EnginePool, view: PoolView, release: str) -> None:
-        """Make the StatefulSet of each leader that has none, and tell the others of a leader's new address."""
+        """Make the StatefulSet of each leader that has none, and tell the others of a leader's new address.
+
+        Raises:
+            Exception: of several groups that have failed, what the first one met.
+        """
+        failed: Exception | None = None
         for leader in view.active:
             if leader.num_nodes == 1 or not leader.address:
                 continue
             name = followers_name(pool.name, leader.uid)
             group = self.store.get(STATEFUL_SET, pool.namespace, name)
-            if group is None or leader_address(group) != leader.address:
+            if group is not None and leader_address(group) == leader.address:
+                continue
+            try:
                 await self._write(pool, leader, release, exists=group is not None)
+            except NotLeading:
+                raise
+            except Exception as error:  # noqa: BLE001 - raised when the other groups have theirs
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
     async def _write(self, pool: EnginePool, leader: Pod, release: str, *, exists: bool) -> None:
         try:
             body = await self.client.get(POD, pool.namespace, leader.name)
-            if body["metadata"]["uid"] != leader.uid or not body["status"].get("podIP"):
+            if part(body, "metadata", "uid") != leader.uid or not text(part(body, "status", "podIP")):
                 return
             wanted = followers(pool.name, body, release)
             name, template = wanted["metadata"]["name"], {"template": {"spec": wanted["spec"]["template"]["spec"]}}

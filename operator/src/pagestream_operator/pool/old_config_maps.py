@@ -10,6 +10,7 @@ from typing import Any
 from pagestream_operator.api import EnginePool
 from pagestream_operator.children.manifest import selector
 from pagestream_operator.errors import Conflict, Gone
+from pagestream_operator.fields import is_owned_by, mappings, part, text
 from pagestream_operator.kube.client import KubeClient
 from pagestream_operator.kube.kinds import CONFIG_MAP, REPLICA_SET
 from pagestream_operator.kube.lease import Leadership
@@ -51,12 +52,11 @@ class OldConfigMaps:
 
     def _owned(self, pool: EnginePool, current: str) -> dict[str, str]:
         """Names and uids of the pool's ConfigMaps but the current one."""
-        found = (each["metadata"] for each in self.store.of_pool(CONFIG_MAP, PoolKey(pool.namespace, pool.name)))
+        found = self.store.of_pool(CONFIG_MAP, PoolKey(pool.namespace, pool.name))
         return {
-            metadata["name"]: metadata["uid"]
-            for metadata in found
-            if metadata["name"] != current
-            and any(owner["uid"] == pool.uid for owner in metadata.get("ownerReferences") or [])
+            each["metadata"]["name"]: each["metadata"]["uid"]
+            for each in found
+            if each["metadata"]["name"] != current and is_owned_by(each, pool.uid)
         }
 
     async def _delete(self, namespace: str, name: str, uid: str) -> None:
@@ -71,9 +71,8 @@ class OldConfigMaps:
 def config_maps_of(replica_sets: Iterable[Mapping[str, Any]]) -> set[str]:
     """Names of the ConfigMaps that the templates of ReplicaSets take variables from."""
     return {
-        source["configMapRef"]["name"]
+        text(part(source, "configMapRef", "name"))
         for each in replica_sets
-        for container in each["spec"]["template"]["spec"]["containers"]
-        for source in container.get("envFrom") or []
-        if "configMapRef" in source
+        for container in mappings(part(each, "spec", "template", "spec", "containers"))
+        for source in mappings(container.get("envFrom"))
     }

@@ -1,27 +1,38 @@
 """The level-based reconciliation of one pool, one pass at a time.
 
 A pass reads the store, decides, writes the objects that differ, and writes the status. It needs no state of its own:
-what it remembers (the law's memory, when the status was last written) only saves calls.
+what it remembers (the law's memory, when the status was last written, what has failed) only saves calls. Each object,
+the replicas and the status are parts of it that fail by themselves: engines that run are scaled whatever is refused.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from pagestream_scaling import PolicyInvalid, ScalingPolicy
 
 from pagestream_operator.api import ConditionType, EnginePool, EnginePoolStatus
-from pagestream_operator.children import children
+from pagestream_operator.children import HASH_ANNOTATION, Manifest, children
 from pagestream_operator.children.manifest import engine_name, service_name
-from pagestream_operator.errors import Blocked, Conflict, Gone, OperatorError, PoolInvalid, Rejected
+from pagestream_operator.errors import Conflict, Gone, PoolInvalid
 from pagestream_operator.kube.apply import Applier, Outcome
 from pagestream_operator.kube.client import KubeClient
 from pagestream_operator.kube.events import Recorder
-from pagestream_operator.kube.kinds import CONFIG_MAP, DEPLOYMENT, POD, POOL, Kind
+from pagestream_operator.kube.kinds import (
+    CONFIG_MAP,
+    DEPLOYMENT,
+    POD,
+    POOL,
+    SERVICE_ACCOUNT,
+    STATEFUL_SET,
+    Kind,
+    kind_of,
+)
 from pagestream_operator.kube.lease import Leadership
 from pagestream_operator.kube.ownership import SCALER
 from pagestream_operator.kube.pods import DELETION_COST, unix_seconds
@@ -34,6 +45,8 @@ from pagestream_operator.pool.deletion_cost import deletion_costs
 from pagestream_operator.pool.finalizer import FINALIZER
 from pagestream_operator.pool.groups import Groups
 from pagestream_operator.pool.old_config_maps import OldConfigMaps
+from pagestream_operator.pool.parts import Parts
+from pagestream_operator.pool.publication import card_digest
 from pagestream_operator.pool.scaler import Scaler, Verdict, first_replicas, wanted_replicas
 from pagestream_operator.pool.shares import Shares
 from pagestream_operator.pool.status import api_time, changed, differs, differs_in_substance, pool_status
@@ -45,6 +58,10 @@ logger = logging.getLogger(__name__)
 
 _WARNINGS = {ConditionType.DEGRADED: "True", ConditionType.READY: "False", ConditionType.CONTESTED: "True"}
 """Conditions that are reported as warnings, and the status in which they are."""
+_COSTS, _DECISION, _STATUS = "deletion costs", "decision", "status"
+"""Parts of a pass."""
+_PODS_NEED = frozenset({CONFIG_MAP.name, SERVICE_ACCOUNT.name})
+"""Without these, pods of a new template could not start: the Deployment waits for them."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +81,16 @@ class Context:
     suspect: Callable[[Kind], None] = lambda _: None
     """Called with a kind about which the store was found to be wrong."""
     clock: Callable[[], float] = time.time
+    """Unix seconds."""
+    steady: Callable[[], float] = time.monotonic
+    """Seconds that never go back, for pauses between tries."""
 
 
 @dataclass(frozen=True)
 class _Reading:
-    """A pool as it was read: either `pool` and `policy`, or `error`."""
+    """A pool as it was read: `pool` and `policy`; with `error` only for its scaling, or not at all."""
 
-    version: str
+    body: Mapping[str, Any]
     pool: EnginePool | None = None
     policy: ScalingPolicy | None = None
     error: str = ""
@@ -91,6 +111,7 @@ class Reconciler:
     _adapters: Adapters = field(init=False)
     _groups: Groups = field(init=False)
     _unpublishing: Unpublishing = field(init=False)
+    _parts: Parts = field(init=False)
     _reading: _Reading | None = None
     _done: tuple[str, int] | None = None
     """Version of the pool and leader's term for which its objects were last applied."""
@@ -104,62 +125,80 @@ class Reconciler:
         self._old_config_maps = OldConfigMaps(context.client, context.store, context.leadership, context.clock)
         self._adapters = Adapters(context.client, context.leadership, context.defaults, context.clock)
         self._groups = Groups(context.client, context.store, context.leadership, context.suspect)
+        self._parts = Parts("/".join(self.key), context.steady, context.suspect)
         self._unpublishing = Unpublishing(
             context.client, context.store, context.leadership, context.defaults, context.clock
         )
 
-    async def pass_once(self, *, is_dirty: bool) -> None:
+    async def pass_once(self, *, is_dirty: bool) -> str:
         """Observe the pool, decide, and act if this replica leads.
 
         Args:
             is_dirty: whether an object of the pool has changed since the last pass.
 
+        Returns:
+            How the pass went, for metrics: "ok", or how a part of it has failed, which is tried again by itself.
+
         Raises:
-            ApiFailure: a call failed; a later pass tries again.
+            ApiFailure: a call failed without which nothing can be done; a later pass tries again.
             NotLeading: this replica has lost leadership during the pass.
         """
         body = self.context.store.get(POOL, *self.key)
         if body is None:
-            return
+            return "ok"
         claim = claim_on(body, self.context.defaults.release)
         self.is_served = claim.is_served
         if not claim.is_served:
             if claim is Claim.REFUSED and self.context.leadership.is_leading:
                 await self._contest(EnginePool.without_spec(body), dict(body))
-            return
+            return "ok"
         reading = self._read(body)
         view = self._view()
         verdict = None
         if reading.pool is not None and reading.policy is not None and not reading.pool.is_deleted:
-            verdict = self._scaler.decide(reading.pool, reading.policy, view, self.context.clock())
+            verdict = await self._decide(reading.pool, reading.policy, view)
         self.ready = len(view.ready)
         if not self.context.leadership.is_leading:
-            return
+            self._parts.forget_all(but=_DECISION)
+            return "ok"
         pool = reading.pool or EnginePool.without_spec(body)
         if claim is Claim.FREE and not self._cannot_claim:
             await self._claim(pool, dict(body))
         elif pool.is_deleted:
             await self._delete(pool, dict(body), view)
-        elif reading.pool is None:
-            await self._report_invalid(pool, dict(body), reading.error)
+        elif reading.error:
+            await self._serve_invalid(reading, dict(body), verdict)
         else:
             await self._reconcile(pool, dict(body), verdict, is_dirty=is_dirty)
+        return self._parts.result
 
-    def _read(self, body: Any) -> _Reading:
-        version = body["metadata"]["resourceVersion"]
-        if self._reading is None or self._reading.version != version:
-            try:
-                pool = EnginePool.from_object(body)
-                spec = pool.spec
-                policy = spec.scaling.to_policy(spec.min_replicas, spec.max_replicas - spec.num_spares)
-                self._reading = _Reading(version, pool, policy)
-            except (PoolInvalid, PolicyInvalid) as error:
-                self._reading = _Reading(version, error=str(error))
+    async def _decide(self, pool: EnginePool, policy: ScalingPolicy, view: PoolView) -> Verdict | None:
+        """Decide; None, which changes no replicas, where that fails."""
+        made: list[Verdict] = []
+
+        async def decide() -> None:
+            made.append(self._scaler.decide(pool, policy, view, self.context.clock()))
+
+        await self._parts.run(_DECISION, decide)
+        return made[0] if made else None
+
+    def _read(self, body: Mapping[str, Any]) -> _Reading:
+        # By the object itself: a restored API server gives the same version to another content.
+        if self._reading is None or self._reading.body is not body:
+            self._reading = _reading_of(body)
+            if self._reading.pool is not None and self._reading.pool.status_oddities:
+                oddities = self._reading.pool.status_oddities
+                logger.warning("a part of a pool's status can't be read: %s", oddities, extra={"pool": self._name})
         return self._reading
+
+    @property
+    def _name(self) -> str:
+        return "/".join(self.key)
 
     def _view(self) -> PoolView:
         store, key = self.context.store, self.key
-        return PoolView(store.get(DEPLOYMENT, key.namespace, engine_name(key.name)), store.pods(key))
+        deployment = store.get(DEPLOYMENT, key.namespace, engine_name(key.name))
+        return PoolView(deployment, store.pods(key), store.oddities(key))
 
     # -- which release serves the pool
 
@@ -192,54 +231,89 @@ class Reconciler:
         self, pool: EnginePool, body: dict[str, Any], verdict: Verdict | None, *, is_dirty: bool
     ) -> None:
         trouble: Trouble | None = None
-        failure: OperatorError | None = None
         if pool.spec.paused:
+            self._parts.forget_all()
             trouble = Trouble("Paused", "spec.paused is set: the pool's objects are left alone")
-        elif FINALIZER not in pool.finalizers:
-            await self._set_finalizers(pool, (*pool.finalizers, FINALIZER))
-            return  # the pool has changed: the next pass continues with it
         else:
-            try:
+            if FINALIZER not in pool.finalizers:
+                # Without it the pool gets no objects, and those that it has are scaled.
+                add = partial(self._set_finalizers, pool, (*pool.finalizers, FINALIZER))
+                if await self._parts.run("finalizer", add, POOL):
+                    return  # the pool has changed: the next pass continues with it
+            else:
+                self._parts.forget("finalizer")
                 if is_dirty or self._done != (pool.resource_version, self.context.leadership.term):
-                    await self._apply_children(pool, body)
-                await self._scale(pool, body, verdict)
-                await self._groups.complete(pool, self._view(), self.context.defaults.release)
-                self._done = (pool.resource_version, self.context.leadership.term)
-                loaded = await self._adapters.step(pool)
-                if loaded is not None:
-                    await self._write_status(body, loaded, pool.status)
-                    return  # the next pass continues with it
-            except (Blocked, Rejected) as error:
-                trouble, failure = Trouble(type(error).__name__, str(error)), error
-        await self._update_status(pool, body, verdict, trouble)
-        if failure is not None:
-            raise failure
+                    await self._parts.run("objects", partial(self._apply_children, pool, body))
+            await self._parts.run("scale", partial(self._scale, pool, body, verdict), DEPLOYMENT)
+            await self._parts.run("groups", partial(self._complete_groups, pool), STATEFUL_SET)
+            await self._parts.run("adapters", partial(self._load_adapters, pool, body), POOL)
+            trouble = self._parts.trouble(without=_STATUS)
+        if self._has_changed(pool):
+            return
+        await self._parts.run(_STATUS, partial(self._update_status, pool, body, verdict, trouble), POOL)
+
+    def _has_changed(self, pool: EnginePool) -> bool:
+        """Whether the pool's object isn't the one that was read any more."""
+        body = self.context.store.get(POOL, *self.key)
+        return body is None or body["metadata"]["resourceVersion"] != pool.resource_version
 
     async def _apply_children(self, pool: EnginePool, body: dict[str, Any]) -> None:
-        await self._groups.ensure_secret(pool, self.context.defaults.release)
+        """Apply the pool's objects, each as a part of its own."""
+        self._done = None
+        release = self.context.defaults.release
+        is_ready = await self._parts.run("Secret", partial(self._groups.ensure_secret, pool, release))
+        is_done = is_ready
         made = children(pool, self.context.defaults)
         for manifest in made:
-            outcome = await self.context.applier.apply(pool, manifest, replicas=first_replicas(pool))
-            if outcome not in (Outcome.CREATED, Outcome.CHANGED):
+            kind = kind_of(manifest["apiVersion"], manifest["kind"])
+            if kind is DEPLOYMENT and not is_ready:
+                self._parts.forget(kind.name)
                 continue
-            what = f"{manifest['kind']} {manifest['metadata']['name']}"
-            if manifest["kind"] == DEPLOYMENT.name:
-                reason = "Created" if outcome is Outcome.CREATED else "Updated"
-                await self._event(body, reason, f"{what} was {outcome.value}", action="Apply")
-            else:
-                logger.info("applied", extra={"pool": f"{pool.namespace}/{pool.name}", "what": what})
+            apply = partial(self._apply_child, pool, body, manifest)
+            mark = manifest["metadata"]["annotations"][HASH_ANNOTATION]
+            is_applied = await self._parts.run(kind.name, apply, kind, mark=mark)
+            is_done = is_done and is_applied
+            is_ready = is_ready and (is_applied or kind.name not in _PODS_NEED)
         current = next(each["metadata"]["name"] for each in made if each["kind"] == CONFIG_MAP.name)
-        await self._old_config_maps.remove(pool, self._view(), current)
+        if is_done:
+            remove = partial(self._old_config_maps.remove, pool, self._view(), current)
+            is_done = await self._parts.run("old ConfigMaps", remove, CONFIG_MAP)
+        if is_done:
+            self._done = (pool.resource_version, self.context.leadership.term)
+
+    async def _apply_child(self, pool: EnginePool, body: dict[str, Any], manifest: Manifest) -> None:
+        outcome = await self.context.applier.apply(pool, manifest, replicas=first_replicas(pool))
+        if outcome not in (Outcome.CREATED, Outcome.CHANGED):
+            return
+        what = f"{manifest['kind']} {manifest['metadata']['name']}"
+        if manifest["kind"] == DEPLOYMENT.name:
+            reason = "Created" if outcome is Outcome.CREATED else "Updated"
+            await self._event(body, reason, f"{what} was {outcome.value}", action="Apply")
+        else:
+            logger.info("applied", extra={"pool": self._name, "what": what})
+
+    async def _complete_groups(self, pool: EnginePool) -> None:
+        await self._groups.complete(pool, self._view(), self.context.defaults.release)
+
+    async def _load_adapters(self, pool: EnginePool, body: dict[str, Any]) -> None:
+        loaded = await self._adapters.step(pool)
+        if loaded is not None:
+            await self._write_status(body, loaded, pool.status)
 
     async def _scale(self, pool: EnginePool, body: dict[str, Any], verdict: Verdict | None) -> None:
         view = self._view()
         if view.deployment is None:
             return
         before, wanted = view.spec_replicas, wanted_replicas(pool, view, verdict)
+        if wanted >= before or verdict is None:
+            self._parts.forget(_COSTS)
         if wanted == before:
             return
         if wanted < before and verdict is not None:
-            await self._write_deletion_costs(view, verdict, before - wanted)
+            write = partial(self._write_deletion_costs, view, verdict, before - wanted)
+            # Soon again, so that the cheapest pods end; without them where they can't be written.
+            if not await self._parts.run(_COSTS, write, POD) and not self._parts.is_lasting(_COSTS):
+                return
         await self.context.applier.scale(view.deployment, wanted)
         why = f"pinned by spec.replicas to {wanted}"
         if pool.spec.replicas is None and verdict is not None:
@@ -334,28 +408,39 @@ class Reconciler:
             return True
         return self.context.clock() - self._status_written_s >= self.context.status_s and differs(new, old)
 
-    async def _report_invalid(self, pool: EnginePool, body: dict[str, Any], error: str) -> None:
-        """Write the conditions that need no spec. The rest of the status stays as it is."""
-        old = pool.status
-        trouble = Trouble("InvalidSpec", error)
+    async def _serve_invalid(self, reading: _Reading, body: dict[str, Any], verdict: Verdict | None) -> None:
+        """Report that the spec is invalid, and scale the engines that run if it says how. Objects are left alone."""
+        if reading.pool is not None and not reading.pool.spec.paused:
+            await self._parts.run("scale", partial(self._scale, reading.pool, body, verdict), DEPLOYMENT)
+        await self._parts.run(_STATUS, partial(self._report_invalid, reading, body, verdict), POOL)
+
+    async def _report_invalid(self, reading: _Reading, body: dict[str, Any], verdict: Verdict | None) -> None:
+        """Write the conditions that need no whole spec. The rest of the status stays as it is."""
+        view, pool = self._view(), reading.pool or EnginePool.without_spec(body)
+        old = EnginePool.without_spec(body).status
+        if reading.pool is not None:
+            self.desired = wanted_replicas(pool, view, verdict)
+        trouble = Trouble("InvalidSpec", reading.error)
+        decision = None if verdict is None or pool.spec.replicas is not None else verdict.decision
         found = [
             finding
-            for finding in findings(pool, self._view(), old.desired_replicas, None, trouble, now_s=self.context.clock())
+            for finding in findings(pool, view, old.desired_replicas, decision, trouble, now_s=self.context.clock())
             if finding.type in (ConditionType.DEGRADED, ConditionType.SCALING_ACTIVE)
         ]
         kept = [condition for condition in old.conditions if condition.type not in {each.type for each in found}]
         now = pool_status(
             pool,
-            self._view(),
+            view,
             tuple(found),
-            desired=old.desired_replicas,
-            decision=None,
-            kv_utilization=None,
+            desired=self.desired if reading.pool is not None else old.desired_replicas,
+            decision=decision,
+            kv_utilization=None if verdict is None else verdict.kv_utilization,
             term=self.context.leadership.term,
             now_s=self.context.clock(),
         )
-        status = now.model_copy(update={"conditions": [*kept, *now.conditions]})
-        if differs_in_substance(status, old):
+        unchanged = {"conditions": [*kept, *now.conditions], "published_card": old.published_card}
+        status = now.model_copy(update=unchanged)
+        if self._is_worth_writing(status, old):
             await self._write_status(body, status, old)
 
     async def _write_status(self, body: dict[str, Any], new: EnginePoolStatus, old: EnginePoolStatus) -> None:
@@ -376,3 +461,23 @@ class Reconciler:
 
     async def _event(self, body: dict[str, Any], reason: str, note: str, *, action: str, warning: bool = False) -> None:
         await self.context.recorder.publish(body["metadata"], reason, note, action=action, warning=warning)
+
+
+def _reading_of(body: Mapping[str, Any]) -> _Reading:
+    error = ""
+    pool: EnginePool | None = None
+    try:
+        pool = EnginePool.from_object(body)
+    except PoolInvalid as invalid:
+        error, pool = str(invalid), EnginePool.scalable(body)
+    if pool is None:
+        return _Reading(body, error=error)
+    if error and pool.status.published_card is not None:
+        # Of which options is unknown; what it published is listed all the same.
+        pool = replace(pool, status=pool.status.model_copy(update={"published_card": card_digest(pool)}))
+    spec = pool.spec
+    try:
+        policy = spec.scaling.to_policy(spec.min_replicas, spec.max_replicas - spec.num_spares)
+    except PolicyInvalid as invalid:
+        return _Reading(body, error=error or str(invalid))
+    return _Reading(body, pool, policy, error)

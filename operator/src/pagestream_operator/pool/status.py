@@ -8,7 +8,7 @@ from pagestream_scaling import Decision
 
 from pagestream_operator.api import Condition, ConditionType, EnginePool, EnginePoolStatus, ScalingStatus
 from pagestream_operator.children.manifest import selector
-from pagestream_operator.kube.pods import unix_seconds
+from pagestream_operator.fields import seconds
 from pagestream_operator.pool.conditions import Finding, stamped
 from pagestream_operator.pool.publication import published_card
 from pagestream_operator.pool.view import PoolView
@@ -65,7 +65,7 @@ def _foreign_conditions(pool: EnginePool, now_s: float) -> list[Condition]:
         for condition in pool.status.conditions
         if condition.type == ConditionType.CONTESTED
         and condition.observed_generation == pool.generation
-        and now_s - unix_seconds(condition.last_transition_time) < _CONTESTED_KEPT_S
+        and now_s - (seconds(condition.last_transition_time) or 0.0) < _CONTESTED_KEPT_S
     ]
 
 

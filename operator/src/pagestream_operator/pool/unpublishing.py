@@ -9,10 +9,10 @@ from typing import Any
 from pagestream_operator.api import EnginePool
 from pagestream_operator.children.unpublish import LIMIT_S, job_name, unpublish_job
 from pagestream_operator.errors import Conflict, Gone, Rejected
+from pagestream_operator.fields import is_owned_by, job_ending, mapping, mappings, part, seconds
 from pagestream_operator.kube.client import KubeClient
 from pagestream_operator.kube.kinds import JOB, POOL
 from pagestream_operator.kube.lease import Leadership
-from pagestream_operator.kube.pods import unix_seconds
 from pagestream_operator.kube.store import ObjectStore
 from pagestream_operator.pool.claim import claim_on
 from pagestream_operator.settings import EngineDefaults
@@ -49,7 +49,7 @@ class Unpublishing:
             return await self._create(pool, models)
         except Rejected as error:
             return Outcome(str(error))
-        if any(owner["uid"] == pool.uid for owner in job["metadata"].get("ownerReferences") or []):
+        if is_owned_by(job, pool.uid):
             return self._outcome_of(job)
         return self._outcome_of_former(pool)
 
@@ -64,18 +64,16 @@ class Unpublishing:
         return None
 
     def _outcome_of(self, job: dict[str, Any]) -> Outcome | None:
-        for condition in (job.get("status") or {}).get("conditions") or []:
-            if condition["status"] == "True" and condition["type"] == "Complete":
-                return Outcome()
-            if condition["status"] == "True" and condition["type"] == "Failed":
-                return Outcome(str(condition.get("message") or condition.get("reason") or "its Job has failed"))
-        if self.clock() - unix_seconds(job["metadata"]["creationTimestamp"]) > _GIVE_UP_S:
+        ending = job_ending(job)
+        if ending is not None:
+            return Outcome(ending)
+        if self.clock() - (seconds(part(job, "metadata", "creationTimestamp")) or 0.0) > _GIVE_UP_S:
             return Outcome(f"its Job was not over after {_GIVE_UP_S:.0f} s")
         return None
 
     def _outcome_of_former(self, pool: EnginePool) -> Outcome | None:
         """Wait, not for ever, until the Job of a former pool of this name is gone."""
-        asked_s = unix_seconds(pool.deletion_time or "")
+        asked_s = seconds(pool.deletion_time) or 0.0
         if self.clock() - asked_s > pool.spec.drain.deletion_timeout_seconds + _GIVE_UP_S:
             return Outcome(f"the Job {job_name(pool.name)} exists and isn't this pool's")
         return None
@@ -84,11 +82,11 @@ class Unpublishing:
         """Return the served names that no other pool has."""
         bodies = [self.store.get(POOL, *key) for key in self.store.pools() if key != (pool.namespace, pool.name)]
         others = {
-            model["servedName"]
+            model.get("servedName")
             for body in bodies
             if body is not None
             and "deletionTimestamp" not in body["metadata"]
             and claim_on(body, self.defaults.release).is_served
-            for model in (body["spec"]["model"], *(body["spec"].get("models") or ()))
+            for model in (mapping(part(body, "spec", "model")), *mappings(part(body, "spec", "models")))
         }
         return [each.served_name for each in pool.spec.all_models if each.served_name not in others]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pagestream_operator.fields import conditions, mapping, part, text, whole
 from pagestream_operator.kube.pods import Pod
 
 
@@ -15,11 +16,13 @@ class PoolView:
 
     deployment: Mapping[str, Any] | None
     pods: Sequence[Pod]
+    oddities: Sequence[str] = ()
+    """What can't be read of the pool's objects, a sentence each."""
 
     @property
     def spec_replicas(self) -> int:
         """The Deployment's spec.replicas; 0 before it exists."""
-        return 0 if self.deployment is None else int(self.deployment["spec"].get("replicas", 1))
+        return 0 if self.deployment is None else whole(part(self.deployment, "spec", "replicas"), 1)
 
     @property
     def active(self) -> list[Pod]:
@@ -39,14 +42,15 @@ class PoolView:
     @property
     def updated(self) -> int:
         """Pods of the newest template."""
-        return int(self._status.get("updatedReplicas") or 0)
+        return whole(self._status.get("updatedReplicas"))
 
     @property
     def is_observed(self) -> bool:
         """Whether the Deployment's controller has seen its newest spec."""
         if self.deployment is None:
             return False
-        return int(self._status.get("observedGeneration") or 0) >= int(self.deployment["metadata"].get("generation", 0))
+        generation = whole(part(self.deployment, "metadata", "generation"))
+        return whole(self._status.get("observedGeneration")) >= generation
 
     @property
     def waiting(self) -> list[Pod]:
@@ -61,11 +65,12 @@ class PoolView:
         """
         starting = [pod.scheduled_s for pod in self.active if pod.ready_s is None and pod.scheduled_s is not None]
         is_late = any(now_s - since_s >= deadline_s for since_s in starting)
-        for condition in self._status.get("conditions") or []:
-            if condition["type"] == "Progressing" and condition.get("reason") == "ProgressDeadlineExceeded" and is_late:
-                return str(condition.get("message", "the Deployment makes no progress"))
-            if condition["type"] == "ReplicaFailure" and condition["status"] == "True":
-                return str(condition.get("message", "pods can't be created"))
+        known = conditions(self._status)
+        progressing, failing = known.get("Progressing", {}), known.get("ReplicaFailure", {})
+        if progressing.get("reason") == "ProgressDeadlineExceeded" and is_late:
+            return text(progressing.get("message")) or "the Deployment makes no progress"
+        if failing.get("status") == "True":
+            return text(failing.get("message")) or "pods can't be created"
         return None
 
     @property
@@ -75,4 +80,4 @@ class PoolView:
 
     @property
     def _status(self) -> Mapping[str, Any]:
-        return {} if self.deployment is None else self.deployment.get("status") or {}
+        return {} if self.deployment is None else mapping(self.deployment.get("status"))
