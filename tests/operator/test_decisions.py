@@ -191,10 +191,11 @@ def test_a_deleted_pool_says_so() -> None:
 
 
 def test_a_condition_keeps_its_time_until_its_status_changes() -> None:
-    before = [Condition(type="Ready", status="True", reason="EnoughEngines", message="m", last_transition_time="then")]
+    then = "2026-01-01T00:00:00Z"
+    before = [Condition(type="Ready", status="True", reason="EnoughEngines", message="m", last_transition_time=then)]
     same = stamped([Finding(ConditionType.READY, True, "ScaledToZero", "n")], before, 4, "now")[0]
     other = stamped([Finding(ConditionType.READY, False, "NoEngine", "n")], before, 4, "now")[0]
-    assert (same.last_transition_time, same.reason, same.observed_generation) == ("then", "ScaledToZero", 4)
+    assert (same.last_transition_time, same.reason, same.observed_generation) == (then, "ScaledToZero", 4)
     assert (other.last_transition_time, other.status) == ("now", "False")
 
 

@@ -54,7 +54,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: f"{type(error).__name__}-{getattr(error, 'status', '')}")
-@pytest.mark.parametrize("kind", [SERVICE_ACCOUNT, CONFIG_MAP, SERVICE, BUDGET, DEPLOYMENT, POOL, POD], ids=str)
+@pytest.mark.parametrize("kind", [SERVICE_ACCOUNT, CONFIG_MAP, SERVICE, BUDGET, DEPLOYMENT, POOL, POD], ids=lambda kind: kind.name)
 async def test_engines_that_run_are_scaled_whatever_fails(kind: Kind, error: Exception) -> None:
     passes = PoolPasses(replicas=1, maxReplicas=8)
     await passes.run(seconds=2)
@@ -100,7 +100,7 @@ async def test_what_lasts_is_written_into_the_status(error: Exception, reason: s
     assert passes.has(BUDGET)
 
 
-@pytest.mark.parametrize("kind", [SERVICE_ACCOUNT, CONFIG_MAP], ids=str)
+@pytest.mark.parametrize("kind", [SERVICE_ACCOUNT, CONFIG_MAP], ids=lambda kind: kind.name)
 async def test_a_template_waits_for_what_its_pods_need(kind: Kind) -> None:
     passes = PoolPasses()
     passes.client.fault = failing((kind,), Rejected("403 exceeded quota", 403))

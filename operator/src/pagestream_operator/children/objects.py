@@ -5,8 +5,10 @@ from __future__ import annotations
 from pagestream_operator.api import EnginePool
 from pagestream_operator.children.container import METRICS_PORT
 from pagestream_operator.children.manifest import (
+    HASH_ANNOTATION,
     Manifest,
     config_map_name,
+    digest,
     engine_name,
     manifest,
     selector,
@@ -23,7 +25,10 @@ def service_account(pool: EnginePool) -> Manifest:
     """
     account = manifest(pool, "v1", "ServiceAccount", engine_name(pool.name), {"automountServiceAccountToken": False})
     annotations = pool.spec.template.service_account_annotations
-    return {**account, "metadata": {**account["metadata"], "annotations": annotations}} if annotations else account
+    if annotations:
+        own = account["metadata"]["annotations"]
+        account["metadata"]["annotations"] = {**annotations, HASH_ANNOTATION: digest([own, annotations])}
+    return account
 
 
 def config_map(pool: EnginePool, defaults: EngineDefaults) -> Manifest:
