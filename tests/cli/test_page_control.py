@@ -33,6 +33,13 @@ def client(control: Control) -> TestClient:
     return TestClient(control.application([ORIGIN]), base_url="http://127.0.0.1")
 
 
+@pytest.mark.parametrize("name", ["127.0.0.1", "localhost", "[::1]"])
+def test_a_page_may_call_by_whichever_name_it_was_opened(client: TestClient, name: str) -> None:
+    for port, allowed in ((8000, f"http://{name}:8000"), (8001, None)):
+        answer = client.post("/session", json={}, headers={"Origin": f"http://{name}:{port}"})
+        assert answer.headers.get("access-control-allow-origin") == allowed
+
+
 def session(client: TestClient, token: str) -> dict[str, str]:
     answer = client.post("/session", json={"token": token})
     assert answer.status_code == 200

@@ -25,6 +25,7 @@ from pagestream_cli.serve import (
     shorten,
 )
 from pagestream_cli.supervisor import Death, RestartRecord
+from pagestream_telemetry import loopback_host
 
 
 def options(*typed: str) -> ServeOptions:
@@ -135,6 +136,20 @@ def test_a_taken_port_is_refused_before_anything_starts() -> None:
         port = server.getsockname()[1]
         with pytest.raises(PortTakenError, match=rf"port {port} \(--http-port\)"):
             assign_ports(options("--http-port", str(port), "--grpc-port", "0"))
+
+
+@pytest.mark.parametrize("host", ["::", "", "[::1]", "localhost"])
+def test_a_port_that_is_taken_at_one_address_of_the_host_is_refused(host: str) -> None:
+    taken = "127.0.0.1" if host == "localhost" or loopback_host() != "::1" else "::1"
+    family = socket.AF_INET6 if ":" in taken else socket.AF_INET
+    if host == "[::1]" and taken != "::1":
+        pytest.skip("this machine has no IPv6 loopback address")
+    with socket.create_server((taken, 0), family=family) as server:
+        asked = ("--http-port", str(server.getsockname()[1]), "--grpc-port", "0")
+        with pytest.raises(PortTakenError):
+            assign_ports(options("--host", host, *asked))
+        if taken == "::1":
+            assert assign_ports(options("--host", "127.0.0.1", *asked))
 
 
 def test_metrics_ports_go_to_gateways_then_engines() -> None:

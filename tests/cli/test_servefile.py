@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from pagestream_cli import ProcessRecord, ServeFileInvalidError, ServeRecord, dial_host, read_record, write_record
+from pagestream_telemetry import loopback_host
 
 RECORD = ServeRecord(
     model="demo",
@@ -52,7 +53,15 @@ def test_addresses_of_the_gateways() -> None:
 
 @pytest.mark.parametrize(
     ("host", "dialled"),
-    [("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("10.0.0.5", "10.0.0.5"), ("", "127.0.0.1")],  # noqa: S104
+    [
+        ("0.0.0.0", "127.0.0.1"),  # noqa: S104
+        ("::", "[::1]" if loopback_host() == "::1" else "127.0.0.1"),
+        ("[::1]", "[::1]"),
+        ("::1", "[::1]"),
+        ("localhost", "localhost"),
+        ("10.0.0.5", "10.0.0.5"),
+        ("", "127.0.0.1"),
+    ],
 )
 def test_how_a_listener_is_reached(host: str, dialled: str) -> None:
     assert dial_host(host) == dialled

@@ -378,7 +378,9 @@ SETTINGS = StreamsSettings()
         "redis://127.0.0.1:6379/0",
         "rediss://user:secret@host:6380/1?ssl_ca_certs=/ca.crt",
         "unix:///run/redis.sock",
+        "redis://[::1]:6379/0",
         "redis+sentinel://a:26379,b,[::1]:26380/pagestream/2",
+        "redis+sentinel://user:secret@[::1],localhost,[fd00::1%eth0]:26380/pagestream",
         "rediss+sentinel://user:secret@a/pagestream?ssl_ca_certs=/ca.crt&sentinel_password=other",
     ],
 )
@@ -388,8 +390,9 @@ async def test_one_server_at_a_time(url: str) -> None:
     await link.close()
 
 
-async def test_a_cluster() -> None:
-    link = open_topology("redis+cluster://user:secret@a:7000,b:7001", SETTINGS)
+@pytest.mark.parametrize("hosts", ["a:7000,b:7001", "[fd00::1]:7000,[fd00::2]", "a,[::1]:7001"])
+async def test_a_cluster(hosts: str) -> None:
+    link = open_topology(f"redis+cluster://user:secret@{hosts}", SETTINGS)
     assert isinstance(link, ClusterTopology)
     await link.close()
 
@@ -404,6 +407,9 @@ async def test_a_cluster() -> None:
         ("redis+cluster://a:7000/0", "one database"),
         ("redis+cluster://a:port", "host:port"),
         ("redis+cluster://a,,b", "host:port"),
+        ("redis+cluster://::1:7000", "host:port"),
+        ("redis+cluster://a:70000", "host:port"),
+        ("redis+sentinel://[::1:26379/pagestream", "host:port"),
         ("redis+cluster://a?ssl_ca_certs=/x", "unknown option"),
         ("rediss+cluster://a?colour=red", "colour"),
     ],

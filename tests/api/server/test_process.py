@@ -13,6 +13,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+from pagestream_client import AsyncClient
+from pagestream_telemetry import loopback_host
 from support.clients.gateway_clients import sse_events
 from support.engines.synthetic_engine import MODEL, SyntheticEngine
 from support.processes.fork_server import GATEWAYS, run_forked, shared_server
@@ -89,6 +91,25 @@ async def test_wrong_flags_are_told(failure: Callable[..., tuple[int, str]], red
         assert status == 2
         assert word in said
         assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("host", ["::", "localhost", "[::1]"])
+async def test_it_is_reached_over_each_address_family_of_its_host(
+    engine: SyntheticEngine, redis_url: str, host: str
+) -> None:
+    if loopback_host() != "::1":
+        pytest.skip("this machine has no IPv6 loopback address")
+    reached = {"::": ("127.0.0.1", "[::1]"), "localhost": ("localhost",), "[::1]": ("[::1]",)}[host]
+    with process("--redis", redis_url, "--host", host, "--metrics-port", "0", "--metrics-host", host) as running:
+        ports = await asyncio.to_thread(serving, running)
+        for name in reached:
+            async with httpx.AsyncClient(timeout=LIMIT_S) as client:
+                for port in (ports["http_port"], ports["metrics_port"]):
+                    assert (await client.get(f"http://{name}:{port}/healthz")).status_code == 200
+            async with AsyncClient([f"{name}:{ports['grpc_port']}"]) as client:
+                assert [model.name for model in await client.list_models()] == [MODEL]
+        running.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(running.wait, LIMIT_S) == 0
 
 
 async def test_sigterm_ends_an_open_stream_and_the_process(engine: SyntheticEngine, redis_url: str) -> None:

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import kopf
 import yaml
+from pagestream_telemetry import join_address
 
 from pagestream_operator.errors import SettingsError
 
@@ -82,4 +83,4 @@ def _by_address(account: kopf.ConnectionInfo) -> kopf.ConnectionInfo:
     host, port = os.environ.get(_HOST, ""), os.environ.get(_PORT, "")
     if not host or not port:
         return account
-    return dataclasses.replace(account, server=f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}")
+    return dataclasses.replace(account, server=f"https://{join_address(host, int(port))}")

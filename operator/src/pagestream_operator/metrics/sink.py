@@ -16,6 +16,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
     ExportMetricsServiceRequest,
     ExportMetricsServiceResponse,
 )
+from pagestream_telemetry import ALL_ADDRESSES, join_address
 
 from pagestream_operator.errors import SinkUnavailable
 from pagestream_operator.metrics.intake import Intake
@@ -86,7 +87,7 @@ class MetricsSink:
             ],
         )
         server.add_generic_rpc_handlers((_handler(self._export),))
-        address = f"{settings.host}:{settings.port}"
+        address = join_address(settings.host or ALL_ADDRESSES, settings.port)
         try:
             credentials = self._access.server_credentials()
             if credentials is None:

@@ -29,7 +29,8 @@ class GatewaySettings:
     Above the 5 s after which a single command counts as lost, since a burst of calls waits for connections as well.
     """
     host: str = "127.0.0.1"
-    """Address to bind. Loopback by default, since API keys are optional."""
+    """Name or address to bind; :: binds all of this machine, IPv4 and IPv6, and localhost both loopback addresses.
+    Loopback by default, since API keys are optional."""
     http_port: int = 8000
     """TCP port of the OpenAI HTTP API; 0 binds a free one."""
     grpc_port: int = 50051

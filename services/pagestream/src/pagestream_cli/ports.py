@@ -6,20 +6,14 @@ import errno
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from ipaddress import ip_address
-from typing import Any
+
+from pagestream_telemetry.addresses import listening_sockets
 
 from pagestream_cli.errors import PortTakenError, UsageError
 
 LAST_PORT = 65535
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address, or the name localhost, is this machine's own alone."""
-    try:
-        return host == "localhost" or ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
+_IN_USE = (errno.EADDRINUSE, errno.EACCES)
+"""A port below 1024 that this user may not bind counts as one that is taken."""
 
 
 def is_free(host: str, port: int) -> bool:
@@ -28,44 +22,39 @@ def is_free(host: str, port: int) -> bool:
     Raises:
         UsageError: `host` is no address of this machine.
     """
-    with _socket(host, port) as (probe, address):
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-            probe.listen(1)
-        except OSError as error:
-            if error.errno == errno.EADDRNOTAVAIL:
-                raise _no_address(host, error) from error
+    try:
+        with _bound(host, port) as sockets:
+            for each in sockets:
+                each.listen(1)
+    except OSError as error:
+        if error.errno in _IN_USE:
             return False
+        raise _no_address(host, error) from error
     return True
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a port that is free at this moment, chosen by the system.
+    """Return a port that is free at this moment on each address of a host, chosen by the system.
 
     Raises:
         UsageError: `host` is no address of this machine.
     """
-    with _socket(host, 0) as (probe, address):
-        try:
-            probe.bind(address)
-        except OSError as error:
-            raise _no_address(host, error) from error
-        return int(probe.getsockname()[1])
+    try:
+        with _bound(host, 0) as sockets:
+            return int(sockets[0].getsockname()[1])
+    except OSError as error:
+        raise _no_address(host, error) from error
 
 
 @contextmanager
-def _socket(host: str, port: int) -> Iterator[tuple[socket.socket, Any]]:
-    """Open a socket of the family of `host`, with the address to bind it to. Raises UsageError."""
+def _bound(host: str, port: int) -> Iterator[list[socket.socket]]:
+    """Bind what a server would listen on. Raises OSError."""
+    sockets = listening_sockets(host, port)
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        opened = socket.socket(family, kind, protocol)
-    except (OSError, UnicodeError) as error:
-        raise _no_address(host, error) from error
-    with opened:
-        yield opened, address
+        yield sockets
+    finally:
+        for each in sockets:
+            each.close()
 
 
 def _no_address(host: str, error: Exception) -> UsageError:

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pagestream_telemetry.addresses import ALL_ADDRESSES, IPV4_LOOPBACK, bare_host, loopback_host
+
 from pagestream_cli.errors import ServeFileInvalidError
 
 
@@ -69,7 +71,11 @@ class ServeRecord:
 
 def dial_host(listen_host: str) -> str:
     """Return the address at which a program on this machine reaches a listener on `listen_host`."""
-    host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(listen_host, listen_host)  # noqa: S104
+    host = bare_host(listen_host)
+    if host == ALL_ADDRESSES:
+        host = loopback_host()
+    elif host in ("0.0.0.0", ""):  # noqa: S104
+        host = IPV4_LOOPBACK
     return f"[{host}]" if ":" in host else host
 
 

@@ -7,6 +7,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pagestream_telemetry.addresses import (
+        ALL_ADDRESSES,
+        bare_host,
+        is_loopback,
+        join_address,
+        listening_sockets,
+        loopback_host,
+        split_address,
+        unmapped,
+    )
     from pagestream_telemetry.catalog import ENGINE_METRICS, GATEWAY_METRICS, Kind, Metric
     from pagestream_telemetry.context import (
         NO_TRACE,
@@ -27,6 +37,7 @@ if TYPE_CHECKING:
     from pagestream_telemetry.spans import NO_TRACER
 
 __all__ = [
+    "ALL_ADDRESSES",
     "ENGINE_METRICS",
     "GATEWAY_METRICS",
     "GROUPS",
@@ -45,21 +56,41 @@ __all__ = [
     "TelemetrySettings",
     "TraceContext",
     "VariableError",
+    "bare_host",
     "caller_context",
     "configure_logs",
     "current_trace",
     "exposed_name",
+    "is_loopback",
+    "join_address",
     "json_formatter",
+    "listening_sockets",
+    "loopback_host",
     "read_environment",
     "resource_attributes",
     "running_telemetry",
     "set_trace",
     "silent_telemetry",
+    "split_address",
     "telemetry_settings",
+    "unmapped",
     "within_trace",
 ]
 
 _MODULES = {
+    **dict.fromkeys(
+        (
+            "ALL_ADDRESSES",
+            "bare_host",
+            "is_loopback",
+            "join_address",
+            "listening_sockets",
+            "loopback_host",
+            "split_address",
+            "unmapped",
+        ),
+        "addresses",
+    ),
     **dict.fromkeys(("ENGINE_METRICS", "GATEWAY_METRICS", "Kind", "Metric"), "catalog"),
     **dict.fromkeys(
         ("NO_TRACE", "TraceContext", "caller_context", "current_trace", "set_trace", "within_trace"), "context"

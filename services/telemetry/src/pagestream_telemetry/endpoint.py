@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import http.server
 import logging
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from ipaddress import ip_address
 from types import TracebackType
 from typing import Self
 from urllib.parse import parse_qs, urlsplit
 
+from pagestream_telemetry.addresses import is_loopback, join_address, listening_sockets
 from pagestream_telemetry.errors import EndpointError
 
 logger = logging.getLogger(__name__)
@@ -47,47 +48,69 @@ class Probes:
 class Endpoint:
     """Used as `with Endpoint(probes, host, port) as endpoint`; `endpoint.port` is the port that is bound.
 
+    The host `::` is every address of this machine, IPv4 and IPv6.
+
     `POST /debug/profile?steps=N` starts a profile; only requests from this machine may.
 
     Raises:
-        EndpointError: the port is taken.
+        EndpointError: the port is taken, or the address is not of this machine.
     """
 
     def __init__(self, probes: Probes, host: str, port: int) -> None:
         """Bind the port; 0 takes a free one."""
         try:
-            self._server = _Server((host, port), probes)
+            self._servers = _servers(listening_sockets(host, port), probes)
         except OSError as error:
-            raise EndpointError(f"cannot serve metrics on {host}:{port}: {error.strerror or error}") from error
-        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics endpoint", daemon=True)
+            raise EndpointError(
+                f"cannot serve metrics on {join_address(host, port)}: {error.strerror or error}"
+            ) from error
+        self._threads = [
+            threading.Thread(target=each.serve_forever, name="metrics endpoint", daemon=True) for each in self._servers
+        ]
 
     @property
     def port(self) -> int:
         """TCP port that is bound."""
-        bound: int = self._server.server_address[1]
+        bound: int = self._servers[0].server_address[1]
         return bound
 
     def __enter__(self) -> Self:
         """Start to serve."""
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Stop."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(_STOP_LIMIT_S)
+        for server, thread in zip(self._servers, self._threads, strict=True):
+            server.shutdown()
+            server.server_close()
+            thread.join(_STOP_LIMIT_S)
 
 
 class _Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, address: tuple[str, int], probes: Probes) -> None:
-        self.probes = probes
-        super().__init__(address, _Handler)
+    def __init__(self, bound: socket.socket, probes: Probes) -> None:
+        """Serve on a socket that is bound. Raises OSError where it can't listen."""
+        self.probes, self.address_family = probes, bound.family
+        # The base class would bind a socket of its own, of one family, and look up the host's name.
+        super().__init__(bound.getsockname()[:2], _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = bound
+        self.server_activate()
+
+
+def _servers(sockets: Sequence[socket.socket], probes: Probes) -> list[_Server]:
+    try:
+        return [_Server(each, probes) for each in sockets]
+    except OSError:
+        for each in sockets:
+            each.close()
+        raise
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -116,7 +139,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.close_connection = True  # a body, if any, is not read
         if url.path != "/debug/profile" or profile is None:
             self._send_text(404, f"{url.path}: not found, or turned off")
-        elif not ip_address(self.client_address[0]).is_loopback:
+        elif not is_loopback(self.client_address[0]):
             self._send_text(403, "profiles can be started from this machine alone")
         elif "Origin" in self.headers or not self._is_own_name():
             self._send_text(403, "profiles can't be started by web pages")
@@ -128,10 +151,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
         A web page whose name resolves to 127.0.0.1 (DNS rebinding) keeps its name there.
         """
-        if not _is_loopback(str(self.server.server_address[0])) or "Host" not in self.headers:
+        if not is_loopback(str(self.server.server_address[0])) or "Host" not in self.headers:
             return True
         try:
-            return _is_loopback(urlsplit(f"//{self.headers['Host']}").hostname or "")
+            return is_loopback(urlsplit(f"//{self.headers['Host']}").hostname or "")
         except ValueError:
             return False
 
@@ -162,12 +185,3 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class' name
         """Log at DEBUG: probes come every few seconds."""
         logger.debug(format, *args)
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -32,6 +32,7 @@ from pagestream_streams.protocol.output_formats import (
     TOOL_CALL_PARSERS,
     OutputParsers,
 )
+from pagestream_telemetry.addresses import ALL_ADDRESSES
 from pagestream_telemetry.environment import fields_of, out_of_range, read_environment, split_names, variable_of
 from pagestream_telemetry.errors import VariableError
 from pagestream_telemetry.settings import TelemetrySettings, telemetry_settings
@@ -76,8 +77,8 @@ class WorkerSettings:
     """Partitions of a model that Redis does not know yet; a published number stays."""
     metrics_port: int | None = None
     """TCP port of /healthz, /readyz and /metrics; None: no endpoint."""
-    metrics_host: str = "0.0.0.0"  # noqa: S104
-    """Address of that port. All interfaces: probes and scrapers come from other machines."""
+    metrics_host: str = ALL_ADDRESSES
+    """Address of that port; ::, all of this machine, IPv4 and IPv6: probes and scrapers come from other machines."""
     profile_dir: Path | None = None
     """Folder for torch profiler traces, which SIGUSR2 or POST /debug/profile asks for; None: there are none."""
     profile_steps: int = 10
@@ -379,7 +380,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="values for the chat template where a request gives none, as a JSON object",
     )
     parser.add_argument("--metrics-port", type=_count, metavar="PORT", help="serve /healthz, /readyz and /metrics")
-    parser.add_argument("--metrics-host", metavar="HOST", help="where that port listens (default 0.0.0.0)")
+    parser.add_argument("--metrics-host", metavar="HOST", help="where that port listens (default ::, all addresses)")
     parser.add_argument("--profile-dir", type=Path, metavar="DIR", help="folder for profiles on demand (default: none)")
     parser.add_argument("--otlp-endpoint", metavar="URL", help="send metrics and spans there, by OTLP/gRPC")
     parser.add_argument("--log-level", metavar="LEVEL", help="lowest level written (default INFO)")

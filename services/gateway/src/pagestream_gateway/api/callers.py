@@ -1,5 +1,6 @@
 """Who makes an HTTP call."""
 
+from pagestream_telemetry import unmapped
 from starlette.requests import Request
 from starlette.types import Scope
 
@@ -27,7 +28,7 @@ async def check_operator(gateway: Gateway, request: Request, *, is_open: bool) -
 
 def credentials_of(request: Request) -> Credentials:
     """Return what a call carries."""
-    peer = "" if request.client is None else request.client.host
+    peer = "" if request.client is None else unmapped(request.client.host)
     return Credentials(request.headers.get("authorization"), _certificate(request.scope), peer)
 
 

@@ -5,9 +5,9 @@ that CORS doesn't keep it out. The page's name stays in the Host header.
 """
 
 from collections.abc import Sequence
-from ipaddress import ip_address
 
 from fastapi import FastAPI
+from pagestream_telemetry import is_loopback
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pagestream_gateway.api.openai.errors import error_response
@@ -40,19 +40,6 @@ class LimitedHosts:
 
     def _is_allowed(self, host: str) -> bool:
         return host in self._more or is_loopback(host)
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether a name or an address (an IPv6 one in brackets or not) is this machine's own, without a lookup.
-
-    Names under "localhost" are never looked up in the DNS (RFC 6761, section 6.3).
-    """
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
-    try:
-        return ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
-    except ValueError:
-        return False
 
 
 def _without_port(host: str) -> str:

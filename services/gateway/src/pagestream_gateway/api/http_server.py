@@ -8,6 +8,7 @@ import ssl
 from collections.abc import Iterator
 
 import uvicorn
+from pagestream_telemetry import join_address, listening_sockets
 from starlette.types import ASGIApp
 
 from pagestream_gateway.api.http_protocol import WRITE_BUFFER_BYTES, BoundedHttpProtocol, ConnectionLimits
@@ -78,9 +79,12 @@ class HttpServer:
 
     async def start(self, host: str, port: int) -> int:
         """Serve; return the port that is bound. Raises StartupError where it can't be bound."""
-        listener = _bind(host, port)
-        bound: int = listener.getsockname()[1]
-        self._task = asyncio.create_task(self._server.serve([listener]), name=f"HTTP server {bound}")
+        try:
+            listeners = listening_sockets(host, port, _prepare)
+        except OSError as error:
+            raise StartupError(f"cannot serve HTTP on {join_address(host, port)}: {error.strerror or error}") from error
+        bound: int = listeners[0].getsockname()[1]
+        self._task = asyncio.create_task(self._server.serve(listeners), name=f"HTTP server {bound}")
         serving = asyncio.create_task(self._server.serving.wait())
         try:
             await asyncio.wait({self._task, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -88,7 +92,7 @@ class HttpServer:
             serving.cancel()
         if not self._server.started:
             self._task.result()
-            raise StartupError(f"cannot serve HTTP on {host}:{port}: the server has ended")
+            raise StartupError(f"cannot serve HTTP on {join_address(host, port)}: the server has ended")
         return bound
 
     async def stop(self) -> None:
@@ -98,19 +102,10 @@ class HttpServer:
             await self._task
 
 
-def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # its connections inherit it; else the kernel buffers megabytes
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, WRITE_BUFFER_BYTES)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # connections inherit this, too
-        for name, value in _PROBES.items():
-            if hasattr(socket, name):
-                listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise StartupError(f"cannot serve HTTP on {host}:{port}: {error.strerror or error}") from error
-    return listener
+def _prepare(listener: socket.socket) -> None:
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # its connections inherit it; else the kernel buffers megabytes
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, WRITE_BUFFER_BYTES)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # connections inherit this, too
+    for name, value in _PROBES.items():
+        if hasattr(socket, name):
+            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
 SECTIONS = ("server", "persistence", "memory", "replication", "cluster")
 LIMIT_S = 3.0
@@ -61,18 +60,22 @@ class RedisState:
 
 def servers(url: str) -> list[str]:
     """Return the URL of each server that a URL names: those of a cluster, else the URL itself."""
-    parts = urlsplit(url)
+    from pagestream_streams.connection.schemes import split_url
+
+    parts = split_url(url)
     kind, _, cluster = parts.scheme.partition("+")
     if cluster != "cluster":
         return [url]
-    login, at, hosts = parts.netloc.rpartition("@")
-    return [urlunsplit((kind, login + at + host, "", parts.query, "")) for host in hosts.split(",")]
+    login, query = parts.login and f"{parts.login}@", parts.query and f"?{parts.query}"
+    return [f"{kind}://{login}{host}{query}" for host in parts.hosts]
 
 
 def shown(url: str) -> str:
     """Return a URL's address without user and password."""
-    parts = urlsplit(url)
-    return parts.netloc.rpartition("@")[2] or parts.path
+    from pagestream_streams.connection.schemes import split_url
+
+    parts = split_url(url)
+    return ",".join(parts.hosts) or parts.path
 
 
 async def look(url: str) -> RedisState:

@@ -17,6 +17,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import uvicorn
 from pagestream_streams import Broker, StreamsError, settings_from_environment
@@ -37,6 +38,8 @@ _LIMIT_S = 2.0
 """For one reading of Redis, which may be dead."""
 _CLOSE_LIMIT_S = 2
 _REFUSED = 401
+_NAMES = ("127.0.0.1", "localhost", "[::1]")
+"""Of this machine alone, where `serve --demo` listens."""
 
 
 class Control:
@@ -56,15 +59,15 @@ class Control:
         """What is exchanged for the session; empty once it was."""
         return self._token or ""
 
-    def application(self, origins: Sequence[str]) -> Starlette:
-        """Return the application; pages of `origins` may call it."""
+    def application(self, urls: Sequence[str]) -> Starlette:
+        """Return the application; pages of the gateways at `urls` may call it, by whichever name they were opened."""
         routes = [
             Route("/session", self._begin, methods=["POST"]),
             Route("/processes", self._processes, methods=["GET"]),
             Route("/kill", self._kill, methods=["POST"]),
             Route("/owners", self._owners, methods=["POST"]),
         ]
-        cors = Middleware(CORSMiddleware, allow_origins=list(origins), allow_headers=["*"], allow_methods=["*"])
+        cors = Middleware(CORSMiddleware, allow_origins=_origins(urls), allow_headers=["*"], allow_methods=["*"])
         hosts = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
         return Starlette(routes=routes, middleware=[hosts, cors])
 
@@ -127,10 +130,13 @@ class Control:
 
 
 @contextlib.asynccontextmanager
-async def running(control: Control, origins: Sequence[str]) -> AsyncIterator[int]:
-    """Serve a control on a free port of the loopback address; yield the port."""
+async def running(control: Control, urls: Sequence[str]) -> AsyncIterator[int]:
+    """Serve a control for gateways on a free port of the loopback address; yield the port.
+
+    The address is of IPv4, since the page's Content-Security-Policy can't name one of IPv6.
+    """
     listener = socket.create_server(("127.0.0.1", 0))
-    application = control.application(origins)
+    application = control.application(urls)
     settings = uvicorn.Config(application, log_level="critical", access_log=False, lifespan="off")
     settings.timeout_graceful_shutdown = _CLOSE_LIMIT_S
     server = _Server(settings)
@@ -142,6 +148,11 @@ async def running(control: Control, origins: Sequence[str]) -> AsyncIterator[int
         await asyncio.gather(serving, return_exceptions=True)
         listener.close()
         await control.close()
+
+
+def _origins(urls: Sequence[str]) -> list[str]:
+    ports = {urlsplit(url).port for url in urls}
+    return [*urls, *(f"http://{name}:{port}" for port in ports for name in _NAMES)]
 
 
 class _Server(uvicorn.Server):

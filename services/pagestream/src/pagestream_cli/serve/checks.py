@@ -9,8 +9,9 @@ import ssl
 from collections.abc import Sequence
 from pathlib import Path
 
+from pagestream_telemetry.addresses import is_loopback
+
 from pagestream_cli.errors import UsageError
-from pagestream_cli.ports import is_loopback
 from pagestream_cli.serve.model import REPOSITORY, model_problem
 from pagestream_cli.serve.options import ServeOptions
 from pagestream_cli.supervisor import PartSpec

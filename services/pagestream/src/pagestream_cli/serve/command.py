@@ -132,7 +132,7 @@ async def _control(plan: Plan, deployment: Deployment, reporter: Reporter) -> No
 
     urls = deployment.record.http_urls()
     control = Control(lambda: deployment.record, plan.ports.redis_url)
-    async with running(control, [*urls, *(url.replace("127.0.0.1", "localhost") for url in urls)]) as port:
+    async with running(control, urls) as port:
         reporter.say(f"page: {urls[0]}/#demo={port}.{control.token} (good once)")
         await asyncio.Event().wait()
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, unquote
 from weakref import WeakSet
 
+from pagestream_telemetry.addresses import split_address
 from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.client import PubSub
 from redis.asyncio.cluster import ClusterNode, RedisCluster
@@ -20,7 +21,7 @@ from pagestream_streams.connection.base import Command, Topology, close_idle
 from pagestream_streams.connection.cluster import ClusterTopology
 from pagestream_streams.connection.gathering import Gathering
 from pagestream_streams.connection.light import light
-from pagestream_streams.connection.schemes import SCHEMES
+from pagestream_streams.connection.schemes import SCHEMES, split_url
 from pagestream_streams.protocol.entries import Argument
 from pagestream_streams.settings import StreamsSettings
 
@@ -42,7 +43,7 @@ def open_topology(url: str, settings: StreamsSettings) -> Topology:
         raise ValueError(
             f"expected a Redis address that begins with {', '.join(SCHEMES)}; got one that begins with {shown!r}"
         )
-    kind = urlsplit(url).scheme.rpartition("+")[2]
+    kind = url.partition("://")[0].rpartition("+")[2]
     if kind == "sentinel":
         return _sentinel(url, settings)
     if kind == "cluster":
@@ -106,12 +107,11 @@ class _Address:
     """An address of several hosts, in its parts."""
 
     def __init__(self, url: str, default_port: int) -> None:
-        parts = urlsplit(url)
-        login, _, hosts = parts.netloc.rpartition("@")
-        user, _, password = login.partition(":")
+        parts = split_url(url)
+        user, _, password = parts.login.partition(":")
         self.tls = parts.scheme.startswith("rediss")
         self.path = parts.path.strip("/")
-        self.hosts = [_host(each, default_port) for each in hosts.split(",")]
+        self.hosts = [split_address(each, default_port) for each in parts.hosts]
         self.credentials: dict[str, Any] = {
             name: unquote(value) for name, value in (("username", user), ("password", password)) if value
         }
@@ -124,15 +124,6 @@ class _Address:
                 self.options[name] = value.lower() in ("true", "1", "yes") if name == "ssl_check_hostname" else value
             else:
                 raise ValueError(f"unknown option {name!r} in the address; with rediss: {', '.join(_TLS_OPTIONS)}")
-
-
-def _host(text: str, default_port: int) -> tuple[str, int]:
-    host, _, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
-    if not host:
-        host, port = text, str(default_port)
-    if not host or not (port or str(default_port)).isdecimal():
-        raise ValueError(f"expected host or host:port, got {text!r}")
-    return host.strip("[]"), int(port or default_port)
 
 
 def _sentinel(url: str, settings: StreamsSettings) -> Topology:

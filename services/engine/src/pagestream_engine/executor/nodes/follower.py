@@ -74,14 +74,17 @@ def run_node(
             hello = Hello(place.rank, place.size, settings_digest(config), options.node_group)
             end, admission, keys = _join(options.master_addr, options.master_port, secret, hello, until)
             host, here = end.getpeername()[0], end.getsockname()[0]
-            host = f"[{host}]" if ":" in host else host
-            met = replace(place, store=f"tcp://{host}:{admission.store_port}", interface=interface_of(here))
+            met = replace(place, store=f"tcp://{_shown(host)}:{admission.store_port}", interface=interface_of(here))
             node.add(met, partial(_start, make_runner, folder, config, met), end, keys)
         on_joined()
         return node.run()
     finally:
         node.end()
         shutil.rmtree(shared, ignore_errors=True)
+
+
+def _shown(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def _join(host: str, port: int, secret: bytes, hello: Hello, until: float) -> tuple[socket.socket, Admission, LinkKeys]:
@@ -99,7 +102,7 @@ def _join(host: str, port: int, secret: bytes, hello: Hello, until: float) -> tu
             raise
         except (OSError, EOFError) as error:
             if monotonic() > until:
-                raise NodesMissing(f"no leader has answered at {host}:{port}: {error}") from error
+                raise NodesMissing(f"no leader has answered at {_shown(host)}:{port}: {error}") from error
         sleep(_RETRY_S)
 
 

@@ -102,7 +102,8 @@ def settings_digest(config: EngineConfig) -> str:
 
 def interface_of(host: str) -> str | None:
     """Return the name of this machine's network interface with an IPv4 address; None: it has none, or it can't be
-    found.
+    found. Of an interface with IPv6 alone gloo might take a link-local address; without one it takes that of the host's
+    name, which in a pod is the pod's.
 
     Args:
         host: the address, or a name of it.
@@ -127,6 +128,8 @@ def interface_of(host: str) -> str | None:
 
 
 def _free_port() -> int:
-    with socket.create_server(("", 0)) as probe:
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    with socket.create_server(("", 0), family=family, dualstack_ipv6=both) as probe:
         port: int = probe.getsockname()[1]
         return port

@@ -6,6 +6,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
+from pagestream_telemetry import ALL_ADDRESSES, join_address
 
 from pagestream_gateway.api.grpc.named_calls import named_calls_server
 from pagestream_gateway.api.grpc.receiving import WINDOW_BYTES, Receiver, ReceivingInterceptor
@@ -68,7 +69,7 @@ class GrpcServer:
 
         Raises StartupError where it can't be bound.
         """
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        address = join_address(host or ALL_ADDRESSES, port)
         try:
             if credentials is None:
                 bound = self._server.add_insecure_port(address)
@@ -76,7 +77,7 @@ class GrpcServer:
                 bound = self._server.add_secure_port(address, credentials)
         except RuntimeError as error:
             raise StartupError(
-                f"cannot serve gRPC on {host}:{port}: the port is taken or the address is not of this machine"
+                f"cannot serve gRPC on {address}: the port is taken or the address is not of this machine"
             ) from error
         await self._server.start()
         await self.set_serving(serving=False)
