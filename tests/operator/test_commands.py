@@ -56,6 +56,16 @@ def test_a_listed_secret_is_split() -> None:
     assert load_settings(variables(engine_image_pull_secrets="a,b")).engine.pull_secrets == ("a", "b")
 
 
+def test_the_resources_of_jobs_are_json() -> None:
+    assert load_settings({}).engine.job_resources["limits"]["cpu"] == "1"
+    given = '{"requests": {"cpu": 0.5}, "limits": null}'
+    assert load_settings(variables(job_resources=given)).engine.job_resources == {"requests": {"cpu": "0.5"}}
+    assert load_settings(variables(job_resources="{}")).engine.job_resources == {}
+    for wrong in ("1", "[]", "cpu", '{"cpu": "1"}', '{"limits": {"cpu": []}}', '{"limit": {}}', '{"limits": 1}'):
+        with pytest.raises(SettingsError, match=r"JOB_RESOURCES: .* a JSON object such as"):
+            load_settings(variables(job_resources=wrong))
+
+
 async def test_a_condition_is_asked_until_it_holds() -> None:
     answers = iter([False, ApiUnavailable("busy"), True])
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
+from pagestream_telemetry.addresses import ALL_ADDRESSES
 from pagestream_telemetry.environment import fields_of, read_environment, variable_of
 from pagestream_telemetry.errors import VariableError
 
@@ -15,6 +17,7 @@ from pagestream_operator.errors import SettingsError
 
 GROUP = "OPERATOR"
 ALL_NAMESPACES = "*"
+JOB_RESOURCES = '{"requests": {"cpu": "100m", "memory": "128Mi"}, "limits": {"cpu": "1", "memory": "512Mi"}}'
 PULL_POLICIES = ("Always", "IfNotPresent", "Never")
 _SHARED_GROUPS = ("PAGESTREAM_BROKER__", "PAGESTREAM_TELEMETRY__")
 
@@ -42,6 +45,8 @@ class OperatorVariables:
     """Names of image pull Secrets, separated by commas, for pools that set none."""
     engine_arbitrary_user: bool = False
     """Whether the platform chooses the users of engine pods, as OpenShift does: the pods then name none."""
+    job_resources: str = JOB_RESOURCES
+    """Requests and limits of the Jobs that the operator makes, as a JSON object. What it lacks is that of engines."""
     engine_config_map: str = ""
     """ConfigMap with variables that engines share with gateways. It may be missing in a pool's namespace."""
     redis_secret: str = "pagestream-redis"  # noqa: S105 - a Secret's name
@@ -71,8 +76,9 @@ class OperatorVariables:
     least. With more than 5, pools must believe older samples: `scaling.samples.staleSeconds` of twice as much."""
     prometheus_matchers: str = ""
     """Further label matchers of the query, in PromQL: k8s_namespace_name="models"."""
-    metrics_host: str = "0.0.0.0"  # noqa: S104 - probes and scrapers come from other machines
-    """Address of /healthz, /readyz and /metrics."""
+    metrics_host: str = ALL_ADDRESSES
+    """Address of /healthz, /readyz and /metrics; ::, all of this machine, IPv4 and IPv6: probes and scrapers come from
+    other ones."""
     metrics_port: int = 9402
     """TCP port of these pages. 0 takes a free one."""
     lease_duration_s: float = 10.0
@@ -119,6 +125,7 @@ class OperatorVariables:
         if bool(self.otlp_certificate_file) != bool(self.otlp_key_file):
             missing = "otlp_key_file" if self.otlp_certificate_file else "otlp_certificate_file"
             _refuse(missing, "", "a file, as the other one of certificate and key is given")
+        read_resources(self.job_resources)
         for name in ("lease_name", "pod_namespace", "redis_secret", "engine_image"):
             if not getattr(self, name):
                 _refuse(name, "", "a name")
@@ -139,6 +146,8 @@ class EngineDefaults:
     """Whether the platform chooses the users of pods."""
     redis_login: str = ""
     """Tells one address in `redis_secret` from the next."""
+    job_resources: Mapping[str, Mapping[str, str]] = field(default_factory=lambda: read_resources(JOB_RESOURCES))
+    """Requests and limits of Jobs."""
     shared: Mapping[str, str] = field(default_factory=dict)
     """Variables of the shared ConfigMap, which this process has as well: engines are replaced when they change."""
 
@@ -193,9 +202,24 @@ def load_settings(environ: Mapping[str, str]) -> Settings:
             redis_secret=variables.redis_secret,
             redis_login=variables.redis_login,
             otlp_endpoint=variables.otlp_endpoint,
+            job_resources=read_resources(variables.job_resources),
             shared=shared if variables.engine_config_map else {},
         ),
     )
+
+
+def read_resources(text: str) -> Mapping[str, Mapping[str, str]]:
+    """Read requests and limits from JSON. Raises SettingsError."""
+    expected = 'a JSON object such as {"requests": {"cpu": "100m"}, "limits": {"cpu": "1"}}'
+    try:
+        given = json.loads(text or "null")
+        found = {kind: dict(amounts or {}) for kind, amounts in ({} if given is None else given).items()}
+    except (ValueError, AttributeError, TypeError):
+        _refuse("job_resources", text, expected)
+    amounts = [amount for each in found.values() for amount in each.values()]
+    if not found.keys() <= {"requests", "limits"} or not all(isinstance(each, str | int | float) for each in amounts):
+        _refuse("job_resources", text, expected)
+    return {kind: {name: str(amount) for name, amount in each.items()} for kind, each in found.items() if each}
 
 
 def _release_of(variables: OperatorVariables) -> str:
@@ -206,5 +230,5 @@ def _split(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-def _refuse(name: str, given: object, expected: str) -> None:
+def _refuse(name: str, given: object, expected: str) -> NoReturn:
     raise SettingsError(f"{variable_of(GROUP, name)}: {given!r} was given, {expected} is expected")

@@ -13,6 +13,9 @@ from pagestream_operator.children.model_files import model_mounts, model_volumes
 from pagestream_operator.children.objects import config_map
 from pagestream_operator.settings import EngineDefaults
 
+_COMPUTE = frozenset({"cpu", "memory", "ephemeral-storage"})
+"""Resources of each node; a Job needs no GPU."""
+
 
 def job_labels(component: str) -> dict[str, str]:
     """Labels of a Job's pods. The name admits them to Redis where network policies are enforced; without the pool's
@@ -61,7 +64,7 @@ def job_container(
         "command": [command[0]],
         "args": list(command[1:]),
         **environment(pool, defaults, options),
-        "resources": {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"memory": "512Mi"}},
+        "resources": _resources(pool, defaults),
         **container_security(pool),
         "volumeMounts": [
             {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108
@@ -69,3 +72,18 @@ def job_container(
             *mounts,
         ],
     }
+
+
+def _resources(pool: EnginePool, defaults: EngineDefaults) -> dict[str, dict[str, str]]:
+    """The Jobs' own, and of what these don't name the engines': a quota or a limit range may ask for it."""
+    own = defaults.job_resources
+    named = {name for amounts in own.values() for name in amounts}
+    given = pool.spec.template.resources.to_object()
+    made = {
+        kind: {
+            **{name: str(amount) for name, amount in given.get(kind, {}).items() if name in _COMPUTE - named},
+            **own.get(kind, {}),
+        }
+        for kind in ("requests", "limits")
+    }
+    return {kind: amounts for kind, amounts in made.items() if amounts}
