@@ -1,7 +1,8 @@
-"""Writes the chart's generated files: the pools' schema, dashboards, README, and the collector's configuration.
+"""Writes the chart's generated files: the pools' schema, the groups of values, dashboards, README, and the collector's
+configuration.
 
-README and collector need helm-docs and helm on the PATH; `python tools/generate_chart.py schema dashboards` writes the
-others.
+README and collector need helm-docs and helm on the PATH; `python tools/generate_chart.py schema groups dashboards`
+writes the others.
 """
 
 import json
@@ -10,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -21,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "helm" / "pagestream"
 SCHEMA = CHART / "values.schema.json"
 README = CHART / "README.md"
+GROUPS = CHART / "files" / "groups.txt"
 COLLECTOR = ROOT / "deploy" / "otel" / "collector.yaml"
 DASHBOARDS = CHART / "files" / "dashboards"
 
@@ -31,6 +33,8 @@ _COLLECTOR_HEADER = """\
 # batch, filter and memory_limiter; the exporters otlp_grpc and prometheus; the extension health_check.
 """
 _LINE_CHARACTERS = 150
+_RESOURCES = "resources"
+"""Definition of the schema whose value may be null: none are asked for then."""
 
 
 def schema_text() -> str:
@@ -43,6 +47,27 @@ def schema_text() -> str:
     schema["$defs"]["enginePoolSpec"] = pool
     schema["properties"]["broker"] = _broker_schema()
     return _compact(schema) + "\n"
+
+
+def groups_text() -> str:
+    """Return the paths of the groups of values, outer ones first, which templates read without asking whether they are
+    there.
+    """
+    schema = json.loads(SCHEMA.read_text())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    return "".join(f"{path}\n" for path in _groups(values, schema, schema["$defs"]))
+
+
+def _groups(values: dict[str, Any], schema: dict[str, Any], definitions: dict[str, Any]) -> Iterator[str]:
+    for key, value in values.items():
+        part = schema["properties"][key]
+        name = part.get("$ref", "").rpartition("/")[2]
+        part = definitions[name] if name else part
+        if "properties" not in part:
+            continue  # anything may be in it
+        if isinstance(value, dict) and value and name != _RESOURCES:
+            yield key
+            yield from (f"{key}.{path}" for path in _groups(value, part, definitions))
 
 
 def readme_text() -> str:
@@ -72,6 +97,7 @@ def dashboard_texts() -> dict[Path, str]:
 
 PARTS: dict[str, Callable[[], dict[Path, str]]] = {
     "schema": lambda: {SCHEMA: schema_text()},
+    "groups": lambda: {GROUPS: groups_text()},
     "dashboards": dashboard_texts,
     "readme": lambda: {README: readme_text()},
     "collector": lambda: {COLLECTOR: collector_text()},

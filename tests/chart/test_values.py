@@ -138,7 +138,7 @@ def test_every_value_is_in_the_readme_with_a_description() -> None:
 TOOL: dict[str, Any] = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "generate_chart.py"))
 
 
-@pytest.mark.parametrize("part", ["schema", "dashboards"])
+@pytest.mark.parametrize("part", ["schema", "groups", "dashboards"])
 def test_is_up_to_date(part: str) -> None:
     for path, text in TOOL["PARTS"][part]().items():
         assert path.read_text() == text, f"run tools/generate_chart.py {part}"

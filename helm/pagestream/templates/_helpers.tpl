@@ -1,6 +1,12 @@
+{{/* The name by which pods are selected: the release's. In a parent chart it has the dependency's name or alias as
+well, since the parent's other charts and a second dependency of this one are of the same release. */}}
+{{- define "pagestream.instance" -}}
+{{- .Chart.IsRoot | ternary .Release.Name (printf "%s-%s" .Release.Name .Chart.Name) | trunc 63 | trimSuffix "-" -}}
+{{- end -}}
+
 {{/* The prefix of all names; short enough for the longest suffix and a StatefulSet's revision label. */}}
 {{- define "pagestream.fullname" -}}
-{{- .Values.fullnameOverride | default .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- .Values.fullnameOverride | default (include "pagestream.instance" .) | trunc 40 | trimSuffix "-" -}}
 {{- end -}}
 
 {{/* The name of this release in its cluster: the controllerClass of its pools, and an attribute of its metrics. */}}
@@ -11,34 +17,55 @@
 {{/* A component's selector: (dict "root" $ "component" "gateway"). */}}
 {{- define "pagestream.selector" -}}
 app.kubernetes.io/name: pagestream-{{ .component }}
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/instance: {{ include "pagestream.instance" .root | quote }}
 {{- end -}}
 
-{{/* The labels of a component's objects. */}}
+{{/* The labels of a component's objects: (dict "root" $ "component" "gateway" "extra" MAP). Each key once: the user's
+replace the chart's. */}}
 {{- define "pagestream.labels" -}}
-{{ include "pagestream.selector" . }}
-app.kubernetes.io/component: {{ .component }}
-app.kubernetes.io/part-of: pagestream
-app.kubernetes.io/managed-by: {{ .root.Release.Service }}
-app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
-helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
-{{- with .root.Values.commonLabels }}
-{{ toYaml . }}
-{{- end }}
+{{- $chart := printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" -}}
+{{- $own := dict
+  "app.kubernetes.io/component" .component
+  "app.kubernetes.io/part-of" "pagestream"
+  "app.kubernetes.io/managed-by" .root.Release.Service
+  "app.kubernetes.io/version" .root.Chart.AppVersion
+  "helm.sh/chart" $chart -}}
+{{- $selector := include "pagestream.selector" . | fromYaml -}}
+{{- include "pagestream.overlaid" (list $selector $own .root.Values.commonLabels .extra) -}}
 {{- end -}}
 
 {{/* The labels of a component's pods: (dict "root" $ "component" "gateway" "extra" podLabels).
 No version: an upgrade of the chart alone restarts nothing. */}}
 {{- define "pagestream.podLabels" -}}
-{{ include "pagestream.selector" . }}
-app.kubernetes.io/component: {{ .component }}
-app.kubernetes.io/part-of: pagestream
-{{- with .root.Values.commonLabels }}
-{{ toYaml . }}
-{{- end }}
-{{- with .extra }}
-{{ toYaml . }}
-{{- end }}
+{{- $own := dict "app.kubernetes.io/component" .component "app.kubernetes.io/part-of" "pagestream" -}}
+{{- $selector := include "pagestream.selector" . | fromYaml -}}
+{{- include "pagestream.overlaid" (list $selector $own .root.Values.commonLabels .extra) -}}
+{{- end -}}
+
+{{/* Environment variables, each name once and at its first place: (list LIST LIST), where the later ones replace the
+earlier. A list with a name twice is refused by server-side apply. */}}
+{{- define "pagestream.variables" -}}
+{{- $names := list -}}
+{{- $last := dict -}}
+{{- range $layer := . -}}
+{{- range $layer -}}
+{{- $names = append $names .name -}}
+{{- $_ := set $last .name . -}}
+{{- end -}}
+{{- end -}}
+{{- $variables := list -}}
+{{- range $names | uniq }}{{ $variables = append $variables (get $last .) }}{{ end -}}
+{{- toYaml $variables -}}
+{{- end -}}
+
+{{/* The bytes of a quantity, for comparison. */}}
+{{- define "pagestream.bytes" -}}
+{{- $text := toString . -}}
+{{- $unit := regexFind "[A-Za-z]*$" $text -}}
+{{- $units := dict "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18 -}}
+{{- $units = merge $units (dict "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776) -}}
+{{- $units = merge $units (dict "Pi" 1125899906842624 "Ei" 1152921504606846976) -}}
+{{- mulf (trimSuffix $unit $text | float64) (get $units $unit | default 1 | float64) | printf "%.0f" -}}
 {{- end -}}
 
 {{/* An image of Pagestream: (dict "root" $ "image" .Values.gateway.image). */}}
@@ -66,7 +93,7 @@ imagePullSecrets:
 {{- end -}}
 {{- end -}}
 
-{{/* Whether the platform chooses the users of pods: OpenShift gives each namespace its own range of ids. */}}
+{{/* Whether the platform is OpenShift, which gives each namespace its own range of users' ids. Empty: no. */}}
 {{- define "pagestream.arbitraryUser" -}}
 {{- $given := .Values.security.openshift | toString -}}
 {{- if or (eq $given "true") (and (eq $given "auto") (.Capabilities.APIVersions.Has "security.openshift.io/v1")) -}}
@@ -163,14 +190,14 @@ topologySpreadConstraints:
 
 {{/* The key of that Secret with the address as gateways log in. */}}
 {{- define "pagestream.redisGatewayKey" -}}
-{{- .Values.redis.bundled.enabled | ternary "gateway-url" .Values.redis.external.gatewayKey -}}
+{{- .Values.redis.bundled.enabled | default false | ternary "gateway-url" .Values.redis.external.gatewayKey -}}
 {{- end -}}
 
 {{/* Tells one login of the bundled Redis from the next; empty: the first one, without TLS. */}}
 {{- define "pagestream.redisLogin" -}}
 {{- with .Values.redis.bundled -}}
 {{- if and .enabled (or .tls.enabled (gt (int .passwordGeneration) 1)) -}}
-{{ int .passwordGeneration }}{{ .tls.enabled | ternary "-tls" "" }}
+{{ int .passwordGeneration }}{{ .tls.enabled | default false | ternary "-tls" "" }}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -284,7 +311,7 @@ http://{{ include "pagestream.fullname" . }}-operator-sink.{{ .Release.Namespace
 {{- if $stored -}}
 {{- dig "data" "PAGESTREAM_BROKER__KEY_PREFIX" "" $stored -}}
 {{- else -}}
-{{- printf "%s.%s" .Release.Namespace .Release.Name -}}
+{{- printf "%s.%s" .Release.Namespace (include "pagestream.instance" .) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -292,70 +319,6 @@ http://{{ include "pagestream.fullname" . }}-operator-sink.{{ .Release.Namespace
 {{/* The interval of the scrapes that the chart asks for. */}}
 {{- define "pagestream.scrapeInterval" -}}
 {{- $own := .Values.operator.prometheus -}}
-{{- $usual := ternary (printf "%ds" (int $own.scrapeIntervalSeconds)) "10s" (ne $own.url "") -}}
+{{- $usual := ternary (printf "%ds" (int $own.scrapeIntervalSeconds)) "10s" (not (empty $own.url)) -}}
 {{- .Values.monitoring.monitors.interval | default $usual -}}
-{{- end -}}
-
-{{/* Refuses values that contradict each other, before anything is rendered. */}}
-{{- define "pagestream.check" -}}
-{{- $external := or .Values.redis.external.url .Values.redis.external.existingSecret -}}
-{{- if and .Values.redis.bundled.enabled $external -}}
-{{- fail (print "redis: both redis.bundled.enabled and redis.external are set; "
-  "set redis.bundled.enabled=false to use the external one") -}}
-{{- end -}}
-{{- if and (not .Values.redis.bundled.enabled) (not $external) -}}
-{{- fail (print "redis: redis.bundled.enabled is false; "
-  "say where Redis is: redis.external.url or redis.external.existingSecret") -}}
-{{- end -}}
-{{- if and .Values.redis.external.url .Values.redis.external.existingSecret -}}
-{{- fail "redis.external: give either url or existingSecret" -}}
-{{- end -}}
-{{- $prometheus := .Values.operator.prometheus -}}
-{{- if and (or $prometheus.tokenKey $prometheus.caKey) (not $prometheus.existingSecret) -}}
-{{- fail "operator.prometheus: tokenKey and caKey are keys of existingSecret, which is empty; name the Secret" -}}
-{{- end -}}
-{{- if and .Values.apiKeys.existingSecret .Values.apiKeys.hashes -}}
-{{- fail "apiKeys: with existingSecret, all hashes lie in that Secret; apiKeys.hashes must be empty" -}}
-{{- end -}}
-{{- $tls := .Values.redis.bundled.tls -}}
-{{- if and $tls.enabled .Values.redis.bundled.existingSecret (not $tls.existingSecret) -}}
-{{- fail (print "redis.bundled.tls: with redis.bundled.existingSecret, name a Secret with the certificate too "
-  "(redis.bundled.tls.existingSecret)") -}}
-{{- end -}}
-{{- if and (not .Values.collector.enabled) (not .Values.telemetry.endpoint) (gt (int .Values.operator.replicas) 1) -}}
-{{- fail (print "telemetry: without a collector, processes reach only one operator; set operator.replicas=1, "
-  "collector.enabled=true, or telemetry.endpoint to a collector of your own that exports to each operator") -}}
-{{- end -}}
-{{- $tls := .Values.gateway.tls -}}
-{{- if and $tls.enabled (not $tls.existingSecret) (not $tls.certificate.enabled) -}}
-{{- fail (print "gateway.tls: name a Secret (gateway.tls.existingSecret) or let cert-manager make one "
-  "(gateway.tls.certificate.enabled)") -}}
-{{- end -}}
-{{- if and .Values.gateway.tls.certificate.enabled (not .Values.gateway.tls.certificate.issuerRef.name) -}}
-{{- fail "gateway.tls.certificate: issuerRef.name is empty; name the cert-manager issuer" -}}
-{{- end -}}
-{{- $clients := .Values.gateway.tls.clientCertificates -}}
-{{- if and $clients.existingSecret (not $tls.enabled) -}}
-{{- fail "gateway.tls.clientCertificates: clients show certificates over TLS alone; set gateway.tls.enabled=true" -}}
-{{- end -}}
-{{- if and $clients.tenants (not $clients.existingSecret) -}}
-{{- fail (print "gateway.tls.clientCertificates: tenants are named by certificates of authorities; "
-  "name the Secret that has them (existingSecret)") -}}
-{{- end -}}
-{{- $fewest := int .Values.gateway.autoscaling.minReplicas -}}
-{{- $most := int .Values.gateway.autoscaling.maxReplicas -}}
-{{- if gt $fewest $most -}}
-{{- fail (printf "gateway.autoscaling: minReplicas (%d) is above maxReplicas (%d)" $fewest $most) -}}
-{{- end -}}
-{{- range $route, $values := dict "httpRoute" .Values.gateway.httpRoute "grpcRoute" .Values.gateway.grpcRoute -}}
-{{- if and $values.enabled (not $values.parentRefs) -}}
-{{- fail (printf "gateway.%s.parentRefs is empty; name the Gateway to attach to" $route) -}}
-{{- end -}}
-{{- end -}}
-{{- range $name := concat .Values.collector.metrics.exporters .Values.collector.traces.exporters -}}
-{{- if not (hasKey $.Values.collector.exporters $name) -}}
-{{- fail (printf
-  "collector: %q is in metrics.exporters or traces.exporters, and not described in collector.exporters" $name) -}}
-{{- end -}}
-{{- end -}}
 {{- end -}}

@@ -68,7 +68,7 @@ def test_a_gateway_takes_its_environment() -> None:
         ports["grpc"],
         ports["metrics"],
     )
-    assert (gateway.id, gateway.host, gateway.redis) == ("pod-0", "0.0.0.0", REDIS)  # noqa: S104
+    assert (gateway.id, gateway.host, gateway.redis) == ("pod-0", "::", REDIS)
     assert settings.broker.retention_s == 600
     assert settings.telemetry.otlp_endpoint == "http://pagestream-collector.llm.svc:4317"
     mounts = pods(manifests)["Deployment/pagestream-gateway"]["spec"]["containers"][0]["volumeMounts"]

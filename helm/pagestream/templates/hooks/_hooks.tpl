@@ -45,11 +45,7 @@ spec:
             - name: HOME
               value: /tmp
           resources:
-            requests:
-              cpu: 10m
-              memory: 64Mi
-            limits:
-              memory: 256Mi
+            {{- toYaml .root.Values.jobs.resources | nindent 12 }}
           securityContext:
             {{- include "pagestream.containerSecurityContext" (dict
               "root" .root "values" .root.Values.operator) | nindent 12 }}

@@ -1,11 +1,21 @@
 {{/* Rules that several policies share, each as an item of a list. */}}
 
+{{/* DNS. A policy holds for the ports of DNS' pods, behind the Service's 53: OpenShift's have 5353. */}}
 {{- define "pagestream.egressDNS" -}}
+{{- $is_openshift := include "pagestream.arbitraryUser" . | not | not -}}
+{{- $place := $is_openshift | ternary
+  (dict "namespace" "openshift-dns" "labels" (dict "dns.operator.openshift.io/daemonset-dns" "default"))
+  (dict "namespace" "kube-system" "labels" (dict "k8s-app" "kube-dns")) -}}
+{{- $namespace := dict "matchLabels" (dict "kubernetes.io/metadata.name" $place.namespace) -}}
+{{- $own := dict "namespaceSelector" $namespace "podSelector" (dict "matchLabels" $place.labels) -}}
+{{- $ports := $is_openshift | ternary (list 53 5353) (list 53) -}}
 - to:
-    {{- toYaml .Values.networkPolicy.dns | nindent 4 }}
+    {{- .Values.networkPolicy.dns | default (list $own) | toYaml | nindent 4 }}
   ports:
-    - {port: 53, protocol: UDP}
-    - {port: 53, protocol: TCP}
+    {{- range .Values.networkPolicy.dnsPorts | default $ports }}
+    - {port: {{ . }}, protocol: UDP}
+    - {port: {{ . }}, protocol: TCP}
+    {{- end }}
 {{- end -}}
 
 {{/* (dict "cidrs" LIST "ports" LIST): nothing where there are no addresses. */}}
@@ -32,7 +42,7 @@
 - to:
     - namespaceSelector:
         matchLabels:
-          kubernetes.io/metadata.name: {{ .Release.Namespace }}
+          kubernetes.io/metadata.name: {{ .Release.Namespace | quote }}
       podSelector:
         matchLabels:
           {{- include "pagestream.selector" (dict "root" . "component" "redis") | nindent 10 }}
@@ -51,11 +61,11 @@
 - to:
     - namespaceSelector:
         matchLabels:
-          kubernetes.io/metadata.name: {{ .Release.Namespace }}
+          kubernetes.io/metadata.name: {{ .Release.Namespace | quote }}
       podSelector:
         matchLabels:
-          {{- include "pagestream.selector" (dict
-            "root" . "component" (.Values.collector.enabled | ternary "collector" "operator")) | nindent 10 }}
+          {{- $component := .Values.collector.enabled | default false | ternary "collector" "operator" }}
+          {{- include "pagestream.selector" (dict "root" . "component" $component) | nindent 10 }}
   ports:
     - {port: 4317, protocol: TCP}
 {{- end -}}
@@ -72,7 +82,7 @@
 {{- range $namespace := include "pagestream.operatorNamespaces" . | fromYamlArray }}
 - namespaceSelector:
     matchLabels:
-      kubernetes.io/metadata.name: {{ $namespace }}
+      kubernetes.io/metadata.name: {{ $namespace | quote }}
   podSelector:
     matchLabels:
       app.kubernetes.io/name: pagestream-engine
