@@ -28,12 +28,15 @@ PARALLEL = $(SHARED_CORES) $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscop
 SEED ?= 1
 KILLS ?= 1000
 ROUNDS ?= 10
+MINUTES ?= 60
+# Where tests with the mark `kube` lie; none of the other folders is imported for them.
+KUBE_TESTS = tests/operator tests/chart
 # docker, buildah, or a command: see deploy/images/build.sh.
 IMAGE_BUILDER ?= $(PAGESTREAM_IMAGE_BUILDER)
 
 .PHONY: help setup run test test-fast deep $(addprefix deep-,slow kube kernels emulated families faults topologies properties \
 	model-check malformed schemas) clients browser-test check bench paths mutants faults faults-campaign hostile gpu images cluster-test \
-	operator-scale proto demo-model kernels kernel-tables constraints clean
+	operator-scale kube-test soak proto demo-model kernels kernel-tables constraints clean
 
 help: ## List the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -60,7 +63,13 @@ deep-slow: $(STAMP)
 	$(PARALLEL) -m 'slow and not kube and not gpu' $(PYTEST_ARGS) || [ $$? = $(NOTHING_FOUND) ]
 
 deep-kube: $(STAMP)
-	$(PARALLEL) -m 'kube' $(PYTEST_ARGS)
+	$(PARALLEL) -m 'kube' $(PYTEST_ARGS) $(KUBE_TESTS)
+
+kube-test: $(STAMP) ## The operator and the chart against a real API server (4 minutes on two cores; KUBEBUILDER_ASSETS)
+	$(PARALLEL) -m 'kube and not slow' $(PYTEST_ARGS) $(KUBE_TESTS)
+
+soak: $(STAMP) ## Two operators behind failing links, servers that are killed: MINUTES=60 SEED=1 (KUBEBUILDER_ASSETS, toxiproxy)
+	$(BIN)/python tests/campaigns/operator_soak.py --minutes $(MINUTES) --seed $(SEED) $(ARGS)
 
 deep-kernels: kernels
 

@@ -23,7 +23,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from shutil import which
 from statistics import median
 from time import perf_counter
 
@@ -35,7 +34,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportM
 from support.engines.paced_worker import PACE
 from support.processes.stack import Stack, free_port, running_stack
 from support.processes.waiting import children_of
-from support.telemetry.collector import PROGRAM, running_collector
+from support.telemetry.collector import find_collector, running_collector
 
 SCRAPE_S = 2.0
 ENDPOINT = "PAGESTREAM_TELEMETRY__OTLP_ENDPOINT"
@@ -88,7 +87,7 @@ class _AcceptAll(grpc.GenericRpcHandler):
 @contextmanager
 def endpoint(folder: Path) -> Iterator[str]:
     """Run a collector; yield its endpoint."""
-    if which(PROGRAM):
+    if find_collector() is not None:
         with running_collector(folder) as collector:
             yield collector.endpoint
         return

@@ -36,11 +36,11 @@ from pagestream_operator.metrics import (
 )
 from pagestream_telemetry import TelemetrySettings, catalog, running_telemetry
 from support.clients.gateway_clients import issue_certificate
-from support.kubernetes.api import kube_binary
 from support.network.proxy import Proxy
 from support.processes.part import Part
 from support.processes.stack import free_port
 from support.processes.waiting import until, wait_until
+from support.telemetry.collector import collector_binary
 from support.telemetry.otlp_messages import engine, export, gateway, gauge, histogram, total
 
 # -- The sink over real gRPC: exports by the OpenTelemetry SDK and by hand, whole and broken
@@ -352,7 +352,7 @@ def running_collector(folder: Path, sinks: Sequence[int], resource: dict[str, st
     port, health = free_port(), free_port()
     config = folder / "collector.yaml"
     config.write_text(yaml.safe_dump(_configuration(sinks, port, health, resource or {})))
-    part = Part("collector", [kube_binary("otelcol"), "--config", str(config)], folder / "collector.log")
+    part = Part("collector", [collector_binary(), "--config", str(config)], folder / "collector.log")
     part.start()
     try:
         wait_until(lambda: _is_healthy(health), f"a collector that is healthy; see {part.log}", 60)

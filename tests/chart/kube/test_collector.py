@@ -24,11 +24,12 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
 from pagestream_operator.metrics import SinkAccess, SinkAccessSettings
-from support.kubernetes.api import kube_binary, run_tool
+from support.kubernetes.api import run_tool
 from support.kubernetes.chart import CHART, one, render
 from support.processes.part import Part
 from support.processes.stack import free_port
 from support.processes.waiting import wait_until
+from support.telemetry.collector import collector_binary
 
 pytestmark = pytest.mark.kube
 
@@ -56,7 +57,7 @@ def configuration(folder: Path, *options: str) -> str:
 def test_a_collector_takes_the_configuration(options: tuple[str, ...], tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(configuration(tmp_path, *options))
-    run_tool("otelcol", "validate", f"--config={file}", environment={"TOKEN": "x"})
+    run_tool(collector_binary(), "validate", f"--config={file}", environment={"TOKEN": "x"})
 
 
 def test_a_collector_takes_exporters_by_value(tmp_path: Path) -> None:
@@ -69,7 +70,7 @@ def test_a_collector_takes_exporters_by_value(tmp_path: Path) -> None:
     )
     for name in ("token", "ca.crt"):
         (tmp_path / name).write_text("x")
-    run_tool("otelcol", "validate", f"--config={file}", environment={"TOKEN": "x"})
+    run_tool(collector_binary(), "validate", f"--config={file}", environment={"TOKEN": "x"})
     pipelines = yaml.safe_load(file.read_text())["service"]["pipelines"]
     assert pipelines["metrics"]["exporters"] == ["prometheus", "otlp_grpc/company"]
     assert pipelines["traces"]["exporters"] == ["otlp_grpc/company"]
@@ -128,7 +129,7 @@ def collector(operators: list[Operator], tmp_path: Path) -> Iterator[dict[str, i
     text = re.sub(r"0\.0\.0\.0:(\d+)", lambda match: f"127.0.0.1:{ports[match[1]]}", text)
     file = tmp_path / "config.yaml"
     file.write_text(text)
-    part = Part("otelcol", [kube_binary("otelcol"), f"--config={file}"], tmp_path / "otelcol.log")
+    part = Part("otelcol", [collector_binary(), f"--config={file}"], tmp_path / "otelcol.log")
     part.start()
     try:
         wait_until(lambda: is_healthy(ports["13133"]), limit_s=30, what="the collector")

@@ -46,7 +46,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    binary = server_of_seven()  # those of wheels have no TLS
+    binary = server_of_seven()
     manifests = render(*OPTIONS)
     secret = one(manifests, "Secret", "pagestream-redis")["stringData"]
     text = one(manifests, "ConfigMap", "pagestream-redis")["data"]["redis.conf"]
@@ -191,7 +191,9 @@ def test_the_chart_probes_answer(server: Server) -> None:
         each for each in render(*OPTIONS) if each["kind"] == "StatefulSet" and "redis" in each["metadata"]["name"]
     )
     container = pod["spec"]["template"]["spec"]["containers"][0]
-    environment = {"REDISCLI_AUTH": server.secret["probe-password"], "PATH": "/usr/bin:/bin"}
+    if shutil.which("redis-cli") is None:
+        skip_for_want_of("redis7", "redis-cli, which the probes run, is not on the PATH")
+    environment = {"REDISCLI_AUTH": server.secret["probe-password"], "PATH": os.environ["PATH"]}
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
         command = [
             part.replace("/run/redis/redis.sock", str(server.socket)) for part in container[probe]["exec"]["command"]

