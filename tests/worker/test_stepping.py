@@ -134,6 +134,22 @@ async def test_a_step_that_a_request_enters_is_reported_before_it_runs(tmp_path:
     ], "steps of decodes are reported once"
 
 
+async def test_a_request_leaves_the_steps_with_its_last_sequence(tmp_path: Path) -> None:
+    """Of two choices one is preempted, and comes back after the other's end; of two requests one leaves."""
+    async with running(tmp_path, block_size=4, num_gpu_blocks_override=8) as owner:
+        owner.thread.submit(AddGroup(PROMPT, [Sibling("r/n/0", PARAMS), Sibling("r/n/1", PARAMS)]))
+        await owner.tokens_of("r/n/0")
+        await owner.tokens_of("r/n/1")
+        assert owner.thread.figures.stats.num_preemptions > 0
+        assert not any(each.left for each in owner.begun)
+        num_begun = len(owner.begun)
+        for number in range(2):
+            owner.thread.submit(AddGroup([number + 4] * 3, [Sibling(f"{number}/n/0", PARAMS)]))
+        await owner.tokens_of("0/n/0")
+        await owner.tokens_of("1/n/0")
+    assert frozenset({"1"}) in [each.left for each in owner.begun[num_begun:]]
+
+
 async def test_a_step_waits_for_the_mark_of_a_request_that_was_claimed_before(tmp_path: Path) -> None:
     """And no longer than its limit, so that the order of mark and step is seen where the mark comes at once."""
     async with running(tmp_path) as owner:
