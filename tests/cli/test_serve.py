@@ -22,6 +22,7 @@ from support.processes.waiting import is_running, wait_until
 pytestmark = [pytest.mark.served, pytest.mark.timeout(400)]
 
 START_LIMIT_S = 150.0
+LIMIT_S = 200.0
 PROMPT = "Tell me a story about the lighthouse."
 LONG = {
     "model": "demo",
@@ -69,7 +70,9 @@ class Serve:
         os.kill(before, signal.SIGKILL)
         wait_until(lambda: self.pid(name) not in (before, None), f"{name} was started again")
 
-    def run(self, *arguments: str, stdin: str | None = None, limit_s: float = 90.0) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *arguments: str, stdin: str | None = None, limit_s: float = LIMIT_S
+    ) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "pagestream_cli", *arguments, "--data-dir", str(self.data_dir)]
         return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=limit_s, check=False)
 
@@ -122,7 +125,7 @@ def end(serve: Serve, number: signal.Signals = signal.SIGINT) -> None:
     """End it by Ctrl-C, as a terminal sends it, or by a signal; nothing may be left."""
     pids = serve.all_pids()
     os.killpg(serve.process.pid, number)
-    assert serve.process.wait(90) == 0
+    assert serve.process.wait(LIMIT_S) == 0
     assert not any(is_running(pid) for pid in pids)
     assert not (serve.data_dir / "serve.json").exists()
 
@@ -136,7 +139,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     finally:
         if running.process.poll() is None:
             running.process.terminate()
-            running.process.wait(90)
+            running.process.wait(LIMIT_S)
 
 
 def events(response: httpx.Response) -> Iterator[str]:
@@ -176,7 +179,7 @@ def test_kill_9_of_the_gateway_is_bridged_by_generate(serve: Serve) -> None:
         assert reading.stdout is not None
         first = reading.stdout.read(1)
         serve.kill("gateway-0")
-        rest, said = reading.communicate(timeout=90)
+        rest, said = reading.communicate(timeout=LIMIT_S)
         assert reading.returncode == 0, said
     assert (first + rest).decode() == undisturbed.stdout
 
@@ -187,7 +190,7 @@ def test_a_killed_engine_is_started_alone(serve: Serve) -> None:
     serve.kill("engine-0")
     after = {process.name: process.pid for process in serve.record.processes}
     assert [name for name in before if before[name] != after[name]] == ["engine-0"]
-    answer = httpx.post(f"{serve.url}/v1/completions", json={**LONG, "stream": False, "max_tokens": 4}, timeout=90.0)
+    answer = httpx.post(f"{serve.url}/v1/completions", json={**LONG, "stream": False, "max_tokens": 4}, timeout=LIMIT_S)
     assert answer.status_code == 200
 
 

@@ -105,8 +105,11 @@ async def test_a_lost_model_card_is_published_again_by_its_engine(broker: Broker
                 except RequestNotFound:
                     return False
 
+            async def is_listed() -> bool:
+                return [(info.name, info.partitions) for info in await broker.models()] == [(MODEL, 2)]
+
             await eventually(is_accepted)
-            assert [(info.name, info.partitions) for info in await broker.models()] == [(MODEL, 2)]
+            await eventually(is_listed)
             claims: list[Claim] = []
             while not claims:
                 claims = await session.claim(max_requests=1, max_prompt_tokens=100)

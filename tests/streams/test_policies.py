@@ -15,6 +15,7 @@ from support.redis.topologies import Place, ask_all
 pytestmark = pytest.mark.served
 
 AGEING_MS = 1000
+LONG_MS = 100_000  # than which no machine waits longer to accept a few requests
 APART_S = 0.12  # more than claim_order.SLACK_MS, as are 110 tokens
 PARTITIONS = 4
 ALONE = pytest.mark.slow
@@ -52,9 +53,12 @@ class Fleet:
 
 
 @asynccontextmanager
-async def fleet(url: str, policy: str, *, engines: int = 1, gateways: int = 1) -> AsyncIterator[Fleet]:
+async def fleet(
+    url: str, policy: str, *, engines: int = 1, gateways: int = 1, ageing_ms: int = AGEING_MS
+) -> AsyncIterator[Fleet]:
     async with AsyncExitStack() as stack:
-        broker = await stack.enter_async_context(await Broker.connect(url, QUIET))
+        settings = dataclasses.replace(QUIET, ageing_ms=ageing_ms)
+        broker = await stack.enter_async_context(await Broker.connect(url, settings))
         await broker.publish_model(card(), partitions=PARTITIONS)
         sessions = [
             await stack.enter_async_context(EngineSession(broker, model=MODEL, on_lost=lambda _: None, policy=policy))
@@ -68,8 +72,8 @@ async def fleet(url: str, policy: str, *, engines: int = 1, gateways: int = 1) -
 
 @pytest.mark.parametrize("engines", [2, pytest.param(1, marks=ALONE)])
 async def test_the_shortest_goes_first(redis_url: str, engines: int) -> None:
-    async with fleet(redis_url, "shortest_first", engines=engines) as world:
-        lengths = (85, 1, 57, 29)  # 280 ms apart: much more than claim_order.SLACK_MS
+    async with fleet(redis_url, "shortest_first", engines=engines, ageing_ms=LONG_MS) as world:
+        lengths = (1700, 20, 1140, 580)  # 5.6 s apart: much more than claim_order.SLACK_MS, and than accepting takes
         accepted = {await world.accept(tokens=tokens): tokens for tokens in lengths}
         assert [accepted[each] for each in await world.claim(len(lengths))] == sorted(lengths)
 
@@ -142,8 +146,8 @@ async def test_a_full_engine_takes_the_first_class_but_not_before_what_is_older_
 
 async def test_the_engine_that_started_last_decides(redis_url: str) -> None:
     """What waits is ranked anew; the others' beats change nothing, nor does an engine of a version without policies."""
-    async with fleet(redis_url, "fcfs") as world:
-        long, short = await world.accept(tokens=30, partition=0), await world.accept(tokens=1, partition=0)
+    async with fleet(redis_url, "fcfs", ageing_ms=LONG_MS) as world:
+        long, short = await world.accept(tokens=3000, partition=0), await world.accept(tokens=1, partition=0)
         await asyncio.sleep(0.002)  # a later start in ms
         async with EngineSession(world.broker, model=MODEL, on_lost=lambda _: None, policy="shortest_first"):
             await world.engines[0].heartbeat.beat()
@@ -239,14 +243,14 @@ async def test_the_sum_of_expected_outputs_does_not_drift(redis_url: str) -> Non
 
 async def test_entries_that_an_earlier_version_adds_and_takes(redis_url: str) -> None:
     """Such a gateway ranks nothing, and such an engine leaves the ranks of what it takes."""
-    async with fleet(redis_url, "shortest_first") as world:
-        long, gone, short = [await world.accept(tokens=tokens, partition=0) for tokens in (30, 1, 2)]
+    async with fleet(redis_url, "shortest_first", ageing_ms=LONG_MS) as world:
+        long, gone, short = [await world.accept(tokens=tokens, partition=0) for tokens in (3000, 1, 2)]
         where = await world.broker.directory.locate(gone)
         execute = world.broker.connection.execute
         entry = await execute("HGET", where.request(gone), "entry")
         await execute("XDEL", f"{where.prefix}queue:0", entry)
         await execute("HSET", where.request(gone), "state", "running")
-        added = await world.accept(tokens=12, partition=0)
+        added = await world.accept(tokens=1500, partition=0)
         entry = await execute("HGET", where.request(added), "entry")
         await execute("ZREM", f"{where.prefix}ranks:0", entry)
         assert await world.claim(4) == [short, added, long]

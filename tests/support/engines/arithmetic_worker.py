@@ -33,7 +33,7 @@ from support.engines.arithmetic_model import (
 MODEL = "arithmetic"
 TENANT = "tenant"
 FACTS = ArithmeticFacts()
-LIMIT_S = 40.0
+LIMIT_S = 150.0
 
 
 class SlowRunner(ArithmeticRunner):
