@@ -7,7 +7,6 @@ their reasons.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -16,8 +15,6 @@ import kopf
 from pagestream_operator.errors import SettingsError
 from pagestream_operator.kube.access import find_access, open_session
 from pagestream_operator.kube.kinds import WATCHED, Kind
-
-logger = logging.getLogger(__name__)
 
 REGISTRY = kopf.OperatorRegistry()
 
@@ -74,10 +71,11 @@ async def login(memo: kopf.Memo, **_: Any) -> kopf.AiohttpSession | None:
     try:
         access = find_access()
         if access == memo.access:
+            memo.run.give_up("the API server doesn't take the token, and there is no other one")
             return None
         opened = open_session(access, memo.run.note_answer)
     except (SettingsError, OSError, ValueError) as error:
-        logger.warning("the watches can't log in: %s", error)
+        memo.run.give_up(str(error))
         return None
     memo.access = access
     memo.sessions.append(opened.aiohttp_session)

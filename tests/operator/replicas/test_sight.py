@@ -80,7 +80,7 @@ def test_watches_begin_again_when_the_definition_was_made_again(bare: ControlPla
     world = PoolWorld(bare, "again")
     with running_operator(bare, world.namespace, **QUICK) as operator:
         eventually(operator.leads, "a leader", LIMIT_S)
-        world.create("first", replicas=0)
+        world.create("first", replicas=0, drain={"deletionTimeoutSeconds": 0, "whenDeleted": "Keep"})
         world.wait_condition("Ready", "ScaledToZero", "first")
         assert "EnginePool event" in health(operator)[world.namespace]
         bare.delete(DEFINITION)

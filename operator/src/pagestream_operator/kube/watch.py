@@ -48,7 +48,13 @@ _EXIT_S = 3.0
 _LOOK_S = 1.0
 _UNKNOWN_S = 10.0
 """After the first answer about any kind; by then kopf has asked for the others."""
-_FIRST_ERROR = 300
+_HUNG_S = 60.0
+"""A thread of kopf that lives for so long after its end hangs. It waits 5 s for tasks of its own."""
+_FIRST_ERROR, _FORBIDDEN, _NOT_FOUND = 300, 403, 404
+_FORBIDDEN_TIMES = 3
+"""Refusals of one kind in a row at which a run is given up: kopf would go on for 22 s."""
+_REFUSALS = 2
+"""Lists that are refused in a row, after which the namespace no longer counts as seen."""
 _GRACE_S = 5.0
 """For the start of kopf, and for answers of a busy API server."""
 _DEAF_AFTER, _BLIND_AFTER = 2.0, 3.0
@@ -108,7 +114,8 @@ class Watcher:
         self._suspected: set[Kind] = set()
         self._wake = asyncio.Event()
         self._repair_pause_s = _RESTART_S
-        self._threads: list[threading.Thread] = []
+        self._runs: list[KopfRun] = []
+        """Those whose threads have not ended yet."""
 
     @property
     def place(self) -> str:
@@ -127,8 +134,8 @@ class Watcher:
 
     @property
     def num_hung(self) -> int:
-        """Threads of former runs of kopf that have not ended."""
-        return max(0, sum(thread.is_alive() for thread in list(self._threads)) - 1)
+        """Threads of kopf that have not ended long after they should have."""
+        return sum(run.hangs for run in list(self._runs))
 
     def unheard(self) -> dict[Kind, float]:
         """Seconds since the last sign of the kinds of which there has been none for too long; inf: none at all."""
@@ -185,8 +192,9 @@ class Watcher:
         """Run kopf until it ends, hears nothing for too long, or `stop` is set."""
         run = KopfRun(self, self._registry, asyncio.get_running_loop())
         self.num_runs += 1
-        self._threads = [thread for thread in self._threads if thread.is_alive()]
-        self._threads.append(run.start())
+        self._runs = [each for each in self._runs if each.is_alive]
+        self._runs.append(run)
+        run.start()
         stopping = asyncio.create_task(stop.wait())
         ending = asyncio.create_task(run.ended.wait())
         try:
@@ -202,24 +210,23 @@ class Watcher:
             run.close()
             stopping.cancel()
             ending.cancel()
-        if run.ended.is_set():
-            if not stop.is_set():
-                logger.warning("the watches of %s have ended, and are started again: %s", self.place, run.error)
-        elif not stop.is_set():
-            logger.warning("a thread of kopf has not ended within %g s, and is left behind (%s)", _EXIT_S, self.place)
+        if run.ended.is_set() and not stop.is_set():
+            logger.warning("the watches of %s have ended, and are started again: %s", self.place, run.error)
 
     # -- lists
 
     async def _list_all(self, stop: asyncio.Event) -> None:
         """List all kinds into the store, however long it takes until that succeeds."""
-        pause_s = _RESTART_S
+        pause_s, num_refused = _RESTART_S, 0
         while not stop.is_set():
             try:
                 for kind in WATCHED:
                     await self._list(kind)
             except ApiFailure as error:
-                # A refusal lasts until somebody grants the right. While no answer comes, what was seen may still hold.
-                self._is_refused = self._is_refused or not isinstance(error, ApiUnavailable)
+                # A refusal that lasts ends when somebody grants the right. An API server that has just started refuses
+                # for a moment what it will grant; and while no answer comes, what was seen may still hold.
+                num_refused = 0 if isinstance(error, ApiUnavailable) else num_refused + 1
+                self._is_refused = self._is_refused or num_refused >= _REFUSALS
                 self._note_trouble(error)
             else:
                 self.trouble, self._is_refused, self._is_listed = "", False, True
@@ -302,22 +309,34 @@ class KopfRun:
         self._paths = {kind.path(watcher.namespace): kind for kind in WATCHED}
         self._began_s = time.monotonic()
         self._heard_s: dict[Kind, float] = {}
+        self._refusals: Counter[Kind] = Counter()
         self._listed: set[Kind] = set()
         self._known: set[Kind] = set()
         self._first_s: float | None = None
         """When it was heard of the first kind, and of which ones since."""
         self._is_closed = False
+        self._closed_s = 0.0
+        self._thread = threading.Thread(target=self._run, name=f"kopf {watcher.place}", daemon=True)
 
-    def start(self) -> threading.Thread:
+    def start(self) -> None:
         """Start the thread, which nobody has to join."""
-        thread = threading.Thread(target=self._run, name=f"kopf {self._watcher.place}", daemon=True)
-        thread.start()
-        return thread
+        self._thread.start()
 
     def close(self) -> None:
         """End it, and take nothing more from it."""
         self.flag.set()
         self._is_closed = True
+        self._closed_s = time.monotonic()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its thread has not ended."""
+        return self._thread.is_alive()
+
+    @property
+    def hangs(self) -> bool:
+        """Whether its thread should have ended long ago."""
+        return self._is_closed and self.is_alive and time.monotonic() - self._closed_s > _HUNG_S
 
     def silent(self, limit_s: float) -> str:
         """The kinds of which neither an event nor a new watch has come for longer than a limit; "" for none."""
@@ -347,8 +366,16 @@ class KopfRun:
             path: of its URL, without what the address of the API server adds.
         """
         kind = self._paths.get(path)
-        if kind is not None and status < _FIRST_ERROR:
+        if kind is None:
+            return
+        if status < _FIRST_ERROR:
             self._post(self._answered, kind, is_watch)
+        elif status in (_NOT_FOUND, _FORBIDDEN):
+            self._post(self._refused, kind, status)
+
+    def give_up(self, why: str) -> None:
+        """Count the run as ended: kopf can't go on, and takes its time to notice that."""
+        self._post(self._give_up, why)
 
     def _run(self) -> None:
         try:
@@ -402,6 +429,7 @@ class KopfRun:
 
     def _answered(self, kind: Kind, is_watch: bool) -> None:
         self._watcher.hear(kind, "watch" if is_watch else "list")
+        self._refusals[kind] = 0
         self._known.add(kind)
         self._first_s = time.monotonic() if self._first_s is None else self._first_s
         if not is_watch:
@@ -411,6 +439,15 @@ class KopfRun:
         if kind in self._listed:  # what ended before that list, no event reports
             self._listed.discard(kind)
             self._watcher.suspect(kind)
+
+    def _refused(self, kind: Kind, status: int) -> None:
+        self._refusals[kind] += 1
+        if self._refusals[kind] >= (1 if status == _NOT_FOUND else _FORBIDDEN_TIMES):
+            self._give_up(f"status {status} for {kind.plural}")
+
+    def _give_up(self, why: str) -> None:
+        self.error = why
+        self.ended.set()
 
 
 def _longer(pause_s: float) -> float:
