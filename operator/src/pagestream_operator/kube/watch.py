@@ -284,6 +284,8 @@ class Watcher:
             if settled.dropped:
                 counted = {"kind": kind.name, "count": settled.dropped}
                 logger.info("dropped objects whose end no watch reported", extra=counted)
+            if settled.rewound and self._runs:  # kopf would wait for versions that come much later, or not at all
+                self._runs[-1].give_up("the API server's data is older than what was seen")
 
 
 @contextmanager
