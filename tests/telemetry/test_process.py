@@ -86,7 +86,7 @@ def test_the_export_of_metrics_outlives_a_bug(
 
     monkeypatch.setattr(OTLPMetricExporter, "export", export)
     monkeypatch.setattr(OTLPMetricExporter, "shutdown", shutdown)
-    settings = TelemetrySettings(otlp_endpoint="http://127.0.0.1:9", export_interval_s=0.05, traces=False)
+    settings = TelemetrySettings(otlp_endpoint="http://127.0.0.1:9", export_interval_s=0.1, traces=False)
     with running_telemetry(settings, service="s", instance_id="i", environ={}):
         assert arrived.wait(60)
     assert "a bug" in caplog.text

@@ -28,7 +28,7 @@ from typing import Any
 
 import kopf
 
-from pagestream_operator.errors import ApiFailure, ApiUnavailable, Gone
+from pagestream_operator.errors import ApiFailure, ApiUnavailable, Gone, Rejected
 from pagestream_operator.kube.client import KubeClient
 from pagestream_operator.kube.kinds import WATCHED, Kind
 from pagestream_operator.kube.store import ObjectStore
@@ -259,18 +259,25 @@ class Watcher:
             kinds, self._suspected = self._suspected, set()
             if self.trouble or stop.is_set():
                 continue  # all kinds are listed as soon as they can be
-            for kind in kinds:
-                await self._repair(kind)
+            await self._repair(kinds)
 
-    async def _repair(self, kind: Kind) -> None:
+    async def _repair(self, kinds: set[Kind]) -> None:
+        left = set(kinds)
         try:
-            await self._list(kind)
-            self._repair_pause_s = _RESTART_S
+            for kind in kinds:
+                try:
+                    await self._list(kind)
+                    left.discard(kind)
+                except (Gone, Rejected) as error:  # which may concern this kind alone
+                    logger.warning("can't list %s, will try again: %s", kind.plural, error)
         except ApiFailure as error:
-            logger.warning("can't list %s, will try again: %s", kind.plural, error)
-            self._suspected.add(kind)
-            asyncio.get_running_loop().call_later(self._repair_pause_s, self._wake.set)
-            self._repair_pause_s = _longer(self._repair_pause_s)
+            logger.warning("can't list what watches may have missed, will try again: %s", error)
+        if not left:
+            self._repair_pause_s = _RESTART_S
+            return
+        self._suspected |= left
+        asyncio.get_running_loop().call_later(self._repair_pause_s, self._wake.set)
+        self._repair_pause_s = _longer(self._repair_pause_s)
 
     async def _list(self, kind: Kind) -> None:
         """List a kind once, into the store. Raises ApiFailure."""
