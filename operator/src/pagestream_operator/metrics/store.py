@@ -134,7 +134,8 @@ class MetricsStore:
     def take_number(self, source: Source, name: str, point: Number, *, delta: bool | None) -> Taken:
         """Store one point of a gauge (`delta` None) or of a sum."""
         correction_s = self._clocks.correction(_sender(source), point.time_s)
-        point = replace(point, **_shifted(point, correction_s)) if correction_s else point
+        if correction_s:
+            point = replace(point, time_s=point.time_s + correction_s, start_s=_shifted(point.start_s, correction_s))
         trouble = self._time_trouble(point.time_s)
         if trouble is not None:
             return trouble
@@ -188,7 +189,8 @@ class MetricsStore:
     def take_latency(self, source: Source, point: Histogram, *, delta: bool) -> Taken:
         """Store one point of the time to first token."""
         correction_s = self._clocks.correction(_sender(source), point.time_s)
-        point = replace(point, **_shifted(point, correction_s)) if correction_s else point
+        if correction_s:
+            point = replace(point, time_s=point.time_s + correction_s, start_s=_shifted(point.start_s, correction_s))
         trouble = self._time_trouble(point.time_s)
         if trouble is not None:
             return trouble
@@ -306,9 +308,9 @@ def _sender(source: Source) -> str:
     return f"{source.namespace}/{source.name}/{source.instance}"
 
 
-def _shifted(point: Number | Histogram, by_s: float) -> dict[str, float]:
-    """The times of a point by this process' clock."""
-    return {"time_s": point.time_s + by_s, "start_s": point.start_s + by_s if point.start_s else 0.0}
+def _shifted(start_s: float, by_s: float) -> float:
+    """The start of a point by this process' clock; 0 where there is none."""
+    return start_s + by_s if start_s else 0.0
 
 
 def _split_model(point: Number | Histogram) -> tuple[str, tuple[tuple[str, str], ...]]:
