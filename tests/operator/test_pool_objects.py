@@ -417,6 +417,21 @@ def test_the_job_that_unpublishes_is_no_engine_and_reaches_redis_as_one() -> Non
     assert job["spec"]["activeDeadlineSeconds"] == 60
 
 
+def test_the_job_that_unpublishes_needs_no_object_that_goes_with_the_pool() -> None:
+    """A deletion in the foreground takes the pool's ConfigMap before the Job is made, and would take the Job."""
+    defaults = dataclasses.replace(
+        DEFAULTS, config_map="settings", shared={"PAGESTREAM_BROKER__KEY_PREFIX": "a$(HOME)"}
+    )
+    job = unpublish_job(pool("llama"), defaults, ["demo"])
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["envFrom"] == [{"configMapRef": {"name": "settings", "optional": True}}]
+    assert {"name": "PAGESTREAM_BROKER__KEY_PREFIX", "value": "a$$(HOME)"} in container["env"], "nothing is expanded"
+    assert [owner["blockOwnerDeletion"] for owner in job["metadata"]["ownerReferences"]] == [False]
+    late = unpublish_job(pool("llama", drain={"graceSeconds": 600}), defaults, ["demo"], outlives_pool=True)
+    assert "ownerReferences" not in late["metadata"]
+    assert late["spec"]["activeDeadlineSeconds"] == 650
+
+
 def test_accepted_requests_are_ended_only_where_the_pool_says_so() -> None:
     job = unpublish_job(pool("llama", drain={"whenDeleted": "EndRequests"}), DEFAULTS, ["demo"])
     (container,) = job["spec"]["template"]["spec"]["containers"]

@@ -13,16 +13,20 @@ from pagestream_telemetry.logs import configure_logs
 from pagestream_telemetry.settings import TelemetrySettings, telemetry_settings
 
 from pagestream_operator.app import App
-from pagestream_operator.commands import apply_crd, delete_pools
+from pagestream_operator.commands import apply_crd, delete_pools, release_pools
 from pagestream_operator.errors import OperatorError
 from pagestream_operator.settings import Settings, load_settings
 
 EXIT_FAILED = 1
 EXIT_BAD_OPTIONS = 2
-_COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"apply-crd": apply_crd, "delete-pools": delete_pools}
+_COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+    "apply-crd": apply_crd,
+    "delete-pools": delete_pools,
+    "release-pools": release_pools,
+}
 _USAGE = (
-    "usage: pagestream-operator [apply-crd | delete-pools ...]; without a command it runs the operator, whose settings "
-    "are environment variables, PAGESTREAM_OPERATOR__<FIELD>"
+    "usage: pagestream-operator [apply-crd | delete-pools | release-pools ...]; without a command it runs the "
+    "operator, whose settings are environment variables, PAGESTREAM_OPERATOR__<FIELD>"
 )
 _KOPF_LEVELS = {"kopf": logging.WARNING, "kopf._core.reactor.running": logging.ERROR}
 """A line for each watch adds nothing to the metrics, and kopf warns that it doesn't handle signals: `_run` does."""

@@ -16,7 +16,6 @@ from pagestream_telemetry.endpoint import Endpoint, Probes
 from pagestream_telemetry.process import running_telemetry
 from pagestream_telemetry.settings import TelemetrySettings
 
-from pagestream_operator.errors import ApiFailure
 from pagestream_operator.handlers import REGISTRY
 from pagestream_operator.instruments import export_sight, export_state, pass_observer
 from pagestream_operator.kube.apply import Applier
@@ -36,7 +35,7 @@ from pagestream_operator.metrics import (
     SinkSettings,
     SteadyClock,
 )
-from pagestream_operator.pool.finalizer import release_finalizers
+from pagestream_operator.pool.finalizer import Finalizers, Home
 from pagestream_operator.pool.reconciler import Context
 from pagestream_operator.settings import Settings
 from pagestream_operator.supervision import sleep_until, supervised, wait_for_stop
@@ -125,12 +124,23 @@ class App:
             on_change=lambda _: manager.wake_all(),
             sees=lambda: sight.extent,
         )
+        recorder = Recorder(client, leadership, lease)
         context = Context(
             client=client,
             store=store,
             leadership=leadership,
             applier=Applier(client, store, leadership),
-            recorder=Recorder(client, leadership),
+            recorder=recorder,
+            finalizers=Finalizers(
+                client,
+                store,
+                leadership,
+                recorder,
+                self._settings.release,
+                self._settings.namespaces,
+                Home(variables.pod_namespace, variables.lease_name, variables.stateful_set),
+                sight.shows,
+            ),
             metrics=metrics,
             defaults=self._settings.engine,
             status_s=variables.status_s,
@@ -156,6 +166,7 @@ class App:
                 begin("prometheus", PrometheusSource(context.metrics, self._prometheus()).run, stop_watching)
             begin("heartbeat", self._keep_beating, stop_watching)
             begin("watches", sight.run, stop_watching)
+            begin("finalizers", context.finalizers.run, stop_watching)
             leading = begin("leadership", leadership.run, stop_leading)
             working = begin("pools", manager.run, stop)
             await wait_for_stop(tasks, stop)
@@ -163,9 +174,9 @@ class App:
             self._is_stopping = True
             try:
                 async with asyncio.timeout(self._settings.variables.shutdown_s / 2):
-                    await release_finalizers(context.client, context.store, self._settings.release)
-            except (TimeoutError, ApiFailure) as error:
-                logger.warning("can't release finalizers: %s", error)
+                    await context.finalizers.release_at_exit()
+            except TimeoutError:
+                logger.warning("pools may keep their finalizer: the API server did not answer in time")
             stop_leading.set()
             await leading
             stop_watching.set()

@@ -34,6 +34,9 @@ class OperatorVariables:
     """Namespace of the lease."""
     lease_name: str = "pagestream-operator"
     """Name of the Lease by which the replicas elect a leader."""
+    stateful_set: str = ""
+    """The StatefulSet of the replicas in the lease's namespace. Where it is being deleted, or is to have none, replicas
+    that end remove the finalizer from their pools, which nobody would drain. Empty: the lease alone is looked at."""
     release: str = ""
     """The release of Pagestream whose pools this operator serves, and whose queues it scales by: the controllerClass of
     its pools, and the resource attribute pagestream.release of its gateways. Empty: POD_NAMESPACE.LEASE_NAME."""

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from pagestream_operator import Rejected
-from pagestream_operator.commands import apply_crd, apply_definition, delete_pools, remove_pools
+from pagestream_operator.commands import apply_crd, apply_definition, delete_pools, release_pools, remove_pools
 from pagestream_operator.crd import definition
 from pagestream_operator.kube import KubeClient
 from support.kubernetes.api import Administrator
@@ -84,3 +84,34 @@ async def test_a_pool_that_no_operator_drains_goes_after_the_limit(
 
 async def test_where_there_are_no_pools_there_is_nothing_to_do(client: KubeClient, namespace: str) -> None:
     assert await remove_pools(client, [namespace], "", limit_s=1) == []
+
+
+def finalizers(admin: Administrator, namespace: str, name: str) -> list[str]:
+    found: list[str] = admin.get("--namespace", namespace, "enginepool", name)["metadata"].get("finalizers", [])
+    return found
+
+
+def test_pools_that_outlive_their_release_lose_its_finalizer(
+    admin: Administrator, kubeconfig: None, namespace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drain = "pagestream.dev/drain"
+    for name, holder in (("ours", "llm.gone"), ("theirs", "llm.other")):
+        text = pool(name, finalizer=f"{drain}, {FINALIZER}")
+        admin.run("kubectl", "--namespace", namespace, "apply", "--filename", "-", text=text)
+        status = json.dumps({"status": {"controllerClass": holder, "conditions": []}})
+        patch = ("patch", "enginepool", name, "--subresource=status", "--type=merge", "--patch", status)
+        admin.run("kubectl", "--namespace", namespace, *patch)
+    release_pools(["--release", "llm.gone"])
+    assert f"{namespace}/ours stays" in capsys.readouterr().err
+    assert finalizers(admin, namespace, "ours") == [FINALIZER]
+    assert finalizers(admin, namespace, "theirs") == [drain, FINALIZER]
+    everything = (
+        "patch",
+        "enginepool",
+        "ours",
+        "theirs",
+        "--type=merge",
+        "--patch",
+        '{"metadata":{"finalizers":null}}',
+    )
+    admin.run("kubectl", "--namespace", namespace, *everything)

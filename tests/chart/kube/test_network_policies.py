@@ -152,7 +152,7 @@ def part(component: str, namespace: str = LLM, release: str = "pagestream") -> P
 
 
 GATEWAY, OPERATOR, REDIS, COLLECTOR = part("gateway"), part("operator"), part("redis"), part("collector")
-SMOKE, CRD_HOOK, POOLS_HOOK = part("smoke"), part("crd-hook"), part("pools-hook")
+SMOKE, CRD_HOOK, POOLS_HOOK, RELEASE_HOOK = (part(each) for each in ("smoke", "crd-hook", "pools-hook", "release-hook"))
 # As the operator makes it: of no release.
 ENGINE = Pod(LLM, {"app.kubernetes.io/name": "pagestream-engine", "pagestream.dev/pool": "demo"})
 UNPUBLISH = Pod(LLM, {"app.kubernetes.io/name": "pagestream-engine", "app.kubernetes.io/component": "unpublish"})
@@ -207,7 +207,7 @@ DEFAULT: dict[str, tuple[bool, list[Flow]]] = {
     ),
     "the operator and the hooks reach the API server": (
         True,
-        [(who, API_SERVER, port) for who in (OPERATOR, CRD_HOOK, POOLS_HOOK) for port in (443, 6443)],
+        [(who, API_SERVER, port) for who in (OPERATOR, CRD_HOOK, POOLS_HOOK, RELEASE_HOOK) for port in (443, 6443)],
     ),
     "gateways, engines, Redis and the collector do not": (
         False,
@@ -255,7 +255,7 @@ def test_with_default_values(what: str) -> None:
 def test_every_pod_is_closed_in_both_directions() -> None:
     """A component without a policy would be open to all, and no row of the table would show it."""
     stranger = Pod("apps", {"app": "stranger"})
-    for pod in (GATEWAY, ENGINE, OPERATOR, REDIS, COLLECTOR, SMOKE, CRD_HOOK, POOLS_HOOK):
+    for pod in (GATEWAY, ENGINE, OPERATOR, REDIS, COLLECTOR, SMOKE, CRD_HOOK, POOLS_HOOK, RELEASE_HOOK):
         check(namespaced(render()), [(stranger, pod, 12345), (pod, stranger, 12345)], pass_=False)
 
 

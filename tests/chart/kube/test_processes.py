@@ -300,6 +300,7 @@ def test_only_the_operator_and_the_hooks_mount_a_token() -> None:
         "StatefulSet/pagestream-operator",
         "Job/pagestream-apply-crd",
         "Job/pagestream-delete-pools",
+        "Job/pagestream-release-pools",
     }
 
 
@@ -311,7 +312,7 @@ def test_no_pod_is_told_of_services_by_its_environment() -> None:
     assert "pagestream" not in names
 
 
-@pytest.mark.parametrize("hook", ["apply-crd", "delete-pools"])
+@pytest.mark.parametrize("hook", ["apply-crd", "delete-pools", "release-pools"])
 def test_the_hooks_run_the_operators_commands(hook: str, capsys: pytest.CaptureFixture[str]) -> None:
     (container,) = pods(render())[f"Job/pagestream-{hook}"]["spec"]["containers"]
     assert [*container["command"], container["args"][0]] == ["pagestream-operator", hook]

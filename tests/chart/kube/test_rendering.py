@@ -61,6 +61,21 @@ def test_the_parts_that_matter_most(name: str) -> None:
     check(name, re.sub(r"(checksum/\w+): [0-9a-f]{64}", r"\1: ...", text))
 
 
+def test_a_release_can_do_without_objects_of_the_whole_cluster() -> None:
+    kinds = {manifest["kind"] for manifest in render("--set", "operator.releaseFinalizers=false,crds.upgrade=false")}
+    assert not [kind for kind in kinds if kind.startswith(("Cluster", "ValidatingAdmissionPolicy"))]
+
+
+def test_what_takes_the_finalizer_away_outlives_a_release_that_is_deleted_all_at_once() -> None:
+    kept = {
+        manifest["kind"]
+        for manifest in render()
+        if manifest["metadata"].get("annotations", {}).get("argocd.argoproj.io/sync-options") == "Delete=false"
+    }
+    policy = "ValidatingAdmissionPolicy"
+    assert kept == {"ServiceAccount", "ClusterRole", "ClusterRoleBinding", policy, f"{policy}Binding"}
+
+
 @pytest.mark.parametrize("values", ["default", "gitops"])
 def test_the_notes(values: str, admin: Administrator) -> None:
     command = ("helm", "install", "pagestream", str(CHART), "--dry-run=server", "--namespace", "default")

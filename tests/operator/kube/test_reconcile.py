@@ -535,6 +535,7 @@ def test_a_model_that_another_pool_serves_stays_published(operator: OperatorProc
 def test_deletion_does_not_wait_for_ever(operator: OperatorProcess, world: PoolWorld) -> None:
     world.create("late", minReplicas=1, drain={"deletionTimeoutSeconds": 1})
     world.make_ready("late", 1)
+    world.wait_condition("Ready", "EnoughEngines", "late")
     world.kube.delete(world.path("enginepools", "late"))
     eventually(lambda: not world.kube.exists(world.path("enginepools", "late")), "the pool is gone")
     assert any("still draining" in note for note in world.events("DrainTimedOut"))

@@ -74,6 +74,13 @@ def environment(pool: EnginePool, defaults: EngineDefaults, config_map: str) -> 
     return {"envFrom": _env_from(defaults, config_map), "env": _env(pool, defaults)}
 
 
+def standalone_environment(pool: EnginePool, defaults: EngineDefaults) -> dict[str, Any]:
+    """The engine's variables without a ConfigMap of the pool: what the process needs that only reaches Redis."""
+    shared = {name: {"name": name, "value": value.replace("$", "$$")} for name, value in defaults.shared.items()}
+    own = {variable["name"]: variable for variable in _env(pool, defaults)}
+    return {"envFrom": _shared_env_from(defaults), "env": [*{**shared, **own}.values()]}
+
+
 def container_security(pool: EnginePool) -> dict[str, Any]:
     """The container's security context."""
     return {"securityContext": overlaid(_SECURITY_CONTEXT, pool.spec.template.security_context)}
@@ -95,10 +102,11 @@ def _probe(path: str, *, period_s: int, timeout_s: int, failures: int) -> dict[s
 
 
 def _env_from(defaults: EngineDefaults, config_map: str) -> list[dict[str, Any]]:
-    own = {"configMapRef": {"name": config_map}}
-    if not defaults.config_map:
-        return [own]
-    return [{"configMapRef": {"name": defaults.config_map, "optional": True}}, own]
+    return [*_shared_env_from(defaults), {"configMapRef": {"name": config_map}}]
+
+
+def _shared_env_from(defaults: EngineDefaults) -> list[dict[str, Any]]:
+    return [{"configMapRef": {"name": defaults.config_map, "optional": True}}] if defaults.config_map else []
 
 
 def _env(pool: EnginePool, defaults: EngineDefaults) -> list[dict[str, Any]]:

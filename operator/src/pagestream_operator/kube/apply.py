@@ -12,7 +12,7 @@ from pagestream_operator.children.manifest import MANAGED_BY, MANAGER, POOL_LABE
 from pagestream_operator.errors import Blocked, Conflict, Gone
 from pagestream_operator.kube.client import KubeClient
 from pagestream_operator.kube.compare import differs, fingerprint
-from pagestream_operator.kube.kinds import CONFIG_MAP, DEPLOYMENT, Kind, kind_of
+from pagestream_operator.kube.kinds import CONFIG_MAP, DEPLOYMENT, POOL, Kind, kind_of
 from pagestream_operator.kube.lease import Leadership
 from pagestream_operator.kube.ownership import SCALER, owns_replicas, taken_over
 from pagestream_operator.kube.store import ObjectKey, ObjectStore
@@ -63,6 +63,8 @@ class Applier:
             self._settled[key] = fingerprint(wanted, await self._create(kind, wanted, replicas))
             return Outcome.CREATED
         _check_owner(pool, kind, live)
+        if not live["metadata"].get("ownerReferences"):
+            await self._check_not_deleted(pool)
         managed = taken_over(live)
         before = live
         is_settled = not differs(wanted, live) or self._settled.get(key) == fingerprint(wanted, live)
@@ -112,6 +114,13 @@ class Applier:
             return await self._client.get(kind, namespace, name)
         except Gone:
             return None
+
+    async def _check_not_deleted(self, pool: EnginePool) -> None:
+        """Read the pool past the store before its object is owned again: `--cascade=orphan` has perhaps let it go."""
+        found = await self._client.get(POOL, pool.namespace, pool.name)
+        if found["metadata"]["uid"] != pool.uid or found["metadata"].get("deletionTimestamp") is not None:
+            self._store.put(POOL, found)
+            raise Conflict(f"{POOL.name} {pool.namespace}/{pool.name} is being deleted")
 
     async def _create(self, kind: Kind, wanted: Manifest, replicas: int) -> Live:
         if kind is not DEPLOYMENT:

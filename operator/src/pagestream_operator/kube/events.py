@@ -7,11 +7,11 @@ import secrets
 from datetime import UTC, datetime
 from typing import Any
 
-from pagestream_operator.api import API_VERSION, GROUP, KIND
+from pagestream_operator.api import GROUP
 from pagestream_operator.errors import ApiFailure, NotLeading
 from pagestream_operator.kube.client import KubeClient
-from pagestream_operator.kube.kinds import EVENT
-from pagestream_operator.kube.lease import Leadership
+from pagestream_operator.kube.kinds import EVENT, LEASE, POOL, Kind
+from pagestream_operator.kube.lease import Leadership, LeaseSettings
 
 logger = logging.getLogger(__name__)
 
@@ -21,8 +21,8 @@ _NOTE_CHARACTERS = 1024  # the API server's own limit
 class Recorder:
     """Publishes events about pools. One that can't be written is logged and lost: nothing depends on events."""
 
-    def __init__(self, client: KubeClient, leadership: Leadership) -> None:
-        self._client, self._leadership = client, leadership
+    def __init__(self, client: KubeClient, leadership: Leadership, lease: LeaseSettings) -> None:
+        self._client, self._leadership, self._lease = client, leadership, lease
 
     async def publish(
         self, pool: dict[str, Any], reason: str, note: str, *, action: str, warning: bool = False
@@ -33,8 +33,21 @@ class Recorder:
             action: what the operator did.
             warning: whether its type is Warning instead of Normal.
         """
-        namespace, name = pool["namespace"], pool["name"]
-        logger.info(note, extra={"pool": f"{namespace}/{name}", "reason": reason})
+        about = {"name": pool["name"], "uid": pool["uid"], "resourceVersion": pool["resourceVersion"]}
+        await self._publish(pool["namespace"], POOL, about, reason, note, action=action, warning=warning)
+
+    async def publish_at_lease(self, reason: str, note: str, *, action: str, warning: bool = False) -> None:
+        """Publish an event about the operators' Lease: a namespace that is being deleted takes no events, and neither
+        does one in which the operator has no rights.
+        """
+        about = {"name": self._lease.name}
+        await self._publish(self._lease.namespace, LEASE, about, reason, note, action=action, warning=warning)
+
+    async def _publish(
+        self, namespace: str, kind: Kind, about: dict[str, str], reason: str, note: str, *, action: str, warning: bool
+    ) -> None:
+        name = about["name"]
+        logger.info(note, extra={"pool" if kind is POOL else "lease": f"{namespace}/{name}", "reason": reason})
         body = {
             "apiVersion": EVENT.api_version,
             "kind": EVENT.name,
@@ -46,14 +59,7 @@ class Recorder:
             "reason": reason,
             "note": note[:_NOTE_CHARACTERS],
             "type": "Warning" if warning else "Normal",
-            "regarding": {
-                "apiVersion": API_VERSION,
-                "kind": KIND,
-                "namespace": namespace,
-                "name": name,
-                "uid": pool["uid"],
-                "resourceVersion": pool["resourceVersion"],
-            },
+            "regarding": {"apiVersion": kind.api_version, "kind": kind.name, "namespace": namespace, **about},
         }
         try:
             async with self._leadership.act():

@@ -39,6 +39,11 @@ def claim_on(body: Mapping[str, Any], release: str) -> Claim:
     return Claim.FREE if named == release or holder is None else Claim.REFUSED
 
 
+def is_claimed(body: Mapping[str, Any], release: str) -> bool:
+    """Whether a release's operator has claimed a pool, and has put its finalizer there, wherever the pool is now."""
+    return release == (part(body, "status", "controllerClass") or part(body, "spec", "controllerClass"))
+
+
 def contested(pool: EnginePool, release: str) -> Finding:
     """The condition that a refused operator writes."""
     holder = pool.status.controller_class

@@ -1,41 +1,293 @@
-"""The finalizer of pools, and its release where no operator will be left to remove it."""
+"""The finalizer of pools, and its removal where their operator can't or won't see them go.
+
+A namespace's deletion, garbage collection and an upgrade of the release take away rights, pools and the operator itself
+in orders of their own. The chart therefore grants the removal by a ClusterRole, which outlives the Roles of namespaces.
+Four cases end in it beside the drain of a deleted pool (`reconciler.py`):
+
+- the pool's namespace is being deleted: no Job can be made in it;
+- the pool isn't this operator's any more: its namespace has left `operator.namespaces`, or it names another release;
+- the operator's release is being deleted, or has no replicas left;
+- the deletion is overdue, for whatever reason.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from pagestream_operator.api import GROUP
-from pagestream_operator.errors import ApiFailure, Rejected
-from pagestream_operator.kube.client import KubeClient
-from pagestream_operator.kube.kinds import CONFIG_MAP, POOL
+from pagestream_operator.api import GROUP, EnginePool
+from pagestream_operator.errors import ApiFailure, ApiUnavailable, Conflict, Gone, NotLeading, Rejected
+from pagestream_operator.fields import part, whole
+from pagestream_operator.kube.client import KubeClient, Object
+from pagestream_operator.kube.events import Recorder
+from pagestream_operator.kube.kinds import CONFIG_MAP, LEASE, NAMESPACE, POOL, STATEFUL_SET
+from pagestream_operator.kube.lease import Leadership
 from pagestream_operator.kube.ownership import SCALER
-from pagestream_operator.kube.store import ObjectStore, PoolKey
-from pagestream_operator.pool.claim import claim_on
+from pagestream_operator.kube.store import ObjectStore
+from pagestream_operator.pool.claim import claim_on, is_claimed
+from pagestream_operator.pool.unpublishing import models_to_remove, removal_commands
+from pagestream_operator.pool.view import PoolView
 
 logger = logging.getLogger(__name__)
 
 FINALIZER = f"{GROUP}/drain"
+FOREGROUND = "foregroundDeletion"
+_ORPHAN = "orphan"
+
+_SWEEP_S = 10.0
+"""Seconds between two lists of all pools."""
+_LOOK_S = 1.0
+"""Seconds between two looks at whether this replica leads."""
+_OVERDUE_S = 120
+"""Seconds after `drain.deletionTimeoutSeconds` at which a pool goes whatever is in the way; its Job may take 75."""
+_DELETION_TIMEOUT_S = 60
+"""`drain.deletionTimeoutSeconds` of a spec that has none."""
+_TRIES = 3
 
 
-async def release_finalizers(client: KubeClient, store: ObjectStore, release: str) -> None:
-    """Remove the finalizer from all pools of this release in namespaces that are being deleted.
+@dataclass(frozen=True)
+class Home:
+    """The objects of the operators themselves, whose end is that of their release."""
 
-    The operator ends with its namespace, and then its pools would keep the namespace for ever. Their pods end with the
-    namespace, and drain on SIGTERM.
+    namespace: str
+    lease: str
+    stateful_set: str
+    """Empty: they have none."""
 
-    Each replica does it when it ends, leading or not: the lease is deleted with the namespace, and a finalizer that is
-    removed twice harms nothing.
+
+@dataclass
+class Finalizers:
+    """Removes the finalizer from pools that nobody will drain. `run` does it while this replica leads."""
+
+    client: KubeClient
+    store: ObjectStore
+    leadership: Leadership
+    recorder: Recorder
+    release: str
+    namespaces: tuple[str, ...] | None
+    """Those that the operator serves; None for all."""
+    home: Home
+    shows: Callable[[str], bool] = lambda _: True
+    """Whether the store shows a namespace as it is: where it doesn't, no pool is drained."""
+    clock: Callable[[], float] = time.monotonic
+    _deleted: dict[str, float] = field(default_factory=dict)
+    """When pools were first seen being deleted, by their uids."""
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Sweep every `_SWEEP_S` as leader, until `stop` is set."""
+        while not stop.is_set():
+            pause = _LOOK_S
+            if self.leadership.is_leading:
+                pause = _SWEEP_S
+                try:
+                    await self.sweep()
+                except (ApiFailure, NotLeading) as error:
+                    logger.warning("can't look for pools that keep their finalizer: %s", error)
+                except Exception:
+                    logger.exception("the look for pools that keep their finalizer has failed")
+            try:
+                async with asyncio.timeout(pause):
+                    await stop.wait()
+            except TimeoutError:
+                continue
+
+    async def sweep(self) -> None:
+        """Look once at all pools of the cluster, or without that right at those of the served namespaces.
+
+        Raises:
+            ApiFailure: no pool can be listed.
+        """
+        found = await self._list()
+        uids = {body["metadata"]["uid"] for body in found}
+        self._deleted = {uid: since for uid, since in self._deleted.items() if uid in uids}
+        for body in found:
+            if FINALIZER not in (body["metadata"].get("finalizers") or []) or not is_claimed(body, self.release):
+                continue
+            try:
+                await self._look_at(body)
+            except (ApiFailure, NotLeading) as error:
+                logger.warning("can't remove the finalizer of a pool: %s", error, extra={"pool": _name(body)})
+            except Exception:
+                logger.exception("a pool that keeps its finalizer can't be read", extra={"pool": _name(body)})
+
+    async def release_at_exit(self) -> None:
+        """Remove the finalizer from pools that no operator will be left to drain.
+
+        They are those in namespaces that are being deleted, as the operator's own may be, and all of the release where
+        that is being deleted. Each replica does it when it ends, leading or not: the lease is deleted, too, and a
+        finalizer that is removed twice harms nothing.
+        """
+        try:
+            found = await self._list()
+        except ApiFailure as error:
+            logger.warning("can't list pools, takes those that were seen last: %s", error)
+            found = [dict(body) for key in self.store.pools() if (body := self.store.get(POOL, *key)) is not None]
+        ours = [
+            body
+            for body in found
+            if FINALIZER in (body["metadata"].get("finalizers") or [])
+            and (is_claimed(body, self.release) or (self._serves(body) and claim_on(body, self.release).is_served))
+        ]
+        if await self._is_release_going():
+            await self._remove_all(ours, "the operator's release is being deleted")
+            return
+        namespaces = sorted({body["metadata"]["namespace"] for body in ours})
+        answers = await asyncio.gather(*(is_terminating(self.client, each) for each in namespaces))
+        ending = {namespace for namespace, ends in zip(namespaces, answers, strict=True) if ends}
+        left = [body for body in ours if body["metadata"]["namespace"] in ending]
+        await self._remove_all(left, "its namespace is being deleted")
+
+    async def report_left(self, body: Mapping[str, Any], why: str) -> None:
+        """Publish, at the operators' Lease, that a deleted pool's models stay listed, if so."""
+        names = models_to_remove(body, self.store, self.release)
+        if names:
+            note = (
+                f"models of the deleted pool {_name(body)} stay listed, remove them by {removal_commands(names)}: {why}"
+            )
+            await self.recorder.publish_at_lease("UnpublishFailed", note, action="Unpublish", warning=True)
+
+    # -- which pools
+
+    async def _list(self) -> list[Object]:
+        try:
+            return await self.client.list(POOL, None)
+        except Rejected:
+            if self.namespaces is None:
+                raise
+        found: list[Object] = []
+        for namespace in self.namespaces:
+            try:
+                found += await self.client.list(POOL, namespace)
+            except Rejected as error:
+                logger.debug("can't list the pools of a namespace: %s", error)
+        return found
+
+    def _serves(self, body: Mapping[str, Any]) -> bool:
+        return self.namespaces is None or body["metadata"]["namespace"] in self.namespaces
+
+    async def _look_at(self, body: Object) -> None:
+        why = await self._reason(body)
+        if not why:
+            return
+        if body["metadata"].get("deletionTimestamp") is not None:
+            await self.report_left(body, why)
+        async with self.leadership.act():
+            await remove_finalizer(self.client, body)
+        logger.warning("removed the finalizer, since %s", why, extra={"pool": _name(body)})
+
+    async def _reason(self, body: Object) -> str:
+        """Why a pool must lose the finalizer; empty: it is to keep it."""
+        metadata, named = body["metadata"], part(body, "spec", "controllerClass")
+        if not self._serves(body):
+            return "the operator no longer serves its namespace"
+        if named not in (None, self.release):
+            return f"it is left to the operator of {named}"
+        if metadata.get("deletionTimestamp") is None:
+            return ""
+        if await is_terminating(self.client, metadata["namespace"]):
+            return "its namespace is being deleted"
+        if self._is_overdue(body):
+            return "its deletion is overdue"
+        known = self.store.get(POOL, metadata["namespace"], metadata["name"])
+        if known is None or known["metadata"].get("deletionTimestamp") is None:
+            self.store.put(POOL, body)  # no watch has shown it; the next pass deletes it
+        return ""
+
+    def _is_overdue(self, body: Mapping[str, Any]) -> bool:
+        """Whether this process has seen the pool being deleted for too long, by its own clock."""
+        metadata = body["metadata"]
+        limit_s = whole(part(body, "spec", "drain", "deletionTimeoutSeconds"), _DELETION_TIMEOUT_S)
+        if self.shows(metadata["namespace"]):
+            limit_s += _OVERDUE_S
+        return self.clock() - self._deleted.setdefault(metadata["uid"], self.clock()) > limit_s
+
+    # -- the end of the release
+
+    async def _is_release_going(self) -> bool:
+        """Whether the operator's own objects are being deleted, or no replica shall be left."""
+        for kind, name in ((STATEFUL_SET, self.home.stateful_set), (LEASE, self.home.lease)):
+            if not name:
+                continue
+            try:
+                found = await self.client.get(kind, self.home.namespace, name)
+            except Gone:
+                return True
+            except Rejected:
+                if kind is LEASE:
+                    return True  # its Role was there before, and is gone
+                continue
+            except ApiUnavailable:
+                continue
+            if found["metadata"].get("deletionTimestamp") is not None:
+                return True
+            if kind is STATEFUL_SET and part(found, "spec", "replicas") == 0:
+                return True
+        return False
+
+    async def _remove_all(self, bodies: Sequence[Object], why: str) -> None:
+        async def remove(body: Object) -> None:
+            try:
+                await remove_finalizer(self.client, body)
+                logger.info("removed the finalizer, since %s", why, extra={"pool": _name(body)})
+            except ApiFailure as error:
+                logger.warning("can't remove the finalizer of a pool: %s", error, extra={"pool": _name(body)})
+
+        await asyncio.gather(*(remove(body) for body in bodies))
+
+
+async def remove_finalizer(client: KubeClient, body: Mapping[str, Any]) -> Object | None:
+    """Remove the finalizer from a pool; returns what the API server stores then, None if the pool is gone.
+
+    A pool that has changed since it was read is read again.
+
+    Raises:
+        ApiFailure: the API server refuses, or doesn't answer.
     """
-    keys = [key for key in store.pools() if claim_on(store.get(POOL, *key) or {}, release).is_served]
-    for namespace in sorted({key.namespace for key in keys}):
-        if await _is_terminating(client, namespace):
-            for key in [key for key in keys if key.namespace == namespace]:
-                await _release(client, store, key)
+    latest: Object | None = dict(body)
+    tries = 0
+    while latest is not None and FINALIZER in (latest["metadata"].get("finalizers") or []):
+        metadata = latest["metadata"]
+        left = [name for name in metadata["finalizers"] if name != FINALIZER]
+        patch = {"metadata": {"finalizers": left or None, "resourceVersion": metadata["resourceVersion"]}}
+        try:
+            return await client.merge(POOL, metadata["namespace"], metadata["name"], patch, manager=SCALER)
+        except Gone:
+            return None
+        except Conflict:
+            tries += 1
+            if tries == _TRIES:
+                raise
+            found = await client.list(POOL, metadata["namespace"])
+            latest = next((each for each in found if each["metadata"]["uid"] == metadata["uid"]), None)
+    return latest
 
 
-async def _is_terminating(client: KubeClient, namespace: str) -> bool:
-    """Whether the namespace refuses new objects. Asked with a dry run, which needs no right to read namespaces."""
+async def is_terminating(client: KubeClient, namespace: str) -> bool:
+    """Whether a namespace is being deleted; without the right to read it, whether it refuses new objects."""
+    try:
+        found = await client.get(NAMESPACE, None, namespace)
+    except Rejected:
+        return await _refuses_objects(client, namespace)
+    except ApiFailure:
+        return False
+    return found["metadata"].get("deletionTimestamp") is not None
+
+
+def is_orphaning(pool: EnginePool, view: PoolView) -> bool:
+    """Whether a pool is deleted by `--cascade=orphan`: its objects stay, and go on without it.
+
+    Garbage collection may be through with it, and has then taken the owner out of the pool's objects.
+    """
+    owned = view.deployment is None or bool(view.deployment["metadata"].get("ownerReferences"))
+    return _ORPHAN in pool.finalizers or not owned
+
+
+async def _refuses_objects(client: KubeClient, namespace: str) -> bool:
     probe = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -45,18 +297,10 @@ async def _is_terminating(client: KubeClient, namespace: str) -> bool:
         await client.create(CONFIG_MAP, probe, dry_run=True)
     except Rejected as error:
         return "being terminated" in str(error)
+    except ApiFailure:
+        return False
     return False
 
 
-async def _release(client: KubeClient, store: ObjectStore, key: PoolKey) -> None:
-    body = store.get(POOL, *key)
-    finalizers = [] if body is None else body["metadata"].get("finalizers") or []
-    if FINALIZER not in finalizers:
-        return
-    left = [name for name in finalizers if name != FINALIZER]
-    try:
-        patch = {"metadata": {"finalizers": left or None}}
-        await client.merge(POOL, key.namespace, key.name, patch, manager=SCALER)
-        logger.info("removed the finalizer, since the namespace is being deleted", extra={"pool": "/".join(key)})
-    except ApiFailure as error:
-        logger.warning("can't remove the finalizer of a pool: %s", error, extra={"pool": "/".join(key)})
+def _name(body: Mapping[str, Any]) -> str:
+    return f"{body['metadata']['namespace']}/{body['metadata']['name']}"

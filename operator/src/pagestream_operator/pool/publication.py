@@ -3,8 +3,12 @@ all models of its list, before it is ready; the operator, which keeps out of Red
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from pagestream_operator.api import EnginePool
 from pagestream_operator.children.manifest import digest
+from pagestream_operator.fields import mapping, mappings, part, text
 from pagestream_operator.pool.view import PoolView
 
 
@@ -22,7 +26,18 @@ def published_card(pool: EnginePool, view: PoolView) -> str | None:
     return card_digest(pool) if view.ready and is_newest else pool.status.published_card
 
 
+def has_published(pool: EnginePool, view: PoolView) -> bool:
+    """Whether an engine of the pool has ever published its models, as far as the operator has seen."""
+    return pool.status.published_card is not None or bool(view.ready)
+
+
 def awaits_card(pool: EnginePool) -> bool:
     """Whether the pool must have an engine that publishes its model: at zero engines no request could name it."""
     spec = pool.spec
     return spec.min_replicas == 0 and spec.replicas is None and pool.status.published_card != card_digest(pool)
+
+
+def served_names(body: Mapping[str, Any]) -> list[str]:
+    """The names of a pool's models, read from its object, whose spec may be invalid otherwise."""
+    models = (mapping(part(body, "spec", "model")), *mappings(part(body, "spec", "models")))
+    return [name for model in models if (name := text(model.get("servedName")))]

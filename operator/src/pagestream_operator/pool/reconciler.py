@@ -19,7 +19,8 @@ from pagestream_scaling import PolicyInvalid, ScalingPolicy
 from pagestream_operator.api import ConditionType, EnginePool, EnginePoolStatus
 from pagestream_operator.children import HASH_ANNOTATION, Manifest, children
 from pagestream_operator.children.manifest import engine_name, service_name
-from pagestream_operator.errors import Conflict, Gone, PoolInvalid
+from pagestream_operator.errors import ApiFailure, Conflict, Gone, PoolInvalid, Rejected
+from pagestream_operator.fields import seconds
 from pagestream_operator.kube.apply import Applier, Outcome
 from pagestream_operator.kube.client import KubeClient
 from pagestream_operator.kube.events import Recorder
@@ -35,22 +36,30 @@ from pagestream_operator.kube.kinds import (
 )
 from pagestream_operator.kube.lease import Leadership
 from pagestream_operator.kube.ownership import SCALER
-from pagestream_operator.kube.pods import DELETION_COST, unix_seconds
+from pagestream_operator.kube.pods import DELETION_COST
 from pagestream_operator.kube.store import ObjectStore, PoolKey
 from pagestream_operator.metrics import MetricsStore
 from pagestream_operator.pool.adapters import Adapters
 from pagestream_operator.pool.claim import Claim, claim_on, contested
 from pagestream_operator.pool.conditions import Trouble, findings, stamped
 from pagestream_operator.pool.deletion_cost import deletion_costs
-from pagestream_operator.pool.finalizer import FINALIZER
+from pagestream_operator.pool.finalizer import (
+    FINALIZER,
+    FOREGROUND,
+    Finalizers,
+    is_orphaning,
+    is_terminating,
+    remove_finalizer,
+)
 from pagestream_operator.pool.groups import Groups
 from pagestream_operator.pool.old_config_maps import OldConfigMaps
 from pagestream_operator.pool.parts import Parts
-from pagestream_operator.pool.publication import card_digest
+from pagestream_operator.pool.publication import card_digest, has_published
 from pagestream_operator.pool.scaler import Scaler, Verdict, first_replicas, wanted_replicas
 from pagestream_operator.pool.shares import Shares
 from pagestream_operator.pool.status import api_time, changed, differs, differs_in_substance, pool_status
-from pagestream_operator.pool.unpublishing import Unpublishing
+from pagestream_operator.pool.unpublishing import Outcome as Unpublished
+from pagestream_operator.pool.unpublishing import Unpublishing, models_to_remove, removal_commands
 from pagestream_operator.pool.view import PoolView
 from pagestream_operator.settings import EngineDefaults
 
@@ -73,6 +82,7 @@ class Context:
     leadership: Leadership
     applier: Applier
     recorder: Recorder
+    finalizers: Finalizers
     metrics: MetricsStore
     defaults: EngineDefaults
     status_s: float
@@ -145,6 +155,7 @@ class Reconciler:
         """
         body = self.context.store.get(POOL, *self.key)
         if body is None:
+            self._forget()
             return "ok"
         claim = claim_on(body, self.context.defaults.release)
         self.is_served = claim.is_served
@@ -162,7 +173,7 @@ class Reconciler:
             self._parts.forget_all(but=_DECISION)
             return "ok"
         pool = reading.pool or EnginePool.without_spec(body)
-        if claim is Claim.FREE and not self._cannot_claim:
+        if claim is Claim.FREE and not self._cannot_claim and not pool.is_deleted:
             await self._claim(pool, dict(body))
         elif pool.is_deleted:
             await self._delete(pool, dict(body), view)
@@ -235,15 +246,13 @@ class Reconciler:
             self._parts.forget_all()
             trouble = Trouble("Paused", "spec.paused is set: the pool's objects are left alone")
         else:
-            if FINALIZER not in pool.finalizers:
-                # Without it the pool gets no objects, and those that it has are scaled.
-                add = partial(self._set_finalizers, pool, (*pool.finalizers, FINALIZER))
-                if await self._parts.run("finalizer", add, POOL):
+            if FINALIZER not in pool.finalizers and has_published(pool, self._view()):
+                if await self._parts.run("finalizer", partial(self._add_finalizer, pool), POOL):
                     return  # the pool has changed: the next pass continues with it
             else:
                 self._parts.forget("finalizer")
-                if is_dirty or self._done != (pool.resource_version, self.context.leadership.term):
-                    await self._parts.run("objects", partial(self._apply_children, pool, body))
+            if is_dirty or self._done != (pool.resource_version, self.context.leadership.term):
+                await self._parts.run("objects", partial(self._apply_children, pool, body))
             await self._parts.run("scale", partial(self._scale, pool, body, verdict), DEPLOYMENT)
             await self._parts.run("groups", partial(self._complete_groups, pool), STATEFUL_SET)
             await self._parts.run("adapters", partial(self._load_adapters, pool, body), POOL)
@@ -336,50 +345,102 @@ class Reconciler:
     # -- deleting
 
     async def _delete(self, pool: EnginePool, body: dict[str, Any], view: PoolView) -> None:
-        """Drain the pool, wait for its pods up to the limit, and remove the finalizer."""
+        """Drain the pool, wait for its pods up to the limit, unpublish its models, and remove the finalizer.
+
+        Nothing that is refused on the way holds up the pool: an event names what stays.
+        """
         if FINALIZER not in pool.finalizers:
             return
-        left = len(view.active) + len(view.draining)
-        asked_s = unix_seconds(pool.deletion_time or "")
+        if is_orphaning(pool, view):
+            note = "its objects stay, and its models listed, as the deletion with --cascade=orphan asks"
+            await self._event(body, "Orphaned", note, action="Orphan")
+            await self._let_go(pool, body)
+            return
+        if await is_terminating(self.context.client, pool.namespace):
+            await self.context.finalizers.report_left(body, "no Job can be made in a namespace that is being deleted")
+            await self._let_go(pool, body)
+            return
+        asked_s = seconds(pool.deletion_time) or 0.0
         is_late = self.context.clock() - asked_s >= pool.spec.drain.deletion_timeout_seconds
-        if view.deployment is not None and view.spec_replicas > 0:
+        refusal = await self._drain(pool, body, view, is_late=is_late)
+        view = self._view()
+        has_ended = not view.active and not view.draining and (view.deployment is None or _is_at_zero(view))
+        if not has_ended and not is_late and not refusal:
+            await self._show_deletion(pool, body)
+            return
+        outcome = await self._unpublishing.step(pool, body, is_late=not has_ended)
+        if outcome is None:
+            await self._show_deletion(pool, body)
+            return
+        await self._report_end(pool, body, view, outcome, refusal)
+        await self._let_go(pool, body)
+
+    async def _drain(self, pool: EnginePool, body: dict[str, Any], view: PoolView, *, is_late: bool) -> str:
+        """Lower the replicas to 0; returns why that was refused, if it was."""
+        if view.deployment is None or view.spec_replicas == 0:
+            return ""
+        try:
             await self.context.applier.scale(view.deployment, 0)
-            await self._event(body, "Draining", f"the pool is being deleted: {left} engines drain", action="Drain")
-            view = self._view()
-        if (left == 0 and view.spec_replicas == 0 and (view.is_observed or view.deployment is None)) or is_late:
-            note = (
-                "all engines have ended"
-                if left == 0
-                else f"{left} engines are still draining, and finish without the pool"
-            )
-            if left == 0 and not await self._is_unpublished(pool, body):
-                await self._update_status(pool, body, None, None)
-                return
-            await self._event(body, "Drained" if left == 0 else "DrainTimedOut", note, action="Drain", warning=left > 0)
-            await self._set_finalizers(pool, tuple(name for name in pool.finalizers if name != FINALIZER))
-            self.context.applier.forget(pool.namespace, (engine_name(pool.name), service_name(pool.name)))
-        else:
+        except ApiFailure as error:
+            if not is_late and not isinstance(error, Rejected):
+                raise
+            return str(error)
+        left = len(view.active) + len(view.draining)
+        await self._event(body, "Draining", f"the pool is being deleted: {left} engines drain", action="Drain")
+        return ""
+
+    async def _show_deletion(self, pool: EnginePool, body: dict[str, Any]) -> None:
+        try:
             await self._update_status(pool, body, None, None)
+        except Rejected as error:
+            logger.warning("the status of a deleted pool can't be written: %s", error, extra={"pool": self._name})
 
-    async def _is_unpublished(self, pool: EnginePool, body: dict[str, Any]) -> bool:
-        """Whether the models are removed, are to stay, or can't be removed. The deletion goes on in each case."""
-        outcome = await self._unpublishing.step(pool)
-        if outcome is not None and outcome.problem:
-            names = " or ".join(each.served_name for each in pool.spec.all_models)
-            note = f"a model stays listed, remove it by `pagestream models rm {names}`: {outcome.problem}"
+    async def _report_end(
+        self, pool: EnginePool, body: dict[str, Any], view: PoolView, outcome: Unpublished, refusal: str
+    ) -> None:
+        if outcome.problem:
+            left_models = models_to_remove(body, self.context.store, self.context.defaults.release)
+            commands = removal_commands(left_models)
+            note = f"a model may stay listed, remove it by {commands}: {outcome.problem}"
             await self._event(body, "UnpublishFailed", note, action="Unpublish", warning=True)
-        return outcome is not None
+        left = [*view.active, *view.draining]
+        if not left:
+            await self._event(body, "Drained", "all engines have ended", action="Drain")
+            return
+        note = f"{len(left)} engines are still draining, and finish without the pool"
+        if refusal:
+            note = f"{len(left)} engines can't be drained, and end with the pool: {refusal}"
+        elif FOREGROUND in pool.finalizers:
+            names = " ".join(pod.name for pod in left)
+            note += (
+                "; a deletion in the foreground waits for them, and for ever where their node is lost: "
+                f"`kubectl delete pod --force {names}` ends that"
+            )
+        await self._event(body, "DrainTimedOut", note, action="Drain", warning=True)
 
-    async def _set_finalizers(self, pool: EnginePool, finalizers: tuple[str, ...]) -> None:
-        patch = {"metadata": {"finalizers": list(finalizers) or None, "resourceVersion": pool.resource_version}}
+    async def _add_finalizer(self, pool: EnginePool) -> None:
+        """Add the finalizer, once there is something that must be done before the pool goes."""
+        patch = {"metadata": {"finalizers": [*pool.finalizers, FINALIZER], "resourceVersion": pool.resource_version}}
         try:
             async with self.context.leadership.act():
                 done = await self.context.client.merge(POOL, pool.namespace, pool.name, patch, manager=SCALER)
         except Gone:
             self.context.suspect(POOL)
             return
-        if finalizers or not done["metadata"].get("deletionTimestamp"):
+        self.context.store.put(POOL, done)
+
+    async def _let_go(self, pool: EnginePool, body: dict[str, Any]) -> None:
+        """Remove the finalizer. The pool goes, unless another finalizer keeps it."""
+        async with self.context.leadership.act():
+            done = await remove_finalizer(self.context.client, body)
+        if done is None:
+            self.context.suspect(POOL)
+        elif done["metadata"].get("finalizers"):
             self.context.store.put(POOL, done)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.context.applier.forget(self.key.namespace, (engine_name(self.key.name), service_name(self.key.name)))
 
     # -- status and events
 
@@ -481,3 +542,7 @@ def _reading_of(body: Mapping[str, Any]) -> _Reading:
     except PolicyInvalid as invalid:
         return _Reading(body, error=error or str(invalid))
     return _Reading(body, pool, policy, error)
+
+
+def _is_at_zero(view: PoolView) -> bool:
+    return view.spec_replicas == 0 and view.is_observed

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pagestream_operator.api import EnginePool
-from pagestream_operator.children.unpublish import LIMIT_S, job_name, unpublish_job
-from pagestream_operator.errors import Conflict, Gone, Rejected
-from pagestream_operator.fields import is_owned_by, job_ending, mapping, mappings, part, seconds
+from pagestream_operator.children.manifest import engine_name
+from pagestream_operator.children.unpublish import LIMIT_S, job_account, job_name, unpublish_job
+from pagestream_operator.children.unpublish import POOL_UID_ANNOTATION as POOL_UID
+from pagestream_operator.errors import ApiUnavailable, Conflict, Gone, Rejected
+from pagestream_operator.fields import is_owned_by, job_ending, part, seconds
 from pagestream_operator.kube.client import KubeClient
-from pagestream_operator.kube.kinds import JOB, POOL
+from pagestream_operator.kube.kinds import JOB, POOL, SERVICE_ACCOUNT
 from pagestream_operator.kube.lease import Leadership
 from pagestream_operator.kube.store import ObjectStore
 from pagestream_operator.pool.claim import claim_on
+from pagestream_operator.pool.publication import served_names
 from pagestream_operator.settings import EngineDefaults
 
 _GIVE_UP_S = LIMIT_S + 15.0
 """Seconds after the Job's creation; its own limit should have ended it before."""
+_LATE_S = 15.0
+"""Seconds after the deletion's limit for which a pool whose engines haven't ended waits for its Job. The Job goes on
+without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,30 +44,64 @@ class Unpublishing:
     defaults: EngineDefaults
     clock: Callable[[], float]
 
-    async def step(self, pool: EnginePool) -> Outcome | None:
-        """Make the Job, or look at it; None: it isn't over yet. Call it when no engine of the pool is left."""
-        models = self._own_models(pool)
-        if pool.spec.drain.when_deleted == "Keep" or pool.status.published_card is None or not models:
+    async def step(self, pool: EnginePool, body: Mapping[str, Any], *, is_late: bool) -> Outcome | None:
+        """Make the Job, or look at it; None: it isn't over yet.
+
+        Args:
+            pool: the deleted pool.
+            body: its object.
+            is_late: whether engines of the pool may be left, as on a node that is lost. The Job outlives the pool then.
+        """
+        models = models_to_remove(body, self.store, self.defaults.release)
+        if not models:
             return Outcome()
+        timeout_s = pool.spec.drain.deletion_timeout_seconds
+        waits_s = min(_LATE_S, timeout_s * _LATE_S) if is_late else _GIVE_UP_S
+        is_over = self.clock() - (seconds(pool.deletion_time) or 0.0) >= timeout_s + waits_s
+        try:
+            outcome = await self._look(pool, models, is_late=is_late, is_over=is_over)
+        except Rejected as error:
+            return Outcome(str(error))  # a missing right, a quota, a namespace that ends: the pool must go all the same
+        except ApiUnavailable as error:
+            if not is_over:
+                raise
+            return Outcome(str(error))
+        if outcome is None and is_over:
+            return Outcome(f"the Job {job_name(pool.name)} isn't over, and may remove it yet")
+        return outcome
+
+    async def _look(self, pool: EnginePool, models: Sequence[str], *, is_late: bool, is_over: bool) -> Outcome | None:
         try:
             job = await self.client.get(JOB, pool.namespace, job_name(pool.name))
         except Gone:
-            return await self._create(pool, models)
-        except Rejected as error:
-            return Outcome(str(error))
-        if is_owned_by(job, pool.uid):
-            return self._outcome_of(job)
-        return self._outcome_of_former(pool)
+            await self._ensure_account(pool)
+            return await self._create(pool, models, is_late=is_late)
+        if not is_owned_by(job, pool.uid) and part(job, "metadata", "annotations", POOL_UID) != pool.uid:
+            # That of a former pool of this name must be gone first.
+            return Outcome(f"the Job {job_name(pool.name)} exists and isn't this pool's") if is_over else None
+        outcome = self._outcome_of(job)
+        if outcome is None:
+            await self._ensure_account(pool)
+        return outcome
 
-    async def _create(self, pool: EnginePool, models: Sequence[str]) -> Outcome | None:
+    async def _create(self, pool: EnginePool, models: Sequence[str], *, is_late: bool) -> Outcome | None:
         try:
             async with self.leadership.act():
-                await self.client.create(JOB, unpublish_job(pool, self.defaults, models))
+                await self.client.create(JOB, unpublish_job(pool, self.defaults, models, outlives_pool=is_late))
         except Conflict:
             return None  # made already: the next pass finds it
-        except Rejected as error:
-            return Outcome(str(error))  # a missing right, a quota, a namespace that ends: the pool must go all the same
         return None
+
+    async def _ensure_account(self, pool: EnginePool) -> None:
+        """Make the ServiceAccount of the Job's pod anew: a deletion in the foreground takes it away at once."""
+        if self.store.get(SERVICE_ACCOUNT, pool.namespace, engine_name(pool.name)) is not None:
+            return
+        try:
+            async with self.leadership.act():
+                made = await self.client.create(SERVICE_ACCOUNT, job_account(pool, self.defaults))
+        except Conflict:
+            return  # the watch hasn't shown it yet
+        self.store.put(SERVICE_ACCOUNT, made)
 
     def _outcome_of(self, job: dict[str, Any]) -> Outcome | None:
         ending = job_ending(job)
@@ -71,22 +111,27 @@ class Unpublishing:
             return Outcome(f"its Job was not over after {_GIVE_UP_S:.0f} s")
         return None
 
-    def _outcome_of_former(self, pool: EnginePool) -> Outcome | None:
-        """Wait, not for ever, until the Job of a former pool of this name is gone."""
-        asked_s = seconds(pool.deletion_time) or 0.0
-        if self.clock() - asked_s > pool.spec.drain.deletion_timeout_seconds + _GIVE_UP_S:
-            return Outcome(f"the Job {job_name(pool.name)} exists and isn't this pool's")
-        return None
 
-    def _own_models(self, pool: EnginePool) -> list[str]:
-        """Return the served names that no other pool has."""
-        bodies = [self.store.get(POOL, *key) for key in self.store.pools() if key != (pool.namespace, pool.name)]
-        others = {
-            model.get("servedName")
-            for body in bodies
-            if body is not None
-            and "deletionTimestamp" not in body["metadata"]
-            and claim_on(body, self.defaults.release).is_served
-            for model in (mapping(part(body, "spec", "model")), *mappings(part(body, "spec", "models")))
-        }
-        return [each.served_name for each in pool.spec.all_models if each.served_name not in others]
+def models_to_remove(body: Mapping[str, Any], store: ObjectStore, release: str) -> list[str]:
+    """The names that a deleted pool has published and that no other pool of the release serves; none where they are to
+    stay.
+    """
+    metadata = body["metadata"]
+    is_published = part(body, "status", "publishedCard") is not None
+    if not is_published or part(body, "spec", "drain", "whenDeleted") == "Keep":
+        return []
+    others = {
+        name
+        for key in store.pools()
+        if key != (metadata["namespace"], metadata["name"])
+        and (other := store.get(POOL, *key)) is not None
+        and "deletionTimestamp" not in other["metadata"]
+        and claim_on(other, release).is_served
+        for name in served_names(other)
+    }
+    return [name for name in served_names(body) if name not in others]
+
+
+def removal_commands(names: Sequence[str]) -> str:
+    """What to run by hand for models that stay listed."""
+    return " and ".join(f"`pagestream models rm {name}`" for name in names)

@@ -1,0 +1,278 @@
+"""Pools that are deleted in every way: alone, in the foreground, without their objects, with a namespace or a release.
+
+No pool, namespace or release stays `Terminating`, and no model stays listed without a word.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pagestream_operator import Rejected
+from pagestream_operator.kube import POOL, KubeClient
+from support.kubernetes.api import write_kubeconfig
+from support.kubernetes.chart import Manifest, render
+from support.kubernetes.control_plane import ControlPlane, Refused, eventually
+from support.kubernetes.operator_process import OperatorProcess, PoolWorld, running_operator
+
+pytestmark = pytest.mark.kube
+
+FINALIZER = "pagestream.dev/drain"
+KEPT = {"argocd.argoproj.io/sync-options": "Delete=false"}
+_NUMBERS = itertools.count()
+
+
+def start_pool(world: PoolWorld, name: str, **spec: Any) -> None:
+    """A pool whose only engine has been ready: its model is published."""
+    world.create(name, **spec)
+    world.make_ready(name)
+    world.wait_condition("Ready", "EnoughEngines", name)
+    eventually(lambda: world.pool(name)["status"].get("publishedCard"), f"the card of {name} is known")
+
+
+def finalizers(world: PoolWorld, name: str) -> list[str]:
+    found: list[str] = world.pool(name)["metadata"].get("finalizers", [])
+    return found
+
+
+def wait_gone(world: PoolWorld, name: str, limit_s: float = 60) -> None:
+    eventually(lambda: not world.kube.exists(world.path("enginepools", name)), f"{name} is gone", limit_s)
+
+
+def job_of(world: PoolWorld, name: str) -> Manifest:
+    job: Manifest = eventually(lambda: world.kube.get(world.path("jobs", f"{name}-unpublish")), f"the Job of {name}")
+    return job
+
+
+# -- One pool
+
+
+def test_a_pool_that_has_published_nothing_has_no_finalizer(operator: OperatorProcess, world: PoolWorld) -> None:
+    """Whoever deletes it needs no operator."""
+    world.create("silent", minReplicas=1)
+    world.wait_condition("Ready", "NoEngine", "silent")
+    assert finalizers(world, "silent") == []
+    world.make_ready("silent")
+    eventually(lambda: finalizers(world, "silent") == [FINALIZER], "a finalizer, as its engine has published its model")
+    world.wait_condition("Ready", "EnoughEngines", "silent")
+
+
+def test_a_deletion_in_the_foreground_unpublishes_the_model(operator: OperatorProcess, world: PoolWorld) -> None:
+    """As Argo CD deletes: garbage collection takes the pool's objects before the Job is made."""
+    start_pool(world, "fore")
+    world.kube.delete(world.path("enginepools", "fore"), propagationPolicy="Foreground")
+    eventually(lambda: not world.kube.exists(world.path("serviceaccounts", "fore-engine")), "its account is deleted")
+    eventually(lambda: world.ending("fore"), "its pod is ending")
+    world.end_pods("fore")
+    assert "configMapRef" not in str(job_of(world, "fore"))
+    world.end_job("fore-unpublish", "Succeeded")
+    wait_gone(world, "fore")
+    assert not world.events("UnpublishFailed")
+    assert any("all engines have ended" in note for note in world.events("Drained"))
+
+
+def test_the_pods_of_a_lost_node_hold_up_no_pool(operator: OperatorProcess, world: PoolWorld) -> None:
+    """Nobody ends them: the pool goes, and its Job stays until it has removed the model."""
+    start_pool(world, "lost", drain={"deletionTimeoutSeconds": 1, "graceSeconds": 40})
+    world.kube.delete(world.path("enginepools", "lost"), propagationPolicy="Foreground")
+    eventually(lambda: FINALIZER not in finalizers(world, "lost"), "the operator has let it go")
+    assert any("kubectl delete pod --force lost-engine-" in note for note in world.events("DrainTimedOut"))
+    assert any("pagestream models rm lost" in note for note in world.events("UnpublishFailed"))
+    world.kube.kubectl("-n", world.namespace, "delete", "pods", "-l", "pagestream.dev/pool=lost", "--force")
+    wait_gone(world, "lost")
+    job = job_of(world, "lost")
+    assert "ownerReferences" not in job["metadata"]
+    assert job["spec"]["template"]["spec"]["containers"][0]["args"][-2:] == ["--wait", "40"], "for as long as a drain"
+    assert job["spec"]["ttlSecondsAfterFinished"] > 0
+
+
+def test_orphans_run_on_and_stay_listed(operator: OperatorProcess, world: PoolWorld) -> None:
+    start_pool(world, "orphan")
+    world.kube.delete(world.path("enginepools", "orphan"), propagationPolicy="Orphan")
+    wait_gone(world, "orphan")
+    assert world.events("Orphaned")
+    assert not world.kube.exists(world.path("jobs", "orphan-unpublish"))
+    assert world.replicas("orphan") == 1
+    assert not world.ending("orphan")
+    assert "ownerReferences" not in world.deployment("orphan")["metadata"]
+    uid = world.create("orphan")["metadata"]["uid"]
+    eventually(
+        lambda: world.deployment("orphan")["metadata"]["ownerReferences"][0]["uid"] == uid, "a pool takes them over"
+    )
+
+
+def test_a_refused_drain_holds_up_no_pool(operator: OperatorProcess, world: PoolWorld) -> None:
+    """By a policy of the cluster, or for want of rights."""
+    start_pool(world, "refused", drain={"deletionTimeoutSeconds": 30})
+    with no_scaling(world, "refused"):
+        world.kube.delete(world.path("enginepools", "refused"))
+        job_of(world, "refused")
+        world.end_job("refused-unpublish", "Failed", exit_code=3)
+        wait_gone(world, "refused")
+    assert any("can't be drained" in note and "by a test" in note for note in world.events("DrainTimedOut"))
+    assert any("pagestream models rm refused" in note for note in world.events("UnpublishFailed"))
+
+
+POLICIES = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies"
+BINDINGS = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicybindings"
+
+
+@contextmanager
+def no_scaling(world: PoolWorld, name: str) -> Iterator[None]:
+    """A policy by which nobody scales a Deployment of the namespace."""
+    policy = f"no-scaling-{world.namespace}"
+    rule = {"apiGroups": ["apps"], "apiVersions": ["*"], "operations": ["UPDATE"], "resources": ["deployments/scale"]}
+    here = {"matchLabels": {"kubernetes.io/metadata.name": world.namespace}}
+    refusal = {"expression": "false", "message": "refused by a test"}
+    spec = {"matchConstraints": {"resourceRules": [rule], "namespaceSelector": here}, "validations": [refusal]}
+    binding = {"policyName": policy, "validationActions": ["Deny"]}
+    world.kube.post(POLICIES, {"metadata": {"name": policy}, "spec": spec})
+    world.kube.post(BINDINGS, {"metadata": {"name": policy}, "spec": binding})
+    try:
+        eventually(lambda: is_refused(world, name), "the policy is in force")
+        yield
+    finally:
+        world.kube.delete(f"{BINDINGS}/{policy}")
+        world.kube.delete(f"{POLICIES}/{policy}")
+
+
+def is_refused(world: PoolWorld, name: str) -> bool:
+    try:
+        world.kube.merge(f"{world.path('deployments', f'{name}-engine')}/scale?dryRun=All", {"spec": {"replicas": 2}})
+    except Refused as error:
+        return "refused by a test" in error.message
+    return False
+
+
+# -- A namespace, a release, a part of `operator.namespaces`: with the chart's rights
+
+
+class Installed:
+    """The objects of a release by which its operator has rights, in a cluster of others."""
+
+    def __init__(self, kube: ControlPlane, *namespaces: str) -> None:
+        """`namespaces`: those that the operator serves; the first one is the release's own."""
+        self.kube, self.namespaces, self.name = kube, namespaces, f"rel{next(_NUMBERS)}"
+        self.manifests: list[Manifest] = []
+        self.set_namespaces(*namespaces)
+
+    def set_namespaces(self, *namespaces: str) -> None:
+        """What `helm upgrade` does with another `operator.namespaces`."""
+        options = [f"--set=operator.namespaces={{{','.join(namespaces)}}}"]
+        options += [f"--show-only=templates/operator/{each}.yaml" for each in ("rbac", "policy", "lease")]
+        before = self.manifests
+        self.manifests = render(*options, release=self.name, namespace=self.namespaces[0])
+        for each in self.manifests:
+            each["metadata"].setdefault("namespace", self.namespaces[0])
+        self._kubectl("apply", "--server-side", manifests=self.manifests)
+        left = {_place(each) for each in self.manifests}
+        gone = [each for each in before if _place(each) not in left]
+        if gone:
+            self._kubectl("delete", "--wait=false", "--ignore-not-found", manifests=gone)
+
+    def delete(self) -> None:
+        """What Argo CD does with an application: everything at once, but what it is told to leave."""
+        gone = [each for each in self.manifests if KEPT.items() - each["metadata"].get("annotations", {}).items()]
+        self._kubectl("delete", "--wait=false", "--ignore-not-found", manifests=gone)
+
+    @property
+    def account(self) -> Path:
+        """A kubeconfig of the operator's account."""
+        token = self.kube.kubectl("create", "token", "-n", self.namespaces[0], f"{self.name}-operator").strip()
+        path = self.kube.folder / f"{self.name}.kubeconfig"
+        write_kubeconfig(path, self.kube.url, token=token)
+        return path
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Of the operator's process."""
+        lease = f"{self.name}-operator"
+        return {
+            "LEASE_NAME": lease,
+            "RELEASE": f"{self.namespaces[0]}.{self.name}",
+            "POD_NAMESPACE": self.namespaces[0],
+        }
+
+    def _kubectl(self, *command: str, manifests: list[Manifest]) -> None:
+        path = self.kube.folder / f"{self.name}.yaml"
+        path.write_text(yaml.safe_dump_all(manifests))
+        self.kube.kubectl(*command, "-f", str(path))
+
+
+def _place(manifest: Manifest) -> tuple[str, str, str]:
+    return manifest["kind"], manifest["metadata"]["namespace"], manifest["metadata"]["name"]
+
+
+def test_the_end_of_a_namespace_of_its_place_in_the_list_and_of_the_release(
+    kube: ControlPlane, new_world: Callable[[], PoolWorld]
+) -> None:
+    """In one test, since each begins with an operator that serves three namespaces."""
+    home, team, former = new_world(), new_world(), new_world()
+    release = Installed(kube, home.namespace, team.namespace, former.namespace)
+    with running_operator(
+        kube, ",".join(release.namespaces), kubeconfig=release.account, **release.settings
+    ) as operator:
+        eventually(operator.leads, "a leader")
+        for world, name in ((home, "home"), (team, "team"), (team, "empty"), (former, "former")):
+            start_pool(world, name)
+        team.change({"replicas": 0}, "empty")
+        eventually(lambda: team.ending("empty") and team.end_pods("empty") is None, "no pod of it is left")
+
+        kube.delete(f"/api/v1/namespaces/{team.namespace}")
+        place = f"/api/v1/namespaces/{team.namespace}"
+        eventually(lambda: not kube.exists(place) or team.end_pods("team") or not kube.exists(place), "no namespace")
+        notes = [note for note in home.events("UnpublishFailed") if team.namespace in note]
+        assert any("pagestream models rm team" in note for note in notes), "the model stays listed, and that is said"
+
+    release.set_namespaces(home.namespace)
+    with running_operator(kube, home.namespace, kubeconfig=release.account, **release.settings) as operator:
+        eventually(lambda: finalizers(former, "former") == [], "nobody will see its deletion any more")
+        assert finalizers(home, "home") == [FINALIZER]
+        kube.delete(former.path("enginepools", "former"))
+        wait_gone(former, "former")
+
+        release.delete()
+        kube.delete(home.path("enginepools", "home"), propagationPolicy="Foreground")
+    eventually(lambda: home.end_pods("home") or not kube.exists(home.path("enginepools", "home")), "it is gone")
+
+
+def test_the_operators_account_changes_nothing_of_a_pool_but_its_finalizer(
+    kube: ControlPlane, new_world: Callable[[], PoolWorld], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, others = new_world(), new_world()
+    others.create("theirs")
+    kube.merge(others.path("enginepools", "theirs"), {"metadata": {"finalizers": [FINALIZER, "example.com/kept"]}})
+    monkeypatch.setenv("KUBECONFIG", str(Installed(kube, home.namespace).account))
+
+    async def patched(patch: dict[str, Any]) -> str:
+        async with KubeClient(10.0) as client:
+            try:
+                await client.merge(POOL, others.namespace, "theirs", patch, manager="test")
+            except Rejected as error:
+                return str(error)
+        return ""
+
+    def refusal(patch: dict[str, Any]) -> str:
+        return asyncio.run(patched(patch))
+
+    eventually(lambda: "doesn't change the spec" in refusal({"spec": {"maxReplicas": 7}}), "the policy is in force")
+    assert "but its finalizer" in refusal({"metadata": {"labels": {"a": "b"}}})
+    assert "but its own" in refusal({"metadata": {"finalizers": None}})
+    assert not refusal({"metadata": {"finalizers": ["example.com/kept"]}})
+    assert finalizers(others, "theirs") == ["example.com/kept"]
+    kube.merge(others.path("enginepools", "theirs"), {"metadata": {"finalizers": None}})
+
+
+def test_a_pool_that_is_left_to_an_operator_that_never_comes_can_be_deleted(
+    operator: OperatorProcess, world: PoolWorld
+) -> None:
+    start_pool(world, "moved")
+    world.change({"controllerClass": "nobodys.release"}, "moved")
+    world.kube.delete(world.path("enginepools", "moved"))
+    eventually(lambda: world.end_pods("moved") or not world.kube.exists(world.path("enginepools", "moved")), "it goes")
