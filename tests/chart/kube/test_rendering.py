@@ -248,7 +248,7 @@ def test_every_component_takes_them(workload: str, tmp_path: Path) -> None:
     assert "timeoutSeconds" not in container["livenessProbe"]
     assert container["readinessProbe"]
     account = one(manifests, "ServiceAccount", pod["serviceAccountName"])
-    assert account["metadata"]["annotations"] == {"example.com/role": "reader"}
+    assert account["metadata"]["annotations"]["example.com/role"] == "reader"
 
 
 @pytest.mark.parametrize(
