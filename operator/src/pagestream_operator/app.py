@@ -124,23 +124,12 @@ class App:
             on_change=lambda _: manager.wake_all(),
             sees=lambda: sight.extent,
         )
-        recorder = Recorder(client, leadership, lease)
         context = Context(
             client=client,
             store=store,
             leadership=leadership,
             applier=Applier(client, store, leadership),
-            recorder=recorder,
-            finalizers=Finalizers(
-                client,
-                store,
-                leadership,
-                recorder,
-                self._settings.release,
-                self._settings.namespaces,
-                Home(variables.pod_namespace, variables.lease_name, variables.stateful_set),
-                sight.shows,
-            ),
+            recorder=Recorder(client, leadership),
             metrics=metrics,
             defaults=self._settings.engine,
             status_s=variables.status_s,
@@ -166,7 +155,8 @@ class App:
                 begin("prometheus", PrometheusSource(context.metrics, self._prometheus()).run, stop_watching)
             begin("heartbeat", self._keep_beating, stop_watching)
             begin("watches", sight.run, stop_watching)
-            begin("finalizers", context.finalizers.run, stop_watching)
+            finalizers = self._finalizers(context, sight)
+            begin("finalizers", finalizers.run, stop_watching)
             leading = begin("leadership", leadership.run, stop_leading)
             working = begin("pools", manager.run, stop)
             await wait_for_stop(tasks, stop)
@@ -174,12 +164,25 @@ class App:
             self._is_stopping = True
             try:
                 async with asyncio.timeout(self._settings.variables.shutdown_s / 2):
-                    await context.finalizers.release_at_exit()
+                    await finalizers.release_at_exit()
             except TimeoutError:
                 logger.warning("pools may keep their finalizer: the API server did not answer in time")
             stop_leading.set()
             await leading
             stop_watching.set()
+
+    def _finalizers(self, context: Context, sight: Sight) -> Finalizers:
+        variables = self._settings.variables
+        return Finalizers(
+            context.client,
+            context.store,
+            context.leadership,
+            context.recorder,
+            self._settings.release,
+            self._settings.namespaces,
+            Home(variables.pod_namespace, variables.lease_name, variables.stateful_set),
+            sight.shows,
+        )
 
     def _sink_access(self) -> SinkAccess:
         variables = self._settings.variables

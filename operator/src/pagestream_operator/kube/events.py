@@ -11,7 +11,7 @@ from pagestream_operator.api import GROUP
 from pagestream_operator.errors import ApiFailure, NotLeading
 from pagestream_operator.kube.client import KubeClient
 from pagestream_operator.kube.kinds import EVENT, LEASE, POOL, Kind
-from pagestream_operator.kube.lease import Leadership, LeaseSettings
+from pagestream_operator.kube.lease import Leadership
 
 logger = logging.getLogger(__name__)
 
@@ -21,8 +21,8 @@ _NOTE_CHARACTERS = 1024  # the API server's own limit
 class Recorder:
     """Publishes events about pools. One that can't be written is logged and lost: nothing depends on events."""
 
-    def __init__(self, client: KubeClient, leadership: Leadership, lease: LeaseSettings) -> None:
-        self._client, self._leadership, self._lease = client, leadership, lease
+    def __init__(self, client: KubeClient, leadership: Leadership) -> None:
+        self._client, self._leadership = client, leadership
 
     async def publish(
         self, pool: dict[str, Any], reason: str, note: str, *, action: str, warning: bool = False
@@ -40,8 +40,8 @@ class Recorder:
         """Publish an event about the operators' Lease: a namespace that is being deleted takes no events, and neither
         does one in which the operator has no rights.
         """
-        about = {"name": self._lease.name}
-        await self._publish(self._lease.namespace, LEASE, about, reason, note, action=action, warning=warning)
+        namespace, name = self._leadership.lease
+        await self._publish(namespace, LEASE, {"name": name}, reason, note, action=action, warning=warning)
 
     async def _publish(
         self, namespace: str, kind: Kind, about: dict[str, str], reason: str, note: str, *, action: str, warning: bool

@@ -109,6 +109,11 @@ class Leadership:
         """Since when the lease could be taken; None while another replica holds it."""
 
     @property
+    def lease(self) -> tuple[str, str]:
+        """Namespace and name of the lease."""
+        return self._settings.namespace, self._settings.name
+
+    @property
     def is_leading(self) -> bool:
         """Whether this process may write now."""
         return self.remaining_s > 0

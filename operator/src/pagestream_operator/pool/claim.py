@@ -41,7 +41,7 @@ def claim_on(body: Mapping[str, Any], release: str) -> Claim:
 
 def is_claimed(body: Mapping[str, Any], release: str) -> bool:
     """Whether a release's operator has claimed a pool, and has put its finalizer there, wherever the pool is now."""
-    return release == (part(body, "status", "controllerClass") or part(body, "spec", "controllerClass"))
+    return bool(release == (part(body, "status", "controllerClass") or part(body, "spec", "controllerClass")))
 
 
 def contested(pool: EnginePool, release: str) -> Finding:

@@ -142,15 +142,6 @@ class Finalizers:
         left = [body for body in ours if body["metadata"]["namespace"] in ending]
         await self._remove_all(left, "its namespace is being deleted")
 
-    async def report_left(self, body: Mapping[str, Any], why: str) -> None:
-        """Publish, at the operators' Lease, that a deleted pool's models stay listed, if so."""
-        names = models_to_remove(body, self.store, self.release)
-        if names:
-            note = (
-                f"models of the deleted pool {_name(body)} stay listed, remove them by {removal_commands(names)}: {why}"
-            )
-            await self.recorder.publish_at_lease("UnpublishFailed", note, action="Unpublish", warning=True)
-
     # -- which pools
 
     async def _list(self) -> list[Object]:
@@ -175,7 +166,7 @@ class Finalizers:
         if not why:
             return
         if body["metadata"].get("deletionTimestamp") is not None:
-            await self.report_left(body, why)
+            await report_left(self.recorder, self.store, self.release, body, why)
         async with self.leadership.act():
             await remove_finalizer(self.client, body)
         logger.warning("removed the finalizer, since %s", why, extra={"pool": _name(body)})
@@ -265,6 +256,14 @@ async def remove_finalizer(client: KubeClient, body: Mapping[str, Any]) -> Objec
             found = await client.list(POOL, metadata["namespace"])
             latest = next((each for each in found if each["metadata"]["uid"] == metadata["uid"]), None)
     return latest
+
+
+async def report_left(recorder: Recorder, store: ObjectStore, release: str, body: Mapping[str, Any], why: str) -> None:
+    """Publish, at the operators' Lease, that a deleted pool's models stay listed, if so."""
+    names = models_to_remove(body, store, release)
+    if names:
+        note = f"models of the deleted pool {_name(body)} stay listed, remove them by {removal_commands(names)}: {why}"
+        await recorder.publish_at_lease("UnpublishFailed", note, action="Unpublish", warning=True)
 
 
 async def is_terminating(client: KubeClient, namespace: str) -> bool:

@@ -46,10 +46,10 @@ from pagestream_operator.pool.deletion_cost import deletion_costs
 from pagestream_operator.pool.finalizer import (
     FINALIZER,
     FOREGROUND,
-    Finalizers,
     is_orphaning,
     is_terminating,
     remove_finalizer,
+    report_left,
 )
 from pagestream_operator.pool.groups import Groups
 from pagestream_operator.pool.old_config_maps import OldConfigMaps
@@ -82,7 +82,6 @@ class Context:
     leadership: Leadership
     applier: Applier
     recorder: Recorder
-    finalizers: Finalizers
     metrics: MetricsStore
     defaults: EngineDefaults
     status_s: float
@@ -357,7 +356,8 @@ class Reconciler:
             await self._let_go(pool, body)
             return
         if await is_terminating(self.context.client, pool.namespace):
-            await self.context.finalizers.report_left(body, "no Job can be made in a namespace that is being deleted")
+            why = "no Job can be made in a namespace that is being deleted"
+            await report_left(self.context.recorder, self.context.store, self.context.defaults.release, body, why)
             await self._let_go(pool, body)
             return
         asked_s = seconds(pool.deletion_time) or 0.0
