@@ -68,6 +68,12 @@ earlier. A list with a name twice is refused by server-side apply. */}}
 {{- mulf (trimSuffix $unit $text | float64) (get $units $unit | default 1 | float64) | printf "%.0f" -}}
 {{- end -}}
 
+{{/* An annotation of what Argo CD applies last and deletes first: pools, which the operator drains, and gateways, which
+are ready once a pool is. The two are in one wave, or each would wait for the other. */}}
+{{- define "pagestream.lateWave" -}}
+argocd.argoproj.io/sync-wave: "1"
+{{- end -}}
+
 {{/* An image of Pagestream: (dict "root" $ "image" .Values.gateway.image). */}}
 {{- define "pagestream.image" -}}
 {{- $name := list .root.Values.image.registry .image.repository | compact | join "/" -}}

@@ -23,6 +23,10 @@ spec:
     metadata:
       labels:
         {{- include "pagestream.podLabels" . | nindent 8 }}
+        # Beside a proxy that runs on, the Job would never be complete; it calls the API server alone.
+        sidecar.istio.io/inject: "false"
+      annotations:
+        linkerd.io/inject: disabled
     spec:
       restartPolicy: Never
       serviceAccountName: {{ .name }}
