@@ -28,6 +28,7 @@ from pathlib import Path
 sys.path.pop(0)  # of this folder, whose kernels.py hides a package
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import pytest
 from campaigns.soaking.rounds import CONVERGED_S, soak
 
 _TABLE = re.compile(r"(?:^\|.*\n)+\Z", re.MULTILINE)
@@ -47,7 +48,10 @@ def main() -> None:
     with ExitStack() as stack:
         folder = given.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
         folder.mkdir(parents=True, exist_ok=True)
-        report = soak(folder, minutes=given.minutes, seed=given.seed, limit_s=given.limit_s)
+        try:
+            report = soak(folder, minutes=given.minutes, seed=given.seed, limit_s=given.limit_s)
+        except pytest.skip.Exception as error:
+            sys.exit(f"a program is missing: {error}")
     if given.json is not None:
         given.json.write_text(json.dumps(asdict(report), indent=1) + "\n")
     print(report.table())

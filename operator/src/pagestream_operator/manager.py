@@ -189,6 +189,9 @@ class _Runner:
             result, self._backoff_s = "not_leading", 0.0
         except Conflict as error:
             result = "conflict"
+            if self._backoff_s:  # again: no event has shown what the object is now, so its watch may have gone silent
+                for kind in (POOL, DEPLOYMENT):
+                    self.reconciler.context.suspect(kind)
             self._fail(error, soon=True)
         except Gone as error:
             result = "gone"

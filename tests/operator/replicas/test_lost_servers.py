@@ -126,3 +126,24 @@ def test_what_a_backup_brings_back_is_what_there_is(tmp_path: Path) -> None:
             assert world.replicas() == 1
             world.change({"replicas": 3})
             world.wait_replicas(3, limit_s=120)
+
+
+def test_a_change_that_no_watch_shows_is_found_by_the_conflict_that_it_makes(kube: ControlPlane) -> None:
+    """A router forgets the open connections: watches stay open and silent, while calls time out and connect anew."""
+    world = PoolWorld(kube, "silent")
+    with proxied(kube) as (proxy, kubeconfig, loop):
+        with running_operator(kube, world.namespace, kubeconfig=kubeconfig, REQUEST_TIMEOUT_S="2") as operator:
+            eventually(operator.leads, "a leader")
+            world.create("demo", maxReplicas=3)
+            [pod] = world.make_ready("demo")
+            world.wait_condition("Ready", "EnoughEngines")
+            loop.call_soon_threadsafe(proxy.strand)
+            note = {"metadata": {"annotations": {"note": "changed by hand"}}}
+            kube.merge(world.path("deployments", "demo-engine"), note)
+
+            def is_scaled() -> bool:
+                world.load(operator, {pod: 0.99}, waiting=500_000)
+                return world.replicas() == 3
+
+            # kopf gives up a watch after 70 s of silence.
+            eventually(is_scaled, "an order of the law on the changed Deployment", 50)
