@@ -174,7 +174,7 @@ class ControlPlane:
         self.kill_server()
         self._end("etcd")
         yield
-        self._start_etcd()
+        self.start_etcd()
         self.start_server()
         self.wait_ready()
 
