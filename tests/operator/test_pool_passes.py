@@ -212,8 +212,6 @@ async def test_jobs_of_adapters_have_names_that_pods_may_have_as_a_label(size: i
 ODD: st.SearchStrategy[Any] = st.sampled_from(
     [None, "", "odd", 0, -1, 2**63, 1.5, True, [], {}, [None], ["x"], [[]], [{}], {"": None}]
 )
-    [None, "", "odd", 0, -1, 2**63, 1.5, True, [], {}, [None], ["x"], [[]], [{}], {"": None}]
-)
 PART = st.integers(min_value=0, max_value=10_000)
 
 
