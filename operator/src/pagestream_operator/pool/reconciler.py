@@ -381,6 +381,10 @@ class Reconciler:
             return ""
         try:
             await self.context.applier.scale(view.deployment, 0)
+        except (Conflict, Gone):
+            if not is_late:
+                raise
+            return ""  # garbage collection has changed it, perhaps; the next pass, if there is one, sees it as it is
         except ApiFailure as error:
             if not is_late and not isinstance(error, Rejected):
                 raise
