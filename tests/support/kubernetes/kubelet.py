@@ -14,6 +14,8 @@ from support.kubernetes.control_plane import ControlPlane, Object, Refused
 NODE = "paper"
 _POLL_S = 0.4
 _END_LIMIT_S = 30.0
+_EXPECTED = (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.FORBIDDEN, HTTPStatus.TOO_MANY_REQUESTS)
+"""What is answered about a pod that has gone or changed, or to a binding in a namespace that ends."""
 
 
 class Kubelet:
@@ -40,7 +42,7 @@ class Kubelet:
                 try:
                     self._step(pod)
                 except Refused as error:
-                    if error.status not in (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT) and error.status < 500:
+                    if error.status not in _EXPECTED and error.status < HTTPStatus.INTERNAL_SERVER_ERROR:
                         raise
                 except OSError:
                     break
