@@ -392,6 +392,17 @@ ENGINES = Dashboard(
                     ],
                     unit="ops",
                 ),
+                Panel(
+                    "Seen namespaces",
+                    "1 where some replica sees the namespace. Its pools are left as they are while none does.",
+                    [
+                        Query(
+                            "max by (k8s_namespace_name) (pagestream_operator_namespace_seen_ratio)",
+                            "{{k8s_namespace_name}}",
+                        )
+                    ],
+                    top=2,
+                ),
             ),
         ),
     ),

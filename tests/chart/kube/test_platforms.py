@@ -303,7 +303,7 @@ def test_every_pod_that_runs_one_command_has_the_jobs_resources(tmp_path: Path) 
     manifests = with_values(tmp_path, {"jobs": {"resources": resources}})
     made = pods(manifests)
     jobs = {name: pod for name, pod in made.items() if not name.startswith(("Deployment", "StatefulSet"))}
-    assert len(jobs) == 3
+    assert len(jobs) == 4
     expected = {"requests": {"cpu": "50m", "memory": "128Mi"}, "limits": resources["limits"]}
     for pod in jobs.values():
         assert [each["resources"] for each in pod["spec"]["containers"]] == [expected]
