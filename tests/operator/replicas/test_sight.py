@@ -32,7 +32,7 @@ RELEASE = "rel"
 LEASE = f"{RELEASE}-operator"
 QUICK = {
     "LEASE_NAME": LEASE,
-    "LEASE_DURATION_S": "7",
+    "LEASE_DURATION_S": "5",
     "LEASE_RENEW_S": "1",
     "LEASE_MARGIN_S": "1",
     "LEASE_LOOK_S": "0.5",
@@ -163,8 +163,6 @@ def test_the_lease_goes_to_the_replica_that_sees_more(bare: ControlPlane) -> Non
             int(bare.get(f"/apis/coordination.k8s.io/v1/namespaces/few/leases/{LEASE}")["spec"]["leaseTransitions"])
             == 2
         )
-        every.signal(9)
-        eventually(some.leads, "what sees some leads where nobody sees more", LIMIT_S)
 
 
 async def test_a_task_that_ends_is_noticed(bare: ControlPlane, monkeypatch: pytest.MonkeyPatch) -> None:
