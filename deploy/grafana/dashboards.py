@@ -378,6 +378,17 @@ ENGINES = Dashboard(
                     top=2,
                 ),
                 Panel(
+                    "Namespaces seen",
+                    "1 where an operator sees a namespace as it is. Pools of one that none sees are left as they are.",
+                    [
+                        Query(
+                            f"max by (k8s_namespace_name) (pagestream_operator_namespace_seen_ratio{{{_RELEASE}}})",
+                            "{{k8s_namespace_name}}",
+                        )
+                    ],
+                    top=2,
+                ),
+                Panel(
                     "Reconciles",
                     "By result.",
                     [_rate("pagestream_operator_reconciles_total", _RELEASE, "result", "{{result}}")],

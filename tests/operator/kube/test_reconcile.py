@@ -460,9 +460,12 @@ def test_each_engine_of_several_nodes_has_pods_that_come_and_go_with_it(
         lambda: '"10.0.0.9"' in json.dumps(followers_of(world, leaders[0])), "the address after the node's restart"
     )
     place = f"{world.path('pods')}?labelSelector=pagestream.dev/leader={leaders[0]}"
-    pods = eventually(lambda: len(world.kube.get(place)["items"]) == 2 and world.kube.get(place)["items"], "two pods")
-    indices = sorted(pod["metadata"]["labels"]["apps.kubernetes.io/pod-index"] for pod in pods)
-    assert indices == ["1", "2"], "places in the group after the leader's, 0"
+
+    def indices() -> list[str]:
+        pods = world.kube.get(place)["items"]
+        return sorted(pod["metadata"]["labels"]["apps.kubernetes.io/pod-index"] for pod in pods)
+
+    eventually(lambda: indices() == ["1", "2"], "places in the group after the leader's, 0")
     world.wait_condition("Ready", "EnoughEngines", "wide")
     assert world.pool("wide")["status"]["replicas"] == 2, "groups are counted, not pods"
     world.change({"replicas": 1}, "wide")
