@@ -63,23 +63,20 @@ async def configure(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) 
 
 @kopf.on.login(registry=REGISTRY)
 async def login(memo: kopf.Memo, **_: Any) -> kopf.AiohttpSession | None:
-    """Authenticate as `KubeClient` does, by a session that reports each answer.
-
-    kopf asks again after a 401. Where there is nothing new to try this returns None: the run of kopf then ends, and the
-    next one begins after a pause.
-    """
+    """Authenticate as `KubeClient` does, by a session that reports each answer."""
     try:
-        access = find_access()
-        if access == memo.access:
-            memo.run.give_up("the API server doesn't take the token, and there is no other one")
-            return None
-        opened = open_session(access, memo.run.note_answer)
+        opened = open_session(find_access(), memo.run.note_answer)
     except (SettingsError, OSError, ValueError) as error:
-        memo.run.give_up(str(error))
+        memo.run.give_up(f"no access to the API server: {error}")
         return None
-    memo.access = access
     memo.sessions.append(opened.aiohttp_session)
     return opened
+
+
+@kopf.on.cleanup(registry=REGISTRY)
+async def note_end(memo: kopf.Memo, **_: Any) -> None:
+    """Note that kopf ends, whether it was asked to or not."""
+    memo.run.note_end()
 
 
 @_for_each_watched_kind(kopf.index)

@@ -3,7 +3,9 @@ fault, and who sees more leads.
 """
 
 import asyncio
+import http.client
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,7 +26,8 @@ from support.kubernetes.operator_process import (
     running_operator,
     started_operator,
 )
-from support.processes.waiting import until
+from support.processes.stack import free_port
+from support.processes.waiting import until, wait_until
 
 pytestmark = pytest.mark.kube
 
@@ -74,6 +77,52 @@ def health(operator: OperatorProcess) -> dict[str, str]:
     """What /healthz says of each namespace."""
     lines = operator.page("/healthz")[1].splitlines()[1:]
     return dict(line.split(": ", maxsplit=1) for line in lines)
+
+
+def in_process(kube: ControlPlane, namespace: str, patch: pytest.MonkeyPatch, **given: str) -> App:
+    """A replica that runs in this process."""
+    patch.setenv("KUBECONFIG", str(kube.kubeconfig))
+    own = {"NAMESPACES": namespace, "POD_NAMESPACE": namespace, "METRICS_HOST": "127.0.0.1", "OTLP_HOST": "127.0.0.1"}
+    own |= {"METRICS_PORT": "0", "OTLP_PORT": "0", "WATCH_S": "2", **given}
+    settings = load_settings({f"PAGESTREAM_OPERATOR__{name}": value for name, value in own.items()})
+    return App(settings, TelemetrySettings(), os.environ)
+
+
+def threads_of_kopf() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("kopf")]
+
+
+async def test_kopf_leaves_no_thread_behind(bare: ControlPlane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By itself it waits for ever for watches that wait for a login, once one of them has met a 404."""
+    PoolWorld(bare, "threads")
+    port, stop = free_port(), asyncio.Event()
+    running = asyncio.create_task(in_process(bare, "threads", monkeypatch, METRICS_PORT=str(port)).run(stop))
+
+    def answers(status: int, text: str) -> bool:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        try:
+            connection.request("GET", "/healthz" if status == 200 else "/readyz")
+            answer = connection.getresponse()
+            return answer.status == status and text in answer.read().decode()
+        except OSError:
+            return False
+        finally:
+            connection.close()
+
+    async def until_answered(status: int, text: str) -> None:
+        await asyncio.to_thread(wait_until, lambda: answers(status, text), text, LIMIT_S)
+
+    await until_answered(200, "EnginePool watch")
+    assert threads_of_kopf()
+    await asyncio.to_thread(bare.delete, DEFINITION)
+    await until_answered(503, "the definition of EnginePool")
+    await until(lambda: not threads_of_kopf(), "the end of kopf", LIMIT_S)
+    await asyncio.to_thread(wait_until, lambda: not bare.exists(DEFINITION), "the definition is gone", LIMIT_S)
+    await asyncio.to_thread(install_definition, bare)
+    await until_answered(200, "EnginePool watch")
+    stop.set()
+    await asyncio.wait_for(running, LIMIT_S)
+    await until(lambda: not threads_of_kopf(), "the end of kopf", LIMIT_S)
 
 
 def test_watches_begin_again_when_the_definition_was_made_again(bare: ControlPlane) -> None:
@@ -169,10 +218,7 @@ async def test_a_task_that_ends_is_noticed(bare: ControlPlane, monkeypatch: pyte
     """Whichever of a replica's tasks is cancelled from outside: it runs again, or the process ends."""
     world = PoolWorld(bare, "killed")
     world.create("demo", replicas=0)
-    monkeypatch.setenv("KUBECONFIG", str(bare.kubeconfig))
-    given = {"NAMESPACES": "killed", "POD_NAMESPACE": "killed", "METRICS_HOST": "127.0.0.1", "OTLP_HOST": "127.0.0.1"}
-    given |= {"METRICS_PORT": "0", "OTLP_PORT": "0", "PROMETHEUS_URL": "http://127.0.0.1:9", "WATCH_S": "2"}
-    settings = load_settings({f"PAGESTREAM_OPERATOR__{name}": value for name, value in given.items()})
+    source = {"PROMETHEUS_URL": "http://127.0.0.1:9"}
     pool, watches, repair = "pool PoolKey(", "watches of killed", "repair of watches of killed"
 
     def named(name: str) -> list[asyncio.Task[Any]]:
@@ -188,15 +234,16 @@ async def test_a_task_that_ends_is_noticed(bare: ControlPlane, monkeypatch: pyte
         return not running.done()
 
     stop = asyncio.Event()
-    running = asyncio.create_task(App(settings, TelemetrySettings(), os.environ).run(stop))
+    running = asyncio.create_task(in_process(bare, "killed", monkeypatch, **source).run(stop))
     assert [await killed(running, name) for name in (pool, watches, repair, "watcher of killed", pool)] == [True] * 5
     stop.set()
     await asyncio.wait_for(running, LIMIT_S)
     for name in ("heartbeat", "watches", "leadership", "pools", "prometheus"):
-        running = asyncio.create_task(App(settings, TelemetrySettings(), os.environ).run(asyncio.Event()))
+        running = asyncio.create_task(in_process(bare, "killed", monkeypatch, **source).run(asyncio.Event()))
         await until(lambda: bool(named("pools")), "its tasks", LIMIT_S)
         [task] = [each for each in named(name) if each.get_name() == name]
         task.cancel()
         with pytest.raises(ExceptionGroup, match="unhandled errors") as ended:
             await asyncio.wait_for(running, LIMIT_S)
         assert name in str(ended.value.exceptions[0])
+    await until(lambda: not threads_of_kopf(), "the end of kopf", LIMIT_S)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,6 +16,7 @@ from pagestream_telemetry import join_address
 
 from pagestream_operator.errors import SettingsError
 
+_HOLD_S = 60.0
 _HOST, _PORT = "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT"
 
 
@@ -47,27 +48,38 @@ def find_access(**_: Any) -> kopf.ConnectionInfo:
     return found
 
 
-def open_session(access: kopf.ConnectionInfo, on_answer: Callable[[str, bool, int], None]) -> kopf.AiohttpSession:
+def open_session(access: kopf.ConnectionInfo, on_answer: Callable[[str, bool, int], bool]) -> kopf.AiohttpSession:
     """Open a session for kopf, as kopf would by itself.
 
     Args:
         on_answer: called with each answer's path (without that of the API server's own address), whether it begins a
-            watch, and its status.
+            watch, and its status; 0: there was none. Where it returns True, the answer is kept back: kopf would end
+            by it, and its end in good order needs a moment.
     """
     own_path = urlsplit(access.server).path.rstrip("/")
 
-    async def report(_: aiohttp.ClientSession, __: SimpleNamespace, answer: aiohttp.TraceRequestEndParams) -> None:
-        url = answer.url
-        on_answer(url.path.removeprefix(own_path), url.query.get("watch") == "true", answer.response.status)
+    async def report(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+        path, is_watch = request.url.path.removeprefix(own_path), request.url.query.get("watch") == "true"
+        try:
+            answer = await send(request)
+        except (aiohttp.ClientError, OSError):
+            if on_answer(path, is_watch, 0):
+                await asyncio.sleep(_HOLD_S)
+            raise
+        try:
+            if on_answer(path, is_watch, answer.status):
+                await asyncio.sleep(_HOLD_S)
+        except BaseException:
+            answer.close()
+            raise
+        return answer
 
-    traces = aiohttp.TraceConfig()
-    traces.on_request_end.append(report)
     session = aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, ssl=access.as_ssl_context()),
         headers=access.as_http_headers(),
         proxy=access.proxy_url,
         trust_env=access.trust_env,
-        trace_configs=[traces],
+        middlewares=(report,),
     )
     return kopf.AiohttpSession(
         server=access.server, default_namespace=access.default_namespace, aiohttp_session=session

@@ -4,9 +4,10 @@ kopf keeps the streams: it lists, watches, and begins again after 410 and lost c
 event loop of its own, since it takes every task of its loop for one of its own (and cancels them all when it ends), and
 the process' signals as well.
 
-kopf ends at what it doesn't retry (404, a second 401, nine failures in a row), so a run of it is followed by the next
-one for as long as the operator runs, and ended where it has heard nothing for too long. Before each run all kinds are
-listed here: that shows whether they can be listed at all, and fills the store without kopf.
+kopf ends at what it doesn't retry (404, a second 401, nine failures in a row), and its end takes long, or for ever. So
+a run of it is given up before that, and where it has heard nothing for too long, and followed by the next one for as
+long as the operator runs. Before each run all kinds are listed here: that shows whether they can be listed at all, and
+fills the store without kopf.
 
 kopf does not report an object that ended while no watch was open. So each kind is listed once more when kopf watches
 after a list of its own, and every `resync_s`; what such a list lacks is dropped from the store.
@@ -50,9 +51,8 @@ _UNKNOWN_S = 10.0
 """After the first answer about any kind; by then kopf has asked for the others."""
 _HUNG_S = 60.0
 """A thread of kopf that lives for so long after its end hangs. It waits 5 s for tasks of its own."""
-_FIRST_ERROR, _FORBIDDEN, _NOT_FOUND = 300, 403, 404
-_FORBIDDEN_TIMES = 3
-"""Refusals of one kind in a row at which a run is given up: kopf would go on for 22 s."""
+_REAP_S = 2.0
+_FIRST_ERROR, _UNAUTHORIZED, _FORBIDDEN, _TOO_MANY, _SERVER_ERROR = 300, 401, 403, 429, 500
 _REFUSALS = 2
 """Lists that are refused in a row, after which the namespace no longer counts as seen."""
 _GRACE_S = 5.0
@@ -318,7 +318,9 @@ class KopfRun:
         self._paths = {kind.path(watcher.namespace): kind for kind in WATCHED}
         self._began_s = time.monotonic()
         self._heard_s: dict[Kind, float] = {}
-        self._refusals: Counter[Kind] = Counter()
+        self._failures: Counter[Kind] = Counter()
+        """In a row; by kopf's thread."""
+        self._ending: asyncio.Event
         self._listed: set[Kind] = set()
         self._known: set[Kind] = set()
         self._first_s: float | None = None
@@ -368,23 +370,41 @@ class KopfRun:
         if change is not None:
             self._post(self._observed, kind, change, body)
 
-    def note_answer(self, path: str, is_watch: bool, status: int) -> None:
+    def note_answer(self, path: str, is_watch: bool, status: int) -> bool:
         """Note that the API server has answered a list or the beginning of a watch.
 
         Args:
             path: of its URL, without what the address of the API server adds.
+            status: 0 where there was no answer.
+
+        Returns:
+            Whether to keep the answer from kopf, since the run was given up because of it.
         """
         kind = self._paths.get(path)
-        if kind is None:
-            return
-        if status < _FIRST_ERROR:
-            self._post(self._answered, kind, is_watch)
-        elif status in (_NOT_FOUND, _FORBIDDEN):
-            self._post(self._refused, kind, status)
+        if 0 < status < _FIRST_ERROR:
+            if kind is not None:
+                self._failures[kind] = 0
+                self._post(self._answered, kind, is_watch)
+            return False
+        if status == _UNAUTHORIZED:
+            self.give_up("the API server doesn't take the token (401)")
+            return True
+        if kind is None or status == _TOO_MANY:
+            return False
+        self._failures[kind] += 1
+        if self._failures[kind] < _most_failures(status):
+            return False
+        self.give_up(f"{kind.plural}: {f'status {status}' if status else 'no answer'}")
+        return True
 
     def give_up(self, why: str) -> None:
         """Count the run as ended: kopf can't go on, and takes its time to notice that."""
         self._post(self._give_up, why)
+
+    def note_end(self) -> None:
+        """Note that kopf ends its watches."""
+        self._ending.set()
+        self.give_up("kopf has ended its watches")
 
     def _run(self) -> None:
         try:
@@ -395,8 +415,10 @@ class KopfRun:
             self._post(self.ended.set, always=True)
 
     async def _operate(self) -> None:
-        memo = kopf.Memo(run=self, access=None, sessions=[])
+        memo = kopf.Memo(run=self, sessions=[])
         namespace = self._watcher.namespace
+        self._ending = asyncio.Event()
+        reaping = asyncio.create_task(self._reap(asyncio.current_task()), name="reaper")
         try:
             await kopf.operator(
                 registry=self._registry,
@@ -412,9 +434,23 @@ class KopfRun:
         finally:
             # kopf waits for the flag in a thread of its loop, which joins that thread before it closes.
             self.flag.set()
+            reaping.cancel()
+            self._post(self.ended.set, always=True)
             for session in memo.sessions:
                 await session.close()
-            self._post(self.ended.set, always=True)
+
+    async def _reap(self, operating: asyncio.Task[Any] | None) -> None:
+        """End what kopf leaves behind when it ends by an error, and would wait for without a limit.
+
+        A watch takes its cancellation for a pause where the task that waits for pauses is cancelled as well, and then
+        waits for a login that nobody makes any more.
+        """
+        await self._ending.wait()
+        while True:
+            await asyncio.sleep(_REAP_S)
+            for task in asyncio.all_tasks() - {operating, asyncio.current_task()}:
+                if not task.get_name().startswith("pause-waiter"):
+                    task.cancel()
 
     def _post(self, callback: Callable[..., object], *arguments: Any, always: bool = False) -> None:
         """Call in the store's event loop, in the order of the posts."""
@@ -438,7 +474,6 @@ class KopfRun:
 
     def _answered(self, kind: Kind, is_watch: bool) -> None:
         self._watcher.hear(kind, "watch" if is_watch else "list")
-        self._refusals[kind] = 0
         self._known.add(kind)
         self._first_s = time.monotonic() if self._first_s is None else self._first_s
         if not is_watch:
@@ -449,14 +484,17 @@ class KopfRun:
             self._listed.discard(kind)
             self._watcher.suspect(kind)
 
-    def _refused(self, kind: Kind, status: int) -> None:
-        self._refusals[kind] += 1
-        if self._refusals[kind] >= (1 if status == _NOT_FOUND else _FORBIDDEN_TIMES):
-            self._give_up(f"status {status} for {kind.plural}")
-
     def _give_up(self, why: str) -> None:
-        self.error = why
-        self.ended.set()
+        if not self.ended.is_set():
+            self.error = why
+            self.ended.set()
+
+
+def _most_failures(status: int) -> int:
+    """How many failures of one kind in a row are left to kopf, which ends at the last one."""
+    if status == _FORBIDDEN:
+        return 3
+    return 6 if status == 0 or status >= _SERVER_ERROR else 1
 
 
 def _longer(pause_s: float) -> float:
