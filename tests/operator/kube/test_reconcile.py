@@ -409,7 +409,9 @@ def broken_webhook(kube: ControlPlane, pool: str) -> Iterator[None]:
         kube.delete(f"{place}/guard")
 
 
+@pytest.mark.slow
 def test_a_webhook_that_is_down_is_reported_and_stops_no_scaling(operator: OperatorProcess, world: PoolWorld) -> None:
+    """After 10 s."""
     world.create("guarded", replicas=1, maxReplicas=8)
     world.wait_condition("Ready", "NoEngine", "guarded")
     with broken_webhook(world.kube, "guarded"):

@@ -66,6 +66,7 @@ def test_full_caches_bring_engines_and_the_status_says_why(operator: OperatorPro
     assert "from 2 to" in world.events("ScaledOut")[-1]
 
 
+@pytest.mark.slow
 def test_an_operator_whose_clock_is_wrong_scales(operator: OperatorProcess, world: PoolWorld) -> None:
     """As seen from its pools: the clocks of their engines, and of the gateway, are behind or ahead."""
     apart = {"behind": -10.0, "ahead": 10.0, "far": 45.0}

@@ -295,7 +295,7 @@ class PoolWorld:
         queue = {"depth": waiting, "tokens": 10 * waiting, "age": float(waiting > 0), "running": 0, "drain_rate": 0}
         attributes = {"gen_ai.request.model": model or pool}
         reported = [gauge(f"pagestream.queue.{name}", now, value, attributes) for name, value in queue.items()]
-        operator.export_metrics(export(*engines, resource(reported, **own, instance="gateway-0")))
+        operator.export_metrics(export(*engines, resource(reported, **own, instance=f"gateway-{ahead_s:g}")))
 
     def manager_of_replicas(self, name: str = "demo") -> set[str]:
         """Field managers that own the Deployment's replicas."""
