@@ -18,6 +18,7 @@ from pagestream_operator.kube import (
     JOB,
     POD,
     POOL,
+    SECRET,
     SERVICE,
     SERVICE_ACCOUNT,
     STATEFUL_SET,
@@ -205,6 +206,31 @@ async def test_jobs_of_adapters_have_names_that_pods_may_have_as_a_label(size: i
         names.add(adapters_job(pool, DEFAULTS)["metadata"]["name"])
     assert len(names) == 2
     assert all(len(name) <= 63 and name.startswith("p" * size + "-") for name in names)
+
+
+async def test_the_pod_of_a_job_that_cannot_start_is_reported() -> None:
+    passes = PoolPasses(engine={"enableLora": True}, adapters=[{"name": "a", "path": "/x"}])
+    await passes.run(seconds=2)
+    waiting = {"reason": "ImagePullBackOff", "message": "no such image"}
+    pod = pod_body("job", ready=False)
+    pod["metadata"]["labels"] = {}
+    pod["status"]["initContainerStatuses"] = [{"name": "mesh", "state": {"waiting": waiting}}]
+    passes.client.keep(POD, pod)
+    await passes.run(seconds=15)
+    condition = passes.condition("Degraded")
+    assert condition["reason"] == "AdapterRefused"
+    assert "can't start: init container mesh: ImagePullBackOff: no such image" in condition["message"]
+    assert passes.client.tries.count(("list", "Pod")) <= 2
+
+
+async def test_a_secret_of_groups_that_somebody_deleted_is_made_again() -> None:
+    passes = PoolPasses(replicas=1, nodes=2, parallel={"tensor": 2})
+    await passes.run(seconds=2)
+    assert passes.has(SECRET)
+    passes.client.objects = {key: body for key, body in passes.client.objects.items() if key[0] != SECRET.name}
+    passes.show(POD, pod_body("starting", ready=False))
+    await passes.run(seconds=70)
+    assert passes.has(SECRET)
 
 
 # -- odd objects

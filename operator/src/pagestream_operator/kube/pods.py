@@ -79,7 +79,7 @@ class Pod:
             is_terminating=metadata.get("deletionTimestamp") is not None,
             is_terminated=status.get("phase") in _ENDED,
             deletion_cost=text(part(metadata, "annotations", DELETION_COST)) or None,
-            blocking_reason=_blocking_reason(status),
+            blocking_reason=blocking_reason(status),
             scheduled_s=(created_s if scheduled_s is None else scheduled_s) if has_node else None,
             waiting_reason=_waiting_reason(scheduled),
             num_nodes=reader.nodes(part(metadata, "labels", NODES_LABEL)),
@@ -150,8 +150,10 @@ def _waiting_reason(condition: Mapping[str, Any]) -> str | None:
     return text(condition.get("message")) or text(condition.get("reason")) or "no node takes it"
 
 
-def _blocking_reason(status: Mapping[str, Any]) -> str | None:
-    """Why a container can't start: an init container, which others may have put in, or one beside the engine, too."""
+def blocking_reason(status: Mapping[str, Any]) -> str | None:
+    """Why a pod of this status can't start without an administrator, by its containers: those that others have put in,
+    init containers too.
+    """
     for group, kind in (("initContainerStatuses", "init container"), ("containerStatuses", "container")):
         for container in mappings(status.get(group)):
             reason = _container_trouble(container)

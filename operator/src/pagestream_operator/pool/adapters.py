@@ -16,11 +16,14 @@ from pagestream_operator.fields import is_owned_by, job_ending, mapping, mapping
 from pagestream_operator.kube.client import KubeClient
 from pagestream_operator.kube.kinds import JOB, POD
 from pagestream_operator.kube.lease import Leadership
+from pagestream_operator.kube.pods import blocking_reason
 from pagestream_operator.settings import EngineDefaults
 
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 10, 3600
 """From the end of a Job that failed to the next one, which doubles from one failure to the next."""
 _FAILED = re.compile(r"/(?P<wanted>\w+)/failed-(?P<count>\d+)-(?P<time_s>\d+)")
+_LOOK_S = 10.0
+"""Between two looks at the pod of a Job that runs."""
 _LONGEST_MESSAGE = 512
 _NO_RESULT = "its Job has left no result: see `kubectl logs job/{job}`"
 
@@ -34,6 +37,7 @@ class Adapters:
     defaults: EngineDefaults
     clock: Callable[[], float]
     """Unix seconds."""
+    _looked_s: float = float("-inf")
 
     async def step(self, pool: EnginePool) -> EnginePoolStatus | None:
         """Make the Job of the spec's adapters, or look at it. Returns the status with its results once it is over; None
@@ -58,7 +62,7 @@ class Adapters:
             return None  # a former pool's of this name, which goes with it
         ended = job_ending(job)
         if ended is None:
-            return None
+            return await self._waiting(pool, name)
         found = await self._results(pool.namespace, name) if ended == "" else {}
         problem = ended or (_NO_RESULT.format(job=name) if pool.spec.adapters and not found else "")
         mark = f"{pool.generation}/{wanted}"
@@ -73,6 +77,18 @@ class Adapters:
                 await self.client.create(JOB, adapters_job(pool, self.defaults))
         except Conflict:
             return  # made already: the next pass finds it
+
+    async def _waiting(self, pool: EnginePool, job: str) -> EnginePoolStatus | None:
+        """Look, now and then, whether the Job's pod can start: it has an hour. Returns the status that says why not."""
+        if self.clock() - self._looked_s < _LOOK_S:
+            return None
+        self._looked_s = self.clock()
+        pods = await self.client.list(POD, pool.namespace, selector=f"batch.kubernetes.io/job-name={job}")
+        reason = next((found for pod in pods if (found := blocking_reason(mapping(pod.get("status"))))), None)
+        if reason is None:
+            return None
+        adapters = _after_failure(pool, f"the pod of its Job {job} can't start: {reason}")
+        return pool.status.model_copy(update={"adapters": adapters}) if adapters != pool.status.adapters else None
 
     async def _results(self, namespace: str, job: str) -> dict[str, dict[str, str]]:
         for pod in await self.client.list(POD, namespace, selector=f"batch.kubernetes.io/job-name={job}"):

@@ -20,6 +20,9 @@ from pagestream_operator.pool.view import PoolView
 
 logger = logging.getLogger(__name__)
 
+_SECRET_KNOWN_S = 60.0
+"""Seconds for which a Secret is believed to be there while pods start."""
+
 
 @dataclass
 class Groups:
@@ -34,19 +37,27 @@ class Groups:
     store: ObjectStore
     leadership: Leadership
     suspect: Callable[[Kind], None]
-    _has_secret: set[str] = field(default_factory=set)
-    """Uids of pools whose Secret was made, or found."""
+    steady: Callable[[], float]
+    """Seconds that never go back."""
+    _has_secret: dict[str, float] = field(default_factory=dict)
+    """Uids of pools whose Secret was made, or found, and when."""
 
-    async def ensure_secret(self, pool: EnginePool, release: str) -> None:
-        """Make the Secret of the pool's groups, before a pod needs it. One that exists stays."""
-        if pool.spec.nodes == 1 or pool.uid in self._has_secret:
+    async def ensure_secret(self, pool: EnginePool, release: str, *, awaits_pods: bool = False) -> None:
+        """Make the Secret of the pool's groups, before a pod needs it. One that exists stays.
+
+        With `awaits_pods`, now and then, whatever is remembered: Secrets aren't read, and somebody may have deleted it.
+        """
+        if pool.spec.nodes == 1:
+            return
+        known_s = self._has_secret.get(pool.uid)
+        if known_s is not None and not (awaits_pods and self.steady() - known_s >= _SECRET_KNOWN_S):
             return
         try:
             async with self.leadership.act():
                 await self.client.create(SECRET, node_secret(pool, release))
         except Conflict:
             logger.debug("the Secret of a pool's groups exists", extra={"pool": pool.name})
-        self._has_secret.add(pool.uid)
+        self._has_secret[pool.uid] = self.steady()
 
     async def complete(self, pool: EnginePool, view: PoolView, release: str) -> None:
         """Make the StatefulSet of each leader that has none, and tell the others of a leader's new address.
@@ -54,6 +65,7 @@ class Groups:
         Raises:
             Exception: of several groups that have failed, what the first one met.
         """
+        await self.ensure_secret(pool, release, awaits_pods=any(pod.ready_s is None for pod in view.active))
         failed: Exception | None = None
         for leader in view.active:
             if leader.num_nodes == 1 or not leader.address:

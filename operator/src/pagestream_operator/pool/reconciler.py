@@ -133,7 +133,7 @@ class Reconciler:
         self._scaler = Scaler(context.metrics, context.shares)
         self._old_config_maps = OldConfigMaps(context.client, context.store, context.leadership, context.clock)
         self._adapters = Adapters(context.client, context.leadership, context.defaults, context.clock)
-        self._groups = Groups(context.client, context.store, context.leadership, context.suspect)
+        self._groups = Groups(context.client, context.store, context.leadership, context.suspect, context.steady)
         self._parts = Parts("/".join(self.key), context.steady, context.suspect)
         self._unpublishing = Unpublishing(
             context.client, context.store, context.leadership, context.defaults, context.clock
