@@ -101,7 +101,22 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"template": {"resources": {"requests": {"gpu": 1}}}}, "write `nvidia.com/gpu`"),
     ({"template": {"resources": {"requests": {"nvidia.com/gpu": 1}}}}, "write `limits: {nvidia.com/gpu: 1}`"),
+    ({"template": {"resources": {"requests": {"hugepages-2Mi": "4Mi"}}}}, "as its limit does"),
+    (
+        {
+            "template": {
+                "resources": {"requests": {"nvidia.com/gpu": 2}, "limits": {"nvidia.com/gpu": 2}},
+                "gpu": {"count": 1},
+            }
+        },
+        "or as template.gpu.count",
+    ),
     ({"template": {"resources": {"limits": {"nvidia.com/gpu": "500m"}}}}, "as a whole number"),
+    ({"template": {"volumeMounts": [{"name": "v", "mountPath": "/tmp"}]}}, "neither /tmp nor"),  # noqa: S108
+    (
+        {"template": {"volumeMounts": [{"name": "v", "mountPath": "/a"}, {"name": "w", "mountPath": "/a"}]}},
+        "has each mountPath once",
+    ),
     (
         {"template": {"resources": {"requests": {"cpu": "2"}, "limits": {"cpu": "1500m"}}}},
         "raise the limit, or lower the request",
@@ -142,6 +157,7 @@ ACCEPTED: list[dict[str, Any]] = (
     + [
         {"template": {"resources": {"limits": {"nvidia.com/gpu": "1", "hugepages-2Mi": "4Mi", "memory": "1Gi"}}}},
         {"template": {"resources": {"requests": {"a.b/c": 2}, "limits": {"a.b/c": 2}}}},
+        {"template": {"resources": {"requests": {"nvidia.com/gpu": 1}}, "gpu": {"count": 1}}},
         {"template": {"labels": {"team": "", "example.com/team": "a_b.c-1"}, "nodeSelector": {"a": "x" * 63}}},
         {"template": {"annotations": {"example.com/A_b.c": "any text; of: any form"}}},
         {"template": {"tolerations": [{"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 5}]}},

@@ -24,8 +24,8 @@ PodFragment = Annotated[dict[str, Any], Field(json_schema_extra={"x-kubernetes-p
 """An object that is passed on to the pod as it is, and checked by the API server there."""
 
 
-_IS_STANDARD = "(name in ['cpu', 'memory', 'ephemeral-storage'] || name.startsWith('hugepages-'))"
-_IS_RESOURCE = f"({_IS_STANDARD} || name.contains('/'))"
+_IS_DIVISIBLE = "name in ['cpu', 'memory', 'ephemeral-storage']"
+_IS_RESOURCE = f"({_IS_DIVISIBLE} || name.startsWith('hugepages-') || name.contains('/'))"
 
 
 class Resources(ApiModel):
@@ -50,12 +50,10 @@ class Resources(ApiModel):
             "template.resources.requests are at most the limits: raise the limit, or lower the request",
         ),
         Rule(
-            f"(!has(self.requests) || self.requests.all(name, {_IS_STANDARD} || has(self.limits) && "
-            "name in self.limits && string(self.limits[name]) == string(self.requests[name]))) && "
-            f"(!has(self.limits) || self.limits.all(name, {_IS_STANDARD} || "
-            "quantity(string(self.limits[name])).isInteger()))",
-            "template.resources gives a resource of a domain as a whole number, and as a limit: write "
-            "`limits: {nvidia.com/gpu: 1}`",
+            f"!has(self.limits) || self.limits.all(name, {_IS_DIVISIBLE} || "
+            "quantity(string(self.limits[name])).isInteger())",
+            "template.resources gives a resource of a domain as a whole number: write `limits: {nvidia.com/gpu: 1}`",
+            ".limits",
         ),
     )
 
@@ -195,6 +193,24 @@ class PodTemplate(ApiModel):
             "template.env can't set variables that the operator sets: options of the engine are written in "
             "`spec.engine`, such as `engine: {maxNumSeqs: 64}`, and further models in `spec.models`",
             ".env",
+        ),
+        Rule(
+            f"!has(self.resources.requests) || self.resources.requests.all(name, {_IS_DIVISIBLE} || "
+            "(has(self.gpu) && self.gpu.count > 0 && name == self.gpu.resourceName ? "
+            "string(self.resources.requests[name]) == string(self.gpu.count) : has(self.resources.limits) && "
+            "name in self.resources.limits && "
+            "string(self.resources.limits[name]) == string(self.resources.requests[name])))",
+            "template.resources.requests gives a resource of a domain as its limit does, or as template.gpu.count: "
+            "write `limits: {nvidia.com/gpu: 1}` alone",
+            ".resources",
+        ),
+        Rule(
+            "!has(self.volumeMounts) || self.volumeMounts.all(mount, "
+            "self.volumeMounts.exists_one(other, other.mountPath == mount.mountPath) && "
+            "!(mount.mountPath in ['/tmp', '/etc/pagestream-nodes', '/etc/pagestream/chat-template']))",
+            "template.volumeMounts has each mountPath once, and neither /tmp nor the engine's own in /etc: choose "
+            "another mountPath",
+            ".volumeMounts",
         ),
         Rule(
             "!has(self.labels) || self.labels.all(key, !key.startsWith('pagestream.dev/') && "
