@@ -163,6 +163,23 @@ async def test_a_failing_group_leaves_the_other_groups_theirs() -> None:
     assert passes.condition("Degraded")["reason"] == "InternalError"
 
 
+@pytest.mark.parametrize("named", [None, DEFAULTS.release])
+async def test_a_pool_that_names_its_operator_is_scaled_before_it_can_be_claimed(named: str | None) -> None:
+    passes = PoolPasses(replicas=1, maxReplicas=8, **({} if named is None else {"controllerClass": named}))
+    await passes.run(seconds=2)
+    body = copy.deepcopy(passes.client.objects[(POOL.name, "demo")])
+    del body["status"]["controllerClass"]
+    passes.show(POOL, body)
+    passes.client.fault = failing((POOL,), ApiUnavailable(f"update: 500 {WEBHOOK}", 500), "update status")
+    passes.change(replicas=3)
+    await passes.run(seconds=3)
+    assert passes.replicas == (1 if named is None else 3)
+    passes.client.fault = lambda *_: None
+    assert await passes.run(seconds=40) == "ok"
+    assert passes.replicas == 3
+    assert passes.client.objects[(POOL.name, "demo")]["status"]["controllerClass"] == DEFAULTS.release
+
+
 async def test_a_spec_of_a_newer_definition_is_scaled_as_far_as_it_can_be_read() -> None:
     passes = PoolPasses(replicas=1, maxReplicas=8)
     await passes.run(seconds=2)

@@ -20,7 +20,7 @@ from pagestream_operator.api import ConditionType, EnginePool, EnginePoolStatus
 from pagestream_operator.children import HASH_ANNOTATION, Manifest, children
 from pagestream_operator.children.manifest import engine_name, service_name
 from pagestream_operator.errors import ApiFailure, Conflict, Gone, PoolInvalid, Rejected
-from pagestream_operator.fields import seconds
+from pagestream_operator.fields import part, seconds
 from pagestream_operator.kube.apply import Applier, Outcome
 from pagestream_operator.kube.client import KubeClient
 from pagestream_operator.kube.events import Recorder
@@ -69,6 +69,8 @@ _WARNINGS = {ConditionType.DEGRADED: "True", ConditionType.READY: "False", Condi
 """Conditions that are reported as warnings, and the status in which they are."""
 _COSTS, _DECISION, _STATUS = "deletion costs", "decision", "status"
 """Parts of a pass."""
+_CLAIM_PAUSE_S = 300.0
+"""Between claims under a definition that lacks the field; an administrator may have applied a newer one."""
 _PODS_NEED = frozenset({CONFIG_MAP.name, SERVICE_ACCOUNT.name})
 """Without these, pods of a new template could not start: the Deployment waits for them."""
 
@@ -125,8 +127,8 @@ class Reconciler:
     _done: tuple[str, int] | None = None
     """Version of the pool and leader's term for which its objects were last applied."""
     _status_written_s: float = 0.0
-    _cannot_claim: bool = False
-    """Whether the API server drops what a claim writes."""
+    _claims_again_s: float = float("-inf")
+    """When a claim is tried again after the API server has dropped what it wrote."""
 
     def __post_init__(self) -> None:
         context = self.context
@@ -172,9 +174,14 @@ class Reconciler:
             self._parts.forget_all(but=_DECISION)
             return "ok"
         pool = reading.pool or EnginePool.without_spec(body)
-        if claim is Claim.FREE and not self._cannot_claim and not pool.is_deleted:
-            await self._claim(pool, dict(body))
-        elif pool.is_deleted:
+        if claim is Claim.FREE and not pool.is_deleted and self.context.steady() >= self._claims_again_s:
+            is_claimed = await self._parts.run("claim", partial(self._claim, pool, dict(body)), POOL)
+            # Another operator never takes a pool that names this one: it is served before it can be claimed.
+            if is_claimed or part(body, "spec", "controllerClass") is None:
+                return self._parts.result
+        else:
+            self._parts.forget("claim")
+        if pool.is_deleted:
             await self._delete(pool, dict(body), view)
         elif reading.error:
             await self._serve_invalid(reading, dict(body), verdict)
@@ -219,7 +226,7 @@ class Reconciler:
         status = pool.status.model_copy(update={"controller_class": release, "conditions": left})
         await self._write_status(body, status, pool.status)
         if claim_on(self.context.store.get(POOL, *self.key) or {}, release) is Claim.FREE:
-            self._cannot_claim = True
+            self._claims_again_s = self.context.steady() + _CLAIM_PAUSE_S
             logger.warning("the definition of EnginePool is older than this operator: apply the chart's crds/")
         if holder is not None:
             await self._event(body, "Moved", f"from the operator of {holder} to that of {release}", action="Claim")
