@@ -18,7 +18,7 @@ from pagestream_operator.kube.kinds import Kind
 Object: TypeAlias = dict[str, Any]
 
 _JSON, _MERGE, _APPLY = "application/json", "application/merge-patch+json", "application/apply-patch+yaml"
-_UNAUTHORIZED, _NOT_FOUND, _CONFLICT = 401, 404, 409
+_UNAUTHORIZED, _NOT_FOUND, _CONFLICT, _TOO_LATE = 401, 404, 409, 504
 _FIRST_ERROR = 300  # redirects are not followed: they would turn a POST into a GET
 _BUSY = frozenset({408, 429, 500, 502, 503, 504})
 _NO_ANSWER = 0
@@ -26,7 +26,7 @@ _REFUSAL = re.compile(r"failed to create typed patch object|denied (the )?reques
 """What the API server answers to an object that server-side apply can't read, with status 500, and where a webhook or
 a policy refuses an object, with a status of their choice. It is a refusal."""
 _SERVER_SHARE = 0.8
-"""Of a write's time limit, after which the API server itself gives up: its answer names the webhook that hangs."""
+"""Of a write's time limit, after which the API server itself gives up: it is known to be there then."""
 _CHUNK = 500
 """Objects of one page of a list."""
 
@@ -212,6 +212,8 @@ def failure_of(what: str, status: int, message: str, retry_after: str | None = N
         retry_after: its header of that name, in seconds; a date is ignored.
     """
     text = f"{what}: {status} {message}"
+    if status == _TOO_LATE:
+        text += "; does an admission webhook hang?"
     if _REFUSAL.search(message):
         return Rejected(text, status)
     if status == _NOT_FOUND:
