@@ -216,6 +216,18 @@ async def test_a_redirect_is_not_followed(kubeconfig: Path) -> None:
             await client.get(POD, "ns", "a")
 
 
+async def test_a_write_ends_at_the_server_first_and_asks_for_a_webhook_that_hangs(kubeconfig: Path) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        limit = request.query.get("timeout", "none")
+        return web.json_response({"message": f"no end within {limit}"}, status=504)
+
+    async with serving(answer, kubeconfig), KubeClient(5.0) as client:
+        with pytest.raises(ApiUnavailable, match="no end within 4000ms; does an admission webhook hang"):
+            await client.merge(POD, "ns", "a", {}, manager="m")
+        with pytest.raises(ApiUnavailable, match="no end within none$"):
+            await client.get(POD, "ns", "a")
+
+
 async def test_a_list_is_read_page_by_page(kubeconfig: Path) -> None:
     asked: list[dict[str, str]] = []
 

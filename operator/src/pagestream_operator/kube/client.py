@@ -27,6 +27,7 @@ _REFUSAL = re.compile(r"failed to create typed patch object|denied (the )?reques
 a policy refuses an object, with a status of their choice. It is a refusal."""
 _SERVER_SHARE = 0.8
 """Of a write's time limit, after which the API server itself gives up: it is known to be there then."""
+_HANGING = "; does an admission webhook hang?"
 _CHUNK = 500
 """Objects of one page of a list."""
 
@@ -173,7 +174,8 @@ class KubeClient:
             if status == _UNAUTHORIZED and self._has_new_access(used):
                 status, text, retry_after = await self._exchange(request)
             if status >= _FIRST_ERROR:
-                raise failure_of(str(request), status, _message(text), retry_after)
+                hint = _HANGING if status == _TOO_LATE and request.method != "GET" else ""
+                raise failure_of(str(request), status, _message(text) + hint, retry_after)
             found: Object = json.loads(text)
             if not isinstance(found, dict):
                 raise ValueError(f"the answer is no object: {text[:200]!r}")
@@ -212,8 +214,6 @@ def failure_of(what: str, status: int, message: str, retry_after: str | None = N
         retry_after: its header of that name, in seconds; a date is ignored.
     """
     text = f"{what}: {status} {message}"
-    if status == _TOO_LATE:
-        text += "; does an admission webhook hang?"
     if _REFUSAL.search(message):
         return Rejected(text, status)
     if status == _NOT_FOUND:
