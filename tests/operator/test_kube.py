@@ -224,7 +224,7 @@ async def test_a_write_ends_at_the_server_first_and_asks_for_a_webhook_that_hang
     async with serving(answer, kubeconfig), KubeClient(5.0) as client:
         with pytest.raises(ApiUnavailable, match="no end within 4000ms; does an admission webhook hang"):
             await client.merge(POD, "ns", "a", {}, manager="m")
-        with pytest.raises(ApiUnavailable, match="no end within none$"):
+        with pytest.raises(ApiUnavailable, match=r"no end within none$"):
             await client.get(POD, "ns", "a")
 
 
