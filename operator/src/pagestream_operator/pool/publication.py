@@ -11,6 +11,9 @@ from pagestream_operator.children.manifest import digest
 from pagestream_operator.fields import mapping, mappings, part, text
 from pagestream_operator.pool.view import PoolView
 
+_SOME = "some"
+"""No hash of a card, and so different from each."""
+
 
 def card_digest(pool: EnginePool) -> str:
     """Hash of what model cards come from: the models and the engine's options."""
@@ -20,10 +23,13 @@ def card_digest(pool: EnginePool) -> str:
 
 def published_card(pool: EnginePool, view: PoolView) -> str | None:
     """The hash of the card that was published last, by what is known now: that of the spec, once an engine of it is
-    ready and none of an earlier one runs.
+    ready and none of an earlier one runs. `_SOME` where an engine is ready and it isn't known of which spec: what it
+    has published must be removed all the same when the pool is deleted.
     """
+    if not view.ready:
+        return pool.status.published_card
     is_newest = view.is_observed and view.updated >= view.spec_replicas
-    return card_digest(pool) if view.ready and is_newest else pool.status.published_card
+    return card_digest(pool) if is_newest else pool.status.published_card or _SOME
 
 
 def has_published(pool: EnginePool, view: PoolView) -> bool:

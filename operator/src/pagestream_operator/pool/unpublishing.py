@@ -10,7 +10,7 @@ from pagestream_operator.api import EnginePool
 from pagestream_operator.children.manifest import engine_name
 from pagestream_operator.children.unpublish import LIMIT_S, job_account, job_name, unpublish_job
 from pagestream_operator.children.unpublish import POOL_UID_ANNOTATION as POOL_UID
-from pagestream_operator.errors import ApiUnavailable, Conflict, Gone, Rejected
+from pagestream_operator.errors import ApiFailure, Conflict, Gone, Rejected
 from pagestream_operator.fields import is_owned_by, job_ending, part, seconds
 from pagestream_operator.kube.client import KubeClient
 from pagestream_operator.kube.kinds import JOB, POOL, SERVICE_ACCOUNT
@@ -62,7 +62,7 @@ class Unpublishing:
             outcome = await self._look(pool, models, is_late=is_late, is_over=is_over)
         except Rejected as error:
             return Outcome(str(error))  # a missing right, a quota, a namespace that ends: the pool must go all the same
-        except ApiUnavailable as error:
+        except ApiFailure as error:
             if not is_over:
                 raise
             return Outcome(str(error))

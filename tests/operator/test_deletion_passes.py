@@ -1,0 +1,91 @@
+"""Passes over a deleted pool in which a call fails: it is gone in time, and what stays is said."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from pagestream_operator import ApiUnavailable, Conflict, Gone, Rejected
+from pagestream_operator.kube import DEPLOYMENT, JOB, POD, POOL, SERVICE_ACCOUNT, Kind
+from support.kubernetes.pool_objects import pod_body
+from support.kubernetes.pool_passes import FINALIZER, PoolPasses
+
+LIMIT_S = 10
+LONGEST_S = 120
+"""With 75 s for the Job and the longest pause between two tries."""
+ERRORS = [
+    Rejected("refused: 403 no right", 403),
+    ApiUnavailable("500 failed calling webhook", 500),
+    Conflict("it has changed", 409),
+    Gone("no such thing", 404),
+]
+
+
+async def published(*, replicas: int = 1) -> PoolPasses:
+    """A pool with a ready engine."""
+    passes = PoolPasses(replicas=replicas, drain={"deletionTimeoutSeconds": LIMIT_S})
+    await passes.run(seconds=2)
+    passes.show(POD, pod_body("engine-0"))
+    await passes.run(seconds=2)
+    return passes
+
+
+def delete(passes: PoolPasses) -> None:
+    body = passes.client.objects[(POOL.name, "demo")]
+    now = datetime.fromtimestamp(passes.now_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    passes.show(POOL, {**body, "metadata": {**body["metadata"], "deletionTimestamp": now}})
+
+
+async def run_until_gone(passes: PoolPasses) -> None:
+    """Make passes, as the manager does, until the pool may go."""
+    for _ in range(LONGEST_S):
+        try:
+            await passes.run()
+        except (ApiUnavailable, Conflict, Gone, Rejected) as error:
+            passes.now_s += 1
+            last: object = error
+        else:
+            last = "ok"
+        if FINALIZER not in (passes.client.objects[(POOL.name, "demo")]["metadata"].get("finalizers") or []):
+            return
+    raise AssertionError(f"the pool has its finalizer after {LONGEST_S} s; the last pass: {last}")
+
+
+def notes(passes: PoolPasses) -> dict[str, str]:
+    """The events' notes by their reasons."""
+    return {body["reason"]: body["note"] for (kind, _), body in passes.client.objects.items() if kind == "Event"}
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    ("verb", "kind"),
+    [("scale", DEPLOYMENT), ("create", JOB), ("get", JOB), ("create", SERVICE_ACCOUNT), ("update status", POOL)],
+    ids=lambda each: getattr(each, "name", each),
+)
+async def test_no_call_that_fails_holds_up_a_pool(verb: str, kind: Kind, error: Exception) -> None:
+    passes = await published()
+    del passes.client.objects[(SERVICE_ACCOUNT.name, "demo-engine")]
+    passes.store.drop(SERVICE_ACCOUNT, {"metadata": {"namespace": "default", "name": "demo-engine", "uid": account()}})
+
+    def fault(tried: str, of: Kind, _: str) -> Exception | None:
+        return error if (tried, of) == (verb, kind) else None
+
+    passes.client.fault = fault
+    delete(passes)
+    await run_until_gone(passes)
+    said = notes(passes)
+    assert passes.has(JOB) or "pagestream models rm demo" in said["UnpublishFailed"], said
+
+
+def account() -> str:
+    """The uid of the pool's ServiceAccount."""
+    return "ServiceAccount-demo-engine"
+
+
+async def test_an_engine_that_was_ready_has_published_though_its_deployment_lags() -> None:
+    """The Deployment's controller writes its status later than the kubelet the pod's."""
+    passes = await published(replicas=3)
+    status: dict[str, Any] = passes.client.objects[(POOL.name, "demo")]["status"]
+    assert status["readyReplicas"] == 1
+    assert status["publishedCard"], "something that a deletion has to remove"
