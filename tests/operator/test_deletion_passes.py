@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from pagestream_operator import ApiUnavailable, Conflict, Gone, Rejected
 from pagestream_operator.kube import DEPLOYMENT, JOB, POD, POOL, SERVICE_ACCOUNT, Kind
+from pagestream_operator.pool import Finalizers, Home
 from support.kubernetes.pool_objects import pod_body
 from support.kubernetes.pool_passes import FINALIZER, PoolPasses
 
@@ -89,3 +90,54 @@ async def test_an_engine_that_was_ready_has_published_though_its_deployment_lags
     status: dict[str, Any] = passes.client.objects[(POOL.name, "demo")]["status"]
     assert status["readyReplicas"] == 1
     assert status["publishedCard"], "something that a deletion has to remove"
+
+
+# -- Pools that nobody drains
+
+
+def finalizers(passes: PoolPasses, *, shows: bool = True, namespaces: tuple[str, ...] = ("default",)) -> Finalizers:
+    context = passes.reconciler.context
+    parts = (context.client, context.store, context.leadership, context.recorder, context.defaults.release)
+    home = Home("home", "lease", "")
+    return Finalizers(*parts, namespaces, home, lambda _: shows, lambda: passes.now_s)
+
+
+def has_finalizer(passes: PoolPasses) -> bool:
+    return FINALIZER in (passes.client.objects[(POOL.name, "demo")]["metadata"].get("finalizers") or [])
+
+
+@pytest.mark.parametrize(("shows", "limit_s"), [(True, LIMIT_S + 120), (False, LIMIT_S)], ids=["seen", "not-seen"])
+async def test_a_deletion_that_is_overdue_ends(shows: bool, limit_s: int) -> None:
+    """By the clock of this process. No pass is made in a namespace that isn't seen."""
+    passes = await published()
+    sweep = finalizers(passes, shows=shows).sweep
+    delete(passes)
+    await sweep()
+    passes.now_s += limit_s
+    await sweep()
+    assert has_finalizer(passes)
+    passes.now_s += 1
+    await sweep()
+    assert not has_finalizer(passes)
+
+
+async def test_a_pool_that_is_served_keeps_its_finalizer_and_a_former_one_loses_it() -> None:
+    passes = await published()
+    await finalizers(passes).sweep()
+    assert has_finalizer(passes)
+    await finalizers(passes, namespaces=("others",)).sweep()
+    assert not has_finalizer(passes)
+
+
+ODD: list[Any] = [{}, None, [], "text", {"drain": None}, {"drain": {"deletionTimeoutSeconds": "x"}, "model": None}]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=str)
+@pytest.mark.parametrize("field", ["spec", "metadata"])
+async def test_a_pool_that_cannot_be_read_keeps_no_other_one(field: str, odd: Any) -> None:
+    passes = await published()
+    demo = passes.client.objects.pop((POOL.name, "demo"))
+    passes.client.objects[(POOL.name, "broken")] = {**demo, field: odd}
+    passes.client.objects[(POOL.name, "demo")] = demo
+    await finalizers(passes, namespaces=("others",)).sweep()
+    assert not has_finalizer(passes)

@@ -122,6 +122,7 @@ class Leader:
     """Always leads."""
 
     identity = "one_1"
+    lease = ("home", "lease")
     is_leading = True
     term = 1
 

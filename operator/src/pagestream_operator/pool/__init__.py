@@ -3,6 +3,7 @@
 from pagestream_operator.pool.claim import Claim, claim_on
 from pagestream_operator.pool.conditions import Finding, Trouble, findings, stamped
 from pagestream_operator.pool.deletion_cost import DeletionCost, deletion_costs
+from pagestream_operator.pool.finalizer import Finalizers, Home
 from pagestream_operator.pool.reconciler import Context, Reconciler
 from pagestream_operator.pool.scaler import (
     Scaler,
@@ -20,7 +21,9 @@ __all__ = [
     "Claim",
     "Context",
     "DeletionCost",
+    "Finalizers",
     "Finding",
+    "Home",
     "PoolView",
     "Reconciler",
     "Scaler",

@@ -103,10 +103,10 @@ class Finalizers:
             ApiFailure: no pool can be listed.
         """
         found = await self._list()
-        uids = {body["metadata"]["uid"] for body in found}
+        uids = {part(body, "metadata", "uid") for body in found}
         self._deleted = {uid: since for uid, since in self._deleted.items() if uid in uids}
         for body in found:
-            if FINALIZER not in (body["metadata"].get("finalizers") or []) or not is_claimed(body, self.release):
+            if not _has_finalizer(body) or not is_claimed(body, self.release):
                 continue
             try:
                 await self._look_at(body)
@@ -130,7 +130,7 @@ class Finalizers:
         ours = [
             body
             for body in found
-            if FINALIZER in (body["metadata"].get("finalizers") or [])
+            if _has_finalizer(body)
             and (is_claimed(body, self.release) or (self._serves(body) and claim_on(body, self.release).is_served))
         ]
         if await self._is_release_going():
@@ -165,11 +165,11 @@ class Finalizers:
         why = await self._reason(body)
         if not why:
             return
-        if body["metadata"].get("deletionTimestamp") is not None:
-            await report_left(self.recorder, self.store, self.release, body, why)
         async with self.leadership.act():
             await remove_finalizer(self.client, body)
         logger.warning("removed the finalizer, since %s", why, extra={"pool": _name(body)})
+        if body["metadata"].get("deletionTimestamp") is not None:
+            await report_left(self.recorder, self.store, self.release, body, why)
 
     async def _reason(self, body: Object) -> str:
         """Why a pool must lose the finalizer; empty: it is to keep it."""
@@ -241,7 +241,7 @@ async def remove_finalizer(client: KubeClient, body: Mapping[str, Any]) -> Objec
     """
     latest: Object | None = dict(body)
     tries = 0
-    while latest is not None and FINALIZER in (latest["metadata"].get("finalizers") or []):
+    while latest is not None and _has_finalizer(latest):
         metadata = latest["metadata"]
         left = [name for name in metadata["finalizers"] if name != FINALIZER]
         patch = {"metadata": {"finalizers": left or None, "resourceVersion": metadata["resourceVersion"]}}
@@ -301,5 +301,10 @@ async def _refuses_objects(client: KubeClient, namespace: str) -> bool:
     return False
 
 
+def _has_finalizer(body: Mapping[str, Any]) -> bool:
+    finalizers = part(body, "metadata", "finalizers")
+    return isinstance(finalizers, list) and FINALIZER in finalizers
+
+
 def _name(body: Mapping[str, Any]) -> str:
-    return f"{body['metadata']['namespace']}/{body['metadata']['name']}"
+    return f"{part(body, 'metadata', 'namespace')}/{part(body, 'metadata', 'name')}"
