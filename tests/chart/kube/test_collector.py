@@ -24,6 +24,7 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
 from pagestream_operator.metrics import SinkAccess, SinkAccessSettings
+from pagestream_telemetry import loopback_host
 from support.kubernetes.api import run_tool
 from support.kubernetes.chart import CHART, one, render
 from support.processes.part import Part
@@ -115,7 +116,7 @@ def operators(tmp_path: Path) -> Iterator[list[Operator]]:
 
 @pytest.fixture
 def collector(operators: list[Operator], tmp_path: Path) -> Iterator[dict[str, int]]:
-    """The collector with the chart's own configuration; only hosts and ports are this machine's."""
+    """The collector with the chart's own configuration; only the operators' hosts and all ports are this machine's."""
     ports = {name: free_port() for name in ("4317", "4318", "8889", "13133")}
     text = configuration(tmp_path)
     for number, operator in enumerate(operators):
@@ -126,7 +127,8 @@ def collector(operators: list[Operator], tmp_path: Path) -> Iterator[dict[str, i
             f"endpoint: {place}\n    tls:\n",
             f"endpoint: 127.0.0.1:{operator.port}\n    tls:\n      server_name_override: {name}\n",
         )
-    text = re.sub(r"0\.0\.0\.0:(\d+)", lambda match: f"127.0.0.1:{ports[match[1]]}", text)
+    text, num_replaced = re.subn(r"(endpoint: ):(\d+)", lambda match: f"{match[1]}:{ports[match[2]]}", text)
+    assert num_replaced == len(ports)
     file = tmp_path / "config.yaml"
     file.write_text(text)
     part = Part("otelcol", [collector_binary(), f"--config={file}"], tmp_path / "otelcol.log")
@@ -138,9 +140,9 @@ def collector(operators: list[Operator], tmp_path: Path) -> Iterator[dict[str, i
         part.stop()
 
 
-def is_healthy(port: int) -> bool:
+def is_healthy(port: int, host: str = "127.0.0.1") -> bool:
     try:
-        return httpx.get(f"http://127.0.0.1:{port}/").status_code == httpx.codes.OK
+        return httpx.get(f"http://{host}:{port}/").status_code == httpx.codes.OK
     except httpx.HTTPError:
         return False
 
@@ -171,6 +173,7 @@ def test_every_operator_hears_of_engines_and_prometheus_of_all(
     collector: dict[str, int], operators: list[Operator]
 ) -> None:
     report(collector["4317"], "pagestream-engine", "pagestream.kv.utilization", "1")
+    assert is_healthy(collector["13133"], "[::1]") or loopback_host() != "::1"
     report(collector["4317"], "pagestream-operator", "pagestream.operator.leader", "1")
     wait_until(lambda: all(operator.heard for operator in operators), limit_s=10, what="both operators to hear")
     page = scraped(collector["8889"], "pagestream_operator_leader_ratio")
