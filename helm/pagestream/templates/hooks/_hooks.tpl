@@ -22,9 +22,9 @@ spec:
   template:
     metadata:
       labels:
-        {{- include "pagestream.podLabels" . | nindent 8 }}
-        # Beside a proxy that runs on, the Job would never be complete; it calls the API server alone.
-        sidecar.istio.io/inject: "false"
+        {{- /* Beside a proxy that runs on, the Job would never be complete; it calls the API server alone. */}}
+        {{- $extra := dict "sidecar.istio.io/inject" "false" }}
+        {{- include "pagestream.podLabels" (merge (dict "extra" $extra) .) | nindent 8 }}
       annotations:
         linkerd.io/inject: disabled
     spec:
