@@ -382,7 +382,7 @@ ENGINES = Dashboard(
                     "1 where an operator sees a namespace as it is. Pools of one that none sees are left as they are.",
                     [
                         Query(
-                            f"max by (k8s_namespace_name) (pagestream_operator_namespace_seen_ratio{{{_RELEASE}}})",
+                            "max by (k8s_namespace_name) (pagestream_operator_namespace_seen_ratio)",
                             "{{k8s_namespace_name}}",
                         )
                     ],
@@ -402,17 +402,6 @@ ENGINES = Dashboard(
                         _rate("pagestream_operator_api_calls_total", _RELEASE, "verb", "calls {{verb}}"),
                     ],
                     unit="ops",
-                ),
-                Panel(
-                    "Seen namespaces",
-                    "1 where some replica sees the namespace. Its pools are left as they are while none does.",
-                    [
-                        Query(
-                            "max by (k8s_namespace_name) (pagestream_operator_namespace_seen_ratio)",
-                            "{{k8s_namespace_name}}",
-                        )
-                    ],
-                    top=2,
                 ),
             ),
         ),

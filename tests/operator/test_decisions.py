@@ -149,6 +149,45 @@ def test_a_pool_that_grows_or_waits_for_nodes_is_not_degraded() -> None:
     assert progressing.message == "2 engines of 3 wait for a node: no nvidia.com/gpu"
 
 
+def restarted(name: str, *, seconds_ago: float, count: int = 4, **state: Any) -> dict[str, Any]:
+    """A ready pod whose engine has ended."""
+    body = pod_body(name)
+    end = {"exitCode": 137, "reason": "OOMKilled", "finishedAt": api_time(LATER - seconds_ago)}
+    body["status"]["containerStatuses"] = [
+        {"name": "engine", "restartCount": count, "state": state or {"running": {}}, "lastState": {"terminated": end}}
+    ]
+    return body
+
+
+def ending(name: str, *, seconds_ago: float) -> dict[str, Any]:
+    """A pod whose grace has been over for so long."""
+    body = pod_body(name, deletionTimestamp=api_time(LATER - seconds_ago))
+    return {**body, "spec": {"nodeName": "lost-1"}}
+
+
+def test_degraded_names_pods_that_end_again_and_again_or_not_at_all() -> None:
+    killed = "pod k: container engine has ended 4 times, last by OOMKilled (exit code 137)"
+    back_off = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 5m0s"}}
+    stuck = {"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded", "message": "too long."}
+    late = pod_body("s", ready=False)
+    late["status"]["conditions"].append(scheduled("s", 900)["status"]["conditions"][1])
+    late["status"]["containerStatuses"] = [{"state": {"waiting": {"reason": "ErrImagePull"}}}]
+    cases = [
+        (view(1, restarted("k", seconds_ago=30)), killed),
+        (view(1, restarted("k", seconds_ago=30, count=1)), ""),
+        (view(1, restarted("k", seconds_ago=601)), ""),
+        (view(1, restarted("k", seconds_ago=601, **back_off)), "pod k: CrashLoopBackOff: back-off 5m0s"),
+        (view(1, restarted("k", seconds_ago=9, **back_off)), "pod k: CrashLoopBackOff: back-off 5m0s"),
+        (view(1, late, conditions=[stuck]), "too long. pod s: ErrImagePull"),
+        (view(1, A, ending("e", seconds_ago=-10)), ""),
+        (view(1, A, ending("e", seconds_ago=90)), "pod e has to be over since 00:58:30Z, and node lost-1"),
+    ]
+    for seen, message in cases:
+        condition = found(seen, 1)[ConditionType.DEGRADED]
+        assert condition.holds == bool(message), condition
+        assert condition.message.startswith(message or "nothing needs")
+
+
 def test_degraded_says_what_needs_a_person() -> None:
     stuck = {"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded", "message": "too long"}
     quota = {"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": "exceeded quota"}

@@ -237,7 +237,8 @@ async def test_a_list_is_read_page_by_page(kubeconfig: Path) -> None:
         return web.json_response({"items": [{"n": 2}]} if "continue" in request.query else first)
 
     async with serving(answer, kubeconfig), KubeClient(5.0) as client:
-        assert await client.list(POD, None, "a=b,c") == [{"n": 1}, {"n": 2}]
+        named = {"apiVersion": "v1", "kind": "Pod"}
+        assert await client.list(POD, None, "a=b,c") == [{**named, "n": 1}, {**named, "n": 2}]
     assert asked == [
         {"limit": "500", "labelSelector": "a=b,c"},
         {"limit": "500", "labelSelector": "a=b,c", "continue": "more"},

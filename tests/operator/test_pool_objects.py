@@ -182,12 +182,15 @@ def test_a_parallel_engine_has_a_gpu_for_each_rank() -> None:
 
 
 def test_the_other_pods_of_a_group_are_as_their_leader() -> None:
-    spec = {"nodes": 2, "parallel": {"tensor": 4}, "template": {"gpu": {"count": 2}}}
+    no_proxy = {"labels": {"sidecar.istio.io/inject": "false"}, "annotations": {"linkerd.io/inject": "disabled"}}
+    spec = {"nodes": 2, "parallel": {"tensor": 4}, "template": {"gpu": {"count": 2}, **no_proxy}}
     made = by_kind(children(pool(**spec), DEFAULTS))
     assert made["ConfigMap"]["data"]["PAGESTREAM_ENGINE__NNODES"] == "2"
     leader = made["Deployment"]["spec"]["template"]
     metadata = {**leader["metadata"], "name": "demo-engine-1-a", "uid": "leader-uid", "namespace": "default"}
-    group = followers("demo", {**leader, "metadata": metadata, "status": {"podIP": "10.0.0.7"}}, DEFAULTS.release)
+    metadata["annotations"] = {**metadata["annotations"], "added-by": "admission"}
+    body = {**leader, "metadata": metadata, "status": {"podIP": "10.0.0.7"}}
+    group = followers(pool(**spec), body, DEFAULTS.release)
     assert group["spec"]["replicas"] == 1
     [own], [other] = leader["spec"]["containers"], group["spec"]["template"]["spec"]["containers"]
     for name in ("image", "args", "envFrom", "resources", "volumeMounts"):
@@ -197,7 +200,10 @@ def test_the_other_pods_of_a_group_are_as_their_leader() -> None:
     variables = {each["name"]: each for each in other["env"]}
     assert variables["PAGESTREAM_ENGINE__MASTER_ADDR"]["value"] == "10.0.0.7"
     assert "PAGESTREAM_WORKER__REDIS" not in variables
-    assert "pagestream.dev/pool" not in group["spec"]["template"]["metadata"]["labels"], "it is no engine of the pool"
+    other_metadata = group["spec"]["template"]["metadata"]
+    assert "pagestream.dev/pool" not in other_metadata["labels"], "it is no engine of the pool"
+    assert other_metadata["labels"]["sidecar.istio.io/inject"] == "false"
+    assert other_metadata["annotations"] == {"linkerd.io/inject": "disabled"}, "what the pool's template has alone"
 
 
 def test_a_pool_made_anew_has_a_secret_of_its_own() -> None:
@@ -399,11 +405,15 @@ def test_every_variable_is_set_once() -> None:
 
 def test_the_job_that_unpublishes_is_no_engine_and_reaches_redis_as_one() -> None:
     served = {"source": {"path": "/m"}, "servedName": "org/llama"}
-    given = {"template": {**GPU["template"], "env": [{"name": "PAGESTREAM_BROKER__RETENTION_S", "value": "5"}]}}
+    variable = {"name": "PAGESTREAM_BROKER__RETENTION_S", "value": "5"}
+    extra = {"labels": {"team": "search"}, "annotations": {"owner": "x"}}
+    given = {"template": {**GPU["template"], **extra, "env": [variable]}}
     job = unpublish_job(pool("llama", **{**GPU, **given, "model": served}), SHARED, ["org/llama", "other"])
     template_of_job = job["spec"]["template"]
     assert template_of_job["metadata"]["labels"]["app.kubernetes.io/name"] == "pagestream-engine"
     assert not template_of_job["metadata"]["labels"].keys() & {"pagestream.dev/pool", "app.kubernetes.io/managed-by"}
+    assert template_of_job["metadata"]["labels"]["team"] == "search", "as a policy asks of all pods"
+    assert template_of_job["metadata"]["annotations"] == {"owner": "x"}
     (container,) = template_of_job["spec"]["containers"]
     assert container["command"] == ["pagestream-unpublish"]
     assert container["args"][:3] == ["org/llama", "other", "--wait"]

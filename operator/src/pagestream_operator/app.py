@@ -35,6 +35,7 @@ from pagestream_operator.metrics import (
     SinkSettings,
     SteadyClock,
 )
+from pagestream_operator.pool.budgets import Budgets
 from pagestream_operator.pool.finalizer import Finalizers, Home
 from pagestream_operator.pool.reconciler import Context
 from pagestream_operator.settings import Settings
@@ -131,6 +132,7 @@ class App:
             applier=Applier(client, store, leadership),
             recorder=Recorder(client, leadership),
             metrics=metrics,
+            budgets=Budgets(client, store, leadership, time.time),
             defaults=self._settings.engine,
             status_s=variables.status_s,
             suspect=sight.suspect,

@@ -22,7 +22,7 @@ from pagestream_operator.kube import (
     Recorder,
 )
 from pagestream_operator.metrics import MetricsStore
-from pagestream_operator.pool import Context, Reconciler
+from pagestream_operator.pool import Budgets, Context, Reconciler
 from support.kubernetes.pool_objects import DEFAULTS, pool_body
 
 FINALIZER = "pagestream.dev/drain"
@@ -149,6 +149,7 @@ class PoolPasses:
                 applier=Applier(client, self.store, leadership),
                 recorder=Recorder(client, leadership),
                 metrics=self.metrics,
+                budgets=Budgets(client, self.store, leadership, lambda: self.now_s),
                 defaults=DEFAULTS,
                 status_s=1.0,
                 suspect=self.suspected.append,

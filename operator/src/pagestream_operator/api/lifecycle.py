@@ -27,6 +27,9 @@ class DrainPolicy(ApiModel):
     max_unavailable: IntOrPercent = 1
     """Pods that voluntary disruptions, such as the drain of a node, may evict at once (the PodDisruptionBudget): a
     number or `25%`."""
+    disruption_budget: bool = True
+    """Whether the operator keeps that PodDisruptionBudget. False where another one selects these pods, such as one that
+    a policy makes for each Deployment: Kubernetes evicts no pod that two of them select."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(

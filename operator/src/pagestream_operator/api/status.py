@@ -29,8 +29,8 @@ class Condition(ApiModel):
 
     type: Annotated[str, Field(max_length=316)]
     """Ready: as many pods are ready as desired. Progressing: pods are being created, replaced or drained. Degraded:
-    something needs an administrator. ScalingActive: the number of pods follows the load. Contested: an operator that
-    does not serve the pool would."""
+    something needs an administrator. ScalingActive: the number of pods follows the load. Contested: another controller
+    acts on the pool or its pods, or another release's operator would."""
     status: Literal["True", "False", "Unknown"]
     """Whether the condition holds."""
     reason: Annotated[str, Field(max_length=1024)]
@@ -71,7 +71,8 @@ class EnginePoolStatus(ApiModel):
         default_factory=list,
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
     )
-    """The conditions Ready, Progressing, Degraded and ScalingActive; Contested where an operator was refused."""
+    """The conditions Ready, Progressing, Degraded and ScalingActive; Contested where another controller acts on the
+    pool."""
     controller_class: str | None = None
     """The release whose operator serves the pool."""
     published_card: str | None = None

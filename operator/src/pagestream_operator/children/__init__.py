@@ -5,7 +5,7 @@ from __future__ import annotations
 from pagestream_operator.api import EnginePool
 from pagestream_operator.children.adapters import adapters_job
 from pagestream_operator.children.container import METRICS_PORT
-from pagestream_operator.children.deployment import deployment
+from pagestream_operator.children.deployment import deployment, pod_labels
 from pagestream_operator.children.manifest import CLASS_ANNOTATION, HASH_ANNOTATION, MANAGER, Manifest, labels
 from pagestream_operator.children.nodes import followers, node_secret
 from pagestream_operator.children.objects import config_map, disruption_budget, service, service_account
@@ -22,7 +22,7 @@ def children(pool: EnginePool, defaults: EngineDefaults) -> tuple[Manifest, ...]
         service_account(pool),
         options,
         service(pool),
-        disruption_budget(pool),
+        *((disruption_budget(pool),) if pool.spec.drain.disruption_budget else ()),
         deployment(pool, defaults, options),
     )
     for each in made:
@@ -41,5 +41,6 @@ __all__ = [
     "followers",
     "labels",
     "node_secret",
+    "pod_labels",
     "unpublish_job",
 ]

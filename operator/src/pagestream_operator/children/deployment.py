@@ -57,10 +57,15 @@ def pod_template(pool: EnginePool, defaults: EngineDefaults, options: Manifest) 
     if any(revisions):
         own[MODEL_REVISION] = ",".join(revisions)
     annotations = {**(given.annotations or {}), **own}
-    metadata: dict[str, Any] = {"labels": {**given.extra_labels, **labels(pool.name), **leader_labels(pool)}}
+    metadata: dict[str, Any] = {"labels": pod_labels(pool)}
     if annotations:
         metadata["annotations"] = annotations
     return {"metadata": metadata, "spec": _pod_spec(pool, defaults, options["metadata"]["name"])}
+
+
+def pod_labels(pool: EnginePool) -> dict[str, str]:
+    """The labels of the pod template."""
+    return {**pool.spec.template.extra_labels, **labels(pool.name), **leader_labels(pool)}
 
 
 def _pod_spec(pool: EnginePool, defaults: EngineDefaults, config_map: str) -> dict[str, Any]:

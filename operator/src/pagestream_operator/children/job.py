@@ -49,7 +49,11 @@ def job_template(
         "priorityClassName": given.priority_class_name,
     }
     kept = {name: value for name, value in spec.items() if value not in (None, [], {})}
-    return {"metadata": {"labels": job_labels(component)}, "spec": kept}
+    # What a policy asks of every pod of the namespace, such as a team's label, holds for these as well.
+    metadata: dict[str, Any] = {"labels": {**given.extra_labels, **job_labels(component)}}
+    if given.annotations:
+        metadata["annotations"] = given.annotations
+    return {"metadata": metadata, "spec": kept}
 
 
 def job_container(

@@ -115,17 +115,21 @@ def followers_name(pool_name: str, leader_uid: str) -> str:
     return f"{pool_name[:_NAME_CHARACTERS].rstrip('-')}-nodes-{digest(leader_uid)[:10]}"
 
 
-def followers(pool_name: str, leader: Mapping[str, Any], release: str) -> Manifest:
+def followers(pool: EnginePool, leader: Mapping[str, Any], release: str) -> Manifest:
     """The StatefulSet with the other pods of a leader's group: as the leader's, of whatever template that is.
 
     The leader's pod owns it: garbage collection deletes it once that pod is gone, which is after it has drained.
 
     Args:
-        leader: its pod, which has an address.
+        leader: its pod, which has an address. Of its labels and annotations the others get those that the pool's
+            template names: what admission has added there, such as a sidecar's state, is its own.
     """
-    metadata = leader["metadata"]
+    metadata, template, pool_name = leader["metadata"], pool.spec.template, pool.name
     chosen = {"app.kubernetes.io/name": "pagestream-engine-node", LEADER_LABEL: metadata["name"]}
-    pod_labels = {**chosen, NODES_LABEL: metadata["labels"][NODES_LABEL], "app.kubernetes.io/component": "engine"}
+    own = {NODES_LABEL: metadata["labels"][NODES_LABEL], "app.kubernetes.io/component": "engine"}
+    pod_labels = {**_named(metadata.get("labels"), template.extra_labels), **chosen, **own}
+    annotations = _named(metadata.get("annotations"), template.annotations or {})
+    pod_metadata = {"labels": pod_labels, **({"annotations": annotations} if annotations else {})}
     owner = {"apiVersion": "v1", "kind": "Pod", "name": metadata["name"], "uid": metadata["uid"], "controller": True}
     return {
         "apiVersion": "apps/v1",
@@ -144,9 +148,13 @@ def followers(pool_name: str, leader: Mapping[str, Any], release: str) -> Manife
             "podManagementPolicy": "Parallel",
             "serviceName": service_name(pool_name),
             "selector": {"matchLabels": chosen},
-            "template": {"metadata": {"labels": pod_labels}, "spec": _pod_spec(leader)},
+            "template": {"metadata": pod_metadata, "spec": _pod_spec(leader)},
         },
     }
+
+
+def _named(found: Mapping[str, str] | None, names: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in (found or {}).items() if name in names}
 
 
 def leader_address(group: Mapping[str, Any]) -> str:

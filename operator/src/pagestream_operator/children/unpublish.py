@@ -22,7 +22,8 @@ _FINAL_EXIT_CODES = [2, 3, 4]
 """Wrong options, engines that serve the model, unfinished requests: another try would end alike."""
 _KEPT_S = 3600
 """Seconds for which a Job that is over is kept, for its log, where no pool takes it along."""
-_COMPONENT = "unpublish"
+CONTAINER = "unpublish"
+"""Name of the Job's container."""
 
 
 def job_name(pool_name: str) -> str:
@@ -47,7 +48,7 @@ def unpublish_job(
     wait_s = max(_WAIT_S, pool.spec.drain.grace_seconds) if outlives_pool else _WAIT_S
     made = manifest(pool, "batch/v1", "Job", job_name(pool.name), {"spec": _job_spec(pool, defaults, models, wait_s)})
     metadata = made["metadata"]
-    metadata["labels"] = {**metadata["labels"], **job_labels(_COMPONENT)}
+    metadata["labels"] = {**metadata["labels"], **job_labels(CONTAINER)}
     metadata["annotations"] |= {CLASS_ANNOTATION: defaults.release, POOL_UID_ANNOTATION: pool.uid}
     return _unowned(made) if outlives_pool else _not_blocking(made)
 
@@ -76,11 +77,11 @@ def _job_spec(pool: EnginePool, defaults: EngineDefaults, models: Sequence[str],
         "activeDeadlineSeconds": LIMIT_S - _WAIT_S + wait_s,
         "ttlSecondsAfterFinished": _KEPT_S,
         "podFailurePolicy": {"rules": [final]},
-        "template": job_template(pool, defaults, _COMPONENT, _container(pool, defaults, models, wait_s)),
+        "template": job_template(pool, defaults, CONTAINER, _container(pool, defaults, models, wait_s)),
     }
 
 
 def _container(pool: EnginePool, defaults: EngineDefaults, models: Sequence[str], wait_s: int) -> dict[str, Any]:
     ending = ["--end-requests"] if pool.spec.drain.when_deleted == "EndRequests" else []
     command = ["pagestream-unpublish", *models, *ending, "--wait", str(wait_s)]
-    return {**job_container(pool, defaults, _COMPONENT, command), **standalone_environment(pool, defaults)}
+    return {**job_container(pool, defaults, CONTAINER, command), **standalone_environment(pool, defaults)}

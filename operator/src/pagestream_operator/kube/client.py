@@ -111,7 +111,8 @@ class KubeClient:
         found: list[Object] = []
         while True:
             page = await self._send(_Request("list", "GET", kind, namespace, query=query))
-            found += page.get("items") or []
+            # The items of a list don't name their kind, and would differ from what is read or applied one by one.
+            found += [{"apiVersion": kind.api_version, "kind": kind.name, **item} for item in page.get("items") or []]
             following = (page.get("metadata") or {}).get("continue")
             if not following:
                 return found

@@ -25,6 +25,15 @@ def owns_replicas(live: Mapping[str, Any], manager: str) -> bool:
     return any(_has(entry.get("fieldsV1") or {}, _REPLICAS) for entry in _entries(live) if _applied_by(entry, manager))
 
 
+def scaled_by(live: Mapping[str, Any]) -> list[str]:
+    """Return the managers that own replicas by the scale."""
+    return [
+        str(entry.get("manager"))
+        for entry in _entries(live)
+        if entry.get("subresource") == "scale" and _has(entry.get("fieldsV1") or {}, _REPLICAS)
+    ]
+
+
 def taken_over(live: Mapping[str, Any]) -> list[Fields] | None:
     """Return managedFields in which the operator owns what other managers have put into the object's content.
 

@@ -12,6 +12,7 @@ from pagestream_scaling import PodObservation, PodSample, PodState
 
 from pagestream_operator.children.nodes import MOST_NODES, NODES_LABEL
 from pagestream_operator.fields import conditions, mapping, mappings, part, seconds, text
+from pagestream_operator.kube.restarts import Restarts, restarts_of
 
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 _ENDED = ("Succeeded", "Failed")
@@ -49,6 +50,11 @@ class Pod:
     """Where others can join it; empty: it has none yet."""
     unready_s: float | None = None
     """Since when it isn't ready; None if it is, or if that isn't known."""
+    restarts: Restarts | None = None
+    """Of a container that ends again and again."""
+    node: str = ""
+    ends_by_s: float | None = None
+    """When it has to have ended, which is its grace after the request; None: it isn't ending."""
     oddities: tuple[str, ...] = ()
     """Fields that can't be read: each with what it has and what was expected."""
 
@@ -85,6 +91,9 @@ class Pod:
             num_nodes=reader.nodes(part(metadata, "labels", NODES_LABEL)),
             address=text(status.get("podIP")),
             unready_s=since_s if is_unready else None,
+            restarts=restarts_of(status),
+            node=text(part(body, "spec", "nodeName")),
+            ends_by_s=seconds(metadata.get("deletionTimestamp")),
             oddities=tuple(reader.oddities),
         )
 

@@ -1,5 +1,6 @@
 """One pool: its view, the scaling decision, the pass that acts on it, its status."""
 
+from pagestream_operator.pool.budgets import Budgets
 from pagestream_operator.pool.claim import Claim, claim_on
 from pagestream_operator.pool.conditions import Finding, Trouble, findings, stamped
 from pagestream_operator.pool.deletion_cost import DeletionCost, deletion_costs
@@ -18,6 +19,7 @@ from pagestream_operator.pool.status import api_time, changed, differs, differs_
 from pagestream_operator.pool.view import PoolView
 
 __all__ = [
+    "Budgets",
     "Claim",
     "Context",
     "DeletionCost",

@@ -12,11 +12,12 @@ from pydantic import ValidationError
 from pagestream_operator.api import AdapterStatus, EnginePool, EnginePoolStatus
 from pagestream_operator.children.adapters import CONTAINER, adapters_job, adapters_job_name, wanted_adapters
 from pagestream_operator.errors import Conflict, Gone
-from pagestream_operator.fields import is_owned_by, job_ending, mapping, mappings, part, text
+from pagestream_operator.fields import is_owned_by, job_ending, mapping
 from pagestream_operator.kube.client import KubeClient
 from pagestream_operator.kube.kinds import JOB, POD
 from pagestream_operator.kube.lease import Leadership
 from pagestream_operator.kube.pods import blocking_reason
+from pagestream_operator.pool.job_pods import success_of
 from pagestream_operator.settings import EngineDefaults
 
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 10, 3600
@@ -61,9 +62,10 @@ class Adapters:
         if not is_owned_by(job, pool.uid):
             return None  # a former pool's of this name, which goes with it
         ended = job_ending(job)
-        if ended is None:
+        success = None if ended else await success_of(self.client, pool.namespace, name, CONTAINER)
+        if ended is None and success is None:
             return await self._waiting(pool, name)
-        found = await self._results(pool.namespace, name) if ended == "" else {}
+        found = {} if success is None else _parsed(success.message)
         problem = ended or (_NO_RESULT.format(job=name) if pool.spec.adapters and not found else "")
         mark = f"{pool.generation}/{wanted}"
         if problem:
@@ -89,14 +91,6 @@ class Adapters:
             return None
         adapters = _after_failure(pool, f"the pod of its Job {job} can't start: {reason}")
         return pool.status.model_copy(update={"adapters": adapters}) if adapters != pool.status.adapters else None
-
-    async def _results(self, namespace: str, job: str) -> dict[str, dict[str, str]]:
-        for pod in await self.client.list(POD, namespace, selector=f"batch.kubernetes.io/job-name={job}"):
-            for container in mappings(part(pod, "status", "containerStatuses")):
-                ended = mapping(part(container, "state", "terminated"))
-                if container.get("name") == CONTAINER and ended.get("exitCode") == 0:
-                    return _parsed(text(ended.get("message")))
-        return {}
 
 
 def _parsed(message: str) -> dict[str, dict[str, str]]:

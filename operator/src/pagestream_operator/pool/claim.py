@@ -10,6 +10,9 @@ from pagestream_operator.api import ConditionType, EnginePool
 from pagestream_operator.fields import part
 from pagestream_operator.pool.conditions import Finding
 
+REFUSED = "ServedByAnother"
+"""Reason of the condition that a refused operator writes."""
+
 
 class Claim(Enum):
     """What an operator has to do with a pool."""
@@ -50,7 +53,7 @@ def contested(pool: EnginePool, release: str) -> Finding:
     return Finding(
         ConditionType.CONTESTED,
         True,
-        "ServedByAnother",
+        REFUSED,
         f"the operator of {holder} serves this pool, and that of {release} sees it, too: "
         f"set spec.controllerClass to {holder} to keep it there, or to {release} to move it",
     )

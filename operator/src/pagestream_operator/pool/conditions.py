@@ -125,10 +125,11 @@ def _degraded(pool: EnginePool, view: PoolView, trouble: Trouble | None, now_s: 
     if trouble is not None:
         return Finding(kind, True, trouble.reason, trouble.message)
     stuck = view.stuck(pool.spec.rollout.progress_deadline_seconds, now_s)
+    of_pod = view.trouble(now_s)
     if stuck is not None:
-        return Finding(kind, True, "NoProgress", stuck)
-    if view.trouble is not None:
-        return Finding(kind, True, "PodTrouble", view.trouble)
+        return Finding(kind, True, "NoProgress", stuck if of_pod is None else f"{stuck} {of_pod}")
+    if of_pod is not None:
+        return Finding(kind, True, "PodTrouble", of_pod)
     if view.oddities:
         return Finding(kind, True, "Unreadable", "; ".join(view.oddities)[:_MESSAGE_CHARACTERS])
     refused = [f"{each.name}: {each.message}" for each in pool.status.adapters if each.message]

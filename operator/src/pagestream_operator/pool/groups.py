@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from pagestream_operator.api import EnginePool
 from pagestream_operator.children.manifest import MANAGER
@@ -60,22 +61,27 @@ class Groups:
         self._has_secret[pool.uid] = self.steady()
 
     async def complete(self, pool: EnginePool, view: PoolView, release: str) -> None:
-        """Make the StatefulSet of each leader that has none, and tell the others of a leader's new address.
+        """Make the StatefulSet of each leader that has none, tell the others of a leader's new address, and end the
+        others of a leader that is over.
+
+        A pod that kubelet has evicted, or that a node ended as it shut down, is over and stays: garbage collection
+        deletes nothing that it owns.
 
         Raises:
             Exception: of several groups that have failed, what the first one met.
         """
         await self.ensure_secret(pool, release, awaits_pods=any(pod.ready_s is None for pod in view.active))
         failed: Exception | None = None
-        for leader in view.active:
-            if leader.num_nodes == 1 or not leader.address:
+        for leader in view.pods:
+            if leader.num_nodes == 1 or leader.is_terminating or not (leader.address or leader.is_terminated):
                 continue
             name = followers_name(pool.name, leader.uid)
             group = self.store.get(STATEFUL_SET, pool.namespace, name)
-            if group is not None and leader_address(group) == leader.address:
-                continue
             try:
-                await self._write(pool, leader, release, exists=group is not None)
+                if leader.is_terminated:
+                    await self._end(pool, leader, group)
+                elif group is None or leader_address(group) != leader.address:
+                    await self._write(pool, leader, release, exists=group is not None)
             except NotLeading:
                 raise
             except Exception as error:  # noqa: BLE001 - raised when the other groups have theirs
@@ -83,12 +89,27 @@ class Groups:
         if failed is not None:
             raise failed
 
+    async def _end(self, pool: EnginePool, leader: Pod, group: Mapping[str, Any] | None) -> None:
+        if group is None or part(group, "spec", "replicas") == 0:
+            return
+        name = followers_name(pool.name, leader.uid)
+        try:
+            async with self.leadership.act():
+                made = await self.client.merge(
+                    STATEFUL_SET, pool.namespace, name, {"spec": {"replicas": 0}}, manager=MANAGER
+                )
+        except (Gone, Conflict):
+            self.suspect(STATEFUL_SET)
+            return
+        self.store.put(STATEFUL_SET, made)
+        logger.info("ended the other pods of a group whose leader is over", extra={"leader": leader.name})
+
     async def _write(self, pool: EnginePool, leader: Pod, release: str, *, exists: bool) -> None:
         try:
             body = await self.client.get(POD, pool.namespace, leader.name)
             if part(body, "metadata", "uid") != leader.uid or not text(part(body, "status", "podIP")):
                 return
-            wanted = followers(pool.name, body, release)
+            wanted = followers(pool, body, release)
             name, template = wanted["metadata"]["name"], {"template": {"spec": wanted["spec"]["template"]["spec"]}}
             async with self.leadership.act():
                 if exists:

@@ -25,6 +25,7 @@ from pagestream_operator.kube.apply import Applier, Outcome
 from pagestream_operator.kube.client import KubeClient
 from pagestream_operator.kube.events import Recorder
 from pagestream_operator.kube.kinds import (
+    BUDGET,
     CONFIG_MAP,
     DEPLOYMENT,
     POD,
@@ -40,8 +41,9 @@ from pagestream_operator.kube.pods import DELETION_COST
 from pagestream_operator.kube.store import ObjectStore, PoolKey
 from pagestream_operator.metrics import MetricsStore
 from pagestream_operator.pool.adapters import Adapters
+from pagestream_operator.pool.budgets import Budgets
 from pagestream_operator.pool.claim import Claim, claim_on, contested
-from pagestream_operator.pool.conditions import Trouble, findings, stamped
+from pagestream_operator.pool.conditions import Finding, Trouble, findings, stamped
 from pagestream_operator.pool.deletion_cost import deletion_costs
 from pagestream_operator.pool.finalizer import (
     FINALIZER,
@@ -55,6 +57,7 @@ from pagestream_operator.pool.groups import Groups
 from pagestream_operator.pool.old_config_maps import OldConfigMaps
 from pagestream_operator.pool.parts import Parts
 from pagestream_operator.pool.publication import card_digest, has_published
+from pagestream_operator.pool.rivals import Rivals, contest
 from pagestream_operator.pool.scaler import Scaler, Verdict, first_replicas, wanted_replicas
 from pagestream_operator.pool.shares import Shares
 from pagestream_operator.pool.status import api_time, changed, differs, differs_in_substance, pool_status
@@ -85,6 +88,7 @@ class Context:
     applier: Applier
     recorder: Recorder
     metrics: MetricsStore
+    budgets: Budgets
     defaults: EngineDefaults
     status_s: float
     shares: Shares = field(default_factory=Shares)
@@ -123,6 +127,7 @@ class Reconciler:
     _groups: Groups = field(init=False)
     _unpublishing: Unpublishing = field(init=False)
     _parts: Parts = field(init=False)
+    _rivals: Rivals = field(default_factory=Rivals)
     _reading: _Reading | None = None
     _done: tuple[str, int] | None = None
     """Version of the pool and leader's term for which its objects were last applied."""
@@ -289,6 +294,9 @@ class Reconciler:
             is_applied = await self._parts.run(kind.name, apply, kind, mark=mark)
             is_done = is_done and is_applied
             is_ready = is_ready and (is_applied or kind.name not in _PODS_NEED)
+        if not pool.spec.drain.disruption_budget:
+            remove_budget = partial(self.context.budgets.remove_own, pool)
+            is_done = await self._parts.run(BUDGET.name, remove_budget, BUDGET, mark="removed") and is_done
         current = next(each["metadata"]["name"] for each in made if each["kind"] == CONFIG_MAP.name)
         if is_done:
             remove = partial(self._old_config_maps.remove, pool, self._view(), current)
@@ -317,6 +325,7 @@ class Reconciler:
 
     async def _scale(self, pool: EnginePool, body: dict[str, Any], verdict: Verdict | None) -> None:
         view = self._view()
+        self._rivals.observe(view.deployment, self.context.clock())
         if view.deployment is None:
             return
         before, wanted = view.spec_replicas, wanted_replicas(pool, view, verdict)
@@ -462,10 +471,12 @@ class Reconciler:
         self.desired = 0 if pool.is_deleted else wanted_replicas(pool, view, verdict)
         decision = None if verdict is None else verdict.decision
         shown = decision if pool.spec.replicas is None and not pool.spec.paused else None
+        found = findings(pool, view, self.desired, shown, trouble, now_s=self.context.clock())
+        contested_by = None if pool.is_deleted else await self._contest_of(pool)
         status = pool_status(
             pool,
             view,
-            findings(pool, view, self.desired, shown, trouble, now_s=self.context.clock()),
+            found if contested_by is None else (*found, contested_by),
             desired=self.desired,
             decision=shown,
             kv_utilization=None if verdict is None else verdict.kv_utilization,
@@ -474,6 +485,9 @@ class Reconciler:
         )
         if self._is_worth_writing(status, pool.status):
             await self._write_status(body, status, pool.status)
+
+    async def _contest_of(self, pool: EnginePool) -> Finding | None:
+        return contest(pool, self._rivals.scaler, await self.context.budgets.overlapping(pool))
 
     def _is_worth_writing(self, new: EnginePoolStatus, old: EnginePoolStatus) -> bool:
         if differs_in_substance(new, old):
@@ -499,7 +513,6 @@ class Reconciler:
             for finding in findings(pool, view, old.desired_replicas, decision, trouble, now_s=self.context.clock())
             if finding.type in (ConditionType.DEGRADED, ConditionType.SCALING_ACTIVE)
         ]
-        kept = [condition for condition in old.conditions if condition.type not in {each.type for each in found}]
         now = pool_status(
             pool,
             view,
@@ -510,6 +523,7 @@ class Reconciler:
             term=self.context.leadership.term,
             now_s=self.context.clock(),
         )
+        kept = [each for each in old.conditions if each.type not in {new.type for new in now.conditions}]
         unchanged = {"conditions": [*kept, *now.conditions], "published_card": old.published_card}
         status = now.model_copy(update=unchanged)
         if self._is_worth_writing(status, old):

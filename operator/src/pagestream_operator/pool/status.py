@@ -9,6 +9,7 @@ from pagestream_scaling import Decision
 from pagestream_operator.api import Condition, ConditionType, EnginePool, EnginePoolStatus, ScalingStatus
 from pagestream_operator.children.manifest import selector
 from pagestream_operator.fields import seconds
+from pagestream_operator.pool.claim import REFUSED
 from pagestream_operator.pool.conditions import Finding, stamped
 from pagestream_operator.pool.publication import published_card
 from pagestream_operator.pool.view import PoolView
@@ -39,9 +40,11 @@ def pool_status(
     """Compute the status of a pool."""
     now = api_time(now_s)
     labels = selector(pool.name)
+    is_contested = any(each.type is ConditionType.CONTESTED for each in found)
+    refused = [] if is_contested else _foreign_conditions(pool, now_s)
     return EnginePoolStatus(
         observed_generation=pool.generation,
-        conditions=[*stamped(found, pool.status.conditions, pool.generation, now), *_foreign_conditions(pool, now_s)],
+        conditions=[*stamped(found, pool.status.conditions, pool.generation, now), *refused],
         controller_class=pool.status.controller_class,
         published_card=published_card(pool, view),
         replicas=len(view.active),
@@ -64,6 +67,7 @@ def _foreign_conditions(pool: EnginePool, now_s: float) -> list[Condition]:
         condition
         for condition in pool.status.conditions
         if condition.type == ConditionType.CONTESTED
+        and condition.reason == REFUSED
         and condition.observed_generation == pool.generation
         and now_s - (seconds(condition.last_transition_time) or 0.0) < _CONTESTED_KEPT_S
     ]

@@ -8,7 +8,7 @@ from typing import Any
 
 from pagestream_operator.api import EnginePool
 from pagestream_operator.children.manifest import engine_name
-from pagestream_operator.children.unpublish import LIMIT_S, job_account, job_name, unpublish_job
+from pagestream_operator.children.unpublish import CONTAINER, LIMIT_S, job_account, job_name, unpublish_job
 from pagestream_operator.children.unpublish import POOL_UID_ANNOTATION as POOL_UID
 from pagestream_operator.errors import ApiFailure, Conflict, Gone, Rejected
 from pagestream_operator.fields import is_owned_by, job_ending, part, seconds
@@ -17,6 +17,7 @@ from pagestream_operator.kube.kinds import JOB, POOL, SERVICE_ACCOUNT
 from pagestream_operator.kube.lease import Leadership
 from pagestream_operator.kube.store import ObjectStore
 from pagestream_operator.pool.claim import claim_on
+from pagestream_operator.pool.job_pods import success_of
 from pagestream_operator.pool.publication import served_names
 from pagestream_operator.settings import EngineDefaults
 
@@ -80,6 +81,8 @@ class Unpublishing:
             # That of a former pool of this name must be gone first.
             return Outcome(f"the Job {job_name(pool.name)} exists and isn't this pool's") if is_over else None
         outcome = self._outcome_of(job)
+        if outcome is None and await success_of(self.client, pool.namespace, job_name(pool.name), CONTAINER):
+            return Outcome()
         if outcome is None:
             await self._ensure_account(pool)
         return outcome

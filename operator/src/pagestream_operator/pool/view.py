@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from pagestream_operator.fields import conditions, mapping, part, text, whole
 from pagestream_operator.kube.pods import Pod
+
+_LATE_S = 60.0
+"""Seconds beyond its grace after which a pod counts as one that doesn't end. Its kubelet kills it at the end of it."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +77,22 @@ class PoolView:
             return text(failing.get("message")) or "pods can't be created"
         return None
 
-    @property
-    def trouble(self) -> str | None:
-        """Why a pod can't start without an administrator, if so."""
-        return next((f"pod {pod.name}: {pod.blocking_reason}" for pod in self.active if pod.blocking_reason), None)
+    def trouble(self, now_s: float) -> str | None:
+        """What an administrator has to do something about: a pod that can't start, that ends again and again, or that
+        doesn't end.
+        """
+        for pod in self.active:
+            again = str(pod.restarts) if pod.restarts is not None and pod.restarts.is_recent(now_s) else None
+            if pod.blocking_reason or again:
+                return f"pod {pod.name}: {'; '.join(each for each in (pod.blocking_reason, again) if each)}"
+        for pod in self.draining:
+            if pod.ends_by_s is not None and now_s - pod.ends_by_s > _LATE_S:
+                since = datetime.fromtimestamp(pod.ends_by_s, UTC).strftime("%H:%M:%SZ")
+                return (
+                    f"pod {pod.name} has to be over since {since}, and node {pod.node} doesn't report its end: where "
+                    "that machine is lost, delete the Node, or the pod with --force"
+                )
+        return None
 
     @property
     def _status(self) -> Mapping[str, Any]:

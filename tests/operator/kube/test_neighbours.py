@@ -1,0 +1,228 @@
+"""One operator among controllers, policies and sidecars of others, which act on its pools' objects and pods."""
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pagestream_operator.pool import api_time
+from support.kubernetes.control_plane import Refused, eventually
+from support.kubernetes.operator_process import OperatorProcess, PoolWorld
+from support.kubernetes.webhook import Webhook
+
+pytestmark = pytest.mark.kube
+
+TEAM = {"example.com/team": "search"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def policy(world: PoolWorld) -> None:
+    """A firm's PodDisruptionBudget, for all pods of a team."""
+    budget = {"metadata": {"name": "of-the-firm"}, "spec": {"maxUnavailable": 1, "selector": {"matchLabels": TEAM}}}
+    world.kube.post(world.path("poddisruptionbudgets"), budget)
+
+
+def container_status(name: str, state: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"name": name, "image": "i", "imageID": "", "ready": False, "restartCount": 0, "state": state, **more}
+
+
+def ended(exit_code: int, reason: str, **more: Any) -> dict[str, Any]:
+    now = api_time(time.time())
+    times = {"startedAt": now, "finishedAt": now, "containerID": "x://1"}
+    return {"terminated": {"exitCode": exit_code, "reason": reason, **times, **more}}
+
+
+# -- another controller scales, or protects, what the operator does
+
+
+@pytest.mark.parametrize(("manager", "writes"), [("kube-controller-manager", 1), ("their-autoscaler", 3)])
+def test_who_else_scales_a_deployment_is_named(
+    manager: str, writes: int, operator: OperatorProcess, world: PoolWorld
+) -> None:
+    """A HorizontalPodAutoscaler is known by its manager, others by scaling more often than people do."""
+    name = f"rival-{writes}"
+    world.create(name, minReplicas=1, maxReplicas=8)
+    world.wait_replicas(1, name)
+    place = f"{world.path('deployments', f'{name}-engine')}/scale?fieldManager={manager}"
+    for number in range(writes):
+        assert not world.condition("Contested", name)
+        world.kube.merge(place, {"spec": {"replicas": 2 + number}})
+        eventually(partial(is_desired, world, name, 2 + number), "the operator has seen it")
+    contested = world.wait_condition("Contested", "ScaledByAnother", name)
+    assert contested["message"].startswith(f"{manager} scales Deployment {name}-engine, as the operator does")
+    assert world.events("ScaledByAnother")
+
+
+def is_desired(world: PoolWorld, name: str, count: int) -> bool:
+    found: bool = world.pool(name)["status"]["desiredReplicas"] == count
+    return found
+
+
+def test_one_who_scales_a_pool_pins_it(operator: OperatorProcess, world: PoolWorld) -> None:
+    """What a HorizontalPodAutoscaler or a ScaledObject of the EnginePool does, by its scale."""
+    world.create("scaled", minReplicas=1)
+    world.wait_condition("Ready", "NoEngine", "scaled")
+    place = f"{world.path('enginepools', 'scaled')}/scale"
+    with pytest.raises(Refused, match="does not exist"):
+        world.kube.get(place)  # so that an autoscaler leaves a pool alone that follows its load
+    world.kube.merge(place, {"spec": {"replicas": 2}})
+    world.wait_replicas(2, "scaled")
+    scale = eventually(lambda: (found := world.kube.get(place))["status"]["replicas"] == 2 and found, "two pods")
+    assert scale["status"]["selector"] == "app.kubernetes.io/name=pagestream-engine,pagestream.dev/pool=scaled"
+    scale["spec"]["replicas"] = 3
+    world.kube.request("PUT", place, scale)
+    world.wait_replicas(3, "scaled")
+    world.wait_condition("ScalingActive", "Pinned", "scaled")
+    assert not world.condition("Contested", "scaled")
+
+
+def test_a_second_budget_is_named_and_the_pools_own_can_be_turned_off(
+    operator: OperatorProcess, world: PoolWorld
+) -> None:
+    world.create("guarded", minReplicas=1, template={"labels": TEAM})
+    [pod] = world.make_ready("guarded")
+    contested = world.wait_condition("Contested", "TwoBudgets", "guarded")
+    assert "of-the-firm selects the pods of guarded-engine, too" in contested["message"]
+
+    def refusal() -> str:
+        body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod}}
+        try:
+            world.kube.post(f"{world.path('pods', pod)}/eviction", body)
+        except Refused as error:
+            return error.message
+        return ""
+
+    assert "more than one PodDisruptionBudget" in refusal()
+    world.change({"drain": {"disruptionBudget": False}}, "guarded")
+    place = world.path("poddisruptionbudgets", "guarded-engine")
+    eventually(lambda: not world.kube.exists(place), "the pool's own is deleted")
+    eventually(lambda: not world.condition("Contested", "guarded"), "nothing is contested")
+    eventually(lambda: "more than one" not in refusal(), "one budget decides")
+    world.change({"drain": {"disruptionBudget": True}}, "guarded")
+    eventually(lambda: world.kube.exists(place), "it is made again")
+
+
+# -- pods that others change, end, or that end by themselves
+
+
+def test_an_engine_that_is_killed_for_memory_again_and_again_is_reported_while_it_runs(
+    operator: OperatorProcess, world: PoolWorld
+) -> None:
+    world.create("hungry", minReplicas=1)
+    [pod] = world.make_ready("hungry")
+    status = container_status("engine", {"running": {"startedAt": api_time(time.time())}}, restartCount=3)
+    status |= {"ready": True, "lastState": ended(137, "OOMKilled")}
+    world.kube.merge(f"{world.path('pods', pod)}/status", {"status": {"containerStatuses": [status]}})
+    degraded = world.wait_condition("Degraded", "PodTrouble", "hungry")
+    assert f"pod {pod}: container engine has ended 3 times, last by OOMKilled (exit code 137)" in degraded["message"]
+    assert world.condition("Ready", "hungry")["status"] == "True"
+
+
+def test_the_other_pods_of_a_group_end_with_a_leader_that_was_evicted_by_its_node(
+    operator: OperatorProcess, world: PoolWorld
+) -> None:
+    """Such a pod stays as an object, so nothing that it owns is collected, and the others would keep their GPUs."""
+    world.create("group", replicas=1, nodes=2, parallel={"tensor": 2}, template={"annotations": {"example.com/a": "1"}})
+    [leader] = world.make_ready("group")
+    place = f"{world.path('statefulsets')}?labelSelector=pagestream.dev/leader={leader}"
+    address = {"podIP": "10.0.0.1", "podIPs": [{"ip": "10.0.0.1"}]}
+    world.kube.merge(f"{world.path('pods', leader)}/status", {"status": address})
+    [group] = eventually(lambda: world.kube.get(place)["items"], "the other pod's StatefulSet")
+    assert group["spec"]["template"]["metadata"]["annotations"] == {"example.com/a": "1"}
+    evicted = {"phase": "Failed", "reason": "Evicted", "message": "The node was low on resource: memory."}
+    world.kube.merge(f"{world.path('pods', leader)}/status", {"status": evicted})
+    eventually(lambda: world.kube.get(place)["items"][0]["spec"]["replicas"] == 0, "the other pod is ended")
+    eventually(lambda: len(world.pods("group")) == 2, "another leader")
+
+
+def test_a_job_is_over_with_its_own_container(operator: OperatorProcess, world: PoolWorld) -> None:
+    """A sidecar that was injected as an ordinary container runs on."""
+    world.create("meshed", minReplicas=1, template={"labels": {"sidecar.istio.io/inject": "true"}})
+    world.make_ready("meshed")
+    world.wait_condition("Ready", "EnoughEngines", "meshed")
+    eventually(lambda: world.pool("meshed")["status"].get("publishedCard"), "its card is published")
+    world.kube.delete(world.path("enginepools", "meshed"))
+    eventually(lambda: world.ending("meshed"), "the pod is ending")
+    world.end_pods("meshed")
+    listed = f"{world.path('pods')}?labelSelector=batch.kubernetes.io/job-name=meshed-unpublish"
+    pod = eventually(lambda: world.kube.get(listed)["items"][0], "the Job's pod")
+    assert pod["metadata"]["labels"]["sidecar.istio.io/inject"] == "true", "as the pool's template asks"
+    own, proxy = (
+        container_status("unpublish", ended(0, "Completed")),
+        container_status("istio-proxy", {"running": {"startedAt": api_time(time.time())}}),
+    )
+    status = {"phase": "Running", "containerStatuses": [own, proxy]}
+    world.kube.merge(f"{world.path('pods', pod['metadata']['name'])}/status", {"status": status})
+    eventually(lambda: not world.kube.exists(world.path("enginepools", "meshed")), "the pool is gone", 30)
+    assert not any("meshed" in note for note in world.events("UnpublishFailed"))
+
+
+# -- a webhook that changes what the operator writes
+
+
+def injected(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """A sidecar, another registry and a label in each pod template, as policies and meshes put them there."""
+    template = body["spec"]["template"]
+    containers = template["spec"]["containers"]
+    changes = [
+        {"op": "replace", "path": f"/spec/template/spec/containers/{place}/image", "value": f"mirror/{each['image']}"}
+        for place, each in enumerate(containers)
+        if not each["image"].startswith("mirror/")
+    ]
+    if all(each["name"] != "proxy" for each in containers):
+        proxy = {"name": "proxy", "image": "mirror/proxy:1", "resources": {"requests": {"cpu": "10m"}}}
+        changes.append({"op": "add", "path": "/spec/template/spec/containers/-", "value": proxy})
+    if "example.com/cost" not in template["metadata"]["labels"]:
+        changes.append({"op": "add", "path": "/spec/template/metadata/labels/example.com~1cost", "value": "llm"})
+    return changes
+
+
+@pytest.fixture
+def webhook(world: PoolWorld, tmp_path: Path) -> Iterator[Webhook]:
+    place = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations"
+    with Webhook(tmp_path, injected) as webhook:
+        world.kube.post(place, webhook.configuration("inject", world.namespace, ("apps", "deployments")))
+        try:
+            yield webhook
+        finally:
+            world.kube.delete(f"{place}/inject")
+
+
+def test_what_a_webhook_changes_is_neither_fought_nor_rolled_out_again(
+    operator: OperatorProcess, world: PoolWorld, webhook: Webhook
+) -> None:
+    def is_changed(name: str) -> bool:
+        containers = world.deployment(name)["spec"]["template"]["spec"]["containers"]
+        return [each["name"] for each in containers] == ["engine", "proxy"]
+
+    def create(name: str) -> str:
+        world.create(name, replicas=1)
+        world.wait_condition("Ready", "NoEngine", name)
+        return name
+
+    numbers = iter(range(100))
+    name = eventually(lambda: is_changed(pool := create(f"changed-{next(numbers)}")) and pool, "the webhook is called")
+    world.wait_condition("Degraded", "AsExpected", name)
+    before = world.deployment(name)
+    assert before["spec"]["template"]["metadata"]["labels"]["example.com/cost"] == "llm"
+    world.kube.merge(world.path("deployments", f"{name}-engine"), {"metadata": {"annotations": {"a": "1"}}})
+    passes = operator.passes()
+    pools = len(world.kube.get(world.path("enginepools"))["items"])
+    eventually(lambda: operator.passes() > passes + 3 * pools, "passes over it")
+    calls, updates = webhook.calls, world.events("Updated")
+    operator.stop()
+    operator.environment["PAGESTREAM_OPERATOR__RESYNC_S"] = "1"
+    operator.start()
+    operator.wait_ready()
+    eventually(operator.leads, "an operator that remembers nothing")
+    lists = 'code="200",verb="list"'
+    eventually(
+        lambda: operator.figures("pagestream_operator_api_calls_total").get(lists, 0) > 40, "lists of all kinds, again"
+    )
+    after = world.deployment(name)
+    assert after["metadata"]["generation"] == before["metadata"]["generation"]
+    assert after["spec"]["template"] == before["spec"]["template"]
+    assert world.events("Updated") == updates
+    assert webhook.calls < calls + 10 * pools, "each object is written a few times, not at each pass or list"
