@@ -172,7 +172,8 @@ def injected(body: dict[str, Any]) -> list[dict[str, Any]]:
         if not each["image"].startswith("mirror/")
     ]
     if all(each["name"] != "proxy" for each in containers):
-        proxy = {"name": "proxy", "image": "mirror/proxy:1", "resources": {"requests": {"cpu": "10m"}}}
+        restricted = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        proxy = {"name": "proxy", "image": "mirror/proxy:1", "securityContext": restricted}
         changes.append({"op": "add", "path": "/spec/template/spec/containers/-", "value": proxy})
     if "example.com/cost" not in template["metadata"]["labels"]:
         changes.append({"op": "add", "path": "/spec/template/metadata/labels/example.com~1cost", "value": "llm"})
@@ -205,9 +206,10 @@ def test_what_a_webhook_changes_is_neither_fought_nor_rolled_out_again(
     numbers = iter(range(100))
     name = eventually(lambda: is_changed(pool := create(f"changed-{next(numbers)}")) and pool, "the webhook is called")
     world.wait_condition("Degraded", "AsExpected", name)
-    before = world.deployment(name)
+    # Another generation, and a write by somebody else, in which the webhook is called as well.
+    change = {"metadata": {"annotations": {"a": "1"}}}
+    before = world.kube.merge(world.path("deployments", f"{name}-engine"), change)
     assert before["spec"]["template"]["metadata"]["labels"]["example.com/cost"] == "llm"
-    world.kube.merge(world.path("deployments", f"{name}-engine"), {"metadata": {"annotations": {"a": "1"}}})
     passes = operator.passes()
     pools = len(world.kube.get(world.path("enginepools"))["items"])
     eventually(lambda: operator.passes() > passes + 3 * pools, "passes over it")
