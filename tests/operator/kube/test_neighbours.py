@@ -213,7 +213,7 @@ def test_what_a_webhook_changes_is_neither_fought_nor_rolled_out_again(
     passes = operator.passes()
     pools = len(world.kube.get(world.path("enginepools"))["items"])
     eventually(lambda: operator.passes() > passes + 3 * pools, "passes over it")
-    calls, updates = webhook.calls, world.events("Updated")
+    calls = webhook.calls
     operator.stop()
     operator.environment["PAGESTREAM_OPERATOR__RESYNC_S"] = "1"
     operator.start()
@@ -226,5 +226,5 @@ def test_what_a_webhook_changes_is_neither_fought_nor_rolled_out_again(
     after = world.deployment(name)
     assert after["metadata"]["generation"] == before["metadata"]["generation"]
     assert after["spec"]["template"] == before["spec"]["template"]
-    assert world.events("Updated") == updates
+    assert not any(f"{name}-engine" in note for note in world.events("Updated"))
     assert webhook.calls < calls + 10 * pools, "each object is written a few times, not at each pass or list"
