@@ -16,6 +16,8 @@ from pagestream_operator.pool.conditions import Finding
 _WINDOW_S = 3600.0
 _AUTOSCALER = "kube-controller-manager"
 """The field manager of every HorizontalPodAutoscaler, also of those that KEDA makes."""
+_RECENT_S = 300.0
+"""Seconds after a write of an autoscaler for which it is expected to write again."""
 _FEWEST = 3
 """Writes of another manager within the window from which on it counts as a rival. A person scales once or twice."""
 
@@ -30,11 +32,13 @@ class Rivals:
 
     _writes: deque[tuple[float, str]] = field(default_factory=deque)
     """When a write was seen, and whose it was."""
+    _now_s: float = 0.0
     _last: tuple[str, int] | None = None
     """Who has scaled the Deployment last, and to what; None: the operator's scaler."""
 
     def observe(self, deployment: Mapping[str, Any] | None, now_s: float) -> None:
         """Note who has scaled the Deployment. The API server keeps no time of it: another number is another write."""
+        self._now_s = now_s
         while self._writes and now_s - self._writes[0][0] > _WINDOW_S:
             self._writes.popleft()
         others = [] if deployment is None else [name for name in scaled_by(deployment) if name != SCALER]
@@ -50,7 +54,8 @@ class Rivals:
     def scaler(self) -> str | None:
         """The controller that scales the Deployment, if one does."""
         names = [manager for _, manager in self._writes]
-        if _AUTOSCALER in names or (self._last is not None and self._last[0] == _AUTOSCALER):
+        recent = [manager for seen_s, manager in self._writes if self._now_s - seen_s < _RECENT_S]
+        if _AUTOSCALER in recent or (self._last is not None and self._last[0] == _AUTOSCALER):
             return _AUTOSCALER
         return next((name for name in dict.fromkeys(names) if names.count(name) >= _FEWEST), None)
 
