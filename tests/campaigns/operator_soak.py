@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import tempfile
 from contextlib import ExitStack
@@ -31,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import pytest
 from campaigns.soaking.rounds import CONVERGED_S, soak
 
-_TABLE = re.compile(r"(?:^\|.*\n)+\Z", re.MULTILINE)
-"""The last table of a page, at its end."""
+_FIGURES = "## What came\n"
+"""The last heading of a page, under which figures stand."""
 
 
 def main() -> None:
@@ -42,7 +41,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--limit-s", type=float, default=CONVERGED_S, help="from the last fault to the last pool")
     parser.add_argument("--json", type=Path, help="file for all figures")
-    parser.add_argument("--write", type=Path, help="page whose last table is replaced")
+    parser.add_argument("--write", type=Path, help="page whose figures are replaced")
     parser.add_argument("--logs", type=Path, help="folder for the logs of all processes; else they are removed")
     given = parser.parse_args()
     with ExitStack() as stack:
@@ -56,7 +55,7 @@ def main() -> None:
         given.json.write_text(json.dumps(asdict(report), indent=1) + "\n")
     print(report.table())
     if given.write is not None:
-        given.write.write_text(_TABLE.sub(f"{report.table()}\n", given.write.read_text()))
+        given.write.write_text(f"{given.write.read_text().partition(_FIGURES)[0]}{_FIGURES}\n{report.table()}\n")
     for failure in report.failures:
         print(failure)
     sys.exit(bool(report.failures))

@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,13 +66,12 @@ class Report:
                 self.failures.append(f"the memory grew from {first:.0f} to {last:.0f} MiB")
 
     def table(self) -> str:
-        """Format the figures as Markdown."""
+        """Format the figures as tables in Markdown."""
         spread = quantiles(self.converged_s, n=100, method="inclusive") if len(self.converged_s) > 1 else [0.0] * 99
         memory, files = quarters(self.memory_mib), quarters([float(each) for each in self.open_files])
         rows = {
             "seed, minutes, rounds": f"{self.seed}, {self.minutes:.0f}, {self.rounds}",
-            "orders": _listed(self.orders),
-            "faults": _listed(self.faults),
+            "orders, faults": f"{self.orders.total()}, {self.faults.total()}",
             "changes of leadership": str(self.terms),
             "from the last fault until all pools are as ordered: p50, p99, max": (
                 f"{spread[49]:.1f} s, {spread[98]:.1f} s, {max(self.converged_s, default=0.0):.1f} s"
@@ -81,7 +80,12 @@ class Report:
             "its open files: first, last quarter": f"{files[0]:.0f}, {files[1]:.0f}",
             "failures": str(len(self.failures)),
         }
-        return "\n".join(["| what | figure |", "|---|---|", *(f"| {what} | {said} |" for what, said in rows.items())])
+        tables = [
+            ("what", "figure", rows),
+            ("fault", "times", _counts(self.faults)),
+            ("order", "times", _counts(self.orders)),
+        ]
+        return "\n\n".join(_table(*each) for each in tables)
 
 
 def quarters(values: Sequence[float]) -> tuple[float, float]:
@@ -92,8 +96,13 @@ def quarters(values: Sequence[float]) -> tuple[float, float]:
     return fmean(values[:count]), fmean(values[-count:])
 
 
-def _listed(counts: Counter[str]) -> str:
-    return f"{counts.total()}: " + ", ".join(f"{what} {count}" for what, count in counts.most_common())
+def _counts(counts: Counter[str]) -> dict[str, str]:
+    return {what: str(count) for what, count in counts.most_common()}
+
+
+def _table(first: str, second: str, rows: Mapping[str, str]) -> str:
+    lines = [f"| {what} | {said} |" for what, said in rows.items()]
+    return "\n".join([f"| {first} | {second} |", "|---|---|", *lines])
 
 
 @contextmanager
@@ -177,6 +186,9 @@ class Soak:
             self._fleet.kube.restart_controllers()
         self._report.rounds += 1
         self._converge("; ".join(map(str, faults)), limit_s)
+        pid = self._replicas[0].process.pid
+        self._report.memory_mib.append(_memory_mib(pid))
+        self._report.open_files.append(sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir()))
 
     def _restart_both(self, limit_s: float) -> None:
         """Kill both replicas at once, so that nobody remembers anything."""
@@ -202,11 +214,8 @@ class Soak:
         report.converged_s.append(took)
         if took > limit_s:
             report.failures.append(f"round {report.rounds} ({what}): {took:.1f} s; last: {'; '.join(before[:_SHOWN])}")
-        pid = self._replicas[0].process.pid
-        report.memory_mib.append(_memory_mib(pid))
-        report.open_files.append(sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir()))
-        pools = len(self._fleet.pools)
-        print(f"{report.rounds}: {what}; {pools} pools, {took:.1f} s, {report.memory_mib[-1]:.0f} MiB", flush=True)
+        memory_mib, pools = _memory_mib(self._replicas[0].process.pid), len(self._fleet.pools)
+        print(f"{report.rounds}: {what}; {pools} pools, {took:.1f} s, {memory_mib:.0f} MiB", flush=True)
 
     def _ending_namespaces(self) -> bool:
         there = {each["metadata"]["name"] for each in self._fleet.kube.get("/api/v1/namespaces")["items"]}
