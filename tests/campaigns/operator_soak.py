@@ -21,7 +21,6 @@ import json
 import sys
 import tempfile
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 
 sys.path.pop(0)  # of this folder, whose kernels.py hides a package
@@ -51,9 +50,9 @@ def main() -> None:
             report = soak(folder, minutes=given.minutes, seed=given.seed, limit_s=given.limit_s)
         except pytest.skip.Exception as error:
             sys.exit(f"a program is missing: {error}")
-    if given.json is not None:
-        given.json.write_text(json.dumps(asdict(report), indent=1) + "\n")
     print(report.table())
+    if given.json is not None:
+        given.json.write_text(json.dumps(vars(report), indent=1) + "\n")
     if given.write is not None:
         given.write.write_text(f"{given.write.read_text().partition(_FIGURES)[0]}{_FIGURES}\n{report.table()}\n")
     for failure in report.failures:
