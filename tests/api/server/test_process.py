@@ -13,7 +13,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+import uvicorn
 from pagestream_client import AsyncClient
+from pagestream_gateway import Settings, running_gateway
 from pagestream_telemetry import loopback_host
 from support.clients.gateway_clients import sse_events
 from support.engines.synthetic_engine import MODEL, SyntheticEngine
@@ -144,3 +146,17 @@ async def test_the_process_never_loads_a_model_library() -> None:
     command = [sys.executable, "-c", program]
     done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=True, timeout=LIMIT_S)
     assert done.stdout.strip() == ""
+
+
+async def test_a_server_that_ends_at_its_start_ends_the_gateway(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its start used to wait for it without a limit."""
+
+    async def ends(*_: object, **__: object) -> None:
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(uvicorn.Server, "serve", ends)
+    with pytest.raises(OSError, match="too many open files"):
+        async with asyncio.timeout(LIMIT_S), running_gateway(settings):
+            pass

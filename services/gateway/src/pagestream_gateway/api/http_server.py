@@ -91,6 +91,8 @@ class HttpServer:
         finally:
             serving.cancel()
         if not self._server.started:
+            for listener in listeners:
+                listener.close()
             self._task.result()
             raise StartupError(f"cannot serve HTTP on {join_address(host, port)}: the server has ended")
         return bound
