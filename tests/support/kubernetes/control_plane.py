@@ -236,6 +236,8 @@ class ControlPlane:
             *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
         )
 
+    _start_etcd = start_etcd
+
     def start_controllers(self) -> None:
         """Start kube-controller-manager."""
         self._start(
