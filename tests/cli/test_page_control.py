@@ -40,6 +40,14 @@ def test_a_page_may_call_by_whichever_name_it_was_opened(client: TestClient, nam
         assert answer.headers.get("access-control-allow-origin") == allowed
 
 
+def test_a_page_calls_gateways_on_ipv6_by_a_name_that_its_policy_allows() -> None:
+    gateway = ProcessRecord("gateway-0", None, {"http": 8000})
+    control = Control(lambda: ServeRecord("demo", "redis://", "::1", (gateway,), 0.0), "redis://none")
+    client = TestClient(control.application(["http://[::1]:8000"]), base_url="http://127.0.0.1")
+    headers = session(client, control.token)
+    assert client.get("/processes", headers=headers).json()["gateways"] == ["http://localhost:8000"]
+
+
 def session(client: TestClient, token: str) -> dict[str, str]:
     answer = client.post("/session", json={"token": token})
     assert answer.status_code == 200

@@ -92,7 +92,9 @@ class Control:
             for each in record.processes
             if each.name != "serve"
         ]
-        return JSONResponse({"gateways": record.http_urls(), "model": record.model, "processes": shown})
+        # The page's Content-Security-Policy can't name an IPv6 address.
+        gateways = [url.replace("://[::1]:", "://localhost:") for url in record.http_urls()]
+        return JSONResponse({"gateways": gateways, "model": record.model, "processes": shown})
 
     async def _kill(self, request: Request) -> Response:
         if not self._knows(request):
