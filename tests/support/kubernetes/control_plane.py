@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from support.kubernetes.api import WITH_PARENT, kube_binary, run_tool, write_kubeconfig
+from support.kubernetes.api import WITH_PARENT, CommandError, kube_binary, run_tool, write_kubeconfig
 from support.processes.stack import free_port
 from support.processes.waiting import wait_until
 
@@ -214,9 +214,14 @@ class ControlPlane:
         """Delete an object."""
         return self.request("DELETE", path, {"kind": "DeleteOptions", "apiVersion": "v1", **options})
 
-    def kubectl(self, *arguments: str, fails: bool = False) -> str:
-        """What `kubectl` prints. CommandError where it fails, or with `fails` does not."""
-        return run_tool("kubectl", *arguments, environment={"KUBECONFIG": str(self.kubeconfig)}, fails=fails)
+    def kubectl(self, *arguments: str, fails: bool = False, check: bool = True) -> str:
+        """What `kubectl` prints. CommandError where it fails, or with `fails` does not; without `check` its text."""
+        try:
+            return run_tool("kubectl", *arguments, environment={"KUBECONFIG": str(self.kubeconfig)}, fails=fails)
+        except CommandError as error:
+            if check:
+                raise
+            return str(error)
 
     def _is_ready(self) -> bool:
         if self._processes["kube-apiserver"].poll() is not None:
