@@ -97,7 +97,7 @@ def test_nothing_is_bound_to_one_address_family() -> None:
 
 @pytest.mark.parametrize("policy", ["", "PreferDualStack"])
 def test_the_gateways_service_has_the_families_that_are_asked_for(policy: str) -> None:
-    options = ("--set", f"gateway.service.ipFamilyPolicy={policy}") if policy else ()
+    options: tuple[str, ...] = ("--set", f"gateway.service.ipFamilyPolicy={policy}") if policy else ()
     options += ("--set", "gateway.service.ipFamilies={IPv6,IPv4}") if policy else ()
     spec = one(render(*options), "Service", "pagestream-gateway")["spec"]
     found = (spec.get("ipFamilyPolicy"), spec.get("ipFamilies"))
