@@ -13,7 +13,7 @@ pytestmark = pytest.mark.served
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("services/*/README.md"), *ROOT.glob("operator/*.md")]
 SPAN = re.compile(r"```.*?\n(.*?)```|`([^`]+)`", re.DOTALL)
-CALL = re.compile(r"(?:^|[\s/(])pagestream ([a-z]+)((?:[^\n|&;#]|\\\n)*)")
+CALL = re.compile(r"(?:^|(?<!-n)[\s/(])pagestream ([a-z]+)((?:[^\n|&;#]|\\\n)*)")
 OPTION = re.compile(r"(?<![\w-])(--[a-z][a-z0-9-]*)")
 VARIABLE = re.compile(r"PAGESTREAM_[A-Z]+__[A-Z0-9_]*[A-Z0-9]")
 

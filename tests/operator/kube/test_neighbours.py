@@ -1,5 +1,6 @@
 """One operator among controllers, policies and sidecars of others, which act on its pools' objects and pods."""
 
+import itertools
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -91,7 +92,7 @@ def test_a_second_budget_is_named_and_the_pools_own_can_be_turned_off(
         try:
             world.kube.post(f"{world.path('pods', pod)}/eviction", body)
         except Refused as error:
-            return error.message
+            return str(error.message)
         return ""
 
     assert "more than one PodDisruptionBudget" in refusal()
@@ -166,7 +167,7 @@ def injected(body: dict[str, Any]) -> list[dict[str, Any]]:
     """A sidecar, another registry and a label in each pod template, as policies and meshes put them there."""
     template = body["spec"]["template"]
     containers = template["spec"]["containers"]
-    changes = [
+    changes: list[dict[str, Any]] = [
         {"op": "replace", "path": f"/spec/template/spec/containers/{place}/image", "value": f"mirror/{each['image']}"}
         for place, each in enumerate(containers)
         if not each["image"].startswith("mirror/")
@@ -194,17 +195,16 @@ def webhook(world: PoolWorld, tmp_path: Path) -> Iterator[Webhook]:
 def test_what_a_webhook_changes_is_neither_fought_nor_rolled_out_again(
     operator: OperatorProcess, world: PoolWorld, webhook: Webhook
 ) -> None:
-    def is_changed(name: str) -> bool:
-        containers = world.deployment(name)["spec"]["template"]["spec"]["containers"]
-        return [each["name"] for each in containers] == ["engine", "proxy"]
-
-    def create(name: str) -> str:
+    def changed() -> str:
+        """A new pool whose Deployment was changed."""
+        name = f"changed-{next(numbers)}"
         world.create(name, replicas=1)
         world.wait_condition("Ready", "NoEngine", name)
-        return name
+        containers = world.deployment(name)["spec"]["template"]["spec"]["containers"]
+        return name if [each["name"] for each in containers] == ["engine", "proxy"] else ""
 
-    numbers = iter(range(100))
-    name = eventually(lambda: is_changed(pool := create(f"changed-{next(numbers)}")) and pool, "the webhook is called")
+    numbers = itertools.count()
+    name = eventually(changed, "the webhook is called")
     world.wait_condition("Degraded", "AsExpected", name)
     # Another generation, and a write by somebody else, in which the webhook is called as well.
     change = {"metadata": {"annotations": {"a": "1"}}}

@@ -12,7 +12,7 @@ from pagestream_scaling import PodObservation, PodSample, PodState
 
 from pagestream_operator.children.nodes import MOST_NODES, NODES_LABEL
 from pagestream_operator.fields import conditions, mapping, mappings, part, seconds, text
-from pagestream_operator.kube.restarts import Restarts, restarts_of
+from pagestream_operator.kube.restarts import PodFailure, Restarts, pod_failure, restarts_of
 
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 _ENDED = ("Succeeded", "Failed")
@@ -52,6 +52,8 @@ class Pod:
     """Since when it isn't ready; None if it is, or if that isn't known."""
     restarts: Restarts | None = None
     """Of a container that ends again and again."""
+    failure: PodFailure | None = None
+    """How it has failed as a whole."""
     node: str = ""
     ends_by_s: float | None = None
     """When it has to have ended, which is its grace after the request; None: it isn't ending."""
@@ -92,6 +94,7 @@ class Pod:
             address=text(status.get("podIP")),
             unready_s=since_s if is_unready else None,
             restarts=restarts_of(status),
+            failure=pod_failure(status),
             node=text(part(body, "spec", "nodeName")),
             ends_by_s=seconds(metadata.get("deletionTimestamp")),
             oddities=tuple(reader.oddities),

@@ -1,4 +1,4 @@
-"""How a pod's containers have ended, where they do so again and again."""
+"""How pods and their containers have ended, where they do so again and again."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pagestream_operator.fields import mapping, mappings, part, seconds, text, w
 
 _FEWEST = 2
 """Restarts from which on a container counts as one that ends again and again. The first may be bad luck."""
-_SUSPECT_S = 600.0
-"""Seconds after its last end for which a container that runs counts as one that ends again. kubelet forgets its
-back-off after as long."""
+RECENT_S = 600.0
+"""Seconds for which an end makes another one likely. kubelet forgets its back-off after as long."""
+_WITH_NODE = frozenset({"Terminated", "NodeShutdown", "Shutdown", "NodeLost", "Preempting"})
+"""Reasons of pods that have failed because their node ended, or was needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,27 @@ class Restarts:
 
     def is_recent(self, now_s: float) -> bool:
         """Whether the container has to be expected to end again."""
-        return now_s - self.ended_s < _SUSPECT_S
+        return now_s - self.ended_s < RECENT_S
+
+
+@dataclass(frozen=True, slots=True)
+class PodFailure:
+    """How a pod has failed as a whole, as one that kubelet evicts or doesn't admit. Another pod takes its place."""
+
+    text: str
+    ended_s: float
+    """Unix seconds; 0: unknown."""
+
+
+def pod_failure(status: Mapping[str, Any]) -> PodFailure | None:
+    """Return how a pod has failed, by itself: not because its node ended."""
+    reason = text(status.get("reason"))
+    if status.get("phase") != "Failed" or reason in _WITH_NODE:
+        return None
+    times = [status.get("startTime"), *(each.get("lastTransitionTime") for each in mappings(status.get("conditions")))]
+    times += [_last_end(each).get("finishedAt") for each in mappings(status.get("containerStatuses"))]
+    said = ": ".join(each for each in (reason, text(status.get("message"))) if each)
+    return PodFailure(said or "its containers have ended", max((seconds(each) or 0.0 for each in times), default=0.0))
 
 
 def restarts_of(status: Mapping[str, Any]) -> Restarts | None:

@@ -9,7 +9,10 @@ from typing import Any
 
 from pagestream_operator.fields import conditions, mapping, part, text, whole
 from pagestream_operator.kube.pods import Pod
+from pagestream_operator.kube.restarts import RECENT_S
 
+_FEWEST_FAILED = 2
+"""Pods that have failed, from which on others are expected to fail, too."""
 _LATE_S = 60.0
 """Seconds beyond its grace after which a pod counts as one that doesn't end. Its kubelet kills it at the end of it."""
 
@@ -79,12 +82,19 @@ class PoolView:
 
     def trouble(self, now_s: float) -> str | None:
         """What an administrator has to do something about: a pod that can't start, that ends again and again, or that
-        doesn't end.
+        doesn't end, and pods that fail one after another.
         """
         for pod in self.active:
             again = str(pod.restarts) if pod.restarts is not None and pod.restarts.is_recent(now_s) else None
             if pod.blocking_reason or again:
                 return f"pod {pod.name}: {'; '.join(each for each in (pod.blocking_reason, again) if each)}"
+        failed = [
+            (pod.failure.ended_s or pod.created_s, f"{pod.name}: {pod.failure.text}")
+            for pod in self.pods
+            if pod.failure is not None and now_s - (pod.failure.ended_s or pod.created_s) < RECENT_S
+        ]
+        if len(failed) >= _FEWEST_FAILED:
+            return f"{len(failed)} pods have failed within ten minutes, last {max(failed)[1]}"
         for pod in self.draining:
             if pod.ends_by_s is not None and now_s - pod.ends_by_s > _LATE_S:
                 since = datetime.fromtimestamp(pod.ends_by_s, UTC).strftime("%H:%M:%SZ")
