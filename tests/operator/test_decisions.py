@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from pagestream_operator.api import Condition, ConditionType, EnginePool, EnginePoolStatus
+from pagestream_operator.api import Condition, ConditionType, EnginePool, EnginePoolStatus, LearnedStatus
 from pagestream_operator.kube import DELETION_COST, Pod, unix_seconds
 from pagestream_operator.metrics import MetricsStore
 from pagestream_operator.pool import (
@@ -448,3 +448,58 @@ def test_a_decision_about_another_size_is_not_carried_out() -> None:
     assert wanted_replicas(asked, before, verdict) == 1
     pinned = pool(minReplicas=1, maxReplicas=8, replicas=3)
     assert wanted_replicas(pinned, PoolView(deployment_body(5), []), verdict) == 3
+
+
+# -- what is learnt of a pool
+
+
+def learned_by(scaler: Scaler, asked: EnginePool, status: LearnedStatus | None, now_s: float = NOW) -> LearnedStatus:
+    """What a scaler knows after a decision about a pool with this in its status."""
+    shown = replace(asked, status=EnginePoolStatus(learned=status))
+    return scaler.decide(shown, ScalingPolicy(), PoolView(deployment_body(1), []), now_s).learned
+
+
+def new_scaler() -> Scaler:
+    return Scaler(MetricsStore(release="default.demo"), Shares())
+
+
+def test_an_operator_that_starts_knows_what_the_status_says_about_the_same_engines() -> None:
+    asked = pool()
+    first = learned_by(new_scaler(), asked, None)
+    assert (first.capacity, first.capacity_time) == (None, None)
+    known = first.model_copy(update={"capacity": 512.5, "capacity_time": api_time(NOW - 600)})
+    again = learned_by(new_scaler(), asked, known)
+    assert (again.capacity, again.capacity_time) == (512.5, api_time(NOW - 600))
+    others = known.model_copy(update={"card": "another"})
+    assert learned_by(new_scaler(), asked, others).capacity is None
+    odd = known.model_copy(update={"capacity_time": "yesterday"})
+    assert learned_by(new_scaler(), asked, odd).capacity is None
+
+
+def test_a_replica_that_follows_learns_what_the_leader_measured() -> None:
+    asked, follower = pool(), new_scaler()
+    known = learned_by(follower, asked, None)
+    later = known.model_copy(update={"capacity": 512.5, "capacity_time": api_time(NOW)})
+    assert learned_by(follower, asked, later, NOW + 1).capacity == 512.5
+    earlier = known.model_copy(update={"capacity": 100.0, "capacity_time": api_time(NOW - 60)})
+    assert learned_by(follower, asked, earlier, NOW + 2).capacity == 512.5
+
+
+def test_another_model_is_measured_anew() -> None:
+    asked, scaler = pool(), new_scaler()
+    known = learned_by(scaler, asked, None).model_copy(update={"capacity": 512.5, "capacity_time": api_time(NOW)})
+    assert learned_by(scaler, asked, known).capacity == 512.5
+    model = asked.spec.model.model_copy(update={"served_name": "other"})
+    changed_pool = replace(asked, spec=asked.spec.model_copy(update={"model": model}))
+    assert learned_by(scaler, changed_pool, known, NOW + 1).capacity is None
+    assert learned_by(scaler, asked, known, NOW + 2).capacity == 512.5, "the change was taken back"
+
+
+def test_what_is_learnt_is_kept_where_nothing_is_decided_and_its_time_alone_is_no_difference() -> None:
+    known = LearnedStatus(card="x", capacity=512.5, rise=10.0, rise_time=api_time(NOW))
+    moved = known.model_copy(update={"rise_time": api_time(NOW + 60)})
+    assert status(learned=known).learned == known
+    assert not differs(status(learned=moved), status(learned=known))
+    measured = known.model_copy(update={"capacity": 500.0})
+    assert differs(status(learned=measured), status(learned=known))
+    assert not differs_in_substance(status(learned=measured), status(learned=known))

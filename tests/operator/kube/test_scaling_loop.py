@@ -4,10 +4,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import pytest
-from support.kubernetes.control_plane import eventually
-from support.kubernetes.operator_process import OperatorProcess, PoolWorld
+from support.kubernetes.control_plane import ControlPlane, eventually
+from support.kubernetes.operator_process import OperatorProcess, PoolWorld, running_operator
 
 pytestmark = pytest.mark.kube
 
@@ -27,13 +28,15 @@ def exporting(
     pool: str,
     *,
     ahead_s: float = 0.0,
+    waiting: int = 0,
+    drain: float = 0,
 ) -> Iterator[None]:
     """Export metrics of engines and a gateway every half a second."""
     stop = threading.Event()
 
     def run() -> None:
         while not stop.wait(0.5):
-            world.load(operator, shares(), pool=pool, ahead_s=ahead_s)
+            world.load(operator, shares(), pool=pool, waiting=waiting, drain=drain, ahead_s=ahead_s)
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -146,3 +149,28 @@ def test_an_idle_pool_goes_to_zero_and_one_message_for_any_of_its_models_brings_
     took = time.monotonic() - start
     record_property("seconds_from_zero", took)
     print(f"from one queued message to a decision at zero pods: {took:.1f} s")
+
+
+def test_what_an_engine_can_do_outlives_the_operator_that_measured_it(
+    kube: ControlPlane, new_world: Callable[[], PoolWorld]
+) -> None:
+    """2,000 tokens/s while requests wait, by two engines. The next operator sees them with room, and believes the
+    status: by their caches alone it would take them for four times as fast.
+    """
+    world = new_world()
+
+    def status(part: str) -> dict[str, Any]:
+        return dict(world.pool("kept")["status"].get(part, {}))
+
+    with running_operator(kube, world.namespace, "first") as first:
+        world.create("kept", minReplicas=2, maxReplicas=2)
+        names = world.make_ready("kept", 2)
+        shares = dict.fromkeys(names, 0.5)
+        with exporting(world, first, lambda: shares, "kept", waiting=1000, drain=2000):
+            eventually(lambda: status("learned").get("capacity") == 1000, "a capacity in the status")
+    with running_operator(kube, world.namespace, "next") as after:
+        eventually(after.leads, "the next operator leads")
+        with exporting(world, after, lambda: shares, "kept", drain=4000):
+            eventually(lambda: status("scaling")["inputs"].get("arrivals") == 4000, "its decision")
+    assert status("scaling")["inputs"]["capacity"] <= 2000
+    assert status("learned")["capacity"] == 1000

@@ -270,9 +270,10 @@ class PoolWorld:
         model: str = "",
         waiting: int = 0,
         ahead_s: float = 0.0,
+        drain: float = 0,
     ) -> None:
-        """Export what engines and a gateway would: KV utilization by pod, and the number of requests that wait for a
-        model, which is that of the pool's name unless it is given.
+        """Export what engines and a gateway would: KV utilization by pod, the number of requests that wait for a model,
+        which is that of the pool's name unless it is given, and the prompt tokens per second that engines claim.
 
         Args:
             ahead_s: how far the clocks of engines and gateway are ahead of the operator's.
@@ -292,7 +293,7 @@ class PoolWorld:
             )
             for pod, share in shares.items()
         ]
-        queue = {"depth": waiting, "tokens": 10 * waiting, "age": float(waiting > 0), "running": 0, "drain_rate": 0}
+        queue = {"depth": waiting, "tokens": 10 * waiting, "age": float(waiting > 0), "running": 0, "drain_rate": drain}
         attributes = {"gen_ai.request.model": model or pool}
         reported = [gauge(f"pagestream.queue.{name}", now, value, attributes) for name, value in queue.items()]
         operator.export_metrics(export(*engines, resource(reported, **own, instance=f"gateway-{ahead_s:g}")))

@@ -4,7 +4,7 @@ from pagestream_operator.api.adapters import AdapterStatus, PoolAdapter
 from pagestream_operator.api.base import API_VERSION, GROUP, KIND, PLURAL, VERSION, ApiModel
 from pagestream_operator.api.pool import EnginePool
 from pagestream_operator.api.spec import EnginePoolSpec
-from pagestream_operator.api.status import Condition, ConditionType, EnginePoolStatus, ScalingStatus
+from pagestream_operator.api.status import Condition, ConditionType, EnginePoolStatus, LearnedStatus, ScalingStatus
 
 __all__ = [
     "API_VERSION",
@@ -19,6 +19,7 @@ __all__ = [
     "EnginePool",
     "EnginePoolSpec",
     "EnginePoolStatus",
+    "LearnedStatus",
     "PoolAdapter",
     "ScalingStatus",
 ]

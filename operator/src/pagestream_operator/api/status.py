@@ -62,6 +62,24 @@ class ScalingStatus(ApiModel):
     """Whether far more pods are needed than there are."""
 
 
+class LearnedStatus(ApiModel):
+    """What the operator has measured of the pool's engines. An operator that starts begins with it, and so does
+    the next leader."""
+
+    card: str
+    """Hash of the models and the engine's options that were measured. For others it doesn't count."""
+    capacity: Annotated[float, Field(ge=0)] | None = None
+    """Work that an engine was seen to do per second while requests waited, in prompt tokens."""
+    believed: Annotated[float, Field(ge=0, le=1)] | None = None
+    """The part of it that is still what was believed before."""
+    capacity_time: Annotated[str, Field(json_schema_extra={"format": "date-time"})] | None = None
+    """When it was last seen."""
+    rise: Annotated[float, Field(ge=0)] | None = None
+    """How far arrivals rose above their level of late, in prompt tokens per second."""
+    rise_time: Annotated[str, Field(json_schema_extra={"format": "date-time"})] | None = None
+    """When the last of these arrivals was measured."""
+
+
 class EnginePoolStatus(ApiModel):
     """The state of a pool, as the operator last observed it."""
 
@@ -93,6 +111,8 @@ class EnginePoolStatus(ApiModel):
     """Mean KV utilization of the ready pods in percent."""
     scaling: ScalingStatus | None = None
     """The last scaling decision."""
+    learned: LearnedStatus | None = None
+    """What the scaling law has measured, for the operator that decides next."""
     adapters: list[AdapterStatus] = Field(default_factory=list)
     """The adapters that the operator last loaded, or could not."""
     adapters_applied: str | None = None

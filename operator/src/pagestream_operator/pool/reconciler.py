@@ -480,6 +480,7 @@ class Reconciler:
             desired=self.desired,
             decision=shown,
             kv_utilization=None if verdict is None else verdict.kv_utilization,
+            learned=None if verdict is None else verdict.learned,
             term=self.context.leadership.term,
             now_s=self.context.clock(),
         )

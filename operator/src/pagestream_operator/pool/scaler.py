@@ -1,5 +1,5 @@
 """Runs the scaling law for one pool. Every replica of the operator does, so that a new leader has the law's memory;
-only the leader carries the decision out.
+only the leader carries the decision out. What takes long to learn is in the pool's status as well.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from pagestream_scaling import (
     ScalingMemory,
     ScalingPolicy,
     decide,
+    resumed,
+    without_capacity,
 )
 from pagestream_scaling.samples import valid_samples
 from pagestream_scaling.workload import work_capacity
 
-from pagestream_operator.api import EnginePool
+from pagestream_operator.api import EnginePool, LearnedStatus
 from pagestream_operator.kube.store import PoolKey
 from pagestream_operator.metrics import MetricsStore, PodRef, PoolMetrics
 from pagestream_operator.metrics.several_models import share_of_all, total_latencies, total_queue
-from pagestream_operator.pool.publication import awaits_card
+from pagestream_operator.pool.learned import learned_of, learned_status
+from pagestream_operator.pool.publication import awaits_card, card_digest
 from pagestream_operator.pool.shares import Shares
 from pagestream_operator.pool.view import PoolView
 
@@ -37,6 +40,8 @@ class Verdict:
     observation: PoolObservation
     kv_utilization: float | None
     """Mean of the ready pods that don't drain, by samples that the law believes; None without any."""
+    learned: LearnedStatus
+    """What the next process that decides has to know."""
 
 
 class Scaler:
@@ -47,6 +52,8 @@ class Scaler:
         self._shares = shares
         self._memory = ScalingMemory()
         self._is_first = True
+        self._pool: EnginePool | None = None
+        self._card = ""
 
     def decide(self, pool: EnginePool, policy: ScalingPolicy, view: PoolView, now_s: float) -> Verdict:
         """Observe the pool and decide. Call it about once a second."""
@@ -56,9 +63,21 @@ class Scaler:
             ready = tuple(sorted(pod.name for pod in observation.pods if pod.ready_s is not None))
             self._memory = replace(self._memory, lost=ready)
         self._is_first = False
+        self._resume(pool, policy, now_s)
         decision, self._memory = decide(policy, observation, self._memory)
         self._report(pool, policy, decision, now_s)
-        return Verdict(decision, observation, mean_utilization(observation, policy.samples))
+        utilization = mean_utilization(observation, policy.samples)
+        return Verdict(decision, observation, utilization, learned_status(self._memory, self._card))
+
+    def _resume(self, pool: EnginePool, policy: ScalingPolicy, now_s: float) -> None:
+        """Learn from the pool's status, whenever that has changed, what this process hasn't measured itself."""
+        if pool is self._pool:
+            return
+        card = card_digest(pool)
+        if self._card not in ("", card):  # other engines than those that were measured
+            self._memory = without_capacity(self._memory)
+        self._pool, self._card = pool, card
+        self._memory = resumed(self._memory, learned_of(pool.status.learned, card), policy.backlog, now_s)
 
     def _report(self, pool: EnginePool, policy: ScalingPolicy, decision: Decision, now_s: float) -> None:
         if "ready" not in decision.inputs:

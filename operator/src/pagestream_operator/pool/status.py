@@ -6,7 +6,14 @@ from datetime import UTC, datetime
 
 from pagestream_scaling import Decision
 
-from pagestream_operator.api import Condition, ConditionType, EnginePool, EnginePoolStatus, ScalingStatus
+from pagestream_operator.api import (
+    Condition,
+    ConditionType,
+    EnginePool,
+    EnginePoolStatus,
+    LearnedStatus,
+    ScalingStatus,
+)
 from pagestream_operator.children.manifest import selector
 from pagestream_operator.fields import seconds
 from pagestream_operator.pool.claim import REFUSED
@@ -18,7 +25,7 @@ _DIGITS = 3
 """Decimal places of numbers in a status: a rate that fades must stop changing."""
 _CONTESTED_KEPT_S = 600.0
 """Seconds for which the condition of a refused operator is kept. That one writes it again while it is refused."""
-_VOLATILE = ("kv_utilization", "scaling")
+_VOLATILE = ("kv_utilization", "scaling", "learned")
 
 
 def api_time(unix_s: float) -> str:
@@ -34,6 +41,7 @@ def pool_status(
     desired: int,
     decision: Decision | None,
     kv_utilization: float | None,
+    learned: LearnedStatus | None = None,
     term: int,
     now_s: float,
 ) -> EnginePoolStatus:
@@ -55,6 +63,7 @@ def pool_status(
         selector=",".join(f"{name}={value}" for name, value in labels.items()),
         kv_utilization=None if kv_utilization is None else f"{round(100 * kv_utilization)}%",
         scaling=pool.status.scaling if decision is None else _scaling(decision, now),
+        learned=learned or pool.status.learned,
         adapters=pool.status.adapters,
         adapters_applied=pool.status.adapters_applied,
         leader_term=term,
@@ -79,7 +88,7 @@ def differs_in_substance(new: EnginePoolStatus, old: EnginePoolStatus) -> bool:
 
 
 def differs(new: EnginePoolStatus, old: EnginePoolStatus) -> bool:
-    """Whether anything but the time of the decision has changed."""
+    """Whether anything but the time of the decision, and of the arrivals behind it, has changed."""
     return _timeless(new) != _timeless(old)
 
 
@@ -109,6 +118,9 @@ def _substance(status: EnginePoolStatus) -> tuple[EnginePoolStatus, object]:
 
 
 def _timeless(status: EnginePoolStatus) -> EnginePoolStatus:
-    if status.scaling is None:
-        return status
-    return status.model_copy(update={"scaling": status.scaling.model_copy(update={"time": ""})})
+    scaling, learned = status.scaling, status.learned
+    update = {
+        "scaling": scaling and scaling.model_copy(update={"time": ""}),
+        "learned": learned and learned.model_copy(update={"rise_time": None}),
+    }
+    return status.model_copy(update=update)

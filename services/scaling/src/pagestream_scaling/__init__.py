@@ -3,6 +3,7 @@
 from pagestream_scaling.decision import Decision, Limit
 from pagestream_scaling.drain import drain_order
 from pagestream_scaling.law import decide
+from pagestream_scaling.learned import Learned, resumed, without_capacity
 from pagestream_scaling.memory import ScalingMemory
 from pagestream_scaling.observation import (
     ClassSample,
@@ -35,6 +36,7 @@ __all__ = [
     "IdlePolicy",
     "KvUtilizationPolicy",
     "LatencyWindow",
+    "Learned",
     "Limit",
     "PanicPolicy",
     "PodObservation",
@@ -53,4 +55,6 @@ __all__ = [
     "TtftPolicy",
     "decide",
     "drain_order",
+    "resumed",
+    "without_capacity",
 ]

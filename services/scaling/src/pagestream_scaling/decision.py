@@ -21,6 +21,8 @@ class Limit(StrEnum):
     PANIC = "Panic"
     """No scale-in for now."""
     RATE = "Rate"
+    UNPROVEN = "Unproven"
+    """What a pod can do is believed and not measured: pods are removed step by step."""
     MISSING = "MissingSamples"
     """Fewer might be enough, but the samples that would show it are missing."""
     IDLE = "Idle"

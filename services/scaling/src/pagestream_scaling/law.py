@@ -14,6 +14,7 @@ from pagestream_scaling.samples import ValidSamples, valid_samples
 from pagestream_scaling.supply import Supply, supply, with_startups
 from pagestream_scaling.terms import TERMS, Situation, Term
 from pagestream_scaling.terms.kv_utilization import mean_kv_sum, with_kv_sum
+from pagestream_scaling.terms.term import pods_for
 from pagestream_scaling.workload import with_arrivals, with_capacity, workload
 
 _BACKWARDS_S = 0.001
@@ -36,7 +37,7 @@ def decide(
     """
     trouble = _clock_trouble(observation, memory)
     if trouble is not None:
-        return _hold(policy, observation, trouble), ScalingMemory(startups=memory.startups)
+        return _hold(policy, observation, trouble), _without_times(memory, observation.time_s)
     valid = valid_samples(observation, policy.samples)
     before = with_startups(memory, observation)
     supplied = supply(observation, valid, before, policy.startup)
@@ -62,7 +63,8 @@ def decide(
     recommendation = _recommendation(situation, observation.time_s, terms)
     if before.work_mean is not None:  # for the next decision: a heavier sample must not look like a faster pod
         after = with_capacity(after, before, valid, supplied, policy.backlog)
-    after = remember(recommendation, replace(after, ready_low=ready_low), policy)
+    after = replace(after, ready_low=ready_low, rise=situation.workload.rise)
+    after = remember(recommendation, after, policy)
     limited = limit_recommendation(recommendation, after, policy)
     return _decision(situation, terms, recommendation, limited), after
 
@@ -73,6 +75,20 @@ def _clock_trouble(observation: PoolObservation, memory: ScalingMemory) -> str |
     if memory.time_s is not None and observation.time_s < memory.time_s - _BACKWARDS_S:
         return f"the clock went back by {memory.time_s - observation.time_s:.1f} s"
     return None
+
+
+def _without_times(memory: ScalingMemory, now_s: float) -> ScalingMemory:
+    """What a memory holds that is true at any time: how pods start, and what they can do."""
+    if not math.isfinite(now_s):
+        return memory  # nothing was seen
+    capacity_s = None if memory.capacity_s is None else min(memory.capacity_s, now_s)
+    return ScalingMemory(
+        startups=memory.startups,
+        capacity=memory.capacity,
+        capacity_s=capacity_s,
+        believed=memory.believed,
+        work_high=memory.work_high,
+    )
 
 
 def _hold(policy: ScalingPolicy, observation: PoolObservation, trouble: str) -> Decision:
@@ -89,7 +105,17 @@ def _recommendation(situation: Situation, time_s: float, terms: list[Term]) -> R
         need = floor = 0  # what arrived before the pool went to zero brings no pod back
     if need > situation.supply.expected:
         need += min(situation.supply.overdue, situation.policy.startup.replaced_max)
-    return Recommendation(time_s, situation.replicas, need, max(need, floor), has_work, is_idle)
+    proven = _proven(situation)
+    return Recommendation(time_s, situation.replicas, need, max(need, floor), has_work, is_idle, proven)
+
+
+def _proven(situation: Situation) -> int | None:
+    work = situation.workload
+    if work.measured:
+        return None
+    if work.arrivals <= 0:
+        return 0
+    return pods_for(work.arrivals / work.proven) if work.proven else situation.replicas
 
 
 def _all_known(valid: ValidSamples, pods: Supply) -> bool:
@@ -138,6 +164,7 @@ _SENTENCES = {
     Limit.PANIC: "the pool panicked a moment ago, nothing is given back until what it ordered has come",
     Limit.IDLE: "nothing was queued or running for {policy.idle.after_s:g} s",
     Limit.RATE: "the rate limit allows {desired} now",
+    Limit.UNPROVEN: "no pod was seen to do what fewer would have to, so they are removed one step at a time: {desired}",
     Limit.MIN: "at least {desired} must be there",
     Limit.MAX: "at most {desired} may be there",
 }

@@ -24,6 +24,8 @@ class Recommendation:
     """Whether requests are queued or running."""
     is_idle: bool
     """Whether every source reports no work."""
+    proven: int | None = None
+    """Pods with which none has to do more than one has done so far; None: what a pod can do was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,7 @@ def remember(recommendation: Recommendation, memory: ScalingMemory, policy: Scal
     panic_needs = with_lowest(memory.panic_needs, now, need, policy.panic.window_s)
     panics = panic_needs[0][1] >= policy.panic.threshold * max(1, replicas)
     rose = memory.replicas is not None and replicas > memory.replicas
+    fell = memory.replicas is not None and replicas < memory.replicas
     return replace(
         memory,
         started_s=now if memory.started_s is None else memory.started_s,
@@ -63,6 +66,7 @@ def remember(recommendation: Recommendation, memory: ScalingMemory, policy: Scal
         replicas_high=with_highest(memory.replicas_high, now, replicas, policy.rate.down_period_s),
         replicas=replicas,
         raised_s=now if rose else memory.raised_s,
+        lowered_s=now if fell else memory.lowered_s,
         panic_until_s=now + hold_s(memory, policy) if panics else memory.panic_until_s,
         idle_since_s=_idle_since(recommendation, memory),
     )
@@ -88,6 +92,10 @@ def limit_recommendation(
     slowed = _limit_rate(desired, replicas, memory, policy.rate)
     if slowed != desired:
         limits.append(Limit.RATE)
+    paced = _pace(slowed, recommendation, memory, policy)
+    if paced != slowed:
+        limits.append(Limit.UNPROVEN)
+        slowed = paced
     stays_zero = policy.min_replicas == 0 and (to_zero or replicas == 0)
     lowest = policy.min_replicas if policy.min_replicas > 0 or stays_zero else 1
     bounded = min(policy.max_replicas, max(lowest, slowed))
@@ -127,3 +135,25 @@ def _limit_rate(desired: int, replicas: int, memory: ScalingMemory, policy: Rate
         least = most - max(policy.down_pods, int(most * policy.down_fraction + _ROUNDING))
         return min(replicas, max(desired, least))
     return desired
+
+
+def unproven_period_s(memory: ScalingMemory, policy: ScalingPolicy) -> float:
+    """Seconds between two removals after which the pods left have to do more than one was ever seen to do."""
+    rate = policy.rate
+    return max(rate.unproven_period_s, rate.unproven_startups * startup_time(memory, policy.startup))
+
+
+def _pace(desired: int, recommendation: Recommendation, memory: ScalingMemory, policy: ScalingPolicy) -> int:
+    """Remove step by step below the number of pods that is proven: what a pod can do is only believed there.
+
+    The first queue then shows it with one step too few, and not with half of the pool.
+    """
+    if recommendation.proven is None:
+        return desired
+    lowest = min(recommendation.replicas, recommendation.proven)
+    if desired >= lowest:
+        return desired
+    if memory.lowered_s is not None and recommendation.time_s - memory.lowered_s < unproven_period_s(memory, policy):
+        return lowest
+    step = max(policy.rate.unproven_pods, int(recommendation.replicas * policy.rate.unproven_fraction + _ROUNDING))
+    return max(desired, lowest - step)

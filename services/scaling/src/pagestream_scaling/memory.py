@@ -50,6 +50,22 @@ class ScalingMemory:
     """Work per second that a pod can do."""
     capacity_s: float | None = None
     """When that was last seen at saturation; None: it is estimated from load."""
+    believed: float = 1.0
+    """The part of it that is still what was believed before, 0 to 1."""
+    saturated_since_s: float | None = None
+    """Since when every sample was one at saturation; None: the last wasn't."""
+    saturated_samples: int = 0
+    """Their number."""
+    saturated_mean: float = 0.0
+    """Their mean work per second of one pod."""
+    work_high: float | None = None
+    """Most work per second of one ready pod so far, smoothed."""
+    rise: float | None = None
+    """How far arrivals rose above their level of late, by the last decision."""
+    earlier_rise: float = 0.0
+    """The same, as an earlier process saw it."""
+    earlier_rise_until_s: float | None = None
+    """Until when that counts."""
     # -- pods
     startups: tuple[tuple[str, float], ...] = ()
     """(pod, seconds from creation to ready) of the last ones seen."""
@@ -65,6 +81,8 @@ class ScalingMemory:
     """Since when there have been so many."""
     raised_s: float | None = None
     """When the replicas last rose."""
+    lowered_s: float | None = None
+    """When they last fell."""
     # -- windows
     needs: Window = ()
     """Lowest need, for stabilisation up."""

@@ -100,9 +100,12 @@ class BacklogPolicy:
     """Prompt tokens per second that a pod is assumed to do until it was measured."""
     settle_s: float = 20.0
     """Time constant in seconds of the measured capacity, rate and utilization."""
+    measure_s: float = 10.0
+    """Seconds of saturation without a break whose mean work replaces a capacity that was believed. A shorter one only
+    moves the belief: a few samples of a few pods are noise. 0: the first sample replaces it."""
     forget_s: float = 1800.0
     """Seconds for which a capacity seen at saturation holds; then it gives way to rate / utilization, which is too high
-    where computing limits a pod: each time the pool shrinks until it is saturated again."""
+    where computing limits a pod: each time the pool shrinks, step by step, until it is saturated again."""
     evidence_utilization: float = 0.25
     """Mean utilization below which rate / utilization is no estimate of the capacity."""
 
@@ -119,6 +122,7 @@ class BacklogPolicy:
             "prompt_s",
         ):
             _require_seconds(f"backlog.{name}", getattr(self, name))
+        _require_seconds("backlog.measure_s", self.measure_s, positive=False)
         _require_seconds("backlog.saturated_age_s", self.saturated_age_s, positive=False)
         _require(self.output_factor_max >= 1, "backlog.output_factor_max", self.output_factor_max, "at least 1")
         _require(0 < self.busy <= 1, "backlog.busy", self.busy, "above 0 and at most 1")
@@ -253,6 +257,14 @@ class RatePolicy:
     """Share of the most of the period that may be removed."""
     down_period_s: float = 30.0
     """Seconds of the period for scaling in."""
+    unproven_pods: int = 1
+    """Pods removed in one step where those left have to do more than one was ever seen to do."""
+    unproven_fraction: float = 0.05
+    """The same as a share of the replicas, if that is more."""
+    unproven_period_s: float = 30.0
+    """Seconds between two such steps: until a queue would show that the last one was too much."""
+    unproven_startups: float = 1.0
+    """The same in start-up times, if that is longer."""
 
     def __post_init__(self) -> None:
         """Refuse limits at which nothing could ever change."""
@@ -262,6 +274,10 @@ class RatePolicy:
         _require(self.down_pods >= 1, "rate.down_pods", self.down_pods, "at least 1")
         _require(0 <= self.down_fraction <= 1, "rate.down_fraction", self.down_fraction, "from 0 to 1")
         _require_seconds("rate.down_period_s", self.down_period_s, positive=False)
+        _require(self.unproven_pods >= 1, "rate.unproven_pods", self.unproven_pods, "at least 1")
+        _require(0 <= self.unproven_fraction <= 1, "rate.unproven_fraction", self.unproven_fraction, "from 0 to 1")
+        _require_seconds("rate.unproven_period_s", self.unproven_period_s, positive=False)
+        _require(0 <= self.unproven_startups <= 10, "rate.unproven_startups", self.unproven_startups, "from 0 to 10")
 
 
 @dataclass(frozen=True, slots=True)

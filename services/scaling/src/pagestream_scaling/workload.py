@@ -14,8 +14,10 @@ from pagestream_scaling.supply import Supply
 
 _ARRIVALS_KEPT = 512
 """Entries, whatever the window, for exporters that report many times a second."""
-_CAPACITY_MIN = 1.0
+CAPACITY_MIN = 1.0
 """Prompt tokens per second. A pod that does less is stuck, and dividing by it would order the whole cluster."""
+_BELIEVED_MAX = 0.2
+"""Part of a capacity that may be belief where it counts as measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +31,15 @@ class Workload:
     capacity: float
     """Of one pod."""
     measured: bool
-    """Whether the capacity was measured rather than assumed."""
+    """Whether the capacity was seen at saturation for long enough, and still holds."""
     requests: int | None
     """Most requests queued or running of late: more pods could not work at once. None: unknown."""
     work_of_token: float = 1.0
     """Work, answers included, that came with one queued prompt token of late; 1: unknown."""
+    proven: float | None = None
+    """Most that a pod has done so far, in queued prompt tokens per second; None: unknown."""
+    rise: float = 0.0
+    """How far arrivals of all pools rose above their level of late."""
 
 
 def throughput(valid: ValidSamples, supply: Supply) -> float | None:
@@ -104,7 +110,7 @@ def with_arrivals(memory: ScalingMemory, valid: ValidSamples, supply: Supply, po
         return memory
     arrivals = memory.arrivals
     left = throughput(valid, supply) or 0.0
-    each = max(_CAPACITY_MIN, _capacity(memory, policy))
+    each = max(CAPACITY_MIN, _capacity(memory, policy))
     left -= max(0.0, (queue.drain_longest_per_s or 0.0) - each * policy.prompt_s / policy.short_window_s)
     drained_part = weighted_drain(queue, policy)
     left *= 1.0 if drained_part is None else drained_part
@@ -154,14 +160,57 @@ def with_capacity(
     if not fresh and (memory.ready_since_s is None or queue.time_s - memory.ready_since_s < policy.short_window_s):
         return memory
     each = work / len(supply.ready)
+    work_mean = _mixed(memory.work_mean, each, weight)
     memory = replace(
         memory,
-        work_mean=_mixed(memory.work_mean, each, weight),
+        work_mean=work_mean,
+        work_high=_work_high(memory, work_mean, queue.time_s, policy),
         utilization_mean=_mixed(memory.utilization_mean, utilization, weight),
     )
     if each > 0 and _is_saturated(queue, throughput(valid, supply) or 0.0, policy):
-        return replace(memory, capacity=_mixed(memory.capacity, each, weight), capacity_s=queue.time_s)
+        # The first sample of a process may be of pods that have just come: it is worth less than what was measured.
+        return memory if fresh and is_measured(memory, policy) else _with_saturated(memory, each, weight, policy)
+    memory = replace(memory, saturated_since_s=None, saturated_samples=0)
     return _with_drift(memory, queue.time_s, elapsed, policy)
+
+
+def _work_high(memory: ScalingMemory, work_mean: float, now_s: float, policy: BacklogPolicy) -> float | None:
+    """The most work of a pod so far; the first samples are no mean yet."""
+    if memory.started_s is None or now_s - memory.started_s < policy.settle_s:
+        return memory.work_high
+    return max(work_mean, memory.work_high or 0.0)
+
+
+def _with_saturated(memory: ScalingMemory, each: float, weight: float, policy: BacklogPolicy) -> ScalingMemory:
+    """Learn from a sample at saturation: smooth a measured capacity, move a believed one, and replace a believed one by
+    the mean of a saturation that has lasted.
+    """
+    now_s = memory.queue_time_s or 0.0
+    since_s = now_s if memory.saturated_since_s is None else memory.saturated_since_s
+    samples = memory.saturated_samples + 1
+    mean = _mixed(memory.saturated_mean if memory.saturated_samples else None, each, 1 / samples)
+    holds = _holds(memory, policy)
+    replaced = now_s - since_s >= policy.measure_s and not is_measured(memory, policy)
+    return replace(
+        memory,
+        saturated_since_s=since_s,
+        saturated_samples=samples,
+        saturated_mean=mean,
+        capacity=mean if replaced else _mixed(memory.capacity, each, weight),
+        capacity_s=now_s,
+        believed=0.0 if replaced else (memory.believed if holds else 1.0) * (1 - weight),
+    )
+
+
+def is_measured(memory: ScalingMemory, policy: BacklogPolicy) -> bool:
+    """Whether the capacity was seen at saturation for long enough that little of a belief is left, and still holds."""
+    return memory.believed <= _BELIEVED_MAX and _holds(memory, policy)
+
+
+def _holds(memory: ScalingMemory, policy: BacklogPolicy) -> bool:
+    if memory.capacity is None or memory.capacity_s is None:
+        return False
+    return memory.queue_time_s is None or memory.queue_time_s - memory.capacity_s < policy.forget_s
 
 
 def _with_drift(memory: ScalingMemory, now_s: float, elapsed: float, policy: BacklogPolicy) -> ScalingMemory:
@@ -170,7 +219,7 @@ def _with_drift(memory: ScalingMemory, now_s: float, elapsed: float, policy: Bac
     if memory.capacity_s is None:  # never saturated: keep the estimate from load for times without load
         known = (memory.utilization_mean or 0.0) >= policy.evidence_utilization
         return replace(memory, capacity=bound) if known and bound is not None else memory
-    if bound is None or now_s - memory.capacity_s < policy.forget_s:
+    if bound is None or now_s - memory.capacity_s < policy.forget_s or math.isinf(elapsed):
         return memory
     return replace(memory, capacity=_mixed(memory.capacity, bound, _weight(elapsed, policy.forget_s)))
 
@@ -184,21 +233,25 @@ def _mixed(old: float | None, new: float, weight: float) -> float:
 
 
 def _is_saturated(queue: QueueSample, rate: float, policy: BacklogPolicy) -> bool:
-    """Whether no pod has room: entries wait, and so many that one forgotten entry is not taken for a queue."""
-    return queue.age_s > policy.saturated_age_s and queue.tokens > policy.saturated_age_s * rate
+    """Whether no pod has room: entries wait, and so many that one forgotten or long entry is not taken for a queue."""
+    others = queue.tokens - (queue.longest_tokens or 0.0)
+    return queue.age_s > policy.saturated_age_s and others > policy.saturated_age_s * rate
 
 
 def workload(memory: ScalingMemory, supply: Supply, policy: BacklogPolicy, share: float = 1.0) -> Workload:
     """Estimate arrivals, of which `share` falls to this pool, and capacity from what is remembered."""
     level = _level(memory, supply.startup_s, policy) * share
-    held_for = max(level / policy.busy, level + _rise(memory, policy) * share)
+    rise = _rise(memory, policy)
+    held_for = max(level / policy.busy, level + rise * share)
     return Workload(
         arrivals=level,
         held_for=held_for,
-        capacity=max(_CAPACITY_MIN, _capacity(memory, policy)),
-        measured=memory.capacity is not None,
+        capacity=max(CAPACITY_MIN, _capacity(memory, policy)),
+        measured=is_measured(memory, policy),
         requests=memory.requests_high[0][1] if memory.requests_high else None,
         work_of_token=_work_of_token(memory),
+        proven=memory.work_high / _work_of_token(memory) if memory.work_high else None,
+        rise=rise,
     )
 
 
@@ -221,9 +274,15 @@ def _mean_of_last(memory: ScalingMemory, span_s: float) -> float:
 
 
 def _rise(memory: ScalingMemory, policy: BacklogPolicy) -> float:
-    """How far above their level rates have been: the quantile of the window. What rose once may do so again."""
+    """How far above their level rates have been: the quantile of the window. What rose once may do so again.
+
+    Where this process has not watched for a whole window, what an earlier one saw counts as well.
+    """
     rises = _rises(memory.arrivals, policy.level_window_s)
-    return _quantile(rises, policy.arrival_quantile) if rises else 0.0
+    own = _quantile(rises, policy.arrival_quantile) if rises else 0.0
+    until_s = memory.earlier_rise_until_s
+    is_short = until_s is not None and bool(rises) and memory.arrivals[-1][0] < until_s
+    return max(own, memory.earlier_rise) if is_short else own
 
 
 def _rises(arrivals: tuple[tuple[float, float], ...], span_s: float) -> list[float]:

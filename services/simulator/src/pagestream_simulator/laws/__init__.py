@@ -3,7 +3,7 @@
 from pagestream_simulator.laws.fixed import FixedLaw, PlannedLaw
 from pagestream_simulator.laws.hpa import HpaBehavior, HpaLaw, HpaSettings
 from pagestream_simulator.laws.keda import KedaLaw, KedaSettings
-from pagestream_simulator.laws.law import Law, PagestreamLaw
+from pagestream_simulator.laws.law import Law, PagestreamLaw, RestartedLaw
 
 __all__ = [
     "FixedLaw",
@@ -15,4 +15,5 @@ __all__ = [
     "Law",
     "PagestreamLaw",
     "PlannedLaw",
+    "RestartedLaw",
 ]
