@@ -235,6 +235,16 @@ def test_rises_of_before_are_held_until_a_window_was_watched() -> None:
         assert value == pytest.approx(2400 + 4000.0 if second < 200 else 2400 / POLICY.backlog.busy)
 
 
+def test_a_silence_after_a_restart_does_not_hide_the_bursts_before() -> None:
+    """As many pods as requests of late are enough; a process that saw none of these requests doesn't know how many."""
+    silent = working(0.0, 0.0, count=6)
+    known = replace(KNOWN, rise=3000.0, rise_s=NOW - 100)
+    memory = resumed(ScalingMemory(), known, POLICY.backlog, NOW - 100)
+    for second in range(-100, 0, 2):
+        decision, memory = decide(POLICY, at(silent, NOW + second), memory)
+    assert decision.inputs["need"] == math.ceil(3000.0 / 700.0)
+
+
 def test_a_clock_that_goes_back_or_has_no_time_does_not_take_the_capacity_away() -> None:
     memory = seen(FULL, 60)
     for shown in (at(LIGHT, NOW - 3600), replace(LIGHT, time_s=math.nan)):

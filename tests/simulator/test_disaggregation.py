@@ -30,13 +30,13 @@ def test_a_study_goes_on_where_it_was_interrupted_and_is_printed_and_drawn(tmp_p
     kept: dict[str, object] = {}
     num_saved: list[int] = []
     study({"azure_x.csv": rows}, kept, lambda content: num_saved.append(len(content)))
-    num_runs = 2 * (1 + len(LOADS) * (len(SHAPES) - 1) + 1)
+    num_runs = 3 * (1 + len(LOADS) * (len(SHAPES) - 1) + 1)
     assert num_saved == list(range(1, num_runs + 1))
     del kept["gpu/azure_x.csv/0.8/mixed"]
     study({"azure_x.csv": rows}, kept, lambda content: num_saved.append(len(content)))
     assert num_saved[num_runs:] == [num_runs]
     lines = list(tables(kept))
-    assert sum(line.startswith("| 80% | split 2:2, 10% lost |") for line in lines) == 2
+    assert sum(line.startswith("| 80% | split 2:2, 10% lost |") for line in lines) == 3
     assert sum(line.startswith("| mixed |") for line in lines) == 1
     pytest.importorskip("matplotlib")
     write_plot(kept, tmp_path / "plot.png")

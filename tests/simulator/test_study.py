@@ -22,7 +22,7 @@ from pagestream_simulator.fleet import EngineProfile, StepCost, packaged_profile
 from pagestream_simulator.laws import FixedLaw
 from pagestream_simulator.study.measure import MeasuredStep, fit, residuals
 from pagestream_simulator.study.optimum import Planner, lower_bound, planned
-from pagestream_simulator.study.overview import table
+from pagestream_simulator.study.overview import SYNTHETIC, TRACES, Overview, restarts_table, starts_table, table
 from pagestream_simulator.study.peak import peak_factor, scaled_load, smallest_fleet
 from pagestream_simulator.study.search import search
 from pagestream_simulator.study.spaces import Setting, read_policy, spaces
@@ -159,6 +159,27 @@ def test_the_overview_has_a_row_for_each_law_with_means_over_seeds() -> None:
     assert len(rows) == 3
     assert "fixed fleet of 20, 21, 22 | 99.00 / 99.00 | 4.00 | 2.00 | 3" in rows[0]
     assert "pagestream | 98.67 / 98.00" in rows[2]
+
+
+def test_the_overview_begins_with_enough_engines_and_restarts(profile: EngineProfile) -> None:
+    """On a load of a minute: what it keeps can be resumed, and has a row in each table."""
+    rows = read_trace(SAMPLE)
+    traces = dict.fromkeys(TRACES, rows) | {SYNTHETIC: rows}
+    terms = replace(TERMS, load=replace(TERMS.load, seeds=(0,)))
+    kept: dict[str, object] = {f"factor {name}": {"factor": 2.0} for name in traces}
+    saved: list[int] = []
+    study = Overview(terms, profile, traces, kept, lambda content: saved.append(len(content)))
+    study.run([SYNTHETIC])
+    assert saved == sorted(set(saved))
+    study.run([SYNTHETIC])
+    assert len(saved) == len(kept) - len(traces)
+    for made, cells in ((table, 10), (starts_table, 5), (restarts_table, 7)):
+        lines = [line for line in made(kept, terms) if line.startswith("| Mooncake, synthetic")]
+        assert lines
+        assert {line.count("|") - 1 for line in lines} == {cells}
+    restarts = [found for name, found in kept.items() if name.startswith("restart")]
+    assert len(restarts) == 6
+    assert all(0 <= found["late_restarted"] <= 1 for found in restarts if isinstance(found, dict))
 
 
 COST = StepCost(0.01, 0.0005, 1e-7, 0.0002, 1e-6)

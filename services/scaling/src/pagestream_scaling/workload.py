@@ -33,7 +33,8 @@ class Workload:
     measured: bool
     """Whether the capacity was seen at saturation for long enough, and still holds."""
     requests: int | None
-    """Most requests queued or running of late: more pods could not work at once. None: unknown."""
+    """Most requests queued or running of late: more pods could not work at once. None: unknown, as in the first minutes
+    after a restart."""
     work_of_token: float = 1.0
     """Work, answers included, that came with one queued prompt token of late; 1: unknown."""
     proven: float | None = None
@@ -248,7 +249,7 @@ def workload(memory: ScalingMemory, supply: Supply, policy: BacklogPolicy, share
         held_for=held_for,
         capacity=max(CAPACITY_MIN, _capacity(memory, policy)),
         measured=is_measured(memory, policy),
-        requests=memory.requests_high[0][1] if memory.requests_high else None,
+        requests=None if _is_resumed(memory) or not memory.requests_high else memory.requests_high[0][1],
         work_of_token=_work_of_token(memory),
         proven=memory.work_high / _work_of_token(memory) if memory.work_high else None,
         rise=rise,
@@ -280,9 +281,13 @@ def _rise(memory: ScalingMemory, policy: BacklogPolicy) -> float:
     """
     rises = _rises(memory.arrivals, policy.level_window_s)
     own = _quantile(rises, policy.arrival_quantile) if rises else 0.0
+    return max(own, memory.earlier_rise) if _is_resumed(memory) else own
+
+
+def _is_resumed(memory: ScalingMemory) -> bool:
+    """Whether this process has watched arrivals for less than a window, and an earlier one saw those before."""
     until_s = memory.earlier_rise_until_s
-    is_short = until_s is not None and bool(rises) and memory.arrivals[-1][0] < until_s
-    return max(own, memory.earlier_rise) if is_short else own
+    return until_s is not None and bool(memory.arrivals) and memory.arrivals[-1][0] < until_s
 
 
 def _rises(arrivals: tuple[tuple[float, float], ...], span_s: float) -> list[float]:

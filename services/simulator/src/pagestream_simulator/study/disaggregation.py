@@ -26,6 +26,7 @@ from pagestream_engine.cache.manager import CacheManager
 from pagestream_engine.config import DEFAULT_BLOCK_SIZE, SchedulerConfig
 from pagestream_engine.scheduler.scheduled_step import ScheduledStep
 
+from pagestream_simulator.engine.measured import LLAMA_3_1_8B_ON_TWO_A100
 from pagestream_simulator.engine.received_blocks import ReceivedBlocks
 from pagestream_simulator.engine.roofline import H100_SXM, LLAMA_3_1_8B, Roofline
 from pagestream_simulator.engine.step_contents import StepContents
@@ -47,6 +48,8 @@ LOST_AT = 0.8
 """The load of the runs in which blocks are lost."""
 LOST_SHARE = 0.1
 """Of prompts whose blocks are lost, in the runs that have it."""
+A100_LINK_BYTES_PER_S = 25e9
+"""NVIDIA DGX A100 data sheet: a ConnectX-6 of 200 Gb/s for each GPU."""
 CPU_CONTEXT = 8192
 """Tokens to which traces are scaled for the small model; its steps were measured up to there (itl-bound.md)."""
 SEED = 0
@@ -102,19 +105,26 @@ SHAPES = {
 
 
 def machines() -> dict[str, Machine]:
-    """Return the measured CPU, and the GPU that is derived from its data sheet."""
+    """Return the measured CPU, the GPU that is derived from its data sheet, and a pair of GPUs that was measured."""
     profile = read_profile(packaged_profile())
     roofline = Roofline(H100_SXM, LLAMA_3_1_8B)
-    left = 0.9 * H100_SXM.memory_bytes - 16.1e9  # All parameters in bfloat16.
     token_bytes = LLAMA_3_1_8B.kv_token_bytes
+
+    def kv_blocks(memory_bytes: float) -> int:
+        left = 0.9 * memory_bytes - 16.1e9  # All parameters in bfloat16.
+        return int(left / token_bytes / DEFAULT_BLOCK_SIZE)
+
     return {
         "cpu": Machine(lambda step: step.seconds(profile.cost), 16_384, 12_288, 1.25e9, CPU_CONTEXT),
         "gpu": Machine(
             roofline.seconds,
-            int(left / token_bytes / DEFAULT_BLOCK_SIZE),
+            kv_blocks(H100_SXM.memory_bytes),
             token_bytes,
             H100_SXM.link_bytes_per_s,
             131_072,
+        ),
+        "measured gpu": Machine(
+            LLAMA_3_1_8B_ON_TWO_A100.seconds, kv_blocks(2 * 80e9), token_bytes, 2 * A100_LINK_BYTES_PER_S, 131_072
         ),
     }
 

@@ -67,11 +67,7 @@ class Space:
 def spaces(terms: Terms, policy: ScalingPolicy | None = None) -> dict[str, Space]:
     """Return the spaces of pagestream, hpa and keda, by name. `policy` replaces the default of Pagestream's law."""
     low, high, signals = terms.fleet.min_engines, terms.fleet.max_engines, terms.signals
-    own = replace(policy or ScalingPolicy(), min_replicas=low, max_replicas=high)
-    own = replace(
-        own,
-        ttft=replace(own.ttft, objective_s=terms.objective.ttft_s, attainment=terms.objective.attainment),
-    )
+    own = default_policy(terms, policy)
     hpa = HpaSettings(min_replicas=low, max_replicas=high)
     keda = KedaSettings(hpa=hpa)
     return {
@@ -86,6 +82,17 @@ def spaces(terms: Terms, policy: ScalingPolicy | None = None) -> dict[str, Space
             "keda", _KEDA, _default(keda, _KEDA), lambda given: KedaLaw(changed(keda, given), signals.hpa_sync_s)
         ),
     }
+
+
+def default_policy(terms: Terms, policy: ScalingPolicy | None = None) -> ScalingPolicy:
+    """Return a policy, the default one if none is given, with the terms' bounds and objective."""
+    own = policy or ScalingPolicy()
+    return replace(
+        own,
+        min_replicas=terms.fleet.min_engines,
+        max_replicas=terms.fleet.max_engines,
+        ttft=replace(own.ttft, objective_s=terms.objective.ttft_s, attainment=terms.objective.attainment),
+    )
 
 
 def changed(settings: Settings, given: Setting) -> Settings:

@@ -4,6 +4,8 @@ from pagestream_simulator.traces.constant import ConstantArrivals
 from pagestream_simulator.traces.context import scale_factor, scale_to_context
 from pagestream_simulator.traces.files import SAMPLE, TraceRow, read_trace, sample_path, write_csv
 from pagestream_simulator.traces.load import Load, scale_arrivals
+from pagestream_simulator.traces.mixed import MixedArrivals
+from pagestream_simulator.traces.mooncake import synthetic_rows
 from pagestream_simulator.traces.sample import REQUESTS, sample_rows
 
 __all__ = [
@@ -11,6 +13,7 @@ __all__ = [
     "SAMPLE",
     "ConstantArrivals",
     "Load",
+    "MixedArrivals",
     "TraceRow",
     "read_trace",
     "sample_path",
@@ -18,5 +21,6 @@ __all__ = [
     "scale_arrivals",
     "scale_factor",
     "scale_to_context",
+    "synthetic_rows",
     "write_csv",
 ]

@@ -1,0 +1,80 @@
+"""Loads by rule with lengths of recorded requests: Poisson arrivals, and a day with bursts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pagestream_simulator.traces.context import scale_to_context
+from pagestream_simulator.traces.files import TraceRow
+from pagestream_simulator.traces.load import Load
+
+CODE_SHARE = 0.3
+"""Of requests that have the lengths of code completions; the others have those of conversations."""
+BURST_EVERY_S = 2400.0
+"""Mean time between two bursts of a day."""
+BURST_S, BURST_MIN_S = 60.0, 15.0
+"""Mean and least length of a burst."""
+BURST_TIMES = (1.5, 3.0)
+"""Least and greatest factor by which a burst raises the rate."""
+
+
+@dataclass(frozen=True, slots=True)
+class MixedArrivals:
+    """Independent arrivals at a rate that is constant, or goes up and down once, with bursts."""
+
+    rate: float
+    """Requests a second; of a day, at its least."""
+    hours: float
+    swing: float = 1.0
+    """Of a day: its greatest rate over its least one, which it begins and ends with."""
+    has_bursts: bool = False
+
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+        if self.swing == 1 and not self.has_bursts:
+            return f"Poisson, {self.rate:g}/s"
+        return f"day of {self.hours:g} h with bursts"
+
+    def load(
+        self,
+        conversations: Sequence[TraceRow],
+        code: Sequence[TraceRow],
+        *,
+        context_tokens: int,
+        partitions: int,
+        seed: int,
+    ) -> Load:
+        """Draw arrivals, lengths and partitions. Lengths are shrunk to `context_tokens`."""
+        rng = np.random.default_rng(1000 + seed)
+        seconds = np.arange(int(self.hours * 3600))
+        middle, amplitude = (1 + self.swing) / 2, (self.swing - 1) / 2
+        rate = self.rate * (middle - amplitude * np.cos(2 * np.pi * seconds / len(seconds)))
+        if self.has_bursts:
+            for _ in range(int(rng.poisson(len(seconds) / BURST_EVERY_S))):
+                at, lasts = int(rng.uniform(0, len(seconds))), max(BURST_MIN_S, rng.exponential(BURST_S))
+                rate[at : at + int(lasts)] *= rng.uniform(*BURST_TIMES)
+        counts = rng.poisson(rate)
+        arrival = np.sort(np.repeat(seconds, counts) + rng.random(counts.sum()))
+        drawn = _lengths(rng, len(arrival), (conversations, code), context_tokens)
+        return Load(
+            arrival_s=arrival,
+            prompt_tokens=np.ascontiguousarray(drawn[:, 0]),
+            output_tokens=np.ascontiguousarray(drawn[:, 1]),
+            partition=rng.integers(0, partitions, len(arrival), dtype=np.int32),
+        )
+
+
+def _lengths(
+    rng: np.random.Generator, count: int, traces: tuple[Sequence[TraceRow], Sequence[TraceRow]], context: int
+) -> npt.NDArray[np.int32]:
+    is_code = rng.random(count) < CODE_SHARE
+    drawn = []
+    for rows in traces:
+        known = np.array([(row.input_tokens, row.output_tokens) for row in scale_to_context(rows, context)], np.int32)
+        drawn.append(known[rng.integers(0, len(known), count)])
+    return np.where(is_code[:, None], drawn[1], drawn[0])
