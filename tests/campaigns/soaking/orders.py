@@ -90,7 +90,7 @@ class Fleet:
         self._numbers = 0
         self._late: deque[Callable[[], object]] = deque()
         self._kinds: dict[str, tuple[int, Callable[[], None]]] = {
-            "create": (3, self._create),
+            "create": (5, self._create),
             "change": (4, self._change),
             "pin": (4, self._pin),
             "unpin": (2, self._unpin),
