@@ -23,8 +23,8 @@ from pagestream_operator.settings import EngineDefaults
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 10, 3600
 """From the end of a Job that failed to the next one, which doubles from one failure to the next."""
 _FAILED = re.compile(r"/(?P<wanted>\w+)/failed-(?P<count>\d+)-(?P<time_s>\d+)")
-_LOOK_S = 10.0
-"""Between two looks at the pod of a Job that runs."""
+_LOOK_S = 5.0
+"""Between two looks at the pods of a Job that isn't over."""
 _LONGEST_MESSAGE = 512
 _NO_RESULT = "its Job has left no result: see `kubectl logs job/{job}`"
 
@@ -59,9 +59,11 @@ class Adapters:
         except Gone:
             await self._create(pool)
             return None
-        if not is_owned_by(job, pool.uid):
-            return None  # a former pool's of this name, which goes with it
         ended = job_ending(job)
+        is_seen = ended is None and self.clock() - self._looked_s < _LOOK_S
+        if is_seen or not is_owned_by(job, pool.uid):
+            return None  # it was looked at just now; or it is a former pool's of this name, which goes with it
+        self._looked_s = self.clock()
         success = None if ended else await success_of(self.client, pool.namespace, name, CONTAINER)
         if ended is None and success is None:
             return await self._waiting(pool, name)
@@ -81,10 +83,7 @@ class Adapters:
             return  # made already: the next pass finds it
 
     async def _waiting(self, pool: EnginePool, job: str) -> EnginePoolStatus | None:
-        """Look, now and then, whether the Job's pod can start: it has an hour. Returns the status that says why not."""
-        if self.clock() - self._looked_s < _LOOK_S:
-            return None
-        self._looked_s = self.clock()
+        """Look whether the Job's pod can start: it has an hour. Returns the status that says why not."""
         pods = await self.client.list(POD, pool.namespace, selector=f"batch.kubernetes.io/job-name={job}")
         reason = next((found for pod in pods if (found := blocking_reason(mapping(pod.get("status"))))), None)
         if reason is None:
