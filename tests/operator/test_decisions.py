@@ -159,11 +159,12 @@ def restarted(name: str, *, seconds_ago: float, count: int = 4, **state: Any) ->
     return body
 
 
-def failed(name: str, *, seconds_ago: float, reason: str = "Evicted", message: str = "low on memory") -> dict[str, Any]:
-    """A pod that kubelet has evicted, or not admitted."""
+def failed(name: str, *, seconds_ago: float, reason: str = "Evicted", phase: str = "Failed") -> dict[str, Any]:
+    """A pod that kubelet has evicted, or not admitted. One whose containers exit with 0 succeeds without a reason."""
     body = pod_body(name, ready=False)
     started = api_time(LATER - seconds_ago)
-    return {**body, "status": {"phase": "Failed", "reason": reason, "message": message, "startTime": started}}
+    said = {"reason": reason, "message": "low on memory"} if phase == "Failed" else {}
+    return {**body, "status": {"phase": phase, "startTime": started, **said}}
 
 
 def ending(name: str, *, seconds_ago: float) -> dict[str, Any]:
@@ -188,10 +189,15 @@ def test_degraded_names_pods_that_end_again_and_again_or_not_at_all() -> None:
         (view(1, late, conditions=[stuck]), "too long. pod s: ErrImagePull"),
         (view(1, A, failed("f", seconds_ago=30)), ""),
         (view(1, A, failed("f", seconds_ago=30), failed("g", seconds_ago=700)), ""),
+        (view(1, A, failed("f", seconds_ago=30), failed("g", seconds_ago=31)), ""),
         (view(1, A, *(failed(name, seconds_ago=30, reason="NodeShutdown") for name in "fg")), ""),
         (
             view(1, A, failed("f", seconds_ago=30), failed("g", seconds_ago=90, reason="TopologyAffinityError")),
-            "2 pods have failed within ten minutes, last f: Evicted: low on memory",
+            "2 pods were ended by their nodes within ten minutes, last f: Evicted: low on memory",
+        ),
+        (
+            view(1, A, *(failed(name, seconds_ago=ago, phase="Succeeded") for name, ago in (("f", 30), ("g", 90)))),
+            "2 pods were ended by their nodes within ten minutes, last f: ",
         ),
         (view(1, A, ending("e", seconds_ago=-10)), ""),
         (view(1, A, ending("e", seconds_ago=90)), "pod e has to be over since 00:58:30Z, and node lost-1"),

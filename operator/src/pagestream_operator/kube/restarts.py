@@ -41,7 +41,7 @@ class Restarts:
 
 @dataclass(frozen=True, slots=True)
 class PodFailure:
-    """How a pod has failed as a whole, as one that kubelet evicts or doesn't admit. Another pod takes its place."""
+    """How kubelet has ended a pod for good, as one that it evicts or doesn't admit. Another pod takes its place."""
 
     text: str
     ended_s: float
@@ -49,14 +49,19 @@ class PodFailure:
 
 
 def pod_failure(status: Mapping[str, Any]) -> PodFailure | None:
-    """Return how a pod has failed, by itself: not because its node ended."""
+    """Return how kubelet has ended a pod whose containers are always restarted, but not where it names the node's end.
+
+    Kubernetes 1.34 has an evicted pod succeed, without a reason, where its containers end with exit code 0 on SIGTERM.
+    """
     reason = text(status.get("reason"))
-    if status.get("phase") != "Failed" or reason in _WITH_NODE:
+    if status.get("phase") not in ("Failed", "Succeeded") or reason in _WITH_NODE:
         return None
     times = [status.get("startTime"), *(each.get("lastTransitionTime") for each in mappings(status.get("conditions")))]
     times += [_last_end(each).get("finishedAt") for each in mappings(status.get("containerStatuses"))]
     said = ": ".join(each for each in (reason, text(status.get("message"))) if each)
-    return PodFailure(said or "its containers have ended", max((seconds(each) or 0.0 for each in times), default=0.0))
+    return PodFailure(
+        said or "`kubectl describe pod` may have the reason", max((seconds(each) or 0.0 for each in times), default=0.0)
+    )
 
 
 def restarts_of(status: Mapping[str, Any]) -> Restarts | None:

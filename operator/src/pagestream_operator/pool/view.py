@@ -11,8 +11,8 @@ from pagestream_operator.fields import conditions, mapping, part, text, whole
 from pagestream_operator.kube.pods import Pod
 from pagestream_operator.kube.restarts import RECENT_S
 
-_FEWEST_FAILED = 2
-"""Pods that have failed, from which on others are expected to fail, too."""
+_APART_S = 20.0
+"""Seconds between the ends of pods, from which on others are expected to end, too."""
 _LATE_S = 60.0
 """Seconds beyond its grace after which a pod counts as one that doesn't end. Its kubelet kills it at the end of it."""
 
@@ -82,7 +82,7 @@ class PoolView:
 
     def trouble(self, now_s: float) -> str | None:
         """What an administrator has to do something about: a pod that can't start, that ends again and again, or that
-        doesn't end, and pods that fail one after another.
+        doesn't end, and pods that their nodes end one after another.
         """
         for pod in self.active:
             again = str(pod.restarts) if pod.restarts is not None and pod.restarts.is_recent(now_s) else None
@@ -93,8 +93,9 @@ class PoolView:
             for pod in self.pods
             if pod.failure is not None and now_s - (pod.failure.ended_s or pod.created_s) < RECENT_S
         ]
-        if len(failed) >= _FEWEST_FAILED:
-            return f"{len(failed)} pods have failed within ten minutes, last {max(failed)[1]}"
+        # Those of a node that shuts down end at once; here the successor of the first one has ended as well.
+        if failed and max(failed)[0] - min(failed)[0] > _APART_S:
+            return f"{len(failed)} pods were ended by their nodes within ten minutes, last {max(failed)[1]}"
         for pod in self.draining:
             if pod.ends_by_s is not None and now_s - pod.ends_by_s > _LATE_S:
                 since = datetime.fromtimestamp(pod.ends_by_s, UTC).strftime("%H:%M:%SZ")
