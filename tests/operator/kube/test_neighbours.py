@@ -53,7 +53,7 @@ def test_who_else_scales_a_deployment_is_named(
         eventually(partial(is_desired, world, name, 2 + number), "the operator has seen it")
     contested = world.wait_condition("Contested", "ScaledByAnother", name)
     assert contested["message"].startswith(f"{manager} scales Deployment {name}-engine, as the operator does")
-    assert world.events("ScaledByAnother")
+    eventually(lambda: world.events("ScaledByAnother"), "an event")
 
 
 def is_desired(world: PoolWorld, name: str, count: int) -> bool:
