@@ -277,11 +277,12 @@ def _mean_of_last(memory: ScalingMemory, span_s: float) -> float:
 def _rise(memory: ScalingMemory, policy: BacklogPolicy) -> float:
     """How far above their level rates have been: the quantile of the window. What rose once may do so again.
 
-    Where this process has not watched for a whole window, what an earlier one saw counts as well.
+    Where this process has not watched for a whole window, what an earlier one saw counts as well, and nothing is
+    forgotten yet.
     """
     rises = _rises(memory.arrivals, policy.level_window_s)
     own = _quantile(rises, policy.arrival_quantile) if rises else 0.0
-    return max(own, memory.earlier_rise) if _is_resumed(memory) else own
+    return max(own, memory.earlier_rise, memory.rise or 0.0) if _is_resumed(memory) else own
 
 
 def _is_resumed(memory: ScalingMemory) -> bool:
