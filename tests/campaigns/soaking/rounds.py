@@ -31,8 +31,8 @@ NAMES = ("one", "two")
 LEASE = f"/apis/coordination.k8s.io/v1/namespaces/{HOME}/leases/pagestream-operator"
 MOST_GROWTH = 1.10
 """The mean memory of the last quarter, as a part of the first one's."""
-ROUNDS_FOR_MEMORY = 40
-"""Rounds from which on memory is judged: caches fill in the first ones."""
+ROUNDS_FOR_MEMORY = 100
+"""Rounds from which on memory is judged: caches fill in the first ten, and quarters have as many pools on average."""
 _POLL_S = 0.5
 _EXPORT_S = 2.0
 _LOOK_S = 1.0
