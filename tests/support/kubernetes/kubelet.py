@@ -36,18 +36,26 @@ class Kubelet:
         while not stop.wait(_POLL_S):
             try:
                 self._pods = self._kube.get("/api/v1/pods")["items"]
-            except (Refused, OSError):
+            except (Refused, OSError) as error:
+                self._note(None, error)
                 continue
             for pod in self._pods:
                 try:
                     self._step(pod)
                 except Refused as error:
+                    self._note(pod, error)
                     if error.status not in _EXPECTED and error.status < HTTPStatus.INTERNAL_SERVER_ERROR:
                         raise
-                except OSError:
+                except OSError as error:
+                    self._note(pod, error)
                     break
             there = {pod["metadata"]["uid"] for pod in self._pods}
             self._due = {uid: due for uid, due in self._due.items() if uid in there}
+
+    def _note(self, pod: Object | None, error: Exception) -> None:
+        name = "all pods" if pod is None else pod["metadata"]["name"]
+        with (self._kube.folder / "kubelet.log").open("a") as log:
+            log.write(f"{_now()} {name}: {type(error).__name__}: {error}\n")
 
     def _step(self, pod: Object) -> None:
         metadata, phase = pod["metadata"], (pod.get("status") or {}).get("phase")
