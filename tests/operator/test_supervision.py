@@ -8,7 +8,20 @@ from typing import Any, cast
 
 import kopf
 import pytest
-from pagestream_operator.kube import POD, POOL, Kind, KubeClient, ObjectStore, PoolKey, Sees, Sight, Watcher
+from pagestream_operator import Conflict, Gone
+from pagestream_operator.kube import (
+    POD,
+    POOL,
+    Kind,
+    KubeClient,
+    Leadership,
+    LeaseSettings,
+    ObjectStore,
+    PoolKey,
+    Sees,
+    Sight,
+    Watcher,
+)
 from pagestream_operator.supervision import run_together, supervised
 from support.kubernetes.pool_objects import pod_body
 from support.processes.waiting import until
@@ -145,3 +158,44 @@ async def test_watches_of_which_nothing_is_heard_are_started_again(
     await until(lambda: silent.runs == 2, "another run", LIMIT_S)
     stop.set()
     await asyncio.wait_for(running, LIMIT_S)
+
+
+class _Leases:
+    """The calls of `KubeClient` for one Lease, which somebody deletes while it is renewed."""
+
+    def __init__(self) -> None:
+        self.body: dict[str, Any] | None = None
+        self.num_made = 0
+        self.was_made_again = asyncio.Event()
+
+    async def get(self, *_: object) -> dict[str, Any]:
+        if self.body is None:
+            raise Gone("no Lease", 404)
+        return self.body
+
+    async def create(self, _: Kind, body: dict[str, Any]) -> dict[str, Any]:
+        self.num_made += 1
+        if self.num_made > 1:
+            self.was_made_again.set()
+        self.body = {**body, "metadata": {**body["metadata"], "resourceVersion": str(self.num_made)}}
+        return self.body
+
+    async def replace(self, _: Kind, body: dict[str, Any]) -> dict[str, Any]:
+        if self.num_made > 1:
+            return body
+        self.body = None
+        raise Conflict("it was deleted meanwhile", 409)
+
+
+async def test_a_lease_that_goes_while_it_is_renewed_is_made_again() -> None:
+    leases, stop = _Leases(), asyncio.Event()
+    times = LeaseSettings("home", "lease", duration_s=30.0, renew_s=0.01, margin_s=1.0, look_s=0.01)
+    leadership = Leadership(cast("KubeClient", leases), times, "one")
+    running = asyncio.create_task(leadership.run(stop))
+    made_again = asyncio.create_task(leases.was_made_again.wait())
+    await asyncio.wait({running, made_again}, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+    assert leases.was_made_again.is_set()
+    assert not running.done(), "no error has ended it"
+    stop.set()
+    await running
+    made_again.cancel()

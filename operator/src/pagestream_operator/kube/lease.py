@@ -176,7 +176,7 @@ class Leadership:
         except ApiFailure as error:
             logger.warning("can't reach the lease: %s", error)
             return
-        if seen is not None and seen.holder != self.identity:
+        if seen is None or seen.holder != self.identity:  # without a lease, whoever makes it leads
             self._valid_until = float("-inf")
         elif self.is_leading and self._sees() is not Sees.ALL and self._annotation(PREFERRED):
             logger.warning("releases the lease to a replica that sees more", extra={"identity": self.identity})
