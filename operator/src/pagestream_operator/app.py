@@ -132,7 +132,7 @@ class App:
             applier=Applier(client, store, leadership),
             recorder=Recorder(client, leadership),
             metrics=metrics,
-            budgets=Budgets(client, store, leadership, time.time),
+            budgets=Budgets(client, store, leadership, time.monotonic),
             defaults=self._settings.engine,
             status_s=variables.status_s,
             suspect=sight.suspect,

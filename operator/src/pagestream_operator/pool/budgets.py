@@ -24,6 +24,16 @@ _LIST_S = 300.0
 
 
 @dataclass
+class _Listed:
+    """Those of one namespace."""
+
+    at_s: float
+    budgets: list[dict[str, Any]]
+    chosen: dict[frozenset[tuple[str, str]], list[str]] = field(default_factory=dict)
+    """Names of those that select pods, by the labels of these: found once for each list, and not in each pass."""
+
+
+@dataclass
 class Budgets:
     """Those of all namespaces with pools."""
 
@@ -31,8 +41,8 @@ class Budgets:
     store: ObjectStore
     leadership: Leadership
     clock: Callable[[], float]
-    """Unix seconds."""
-    _listed: dict[str, tuple[float, list[dict[str, Any]]]] = field(default_factory=dict)
+    """Seconds that never go back."""
+    _listed: dict[str, _Listed] = field(default_factory=dict)
 
     async def overlapping(self, pool: EnginePool) -> list[str]:
         """Return the names of those that select the pool's pods, the operator's own apart.
@@ -40,17 +50,21 @@ class Budgets:
         A list that fails is logged, and the one before holds: nothing else depends on it.
         """
         now_s = self.clock()
-        listed_s, found = self._listed.get(pool.namespace, (float("-inf"), []))
-        if now_s - listed_s >= _LIST_S:
-            self._listed[pool.namespace] = (now_s, found)  # first, so that other pools don't list as well
+        listed = self._listed.setdefault(pool.namespace, _Listed(float("-inf"), []))
+        if now_s - listed.at_s >= _LIST_S:
+            listed.at_s = now_s  # first, so that other pools don't list as well
             try:
                 found = await self.client.list(BUDGET, pool.namespace, selector="")
-                self._listed[pool.namespace] = (now_s, found)
+                listed = self._listed[pool.namespace] = _Listed(now_s, found)
             except ApiFailure as error:
                 logger.warning("can't list PodDisruptionBudgets: %s", error, extra={"namespace": pool.namespace})
-        labels, own = pod_labels(pool), engine_name(pool.name)
-        chosen = [each for each in found if selects(part(each, "spec", "selector"), labels)]
-        return sorted(each["metadata"]["name"] for each in chosen if each["metadata"]["name"] != own)
+        labels = pod_labels(pool)
+        key = frozenset(labels.items())
+        if key not in listed.chosen:
+            found = [each for each in listed.budgets if selects(part(each, "spec", "selector"), labels)]
+            listed.chosen[key] = sorted(each["metadata"]["name"] for each in found)
+        own = engine_name(pool.name)
+        return [name for name in listed.chosen[key] if name != own]
 
     async def remove_own(self, pool: EnginePool) -> None:
         """Delete the pool's own, which its spec has turned off."""
