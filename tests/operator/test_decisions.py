@@ -478,8 +478,10 @@ def test_an_operator_that_starts_knows_what_the_status_says_about_the_same_engin
     assert (again.capacity, again.capacity_time) == (512.5, api_time(NOW - 600))
     others = known.model_copy(update={"card": "another"})
     assert learned_by(new_scaler(), asked, others).capacity is None
-    odd = known.model_copy(update={"capacity_time": "yesterday"})
-    assert learned_by(new_scaler(), asked, odd).capacity is None
+    for time in ("yesterday", "0001-01-01T00:00:00Z"):
+        odd = known.model_copy(update={"capacity_time": time, "rise": 5.0, "rise_time": time})
+        assert learned_by(new_scaler(), asked, odd).capacity is None
+    assert learned_by(new_scaler(), asked, known.model_copy(update={"believed": None})).believed == 1
 
 
 def test_a_replica_that_follows_learns_what_the_leader_measured() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pagestream_scaling import Learned, ScalingMemory
 
 from pagestream_operator.api import LearnedStatus
-from pagestream_operator.kube.pods import unix_seconds
+from pagestream_operator.fields import seconds
 from pagestream_operator.pool.status import api_time
 
 _DIGITS = 3
@@ -32,14 +32,13 @@ def learned_of(status: LearnedStatus | None, card: str) -> Learned:
     return Learned(
         status.capacity,
         _seconds(status.capacity_time),
-        status.believed or 0.0,
+        1.0 if status.believed is None else status.believed,
         status.rise,
         _seconds(status.rise_time),
     )
 
 
 def _seconds(time: str | None) -> float | None:
-    try:
-        return None if time is None else unix_seconds(time)
-    except ValueError:
-        return None  # a status may be written by others
+    """A time of a status, which may be written by others; None where it is none, as year 1, the zero time of Go."""
+    found = seconds(time)
+    return found if found is not None and found > 0 else None
