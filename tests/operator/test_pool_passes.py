@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from pagestream_operator.kube import (
     Kind,
     PoolKey,
 )
+from pagestream_operator.pool import Reconciler
 from pagestream_scaling import PodState
 from support.kubernetes.pool_objects import DEFAULTS, pod_body, pool_body, stored
 from support.kubernetes.pool_passes import PoolPasses
@@ -199,6 +201,57 @@ async def test_an_unreadable_status_costs_the_part_that_cannot_be_read() -> None
     passes.show(POOL, body)
     await passes.run(seconds=2)
     assert passes.replicas == 5, "as large as it was"
+
+
+async def test_a_status_without_what_is_measured_is_not_written_for_ever() -> None:
+    """As under a definition that an older operator's chart has applied."""
+    passes = PoolPasses(maxReplicas=8)
+    keep = passes.client.keep
+
+    def prune(kind: Kind, body: Any) -> Any:
+        status = {name: value for name, value in (body.get("status") or {}).items() if name != "learned"}
+        return keep(kind, {**body, "status": status} if kind is POOL else body)
+
+    passes.client.keep = prune  # type: ignore[method-assign]
+    await passes.run(seconds=10)
+    before = passes.client.tries.count(("update status", POOL.name))
+    await passes.run(seconds=20)
+    assert passes.client.tries.count(("update status", POOL.name)) == before
+
+
+async def test_operators_of_two_releases_do_not_write_over_each_other() -> None:
+    """One reports a second budget, by the condition with which the other one says that it was refused."""
+    passes = PoolPasses(maxReplicas=8)
+    budget = {"metadata": {"name": "of-the-firm"}, "spec": {"selector": {}}}
+    passes.client.keep(BUDGET, budget)
+    refused = Reconciler(
+        PoolKey("default", "demo"),
+        replace(passes.reconciler.context, defaults=replace(DEFAULTS, release="another.release")),
+    )
+    for _ in range(5):
+        await passes.run()
+        await refused.pass_once(is_dirty=False)
+    assert passes.condition("Contested")["reason"] == "TwoBudgets"
+    before = passes.client.tries.count(("update status", POOL.name))
+    for _ in range(10):
+        await passes.run()
+        await refused.pass_once(is_dirty=False)
+    assert passes.client.tries.count(("update status", POOL.name)) == before
+    passes.change(drain={"disruptionBudget": False})
+    for _ in range(5):
+        await passes.run()
+        await refused.pass_once(is_dirty=False)
+    assert passes.condition("Contested")["reason"] == "ServedByAnother"
+
+
+async def test_a_paused_pool_whose_status_cannot_be_written_is_tried_less_and_less() -> None:
+    passes = PoolPasses(maxReplicas=8)
+    await passes.run(seconds=2)
+    passes.client.fault = failing((POOL,), ApiUnavailable("429 busy", 429, retry_after_s=20.0), "update status")
+    before = passes.client.tries.count(("update status", POOL.name))
+    passes.change(paused=True)
+    await passes.run(seconds=60)
+    assert passes.client.tries.count(("update status", POOL.name)) - before <= 4
 
 
 async def test_the_job_of_a_former_pool_is_not_taken() -> None:

@@ -89,9 +89,9 @@ class Parts:
         for name in names:
             self._failures.pop(name, None)
 
-    def forget_all(self, *, but: str = "") -> None:
-        """Forget all failures, but that of one part."""
-        self._failures = {name: failure for name, failure in self._failures.items() if name == but}
+    def forget_all(self, *but: str) -> None:
+        """Forget all failures, but those of these parts."""
+        self._failures = {name: failure for name, failure in self._failures.items() if name in but}
 
     def is_lasting(self, name: str) -> bool:
         """Whether a part has failed, and will not succeed soon."""

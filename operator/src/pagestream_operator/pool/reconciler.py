@@ -42,7 +42,7 @@ from pagestream_operator.kube.store import ObjectStore, PoolKey
 from pagestream_operator.metrics import MetricsStore
 from pagestream_operator.pool.adapters import Adapters
 from pagestream_operator.pool.budgets import Budgets
-from pagestream_operator.pool.claim import Claim, claim_on, contested
+from pagestream_operator.pool.claim import REFUSED, Claim, claim_on, contested
 from pagestream_operator.pool.conditions import Finding, Trouble, findings, stamped
 from pagestream_operator.pool.deletion_cost import deletion_costs
 from pagestream_operator.pool.finalizer import (
@@ -134,6 +134,8 @@ class Reconciler:
     _status_written_s: float = 0.0
     _claims_again_s: float = float("-inf")
     """When a claim is tried again after the API server has dropped what it wrote."""
+    _drops_learned: bool = False
+    """Whether the API server's definition lacks the status field with what was measured."""
 
     def __post_init__(self) -> None:
         context = self.context
@@ -176,7 +178,7 @@ class Reconciler:
             verdict = await self._decide(reading.pool, reading.policy, view)
         self.ready = len(view.ready)
         if not self.context.leadership.is_leading:
-            self._parts.forget_all(but=_DECISION)
+            self._parts.forget_all(_DECISION)
             return "ok"
         pool = reading.pool or EnginePool.without_spec(body)
         if claim is Claim.FREE and not pool.is_deleted and self.context.steady() >= self._claims_again_s:
@@ -237,10 +239,13 @@ class Reconciler:
             await self._event(body, "Moved", f"from the operator of {holder} to that of {release}", action="Claim")
 
     async def _contest(self, pool: EnginePool, body: dict[str, Any]) -> None:
-        """Write, once, that the pool is left to another release."""
+        """Write, once, that the pool is left to another release.
+
+        Not over what that release's operator reports of other controllers: each would write its own again and again.
+        """
         found = contested(pool, self.context.defaults.release)
         known = pool.status.conditions
-        if any(each.type == found.type and each.message == found.message for each in known):
+        if any(each.type == found.type and (each.message == found.message or each.reason != REFUSED) for each in known):
             return
         others = [each for each in known if each.type != found.type]
         written = stamped([found], [], pool.generation, api_time(self.context.clock()))
@@ -254,7 +259,7 @@ class Reconciler:
     ) -> None:
         trouble: Trouble | None = None
         if pool.spec.paused:
-            self._parts.forget_all()
+            self._parts.forget_all("claim", _DECISION, _STATUS)
             trouble = Trouble("Paused", "spec.paused is set: the pool's objects are left alone")
         else:
             if FINALIZER not in pool.finalizers and has_published(pool, self._view()):
@@ -493,6 +498,8 @@ class Reconciler:
     def _is_worth_writing(self, new: EnginePoolStatus, old: EnginePoolStatus) -> bool:
         if differs_in_substance(new, old):
             return True
+        if self._drops_learned:  # or it would differ for ever
+            new = new.model_copy(update={"learned": old.learned})
         return self.context.clock() - self._status_written_s >= self.context.status_s and differs(new, old)
 
     async def _serve_invalid(self, reading: _Reading, body: dict[str, Any], verdict: Verdict | None) -> None:
@@ -534,9 +541,19 @@ class Reconciler:
         async with self.context.leadership.act():
             done = await self.context.client.replace(POOL, {**body, "status": new.to_object()}, subresource="status")
         self._status_written_s = self.context.clock()
+        self._note_learned(new, done)
         self.context.store.put(POOL, done)
         for condition, before in changed(new, old):
             await self._publish_transition(body, condition.type, condition.status, before, condition)
+
+    def _note_learned(self, new: EnginePoolStatus, done: Mapping[str, Any]) -> None:
+        drops = new.learned is not None and part(done, "status", "learned") is None
+        if drops and not self._drops_learned:
+            logger.warning(
+                "what is measured is not kept, the definition of EnginePool is older: apply the chart's crds/",
+                extra={"pool": self._name},
+            )
+        self._drops_learned = drops
 
     async def _publish_transition(self, body: dict[str, Any], kind: str, status: str, before: Any, now: Any) -> None:
         """Publish a changed condition as an event; not the steps of a rollout, nor a new pool's first state."""
