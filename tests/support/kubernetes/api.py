@@ -15,8 +15,6 @@ from typing import Any
 from support.redis.servers import skip_for_want_of
 
 COMMAND_LIMIT_S = 60.0
-WITH_PARENT = ("setpriv", "--pdeathsig", "KILL") if shutil.which("setpriv") else ()
-"""Before a command: it ends when the tests' process is killed."""
 
 
 def kube_binary(name: str) -> str:

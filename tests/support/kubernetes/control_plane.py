@@ -23,7 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from support.kubernetes.api import WITH_PARENT, CommandError, kube_binary, run_tool, write_kubeconfig
+from support.kubernetes.api import CommandError, kube_binary, run_tool, write_kubeconfig
+from support.processes.part import WITH_PARENT
 from support.processes.stack import free_port
 from support.processes.waiting import wait_until
 

@@ -18,10 +18,9 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
     ExportMetricsServiceRequest,
     ExportMetricsServiceResponse,
 )
-from support.kubernetes.api import WITH_PARENT
 from support.kubernetes.control_plane import ControlPlane, Object, Refused, eventually
 from support.kubernetes.pool_objects import pool_body
-from support.processes.part import Part
+from support.processes.part import WITH_PARENT, Part
 from support.processes.stack import ROOT, free_port
 from support.telemetry.otlp_messages import export, gauge, resource
 

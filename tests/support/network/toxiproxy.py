@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from support.processes.part import Part
+from support.processes.part import WITH_PARENT, Part
 from support.processes.stack import free_port
 from support.processes.waiting import wait_until
 from support.redis.servers import skip_for_want_of
@@ -69,7 +69,7 @@ def running_toxiproxy(folder: Path) -> Iterator[Toxiproxy]:
         skip_for_want_of("toxiproxy", f"{PROGRAM} is not on the PATH")
         raise AssertionError
     port = free_port()
-    part = Part("toxiproxy", [binary, "-host", "127.0.0.1", "-port", str(port)], folder / "toxiproxy.log")
+    part = Part("toxiproxy", [*WITH_PARENT, binary, "-host", "127.0.0.1", "-port", str(port)], folder / "toxiproxy.log")
     part.start()
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=CALL_LIMIT_S) as client:

@@ -1,6 +1,7 @@
 """One process of a deployment, which tests kill, stop and start again; there is no supervisor."""
 
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Sequence
@@ -8,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 STOP_LIMIT_S = 15.0
+WITH_PARENT = ("setpriv", "--pdeathsig", "KILL") if shutil.which("setpriv") else ()
+"""Before a command: it ends when the tests' process is killed."""
 
 
 class StackError(RuntimeError):
