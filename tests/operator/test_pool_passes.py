@@ -145,7 +145,7 @@ async def test_conflicts_in_a_row_have_the_kind_listed_again() -> None:
     passes.client.fault = failing((DEPLOYMENT,), Conflict("409 it has changed", 409), "scale")
     passes.change(replicas=3)
     await passes.run(seconds=10)
-    assert DEPLOYMENT in passes.suspected
+    assert ("default", DEPLOYMENT) in passes.suspected
 
 
 async def test_a_failing_group_leaves_the_other_groups_theirs() -> None:

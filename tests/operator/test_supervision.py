@@ -77,9 +77,12 @@ class Lists:
     def __init__(self, objects: dict[Kind, list[dict[str, Any]]] | None = None) -> None:
         self.objects = objects or {}
         self.listed: list[Kind] = []
+        self.places: list[tuple[Kind, str | None]] = []
+        """The same with the namespaces."""
 
     async def list(self, kind: Kind, namespace: str | None, selector: str | None = None) -> list[dict[str, Any]]:
         self.listed.append(kind)
+        self.places.append((kind, namespace))
         return self.objects.get(kind, [])
 
 
@@ -139,9 +142,30 @@ async def test_an_object_that_cannot_be_read_hides_no_other_one(
     assert not sight.shows("other")
     assert [pod.name for pod in store.pods(PoolKey("default", "demo"))] == ["good"]
     client.listed.clear()
-    sight.suspect(POD)
-    sight.suspect(POOL)
+    sight.suspect("default", POD)
+    sight.suspect("default", POOL)
     await until(lambda: {POD, POOL} <= set(client.listed), "the lists", LIMIT_S)
+    stop.set()
+    await asyncio.wait_for(running, LIMIT_S)
+
+
+@pytest.mark.parametrize("namespaces", [None, ("one", "two")])
+async def test_a_kind_is_listed_again_in_the_namespace_where_it_was_wrong(
+    monkeypatch: pytest.MonkeyPatch, stop: asyncio.Event, namespaces: tuple[str, ...] | None
+) -> None:
+    monkeypatch.setattr(kopf, "operator", Kopf(None))
+    client, seen = Lists({POD: [pod_body("good")]}), asyncio.Event()
+    store = ObjectStore()
+    sight = Sight(cast(KubeClient, client), store, namespaces, kopf.OperatorRegistry(), resync_s=0, on_sight=seen.set)
+    running = asyncio.create_task(sight.run(stop))
+    await asyncio.wait_for(seen.wait(), LIMIT_S)
+    await until(lambda: sight.extent is Sees.ALL, "all namespaces are seen", LIMIT_S)
+    client.places.clear()
+    client.objects.clear()
+    sight.suspect("one", POD)
+    await until(lambda: bool(client.places), "the list", LIMIT_S)
+    assert client.places == [(POD, "one")]
+    assert len(store.pods(PoolKey("default", "demo"))) == 1, "what lies in other namespaces is left alone"
     stop.set()
     await asyncio.wait_for(running, LIMIT_S)
 

@@ -190,13 +190,11 @@ class _Runner:
         except Conflict as error:
             result = "conflict"
             if self._backoff_s:  # again: no event has shown what the object is now, so its watch may have gone silent
-                for kind in (POOL, DEPLOYMENT):
-                    self.reconciler.context.suspect(kind)
+                self._suspect()
             self._fail(error, soon=True)
         except Gone as error:
             result = "gone"
-            for kind in (POOL, DEPLOYMENT):
-                self.reconciler.context.suspect(kind)
+            self._suspect()
             self._fail(error)
         except (Rejected, Blocked) as error:
             result = "refused"
@@ -211,6 +209,11 @@ class _Runner:
             took, self._began = time.monotonic() - self._began, None
             self._on_pass(result, took)
         return False
+
+    def _suspect(self) -> None:
+        """Have the pool and its Deployment listed again."""
+        for kind in (POOL, DEPLOYMENT):
+            self.reconciler.context.suspect(self.reconciler.key.namespace, kind)
 
     def _fail(self, error: OperatorError | None, *, soon: bool = False, at_least: float | None = None) -> None:
         longest = self._decide_s if soon else _LONGEST_BACKOFF_S

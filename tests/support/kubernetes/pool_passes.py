@@ -136,7 +136,7 @@ class PoolPasses:
 
     def __init__(self, **spec: Any) -> None:
         self.client, self.now_s = MemoryClient(), START_S
-        self.suspected: list[Kind] = []
+        self.suspected: list[tuple[str, Kind]] = []
         self.store = ObjectStore()
         client, leadership = cast("KubeClient", self.client), cast("Leadership", Leader())
         self.metrics = MetricsStore(clock=lambda: self.now_s)
@@ -152,7 +152,7 @@ class PoolPasses:
                 budgets=Budgets(client, self.store, leadership, lambda: self.now_s),
                 defaults=DEFAULTS,
                 status_s=1.0,
-                suspect=self.suspected.append,
+                suspect=lambda *suspected: self.suspected.append(suspected),
                 clock=lambda: self.now_s,
                 steady=lambda: self.now_s,
             ),

@@ -56,10 +56,11 @@ class Sight:
         works = {f"watcher of {each.place}": partial(each.run, stop) for each in self.watchers.values()}
         await run_together(works, stop, ends=self._ends)
 
-    def suspect(self, *kinds: Kind) -> None:
-        """List these kinds soon: the store was found to be wrong about them."""
-        for watcher in self.watchers.values():
-            watcher.suspect(*kinds)
+    def suspect(self, namespace: str, *kinds: Kind) -> None:
+        """List these kinds of one namespace soon: the store was found to be wrong about them."""
+        watcher = self.watchers.get(namespace) or self.watchers.get(None)
+        if watcher is not None:
+            watcher.suspect(*kinds, namespace=namespace)
 
     def shows(self, namespace: str) -> bool:
         """Whether the store shows a namespace as it is."""

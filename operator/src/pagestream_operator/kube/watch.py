@@ -111,7 +111,8 @@ class Watcher:
         self._registry, self._resync_s, self._on_sight = registry, resync_s, on_sight
         self._ends = ends
         self._is_listed = self._is_refused = False
-        self._suspected: set[Kind] = set()
+        self._suspected: set[tuple[Kind, str | None]] = set()
+        """Kinds that are to be listed, and in which namespace; None: in all that this watcher watches."""
         self._wake = asyncio.Event()
         self._repair_pause_s = _RESTART_S
         self._runs: list[KopfRun] = []
@@ -165,9 +166,13 @@ class Watcher:
         finally:
             self._wake.set()  # the repair looks at `stop`
 
-    def suspect(self, *kinds: Kind) -> None:
-        """List these kinds soon: the store was found to be wrong about them."""
-        self._suspected.update(kinds)
+    def suspect(self, *kinds: Kind, namespace: str | None = None) -> None:
+        """List these kinds soon: the store was found to be wrong about them.
+
+        Args:
+            namespace: about those of which one; None: of all that are watched.
+        """
+        self._suspected.update((kind, namespace or self.namespace) for kind in kinds)
         self._wake.set()
 
     # -- what was heard
@@ -221,7 +226,7 @@ class Watcher:
         while not stop.is_set():
             try:
                 for kind in WATCHED:
-                    await self._list(kind)
+                    await self._list(kind, self.namespace)
             except ApiFailure as error:
                 # A refusal that lasts ends when somebody grants the right. An API server that has just started refuses
                 # for a moment what it will grant; and while no answer comes, what was seen may still hold.
@@ -253,21 +258,22 @@ class Watcher:
                     await self._wake.wait()
                 await sleep_until(stop, _SETTLE_S)
             except TimeoutError:
-                self._suspected.update(WATCHED)
+                self._suspected = {(kind, self.namespace) for kind in WATCHED}
                 resync_at_s = time.monotonic() + self._resync_s
             self._wake.clear()
-            kinds, self._suspected = self._suspected, set()
+            suspected, self._suspected = self._suspected, set()
             if self.trouble or stop.is_set():
                 continue  # all kinds are listed as soon as they can be
-            await self._repair(kinds)
+            await self._repair(suspected)
 
-    async def _repair(self, kinds: set[Kind]) -> None:
-        left = set(kinds)
+    async def _repair(self, suspected: set[tuple[Kind, str | None]]) -> None:
+        # A list of all namespaces has those of one, too.
+        left = {(kind, place) for kind, place in suspected if place is None or (kind, None) not in suspected}
         try:
-            for kind in kinds:
+            for kind, place in tuple(left):
                 try:
-                    await self._list(kind)
-                    left.discard(kind)
+                    await self._list(kind, place)
+                    left.discard((kind, place))
                 except (Gone, Rejected) as error:  # which may concern this kind alone
                     logger.warning("can't list %s, will try again: %s", kind.plural, error)
         except ApiFailure as error:
@@ -279,11 +285,12 @@ class Watcher:
         asyncio.get_running_loop().call_later(self._repair_pause_s, self._wake.set)
         self._repair_pause_s = _longer(self._repair_pause_s)
 
-    async def _list(self, kind: Kind) -> None:
-        """List a kind once, into the store. Raises ApiFailure."""
-        suspects = self._store.versions(kind, self.namespace)
-        listed = await self._client.list(kind, self.namespace)
-        self.hear(kind, "list")
+    async def _list(self, kind: Kind, namespace: str | None) -> None:
+        """List a kind in a namespace once, into the store; None: in all. Raises ApiFailure."""
+        suspects = self._store.versions(kind, namespace)
+        listed = await self._client.list(kind, namespace)
+        if namespace == self.namespace:  # else it says nothing about the other namespaces
+            self.hear(kind, "list")
         for body in listed:  # those of a list have neither; those of events have both
             body |= {"apiVersion": kind.api_version, "kind": kind.name}
         with _logged(kind, "a list can't be stored"):

@@ -53,7 +53,7 @@ class Parts:
     clock: Callable[[], float]
     """Seconds that never go back."""
     suspect: Callable[[Kind], None]
-    """Called with a kind about which the store seems to be wrong."""
+    """Called with a kind of the pool's namespace about which the store seems to be wrong."""
     _failures: dict[str, _Failure] = field(default_factory=dict)
 
     async def run(self, name: str, act: Callable[[], Awaitable[None]], *kinds: Kind, mark: str = "") -> bool:

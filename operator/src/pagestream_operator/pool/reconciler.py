@@ -93,8 +93,8 @@ class Context:
     status_s: float
     shares: Shares = field(default_factory=Shares)
     """How pools of one served name divide its queue."""
-    suspect: Callable[[Kind], None] = lambda _: None
-    """Called with a kind about which the store was found to be wrong."""
+    suspect: Callable[[str, Kind], None] = lambda *_: None
+    """Called with a namespace and a kind about which the store was found to be wrong."""
     clock: Callable[[], float] = time.time
     """Unix seconds."""
     steady: Callable[[], float] = time.monotonic
@@ -139,11 +139,12 @@ class Reconciler:
 
     def __post_init__(self) -> None:
         context = self.context
+        suspect = partial(context.suspect, self.key.namespace)
         self._scaler = Scaler(context.metrics, context.shares)
         self._old_config_maps = OldConfigMaps(context.client, context.store, context.leadership, context.clock)
         self._adapters = Adapters(context.client, context.leadership, context.defaults, context.clock)
-        self._groups = Groups(context.client, context.store, context.leadership, context.suspect, context.steady)
-        self._parts = Parts("/".join(self.key), context.steady, context.suspect)
+        self._groups = Groups(context.client, context.store, context.leadership, suspect, context.steady)
+        self._parts = Parts("/".join(self.key), context.steady, suspect)
         self._unpublishing = Unpublishing(
             context.client, context.store, context.leadership, context.defaults, context.clock
         )
@@ -358,7 +359,7 @@ class Reconciler:
                 async with self.context.leadership.act():
                     await self.context.client.merge(POD, self.key.namespace, each.pod, patch, manager=SCALER)
             except Gone:
-                self.context.suspect(POD)
+                self.context.suspect(self.key.namespace, POD)
             except Conflict:
                 logger.info("a pod changed before its deletion cost was written", extra={"pod": each.pod})
 
@@ -450,7 +451,7 @@ class Reconciler:
             async with self.context.leadership.act():
                 done = await self.context.client.merge(POOL, pool.namespace, pool.name, patch, manager=SCALER)
         except Gone:
-            self.context.suspect(POOL)
+            self.context.suspect(self.key.namespace, POOL)
             return
         self.context.store.put(POOL, done)
 
@@ -459,7 +460,7 @@ class Reconciler:
         async with self.context.leadership.act():
             done = await remove_finalizer(self.context.client, body)
         if done is None:
-            self.context.suspect(POOL)
+            self.context.suspect(self.key.namespace, POOL)
         elif done["metadata"].get("finalizers"):
             self.context.store.put(POOL, done)
         self._forget()
