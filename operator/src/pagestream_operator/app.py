@@ -25,6 +25,7 @@ from pagestream_operator.kube.lease import Leadership, LeaseSettings
 from pagestream_operator.kube.sight import Sight
 from pagestream_operator.kube.store import ObjectStore
 from pagestream_operator.manager import Manager, Observer
+from pagestream_operator.memory import keep_memory_small
 from pagestream_operator.metrics import (
     MetricsSink,
     MetricsStore,
@@ -156,6 +157,7 @@ class App:
             if self._settings.variables.prometheus_url:
                 begin("prometheus", PrometheusSource(context.metrics, self._prometheus()).run, stop_watching)
             begin("heartbeat", self._keep_beating, stop_watching)
+            begin("memory", keep_memory_small, stop_watching)
             begin("watches", sight.run, stop_watching)
             finalizers = self._finalizers(context, sight)
             begin("finalizers", finalizers.run, stop_watching)
