@@ -31,8 +31,8 @@ from pagestream_engine.config import CacheConfig
 from pagestream_simulator.traces.files import MOONCAKE_BLOCK_TOKENS, TraceRow, read_trace
 from pagestream_streams import StreamsSettings
 from pagestream_streams.gateway.placing import Placer, left_ms
-from pagestream_streams.protocol import placement
 from pagestream_streams.protocol.keys import Keyspace, Partition
+from pagestream_streams.protocol.placement import ownership
 from pagestream_streams.protocol.prefixes import prefixes_of
 from prefix_cache import TraceCache, best_hit_rate
 
@@ -118,7 +118,7 @@ class Fleet:
         self.engines = [Engine(f"engine-{number}:{number:016x}", num_blocks) for number in range(num_engines)]
         self.num_partitions = max(4, PARTITIONS_EACH * num_engines)
         names = frozenset(each.name for each in self.engines)
-        owned = placement.ownership(self.num_partitions, names)
+        owned = ownership(self.num_partitions, names)
         self.own = [owned[each.name] for each in self.engines]
         self.owner = {number: index for index, numbers in enumerate(self.own) for number in numbers}
         self.queues: list[deque[Request]] = [deque() for _ in range(self.num_partitions)]

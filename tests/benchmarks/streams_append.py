@@ -15,7 +15,8 @@ from goals import print_goal
 from pagestream.v1.inference_pb2 import SamplingParams, TokenIds
 from pagestream.v1.records_pb2 import LogEntry, ModelCard, RequestSpec
 from pagestream_streams import Broker, Claim, EmbeddedRedis, EngineSession, GatewaySession
-from pagestream_streams.protocol import digests, ids
+from pagestream_streams.protocol.digests import chain
+from pagestream_streams.protocol.ids import new_request_id
 from support.protocol.token_streams import append_of
 
 MODEL = "benchmark"
@@ -65,7 +66,7 @@ async def timed(
 
 def request() -> RequestSpec:
     return RequestSpec(
-        request_id=ids.new(MODEL, 0, "t"),
+        request_id=new_request_id(MODEL, 0, "t"),
         model=MODEL,
         tenant="t",
         prompts=[TokenIds(ids=range(100))],
@@ -97,7 +98,7 @@ async def compare(broker: Broker, requests: int, steps: int, rounds: int) -> Non
             prepared = []
             for index in range(number * steps, (number + 1) * steps):
                 entry = LogEntry(token_id=index, text=" token")
-                digest = entry.digest = digests.chain(digest, entry)
+                digest = entry.digest = chain(digest, entry)
                 prepared.append([entry] * requests)
             first = number * steps
             plain_s, plain_cpu = await timed(broker, plain.step, prepared, first)

@@ -18,7 +18,7 @@ from typing import Any
 from pagestream.v1.inference_pb2 import SamplingParams, TokenIds
 from pagestream.v1.records_pb2 import ModelCard, RequestSpec
 from pagestream_streams import Broker, EmbeddedRedis, EngineSession, GatewaySession
-from pagestream_streams.protocol import ids
+from pagestream_streams.protocol.ids import new_request_id
 
 MODEL = "benchmark"
 IDLE_S = 2.0
@@ -84,7 +84,7 @@ async def cpu_s(broker: Broker) -> float:
 
 def request(partition: int) -> RequestSpec:
     return RequestSpec(
-        request_id=ids.new(MODEL, partition, "t"),
+        request_id=new_request_id(MODEL, partition, "t"),
         model=MODEL,
         tenant="t",
         prompts=[TokenIds(ids=range(100))],

@@ -19,7 +19,7 @@ from pathlib import Path
 from pagestream.v1.records_pb2 import LogEntry, ModelCard
 from pagestream_streams import Broker, EngineSession, GatewaySession, StreamsSettings
 from pagestream_streams.connection.embedded import find_servers
-from pagestream_streams.protocol import digests
+from pagestream_streams.protocol.digests import chain
 from streams_append import MODEL, Fenced, claimed, request
 from support.redis.topologies import HOST, Server, Topology, running, server, until
 
@@ -126,7 +126,7 @@ async def measure(topology: Topology, mode: Mode, requests: int, steps: int, res
         started = time.perf_counter()
         while done < steps and time.perf_counter() < started + LIMIT_S:
             entry = LogEntry(token_id=done, text=" token")
-            digest = entry.digest = digests.chain(digest, entry)
+            digest = entry.digest = chain(digest, entry)
             await fenced.step(done, [entry] * len(fenced.claims))
             done += 1
         result.tokens_per_s.append(done * len(fenced.claims) / (time.perf_counter() - started))

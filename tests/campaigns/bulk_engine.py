@@ -17,7 +17,7 @@ import uvloop
 from pagestream.v1.inference_pb2 import FINISH_REASON_LENGTH, LogprobEntry, TokenLogprobs, Usage
 from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, RequestSpec
 from pagestream_streams import Append, AppendKind, Broker, Claim, EngineSession, Unavailable
-from pagestream_streams.protocol import digests
+from pagestream_streams.protocol.digests import chain
 from support.engines.synthetic_engine import synthetic_card
 from support.protocol.token_streams import append_of
 
@@ -39,7 +39,7 @@ def entries_of(spec: RequestSpec) -> Iterator[LogEntry]:
     """Yield a request's log: its choices' tokens in turn, their finishes, the end."""
     num_choices, digest = len(spec.prompts) * max(1, spec.sampling.n), ""
     for entry in _entries(spec, num_choices):
-        digest = entry.digest = digests.chain(digest, entry)
+        digest = entry.digest = chain(digest, entry)
         yield entry
 
 

@@ -30,7 +30,8 @@ from pagestream_streams import (
     enlist,
     list_requests,
 )
-from pagestream_streams.protocol import Keyspace, ids
+from pagestream_streams.protocol import Keyspace
+from pagestream_streams.protocol.ids import parse_request_id
 from support.protocol.token_streams import CALM, MODEL, TENANT, card, eventually, numbers, read_all, spec, worker
 from support.redis.topologies import Place, ask_all, find_keys
 
@@ -396,7 +397,7 @@ class TestPlacement:
             for each in engines:
                 await each.heartbeat.beat()
             await first.acceptor.engines.read([MODEL], 5.0)
-            placed = ids.parse(await first.place(MODEL, prompt, TENANT))
+            placed = parse_request_id(await first.place(MODEL, prompt, TENANT))
             assert placed is not None
             [thief] = [each for each in engines if placed.partition not in each.assignment.own]
             await first.accept(spec(partition=placed.partition, prompt=prompt))
@@ -410,7 +411,7 @@ class TestPlacement:
             await thief.heartbeat.beat()
             await second.acceptor.engines.read([MODEL], 5.0)
             request_id = await second.place(MODEL, more, TENANT)
-            follower = ids.parse(request_id)
+            follower = parse_request_id(request_id)
             assert follower is not None
             assert follower.partition in thief.assignment.own
             request = spec(partition=follower.partition, prompt=more)

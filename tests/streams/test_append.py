@@ -9,7 +9,8 @@ import pytest
 from pagestream.v1.inference_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_STOP, FinishReason
 from pagestream.v1.records_pb2 import LogEntry, WakeUp
 from pagestream_streams import Append, AppendKind, AppendOutcome, Broker, GatewaySession, expire_engine
-from pagestream_streams.protocol import Keyspace, digests, from_stream_fields, to_entry_values
+from pagestream_streams.protocol import Keyspace, from_stream_fields, to_entry_values
+from pagestream_streams.protocol.digests import chain
 from support.protocol.token_streams import (
     TENANT,
     append_of,
@@ -278,7 +279,7 @@ class TestOneEnd:
             await gateway.accept(request)
             [claim] = await engine.claim()
             first = [*tokens([1]), ending(tokens([1])[0].digest, count=1)[0], token(5, choice=2)]
-            first[2].digest = digests.chain(first[1].digest, first[2])
+            first[2].digest = chain(first[1].digest, first[2])
             appended = append_of(claim, 0, first, cached_tokens=2)
             [outcome] = await engine.session.append([appended])
             assert outcome.kind is AppendKind.OK

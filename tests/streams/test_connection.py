@@ -12,7 +12,7 @@ from pagestream_streams.connection.durability import Durability
 from pagestream_streams.connection.error_translation import closed_transport_as_connection_error
 from pagestream_streams.connection.gathering import Gathering
 from pagestream_streams.connection.light import Light, light
-from pagestream_streams.connection.wakeups import WakeUpSender, message_of
+from pagestream_streams.connection.wakeups import WakeUpSender, wake_up_message
 from pagestream_streams.protocol import Keyspace
 from redis import exceptions
 from redis.asyncio.connection import AbstractConnection
@@ -455,7 +455,7 @@ async def test_a_gateway_that_hears_slowly_has_one_message_on_its_way() -> None:
 
     wake_ups = WakeUpSender(cast(Connection, Slow()), 1.0)
     for number in range(200):
-        wake_ups.send([(message_of(LogSlice(request_id="r", first_index=number)), b"slow quick ")])
+        wake_ups.send([(wake_up_message(LogSlice(request_id="r", first_index=number)), b"slow quick ")])
         await asyncio.sleep(0)
     await eventually(lambda: sum("quick" in channel for channel, _ in heard) > 0)
     assert not any("slow" in channel for channel, _ in heard)
@@ -464,7 +464,7 @@ async def test_a_gateway_that_hears_slowly_has_one_message_on_its_way() -> None:
     await eventually(lambda: not wake_ups.is_sending)
     assert sum("slow" in channel for channel, _ in heard) == 2
     release.clear()
-    wake_ups.send([(message_of(LogSlice(request_id="r")), b"slow ")])
+    wake_ups.send([(wake_up_message(LogSlice(request_id="r")), b"slow ")])
     await asyncio.sleep(0)
     await wake_ups.stop()
     assert not wake_ups.is_sending

@@ -22,7 +22,8 @@ from pagestream.v1.inference_pb2 import (
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams import AppendKind, Broker, Claim, EngineSession, GatewaySession, Unavailable, expire_engine
 from pagestream_streams.connection import Call, run_on_each, scripts
-from pagestream_streams.protocol import Partition, ids
+from pagestream_streams.protocol import Partition
+from pagestream_streams.protocol.ids import MAX_PARTITIONS
 from support.protocol.token_streams import (
     CALM,
     LIMIT_S,
@@ -551,7 +552,7 @@ async def test_only_what_no_engine_has_claimed_counts_as_unclaimed(
 # -- As many partitions as the option takes: beats and sweeps in parts, and models that nobody uses at rest.
 
 
-MANY = ids.MAX_PARTITIONS
+MANY = MAX_PARTITIONS
 
 
 async def test_more_partitions_than_the_option_takes_are_refused(broker: Broker) -> None:

@@ -23,7 +23,8 @@ from pagestream_streams import (
     RequestNotFound,
     Unavailable,
 )
-from pagestream_streams.protocol import Partition, ids
+from pagestream_streams.protocol import Partition
+from pagestream_streams.protocol.ids import new_request_id
 from support.protocol.token_streams import (
     CALM,
     LIMIT_S,
@@ -315,7 +316,7 @@ class TestTheRecordIsLost:
     async def test_another_s_spec_is_refused(self, gateway: GatewaySession) -> None:
         for wrong in (spec(), spec("", tenant="tenant-b")):
             with pytest.raises(ValueError, match="the spec is"):
-                gateway.read(ids.new(MODEL, 0, TENANT), tenant=TENANT, spec=wrong)
+                gateway.read(new_request_id(MODEL, 0, TENANT), tenant=TENANT, spec=wrong)
 
 
 async def stubbornly_accept(gateway: GatewaySession, request: RequestSpec) -> None:

@@ -20,7 +20,8 @@ from pagestream_streams import (
     unpublish,
 )
 from pagestream_streams.connection import Call
-from pagestream_streams.protocol import Keyspace, ids
+from pagestream_streams.protocol import Keyspace
+from pagestream_streams.protocol.ids import new_request_id
 from support.protocol.token_streams import CALM, MODEL, TENANT, card, eventually, spec, worker
 
 pytestmark = pytest.mark.served
@@ -145,7 +146,7 @@ async def test_what_was_read_while_a_model_was_published_is_read_again(
         return rows
 
     monkeypatch.setattr(broker.connection, "pipeline", late)
-    await broker.directory.check_published(ids.new(MODEL, 0, TENANT))
+    await broker.directory.check_published(new_request_id(MODEL, 0, TENANT))
     assert await broker.partitions("other") == 3
 
 
@@ -178,6 +179,6 @@ async def test_beats_and_sweeps_do_not_wait_for_news_and_a_model_is_missing_only
         monkeypatch.setattr(reader.connection, "execute", slow)
         assert await reader.directory.names() == [MODEL]
         assert await reader.partitions("other") == 3
-        assert (await reader.directory.locate(ids.new("other", 1, TENANT))).model == "other"
+        assert (await reader.directory.locate(new_request_id("other", 1, TENANT))).model == "other"
         with pytest.raises(ModelNotFound):
             await reader.partitions("missing")

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from pagestream_streams import StreamsSettings
 from pagestream_streams.gateway.held_prefixes import MOST_HOLDERS, HeldPrefixes
 from pagestream_streams.gateway.placing import Placer, left_ms
-from pagestream_streams.protocol import Keyspace, Partition, placement, prefixes_of
+from pagestream_streams.protocol import Keyspace, Partition, prefixes_of
+from pagestream_streams.protocol.placement import ownership
 
 SETTINGS = StreamsSettings()
 PARTITIONS = 16
 ENGINES = frozenset({"a", "b"})
-OWNER = {number: engine for engine, owned in placement.ownership(PARTITIONS, ENGINES).items() for number in owned}
+OWNER = {number: engine for engine, owned in ownership(PARTITIONS, ENGINES).items() for number in owned}
 SYSTEM_PROMPT = list(range(700))
 
 

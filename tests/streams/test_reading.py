@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pagestream.v1.inference_pb2 import FINISH_REASON_STOP, TokenLogprobs
 from pagestream.v1.records_pb2 import LogEntry, ModelCard
 from pagestream_streams import Broker, DigestMismatch, GatewaySession, OffsetOutOfRange
-from pagestream_streams.protocol import digests
+from pagestream_streams.protocol.digests import chained
 from support.protocol.token_streams import (
     CALM,
     LIMIT_S,
@@ -73,7 +73,7 @@ class TestAnyGatewayAtAnyOffset:
             end.end.reason = FINISH_REASON_STOP
             end.end.usage.prompt_tokens, end.end.usage.completion_tokens, end.end.usage.cached_tokens = 3, 1, 2
             end.end.error.code, end.end.error.message = "engine_error", "it \0 broke"
-            entries = digests.chained("", [rich, finish, end])
+            entries = chained("", [rich, finish, end])
             live = asyncio.create_task(read_all(gateway, request.request_id))
             await engine.session.append([append_of(claim, 0, entries)])
             assert await live == entries

@@ -27,18 +27,18 @@ from pagestream_streams.gateway import most_bytes
 from pagestream_streams.protocol import (
     FINISH_REASONS,
     check_adapter_files,
-    digests,
     finish_reason_name,
     from_stream_fields,
-    ids,
     most_output_tokens,
     output_bounds,
     parse_finish_reason,
-    placement,
     prefixes_of,
     to_entry_values,
     to_log_entry,
 )
+from pagestream_streams.protocol.digests import chain, chained
+from pagestream_streams.protocol.ids import MAX_PARTITIONS, model_tag, new_request_id, parse_request_id
+from pagestream_streams.protocol.placement import ownership, partitions_of
 
 
 def sha(text: str) -> str:
@@ -47,27 +47,27 @@ def sha(text: str) -> str:
 
 def test_chain_is_the_stored_form() -> None:
     """Lua scripts compute the same: this form can't be changed."""
-    first = digests.chain("", LogEntry(choice=2, token_id=77))
+    first = chain("", LogEntry(choice=2, token_id=77))
     assert first == sha(":c:2:t:77")
-    second = digests.chain(first, LogEntry(choice=2, finish=ChoiceFinish(reason=FINISH_REASON_LENGTH)))
+    second = chain(first, LogEntry(choice=2, finish=ChoiceFinish(reason=FINISH_REASON_LENGTH)))
     assert second == sha(f"{first}:c:2:f:length")
-    assert digests.chain(second, LogEntry(end=LogEnd(reason=FINISH_REASON_STOP))) == sha(f"{second}:end:stop")
+    assert chain(second, LogEntry(end=LogEnd(reason=FINISH_REASON_STOP))) == sha(f"{second}:end:stop")
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=8), st.lists(st.integers(0, 3), min_size=1, max_size=8))
 def test_equal_digests_mean_equal_tokens(one: list[int], other: list[int]) -> None:
-    last = [digests.chained("", [LogEntry(token_id=token) for token in each])[-1].digest for each in (one, other)]
+    last = [chained("", [LogEntry(token_id=token) for token in each])[-1].digest for each in (one, other)]
     assert (last[0] == last[1]) == (one == other)
 
 
 def test_an_entry_without_a_body_is_refused() -> None:
     with pytest.raises(ValueError, match="no body"):
-        digests.chain("", LogEntry(text="x"))
+        chain("", LogEntry(text="x"))
 
 
 def test_a_finish_without_a_reason_is_refused() -> None:
     with pytest.raises(ValueError, match="finish reason"):
-        digests.chain("", LogEntry(finish=ChoiceFinish()))
+        chain("", LogEntry(finish=ChoiceFinish()))
 
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
@@ -143,32 +143,30 @@ def test_an_unfinished_request_has_no_name_and_is_read_from_the_empty_one() -> N
         parse_finish_reason("ended")
 
 
-@given(
-    model=st.text(max_size=50), partition=st.integers(0, ids.MAX_PARTITIONS - 1), tenants=st.sets(st.text(), min_size=2)
-)
+@given(model=st.text(max_size=50), partition=st.integers(0, MAX_PARTITIONS - 1), tenants=st.sets(st.text(), min_size=2))
 def test_an_id_finds_its_parts(model: str, partition: int, tenants: set[str]) -> None:
     tenant, *others = tenants
-    parts = ids.parse(ids.new(model, partition, tenant))
+    parts = parse_request_id(new_request_id(model, partition, tenant))
     assert parts is not None
-    assert (parts.model_tag, parts.partition) == (ids.model_tag(model), partition)
+    assert (parts.model_tag, parts.partition) == (model_tag(model), partition)
     assert parts.is_of(tenant)
     assert not any(parts.is_of(other) for other in others)
 
 
 def test_ids_differ_and_do_not_show_which_are_one_tenants() -> None:
-    made = [ids.new("m", 0, "t") for _ in range(100)]
+    made = [new_request_id("m", 0, "t") for _ in range(100)]
     assert len(set(made)) == 100
     assert len({each[-8:] for each in made}) == 100
 
 
 @pytest.mark.parametrize("text", ["", "a", "0" * 46, "ABCDEF01-0000-" + "0" * 32, "00000000-0000-" + "0" * 32 + "\n"])
 def test_what_is_no_id_has_no_parts(text: str) -> None:
-    assert ids.parse(text) is None
+    assert parse_request_id(text) is None
 
 
 @given(st.text())
 def test_any_text_is_parsed_or_refused(text: str) -> None:
-    parts = ids.parse(text)
+    parts = parse_request_id(text)
     assert parts is None or str(parts) == text
 
 
@@ -205,10 +203,10 @@ ENGINES = st.frozensets(st.text(min_size=1, max_size=8), min_size=1, max_size=8)
 
 @given(ENGINES, st.integers(1, 64))
 def test_engines_own_all_partitions_equally_many_or_one_more(engines: frozenset[str], partitions: int) -> None:
-    owned = placement.ownership(partitions, engines)
+    owned = ownership(partitions, engines)
     assert sorted(number for numbers in owned.values() for number in numbers) == list(range(partitions))
     assert max(map(len, owned.values())) - min(map(len, owned.values())) <= 1
-    assert {each: placement.owned(each, partitions, engines) for each in engines} == owned
+    assert {each: partitions_of(each, partitions, engines) for each in engines} == owned
 
 
 def test_an_engine_that_comes_takes_its_share_and_little_else_moves() -> None:
@@ -216,7 +214,7 @@ def test_an_engine_that_comes_takes_its_share_and_little_else_moves() -> None:
     moved = []
     for fleet in range(20):
         engines = frozenset(f"{fleet}-{number}" for number in range(8))
-        before, after = (placement.ownership(256, each) for each in (engines, engines | {"new"}))
+        before, after = (ownership(256, each) for each in (engines, engines | {"new"}))
         owner = {number: engine for engine, numbers in before.items() for number in numbers}
         moved.append(sum(owner[number] != engine for engine, numbers in after.items() for number in numbers))
     assert min(moved) >= 28
@@ -224,7 +222,7 @@ def test_an_engine_that_comes_takes_its_share_and_little_else_moves() -> None:
 
 
 def test_without_engines_nobody_owns() -> None:
-    assert placement.ownership(4, frozenset()) == {}
+    assert ownership(4, frozenset()) == {}
 
 
 # -- What records say of a request's size.

@@ -27,7 +27,8 @@ from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, LogSlice, 
 from pagestream_engine import StepOutput
 from pagestream_streams import Append, Claim
 from pagestream_streams.engine import append_arguments
-from pagestream_streams.protocol import digests, to_entry_values, to_log_entry
+from pagestream_streams.protocol import to_entry_values, to_log_entry
+from pagestream_streams.protocol.digests import chained
 from pagestream_worker.logs import (
     NO_TOKENS,
     PACKED_ENTRIES,
@@ -286,7 +287,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 LIMIT = 20_000
-BEFORE = digests.chained("", [LogEntry(token_id=number) for number in range(3)])
+BEFORE = chained("", [LogEntry(token_id=number) for number in range(3)])
 
 
 def entry_of(number: int) -> LogEntry:
@@ -322,7 +323,7 @@ class Logs(RuleBasedStateMachine):
         for entry in entries:
             kind, choice, value, text, _, extra = to_entry_values(entry)
             self.log.write(kind, choice, value, text, extra)
-        self.written += digests.chained(self.written[-1].digest, entries)
+        self.written += chained(self.written[-1].digest, entries)
 
     @precondition(lambda self: self.log.has_pending)
     @rule(limit=st.integers(1, 40))

@@ -9,7 +9,8 @@ from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_engine import InvalidRequest
 from pagestream_engine.request import StepOutput, TokenLogprob, child_seed
 from pagestream_streams import Claim
-from pagestream_streams.protocol import ClaimedLog, digests, to_log_entry
+from pagestream_streams.protocol import ClaimedLog, to_log_entry
+from pagestream_streams.protocol.digests import chain
 from pagestream_worker.logs import PythonLogs
 from pagestream_worker.requests import PART_BYTES, RunningRequest
 
@@ -95,7 +96,7 @@ def test_the_digest_is_chained_over_the_log() -> None:
     list(request.open_choices())
     digest = ""
     for entry in play(request, SCRIPT):
-        expected = digests.chain(digest, entry)
+        expected = chain(digest, entry)
         assert entry.digest == expected
         digest = expected
 

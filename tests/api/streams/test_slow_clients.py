@@ -21,7 +21,7 @@ from pagestream.v1.inference_pb2 import FINISH_REASON_LENGTH, Usage
 from pagestream.v1.inference_pb2_grpc import InferenceStub
 from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry
 from pagestream_streams import Append, AppendKind, Broker, Claim, EngineSession
-from pagestream_streams.protocol import digests
+from pagestream_streams.protocol.digests import chained
 from support.engines.synthetic_engine import MODEL, synthetic_card
 from support.processes.stack import Gateway, Stack
 from support.processes.waiting import wait_until
@@ -178,9 +178,9 @@ class Log:
 
     def append(self, entries: Sequence[LogEntry]) -> Append:
         """Return an append of these entries after what is there."""
-        chained, claim = digests.chained(self.digest, entries), self.claim
-        append = append_of(claim, self.length, chained, previous_digest=self.digest)
-        self.length, self.digest = self.length + len(chained), chained[-1].digest
+        written, claim = chained(self.digest, entries), self.claim
+        append = append_of(claim, self.length, written, previous_digest=self.digest)
+        self.length, self.digest = self.length + len(written), written[-1].digest
         return append
 
     def tokens(self, count: int) -> Append:

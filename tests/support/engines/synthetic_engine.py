@@ -29,7 +29,7 @@ from pagestream.v1.inference_pb2 import (
 )
 from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, ModelCard, RequestSpec
 from pagestream_streams import Append, AppendKind, Broker, Claim, EngineSession, Unavailable
-from pagestream_streams.protocol import digests
+from pagestream_streams.protocol.digests import chain
 from pagestream_streams.tasks import cancel, raise_if_cancelled
 from support.engines.tokenizers import byte_level
 from support.processes.waiting import until
@@ -106,7 +106,7 @@ def answer_entries(spec: RequestSpec, says: Says | None = None) -> Iterator[LogE
     """Yield the whole log of a request: the choices' tokens in turn, their finishes, the end."""
     digest = ""
     for entry in _entries(spec, says or _said):
-        digest = entry.digest = digests.chain(digest, entry)
+        digest = entry.digest = chain(digest, entry)
         yield entry
 
 

@@ -31,7 +31,9 @@ from pagestream_streams import (
     Unavailable,
 )
 from pagestream_streams.engine import append_arguments
-from pagestream_streams.protocol import TokenAppends, digests, ids, to_entry_values, to_log_entry
+from pagestream_streams.protocol import TokenAppends, to_entry_values, to_log_entry
+from pagestream_streams.protocol.digests import chained
+from pagestream_streams.protocol.ids import new_request_id
 
 T = TypeVar("T")
 
@@ -89,7 +91,7 @@ def spec(
     key: str = "",
 ) -> RequestSpec:
     return RequestSpec(
-        request_id=request_id or ids.new(MODEL, partition, tenant),
+        request_id=request_id or new_request_id(MODEL, partition, tenant),
         model=MODEL,
         tenant=tenant,
         prompts=[TokenIds(ids=prompt)],
@@ -107,13 +109,13 @@ def token(number: int, choice: int = 0) -> LogEntry:
 
 
 def tokens(numbers: Sequence[int], previous: str = "", choice: int = 0) -> list[LogEntry]:
-    return digests.chained(previous, [token(number, choice) for number in numbers])
+    return chained(previous, [token(number, choice) for number in numbers])
 
 
 def ending(previous: str, *, count: int, prompt: int = 3, reason: FinishReason = FINISH_REASON_STOP) -> list[LogEntry]:
     usage = Usage(prompt_tokens=prompt, completion_tokens=count)
     finish, end = LogEntry(finish=ChoiceFinish(reason=reason)), LogEntry(end=LogEnd(reason=reason, usage=usage))
-    return digests.chained(previous, [finish, end])
+    return chained(previous, [finish, end])
 
 
 def append_of(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams import Broker, GatewaySession, enlist
 from pagestream_streams.errors import LogsFull, ModelNotFound, RateLimited, RequestNotFound
-from pagestream_streams.protocol import ids
+from pagestream_streams.protocol.ids import model_tag, parse_request_id
 from pagestream_telemetry.context import TraceContext
 
 from pagestream_gateway.core.cache_salts import adapted_salt, cache_salt
@@ -100,11 +100,11 @@ class Submission:
             raise InvalidRequest("seed", "is needed: repeat the seed that the first answer gave")
         tenant = identity.tenant
         model, prepared = await self._prepare(draft, identity)
-        name = ids.parse(request_id)
+        name = parse_request_id(request_id)
         partitions = await self.limit.wait(self.broker.partitions(model.name))
         if (
             name is None
-            or name.model_tag != ids.model_tag(model.name)
+            or name.model_tag != model_tag(model.name)
             or name.partition >= partitions
             or not name.is_of(tenant)
         ):

@@ -16,18 +16,18 @@ from pagestream.v1.inference_pb2 import (
 )
 from pagestream.v1.records_pb2 import LogSlice, ModelCard, RequestSpec
 
-from pagestream_streams.admin import quarantine
 from pagestream_streams.admin.adapters import AdapterDirectory
 from pagestream_streams.admin.model_directory import ModelDirectory
+from pagestream_streams.admin.quarantine import quarantined_request, quarantined_requests, requeue_quarantined
 from pagestream_streams.admin.queue_positions import EntryId, Place, QueuePositions
 from pagestream_streams.admin.roster import Roster
-from pagestream_streams.connection import wakeups
 from pagestream_streams.connection.connection import Call, Connection
 from pagestream_streams.connection.scripts import DISCARD, END, EXPIRE, FREE_KEY, VIEW
+from pagestream_streams.connection.wakeups import publish_wake_ups, wake_up_message
 from pagestream_streams.errors import RequestNotFound
-from pagestream_streams.protocol import ids
 from pagestream_streams.protocol.equal_requests import POISON_S, equality_digest
 from pagestream_streams.protocol.finish_reasons import parse_finish_reason
+from pagestream_streams.protocol.ids import DEFAULT_PARTITIONS
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.protocol.records import ModelInfo, QuarantinedRequest, RequestView
 from pagestream_streams.settings import StreamsSettings
@@ -98,7 +98,7 @@ class Broker:
         """Raise Unavailable if Redis doesn't answer."""
         await self.connection.execute("PING")
 
-    async def publish_model(self, card: ModelCard, *, partitions: int = ids.DEFAULT_PARTITIONS) -> None:
+    async def publish_model(self, card: ModelCard, *, partitions: int = DEFAULT_PARTITIONS) -> None:
         """Store a model's card, so that gateways know the model even when no engine runs.
 
         Args:
@@ -195,11 +195,11 @@ class Broker:
 
     async def quarantined(self, model: str) -> list[QuarantinedRequest]:
         """Return a model's quarantined requests, oldest first. ModelNotFound, Unavailable."""
-        return await quarantine.list_requests(self.connection, await self.directory.all_partitions(model))
+        return await quarantined_requests(self.connection, await self.directory.all_partitions(model))
 
     async def quarantined_request(self, request_id: str) -> QuarantinedRequest:
         """Return a quarantined request of any tenant. RequestNotFound, also where it isn't quarantined; Unavailable."""
-        return await quarantine.get_request(self.connection, await self.directory.locate(request_id), request_id)
+        return await quarantined_request(self.connection, await self.directory.locate(request_id), request_id)
 
     async def requeue(self, request_id: str) -> str:
         """Requeue a quarantined request from where it stood, for the same tenant.
@@ -211,7 +211,7 @@ class Broker:
             The id of the new request; a repeated call returns the same one.
         """
         where = await self.directory.locate_published(request_id)
-        return await quarantine.requeue(self.connection, where, request_id, self.directory.check_published)
+        return await requeue_quarantined(self.connection, where, request_id, self.directory.check_published)
 
     async def note_poison(self, spec: RequestSpec) -> None:
         """Have gateways refuse requests that equal this one, for POISON_S. Unavailable; a retry is harmless.
@@ -258,8 +258,8 @@ class Broker:
         _, ended_by, next_index, readers, owner = reply
         for listener in self.end_listeners:
             listener(owner.decode(), request_id)
-        message = wakeups.message_of(LogSlice(request_id=request_id, first_index=next_index))
-        await wakeups.publish(self.connection, [(message, readers)])
+        message = wake_up_message(LogSlice(request_id=request_id, first_index=next_index))
+        await publish_wake_ups(self.connection, [(message, readers)])
         return parse_finish_reason(ended_by.decode())
 
 

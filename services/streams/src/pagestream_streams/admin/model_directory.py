@@ -14,7 +14,7 @@ from pagestream_streams.admin.contexts import with_bounds, with_living
 from pagestream_streams.connection.connection import Call, Connection
 from pagestream_streams.connection.scripts import AMEND_MODEL, FORGET_MODEL, REGISTRY
 from pagestream_streams.errors import ModelNameRefused, ModelNotFound, PartitionGone, RequestNotFound, Unavailable
-from pagestream_streams.protocol import ids
+from pagestream_streams.protocol.ids import MAX_PARTITIONS, model_tag, parse_request_id
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.protocol.records import ModelInfo
 from pagestream_streams.settings import StreamsSettings
@@ -61,7 +61,7 @@ class ModelDirectory:
     async def publish(self, card: ModelCard, partitions: int) -> None:
         """Store a model's card with the contexts of the engines that live; see Broker.publish_model."""
         _check(card.name, partitions)
-        tag = ids.model_tag(card.name)
+        tag = model_tag(card.name)
         await self._connection.execute("HSETNX", self._keyspace.models, tag, card.name)
         holder = (await self._connection.execute("HGET", self._keyspace.models, tag)).decode()
         if holder != card.name:
@@ -180,7 +180,7 @@ class ModelDirectory:
 
         A number above the model's present count of partitions is valid: it is from a time with more partitions.
         """
-        parts = ids.parse(request_id)
+        parts = parse_request_id(request_id)
         if parts is None:
             raise RequestNotFound(request_id)
         if parts.model_tag not in self._tags:
@@ -268,5 +268,5 @@ def _check(name: str, partitions: int) -> None:
         raise ModelNameRefused(
             f"expected a model name of 1 to 256 characters without spaces, control characters and braces, got {name!r}"
         )
-    if not 1 <= partitions <= ids.MAX_PARTITIONS:
-        raise ValueError(f"partitions: expected 1 to {ids.MAX_PARTITIONS}, got {partitions}")
+    if not 1 <= partitions <= MAX_PARTITIONS:
+        raise ValueError(f"partitions: expected 1 to {MAX_PARTITIONS}, got {partitions}")

@@ -11,14 +11,14 @@ from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams.connection.connection import Connection
 from pagestream_streams.connection.scripts import REVIVE
 from pagestream_streams.errors import ModelNotFound, RequestNotFound
-from pagestream_streams.protocol import ids
+from pagestream_streams.protocol.ids import new_request_id
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.protocol.records import QuarantinedRequest
 
-_FIELDS = ("dead", "spec", "revived_as")
+_QUARANTINE_FIELDS = ("dead", "spec", "revived_as")
 
 
-async def list_requests(connection: Connection, partitions: Sequence[Partition]) -> list[QuarantinedRequest]:
+async def quarantined_requests(connection: Connection, partitions: Sequence[Partition]) -> list[QuarantinedRequest]:
     """Return the quarantined requests of some partitions, oldest first. Unavailable."""
     streams = await connection.pipeline([("XRANGE", where.dead, "-", "+") for where in partitions])
     found = [(where, row) for where, rows in zip(partitions, streams, strict=True) for row in rows]
@@ -31,7 +31,7 @@ async def list_requests(connection: Connection, partitions: Sequence[Partition])
     return sorted(dead, key=lambda each: (each.quarantined_at, each.request_id))
 
 
-async def get_request(connection: Connection, where: Partition, request_id: str) -> QuarantinedRequest:
+async def quarantined_request(connection: Connection, where: Partition, request_id: str) -> QuarantinedRequest:
     """Return a quarantined request. RequestNotFound where it isn't quarantined; Unavailable."""
     record = await connection.execute(*_record_command(where, request_id))
     if record[0] is None:
@@ -42,7 +42,7 @@ async def get_request(connection: Connection, where: Partition, request_id: str)
     return _to_request(where, rows[0], record)
 
 
-async def requeue(
+async def requeue_quarantined(
     connection: Connection, where: Partition, request_id: str, check_published: Callable[[str], Awaitable[None]]
 ) -> str:
     """Requeue a quarantined request; return its new id, the same in a repeated call. RequestNotFound, Unavailable.
@@ -50,9 +50,9 @@ async def requeue(
     `check_published`: raises where the model of an id is not published now; called where the partition was closed.
     """
     spec = RequestSpec()
-    spec.CopyFrom((await get_request(connection, where, request_id)).spec)
+    spec.CopyFrom((await quarantined_request(connection, where, request_id)).spec)
     spec.idempotency_key = ""  # stays with the quarantined request, whose log has its end
-    spec.request_id = ids.new(where.model, where.number, spec.tenant)
+    spec.request_id = new_request_id(where.model, where.number, spec.tenant)
     # Without a reader yet, a disconnect grace would end it before the administrator has looked.
     spec.on_disconnect = ON_DISCONNECT_CONTINUE
     arguments = (
@@ -77,7 +77,7 @@ async def requeue(
 
 
 def _record_command(where: Partition, request_id: str) -> tuple[str, ...]:
-    return ("HMGET", where.request(request_id), *_FIELDS)
+    return ("HMGET", where.request(request_id), *_QUARANTINE_FIELDS)
 
 
 def _to_request(

@@ -18,23 +18,23 @@ _log = logging.getLogger(__name__)
 _MOST_WAITING_BYTES = 4 * 1024 * 1024  # for one gateway while its last message is in flight
 
 
-def gateways(readers: bytes) -> list[str]:
+def gateways_of(readers: bytes) -> list[str]:
     """Return the gateway ids in a request's readers, as the scripts return them."""
     return readers.decode().split()
 
 
-def message_of(log_slice: LogSlice) -> bytes:
+def wake_up_message(log_slice: LogSlice) -> bytes:
     """Serialise a wake-up of one slice. Concatenated messages are one message with all slices."""
     return WakeUp(slices=[log_slice]).SerializeToString()
 
 
-async def publish(connection: Connection, wake_ups: Iterable[tuple[bytes, bytes]]) -> None:
+async def publish_wake_ups(connection: Connection, wake_ups: Iterable[tuple[bytes, bytes]]) -> None:
     """Send wake-ups (see `message_of`) to their readers, one message to each gateway.
 
     A slice without entries makes readers read the log. A lost message costs them settings.poll_ms, so failures are
     logged only.
     """
-    await _send(connection, _by_gateway(wake_ups))
+    await _publish(connection, _by_gateway(wake_ups))
 
 
 class WakeUpSender:
@@ -73,7 +73,7 @@ class WakeUpSender:
     async def _send(self, gateway: str, message: bytes) -> None:
         try:
             while message:
-                await _send(self._connection, {gateway: message}, self._limit_s)
+                await _publish(self._connection, {gateway: message}, self._limit_s)
                 message = self._waiting.pop(gateway, b"")
         finally:
             self._waiting.pop(gateway, None)
@@ -86,12 +86,12 @@ def _by_gateway(wake_ups: Iterable[tuple[bytes, bytes]]) -> dict[str, bytes]:
         by_readers[readers].append(message)
     messages: defaultdict[str, list[bytes]] = defaultdict(list)
     for readers, found in by_readers.items():
-        for gateway in gateways(readers):
+        for gateway in gateways_of(readers):
             messages[gateway] += found
     return {gateway: b"".join(found) for gateway, found in messages.items()}
 
 
-async def _send(connection: Connection, messages: dict[str, bytes], limit_s: float | None = None) -> None:
+async def _publish(connection: Connection, messages: dict[str, bytes], limit_s: float | None = None) -> None:
     commands = [("PUBLISH", connection.keyspace.wake_ups(gateway), message) for gateway, message in messages.items()]
     try:
         await connection.pipeline(commands, limit_s)

@@ -10,10 +10,9 @@ import orjson
 from pagestream.v1.records_pb2 import LogSlice
 
 from pagestream_streams import fault_points
-from pagestream_streams.connection import wakeups
 from pagestream_streams.connection.connection import Call, Connection
 from pagestream_streams.connection.scripts import APPEND, MARK
-from pagestream_streams.connection.wakeups import WakeUpSender
+from pagestream_streams.connection.wakeups import WakeUpSender, publish_wake_ups, wake_up_message
 from pagestream_streams.engine.active_requests import ActiveRequests
 from pagestream_streams.engine.identity import EngineIdentity
 from pagestream_streams.engine.isolation import Isolation
@@ -82,7 +81,7 @@ class Appender:
             is_over = self._active_requests.settle(appends[i], outcome)
             self._isolation.settle(appends[i], outcome, is_over=is_over)
         await self._wake(
-            (wakeups.message_of(self._slice_of(appends[i])), found[2]) for i, found in results.items() if found[2]
+            (wake_up_message(self._slice_of(appends[i])), found[2]) for i, found in results.items() if found[2]
         )
         return [outcomes.get(i, AppendOutcome(AppendKind.AWAY, 0)) for i in range(len(appends))]
 
@@ -144,7 +143,7 @@ class Appender:
         if self._connection.is_cluster:
             self._wake_ups.send(wake_ups)  # no step waits for the node of a gateway's channel, which may be silent
         else:
-            await wakeups.publish(self._connection, wake_ups)
+            await publish_wake_ups(self._connection, wake_ups)
 
     def _slice_of(self, append: Append) -> LogSlice:
         return slice_of(append, "" if append.first_index else self._identity.fingerprint)
@@ -182,7 +181,7 @@ def append_arguments(
         first_index, entries, cached = each.first_index, each.entries, each.cached_tokens
         wake_up: str | int = ""
         if first_slice is not None and first_index == 0:
-            arguments.append(wakeups.message_of(first_slice(each)))
+            arguments.append(wake_up_message(first_slice(each)))
             wake_up = len(arguments)
         values += (
             each.request_id,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from pagestream_streams.protocol import placement
 from pagestream_streams.protocol.keys import Partition
+from pagestream_streams.protocol.placement import partitions_of
 
 
 class Assignment:
@@ -16,7 +16,7 @@ class Assignment:
         self.partitions: Sequence[Partition] = ()
         """All partitions of the model, as last read."""
         self.own: Sequence[int] = ()
-        """Numbers of the partitions of this engine, see placement.ownership."""
+        """Numbers of the partitions of this engine, see protocol/placement.py."""
         self.with_suspects: set[int] = set()
         """Partitions in which a suspect waits for an idle engine, as last heard (docs/decisions/0024)."""
         self.leaves_longer = False
@@ -32,7 +32,7 @@ class Assignment:
 
     def assign(self, engine_id: str, living: Collection[str]) -> None:
         """Compute the own partitions from the ids of the living engines."""
-        self.own = placement.owned(engine_id, len(self.partitions), living)
+        self.own = partitions_of(engine_id, len(self.partitions), living)
 
     def retire(self) -> None:
         """Give up the own partitions."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from pagestream_streams.errors import RequestNotFound
-from pagestream_streams.protocol import ids
+from pagestream_streams.protocol.ids import parse_request_id
 from pagestream_streams.protocol.keys import Keyspace, Partition
 
 
@@ -49,7 +49,7 @@ class EngineIdentity:
 
 @lru_cache(maxsize=8192)
 def _partition_number(request_id: str) -> int:
-    name = ids.parse(request_id)
+    name = parse_request_id(request_id)
     if name is None:
         raise RequestNotFound(request_id)
     return name.partition

@@ -24,8 +24,8 @@ from pagestream_streams.gateway.engine_watch import EngineWatch
 from pagestream_streams.gateway.placing import Placed, Placer, left_ms
 from pagestream_streams.gateway.reservations import Reservation, record_ms, reserve
 from pagestream_streams.limits.admission import Demand
-from pagestream_streams.protocol import ids
 from pagestream_streams.protocol.expected_lengths import ExpectedLengths
+from pagestream_streams.protocol.ids import new_request_id
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.protocol.records import is_prompt_alone, most_output_tokens, num_sequences, output_bounds
 from pagestream_streams.settings import StreamsSettings
@@ -71,7 +71,7 @@ class Acceptor:
         partitions = await self._broker.partitions(model)
         await self.engines.read_once_old(model, self._broker.settings.beat_limit_s / 2)
         placed = self.placer.place(model, partitions, prompt_token_ids, cache_salt)
-        request_id = ids.new(model, placed.partition, tenant)
+        request_id = new_request_id(model, placed.partition, tenant)
         self.note_placed(request_id, placed)
         return request_id
 

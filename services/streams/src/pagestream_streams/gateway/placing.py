@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from pagestream_streams.gateway.held_prefixes import HeldPrefixes
 from pagestream_streams.gateway.recent_work import RecentWork
-from pagestream_streams.protocol import placement
 from pagestream_streams.protocol.keys import Keyspace, Partition
+from pagestream_streams.protocol.placement import ownership
 from pagestream_streams.protocol.prefixes import prefixes_of
 from pagestream_streams.settings import StreamsSettings
 
@@ -50,7 +50,7 @@ class Fleet:
         """Return the partitions of each engine that owns any; where none lives, each counts as an engine of its own."""
         if partitions != self._partitions or self.living != self._owned_by:
             self._partitions, self._owned_by = partitions, self.living
-            found = placement.ownership(partitions, self.living)
+            found = ownership(partitions, self.living)
             alone = {f"partition {number}": [number] for number in range(partitions)}
             self._owned = {each: numbers for each, numbers in found.items() if numbers} or alone
         return self._owned

@@ -41,13 +41,13 @@ def model_tag(model: str) -> str:
     return hashlib.sha256(model.encode()).hexdigest()[:8]
 
 
-def new(model: str, partition: int, tenant: str) -> str:
+def new_request_id(model: str, partition: int, tenant: str) -> str:
     """Create an id for a tenant. Its random part keeps ids from being guessed."""
     random = secrets.token_hex(_RANDOM_DIGITS // 2)
     return str(RequestId(model_tag(model), partition, random + _tenant_tag(random, tenant)))
 
 
-def parse(text: str) -> RequestId | None:
+def parse_request_id(text: str) -> RequestId | None:
     """Return the parts of an id; None for a malformed one."""
     match = _FORM.fullmatch(text)
     if match is None:

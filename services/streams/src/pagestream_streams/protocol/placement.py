@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 
 
-def owned(engine: str, partitions: int, engines: Collection[str]) -> Sequence[int]:
+def partitions_of(engine: str, partitions: int, engines: Collection[str]) -> Sequence[int]:
     """Return the partitions that an engine owns among the living `engines`; it counts as living itself."""
     return ownership(partitions, frozenset({*engines, engine}))[engine]
 

@@ -9,8 +9,8 @@ from collections.abc import Collection, Sequence
 
 import orjson
 from pagestream_streams import Claim
-from pagestream_streams.protocol import ids
 from pagestream_streams.protocol.entries import EntryValues
+from pagestream_streams.protocol.ids import parse_request_id
 from pagestream_streams.protocol.token_appends import TokenAppends
 
 from pagestream_worker.logs.base import PendingLogs, TokenBatch
@@ -101,7 +101,7 @@ class NativeLogs:
 
     def open(self, claim: Claim) -> NativeLog:
         """See TokenLogs."""
-        name = ids.parse(claim.request_id)
+        name = parse_request_id(claim.request_id)
         head = orjson.dumps([claim.request_id, str(claim.epoch), claim.nonce])[1:-1] + b","
         digest, request_id = claim.digest.encode(), claim.request_id.encode()
         handle = check(

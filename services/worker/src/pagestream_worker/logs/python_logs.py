@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from pagestream_streams import Claim
-from pagestream_streams.protocol import digests
+from pagestream_streams.protocol.digests import chain_values
 from pagestream_streams.protocol.entries import END, FINISH, TOKEN, EntryValues
 
 from pagestream_worker.logs.base import PACKED_ENTRIES, PendingLogs
@@ -138,7 +138,7 @@ class PythonLog:
 
     def write(self, kind: str, choice: str, value: str, text: str, extra: str | bytes = "") -> None:
         """See TokenLog."""
-        digest = self._digest = digests.chain_values(self._digest, kind, choice, value)
+        digest = self._digest = chain_values(self._digest, kind, choice, value)
         self._entries.append((kind, choice, value, text, digest, extra))
         if kind in (FINISH, END):
             self.has_finish = True
