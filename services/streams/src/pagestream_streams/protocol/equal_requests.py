@@ -31,7 +31,7 @@ def equality_digest(spec: RequestSpec) -> bytes:
     """
     same = RequestSpec()
     same.CopyFrom(spec)
-    for field in _OF_ONE_CALL:
-        same.ClearField(field)
+    for each in _OF_ONE_CALL:
+        same.ClearField(each)
     same.sampling.ClearField("seed")
     return sha256(same.SerializeToString(deterministic=True)).digest()
