@@ -15,8 +15,8 @@ from goals import print_goal
 from pagestream.v1.inference_pb2 import SamplingParams, TokenIds
 from pagestream.v1.records_pb2 import LogEntry, ModelCard, RequestSpec
 from pagestream_streams import Broker, Claim, EmbeddedRedis, EngineSession, GatewaySession
-from pagestream_streams.protocol.digests import chain
-from pagestream_streams.protocol.ids import new_request_id
+from pagestream_streams.protocol.keys import new_request_id
+from pagestream_streams.protocol.records import chain
 from support.protocol.token_streams import append_of
 
 MODEL = "benchmark"

@@ -18,7 +18,7 @@ from typing import Any
 from pagestream.v1.inference_pb2 import SamplingParams, TokenIds
 from pagestream.v1.records_pb2 import ModelCard, RequestSpec
 from pagestream_streams import Broker, EmbeddedRedis, EngineSession, GatewaySession
-from pagestream_streams.protocol.ids import new_request_id
+from pagestream_streams.protocol.keys import new_request_id
 
 MODEL = "benchmark"
 IDLE_S = 2.0

@@ -19,7 +19,7 @@ from pathlib import Path
 from pagestream.v1.records_pb2 import LogEntry, ModelCard
 from pagestream_streams import Broker, EngineSession, GatewaySession, StreamsSettings
 from pagestream_streams.connection.embedded import find_servers
-from pagestream_streams.protocol.digests import chain
+from pagestream_streams.protocol.records import chain
 from streams_append import MODEL, Fenced, claimed, request
 from support.redis.topologies import HOST, Server, Topology, running, server, until
 

@@ -17,7 +17,7 @@ import uvloop
 from pagestream.v1.inference_pb2 import FINISH_REASON_LENGTH, LogprobEntry, TokenLogprobs, Usage
 from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, RequestSpec
 from pagestream_streams import Append, AppendKind, Broker, Claim, EngineSession, Unavailable
-from pagestream_streams.protocol.digests import chain
+from pagestream_streams.protocol.records import chain
 from support.engines.synthetic_engine import synthetic_card
 from support.protocol.token_streams import append_of
 

@@ -14,7 +14,7 @@ EXPORTERS = {"opentelemetry.exporter", "pagestream_telemetry.otlp_metrics", "pag
 LEFT_OUT = {
     "pagestream_gateway.__main__": MODELS | EXPORTERS,
     "pagestream_worker.__main__": EXPORTERS,
-    "pagestream_streams.protocol.ids": {"redis"},
+    "pagestream_streams.protocol.keys": {"redis"},
     "pagestream_simulator.simulation pagestream_simulator.engine pagestream_simulator.study.study": {
         *("torch", "triton", "transformers", "matplotlib", "kopf", "pagestream_cli", "pagestream_operator")
     },

@@ -23,7 +23,7 @@ from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams import AppendKind, Broker, Claim, EngineSession, GatewaySession, Unavailable, expire_engine
 from pagestream_streams.connection import Call, run_on_each, scripts
 from pagestream_streams.protocol import Partition
-from pagestream_streams.protocol.ids import MAX_PARTITIONS
+from pagestream_streams.protocol.keys import MAX_PARTITIONS
 from support.protocol.token_streams import (
     CALM,
     LIMIT_S,

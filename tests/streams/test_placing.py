@@ -7,7 +7,7 @@ from pagestream_streams import StreamsSettings
 from pagestream_streams.gateway.held_prefixes import MOST_HOLDERS, HeldPrefixes
 from pagestream_streams.gateway.placing import Placer, left_ms
 from pagestream_streams.protocol import Keyspace, Partition, prefixes_of
-from pagestream_streams.protocol.placement import ownership
+from pagestream_streams.protocol.keys import ownership
 
 SETTINGS = StreamsSettings()
 PARTITIONS = 16

@@ -36,9 +36,15 @@ from pagestream_streams.protocol import (
     to_entry_values,
     to_log_entry,
 )
-from pagestream_streams.protocol.digests import chain, chained
-from pagestream_streams.protocol.ids import MAX_PARTITIONS, model_tag, new_request_id, parse_request_id
-from pagestream_streams.protocol.placement import ownership, partitions_of
+from pagestream_streams.protocol.keys import (
+    MAX_PARTITIONS,
+    model_tag,
+    new_request_id,
+    ownership,
+    parse_request_id,
+    partitions_of,
+)
+from pagestream_streams.protocol.records import chain, chained
 
 
 def sha(text: str) -> str:

@@ -28,7 +28,7 @@ from pagestream_engine import StepOutput
 from pagestream_streams import Append, Claim
 from pagestream_streams.engine import append_arguments
 from pagestream_streams.protocol import to_entry_values, to_log_entry
-from pagestream_streams.protocol.digests import chained
+from pagestream_streams.protocol.records import chained
 from pagestream_worker.logs import (
     NO_TOKENS,
     PACKED_ENTRIES,

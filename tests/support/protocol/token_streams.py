@@ -32,8 +32,8 @@ from pagestream_streams import (
 )
 from pagestream_streams.engine import append_arguments
 from pagestream_streams.protocol import TokenAppends, to_entry_values, to_log_entry
-from pagestream_streams.protocol.digests import chained
-from pagestream_streams.protocol.ids import new_request_id
+from pagestream_streams.protocol.keys import new_request_id
+from pagestream_streams.protocol.records import chained
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ LAWS = ("optimum", "fixed", "pagestream", "hpa", "keda")
 
 def _default_partitions() -> int:
     # Importing the streams imports redis-py, which the command line's --help can spare.
-    from pagestream_streams.protocol.ids import DEFAULT_PARTITIONS
+    from pagestream_streams.protocol.keys import DEFAULT_PARTITIONS
 
     return DEFAULT_PARTITIONS
 

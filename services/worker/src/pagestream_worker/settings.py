@@ -24,7 +24,7 @@ from pagestream_engine.config import (
 )
 from pagestream_engine.errors import ConfigError
 from pagestream_streams import StreamsSettings, settings_from_environment
-from pagestream_streams.protocol.ids import DEFAULT_PARTITIONS, MAX_PARTITIONS
+from pagestream_streams.protocol.keys import DEFAULT_PARTITIONS, MAX_PARTITIONS
 from pagestream_streams.protocol.output_formats import (
     BY_TEMPLATE,
     NONE,

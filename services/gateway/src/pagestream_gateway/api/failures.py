@@ -5,8 +5,7 @@ import re
 from pagestream.v1.inference_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP, RequestError
 from pagestream.v1.records_pb2 import LogEnd, RequestSpec
 from pagestream_streams.admin.unserved import ERROR_CODE, MODEL_UNAVAILABLE
-from pagestream_streams.protocol.entries import INVALID_REQUEST
-from pagestream_streams.protocol.finish_reasons import finish_reason_name
+from pagestream_streams.protocol.records import INVALID_REQUEST, finish_reason_name
 
 from pagestream_gateway.core.sampling.parameters import PARAMETER_NAMES
 from pagestream_gateway.errors import GenerationFailed, NoEngine, RequestFailed

@@ -33,7 +33,7 @@ class Answer:
 
 def read_log(spec: RequestSpec, entries: Iterable[LogEntry]) -> list[Answer]:
     """Return the choices in a request's log, by number."""
-    from pagestream_streams.protocol.finish_reasons import finish_reason_name
+    from pagestream_streams.protocol.records import finish_reason_name
 
     answers = [Answer() for _ in range(len(spec.prompts) * max(1, spec.sampling.n))]
     for entry in entries:

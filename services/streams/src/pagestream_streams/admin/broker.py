@@ -25,11 +25,15 @@ from pagestream_streams.connection.connection import Call, Connection
 from pagestream_streams.connection.scripts import DISCARD, END, EXPIRE, FREE_KEY, VIEW
 from pagestream_streams.connection.wakeups import publish_wake_ups, wake_up_message
 from pagestream_streams.errors import RequestNotFound
-from pagestream_streams.protocol.equal_requests import POISON_S, equality_digest
-from pagestream_streams.protocol.finish_reasons import parse_finish_reason
-from pagestream_streams.protocol.ids import DEFAULT_PARTITIONS
-from pagestream_streams.protocol.keys import Partition
-from pagestream_streams.protocol.records import ModelInfo, QuarantinedRequest, RequestView
+from pagestream_streams.protocol.keys import DEFAULT_PARTITIONS, Partition
+from pagestream_streams.protocol.records import (
+    POISON_S,
+    ModelInfo,
+    QuarantinedRequest,
+    RequestView,
+    equality_digest,
+    parse_finish_reason,
+)
 from pagestream_streams.settings import StreamsSettings
 
 STATES: dict[bytes, RequestState] = {

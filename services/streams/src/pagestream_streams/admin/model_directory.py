@@ -14,8 +14,7 @@ from pagestream_streams.admin.contexts import with_bounds, with_living
 from pagestream_streams.connection.connection import Call, Connection
 from pagestream_streams.connection.scripts import AMEND_MODEL, FORGET_MODEL, REGISTRY
 from pagestream_streams.errors import ModelNameRefused, ModelNotFound, PartitionGone, RequestNotFound, Unavailable
-from pagestream_streams.protocol.ids import MAX_PARTITIONS, model_tag, parse_request_id
-from pagestream_streams.protocol.keys import Partition
+from pagestream_streams.protocol.keys import MAX_PARTITIONS, Partition, model_tag, parse_request_id
 from pagestream_streams.protocol.records import ModelInfo
 from pagestream_streams.settings import StreamsSettings
 from pagestream_streams.tasks import within

@@ -11,8 +11,7 @@ from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams.connection.connection import Connection
 from pagestream_streams.connection.scripts import REVIVE
 from pagestream_streams.errors import ModelNotFound, RequestNotFound
-from pagestream_streams.protocol.ids import new_request_id
-from pagestream_streams.protocol.keys import Partition
+from pagestream_streams.protocol.keys import Partition, new_request_id
 from pagestream_streams.protocol.records import QuarantinedRequest
 
 _QUARANTINE_FIELDS = ("dead", "spec", "revived_as")

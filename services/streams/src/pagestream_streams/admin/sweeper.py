@@ -19,8 +19,8 @@ from pagestream_streams.admin.broker import Broker
 from pagestream_streams.connection.partition_runs import run_on_each
 from pagestream_streams.connection.scripts import SWEEP
 from pagestream_streams.errors import Unavailable
-from pagestream_streams.protocol.entries import Argument
 from pagestream_streams.protocol.keys import Partition
+from pagestream_streams.protocol.records import Argument
 from pagestream_streams.tasks import Periodic
 
 _log = logging.getLogger(__name__)

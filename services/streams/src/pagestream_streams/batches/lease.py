@@ -11,7 +11,7 @@ from pagestream_streams.batches.registry import ActiveBatch, fields_of
 from pagestream_streams.batches.stored_bytes import report
 from pagestream_streams.connection.connection import Call, Connection
 from pagestream_streams.connection.scripts import ADVANCE_BATCH, FINISH_JOB, LEASE_BATCH, NOTE_JOB, TAKE_LINES, Script
-from pagestream_streams.protocol.entries import Argument
+from pagestream_streams.protocol.records import Argument
 
 _HELD, _ENDED, _MISSING = 0, 2, 3  # lease.lua's replies beside 1
 _TOO_LONG = 2  # finish.lua's

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from redis.asyncio.client import PubSub
 
-from pagestream_streams.protocol.entries import Argument
+from pagestream_streams.protocol.records import Argument
 
 Command = Sequence[Argument]
 

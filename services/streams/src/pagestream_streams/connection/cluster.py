@@ -16,7 +16,7 @@ from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.connection import Connection as Socket
 
 from pagestream_streams.connection.base import Command, close_idle
-from pagestream_streams.protocol.entries import Argument
+from pagestream_streams.protocol.records import Argument
 from pagestream_streams.tasks import cancel
 
 _MOST_REDIRECTIONS = 5

@@ -16,8 +16,8 @@ from pagestream_streams.connection.error_translation import translated_errors, t
 from pagestream_streams.connection.scripts import Script
 from pagestream_streams.connection.topologies import open_topology
 from pagestream_streams.errors import Unavailable
-from pagestream_streams.protocol.entries import Argument
 from pagestream_streams.protocol.keys import Keyspace
+from pagestream_streams.protocol.records import Argument
 from pagestream_streams.settings import StreamsSettings
 
 _RECONNECT_PAUSE_S = 0.1

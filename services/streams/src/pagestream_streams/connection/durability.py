@@ -9,7 +9,7 @@ from typing import Any
 from redis import exceptions
 
 from pagestream_streams.errors import Unavailable
-from pagestream_streams.protocol.entries import Argument
+from pagestream_streams.protocol.records import Argument
 from pagestream_streams.settings import StreamsSettings
 
 _TOUCH = "redis.call('PERSIST', KEYS[1]) return redis.call('SET', KEYS[1], '1', 'PX', 60000)"

@@ -10,8 +10,8 @@ from pagestream_streams.connection.connection import Call, Connection
 from pagestream_streams.connection.error_translation import translated_replies
 from pagestream_streams.connection.scripts import Script
 from pagestream_streams.errors import Unavailable
-from pagestream_streams.protocol.entries import Argument
 from pagestream_streams.protocol.keys import Partition
+from pagestream_streams.protocol.records import Argument
 
 _PARTITIONS_A_RUN = 64  # 0.6 to 1.4 ms of Redis for beats and sweeps
 _CALLS_AT_ONCE = 128  # 4 ms of the caller

@@ -22,7 +22,7 @@ from pagestream_streams.connection.cluster import ClusterTopology
 from pagestream_streams.connection.gathering import Gathering
 from pagestream_streams.connection.light import light
 from pagestream_streams.connection.schemes import SCHEMES, split_url
-from pagestream_streams.protocol.entries import Argument
+from pagestream_streams.protocol.records import Argument
 from pagestream_streams.settings import StreamsSettings
 
 _TLS_OPTIONS = ("ssl_ca_certs", "ssl_ca_data", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")

@@ -17,10 +17,16 @@ from pagestream_streams.engine.active_requests import ActiveRequests
 from pagestream_streams.engine.identity import EngineIdentity
 from pagestream_streams.engine.isolation import Isolation
 from pagestream_streams.errors import Unavailable
-from pagestream_streams.protocol.entries import Argument, to_log_entry
 from pagestream_streams.protocol.keys import Partition
-from pagestream_streams.protocol.records import Append, AppendKind, AppendOutcome
-from pagestream_streams.protocol.token_appends import TokenAppends, TokenOutcomes
+from pagestream_streams.protocol.records import (
+    Append,
+    AppendKind,
+    AppendOutcome,
+    Argument,
+    TokenAppends,
+    TokenOutcomes,
+    to_log_entry,
+)
 from pagestream_streams.settings import StreamsSettings
 
 

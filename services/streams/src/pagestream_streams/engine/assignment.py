@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from pagestream_streams.protocol.keys import Partition
-from pagestream_streams.protocol.placement import partitions_of
+from pagestream_streams.protocol.keys import Partition, partitions_of
 
 
 class Assignment:

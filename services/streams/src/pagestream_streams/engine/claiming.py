@@ -25,9 +25,8 @@ from pagestream_streams.engine.isolation import Isolation
 from pagestream_streams.engine.opening import open_log
 from pagestream_streams.engine.prefix_report import PrefixReport
 from pagestream_streams.errors import Unavailable
-from pagestream_streams.protocol.claimed_log import ClaimedLog
 from pagestream_streams.protocol.keys import Partition
-from pagestream_streams.protocol.records import Claim
+from pagestream_streams.protocol.records import Claim, ClaimedLog
 from pagestream_streams.settings import StreamsSettings
 
 _log = logging.getLogger(__name__)

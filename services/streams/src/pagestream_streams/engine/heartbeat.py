@@ -20,9 +20,8 @@ from pagestream_streams.engine.isolation import Isolation
 from pagestream_streams.engine.living_contexts import LivingContexts
 from pagestream_streams.engine.prefix_report import PrefixReport
 from pagestream_streams.errors import ModelNotFound, Unavailable
-from pagestream_streams.protocol.entries import Argument
 from pagestream_streams.protocol.keys import Partition
-from pagestream_streams.protocol.records import CONTEXT_FIELD, FINGERPRINT_FIELD
+from pagestream_streams.protocol.records import CONTEXT_FIELD, FINGERPRINT_FIELD, Argument
 from pagestream_streams.tasks import Periodic, within
 
 _log = logging.getLogger(__name__)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from pagestream_streams.errors import RequestNotFound
-from pagestream_streams.protocol.ids import parse_request_id
-from pagestream_streams.protocol.keys import Keyspace, Partition
+from pagestream_streams.protocol.keys import Keyspace, Partition, parse_request_id
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pagestream_streams.connection.connection import Connection
-from pagestream_streams.protocol.claimed_log import ClaimedLog
 from pagestream_streams.protocol.keys import Partition
+from pagestream_streams.protocol.records import ClaimedLog
 
 PAGE_ENTRIES = 512
 """Most entries of one read, 2 to 4 ms of the loop: 524,288 entries in one read took it 5 s, and its lease."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pagestream_streams.connection.connection import Connection
 from pagestream_streams.engine.identity import EngineIdentity
 from pagestream_streams.errors import Unavailable
-from pagestream_streams.protocol.prefixes import prefixes_of
+from pagestream_streams.protocol.keys import prefixes_of
 from pagestream_streams.protocol.records import Claim
 from pagestream_streams.settings import StreamsSettings
 from pagestream_streams.tasks import within

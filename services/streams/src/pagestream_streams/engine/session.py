@@ -27,8 +27,7 @@ from pagestream_streams.engine.prefix_report import PrefixReport
 from pagestream_streams.engine.retirement import Retirement
 from pagestream_streams.errors import ModelNotFound, Unavailable
 from pagestream_streams.observation.block_maps import BlockMaps
-from pagestream_streams.protocol.records import Append, AppendOutcome, Claim
-from pagestream_streams.protocol.token_appends import TokenAppends, TokenOutcomes
+from pagestream_streams.protocol.records import Append, AppendOutcome, Claim, TokenAppends, TokenOutcomes
 
 
 class EngineSession:

@@ -12,8 +12,8 @@ from pagestream.v1.records_pb2 import LogEntry, LogSlice, RequestSpec
 from pagestream_streams.errors import DigestMismatch, OffsetOutOfRange, StreamsError
 from pagestream_streams.fault_points import FaultPoint, reach
 from pagestream_streams.gateway.slice_buffer import ReadLimits, SliceBuffer
-from pagestream_streams.protocol.digests import chain
 from pagestream_streams.protocol.keys import Partition
+from pagestream_streams.protocol.records import chain
 
 _ENTRY_BYTES = 64  # of an entry beside its values
 _FIRST_PAGE_ENTRIES = 16  # of a log whose entries' size is not known yet

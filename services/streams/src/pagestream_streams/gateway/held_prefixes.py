@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 
-from pagestream_streams.protocol.prefixes import Prefix
+from pagestream_streams.protocol.keys import Prefix
 
 MOST_HOLDERS = 16
 """Engines that are remembered for each beginning, the last ones: a prompt that is a fifth of all has 13 of 64."""

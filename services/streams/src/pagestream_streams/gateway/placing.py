@@ -9,9 +9,7 @@ from typing import NamedTuple
 
 from pagestream_streams.gateway.held_prefixes import HeldPrefixes
 from pagestream_streams.gateway.recent_work import RecentWork
-from pagestream_streams.protocol.keys import Keyspace, Partition
-from pagestream_streams.protocol.placement import ownership
-from pagestream_streams.protocol.prefixes import prefixes_of
+from pagestream_streams.protocol.keys import Keyspace, Partition, ownership, prefixes_of
 from pagestream_streams.settings import StreamsSettings
 
 

@@ -20,7 +20,7 @@ from pagestream_streams.gateway.polling import LONGEST_WAIT_S, Poller
 from pagestream_streams.gateway.registrations import Registrations
 from pagestream_streams.gateway.reservations import renew, renewal_s
 from pagestream_streams.gateway.slice_buffer import ReadLimits
-from pagestream_streams.protocol.entries import from_stream_fields
+from pagestream_streams.protocol.records import from_stream_fields
 from pagestream_streams.tasks import Periodic, Turns, raise_if_cancelled
 
 _log = logging.getLogger(__name__)

@@ -1,11 +1,73 @@
-"""Names of Redis keys and channels. The keys of a partition share a hash tag: a Redis Cluster has them on one node."""
+"""What a request is called and where it is: ids, keys and channels, partitions, and beginnings of prompts.
+
+- An id is "<model tag>-<partition, 4 hex digits>-<96 random bits, 24 hex digits><tenant tag, 8 hex digits>": whoever
+  has it finds the request's partition, and a wrong tenant is refused without Redis.
+- The keys of a partition share a hash tag: a Redis Cluster has them on one node.
+- The partitions of a model are divided between its engines by names alone, so that each process finds the same owners.
+- Digests of a prompt's beginnings are equal for prompts that begin alike, in whatever process they are computed.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import re
+import secrets
+from array import array
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
+
+_FORM = re.compile(r"([0-9a-f]{8})-([0-9a-f]{4})-([0-9a-f]{32})", re.ASCII)
+
+_RANDOM_DIGITS = 24
+
+DEFAULT_PARTITIONS = 4
+"""Partitions of a new model unless it is published with another number; the autoscaling study uses the same."""
+MAX_PARTITIONS = 1024
+"""Most partitions of a model; ids can name more, which a model of an earlier version may have."""
+
+
+class RequestId(NamedTuple):
+    """A request id in its parts."""
+
+    model_tag: str
+    partition: int
+    unique: str
+
+    def is_of(self, tenant: str) -> bool:
+        """Return whether it was created for the tenant; of other tenants' ids one in 2**32 passes."""
+        return self.unique[_RANDOM_DIGITS:] == _tenant_tag(self.unique[:_RANDOM_DIGITS], tenant)
+
+    def __str__(self) -> str:
+        """Format the id as clients see it."""
+        return f"{self.model_tag}-{self.partition:04x}-{self.unique}"
+
+
+def model_tag(model: str) -> str:
+    """Return the first 8 hexadecimal digits of the SHA-256 of a model's name."""
+    return hashlib.sha256(model.encode()).hexdigest()[:8]
+
+
+def new_request_id(model: str, partition: int, tenant: str) -> str:
+    """Create an id for a tenant. Its random part keeps ids from being guessed."""
+    random = secrets.token_hex(_RANDOM_DIGITS // 2)
+    return str(RequestId(model_tag(model), partition, random + _tenant_tag(random, tenant)))
+
+
+def parse_request_id(text: str) -> RequestId | None:
+    """Return the parts of an id; None for a malformed one."""
+    match = _FORM.fullmatch(text)
+    if match is None:
+        return None
+    tag, partition, unique = match.groups()
+    return RequestId(tag, int(partition, 16), unique)
+
+
+def _tenant_tag(random: str, tenant: str) -> str:
+    # With the random digits, so that ids don't show which of them are one tenant's.
+    return hashlib.sha256(f"{random}:{tenant}".encode()).hexdigest()[:8]
+
 
 DEFAULT_PREFIX = "ps"
 
@@ -175,3 +237,73 @@ class Keyspace:
 def tenant_tag(tenant: str) -> str:
     """Return what stands for a tenant in the names of its files and batches: names come from others, of any form."""
     return hashlib.sha256(tenant.encode()).hexdigest()
+
+
+def partitions_of(engine: str, partitions: int, engines: Collection[str]) -> Sequence[int]:
+    """Return the partitions that an engine owns among the living `engines`; it counts as living itself."""
+    return ownership(partitions, frozenset({*engines, engine}))[engine]
+
+
+@lru_cache(maxsize=16)  # heartbeats and placements ask again and again: 64 engines and 256 partitions take 30 ms
+def ownership(partitions: int, engines: frozenset[str]) -> Mapping[str, Sequence[int]]:
+    """Return the partitions of each engine, in order: equally many, or one more.
+
+    The pairs with the highest hashes are taken first (rendezvous hashing), as far as the engine has room, so that all
+    processes find the same and an engine that comes or goes moves few partitions of the others.
+    """
+    if not engines:
+        return {}
+    pairs = sorted(
+        ((_weight(engine, number), engine, number) for engine in engines for number in range(partitions)), reverse=True
+    )
+    least, more = divmod(partitions, len(engines))
+    found: dict[str, list[int]] = {engine: [] for engine in engines}
+    taken = set[int]()
+    for _, engine, number in pairs:
+        if number in taken:
+            continue
+        if len(found[engine]) > least or (len(found[engine]) == least and not more):
+            continue
+        more -= len(found[engine]) == least
+        found[engine].append(number)
+        taken.add(number)
+    return {engine: sorted(numbers) for engine, numbers in found.items()}
+
+
+def _weight(engine: str, partition: int) -> bytes:
+    return hashlib.blake2b(f"{partition}:{engine}".encode(), digest_size=8).digest()
+
+
+MOST_TOKENS = 32_768
+"""Of a prompt; what follows does not decide where it runs."""
+DIGEST_BYTES = 8
+_STEPS_BITS = 4  # an octave of lengths has 8 to 16 beginnings
+
+
+class Prefix(NamedTuple):
+    """A prompt's beginning."""
+
+    num_tokens: int
+    digest: bytes
+
+
+def prefixes_of(prompt_token_ids: Sequence[int], first_tokens: int, cache_salt: bytes = b"") -> list[Prefix]:
+    """Return a prompt's beginnings, shortest first.
+
+    They end at the same places in all prompts: at multiples of `first_tokens`, and of its double, fourfold... where
+    they are longer than 16 times that. A prompt that is shorter than `first_tokens` has none.
+
+    Args:
+        prompt_token_ids: each below 2**32.
+        first_tokens: the length of the shortest one, a power of two.
+        cache_salt: prompts with another one have nothing in common (docs/decisions/0137).
+    """
+    tokens = array("I", prompt_token_ids[:MOST_TOKENS])
+    hashed = hashlib.blake2b(len(cache_salt).to_bytes(8) + cache_salt, digest_size=DIGEST_BYTES)
+    found, end = list[Prefix](), 0
+    while True:
+        start, end = end, end + first_tokens * (1 << max(0, (end // first_tokens).bit_length() - _STEPS_BITS))
+        if end > len(tokens):
+            return found
+        hashed.update(tokens[start:end])
+        found.append(Prefix(end, hashed.digest()))

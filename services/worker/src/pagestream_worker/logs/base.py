@@ -8,9 +8,7 @@ from typing import Protocol
 
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams import Claim
-from pagestream_streams.protocol.entries import EntryValues
-from pagestream_streams.protocol.records import is_prompt_alone
-from pagestream_streams.protocol.token_appends import TokenAppends
+from pagestream_streams.protocol.records import EntryValues, TokenAppends, is_prompt_alone
 
 from pagestream_worker.logs.token_columns import TokenColumns
 

@@ -9,9 +9,8 @@ from collections.abc import Collection, Sequence
 
 import orjson
 from pagestream_streams import Claim
-from pagestream_streams.protocol.entries import EntryValues
-from pagestream_streams.protocol.ids import parse_request_id
-from pagestream_streams.protocol.token_appends import TokenAppends
+from pagestream_streams.protocol.keys import parse_request_id
+from pagestream_streams.protocol.records import EntryValues, TokenAppends
 
 from pagestream_worker.logs.base import PendingLogs, TokenBatch
 from pagestream_worker.logs.token_columns import TokenColumns

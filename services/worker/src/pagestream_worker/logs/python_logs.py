@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from pagestream_streams import Claim
-from pagestream_streams.protocol.digests import chain_values
-from pagestream_streams.protocol.entries import END, FINISH, TOKEN, EntryValues
+from pagestream_streams.protocol.records import END, FINISH, TOKEN, EntryValues, chain_values
 
 from pagestream_worker.logs.base import PACKED_ENTRIES, PendingLogs
 from pagestream_worker.logs.token_columns import TokenColumns

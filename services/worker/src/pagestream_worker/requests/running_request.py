@@ -19,10 +19,20 @@ from pagestream_engine.errors import RequestFault
 from pagestream_engine.request.outputs import StepOutput
 from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_streams import Append, Claim
-from pagestream_streams.protocol.claimed_log import ClaimedLog
-from pagestream_streams.protocol.entries import END, FINISH, INVALID_REQUEST, PART, TOKEN, error_text, usage_text
-from pagestream_streams.protocol.finish_reasons import finish_reason_name, parse_finish_reason
-from pagestream_streams.protocol.records import is_prompt_alone, output_bounds
+from pagestream_streams.protocol.records import (
+    END,
+    FINISH,
+    INVALID_REQUEST,
+    PART,
+    TOKEN,
+    ClaimedLog,
+    error_text,
+    finish_reason_name,
+    is_prompt_alone,
+    output_bounds,
+    parse_finish_reason,
+    usage_text,
+)
 from pagestream_telemetry.context import TraceContext, caller_context
 
 from pagestream_worker.logs.base import TokenLogs, has_plain_tokens

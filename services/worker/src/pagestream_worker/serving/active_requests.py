@@ -13,9 +13,7 @@ from pagestream_engine.request.sequence import Sibling
 from pagestream_streams import Append, AppendKind, AppendOutcome, Claim, EngineSession
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.fault_points import FaultPoint, reach
-from pagestream_streams.protocol.entries import INVALID_REQUEST
-from pagestream_streams.protocol.records import most_output_tokens
-from pagestream_streams.protocol.token_appends import TokenOutcomes
+from pagestream_streams.protocol.records import INVALID_REQUEST, TokenOutcomes, most_output_tokens
 
 from pagestream_worker.logs.base import TokenBatch, TokenLogs
 from pagestream_worker.logs.token_columns import NO_TOKENS, TokenColumns

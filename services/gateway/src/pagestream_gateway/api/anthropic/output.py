@@ -4,7 +4,7 @@ from typing import Any
 
 from pagestream.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, RequestSpec
-from pagestream_streams.protocol.finish_reasons import finish_reason_name
+from pagestream_streams.protocol.records import finish_reason_name
 
 from pagestream_gateway.api.anthropic.signatures import signature_of
 from pagestream_gateway.api.openai.chat.parts import ChoiceReader

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol, Self
 
 from pagestream.v1.inference_pb2 import FinishReason, Usage
 from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, RequestSpec
-from pagestream_streams.protocol.finish_reasons import finish_reason_name
+from pagestream_streams.protocol.records import finish_reason_name
 
 from pagestream_gateway.api.openai.logprobs import Logprobs, prompt_logprobs_body
 from pagestream_gateway.api.openai.position import START, Position, position_after

@@ -5,7 +5,7 @@ from typing import Any
 
 from pagestream.v1.inference_pb2 import FINISH_REASON_STOP
 from pagestream.v1.records_pb2 import ChoiceFinish, RequestSpec
-from pagestream_streams.protocol.finish_reasons import finish_reason_name
+from pagestream_streams.protocol.records import finish_reason_name
 
 from pagestream_gateway.core.output.call_ids import call_id
 from pagestream_gateway.core.output.formats import parser_of

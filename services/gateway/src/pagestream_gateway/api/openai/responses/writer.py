@@ -8,7 +8,7 @@ from typing import Any
 from pagestream.v1.inference_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_LENGTH, FINISH_REASON_STOP, Usage
 from pagestream.v1.records_pb2 import LogEnd, LogEntry, RequestSpec
 from pagestream_streams.errors import DigestMismatch
-from pagestream_streams.protocol.finish_reasons import finish_reason_name
+from pagestream_streams.protocol.records import finish_reason_name
 
 from pagestream_gateway.api.error_codes import error_report
 from pagestream_gateway.api.failures import failure, is_failed
