@@ -14,7 +14,7 @@ from statistics import median
 
 import uvloop
 from pagestream_streams.connection.embedded import EmbeddedRedis
-from pagestream_streams.connection.light import light
+from pagestream_streams.connection.topologies import light
 from redis.asyncio import ConnectionPool, Redis
 
 ARGUMENTS = ("req-0-0123456789abcdef", b"x" * 300, "tenant", *range(27), "key", "model")

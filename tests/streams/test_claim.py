@@ -10,9 +10,8 @@ import pytest
 import pytest_asyncio
 from pagestream.v1.inference_pb2 import REQUEST_STATE_RUNNING
 from pagestream.v1.records_pb2 import RequestSpec
-from pagestream_streams import Broker, Claim, EngineSession, GatewaySession, RequestView
+from pagestream_streams import Broker, Claim, EngineSession, GatewaySession, RequestView, scripts
 from pagestream_streams.admin import read_owners
-from pagestream_streams.connection import scripts
 from support.protocol.token_streams import (
     CALM,
     MODEL,

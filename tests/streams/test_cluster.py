@@ -15,9 +15,11 @@ from pagestream_streams import (
     GatewaySession,
     StreamsSettings,
     Unavailable,
+    scripts,
 )
-from pagestream_streams.connection import Call, ClusterTopology, Script, scripts
+from pagestream_streams.connection import Call, ClusterTopology
 from pagestream_streams.protocol import Partition
+from pagestream_streams.scripts import Script
 from redis.crc import key_slot
 from support.protocol.token_streams import (
     CALM,

@@ -8,11 +8,13 @@ import pytest
 from pagestream.v1.records_pb2 import LogSlice
 from pagestream_streams import StreamsSettings, Unavailable
 from pagestream_streams.connection import ClusterTopology, Connection, open_topology
-from pagestream_streams.connection.durability import Durability
-from pagestream_streams.connection.error_translation import closed_transport_as_connection_error
-from pagestream_streams.connection.gathering import Gathering
-from pagestream_streams.connection.light import Light, light
-from pagestream_streams.connection.wakeups import WakeUpSender, wake_up_message
+from pagestream_streams.connection.connection import (
+    Durability,
+    WakeUpSender,
+    closed_transport_as_connection_error,
+    wake_up_message,
+)
+from pagestream_streams.connection.topologies import Gathering, Light, light
 from pagestream_streams.protocol import Keyspace
 from redis import exceptions
 from redis.asyncio.connection import AbstractConnection
@@ -158,7 +160,7 @@ async def test_stopping_ends_what_waits(server: Server, num_turns: int) -> None:
 
 async def test_round_trips_that_hang_do_not_hold_others_up(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of connections that the network has lost; a new one answers."""
-    monkeypatch.setattr("pagestream_streams.connection.gathering._SLOW_S", 0.05)
+    monkeypatch.setattr("pagestream_streams.connection.topologies._SLOW_S", 0.05)
     hung = server.begin(*range(1 + 8 * 64))
     await until_sent(server, len(hung))
     late = server.begin("late")
@@ -172,8 +174,8 @@ async def test_round_trips_that_hang_do_not_hold_others_up(server: Server, monke
 async def test_however_slow_they_are_round_trips_leave_half_of_the_turns(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagestream_streams.connection.gathering._SLOW_S", 0.0)
-    monkeypatch.setattr("pagestream_streams.connection.gathering._MOST_TOGETHER", 1)
+    monkeypatch.setattr("pagestream_streams.connection.topologies._SLOW_S", 0.0)
+    monkeypatch.setattr("pagestream_streams.connection.topologies._MOST_TOGETHER", 1)
     tasks = server.begin(*range(200))
     await until_sent(server, 51)
     for _ in range(100):

@@ -16,8 +16,8 @@ from pagestream_streams import (
     RequestNotFound,
     StorageFull,
     StreamsSettings,
+    scripts,
 )
-from pagestream_streams.connection import scripts
 from pagestream_streams.protocol import Partition
 from support.protocol.token_streams import (
     CALM,

@@ -20,8 +20,17 @@ from pagestream.v1.inference_pb2 import (
     FinishReason,
 )
 from pagestream.v1.records_pb2 import RequestSpec
-from pagestream_streams import AppendKind, Broker, Claim, EngineSession, GatewaySession, Unavailable, expire_engine
-from pagestream_streams.connection import Call, run_on_each, scripts
+from pagestream_streams import (
+    AppendKind,
+    Broker,
+    Claim,
+    EngineSession,
+    GatewaySession,
+    Unavailable,
+    expire_engine,
+    scripts,
+)
+from pagestream_streams.connection import Call, run_on_each
 from pagestream_streams.protocol import Partition
 from pagestream_streams.protocol.keys import MAX_PARTITIONS
 from support.protocol.token_streams import (

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import uvloop
 from pagestream_streams import Broker, EmbeddedRedis, GatewaySession, StreamsSettings, Unavailable
-from pagestream_streams.connection import Connection, Script, Subscription
-from pagestream_streams.connection.light import Light
+from pagestream_streams.connection import Connection, Subscription
+from pagestream_streams.connection.topologies import Light
+from pagestream_streams.scripts import Script
 from redis import exceptions
 from redis.exceptions import DataError
 from support.network.proxy import Proxy

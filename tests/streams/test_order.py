@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
-from pagestream_streams import Broker, Claim, EngineSession, GatewaySession
-from pagestream_streams.connection import Call, scripts
+from pagestream_streams import Broker, Claim, EngineSession, GatewaySession, scripts
+from pagestream_streams.connection import Call
 from support.protocol.token_streams import LIMIT_S, MODEL, STILL, card, eventually, spec
 
 pytestmark = pytest.mark.served

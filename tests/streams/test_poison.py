@@ -18,8 +18,9 @@ from pagestream_streams import (
     RequestNotFound,
     Unavailable,
     expire_engine,
+    scripts,
 )
-from pagestream_streams.connection import Call, scripts
+from pagestream_streams.connection import Call
 from pagestream_streams.protocol import ClaimedLog, Partition
 from support.protocol.token_streams import (
     CALM,

@@ -19,10 +19,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from pagestream.v1.records_pb2 import LogEntry
-from pagestream_streams import AppendKind, Broker, Claim, EngineSession, GatewaySession, expire_engine
-from pagestream_streams.connection import Script, scripts
+from pagestream_streams import AppendKind, Broker, Claim, EngineSession, GatewaySession, expire_engine, scripts
 from pagestream_streams.engine import append_arguments
 from pagestream_streams.protocol import ClaimedLog, from_stream_fields
+from pagestream_streams.scripts import Script
 from redis.exceptions import ResponseError
 from support.protocol.token_streams import LIMIT_S, MODEL, STILL, TENANT, append_of, card, ending, numbers, spec, tokens
 from support.redis.topologies import Place, fresh

@@ -15,9 +15,9 @@ from typing import TypeVar
 import pytest
 from pagestream.v1.inference_pb2 import REQUEST_STATE_QUEUED
 from pagestream.v1.records_pb2 import RequestSpec
-from pagestream_streams import AppendKind, Broker, EmbeddedRedis, GatewaySession, ServerBinary, Unavailable
-from pagestream_streams.connection import Script, scripts
+from pagestream_streams import AppendKind, Broker, EmbeddedRedis, GatewaySession, ServerBinary, Unavailable, scripts
 from pagestream_streams.protocol import Partition
+from pagestream_streams.scripts import Script
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 from support.network.proxy import Proxy

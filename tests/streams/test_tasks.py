@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pagestream_streams import Unavailable
-from pagestream_streams.byte_budget import ByteBudget
-from pagestream_streams.tasks import Periodic, Turns, cancel, raise_if_cancelled
+from pagestream_streams.tasks import ByteBudget, Periodic, Turns, cancel, raise_if_cancelled
 
 
 async def test_rounds_go_on_after_every_kind_of_failure(caplog: pytest.LogCaptureFixture) -> None:

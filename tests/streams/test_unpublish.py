@@ -14,9 +14,10 @@ from pagestream_streams import (
     ModelNotFound,
     PartitionGone,
     RequestsUnfinished,
+    scripts,
     unpublish,
 )
-from pagestream_streams.connection import Call, scripts
+from pagestream_streams.connection import Call
 from pagestream_streams.limits import EndCounter, read_usage
 from support.protocol.token_streams import CALM, MODEL, TENANT, card, ending, lapse, numbers, read_all, spec, worker
 from support.redis.topologies import Place, find_keys

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from pagestream_streams.connection import Script, scripts
+from pagestream_streams import scripts
+from pagestream_streams.scripts import Script
 from redis import Redis, RedisError
 
 PREFIX = "ps:{test/model/0}:"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pagestream_streams import settings_from_environment
-from pagestream_streams.connection.schemes import SCHEMES
+from pagestream_streams.settings import SCHEMES
 from pagestream_telemetry.environment import fields_of, read_environment
 from pagestream_telemetry.settings import telemetry_settings
 

@@ -14,9 +14,8 @@ from pathlib import Path
 
 from pagestream_streams import Broker, GatewaySession
 from pagestream_streams.admin.unserved import UnservedRequests
-from pagestream_streams.byte_budget import ByteBudget
 from pagestream_streams.errors import Unavailable
-from pagestream_streams.tasks import Periodic, Turns
+from pagestream_streams.tasks import ByteBudget, Periodic, Turns
 from pagestream_telemetry import catalog
 from pagestream_telemetry.process import Telemetry, running_telemetry
 

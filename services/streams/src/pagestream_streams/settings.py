@@ -1,9 +1,14 @@
-"""Settings of the durable token stream, with units and reasons."""
+"""Settings of the durable token stream, with units and reasons, and the forms of Redis addresses.
+
+They are read and checked before redis-py is imported.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pagestream_telemetry.environment import fields_of, out_of_range, read_environment, variable_of
 
@@ -200,3 +205,38 @@ def settings_from_environment(environ: Mapping[str, str]) -> StreamsSettings:
         return StreamsSettings(**given)
     except ValueError as error:
         raise ValueError(f"{variable_of(GROUP, '*')}: {error}") from error
+
+
+SCHEMES = (
+    "redis://",
+    "rediss://",
+    "unix://",
+    "redis+sentinel://",
+    "rediss+sentinel://",
+    "redis+cluster://",
+    "rediss+cluster://",
+)
+"""Schemes of addresses; "rediss" is TLS."""
+
+
+class AddressParts(NamedTuple):
+    """A Redis address in its parts."""
+
+    scheme: str
+    login: str
+    """What stands before the last `@` of the hosts."""
+    hosts: tuple[str, ...]
+    """Each `host[:port]`, an IPv6 address in brackets."""
+    path: str
+    query: str
+
+
+def split_url(url: str) -> AddressParts:
+    """Split a Redis address, which may name several hosts. `urlsplit` of some Pythons refuses such with IPv6 addresses:
+    it takes all hosts for one.
+    """
+    scheme, _, rest = url.partition("://")
+    [authority] = re.findall(r"\A[^/?#]*", rest)
+    path, _, query = rest[len(authority) :].partition("#")[0].partition("?")
+    login, _, hosts = authority.rpartition("@")
+    return AddressParts(scheme, login, tuple(hosts.split(",")), path, query)

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 
 from pagestream.v1.inference_pb2 import FinishReason
 from pagestream_streams import Broker
-from pagestream_streams.byte_budget import ByteBudget
 from pagestream_streams.errors import Unavailable
-from pagestream_streams.tasks import Turns
+from pagestream_streams.tasks import ByteBudget, Turns
 from pagestream_telemetry import catalog
 from pagestream_telemetry.process import Telemetry
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self, TypeVar
 
-from pagestream_streams.byte_budget import ByteBudget
+from pagestream_streams.tasks import ByteBudget
 
 from pagestream_gateway.errors import InvalidRequest, Overloaded
 

@@ -60,7 +60,7 @@ class RedisState:
 
 def servers(url: str) -> list[str]:
     """Return the URL of each server that a URL names: those of a cluster, else the URL itself."""
-    from pagestream_streams.connection.schemes import split_url
+    from pagestream_streams.settings import split_url
 
     parts = split_url(url)
     kind, _, cluster = parts.scheme.partition("+")
@@ -72,7 +72,7 @@ def servers(url: str) -> list[str]:
 
 def shown(url: str) -> str:
     """Return a URL's address without user and password."""
-    from pagestream_streams.connection.schemes import split_url
+    from pagestream_streams.settings import split_url
 
     parts = split_url(url)
     return ",".join(parts.hosts) or parts.path

@@ -56,7 +56,7 @@ def _install(name: str, version: str) -> str:
 
 def ignored_file(data_dir: Path) -> Path | None:
     """Return an append-only file that no server reads: an older one wrote it beside the files of a newer one."""
-    from pagestream_streams.connection.data_folder import content_of
+    from pagestream_streams.connection.embedded import content_of
 
     return content_of(data_dir).ignored
 

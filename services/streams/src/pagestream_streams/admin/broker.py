@@ -21,9 +21,7 @@ from pagestream_streams.admin.model_directory import ModelDirectory
 from pagestream_streams.admin.quarantine import quarantined_request, quarantined_requests, requeue_quarantined
 from pagestream_streams.admin.queue_positions import EntryId, Place, QueuePositions
 from pagestream_streams.admin.roster import Roster
-from pagestream_streams.connection.connection import Call, Connection
-from pagestream_streams.connection.scripts import DISCARD, END, EXPIRE, FREE_KEY, VIEW
-from pagestream_streams.connection.wakeups import publish_wake_ups, wake_up_message
+from pagestream_streams.connection.connection import Call, Connection, publish_wake_ups, wake_up_message
 from pagestream_streams.errors import RequestNotFound
 from pagestream_streams.protocol.keys import DEFAULT_PARTITIONS, Partition
 from pagestream_streams.protocol.records import (
@@ -34,6 +32,7 @@ from pagestream_streams.protocol.records import (
     equality_digest,
     parse_finish_reason,
 )
+from pagestream_streams.scripts import DISCARD, END, EXPIRE, FREE_KEY, VIEW
 from pagestream_streams.settings import StreamsSettings
 
 STATES: dict[bytes, RequestState] = {

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Sequence
 from pagestream.v1.records_pb2 import ModelCard
 
 from pagestream_streams.connection.connection import Connection
-from pagestream_streams.connection.scripts import REGISTRY
 from pagestream_streams.protocol.records import CONTEXT_FIELD
+from pagestream_streams.scripts import REGISTRY
 
 _LEAST_SHARE = 2
 """An engine that holds less than the longest context divided by this does not shorten what all are asked for."""

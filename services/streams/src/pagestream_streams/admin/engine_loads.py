@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from pagestream_streams.admin.broker import Broker
 from pagestream_streams.connection.connection import Call
-from pagestream_streams.connection.scripts import REGISTRY
 from pagestream_streams.protocol.records import CONTEXT_FIELD
+from pagestream_streams.scripts import REGISTRY
 
 _FIELDS = ("running", "waiting", "kv_utilization", CONTEXT_FIELD)
 

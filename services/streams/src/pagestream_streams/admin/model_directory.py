@@ -12,10 +12,10 @@ from pagestream.v1.records_pb2 import ModelCard
 
 from pagestream_streams.admin.contexts import with_bounds, with_living
 from pagestream_streams.connection.connection import Call, Connection
-from pagestream_streams.connection.scripts import AMEND_MODEL, FORGET_MODEL, REGISTRY
 from pagestream_streams.errors import ModelNameRefused, ModelNotFound, PartitionGone, RequestNotFound, Unavailable
 from pagestream_streams.protocol.keys import MAX_PARTITIONS, Partition, model_tag, parse_request_id
 from pagestream_streams.protocol.records import ModelInfo
+from pagestream_streams.scripts import AMEND_MODEL, FORGET_MODEL, REGISTRY
 from pagestream_streams.settings import StreamsSettings
 from pagestream_streams.tasks import within
 from pagestream_streams.view_age import ViewAge

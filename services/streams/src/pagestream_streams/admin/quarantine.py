@@ -9,10 +9,10 @@ from pagestream.v1.inference_pb2 import ON_DISCONNECT_CONTINUE
 from pagestream.v1.records_pb2 import RequestSpec
 
 from pagestream_streams.connection.connection import Connection
-from pagestream_streams.connection.scripts import REVIVE
 from pagestream_streams.errors import ModelNotFound, RequestNotFound
 from pagestream_streams.protocol.keys import Partition, new_request_id
 from pagestream_streams.protocol.records import QuarantinedRequest
+from pagestream_streams.scripts import REVIVE
 
 _QUARANTINE_FIELDS = ("dead", "spec", "revived_as")
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from pagestream_streams.admin.model_directory import ModelDirectory
 from pagestream_streams.connection.connection import Call, Connection
-from pagestream_streams.connection.scripts import OUTLINE, REGISTRY
 from pagestream_streams.errors import ModelNotFound, Unavailable
+from pagestream_streams.scripts import OUTLINE, REGISTRY
 from pagestream_streams.settings import StreamsSettings
 
 SHARED_S = 0.001

@@ -8,8 +8,8 @@ from typing import Any
 
 from pagestream_streams.admin.broker import Broker
 from pagestream_streams.connection.connection import Call
-from pagestream_streams.connection.scripts import QUEUE, REGISTRY
 from pagestream_streams.protocol.records import CONTEXT_FIELD, FINGERPRINT_FIELD
+from pagestream_streams.scripts import QUEUE, REGISTRY
 
 _MAX_SAMPLED_ENTRIES = 32  # entries of a queue that are looked at; the rest is extrapolated
 _CLASSES = ("0", "1", "2")

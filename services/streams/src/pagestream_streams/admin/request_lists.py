@@ -14,10 +14,10 @@ from typing import Any
 from pagestream.v1.inference_pb2 import Usage
 
 from pagestream_streams.admin.broker import STATES, Broker
-from pagestream_streams.connection.scripts import DELIST, ENLIST
 from pagestream_streams.errors import RequestNotFound, Unavailable
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.protocol.records import RequestSummary, parse_finish_reason
+from pagestream_streams.scripts import DELIST, ENLIST
 from pagestream_streams.tasks import within
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Any
 
 from pagestream_streams.connection.connection import Connection
-from pagestream_streams.connection.scripts import ROSTER
+from pagestream_streams.scripts import ROSTER
 
 _ENGINE, _SERVED, _ORDER = "engine:", "served:", "order:"
 _ROW_MS = 5000

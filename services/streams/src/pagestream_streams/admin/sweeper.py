@@ -16,11 +16,11 @@ from typing import Any
 from pagestream.v1.records_pb2 import RequestSpec
 
 from pagestream_streams.admin.broker import Broker
-from pagestream_streams.connection.partition_runs import run_on_each
-from pagestream_streams.connection.scripts import SWEEP
+from pagestream_streams.connection.connection import run_on_each
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.protocol.records import Argument
+from pagestream_streams.scripts import SWEEP
 from pagestream_streams.tasks import Periodic
 
 _log = logging.getLogger(__name__)

@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from pagestream_streams.admin.broker import Broker
 from pagestream_streams.connection.connection import Call
-from pagestream_streams.connection.scripts import FORGET, REGISTRY
 from pagestream_streams.errors import ModelInUse, ModelNotFound, RequestsUnfinished, Unavailable
 from pagestream_streams.protocol.keys import Partition
+from pagestream_streams.scripts import FORGET, REGISTRY
 
 ERROR_CODE = "model_removed"
 """Code of the error with which unfinished requests end."""

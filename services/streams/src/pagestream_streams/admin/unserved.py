@@ -8,9 +8,9 @@ import time
 from collections.abc import Sequence
 
 from pagestream_streams.admin.broker import Broker
-from pagestream_streams.connection.scripts import REGISTRY
 from pagestream_streams.errors import ModelNotFound, Unavailable
 from pagestream_streams.protocol.keys import Partition
+from pagestream_streams.scripts import REGISTRY
 from pagestream_streams.tasks import Periodic
 
 _log = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pagestream_streams.batches.records import StoredFile
 from pagestream_streams.batches.stored_bytes import report
 from pagestream_streams.connection.connection import Connection
-from pagestream_streams.connection.scripts import APPEND_FILE, BEGIN_FILE, DROP_FILE, END_FILE
 from pagestream_streams.errors import FileInUse, FileNotFound, FilesFull, FileTooLarge
 from pagestream_streams.protocol.keys import tenant_tag
+from pagestream_streams.scripts import APPEND_FILE, BEGIN_FILE, DROP_FILE, END_FILE
 
 _READ_AT_ONCE = 100
 _FIELDS = ("state", "name", "purpose", "created", "expires")

@@ -10,8 +10,8 @@ from pagestream_streams.batches.records import Batch, Job, Tokens, batch_of
 from pagestream_streams.batches.registry import ActiveBatch, fields_of
 from pagestream_streams.batches.stored_bytes import report
 from pagestream_streams.connection.connection import Call, Connection
-from pagestream_streams.connection.scripts import ADVANCE_BATCH, FINISH_JOB, LEASE_BATCH, NOTE_JOB, TAKE_LINES, Script
 from pagestream_streams.protocol.records import Argument
+from pagestream_streams.scripts import ADVANCE_BATCH, FINISH_JOB, LEASE_BATCH, NOTE_JOB, TAKE_LINES, Script
 
 _HELD, _ENDED, _MISSING = 0, 2, 3  # lease.lua's replies beside 1
 _TOO_LONG = 2  # finish.lua's

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from pagestream_streams.batches.records import Batch, batch_of
 from pagestream_streams.connection.connection import Connection
-from pagestream_streams.connection.scripts import CANCEL_BATCH, CREATE_BATCH
 from pagestream_streams.errors import BatchEnded, BatchesFull, BatchNotFound, FileNotFound, FilePurposeDiffers
 from pagestream_streams.protocol.keys import tenant_tag
+from pagestream_streams.scripts import CANCEL_BATCH, CREATE_BATCH
 
 _MOST_ACTIVE = 1000  # of all tenants; each gateway reads their names every second
 _READ_AT_ONCE = 100

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pagestream_streams.connection.connection import Connection
-from pagestream_streams.connection.scripts import REPORT_BYTES, SWEEP_FILES
+from pagestream_streams.scripts import REPORT_BYTES, SWEEP_FILES
 
 
 async def report(connection: Connection, tag: str, num_bytes: int) -> int:

@@ -1,21 +1,18 @@
 """Connections to Redis: topologies, scripts, durability and subscriptions."""
 
-from pagestream_streams.connection import scripts
-from pagestream_streams.connection.cluster import ClusterTopology
-from pagestream_streams.connection.connection import Call, Connection
-from pagestream_streams.connection.data_folder import FolderContent, content_of, record_server
+from pagestream_streams.connection.connection import Call, Connection, Subscription, run_on_each
 from pagestream_streams.connection.embedded import (
     LEAST_VERSION,
     EmbeddedRedis,
+    FolderContent,
     ServerBinary,
+    content_of,
     find_servers,
     free_port,
+    record_server,
     socket_path,
 )
-from pagestream_streams.connection.partition_runs import run_on_each
-from pagestream_streams.connection.scripts import Script
-from pagestream_streams.connection.subscription import Subscription
-from pagestream_streams.connection.topologies import open_topology
+from pagestream_streams.connection.topologies import ClusterTopology, open_topology
 
 __all__ = [
     "LEAST_VERSION",
@@ -24,7 +21,6 @@ __all__ = [
     "Connection",
     "EmbeddedRedis",
     "FolderContent",
-    "Script",
     "ServerBinary",
     "Subscription",
     "content_of",
@@ -33,6 +29,5 @@ __all__ = [
     "open_topology",
     "record_server",
     "run_on_each",
-    "scripts",
     "socket_path",
 ]

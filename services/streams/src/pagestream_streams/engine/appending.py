@@ -10,9 +10,7 @@ import orjson
 from pagestream.v1.records_pb2 import LogSlice
 
 from pagestream_streams import fault_points
-from pagestream_streams.connection.connection import Call, Connection
-from pagestream_streams.connection.scripts import APPEND, MARK
-from pagestream_streams.connection.wakeups import WakeUpSender, publish_wake_ups, wake_up_message
+from pagestream_streams.connection.connection import Call, Connection, WakeUpSender, publish_wake_ups, wake_up_message
 from pagestream_streams.engine.active_requests import ActiveRequests
 from pagestream_streams.engine.identity import EngineIdentity
 from pagestream_streams.engine.isolation import Isolation
@@ -27,6 +25,7 @@ from pagestream_streams.protocol.records import (
     TokenOutcomes,
     to_log_entry,
 )
+from pagestream_streams.scripts import APPEND, MARK
 from pagestream_streams.settings import StreamsSettings
 
 

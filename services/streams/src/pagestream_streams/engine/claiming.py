@@ -15,7 +15,6 @@ from pagestream.v1.records_pb2 import RequestSpec
 
 from pagestream_streams.admin.broker import Broker
 from pagestream_streams.connection.connection import Call
-from pagestream_streams.connection.scripts import CLAIM
 from pagestream_streams.engine.active_requests import ActiveRequests
 from pagestream_streams.engine.assignment import Assignment
 from pagestream_streams.engine.claim_order import BEFORE_ALL, ClaimOrder, Head, Heads, Take
@@ -27,6 +26,7 @@ from pagestream_streams.engine.prefix_report import PrefixReport
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.protocol.records import Claim, ClaimedLog
+from pagestream_streams.scripts import CLAIM
 from pagestream_streams.settings import StreamsSettings
 
 _log = logging.getLogger(__name__)

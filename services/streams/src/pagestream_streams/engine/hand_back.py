@@ -7,11 +7,11 @@ from collections.abc import Collection
 
 from pagestream_streams.admin.broker import Broker
 from pagestream_streams.connection.connection import Call
-from pagestream_streams.connection.scripts import HAND_BACK
 from pagestream_streams.engine.active_requests import ActiveRequests
 from pagestream_streams.engine.identity import EngineIdentity
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.protocol.records import Argument
+from pagestream_streams.scripts import HAND_BACK
 
 
 class HandBack:

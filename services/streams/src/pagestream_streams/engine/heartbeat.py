@@ -9,9 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pagestream.v1.records_pb2 import ModelCard
 
 from pagestream_streams.admin.broker import Broker
-from pagestream_streams.connection.connection import Call
-from pagestream_streams.connection.partition_runs import run_on_each
-from pagestream_streams.connection.scripts import HEARTBEAT, REGISTRY
+from pagestream_streams.connection.connection import Call, run_on_each
 from pagestream_streams.engine.active_requests import ActiveRequests
 from pagestream_streams.engine.assignment import Assignment
 from pagestream_streams.engine.hand_back import HandBack
@@ -22,6 +20,7 @@ from pagestream_streams.engine.prefix_report import PrefixReport
 from pagestream_streams.errors import ModelNotFound, Unavailable
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.protocol.records import CONTEXT_FIELD, FINGERPRINT_FIELD, Argument
+from pagestream_streams.scripts import HEARTBEAT, REGISTRY
 from pagestream_streams.tasks import Periodic, within
 
 _log = logging.getLogger(__name__)

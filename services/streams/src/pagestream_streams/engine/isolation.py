@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from pagestream_streams.admin.broker import Broker
 from pagestream_streams.connection.connection import Call
-from pagestream_streams.connection.scripts import ISOLATE
 from pagestream_streams.engine.active_requests import ActiveRequests
 from pagestream_streams.engine.assignment import Assignment
 from pagestream_streams.engine.doorbell import Doorbell
 from pagestream_streams.engine.identity import EngineIdentity
 from pagestream_streams.protocol.records import Append, AppendOutcome, Claim
+from pagestream_streams.scripts import ISOLATE
 
 
 @dataclass

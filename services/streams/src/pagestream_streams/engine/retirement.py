@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pagestream_streams.admin.broker import Broker
 from pagestream_streams.connection.connection import Call
-from pagestream_streams.connection.scripts import LEAVE, REGISTRY
 from pagestream_streams.engine.active_requests import ActiveRequests
 from pagestream_streams.engine.assignment import Assignment
 from pagestream_streams.engine.hand_back import HandBack
 from pagestream_streams.engine.heartbeat import Heartbeat
 from pagestream_streams.engine.identity import EngineIdentity
 from pagestream_streams.protocol.records import FINGERPRINT_FIELD
+from pagestream_streams.scripts import LEAVE, REGISTRY
 
 _RETIRED_FIELD = "retired"
 """Of an engine's record: it takes nothing from others any more, though a heartbeat may still show it as living."""

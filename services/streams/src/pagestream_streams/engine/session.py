@@ -12,7 +12,7 @@ from pagestream.v1.records_pb2 import ModelCard, RequestSpec
 from pagestream_streams.admin.broker import Broker
 from pagestream_streams.admin.memory import MemoryUse, memory_use
 from pagestream_streams.admin.sweeper import Sweeper
-from pagestream_streams.connection.subscription import Subscription
+from pagestream_streams.connection.connection import Subscription
 from pagestream_streams.engine.active_requests import ActiveRequests
 from pagestream_streams.engine.appending import Appender
 from pagestream_streams.engine.assignment import Assignment

@@ -10,7 +10,6 @@ from pagestream.v1.inference_pb2 import ON_DISCONNECT_CONTINUE
 from pagestream.v1.records_pb2 import RequestSpec
 
 from pagestream_streams.admin.broker import Broker
-from pagestream_streams.connection.scripts import ACCEPT
 from pagestream_streams.errors import (
     ClassRefused,
     KnownPoison,
@@ -27,6 +26,7 @@ from pagestream_streams.limits.admission import Demand
 from pagestream_streams.protocol.expected_lengths import ExpectedLengths
 from pagestream_streams.protocol.keys import Partition, new_request_id
 from pagestream_streams.protocol.records import is_prompt_alone, most_output_tokens, num_sequences, output_bounds
+from pagestream_streams.scripts import ACCEPT
 from pagestream_streams.settings import StreamsSettings
 
 _USUAL_TOKENS = 256  # of an output, where nothing is known of a model's

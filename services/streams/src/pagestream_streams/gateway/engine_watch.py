@@ -10,14 +10,14 @@ from itertools import islice
 
 from pagestream.v1.records_pb2 import RequestSpec
 
-from pagestream_streams.connection.base import Command
 from pagestream_streams.connection.connection import Call, Connection
-from pagestream_streams.connection.scripts import REGISTRY
+from pagestream_streams.connection.topologies import Command
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.gateway.placing import Placer
 from pagestream_streams.protocol.expected_lengths import ExpectedLengths
 from pagestream_streams.protocol.keys import DIGEST_BYTES
 from pagestream_streams.protocol.records import LENGTHS_FIELD, POISON_S, equality_digest
+from pagestream_streams.scripts import REGISTRY
 from pagestream_streams.tasks import within
 
 _log = logging.getLogger(__name__)

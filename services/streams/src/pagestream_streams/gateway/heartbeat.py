@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
-from pagestream_streams.connection.connection import Connection
-from pagestream_streams.connection.partition_runs import run_on_each
-from pagestream_streams.connection.scripts import GATEWAY_HEARTBEAT
+from pagestream_streams.connection.connection import Connection, run_on_each
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.gateway.acceptance import Acceptor
 from pagestream_streams.gateway.registrations import Registrations
 from pagestream_streams.protocol.keys import Partition
+from pagestream_streams.scripts import GATEWAY_HEARTBEAT
 from pagestream_streams.settings import StreamsSettings
 from pagestream_streams.tasks import Periodic, within
 

@@ -17,10 +17,10 @@ from pagestream.v1.records_pb2 import RequestSpec
 
 from pagestream_streams.admin.broker import Broker
 from pagestream_streams.connection.connection import Call
-from pagestream_streams.connection.scripts import LOG_SIZES, RESERVE_LOG, SETTLE_LOGS
 from pagestream_streams.errors import LogsFull, RequestNotFound, Unavailable
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.protocol.records import output_bounds
+from pagestream_streams.scripts import LOG_SIZES, RESERVE_LOG, SETTLE_LOGS
 from pagestream_streams.tasks import Periodic
 
 _log = logging.getLogger(__name__)

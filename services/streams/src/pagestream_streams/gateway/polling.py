@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from random import shuffle
 
 from pagestream_streams.connection.connection import Call, Connection
-from pagestream_streams.connection.scripts import POLL
 from pagestream_streams.errors import DigestMismatch, OffsetOutOfRange, RequestNotFound, Unavailable
 from pagestream_streams.gateway.follower import Follower
 from pagestream_streams.gateway.open_reads import OpenReads
 from pagestream_streams.protocol.keys import Partition
+from pagestream_streams.scripts import POLL
 from pagestream_streams.settings import StreamsSettings
 
 LONGEST_WAIT_S = 5.0

@@ -11,7 +11,6 @@ from typing import TypeVar
 from pagestream.v1.records_pb2 import LogEntry, LogSlice, PackedWakeUp, RequestSpec
 
 from pagestream_streams.admin.broker import Broker
-from pagestream_streams.byte_budget import ByteBudget
 from pagestream_streams.errors import ModelNotFound, RequestNotFound, Unavailable
 from pagestream_streams.fault_points import FaultPoint, reach
 from pagestream_streams.gateway.follower import LARGE_BYTES, Follower, Sink
@@ -21,7 +20,7 @@ from pagestream_streams.gateway.registrations import Registrations
 from pagestream_streams.gateway.reservations import renew, renewal_s
 from pagestream_streams.gateway.slice_buffer import ReadLimits
 from pagestream_streams.protocol.records import from_stream_fields
-from pagestream_streams.tasks import Periodic, Turns, raise_if_cancelled
+from pagestream_streams.tasks import ByteBudget, Periodic, Turns, raise_if_cancelled
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")

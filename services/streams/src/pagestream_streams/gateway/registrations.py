@@ -11,11 +11,11 @@ from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED
 
 from pagestream_streams.admin.broker import Broker
 from pagestream_streams.connection.connection import Call
-from pagestream_streams.connection.scripts import REGISTER, UNREGISTER
 from pagestream_streams.errors import RequestNotFound, Unavailable
 from pagestream_streams.gateway.follower import Follower
 from pagestream_streams.gateway.open_reads import ExpectedRead, ExpectedReads, OpenReads
 from pagestream_streams.protocol.keys import Partition
+from pagestream_streams.scripts import REGISTER, UNREGISTER
 
 _log = logging.getLogger(__name__)
 

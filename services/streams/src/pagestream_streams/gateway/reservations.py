@@ -11,9 +11,9 @@ from pagestream.v1.inference_pb2 import ON_DISCONNECT_CONTINUE
 from pagestream.v1.records_pb2 import RequestSpec
 
 from pagestream_streams.connection.connection import Connection
-from pagestream_streams.connection.scripts import RELEASE, RESERVE
 from pagestream_streams.errors import IdempotencyConflict, Unavailable
 from pagestream_streams.protocol.keys import Keyspace
+from pagestream_streams.scripts import RELEASE, RESERVE
 
 _log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_streams.admin.broker import Broker, free_key
 from pagestream_streams.admin.request_lists import enlist
 from pagestream_streams.admin.sweeper import Sweeper
-from pagestream_streams.connection.subscription import Subscription
+from pagestream_streams.connection.connection import Subscription
 from pagestream_streams.errors import (
     LogsFull,
     ModelNotFound,

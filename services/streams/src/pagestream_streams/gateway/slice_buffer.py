@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from pagestream_streams.byte_budget import ByteBudget
+from pagestream_streams.tasks import ByteBudget
 
 _SLICE_BYTES = 64  # of a packed slice's object and its place in the buffer, beside its bytes
 

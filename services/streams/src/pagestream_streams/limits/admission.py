@@ -19,10 +19,10 @@ from pagestream.v1.records_pb2 import RequestSpec
 
 from pagestream_streams.admin.broker import Broker
 from pagestream_streams.connection.connection import Call
-from pagestream_streams.connection.scripts import ADMIT, NOTE_STATES, REQUEST_STATES
 from pagestream_streams.errors import RateLimited, RequestNotFound, Unavailable
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.rates import CREDENTIAL, NAMES, TENANT, Limits, LimitSource, Rate
+from pagestream_streams.scripts import ADMIT, NOTE_STATES, REQUEST_STATES
 from pagestream_streams.tasks import Periodic, cancel
 
 _log = logging.getLogger(__name__)

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from pagestream_streams.admin.broker import Broker
 from pagestream_streams.connection.connection import Call
-from pagestream_streams.connection.scripts import FOLD_USAGE, TAKE_ENDS
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.protocol.keys import Partition
+from pagestream_streams.scripts import FOLD_USAGE, TAKE_ENDS
 from pagestream_streams.tasks import Periodic
 
 _log = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 //
 // What pagestream_worker/logs/python_logs.py does for one log at a time, for all logs in one pass over a step's tokens.
 // The formats are those of pagestream_streams: protocol/digests.py (a link), protocol/entries.py (an entry's values),
-// lua/append.lua (ARGV[2]) and records.proto (WakeUp). Called through ctypes with the interpreter's lock held, so that
+// scripts/append.lua (ARGV[2]) and records.proto (WakeUp). Called through ctypes with the interpreter's lock held, so that
 // no two calls run at once. No function throws: each returns FAILED where memory is short, or for arguments that do not
 // fit each other.
 

@@ -5,9 +5,8 @@ from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator
 from contextlib import aclosing
 
 from pagestream.v1.records_pb2 import LogEnd
-from pagestream_streams.byte_budget import ByteBudget
 from pagestream_streams.errors import DigestMismatch, StreamsError
-from pagestream_streams.tasks import cancel
+from pagestream_streams.tasks import ByteBudget, cancel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 

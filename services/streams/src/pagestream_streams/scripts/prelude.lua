@@ -414,7 +414,7 @@ local function unreserve(id)
   end
 end
 
--- == A tenant's files and batches, see lua/batches/ ==
+-- == A tenant's files and batches, see scripts/batches/ ==
 --
 -- Beside a tenant's prefix: files and batches (sorted sets of ids by the time of their creation), expiries (both, by
 -- when they are removed), held (bytes of all data), and for each id file:<id>, data:<id>, batch:<id>, jobs:<id>.

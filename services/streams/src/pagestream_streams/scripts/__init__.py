@@ -1,4 +1,4 @@
-"""The Lua scripts of `lua/`: one file for each step of the protocol.
+"""The steps of the protocol: Lua scripts beside this file, one for each step, and the names they are run by.
 
 A script's header states its keys, arguments and reply, and why a retry is harmless.
 """
@@ -41,7 +41,7 @@ def _load(name: str, *, repeat: bool = True, num_arguments: int | None = None, h
 
     `helpers`: name of further shared helpers, between prelude.lua and the script.
     """
-    folder = resources.files("pagestream_streams") / "lua"
+    folder = resources.files("pagestream_streams") / "scripts"
     step = "".join((folder / f"{each}.lua").read_text() for each in (helpers, name) if each)
     if num_arguments is not None:
         step = _FOR_MANY.format(first=num_arguments + 1, step=step)
