@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams import Broker, EmbeddedRedis, GatewaySession, QueueFull, RateLimited, expire_engine
-from pagestream_streams.limits import NO_LIMITS, Limits, Rate, read_usage, tenants_with_usage
+from pagestream_streams.limits import read_usage, tenants_with_usage
+from pagestream_streams.rates import NO_LIMITS, Limits, Rate
 from redis import Redis
 from support.protocol.token_streams import CALM, MODEL, TENANT, card, eventually, home_of, read_all, spec, worker
 from support.protocol.virtual_streams import VirtualStreams

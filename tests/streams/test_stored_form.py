@@ -23,10 +23,10 @@ from pagestream.v1.inference_pb2 import (
 )
 from pagestream.v1.records_pb2 import Adapter, ChoiceFinish, LogEnd, LogEntry, PromptPart, RequestSpec
 from pagestream_streams import AdapterRefused
+from pagestream_streams.admin import check_adapter_files
 from pagestream_streams.gateway import most_bytes
 from pagestream_streams.protocol import (
     FINISH_REASONS,
-    check_adapter_files,
     finish_reason_name,
     from_stream_fields,
     most_output_tokens,

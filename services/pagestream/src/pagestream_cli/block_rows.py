@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from pagestream.v1.records_pb2 import BlockMap
     from pagestream_streams import Broker
-    from pagestream_streams.observation.model_states import ModelRow
+    from pagestream_streams.admin.observation import ModelRow
 
 WIDTH = 80
 MOST_ROWS = 6
@@ -33,7 +33,7 @@ async def read_maps(broker: Broker, models: Sequence[ModelRow], *, wait_s: float
 
     `wait_s`: seconds for which engines without a map are waited for.
     """
-    from pagestream_streams.observation.block_maps import BlockMaps
+    from pagestream_streams.admin.observation import BlockMaps
 
     maps, until = BlockMaps(broker.connection), time.monotonic() + wait_s
     ids = [load.engine_id for model in models for load in model.engines][:MOST_MAPS]

@@ -153,7 +153,7 @@ def _is_done(view: RosterView, name: str, verb: Verb) -> bool:
 
 async def _remove(broker: Broker, arguments: argparse.Namespace) -> None:
     from pagestream_streams import ModelInUse, RequestsUnfinished, unpublish
-    from pagestream_streams.limits.ends import EndCounter
+    from pagestream_streams.limits import EndCounter
 
     count = EndCounter(broker).count_partition
     try:

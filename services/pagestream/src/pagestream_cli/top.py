@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
     from pagestream.v1.records_pb2 import BlockMap
     from pagestream_streams import Broker
-    from pagestream_streams.admin.engine_loads import EngineLoad
-    from pagestream_streams.observation.model_states import ModelRow
+    from pagestream_streams.admin.observation import EngineLoad, ModelRow
 
 MOST_ENGINES_SHOWN = 40
 _BAR = 20
@@ -101,7 +100,7 @@ def as_json(models: Sequence[ModelRow]) -> str:
 
 
 async def _show(arguments: argparse.Namespace) -> None:
-    from pagestream_streams.observation.model_states import read_models
+    from pagestream_streams.admin.observation import read_models
 
     async with store.opened(store.redis_url(arguments)) as broker:
         models = await read_models(broker)
@@ -117,8 +116,7 @@ async def _show(arguments: argparse.Namespace) -> None:
 async def _follow(broker: Broker, models: Sequence[ModelRow], interval_s: float, *, with_blocks: bool) -> None:
     """Show readings until the task is cancelled; while Redis is away, the last one with a line that says so."""
     from pagestream_streams import Unavailable
-    from pagestream_streams.observation.block_maps import WATCHED_MS
-    from pagestream_streams.observation.model_states import read_models
+    from pagestream_streams.admin.observation import WATCHED_MS, read_models
     from rich.live import Live
     from rich.text import Text
 

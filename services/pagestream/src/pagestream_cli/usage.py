@@ -16,7 +16,7 @@ from pagestream_cli.console import say
 from pagestream_cli.errors import UsageError
 
 if TYPE_CHECKING:
-    from pagestream_streams.limits.usage import Usage
+    from pagestream_streams.limits import Usage
 
 _UNITS = {"m": 60, "h": 3600, "d": 86_400}
 _COUNTS = ("requests", "prompt_tokens", "cached_tokens", "output_tokens")
@@ -112,7 +112,7 @@ def table(rows: Sequence[dict[str, Any]], by: Sequence[str]) -> str:
 
 
 async def _read(arguments: argparse.Namespace, since_s: int) -> list[Usage]:
-    from pagestream_streams.limits.usage import read_usage
+    from pagestream_streams.limits import read_usage
 
     async with store.opened(store.redis_url(arguments)) as broker:
         return await read_usage(broker, since_s=since_s, tenant=arguments.tenant)

@@ -7,10 +7,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pagestream_streams.admin.broker import Broker, discard_request, expire_engine
-    from pagestream_streams.admin.request_lists import RequestPage, enlist, list_requests
+    from pagestream_streams.admin.broker import (
+        Broker,
+        RequestPage,
+        discard_request,
+        enlist,
+        expire_engine,
+        list_requests,
+    )
+    from pagestream_streams.admin.ending import unpublish
     from pagestream_streams.admin.sweeper import Sweeper
-    from pagestream_streams.admin.unpublishing import unpublish
     from pagestream_streams.connection.embedded import EmbeddedRedis, ServerBinary, find_server, server_command
     from pagestream_streams.engine.session import EngineSession
     from pagestream_streams.errors import (
@@ -96,10 +102,11 @@ __all__ = [
 ]
 
 _MODULES = {
-    **dict.fromkeys(("Broker", "discard_request", "expire_engine"), "admin.broker"),
-    **dict.fromkeys(("RequestPage", "enlist", "list_requests"), "admin.request_lists"),
+    **dict.fromkeys(
+        ("Broker", "RequestPage", "discard_request", "enlist", "expire_engine", "list_requests"), "admin.broker"
+    ),
     "Sweeper": "admin.sweeper",
-    "unpublish": "admin.unpublishing",
+    "unpublish": "admin.ending",
     **dict.fromkeys(("EmbeddedRedis", "ServerBinary", "find_server", "server_command"), "connection.embedded"),
     "EngineSession": "engine.session",
     **dict.fromkeys(

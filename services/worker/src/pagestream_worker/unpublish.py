@@ -17,7 +17,7 @@ from pagestream_streams import (
     settings_from_environment,
     unpublish,
 )
-from pagestream_streams.limits.ends import EndCounter
+from pagestream_streams.limits import EndCounter
 
 EXIT_REMOVED, EXIT_UNAVAILABLE, EXIT_BAD_OPTIONS, EXIT_IN_USE, EXIT_UNFINISHED = 0, 1, 2, 3, 4
 

@@ -4,13 +4,13 @@ import re
 
 from pagestream.v1.inference_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP, RequestError
 from pagestream.v1.records_pb2 import LogEnd, RequestSpec
-from pagestream_streams.admin.unserved import ERROR_CODE, MODEL_UNAVAILABLE
+from pagestream_streams.admin.ending import MODEL_UNAVAILABLE, NO_ENGINE
 from pagestream_streams.protocol.records import INVALID_REQUEST, finish_reason_name
 
 from pagestream_gateway.core.sampling.parameters import PARAMETER_NAMES
 from pagestream_gateway.errors import GenerationFailed, NoEngine, RequestFailed
 
-_FAILURES = {ERROR_CODE: NoEngine, MODEL_UNAVAILABLE: NoEngine}
+_FAILURES = {NO_ENGINE: NoEngine, MODEL_UNAVAILABLE: NoEngine}
 """By the code that the log carries."""
 _AT_FAULT = re.compile(r"([a-z_]+(?:, [a-z_]+)*): ")
 """With what an engine begins the message of a request that is at fault: names of sampling parameters."""
@@ -18,7 +18,7 @@ _CONSTRAINT = "structured_outputs"
 LOG_CODES = {
     "engine_error": "An engine failed on the request, or could not read it.",
     INVALID_REQUEST: "An engine found the request at fault.",
-    ERROR_CODE: "No engine has served its model for long.",
+    NO_ENGINE: "No engine has served its model for long.",
     MODEL_UNAVAILABLE: "No engine that lists its model can load it.",
     "model_removed": "Its model was removed while it waited.",
     "quarantined": "It made engines hang or die, and is kept for operators.",

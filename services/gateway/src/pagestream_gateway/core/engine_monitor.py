@@ -9,10 +9,8 @@ from typing import Any
 
 from pagestream.v1.records_pb2 import BlockHolders, BlockMap
 from pagestream_streams import Broker
-from pagestream_streams.admin.engine_loads import EngineLoad
+from pagestream_streams.admin.observation import BlockMaps, EngineLoad, ModelRow, read_models
 from pagestream_streams.errors import Unavailable
-from pagestream_streams.observation.block_maps import BlockMaps
-from pagestream_streams.observation.model_states import ModelRow, read_models
 
 from pagestream_gateway.core.redis_timeout import RedisTimeout
 

@@ -6,7 +6,7 @@ import time
 from itertools import islice
 
 from pagestream_streams import Broker, GatewaySession
-from pagestream_streams.admin.memory import MemoryUse, entry_size, memory_use
+from pagestream_streams.admin.observation import MemoryUse, entry_size, memory_use
 from pagestream_streams.errors import StreamsError
 from pagestream_streams.tasks import Periodic
 from pagestream_telemetry import catalog

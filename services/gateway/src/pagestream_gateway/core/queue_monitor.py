@@ -5,7 +5,7 @@ import logging
 import time
 
 from pagestream_streams import Broker
-from pagestream_streams.admin.queues import QueueDepth, QueueState, queue_states
+from pagestream_streams.admin.observation import QueueDepth, QueueState, queue_states
 from pagestream_streams.errors import StreamsError
 from pagestream_streams.tasks import Periodic
 from pagestream_telemetry import catalog

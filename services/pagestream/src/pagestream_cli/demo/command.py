@@ -110,7 +110,7 @@ def _victim(host: DemoHost, kind: str, owners: Sequence[str]) -> str | None:
 async def _owners(broker: Broker, streams: Sequence[DemoStream]) -> list[str]:
     """Return the engine that has each stream; "" for none, UNKNOWN while Redis does not answer."""
     from pagestream_streams import StreamsError
-    from pagestream_streams.admin.ownership import read_owners
+    from pagestream_streams.admin.broker import read_owners
 
     accepted = [each.request_id for each in streams if each.request_id]
     found: dict[str, str] = dict.fromkeys(accepted, UNKNOWN)

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import uvicorn
 from pagestream_streams import Broker, StreamsError, settings_from_environment
-from pagestream_streams.admin.ownership import read_owners
+from pagestream_streams.admin.broker import read_owners
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware

@@ -1,12 +1,20 @@
-"""One process' access to Redis: its connections, the models, and what can be done to a request from outside."""
+"""One process' access to Redis: its connections, the models, and what can be done to a request from outside.
+
+The list of a tenant's requests is a key of its own, so it is written beside `accept`, not with it: a request whose
+gateway dies in between is served and not listed. What a listed request shows is read from its record, and a request
+without one is not shown. Quarantined requests are listed by model, and requeued by an administrator who trusts them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from pagestream.v1.inference_pb2 import (
+    ON_DISCONNECT_CONTINUE,
     REQUEST_STATE_FINISHED,
     REQUEST_STATE_QUEUED,
     REQUEST_STATE_RUNNING,
@@ -17,23 +25,24 @@ from pagestream.v1.inference_pb2 import (
 from pagestream.v1.records_pb2 import LogSlice, ModelCard, RequestSpec
 
 from pagestream_streams.admin.adapters import AdapterDirectory
-from pagestream_streams.admin.model_directory import ModelDirectory
-from pagestream_streams.admin.quarantine import quarantined_request, quarantined_requests, requeue_quarantined
+from pagestream_streams.admin.directory import ModelDirectory
 from pagestream_streams.admin.queue_positions import EntryId, Place, QueuePositions
 from pagestream_streams.admin.roster import Roster
 from pagestream_streams.connection.connection import Call, Connection, publish_wake_ups, wake_up_message
-from pagestream_streams.errors import RequestNotFound
-from pagestream_streams.protocol.keys import DEFAULT_PARTITIONS, Partition
+from pagestream_streams.errors import ModelNotFound, RequestNotFound, Unavailable
+from pagestream_streams.protocol.keys import DEFAULT_PARTITIONS, Partition, new_request_id
 from pagestream_streams.protocol.records import (
     POISON_S,
     ModelInfo,
     QuarantinedRequest,
+    RequestSummary,
     RequestView,
     equality_digest,
     parse_finish_reason,
 )
-from pagestream_streams.scripts import DISCARD, END, EXPIRE, FREE_KEY, VIEW
+from pagestream_streams.scripts import DELIST, DISCARD, END, ENLIST, EXPIRE, FREE_KEY, REVIVE, VIEW
 from pagestream_streams.settings import StreamsSettings
+from pagestream_streams.tasks import within
 
 STATES: dict[bytes, RequestState] = {
     b"queued": REQUEST_STATE_QUEUED,
@@ -299,3 +308,211 @@ async def free_key(broker: Broker, spec: RequestSpec) -> None:
         connection = broker.connection
         run = connection.run_acknowledged if connection.is_cluster else connection.run
         await run(FREE_KEY, connection.keyspace.reservation(spec.tenant, spec.idempotency_key), spec.request_id)
+
+
+logger = logging.getLogger(__name__)
+
+_KEPT_MS = 7 * 24 * 3600 * 1000  # the longest time that a request may be given over HTTP
+_LIMIT_S = 0.5  # a list that cannot be written at once is not waited for: the request is accepted already
+_READ_AT_ONCE = 100
+_FIELDS = ("tenant", "state", "reason", "next", "ptok", "others", "cached", "attempts", "accepted", "discarded")
+
+
+@dataclass(frozen=True)
+class RequestPage:
+    """Part of a tenant's list."""
+
+    requests: Sequence[RequestSummary]
+    has_more: bool
+
+
+async def enlist(broker: Broker, request_id: str, tenant: str) -> None:
+    """Add an accepted request to its tenant's list. It is logged, not raised, where Redis cannot take it now."""
+    name = broker.connection.keyspace.requests(tenant)
+    try:
+        async with within(_LIMIT_S, "the list of a tenant's requests"):
+            await broker.connection.run(ENLIST, name, request_id, broker.settings.max_listed_requests, _KEPT_MS)
+    except Unavailable as error:
+        logger.warning(
+            "a request is missing from its tenant's list",
+            extra={"request_id": request_id, "tenant": tenant, "reason": str(error)},
+        )
+
+
+async def tenant_of(broker: Broker, request_id: str) -> str:
+    """Return whose a request is. RequestNotFound, also for a malformed id; Unavailable."""
+    where = await broker.directory.locate(request_id)
+    tenant = await broker.connection.execute("HGET", where.request(request_id), "tenant")
+    if tenant is None:
+        raise RequestNotFound(request_id)
+    return str(tenant.decode())
+
+
+async def list_requests(broker: Broker, tenant: str, *, limit: int, after: str = "") -> RequestPage:
+    """Return up to `limit` of a tenant's requests, newest first.
+
+    Args:
+        limit: most requests of the page.
+        after: the id of the last request of the page before; "" for the first page.
+
+    Raises:
+        RequestNotFound: `after` is not in the list, or no longer.
+        Unavailable: a retry is harmless.
+    """
+    name = broker.connection.keyspace.requests(tenant)
+    start = 0
+    if after:
+        rank = await broker.connection.execute("ZREVRANK", name, after)
+        if rank is None:
+            raise RequestNotFound(after)
+        start = rank + 1
+    found: list[RequestSummary] = []
+    while len(found) <= limit:
+        members = await broker.connection.execute("ZREVRANGE", name, start, start + _READ_AT_ONCE - 1)
+        if not members:
+            break
+        ids = [member.decode() for member in members]
+        summaries = await summaries_of(broker, ids, tenant)
+        found += [summary for summary in summaries if summary is not None and not summary.is_discarded]
+        gone = [request_id for request_id, summary in zip(ids, summaries, strict=True) if summary is None]
+        start += len(ids) - len(gone)
+        if gone:
+            start += await broker.connection.run(DELIST, name, broker.settings.retention_s * 1000, *gone)
+    return RequestPage(found[:limit], has_more=len(found) > limit)
+
+
+async def summaries_of(broker: Broker, ids: Sequence[str], tenant: str) -> list[RequestSummary | None]:
+    """Return the state of each of a tenant's requests; None where its record is gone. Unavailable."""
+    places = [await _locate(broker, request_id) for request_id in ids]
+    known = [(request_id, where) for request_id, where in zip(ids, places, strict=True) if where is not None]
+    replies = await broker.connection.pipeline(
+        [("HMGET", where.request(request_id), *_FIELDS) for request_id, where in known]
+    )
+    summaries = {
+        request_id: _summary(request_id, where, reply)
+        for (request_id, where), reply in zip(known, replies, strict=True)
+        if reply[0] == tenant.encode()
+    }
+    return [summaries.get(request_id) for request_id in ids]
+
+
+async def _locate(broker: Broker, request_id: str) -> Partition | None:
+    try:
+        return await broker.directory.locate(request_id)
+    except RequestNotFound:
+        return None  # its model was removed
+
+
+def _summary(request_id: str, where: Partition, fields: Sequence[Any]) -> RequestSummary:
+    _, state, reason, next_index, prompt, others, cached, attempts, accepted, discarded = fields
+    return RequestSummary(
+        request_id=request_id,
+        model=where.model,
+        state=STATES[state],
+        finish_reason=parse_finish_reason((reason or b"").decode()),
+        next_index=int(next_index),
+        usage=Usage(
+            prompt_tokens=int(prompt), completion_tokens=int(next_index) - int(others), cached_tokens=int(cached)
+        ),
+        attempts=int(attempts),
+        accepted_at=int(accepted) / 1000,
+        is_discarded=discarded == b"1",
+    )
+
+
+_QUARANTINE_FIELDS = ("dead", "spec", "revived_as")
+
+
+async def quarantined_requests(connection: Connection, partitions: Sequence[Partition]) -> list[QuarantinedRequest]:
+    """Return the quarantined requests of some partitions, oldest first. Unavailable."""
+    streams = await connection.pipeline([("XRANGE", where.dead, "-", "+") for where in partitions])
+    found = [(where, row) for where, rows in zip(partitions, streams, strict=True) for row in rows]
+    records = await connection.pipeline([_record_command(where, row[1][b"id"].decode()) for where, row in found])
+    dead = [
+        _to_request(where, row, record)
+        for (where, row), record in zip(found, records, strict=True)
+        if record[0] == row[0]  # else the record is past its retention
+    ]
+    return sorted(dead, key=lambda each: (each.quarantined_at, each.request_id))
+
+
+async def quarantined_request(connection: Connection, where: Partition, request_id: str) -> QuarantinedRequest:
+    """Return a quarantined request. RequestNotFound where it isn't quarantined; Unavailable."""
+    record = await connection.execute(*_record_command(where, request_id))
+    if record[0] is None:
+        raise RequestNotFound(request_id)
+    rows = await connection.execute("XRANGE", where.dead, record[0], record[0])
+    if not rows:
+        raise RequestNotFound(request_id)
+    return _to_request(where, rows[0], record)
+
+
+async def requeue_quarantined(
+    connection: Connection, where: Partition, request_id: str, check_published: Callable[[str], Awaitable[None]]
+) -> str:
+    """Requeue a quarantined request; return its new id, the same in a repeated call. RequestNotFound, Unavailable.
+
+    `check_published`: raises where the model of an id is not published now; called where the partition was closed.
+    """
+    spec = RequestSpec()
+    spec.CopyFrom((await quarantined_request(connection, where, request_id)).spec)
+    spec.idempotency_key = ""  # stays with the quarantined request, whose log has its end
+    spec.request_id = new_request_id(where.model, where.number, spec.tenant)
+    # Without a reader yet, a disconnect grace would end it before the administrator has looked.
+    spec.on_disconnect = ON_DISCONNECT_CONTINUE
+    arguments = (
+        request_id,
+        spec.request_id,
+        spec.SerializeToString(),
+        spec.deadline_ms,
+        spec.disconnect_grace_ms,
+        1,
+        where.doorbell,
+        where.number,
+    )
+    made = await connection.run(REVIVE, where.prefix, *arguments)
+    if made is not None and not made[0]:
+        await check_published(request_id)
+        made = await connection.run(REVIVE, where.prefix, *arguments, made[1])
+    if made is None:
+        raise RequestNotFound(request_id)
+    if not made[0]:
+        raise ModelNotFound(where.model)
+    return str(made[0].decode())
+
+
+def _record_command(where: Partition, request_id: str) -> tuple[str, ...]:
+    return ("HMGET", where.request(request_id), *_QUARANTINE_FIELDS)
+
+
+def _to_request(
+    where: Partition, row: tuple[bytes, Mapping[bytes, bytes]], record: Sequence[Any]
+) -> QuarantinedRequest:
+    entry, fields = row
+    milliseconds, _, _ = entry.partition(b"-")
+    return QuarantinedRequest(
+        request_id=fields[b"id"].decode(),
+        model=where.model,
+        tenant=fields[b"tenant"].decode(),
+        reason=fields[b"reason"].decode(),
+        next_index=int(fields[b"index"]),
+        attempts=int(fields[b"attempts"]),
+        engines=tuple(fields[b"engines"].decode().split()),
+        quarantined_at=int(milliseconds) / 1000,
+        requeued_as=None if record[2] is None else record[2].decode(),
+        spec=RequestSpec.FromString(record[1]),
+    )
+
+
+_RUNNING = b"running"
+
+
+async def read_owners(broker: Broker, request_ids: Sequence[str]) -> list[str]:
+    """Return the id of the engine that runs each request; "" for one that none runs. Unavailable, RequestNotFound.
+
+    An engine that has died is a request's owner until the request is taken from it.
+    """
+    places = [await broker.directory.locate(each) for each in request_ids]
+    keys = [where.request(each) for where, each in zip(places, request_ids, strict=True)]
+    found = await broker.connection.pipeline([("HMGET", key, "state", "owner") for key in keys])
+    return [owner.decode() if state == _RUNNING and owner else "" for state, owner in found]

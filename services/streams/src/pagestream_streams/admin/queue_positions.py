@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pagestream_streams.admin.model_directory import ModelDirectory
+from pagestream_streams.admin.directory import ModelDirectory
 from pagestream_streams.connection.connection import Call, Connection
 from pagestream_streams.errors import ModelNotFound, Unavailable
 from pagestream_streams.scripts import OUTLINE, REGISTRY

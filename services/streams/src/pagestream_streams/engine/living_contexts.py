@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection
 
 from pagestream_streams.admin.broker import Broker
-from pagestream_streams.admin.contexts import bounds, read_contexts
+from pagestream_streams.admin.directory import bounds, read_contexts
 from pagestream_streams.engine.assignment import Assignment
 from pagestream_streams.engine.identity import EngineIdentity
 from pagestream_streams.errors import ModelNotFound

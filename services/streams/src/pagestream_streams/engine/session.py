@@ -10,7 +10,7 @@ from typing import Self
 from pagestream.v1.records_pb2 import ModelCard, RequestSpec
 
 from pagestream_streams.admin.broker import Broker
-from pagestream_streams.admin.memory import MemoryUse, memory_use
+from pagestream_streams.admin.observation import BlockMaps, MemoryUse, memory_use
 from pagestream_streams.admin.sweeper import Sweeper
 from pagestream_streams.connection.connection import Subscription
 from pagestream_streams.engine.active_requests import ActiveRequests
@@ -26,7 +26,6 @@ from pagestream_streams.engine.isolation import Isolation
 from pagestream_streams.engine.prefix_report import PrefixReport
 from pagestream_streams.engine.retirement import Retirement
 from pagestream_streams.errors import ModelNotFound, Unavailable
-from pagestream_streams.observation.block_maps import BlockMaps
 from pagestream_streams.protocol.records import Append, AppendOutcome, Claim, TokenAppends, TokenOutcomes
 
 

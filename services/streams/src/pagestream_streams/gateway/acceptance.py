@@ -22,7 +22,7 @@ from pagestream_streams.fault_points import FaultPoint, reach
 from pagestream_streams.gateway.engine_watch import EngineWatch
 from pagestream_streams.gateway.placing import Placed, Placer, left_ms
 from pagestream_streams.gateway.reservations import Reservation, record_ms, reserve
-from pagestream_streams.limits.admission import Demand
+from pagestream_streams.limits import Demand
 from pagestream_streams.protocol.expected_lengths import ExpectedLengths
 from pagestream_streams.protocol.keys import Partition, new_request_id
 from pagestream_streams.protocol.records import is_prompt_alone, most_output_tokens, num_sequences, output_bounds

@@ -11,8 +11,7 @@ from typing import NamedTuple, Self
 from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 
-from pagestream_streams.admin.broker import Broker, free_key
-from pagestream_streams.admin.request_lists import enlist
+from pagestream_streams.admin.broker import Broker, enlist, free_key
 from pagestream_streams.admin.sweeper import Sweeper
 from pagestream_streams.connection.connection import Subscription
 from pagestream_streams.errors import (
@@ -30,8 +29,7 @@ from pagestream_streams.gateway.heartbeat import GatewayHeartbeat
 from pagestream_streams.gateway.log_quota import LogQuota
 from pagestream_streams.gateway.readers import Readers
 from pagestream_streams.gateway.reservations import release, shorten
-from pagestream_streams.limits.admission import Admission, Admissions
-from pagestream_streams.limits.ends import EndCounter
+from pagestream_streams.limits import Admission, Admissions, EndCounter
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.rates import LimitSource, Rate
 

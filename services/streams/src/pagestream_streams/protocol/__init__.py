@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pagestream_streams.protocol.adapter_files import check_adapter_files
     from pagestream_streams.protocol.keys import (
         MAX_PARTITIONS,
         Keyspace,
@@ -46,7 +45,6 @@ __all__ = [
     "chain",
     "chain_values",
     "chained",
-    "check_adapter_files",
     "finish_reason_name",
     "from_stream_fields",
     "model_tag",
@@ -63,7 +61,7 @@ __all__ = [
     "to_log_entry",
 ]
 
-_MODULES = ("keys", "adapter_files", "records")
+_MODULES = ("keys", "records")
 
 
 def __getattr__(name: str) -> object:

@@ -1,7 +1,7 @@
 """What the decision reads: the roster and the queues, in its own terms."""
 
 from pagestream_streams import Broker
-from pagestream_streams.admin.queues import QueueState, queue_states
+from pagestream_streams.admin.observation import QueueState, queue_states
 from pagestream_streams.admin.roster import RosterView, Verb
 
 from pagestream_worker.models.sharing import Demand, EngineState

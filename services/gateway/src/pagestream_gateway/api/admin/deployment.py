@@ -3,8 +3,7 @@
 from typing import Any
 
 from fastapi import APIRouter
-from pagestream_streams.admin.engine_loads import read_engine_loads
-from pagestream_streams.admin.queues import QueueDepth, QueueState, queue_states, tenant_queues
+from pagestream_streams.admin.observation import QueueDepth, QueueState, queue_states, read_engine_loads, tenant_queues
 from pagestream_streams.admin.roster import RosterRow
 from starlette.responses import JSONResponse, Response
 

@@ -1,7 +1,7 @@
 """/admin/v1/requests and /admin/v1/tenants: requests of any tenant, without what they say."""
 
 from fastapi import APIRouter
-from pagestream_streams.admin.request_lists import tenant_of
+from pagestream_streams.admin.broker import tenant_of
 from pagestream_streams.errors import RequestNotFound
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response

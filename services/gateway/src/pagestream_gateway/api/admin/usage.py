@@ -3,7 +3,7 @@
 from typing import Any
 
 from fastapi import APIRouter
-from pagestream_streams.limits.usage import read_usage
+from pagestream_streams.limits import read_usage
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 

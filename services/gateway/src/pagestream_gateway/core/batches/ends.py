@@ -5,7 +5,7 @@ import logging
 
 from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED
 from pagestream_streams import Broker
-from pagestream_streams.admin.request_lists import summaries_of
+from pagestream_streams.admin.broker import summaries_of
 from pagestream_streams.errors import Unavailable
 
 logger = logging.getLogger(__name__)

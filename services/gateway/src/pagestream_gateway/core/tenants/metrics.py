@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from pagestream_streams.limits.ends import EndedRequest
+from pagestream_streams.limits import EndedRequest
 from pagestream_telemetry import catalog
 from pagestream_telemetry.instruments import Registry
 

@@ -1,4 +1,7 @@
-"""The models that a deployment knows: their cards, partitions and living engines, cached for a second."""
+"""The models that a deployment knows: their cards, partitions and living engines, cached for a second.
+
+A model's card says which contexts its living engines hold.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,19 @@ import asyncio
 import hashlib
 import re
 import time
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pagestream.v1.records_pb2 import ModelCard
 
-from pagestream_streams.admin.contexts import with_bounds, with_living
 from pagestream_streams.connection.connection import Call, Connection
 from pagestream_streams.errors import ModelNameRefused, ModelNotFound, PartitionGone, RequestNotFound, Unavailable
 from pagestream_streams.protocol.keys import MAX_PARTITIONS, Partition, model_tag, parse_request_id
-from pagestream_streams.protocol.records import ModelInfo
+from pagestream_streams.protocol.records import CONTEXT_FIELD, ModelInfo
 from pagestream_streams.scripts import AMEND_MODEL, FORGET_MODEL, REGISTRY
 from pagestream_streams.settings import StreamsSettings
 from pagestream_streams.tasks import within
-from pagestream_streams.view_age import ViewAge
 
 _NAME = re.compile(r"[^\s{}\x00-\x1f\x7f]{1,256}")
 _FIELDS = ("created", "digest", "partitions")
@@ -269,3 +272,77 @@ def _check(name: str, partitions: int) -> None:
         )
     if not 1 <= partitions <= MAX_PARTITIONS:
         raise ValueError(f"partitions: expected 1 to {MAX_PARTITIONS}, got {partitions}")
+
+
+_LEAST_SHARE = 2
+"""An engine that holds less than the longest context divided by this does not shorten what all are asked for."""
+
+
+def bounds(contexts: Collection[int]) -> tuple[int, int]:
+    """Return the longest of some contexts, and the context of requests that leave their length open: the least one that
+    is at least half as long, 0 where that is the longest. All engines but much smaller ones can run them then.
+    """
+    longest = max(contexts)
+    default = min(each for each in contexts if each * _LEAST_SHARE >= longest)
+    return longest, default if default < longest else 0
+
+
+async def read_contexts(connection: Connection, engine_ids: Sequence[str]) -> dict[str, int]:
+    """Return the context of each engine that has published it: tokens, 0 for no limit. Unavailable."""
+    keyspace = connection.keyspace
+    found = await connection.pipeline([("HGET", keyspace.engine(each), CONTEXT_FIELD) for each in engine_ids])
+    return {each: int(text) for each, text in zip(engine_ids, found, strict=True) if text}
+
+
+async def with_living(connection: Connection, card: ModelCard) -> ModelCard:
+    """Return the card of an engine that starts, with the contexts of the engines that live beside it. Unavailable."""
+    living = await connection.run(REGISTRY, connection.keyspace.engines(card.name), "", 0)
+    contexts = await read_contexts(connection, [each.decode() for each in living])
+    known: Iterable[int] = (each for each in contexts.values() if each)
+    return with_bounds(card, *bounds([card.max_model_len, *known]))
+
+
+def with_bounds(card: ModelCard, longest: int, default: int) -> ModelCard:
+    """Return a copy of a card with these contexts."""
+    changed = ModelCard()
+    changed.CopyFrom(card)
+    changed.max_model_len, changed.default_model_len = longest, default
+    return changed
+
+
+class Reading(NamedTuple):
+    """A view that is being read."""
+
+    began_at: float
+    num_changes: int
+
+
+class ViewAge:
+    """Of a view that tasks read and change.
+
+    What a task reads while another one changes it may be as it was before: such a view counts as never read.
+    """
+
+    def __init__(self) -> None:
+        """Create it for a view that was never read."""
+        self._read_at = float("-inf")
+        self._num_changes = 0
+
+    @property
+    def seconds(self) -> float:
+        """Since its reading began; infinite where that has to be done before the view is used."""
+        return time.monotonic() - self._read_at
+
+    def begin(self) -> Reading:
+        """Note that the view is being read."""
+        return Reading(time.monotonic(), self._num_changes)
+
+    def end(self, reading: Reading) -> None:
+        """Note that it has been read."""
+        is_whole = reading.num_changes == self._num_changes
+        self._read_at = reading.began_at if is_whole else float("-inf")
+
+    def note_change(self) -> None:
+        """Note that this process has changed what Redis holds."""
+        self._num_changes += 1
+        self._read_at = float("-inf")
