@@ -49,7 +49,7 @@ from pagestream_engine.scheduler.scheduled_step import ScheduledStep
 from pagestream_engine.step.pending import PendingResult
 from pagestream_engine.step.records import StepPlan, StepResult
 from pagestream_streams import AppendKind, AppendOutcome
-from pagestream_streams.engine.appending import append_arguments, slice_of
+from pagestream_streams.engine.append import append_arguments, slice_of
 from pagestream_streams.protocol.records import TokenOutcomes
 from pagestream_worker.collector import spare_what_lives
 from pagestream_worker.logs.token_columns import PlainSequences

@@ -4,8 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from pagestream_streams import StreamsSettings
-from pagestream_streams.gateway.held_prefixes import MOST_HOLDERS, HeldPrefixes
-from pagestream_streams.gateway.placing import Placer, left_ms
+from pagestream_streams.gateway.place import MOST_HOLDERS, HeldPrefixes, Placer, left_ms
 from pagestream_streams.protocol import Keyspace, Partition, prefixes_of
 from pagestream_streams.protocol.keys import ownership
 

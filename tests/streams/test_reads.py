@@ -12,11 +12,8 @@ import pytest
 from pagestream.v1.records_pb2 import LogEntry, LogSlice
 from pagestream_streams import Broker, DigestMismatch, StreamsSettings, Unavailable, scripts
 from pagestream_streams.connection import Call, Connection
-from pagestream_streams.gateway.follower import Follower
-from pagestream_streams.gateway.open_reads import OpenReads
-from pagestream_streams.gateway.polling import Poller
-from pagestream_streams.gateway.readers import Readers
-from pagestream_streams.gateway.slice_buffer import ReadLimits
+from pagestream_streams.gateway.read import Follower, ReadLimits
+from pagestream_streams.gateway.readers import OpenReads, Poller, Readers
 from pagestream_streams.protocol import Partition
 from pagestream_streams.tasks import ByteBudget
 from redis import exceptions

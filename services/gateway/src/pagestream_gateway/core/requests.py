@@ -11,7 +11,7 @@ from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED, FinishReason
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_streams import Broker, GatewaySession, RequestPage, RequestView, discard_request, list_requests
 from pagestream_streams.errors import DigestMismatch, OffsetOutOfRange, RequestNotFound, StreamsError
-from pagestream_streams.gateway.follower import Sink
+from pagestream_streams.gateway.read import Sink
 
 from pagestream_gateway.core.redis_timeout import RedisTimeout
 from pagestream_gateway.metrics import Metrics

@@ -44,7 +44,7 @@ class QueueDepth:
     takeable_longest: int
     """Tokens of the largest of these, as far as the front of the queue shows."""
     takeable_output_tokens: int
-    """Output tokens that are expected of them, see protocol/expected_lengths.py; 0 for begun requests."""
+    """Output tokens that are expected of them; 0 for begun requests."""
     drain_rate: float
     """Prompt tokens a second that engines claimed from it, over settings.drain_window_ms."""
 

@@ -13,18 +13,11 @@ from pagestream_streams.admin.broker import Broker
 from pagestream_streams.admin.observation import BlockMaps, MemoryUse, memory_use
 from pagestream_streams.admin.sweeper import Sweeper
 from pagestream_streams.connection.connection import Subscription
-from pagestream_streams.engine.active_requests import ActiveRequests
-from pagestream_streams.engine.appending import Appender
-from pagestream_streams.engine.assignment import Assignment
-from pagestream_streams.engine.claim_order import ClaimOrder
-from pagestream_streams.engine.claiming import Claimer
-from pagestream_streams.engine.doorbell import Doorbell
-from pagestream_streams.engine.hand_back import HandBack
-from pagestream_streams.engine.heartbeat import Heartbeat, Load
-from pagestream_streams.engine.identity import EngineIdentity
-from pagestream_streams.engine.isolation import Isolation
-from pagestream_streams.engine.prefix_report import PrefixReport
-from pagestream_streams.engine.retirement import Retirement
+from pagestream_streams.engine.append import Appender
+from pagestream_streams.engine.claim import Claimer, Isolation, PrefixReport
+from pagestream_streams.engine.claim_order import ClaimOrder, Doorbell
+from pagestream_streams.engine.lease import HandBack, Heartbeat, Load, Retirement
+from pagestream_streams.engine.state import ActiveRequests, Assignment, EngineIdentity
 from pagestream_streams.errors import ModelNotFound, Unavailable
 from pagestream_streams.protocol.records import Append, AppendOutcome, Claim, TokenAppends, TokenOutcomes
 

@@ -1,25 +1,33 @@
-"""All reads of one gateway: entries from wake-ups, and from the log where wake-ups fail."""
+"""All reads of one gateway: entries from wake-ups, and from the log where wake-ups fail.
+
+Those that are open, and those that accepted requests are to get, are registered in Redis, which keeps disconnect graces
+from starting. The lengths of logs are polled for reads whose wake-ups may have been lost.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from random import shuffle
 from typing import TypeVar
 
+from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED
 from pagestream.v1.records_pb2 import LogEntry, LogSlice, PackedWakeUp, RequestSpec
 
 from pagestream_streams.admin.broker import Broker
-from pagestream_streams.errors import ModelNotFound, RequestNotFound, Unavailable
+from pagestream_streams.connection.connection import Call, Connection
+from pagestream_streams.errors import DigestMismatch, ModelNotFound, OffsetOutOfRange, RequestNotFound, Unavailable
 from pagestream_streams.fault_points import FaultPoint, reach
-from pagestream_streams.gateway.follower import LARGE_BYTES, Follower, Sink
-from pagestream_streams.gateway.open_reads import OpenReads
-from pagestream_streams.gateway.polling import LONGEST_WAIT_S, Poller
-from pagestream_streams.gateway.registrations import Registrations
-from pagestream_streams.gateway.reservations import renew, renewal_s
-from pagestream_streams.gateway.slice_buffer import ReadLimits
+from pagestream_streams.gateway.accept import renew, renewal_s
+from pagestream_streams.gateway.read import LARGE_BYTES, Follower, ReadLimits, Sink
+from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.protocol.records import from_stream_fields
+from pagestream_streams.scripts import POLL, REGISTER, UNREGISTER
+from pagestream_streams.settings import StreamsSettings
 from pagestream_streams.tasks import ByteBudget, Periodic, Turns, raise_if_cancelled
 
 _log = logging.getLogger(__name__)
@@ -269,3 +277,394 @@ def _request_id(packed: bytes) -> str:
     if len(packed) > 2 and packed[0] == _REQUEST_ID_TAG and packed[1] < 0x80:
         return packed[2 : 2 + packed[1]].decode()
     return LogSlice.FromString(packed).request_id
+
+
+_EXPECTED_BYTES = 16 * 1024
+"""Of the wake-ups that are kept for one expected read."""
+_ALL_EXPECTED_BYTES = 8 * 1024 * 1024
+
+
+class OpenReads:
+    """A multimap from request ids to followers, indexed by partition: heartbeats ask for every partition.
+
+    Several clients may read one request.
+    """
+
+    def __init__(self) -> None:
+        """Create it empty."""
+        self._followers: defaultdict[str, list[Follower]] = defaultdict(list)
+        self._partitions: defaultdict[Partition, dict[Follower, None]] = defaultdict(dict)  # in the order of `add`
+
+    def __contains__(self, request_id: object) -> bool:
+        """Return whether a request is read."""
+        return request_id in self._followers
+
+    def __iter__(self) -> Iterator[Follower]:
+        """Iterate over a copy of all followers."""
+        return iter([follower for followers in self._followers.values() for follower in followers])
+
+    def of(self, request_id: str) -> Sequence[Follower]:
+        """Return the followers of a request; () for none."""
+        return self._followers.get(request_id, ())
+
+    def add(self, follower: Follower) -> None:
+        """Add a read."""
+        self._followers[follower.request_id].append(follower)
+        self._partitions[follower.where][follower] = None
+
+    def remove(self, follower: Follower) -> bool:
+        """Remove a read; return whether it was its request's last one."""
+        remaining = self._followers[follower.request_id]
+        remaining.remove(follower)
+        del self._partitions[follower.where][follower]
+        if not self._partitions[follower.where]:
+            del self._partitions[follower.where]
+        if remaining:
+            return False
+        del self._followers[follower.request_id]
+        return True
+
+    def unfinished(self, where: Partition) -> dict[str, str]:
+        """Return what should be registered in a partition: request id -> tenant of reads whose log has not finished."""
+        return {each.request_id: each.tenant for each in self._partitions.get(where, ()) if each.is_open}
+
+
+@dataclass
+class ExpectedRead:
+    """The read that an accepted request is to get."""
+
+    where: Partition
+    tenant: str
+    until: float
+    """When it is not expected any more, as `time.monotonic()`."""
+    accepted_at: float | None = None
+    """When the accept was answered that registered it, likewise; None: it may not be registered."""
+    is_doubtful: bool = False
+    """Whether a registration of the request has been, or is being, taken back since it is expected."""
+    slices: list[bytes] = field(default_factory=list)
+    """Of the wake-ups since then, packed."""
+    num_bytes: int = 0
+    is_whole: bool = True
+    """Whether these are all that its log has."""
+
+
+class ExpectedReads:
+    """Of a gateway. A read that begins has what came before, without asking Redis for it."""
+
+    def __init__(self) -> None:
+        """Create it empty."""
+        self._expected: dict[str, ExpectedRead] = {}
+        self.num_bytes = 0
+        """Of the wake-ups that are kept for all of them."""
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over a copy of the ids."""
+        return iter(list(self._expected))
+
+    def __contains__(self, request_id: object) -> bool:
+        """Return whether a request is yet to be read."""
+        return request_id in self._expected
+
+    def slices(self, request_id: str) -> Sequence[bytes]:
+        """Return the slices that are kept for a read."""
+        read = self._expected.get(request_id)
+        return read.slices if read is not None else ()
+
+    def is_whole(self, request_id: str) -> bool:
+        """Return whether a read has all of its log in what is kept for it."""
+        read = self._expected.get(request_id)
+        return read is not None and read.is_whole
+
+    def expect(self, request_id: str, where: Partition, *, tenant: str, until: float) -> None:
+        """Expect a read of a request that is being accepted."""
+        read = self._expected.get(request_id)
+        if read is None:
+            self._expected[request_id] = ExpectedRead(where, tenant, until)
+            return
+        read.until = until
+        self._drop(read)  # of two accepts, either may have been there before the other's wake-ups
+
+    def note_accepted(self, request_id: str, now: float) -> None:
+        """Note that an accept of a request that was not there has registered this gateway as its reader."""
+        read = self._expected.get(request_id)
+        if read is not None and not read.is_doubtful:
+            read.accepted_at = now
+
+    def doubt(self, request_id: str) -> None:
+        """Note that a registration of a request is being taken back: whatever an accept says, it may be gone."""
+        read = self._expected.get(request_id)
+        if read is not None:
+            read.is_doubtful, read.accepted_at = True, None
+
+    def offer(self, request_id: str, packed: bytes) -> None:
+        """Keep the slice of a wake-up for the read, as far as there is room."""
+        read = self._expected.get(request_id)
+        if read is None or not read.is_whole:
+            return
+        num_bytes = len(packed)
+        if read.num_bytes + num_bytes > _EXPECTED_BYTES or self.num_bytes + num_bytes > _ALL_EXPECTED_BYTES:
+            self._drop(read)
+            return
+        read.slices.append(packed)
+        read.num_bytes += num_bytes
+        self.num_bytes += num_bytes
+
+    def note_gap(self) -> None:
+        """Note that wake-ups may have been lost."""
+        for read in self._expected.values():
+            self._drop(read)
+
+    def overdue(self, now: float) -> list[str]:
+        """Return the requests whose reads are not expected any more at a time, as `time.monotonic()`."""
+        return [request_id for request_id, read in self._expected.items() if read.until < now]
+
+    def take(self, request_id: str, tenant: str | None = None) -> ExpectedRead | None:
+        """Return an expected read, unless it is another tenant's, and expect it no longer."""
+        read = self._expected.get(request_id)
+        if read is None or (tenant is not None and read.tenant != tenant):
+            return None
+        del self._expected[request_id]
+        self.num_bytes -= read.num_bytes
+        return read
+
+    def _drop(self, read: ExpectedRead) -> None:
+        self.num_bytes -= read.num_bytes
+        read.slices, read.num_bytes, read.is_whole = [], 0, False
+
+
+LONGEST_WAIT_S = 5.0
+"""Longest wait of a follower for a wake-up or a poll, in case the polls have stopped."""
+_READS_OF_A_ROUND = 32
+"""Logs to read for wake-ups that seem to be lost. Reads of thousands would make a process that is late later still."""
+
+
+class Poller:
+    """Compares followers that wait with their logs, and ends reads of partitions that stay unreachable."""
+
+    def __init__(self, connection: Connection, settings: StreamsSettings, reads: OpenReads, limit_s: float) -> None:
+        """`limit_s`: seconds that a round may wait for one partition's node."""
+        self._connection = connection
+        self._settings = settings
+        self._reads = reads
+        self._limit_s = limit_s
+        self._away: dict[Partition, tuple[float, float]] = {}  # the first and the last poll without an answer
+
+    @property
+    def partitions_away(self) -> frozenset[Partition]:
+        """Partitions whose last poll was not answered."""
+        return frozenset(self._away)
+
+    async def poll(self) -> None:
+        """Ask for the logs of the followers that have waited for settings.poll_ms."""
+        limit = time.monotonic() - self._settings.poll_ms / 1000
+        by_partition: defaultdict[Partition, list[Follower]] = defaultdict(list)
+        for follower in self._reads:
+            if follower.waiting_since is not None and follower.waiting_since < limit:
+                by_partition[follower.where].append(follower)
+        calls = [
+            Call(POLL, where.prefix, [each.request_id for each in followers])
+            for where, followers in by_partition.items()
+        ]
+        try:
+            replies = await self._connection.run_each(calls, self._limit_s)
+        except Unavailable as error:
+            replies = [error] * len(calls)
+        now, missing = time.monotonic(), list[Follower]()
+        for (where, followers), reply in zip(by_partition.items(), replies, strict=True):
+            if isinstance(reply, Unavailable):
+                self._note_away(where, followers, reply)
+                continue
+            self._away.pop(where, None)
+            for follower, next_index, finished in zip(followers, reply[::2], reply[1::2], strict=True):
+                if follower.waiting_since is not None:
+                    follower.waiting_since = now
+                if _compare(follower, next_index, finished=bool(finished)):
+                    missing.append(follower)
+        shuffle(missing)
+        for follower in missing[:_READS_OF_A_ROUND]:
+            follower.request_log_read()
+
+    def _note_away(self, where: Partition, followers: Sequence[Follower], error: Unavailable) -> None:
+        now = time.monotonic()
+        since, until = self._away.get(where, (now, now))
+        if now - until > 2 * (LONGEST_WAIT_S + self._settings.command_timeout_s):
+            since = now  # not polled meanwhile: no follower has waited, or all were woken
+        self._away[where] = since, now
+        if now - since > self._settings.outage_limit_s:
+            for follower in followers:
+                follower.fail(error)
+
+
+def _compare(follower: Follower, next_index: int, *, finished: bool) -> bool:
+    """Act on the length of a follower's log, -1 where Redis does not know the request.
+
+    Return whether it has to be read, but need not be now.
+    """
+    if next_index < 0 and follower.spec is not None:
+        follower.lose()
+    elif next_index < 0:
+        follower.fail(RequestNotFound(follower.request_id))
+    elif next_index > follower.next_index:
+        if follower.misses(next_index):
+            if not follower.is_after_gap:
+                return True
+            follower.request_log_read()
+    elif finished and not follower.ended:
+        try:
+            follower.end_at(next_index)
+        except (OffsetOutOfRange, DigestMismatch) as error:
+            follower.fail(error)
+    return False
+
+
+_COMPARE_EVERY = 20  # heartbeats between two comparisons where the counts agree
+
+
+class Registrations:
+    """Registers reads, and takes registrations back when the last read of a request ends."""
+
+    def __init__(self, broker: Broker, gateway_id: str, reads: OpenReads, limit_s: float, *, serves: bool) -> None:
+        """Create it; nothing is sent yet.
+
+        `limit_s`: seconds that a round may wait for one partition's node. Without `serves` nothing is registered.
+        """
+        self._broker = broker
+        self._settings = broker.settings
+        self._gateway_id = gateway_id
+        self._reads = reads
+        self._limit_s = limit_s
+        self._serves = serves
+        self._leaving: dict[str, Partition] = {}
+        self._unregistering: frozenset[str] = frozenset()  # whose registration is being taken back
+        self.awaited = ExpectedReads()
+        """Of accepted requests that were not read yet."""
+        self._beats: defaultdict[Partition, int] = defaultdict(int)
+        self._strays: defaultdict[Partition, set[str]] = defaultdict(set)  # registered at the last look, not read
+
+    @property
+    def expected(self) -> frozenset[str]:
+        """Ids of accepted requests that were not read yet."""
+        return frozenset(self.awaited)
+
+    @property
+    def leaving(self) -> frozenset[str]:
+        """Ids of requests whose registration is to be taken back."""
+        return frozenset(self._leaving)
+
+    def expect(self, where: Partition, request_id: str, tenant: str) -> None:
+        """Note that an accept registers this gateway; without a read in time, the registration is taken back."""
+        if request_id in self._reads or not self._serves:
+            return
+        self._leaving.pop(request_id, None)
+        until = time.monotonic() + self._settings.accepted_unread_ms / 1000
+        self.awaited.expect(request_id, where, tenant=tenant, until=until)
+        if request_id in self._unregistering:
+            self.awaited.doubt(request_id)
+
+    def keep(self, request_id: str, tenant: str) -> ExpectedRead | None:
+        """Keep a registration: a tenant's read of the request begins. Returns what an accept has left for it."""
+        self._leaving.pop(request_id, None)
+        return self.awaited.take(request_id, tenant)
+
+    def leave(self, where: Partition, request_id: str) -> None:
+        """Have a registration taken back by the next `unregister`."""
+        if self._serves:
+            self._leaving[request_id] = where
+
+    def leave_all(self) -> None:
+        """Have every registration taken back by the next `unregister`."""
+        for follower in self._reads:
+            self.leave(follower.where, follower.request_id)
+        for request_id in self.awaited:
+            self._give_up(request_id)
+
+    async def register(self, follower: Follower) -> list[int] | None:
+        """Register a read. Unavailable.
+
+        Returns:
+            The log's length, 1 where it has finished, else 0, and the ms until its deadline, 0 for none; None where
+            Redis knows no such request of the tenant.
+        """
+        [reply] = await self._register_all(follower.where, [(follower.request_id, follower.tenant)])
+        return reply
+
+    async def unregister(self) -> None:
+        """Take back the registrations of requests that are no longer read. Unavailable."""
+        now = time.monotonic()
+        for request_id in self.awaited.overdue(now):
+            self._give_up(request_id)
+        leaving, self._leaving = self._leaving, {}
+        self._unregistering = frozenset(leaving)
+        for request_id in leaving:
+            self.awaited.doubt(request_id)
+        by_partition: defaultdict[Partition, list[str]] = defaultdict(list)
+        for request_id, where in leaving.items():
+            by_partition[where].append(request_id)
+        calls = [
+            Call(UNREGISTER, where.prefix, (self._gateway_id, *request_ids))
+            for where, request_ids in by_partition.items()
+        ]
+        away = set(by_partition)
+        try:
+            replies = await self._broker.connection.run_each(calls, self._limit_s)
+            away = {where for where, reply in zip(by_partition, replies, strict=True) if isinstance(reply, Unavailable)}
+        finally:
+            self._unregistering = frozenset()
+            unread = {
+                each: where
+                for each, where in leaving.items()
+                if where in away and each not in self._reads and each not in self.awaited
+            }
+            self._leaving = unread | self._leaving
+        for request_id, where in leaving.items():
+            if where in away:
+                continue
+            # A read that began while the script was in flight may have lost its registration to it.
+            again = {(each.request_id, each.tenant) for each in self._reads.of(request_id)}
+            if again:
+                await self._register_all(where, again)
+
+    async def compare(self, where: Partition, count: int) -> None:
+        """Make Redis' registrations in a partition equal to the reads that are open here. Unavailable.
+
+        Called with each heartbeat, with the number of registrations that it counted; they are read where that is wrong,
+        and at every 20th heartbeat, not of all partitions at once. Some are missing when this gateway was taken for
+        dead meanwhile. Some are too many when a script arrived after its caller had given up: such a request would
+        never count as abandoned.
+        """
+        self._beats[where] += 1
+        is_turn = (self._beats[where] + where.number) % _COMPARE_EVERY == 0
+        if count == len(self._reads.unfinished(where)) and not is_turn:
+            return
+        key = where.reads(self._gateway_id)
+        found = {each.decode() for each in await self._broker.connection.execute("SMEMBERS", key)}
+        wanted = self._reads.unfinished(where)
+        missing = [(request_id, tenant) for request_id, tenant in wanted.items() if request_id not in found]
+        await self._register_all(where, missing)
+        strays = {each for each in found - wanted.keys() if each not in self._reads and each not in self.awaited}
+        for request_id in strays & self._strays[where]:
+            _log.warning("%s: registered as read by this gateway, but no read is open; unregisters it", request_id)
+            self._leaving[request_id] = where
+        self._strays[where] = strays
+
+    def _give_up(self, request_id: str) -> None:
+        read = self.awaited.take(request_id)
+        if read is not None:
+            self.leave(read.where, request_id)
+
+    async def _register_all(self, where: Partition, reads: Iterable[tuple[str, str]]) -> list[list[int] | None]:
+        if not self._serves:
+            return [await self._looked_up(request_id, tenant) for request_id, tenant in reads]
+        lease = self._settings.lease_ms
+        calls = [
+            Call(REGISTER, where.prefix, (request_id, tenant, self._gateway_id, lease)) for request_id, tenant in reads
+        ]
+        return await self._broker.connection.run_many(calls)
+
+    async def _looked_up(self, request_id: str, tenant: str) -> list[int] | None:
+        """Return what REGISTER would, without a registration."""
+        try:
+            view = await self._broker.view(request_id, tenant, with_position=False)
+        except RequestNotFound:
+            return None
+        return [view.next_index, int(view.state == REQUEST_STATE_FINISHED), 0]

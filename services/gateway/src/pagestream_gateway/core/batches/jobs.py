@@ -11,7 +11,7 @@ from pagestream_streams.batches.lease import BatchLease, LeaseLost
 from pagestream_streams.batches.records import ERRORS, OUTPUT, Batch, Job
 from pagestream_streams.batches.results import shorten_log
 from pagestream_streams.errors import RequestNotFound, StreamsError
-from pagestream_streams.gateway.reservations import reserved_id
+from pagestream_streams.gateway.accept import reserved_id
 
 from pagestream_gateway.core.batches.about import about_of
 from pagestream_gateway.core.batches.ends import RequestEnds

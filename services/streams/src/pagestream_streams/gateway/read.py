@@ -1,19 +1,24 @@
-"""One read of one log: its position, its verified digest, and the entries that wake-ups brought since."""
+"""One read of one log: its position, its verified digest, and the entries that wake-ups brought since.
+
+What they bring while the consumer is busy waits packed, and bounded in bytes.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 from pagestream.v1.records_pb2 import LogEntry, LogSlice, RequestSpec
 
 from pagestream_streams.errors import DigestMismatch, OffsetOutOfRange, StreamsError
 from pagestream_streams.fault_points import FaultPoint, reach
-from pagestream_streams.gateway.slice_buffer import ReadLimits, SliceBuffer
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.protocol.records import chain
+from pagestream_streams.tasks import ByteBudget
 
 _ENTRY_BYTES = 64  # of an entry beside its values
 _FIRST_PAGE_ENTRIES = 16  # of a log whose entries' size is not known yet
@@ -328,3 +333,59 @@ def _parsed(packed: bytes) -> LogSlice | None:
         return LogSlice.FromString(packed)
     except DecodeError:
         return None
+
+
+_SLICE_BYTES = 64  # of a packed slice's object and its place in the buffer, beside its bytes
+
+
+@dataclass(frozen=True)
+class ReadLimits:
+    """What one read may hold in memory."""
+
+    buffer_bytes: int
+    """Of wake-ups that wait for the consumer."""
+    batch_bytes: int
+    """Of the entries, as they are packed, that the consumer gets at once."""
+    page_entries: int
+    """Entries of one read of a log."""
+    budget: ByteBudget
+    """Of the buffers of all reads."""
+
+
+class SliceBuffer:
+    """A queue of packed LogSlices. Parsed entries would take four to ten times as much memory."""
+
+    def __init__(self, limits: ReadLimits) -> None:
+        """Create it empty."""
+        self._limits = limits
+        self._slices: deque[bytes] = deque()
+        self.num_bytes = 0
+        """Held, of this buffer's bound and of the budget of all."""
+
+    def __bool__(self) -> bool:
+        """Return whether anything waits."""
+        return bool(self._slices)
+
+    def append(self, packed: bytes) -> bool:
+        """Add a slice; return False where there is no room for it."""
+        num_bytes = len(packed) + _SLICE_BYTES
+        if self.num_bytes + num_bytes > self._limits.buffer_bytes or not self._limits.budget.try_take(num_bytes):
+            return False
+        self._slices.append(packed)
+        self.num_bytes += num_bytes
+        return True
+
+    def pop(self) -> bytes:
+        """Remove the oldest slice."""
+        packed = self._slices.popleft()
+        self._free(len(packed) + _SLICE_BYTES)
+        return packed
+
+    def clear(self) -> None:
+        """Remove all slices."""
+        self._slices.clear()
+        self._free(self.num_bytes)
+
+    def _free(self, num_bytes: int) -> None:
+        self.num_bytes -= num_bytes
+        self._limits.budget.give(num_bytes)

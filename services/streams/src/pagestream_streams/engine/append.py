@@ -11,9 +11,8 @@ from pagestream.v1.records_pb2 import LogSlice
 
 from pagestream_streams import fault_points
 from pagestream_streams.connection.connection import Call, Connection, WakeUpSender, publish_wake_ups, wake_up_message
-from pagestream_streams.engine.active_requests import ActiveRequests
-from pagestream_streams.engine.identity import EngineIdentity
-from pagestream_streams.engine.isolation import Isolation
+from pagestream_streams.engine.claim import Isolation
+from pagestream_streams.engine.state import ActiveRequests, EngineIdentity
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.protocol.records import (

@@ -1,4 +1,9 @@
-"""Claim requests in order over all partitions, and open the logs of those that go on."""
+"""Claim requests in order over all partitions, and open the logs of those that go on.
+
+A suspect request runs isolated, with nothing beside it. Logs are opened page by page: the event loop that sends the
+beats must not stand still. What an engine has claimed it makes known by the beginnings of the prompts, for gateways to
+place others there.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import logging
 import math
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,20 +20,15 @@ from google.protobuf.message import DecodeError
 from pagestream.v1.records_pb2 import RequestSpec
 
 from pagestream_streams.admin.broker import Broker
-from pagestream_streams.connection.connection import Call
-from pagestream_streams.engine.active_requests import ActiveRequests
-from pagestream_streams.engine.assignment import Assignment
-from pagestream_streams.engine.claim_order import BEFORE_ALL, ClaimOrder, Head, Heads, Take
-from pagestream_streams.engine.doorbell import Doorbell
-from pagestream_streams.engine.identity import EngineIdentity
-from pagestream_streams.engine.isolation import Isolation
-from pagestream_streams.engine.opening import open_log
-from pagestream_streams.engine.prefix_report import PrefixReport
+from pagestream_streams.connection.connection import Call, Connection
+from pagestream_streams.engine.claim_order import BEFORE_ALL, ClaimOrder, Doorbell, Head, Heads, Take
+from pagestream_streams.engine.state import ActiveRequests, Assignment, EngineIdentity
 from pagestream_streams.errors import Unavailable
-from pagestream_streams.protocol.keys import Partition
-from pagestream_streams.protocol.records import Claim, ClaimedLog
-from pagestream_streams.scripts import CLAIM
+from pagestream_streams.protocol.keys import Partition, prefixes_of
+from pagestream_streams.protocol.records import Append, AppendOutcome, Claim, ClaimedLog
+from pagestream_streams.scripts import CLAIM, ISOLATE
 from pagestream_streams.settings import StreamsSettings
+from pagestream_streams.tasks import within
 
 _log = logging.getLogger(__name__)
 
@@ -372,3 +373,138 @@ def _most_left_ms(settings: StreamsSettings, order: ClaimOrder, own: Collection[
     if not own:
         return 0
     return settings.steal_held_most_ms if order.may_have(own) else settings.steal_idle_ms
+
+
+@dataclass
+class _IsolatedRun:
+    request_id: str
+    start_index: int
+    """Length of its log at the claim. The suspicion ends with the next entry."""
+    has_passed: bool = False
+
+
+class Isolation:
+    """Keeps an engine from claiming anything beside a suspect until the suspect's log has a new entry."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        identity: EngineIdentity,
+        *,
+        assignment: Assignment,
+        active_requests: ActiveRequests,
+        doorbell: Doorbell,
+        on_hand_back_all: Callable[[], None] | None,
+    ) -> None:
+        """`on_hand_back_all`: called when a suspect waits and this engine is to hand back all that it holds."""
+        self._broker = broker
+        self._identity = identity
+        self._assignment = assignment
+        self._active_requests = active_requests
+        self._doorbell = doorbell
+        self._on_hand_back_all = on_hand_back_all
+        self._run: _IsolatedRun | None = None
+
+    @property
+    def can_make_room(self) -> bool:
+        """Whether this engine may be chosen to hand everything back for a suspect, and would then take it."""
+        serves = self._on_hand_back_all is not None and not self._assignment.is_retired
+        return serves and self._run is None and len(self._active_requests) > 0
+
+    def make_room(self) -> None:
+        """Have the engine hand back all that it holds."""
+        if self._on_hand_back_all is not None:
+            self._on_hand_back_all()
+
+    async def begin(self, claim: Claim) -> None:
+        """Publish that this engine runs a suspect isolated. Unavailable.
+
+        Every partition has to know before the request runs, so that this engine's death counts against the suspect and
+        not as a sign of a storm of failures.
+        """
+        # First, so that the next claim withdraws what only some partitions know: the engine does not hold it then.
+        self._run = _IsolatedRun(claim.request_id, claim.next_index)
+        await self._publish(claim.request_id)
+
+    async def is_running(self) -> bool:
+        """Return whether a suspect still has to run isolated; withdraw `begin` when it no longer has. Unavailable."""
+        run = self._run
+        if run is None:
+            return False
+        if not run.has_passed and run.request_id in self._active_requests:
+            return True
+        await self._publish("")
+        self._run = None
+        return False
+
+    def settle(self, append: Append, outcome: AppendOutcome, *, is_over: bool) -> None:
+        """Let the suspect pass once an append has made its log longer. `is_over`: the request ended or was lost."""
+        run = self._run
+        if run is None or run.request_id != append.request_id or outcome.next_index <= run.start_index:
+            return
+        if not run.has_passed and not is_over and self._assignment.with_suspects:
+            self.make_room()  # the next suspect waits: this one goes on elsewhere, or here behind it
+        run.has_passed = True
+        self._doorbell.look_again()
+
+    async def _publish(self, request_id: str) -> None:
+        partitions = await self._broker.directory.all_partitions(self._identity.model)
+        arguments = self._identity.engine_id, request_id
+        await self._broker.connection.run_many([Call(ISOLATE, where.prefix, arguments) for where in partitions])
+
+
+PAGE_ENTRIES = 512
+"""Most entries of one read, 2 to 4 ms of the loop: 524,288 entries in one read took it 5 s, and its lease."""
+
+
+async def open_log(connection: Connection, where: Partition, request_id: str) -> ClaimedLog:
+    """Read a log. Unavailable; KeyError, ValueError or OverflowError where an entry can't be read."""
+    log, start = ClaimedLog(), "-"
+    while True:
+        rows = await connection.execute("XRANGE", where.log(request_id), start, "+", "COUNT", PAGE_ENTRIES)
+        for _, fields in rows:
+            log.add(fields)
+        if len(rows) < PAGE_ENTRIES:
+            return log
+        start = f"({rows[-1][0].decode()}"
+
+
+_MOST_DIGESTS = 4096  # of one heartbeat: 32 KiB
+_MOST_ENTRIES = 1024  # of the stream, about
+_KEPT_MS = 3_600_000
+
+
+class PrefixReport:
+    """Publishes digests with the heartbeats, in a bounded stream of the model that gateways read.
+
+    What is lost on the way, or evicted later, costs a cached prefix and nothing else.
+    """
+
+    def __init__(self, connection: Connection, settings: StreamsSettings, identity: EngineIdentity) -> None:
+        """Create it with nothing to publish."""
+        self._connection = connection
+        self._settings = settings
+        self._identity = identity
+        self._digests: deque[bytes] = deque(maxlen=_MOST_DIGESTS)
+
+    def note(self, claims: Iterable[Claim]) -> None:
+        """Note what claimed requests will have cached: of the prompts by which they were placed."""
+        first_tokens = self._settings.placement_tokens
+        for claim in claims:
+            for prompt in claim.spec.prompts[:1]:
+                found = prefixes_of(prompt.ids, first_tokens, claim.spec.cache_salt)
+                self._digests += [digest for _, digest in found]
+
+    async def publish(self, limit_s: float | None) -> None:
+        """Publish what was noted since the last time; `limit_s` bounds the wait in seconds, None does not."""
+        if not self._digests:
+            return
+        digests = b"".join(self._digests)
+        self._digests.clear()
+        key = self._identity.keyspace.engine_prefixes(self._identity.model)
+        entry = ("XADD", key, "MAXLEN", "~", _MOST_ENTRIES, "*", "engine", self._identity.engine_id, "digests", digests)
+        try:
+            async with within(limit_s, "the engine's prefixes"):
+                await self._connection.pipeline([entry, ("PEXPIRE", key, _KEPT_MS)])
+        except Unavailable as error:
+            _log.debug("%s: its prefixes are not published: %s", self._identity.engine_id, error)

@@ -1,11 +1,93 @@
-"""The requests that an engine holds, and how they are compared with those that Redis shows as its own."""
+"""What the parts of an engine's session share: its identity, its partitions, and the requests that it holds."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import secrets
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
 
+from pagestream_streams.errors import RequestNotFound
+from pagestream_streams.protocol.keys import Keyspace, Partition, parse_request_id, partitions_of
 from pagestream_streams.protocol.records import Append, AppendKind, AppendOutcome
+
+
+@dataclass(frozen=True)
+class EngineIdentity:
+    """Constant for the life of a session."""
+
+    engine_id: str
+    """The given name and a boot nonce: an engine that restarts under its name is another engine."""
+    model: str
+    fingerprint: str
+    """Names what decides the bits of the engine's results (model, mode, kernels, machine); "" matches any."""
+    max_model_len: int
+    """Longest context in tokens that the engine holds; 0 for no limit."""
+    keyspace: Keyspace
+    policy: str = ""
+    """Its scheduling policy, by which the model's queue goes as well; "" leaves the queue as it is."""
+
+    @classmethod
+    def create(
+        cls, name: str, *, model: str, fingerprint: str, max_model_len: int, keyspace: Keyspace, policy: str = ""
+    ) -> EngineIdentity:
+        """Add a boot nonce to a name. ValueError for a name with white space or a colon."""
+        if any(character.isspace() or character == ":" for character in name):
+            raise ValueError(f"expected an engine id without spaces and colons, got {name!r}")
+        return cls(f"{name}:{secrets.token_hex(8)}", model, fingerprint, max_model_len, keyspace, policy)
+
+    def partition(self, number: int) -> Partition:
+        """Return a partition of the engine's model."""
+        return self.keyspace.partition(self.model, number)
+
+    def partition_of(self, request_id: str) -> Partition:
+        """Return the partition that a claimed request's id names, without asking Redis, which may have lost the model.
+
+        RequestNotFound for a malformed id.
+        """
+        return self.partition(_partition_number(request_id))
+
+
+@lru_cache(maxsize=8192)
+def _partition_number(request_id: str) -> int:
+    name = parse_request_id(request_id)
+    if name is None:
+        raise RequestNotFound(request_id)
+    return name.partition
+
+
+class Assignment:
+    """Own partitions are claimed from at once, others only for entries that were left for settings.steal_after_ms."""
+
+    def __init__(self) -> None:
+        """Create it without partitions; the first heartbeat sets them."""
+        self.partitions: Sequence[Partition] = ()
+        """All partitions of the model, as last read."""
+        self.own: Sequence[int] = ()
+        """Numbers of the partitions of this engine, see protocol/placement.py."""
+        self.with_suspects: set[int] = set()
+        """Partitions in which a suspect waits for an idle engine, as last heard (docs/decisions/0024)."""
+        self.leaves_longer = False
+        """Whether an engine lives that holds a longer context: what needs it is left to that engine for ever."""
+        self.is_retired = False
+        self.same_fingerprint_only = False
+        """Whether a retired engine still claims, but only begun requests that no other engine computes alike."""
+
+    @property
+    def claims_nothing(self) -> bool:
+        """Whether the engine has retired and leaves all queued requests to others."""
+        return self.is_retired and not self.same_fingerprint_only
+
+    def assign(self, engine_id: str, living: Collection[str]) -> None:
+        """Compute the own partitions from the ids of the living engines."""
+        self.own = partitions_of(engine_id, len(self.partitions), living)
+
+    def retire(self) -> None:
+        """Give up the own partitions."""
+        self.is_retired = True
+        self.own = ()
+
 
 Fence = tuple[int | str, str]
 """Epoch and nonce of a claim, by which scripts refuse what comes from an earlier one."""

@@ -1,26 +1,27 @@
-"""An engine's heartbeat: renew its leases, publish its load, and compare what it holds with what Redis shows."""
+"""An engine's lease: renew it, publish the load, and compare what is held with what Redis shows; hand back and leave.
+
+At its end an engine leaves queued requests to others, then hands back all it holds and deregisters.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from pagestream.v1.records_pb2 import ModelCard
 
 from pagestream_streams.admin.broker import Broker
+from pagestream_streams.admin.directory import bounds, read_contexts
 from pagestream_streams.connection.connection import Call, run_on_each
-from pagestream_streams.engine.active_requests import ActiveRequests
-from pagestream_streams.engine.assignment import Assignment
-from pagestream_streams.engine.hand_back import HandBack
-from pagestream_streams.engine.identity import EngineIdentity
-from pagestream_streams.engine.isolation import Isolation
-from pagestream_streams.engine.living_contexts import LivingContexts
-from pagestream_streams.engine.prefix_report import PrefixReport
+from pagestream_streams.engine.claim import Isolation, PrefixReport
+from pagestream_streams.engine.state import ActiveRequests, Assignment, EngineIdentity
 from pagestream_streams.errors import ModelNotFound, Unavailable
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.protocol.records import CONTEXT_FIELD, FINGERPRINT_FIELD, Argument
-from pagestream_streams.scripts import HEARTBEAT, REGISTRY
+from pagestream_streams.scripts import HAND_BACK, HEARTBEAT, LEAVE, REGISTRY
 from pagestream_streams.tasks import Periodic, within
 
 _log = logging.getLogger(__name__)
@@ -207,3 +208,147 @@ class Heartbeat:
             fields += [name, str(value)]
         key = self._identity.keyspace.engine(self._identity.engine_id)
         await self._broker.connection.pipeline([("HSET", key, *fields), ("PEXPIRE", key, self._settings.lease_ms)])
+
+
+class LivingContexts:
+    """Reads the context of each engine once, as it is constant for the life of a session (docs/decisions/0172)."""
+
+    def __init__(self, broker: Broker, identity: EngineIdentity, assignment: Assignment) -> None:
+        """Create it; nothing is read yet."""
+        self._broker = broker
+        self._identity = identity
+        self._assignment = assignment
+        self._known = {identity.engine_id: identity.max_model_len}
+        self._shorter_since: float | None = None
+
+    async def update(self, living: Collection[str]) -> None:
+        """Note which engines live. Unavailable; the next beat tries again.
+
+        The card grows at once. It shrinks when no engine has held its context for settings.fingerprint_grace_ms: an
+        engine that restarts in that time finds the requests that only it can run.
+        """
+        unknown = [each for each in living if each not in self._known]
+        if unknown:
+            self._known |= await read_contexts(self._broker.connection, unknown)
+        own = {self._identity.engine_id}
+        self._known = {each: context for each, context in self._known.items() if each in own or each in living}
+        self._assignment.leaves_longer = self._is_outlasted()
+        if 0 in self._known.values() or not self._known.keys() >= set(living):
+            return
+        longest, default = bounds([self._known[each] for each in living] or [self._identity.max_model_len])
+        try:
+            card = await self._broker.directory.card(self._identity.model)
+            longest = longest if self._may_say(longest, card.max_model_len) else card.max_model_len
+            if (longest, default) != (card.max_model_len, card.default_model_len):
+                await self._broker.directory.set_contexts(self._identity.model, longest, default)
+        except ModelNotFound:  # withdrawn since the beat began
+            return
+
+    def _is_outlasted(self) -> bool:
+        own = self._identity.max_model_len
+        return own > 0 and any(each == 0 or each > own for each in self._known.values())
+
+    def _may_say(self, longest: int, said: int) -> bool:
+        """Whether the card may say `longest` in place of `said`."""
+        now = time.monotonic()
+        if longest >= said:
+            self._shorter_since = None
+            return True
+        self._shorter_since = now if self._shorter_since is None else self._shorter_since
+        return now - self._shorter_since >= self._broker.settings.fingerprint_grace_ms / 1000
+
+
+class HandBack:
+    """Returns requests of one engine to their queues."""
+
+    def __init__(self, broker: Broker, identity: EngineIdentity, active_requests: ActiveRequests) -> None:
+        """Create it; nothing is sent yet."""
+        self._broker = broker
+        self._identity = identity
+        self._active_requests = active_requests
+
+    async def hand_back(self, request_ids: Collection[str], *, failed: bool = False) -> None:
+        """Hand back requests at their position; see EngineSession.hand_back."""
+        identity = self._identity
+        by_partition: defaultdict[Partition, list[Argument]] = defaultdict(list)
+        for request_id in request_ids:
+            fence = self._active_requests.fence(request_id)
+            by_partition[identity.partition_of(request_id)] += [request_id, *fence]
+        if failed:
+            for where in await self._broker.directory.all_partitions(identity.model):
+                by_partition[where] += []
+        # If the script's run is lost, the next heartbeats find requests that Redis shows and that aren't held.
+        self._active_requests.drop(request_ids)
+        bell, why = identity.keyspace.doorbell(identity.model), "failed" if failed else "stop"
+        control_ms = self._broker.settings.control_ms
+        await self._broker.connection.run_many(
+            [
+                Call(HAND_BACK, where.prefix, (identity.engine_id, bell, where.number, why, control_ms, *triples))
+                for where, triples in by_partition.items()
+            ]
+        )
+
+
+_RETIRED_FIELD = "retired"
+"""Of an engine's record: it takes nothing from others any more, though a heartbeat may still show it as living."""
+
+
+class Retirement:
+    """Takes one engine out of service."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        identity: EngineIdentity,
+        *,
+        assignment: Assignment,
+        active_requests: ActiveRequests,
+        hand_back: HandBack,
+        heartbeat: Heartbeat,
+    ) -> None:
+        """Create it; nothing is sent yet."""
+        self._broker = broker
+        self._identity = identity
+        self._assignment = assignment
+        self._active_requests = active_requests
+        self._hand_back = hand_back
+        self._heartbeat = heartbeat
+
+    async def retire(self) -> bool:
+        """Give up the partitions and claim nothing new; see EngineSession.retire."""
+        identity, connection = self._identity, self._broker.connection
+        self._assignment.retire()
+        keyspace = connection.keyspace
+        registry, own = keyspace.engines(identity.model), keyspace.engine(identity.engine_id)
+        # Said before the others are read, so of two that retire together at least one knows of the other. The registry
+        # alone does not say it: a heartbeat that is under way registers this engine again.
+        await connection.pipeline(
+            [("HSET", own, _RETIRED_FIELD, "1"), ("PEXPIRE", own, self._broker.settings.lease_ms)]
+        )
+        await connection.execute("ZREM", registry, identity.engine_id)
+        living = await connection.run(REGISTRY, registry, "", 0)
+        found = await connection.pipeline(
+            [("HMGET", keyspace.engine(each.decode()), FINGERPRINT_FIELD, _RETIRED_FIELD) for each in living]
+        )
+        fingerprints = [fingerprint for fingerprint, retired in found if retired is None]
+        alike = {identity.fingerprint.encode(), b"", None}  # None: an engine that has not published it yet
+        others_differ = bool(fingerprints and identity.fingerprint) and not any(each in alike for each in fingerprints)
+        self._assignment.same_fingerprint_only = others_differ
+        return others_differ
+
+    async def has_queued_with_same_fingerprint(self) -> bool:
+        """Return whether begun requests with this engine's fingerprint are queued. Unavailable."""
+        partitions = await self._broker.directory.all_partitions(self._identity.model)
+        lengths = await self._broker.connection.pipeline(
+            [("XLEN", where.resumes(self._identity.fingerprint)) for where in partitions]
+        )
+        return any(lengths)
+
+    async def leave(self) -> None:
+        """Hand back all that the engine holds and deregister it. Unavailable, ModelNotFound."""
+        engine_id, connection = self._identity.engine_id, self._broker.connection
+        partitions = await self._broker.directory.all_partitions(self._identity.model)
+        await self._hand_back.hand_back({*self._active_requests, *await self._heartbeat.owned(partitions)})
+        await connection.run_many([Call(LEAVE, where.prefix, (engine_id,)) for where in partitions])
+        await connection.execute("ZREM", connection.keyspace.engines(self._identity.model), engine_id)
+        await connection.execute("DEL", connection.keyspace.engine(engine_id))

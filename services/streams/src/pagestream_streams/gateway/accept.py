@@ -1,0 +1,489 @@
+"""Accept requests: reserve an idempotency key and the log's bytes, choose a partition, write record and queue entry.
+
+A tenant's idempotency key names one request id until the retention of its log ends.
+
+What a tenant's logs may take is reserved before a request is accepted, and made exact once it has ended. The tenant's
+keys and a partition's are on different nodes of a cluster, so no script sees both. A reservation is made first; then
+the request is accepted; where it is refused, the reservation is given back. What is known to have ended, or to be kept
+for longer, is looked up and made exact. A process that dies in between leaves a reservation too many. It is found when
+the tenant's next request does not fit: reservations of requests that have not been looked up lately are compared with
+the requests themselves, before anything is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+from pagestream.v1.inference_pb2 import ON_DISCONNECT_CONTINUE
+from pagestream.v1.records_pb2 import RequestSpec
+
+from pagestream_streams.admin.broker import Broker
+from pagestream_streams.connection.connection import Call, Connection
+from pagestream_streams.errors import (
+    ClassRefused,
+    IdempotencyConflict,
+    KnownPoison,
+    LogsFull,
+    ModelNotFound,
+    PartitionGone,
+    QueueFull,
+    RequestNotFound,
+    Unavailable,
+)
+from pagestream_streams.fault_points import FaultPoint, reach
+from pagestream_streams.gateway.place import EngineWatch, ExpectedLengths, Placed, Placer, left_ms
+from pagestream_streams.limits import Demand
+from pagestream_streams.protocol.keys import Keyspace, Partition, new_request_id
+from pagestream_streams.protocol.records import is_prompt_alone, most_output_tokens, num_sequences, output_bounds
+from pagestream_streams.scripts import ACCEPT, LOG_SIZES, RELEASE, RESERVE, RESERVE_LOG, SETTLE_LOGS
+from pagestream_streams.settings import StreamsSettings
+from pagestream_streams.tasks import Periodic
+
+_USUAL_TOKENS = 256  # of an output, where nothing is known of a model's
+_SHORTEST_SPAN_S = 1.0  # shorter spans give no meaningful rate
+
+_MOST_TENANT_TIMES, _MOST_PLACED = 4096, 4096
+
+_FULL, _ACCEPTED, _WRONG_TENANT, _REMOVED, _REFUSED = 0, 1, 3, 4, 5  # accept.lua's replies; 2: was accepted before
+_REFUSED_RETRY_S = 5.0  # engines take a class again some seconds after they have memory
+
+
+class _TenantTime(NamedTuple):
+    virtual: int
+    """Greatest virtual time, in tokens over the tenant's weight."""
+    learnt_ms: int
+    """By Redis' clock. It counts in partitions whose queues have gone by the policy "fair" since then."""
+
+
+_NO_TIME = _TenantTime(0, 0)
+
+
+class Acceptor:
+    """Accepts requests for one gateway."""
+
+    def __init__(self, broker: Broker, reader_id: str) -> None:
+        """`reader_id`: the gateway that an accept registers as the reader; "" for none."""
+        self._broker = broker
+        self.has_limits = False
+        """Whether ends are counted although no usage is kept."""
+        self._reader_id = reader_id
+        self.placer = Placer(broker.settings, broker.connection.keyspace)
+        self.lengths = ExpectedLengths()
+        self.engines = EngineWatch(broker.connection, self.placer, self.lengths)
+        self._placed: dict[str, Placed] = {}
+        """Where requests were placed that are not accepted yet."""
+        self._tenant_times: dict[tuple[str, str], _TenantTime] = {}
+        """By model and tenant: what a tenant has in one partition counts in all (accept.lua, "fair")."""
+
+    async def place(self, model: str, prompt_token_ids: Sequence[int], tenant: str, cache_salt: bytes) -> str:
+        """Create a request id; see GatewaySession.place."""
+        partitions = await self._broker.partitions(model)
+        await self.engines.read_once_old(model, self._broker.settings.beat_limit_s / 2)
+        placed = self.placer.place(model, partitions, prompt_token_ids, cache_salt)
+        request_id = new_request_id(model, placed.partition, tenant)
+        self.note_placed(request_id, placed)
+        return request_id
+
+    def note_placed(self, request_id: str, placed: Placed) -> None:
+        """Keep where a request was placed until it is accepted."""
+        self._placed[request_id] = placed
+        if len(self._placed) > _MOST_PLACED:  # those that were never accepted
+            self._placed.pop(next(iter(self._placed)))
+
+    async def accept(
+        self,
+        spec: RequestSpec,
+        *,
+        bounded: bool,
+        expect: Callable[[Partition, str], None],
+        deadline_ms: int | None = None,
+    ) -> bool:
+        """Accept a request durably; see GatewaySession.accept.
+
+        Args:
+            bounded: whether the queue's bounds apply.
+            expect: gets the partition and the id before Redis is asked.
+            deadline_ms: what is left of the deadline of a request that is accepted again; None for the spec's.
+        """
+        poison = self.engines.poison_like(spec) if bounded else None
+        if poison is not None:
+            raise KnownPoison(poison)
+        where = await self._locate(spec)
+        expect(where, spec.request_id)
+        settings = self._broker.settings
+        tokens = sum(len(prompt.ids) for prompt in spec.prompts)
+        bounds = zip(spec.prompts, output_bounds(spec), strict=True)
+        arguments = (
+            spec.request_id,
+            spec.SerializeToString(),
+            spec.tenant,
+            spec.priority,
+            tokens,
+            len(spec.prompts) * max(1, spec.sampling.n),
+            spec.deadline_ms if deadline_ms is None else deadline_ms,
+            spec.disconnect_grace_ms,
+            int(spec.on_disconnect == ON_DISCONNECT_CONTINUE),
+            self._reader_id,
+            settings.lease_ms,
+            settings.max_queued_requests,
+            settings.max_queued_prompt_tokens,
+            where.doorbell,
+            where.number,
+            settings.tenant_weights.get(spec.tenant, 1),
+            settings.tenant_alone_percent,
+            int(bounded),
+            max((len(prompt.ids) + max(1, bound) for prompt, bound in bounds), default=1),
+            record_ms(settings.retention_s) if spec.idempotency_key else 0,
+            int(spec.ends_when_accepted),
+            settings.retention_s * 1000,
+        )
+        connection = self._broker.connection
+        known = self._tenant_times.get((spec.model, spec.tenant), _NO_TIME)
+        placed = self._placed.pop(spec.request_id, None)
+        left = left_ms(settings, placed.held_tokens) if placed else 0
+        most = 0 if is_prompt_alone(spec) else most_output_tokens(spec)
+        expected = self._expected(spec, tokens, most)
+        order = (expected, known.virtual, settings.ageing_ms, left, known.learnt_ms, *self._counted(spec))
+        reply = await connection.run_acknowledged(ACCEPT, where.prefix, *arguments, "", *order)
+        if reply[0] == _REMOVED:  # this process' view of the models is old, or the model was published anew
+            await self._broker.directory.check_published(spec.request_id)
+            reply = await connection.run_acknowledged(ACCEPT, where.prefix, *arguments, reply[1], *order)
+        if reply[0] in (_FULL, _REFUSED) and placed:
+            self.placer.note_refused(placed)
+        if reply[0] == _REMOVED:
+            raise ModelNotFound(spec.model)
+        if reply[0] == _FULL:
+            raise _queue_full(settings, spec.tenant, reply[1:])
+        if reply[0] == _REFUSED:
+            raise ClassRefused(priority=spec.priority, least_refused=reply[1], retry_after_s=_REFUSED_RETRY_S)
+        if reply[0] == _WRONG_TENANT:
+            raise RequestNotFound(spec.request_id)
+        reach(FaultPoint.ACCEPTED)
+        if reply[1]:
+            self._note_tenant_time((spec.model, spec.tenant), _TenantTime(reply[1], reply[2]), since_ms=reply[3])
+        return bool(reply[0] == _ACCEPTED)
+
+    def _note_tenant_time(self, key: tuple[str, str], time: _TenantTime, since_ms: int) -> None:
+        before = self._tenant_times.pop(key, _NO_TIME)
+        is_lost = before.learnt_ms < since_ms
+        self._tenant_times[key] = time if is_lost else _TenantTime(*map(max, time, before))
+        if len(self._tenant_times) > _MOST_TENANT_TIMES:
+            for oldest in list(islice(self._tenant_times, _MOST_TENANT_TIMES // 2)):
+                del self._tenant_times[oldest]
+
+    def demand(self, spec: RequestSpec, *, is_length_given: bool) -> Demand:
+        """Return what a request asks for.
+
+        `is_length_given`: whether its caller has named max_tokens. Else it is the rest of the context, and the tokens
+        that are expected count; what it generates beyond them counts when it ends.
+        """
+        prompt_tokens = sum(len(prompt.ids) for prompt in spec.prompts)
+        choices = len(spec.prompts) * num_sequences(spec.sampling)
+        most = 0 if is_prompt_alone(spec) or spec.ends_when_accepted else most_output_tokens(spec)
+        if is_length_given or not most:
+            return Demand(prompt_tokens, prompt_tokens + most)
+        expected = self._expected(spec, prompt_tokens, most)
+        expected = expected or min(most, choices * _USUAL_TOKENS)
+        return Demand(prompt_tokens, prompt_tokens + expected, is_expected=True)
+
+    def _counted(self, spec: RequestSpec) -> tuple[int, str, str, str]:
+        is_counted = bool(self._broker.settings.usage_days) or self.has_limits
+        return int(is_counted), spec.credential, spec.adapter.name or spec.model, f"{_times(spec):.12g}"
+
+    def _expected(self, spec: RequestSpec, prompt_tokens: int, most: int) -> int:
+        """Return how many tokens will be generated, by what engines know of answers, that is of what is put out."""
+        return min(most, round(self.lengths.expected(spec.model, prompt_tokens, spec.tenant, most) * _times(spec)))
+
+    async def _locate(self, spec: RequestSpec) -> Partition:
+        try:
+            return await self._broker.directory.locate_published(spec.request_id)
+        except PartitionGone:
+            await self._broker.view(spec.request_id, spec.tenant, with_position=False)  # its answer can be read
+            return await self._broker.directory.locate(spec.request_id)
+
+    async def reserved(self, spec: RequestSpec, body_digest: str) -> tuple[Reservation, RequestSpec]:
+        """Reserve the spec's idempotency key; return the spec under the id that it stands for.
+
+        Raises:
+            IdempotencyConflict: the key was used with another body.
+            Unavailable: a retry is harmless.
+        """
+        retention_s = self._broker.settings.retention_s
+        reservation = await reserve(self._broker.connection, spec, body_digest=body_digest, retention_s=retention_s)
+        if reservation.request_id == spec.request_id:
+            return reservation, spec
+        same = RequestSpec()
+        same.CopyFrom(spec)
+        same.request_id = reservation.request_id
+        return reservation, same
+
+
+def _times(spec: RequestSpec) -> float:
+    """Return how many tokens are generated for each that is put out."""
+    return num_sequences(spec.sampling) / max(1, spec.sampling.n)
+
+
+def _queue_full(settings: StreamsSettings, tenant: str, reply: Sequence[int]) -> QueueFull:
+    requests, tokens, drained, window_ms, most_requests, most_tokens, of_tenant = reply
+    by_requests = requests + 1 > most_requests
+    rate = drained / max(window_ms / 1000, _SHORTEST_SPAN_S)
+    wanted = max(1.0, requests / 10)
+    retry_after = min(wanted / rate, settings.retry_after_max_s) if rate > 0 else settings.retry_after_max_s
+    return QueueFull(
+        limit="requests" if by_requests else "prompt tokens",
+        bound=most_requests if by_requests else most_tokens,
+        queued=requests if by_requests else tokens,
+        retry_after_s=max(retry_after, 0.1),
+        tenant=tenant if of_tenant else "",
+    )
+
+
+_log = logging.getLogger(__name__)
+
+_UNREAD_MS = 86_400_000  # longest wait and run of a request without readers, which would renew it
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """A try's hold on an idempotency key."""
+
+    prefix: str
+    """Keyspace.reservation of the key."""
+    name: str
+    """Keyspace.idempotency of the key."""
+    request_id: str
+    """What the key stands for: this try's request, or that of an earlier one."""
+    attempt: str
+
+
+async def reserve(connection: Connection, spec: RequestSpec, *, body_digest: str, retention_s: int) -> Reservation:
+    """Reserve the spec's idempotency key for its request id, or join an earlier try.
+
+    On a cluster the key is on a node of its own, and is waited for there as the settings ask. Elsewhere the accept that
+    follows waits for what was written before it.
+
+    Raises:
+        IdempotencyConflict: the key was used with another body.
+        Unavailable: a retry is harmless.
+    """
+    prefix = connection.keyspace.reservation(spec.tenant, spec.idempotency_key)
+    attempt = secrets.token_hex(8)
+    run = connection.run_acknowledged if connection.is_cluster else connection.run
+    found = await run(RESERVE, prefix, spec.request_id, body_digest, _length_ms(spec, retention_s), attempt)
+    if found is None:
+        raise IdempotencyConflict(spec.idempotency_key)
+    return Reservation(prefix, _name(connection.keyspace, spec), found.decode(), attempt)
+
+
+async def reserved_id(connection: Connection, tenant: str, key: str) -> str | None:
+    """Return the request id that a tenant's key stands for, accepted or not; None for none. Unavailable."""
+    found = await connection.execute("GET", connection.keyspace.idempotency(tenant, key))
+    return None if found is None else found.decode().partition(" ")[0]
+
+
+async def release(connection: Connection, reservation: Reservation) -> None:
+    """Free the key after a refusal, unless another try may have been accepted under it."""
+    try:
+        await connection.run(RELEASE, reservation.prefix, reservation.request_id, reservation.attempt)
+    except Unavailable as error:
+        _log.info("an idempotency key stays reserved although its request was refused: %s", error)
+
+
+async def shorten(connection: Connection, reservation: Reservation, retention_s: int) -> None:
+    """Let the key of a finished request expire no later than its record, which this try has renewed."""
+    try:
+        await connection.execute("PEXPIRE", reservation.name, _kept_ms(retention_s))
+    except Unavailable as error:
+        _log.info("an idempotency key stays reserved for longer than its request's log: %s", error)
+
+
+async def renew(connection: Connection, specs: Iterable[RequestSpec], retention_s: int, limit_s: float) -> None:
+    """Renew the reservations of running requests that have a key. Unavailable, also after `limit_s` seconds."""
+    lengths: dict[str, int] = {}
+    for spec in specs:
+        if spec.idempotency_key:
+            tries = f"{connection.keyspace.reservation(spec.tenant, spec.idempotency_key)}tries"
+            lengths[tries] = lengths[_name(connection.keyspace, spec)] = _length_ms(spec, retention_s)
+    await connection.pipeline([("PEXPIRE", name, length_ms) for name, length_ms in lengths.items()], limit_s)
+
+
+def renewal_s(retention_s: int) -> float:
+    """Return the seconds between renewals: a key outlives the log of a request that ends just before the next one."""
+    return retention_s / 8
+
+
+def record_ms(retention_s: int) -> int:
+    """Return how long a finished request that has a key is kept: no shorter than a key that was renewed after its end.
+
+    A reader hears of the end late, and may renew the key once more.
+    """
+    return _kept_ms(retention_s) + round(renewal_s(retention_s) * 1000)
+
+
+def _kept_ms(retention_s: int) -> int:
+    return retention_s * 1250
+
+
+def _name(keyspace: Keyspace, spec: RequestSpec) -> str:
+    return keyspace.idempotency(spec.tenant, spec.idempotency_key)
+
+
+def _length_ms(spec: RequestSpec, retention_s: int) -> int:
+    unread_ms = _UNREAD_MS if spec.on_disconnect == ON_DISCONNECT_CONTINUE else 0
+    return _kept_ms(retention_s) + unread_ms
+
+
+LOOK_UP_AFTER_S = 15.0
+"""After a reservation: longer than an accept takes, which must find it."""
+LOOK_UP_AGAIN_S = 5.0
+"""Between two looks at a request that runs."""
+
+_SETTLE_S = 1.0  # between two settlements of ended reads
+_MOST_ENDED = 10_000  # ended reads that wait for one; those beyond are found by looking them up
+_LOOK_UP_AT_ONCE = 128
+_ROUNDS = 4  # of looks, for one request
+_UNUSED_S = 86_400  # after which a tenant's reservations are forgotten, beside the retention: the longest run
+
+_RECORD_BYTES = 8192  # a record (1.3 to 2.4 KB), and the blocks that a log is made of (4 KB, one partly filled)
+_PROMPT_TOKEN_BYTES = 3
+_ENTRY_BYTES = 64  # measured: 45 with texts of four letters, see tests/streams/test_log_quota.py
+_LOGPROB_BYTES = 24  # for each likeliest token, and for the chosen one
+_FLOAT_BYTES = 4
+
+
+def most_bytes(spec: RequestSpec) -> int:
+    """Return the bytes that a request's record and log may take, about: with all tokens that it asks for."""
+    sampling = spec.sampling
+    prompt_tokens = sum(len(prompt.ids) for prompt in spec.prompts)
+    logprobs = _LOGPROB_BYTES * (1 + sampling.logprobs) if sampling.HasField("logprobs") else 0
+    num_tokens = max(1, sampling.n) * sum(output_bounds(spec))
+    of_prompts = _PROMPT_TOKEN_BYTES * prompt_tokens
+    if sampling.HasField("prompt_logprobs"):
+        of_prompts += _LOGPROB_BYTES * (1 + sampling.prompt_logprobs) * prompt_tokens
+    if spec.HasField("pooling"):
+        of_prompts += len(spec.prompts) * (2 * _ENTRY_BYTES + _FLOAT_BYTES * spec.pooling.dimensions)
+    repeated = sampling.structured_outputs.ByteSize() + spec.adapter.ByteSize() + spec.answer.ByteSize()
+    of_record = _RECORD_BYTES + repeated
+    return of_record + of_prompts + num_tokens * (_ENTRY_BYTES + logprobs)
+
+
+class LogQuota:
+    """The limits of all tenants, for one gateway. Without a limit it sends nothing."""
+
+    def __init__(self, broker: Broker) -> None:
+        """Create it stopped."""
+        self._broker = broker
+        self._settings = broker.settings
+        self._ended: defaultdict[str, set[str]] = defaultdict(set)
+        self._num_ended = 0
+        self.timer = Periodic("log quota", _SETTLE_S, self.settle_ended)
+
+    async def reserve(self, spec: RequestSpec, *, bounded: bool = True) -> int:
+        """Reserve what a request's log may take; a request that has a reservation keeps it. LogsFull, Unavailable.
+
+        `bounded`: whether the limit applies. Returns by what this try gives it back; 0: other tries share it.
+        """
+        limit = self._limit(spec.tenant)
+        if not limit:
+            return 0
+        wanted = most_bytes(spec)
+        if bounded and wanted > limit:
+            raise LogsFull(wanted=wanted, held=0, limit=limit, retry_after_s=None)
+        for turn in range(_ROUNDS):
+            is_reserved, held, *rest = await self._broker.connection.run(
+                RESERVE_LOG,
+                self._prefix(spec.tenant),
+                spec.request_id,
+                wanted,
+                limit if bounded else 0,
+                round(LOOK_UP_AFTER_S * 1000),
+                self._unused_ms,
+                _LOOK_UP_AT_ONCE,
+            )
+            if is_reserved:
+                return int(rest[0])
+            next_ms, *due = rest
+            if turn == 0 and spec.tenant in self._ended:
+                await self._settle_ended_of(spec.tenant)
+            elif due:
+                await self._look_up(spec.tenant, [request_id.decode() for request_id in due])
+            else:
+                break
+        longest_s = self._settings.retry_after_max_s
+        retry_s = longest_s if next_ms < 0 else min(longest_s, max(1.0, next_ms / 1000))
+        raise LogsFull(wanted=wanted, held=held, limit=limit, retry_after_s=retry_s)
+
+    async def give_back(self, spec: RequestSpec, place: int) -> None:
+        """Give back the reservation of a request that was refused; where that can't be done now, it is found later.
+
+        `place`: as `reserve` returned it. A reservation that several tries share is left: another may be accepted.
+        """
+        if not place:
+            return
+        try:
+            await self._settle(spec.tenant, [(spec.request_id, 0, place)])
+        except Unavailable as error:
+            _log.info("%s: its reservation is given back later: %s", spec.request_id, error)
+
+    def note_ended(self, tenant: str, request_id: str) -> None:
+        """Have a finished request's reservation made exact by the next `settle_ended`."""
+        known = self._ended[tenant] if self._limit(tenant) else None
+        if known is not None and request_id not in known and self._num_ended < _MOST_ENDED:
+            known.add(request_id)
+            self._num_ended += 1
+
+    async def settle_ended(self) -> None:
+        """Make the reservations of finished requests exact. Unavailable; what is not settled is tried again."""
+        for tenant in list(self._ended):
+            await self._settle_ended_of(tenant)
+
+    @property
+    def _unused_ms(self) -> int:
+        return (self._settings.retention_s + _UNUSED_S) * 1000
+
+    async def _settle_ended_of(self, tenant: str) -> None:
+        left = ended = self._ended.pop(tenant, set())
+        self._num_ended -= len(ended)
+        try:
+            left = await self._look_up(tenant, ended)
+        finally:
+            for request_id in left:
+                self.note_ended(tenant, request_id)
+
+    def _limit(self, tenant: str) -> int:
+        return self._settings.tenant_log_limits.get(tenant, self._settings.tenant_log_bytes)
+
+    def _prefix(self, tenant: str) -> str:
+        return self._broker.connection.keyspace.tenant_logs(tenant)
+
+    async def _look_up(self, tenant: str, request_ids: Iterable[str]) -> set[str]:
+        """Compare reservations with their requests. Returns those of partitions that are unreachable."""
+        left: set[str] = set()
+        found: list[tuple[str, int, int]] = []
+        by_partition: defaultdict[Partition, list[str]] = defaultdict(list)
+        for request_id in request_ids:
+            try:
+                by_partition[await self._broker.directory.locate(request_id)].append(request_id)
+            except RequestNotFound:  # of a model that was removed
+                found.append((request_id, 0, 0))
+        calls = [Call(LOG_SIZES, where.prefix, ids) for where, ids in by_partition.items()]
+        replies = await self._broker.connection.run_each(calls, 2 * self._settings.beat_limit_s)
+        for ids, reply in zip(by_partition.values(), replies, strict=True):
+            if isinstance(reply, Unavailable):
+                found += [(request_id, -1, 0) for request_id in ids]  # to be looked up again
+                left.update(ids)
+            else:
+                found += zip(ids, reply[::2], reply[1::2], strict=True)
+        await self._settle(tenant, found)
+        return left
+
+    async def _settle(self, tenant: str, found: Iterable[tuple[str, int, int]]) -> None:
+        times = round(LOOK_UP_AGAIN_S * 1000), self._unused_ms
+        values = [value for each in found for value in each]
+        await self._broker.connection.run(SETTLE_LOGS, self._prefix(tenant), *times, *values)
