@@ -24,7 +24,7 @@ from goals import print_goal
 from pagestream_engine import Engine, EngineConfig, SamplingParams
 from pagestream_engine.adapters.modules import adaptable_modules
 from pagestream_engine.models.select import open_model
-from pagestream_engine.request.adapter import Adapter
+from pagestream_engine.request import Adapter
 from safetensors.torch import save_file
 
 NUM_ROWS, PROMPT_TOKENS, STEPS, MAX_TOKENS = 64, 16, 10, 100

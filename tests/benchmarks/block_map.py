@@ -15,9 +15,9 @@ from dataclasses import fields
 
 from pagestream_engine.cache.block_map import BlockMap, block_map
 from pagestream_engine.cache.block_pool import BlockPool
-from pagestream_engine.request.outputs import EngineStats
-from pagestream_engine.request.sampling_params import SamplingParams
-from pagestream_engine.request.sequence import TokenSequence
+from pagestream_engine.request import TokenSequence
+from pagestream_engine.sampling_params import SamplingParams
+from pagestream_engine.stats import EngineStats
 from pagestream_worker.serving.block_maps import record_of
 
 SHARED_BLOCKS = 64

@@ -24,7 +24,7 @@ from time import perf_counter
 
 from goals import print_goal
 from pagestream_engine import EngineConfig, SamplingParams, Sibling, StepOutput
-from pagestream_engine.request.outputs import EngineStats
+from pagestream_engine.stats import EngineStats
 from pagestream_telemetry.settings import TelemetrySettings
 from pagestream_worker.stepping import wire
 from pagestream_worker.stepping.commands import AddGroup

@@ -204,9 +204,9 @@ def print_by_chunk(engine: Any, num_tokens: int) -> None:
 
 def use_processor_time() -> None:
     """Let this benchmark and the engine measure the processor time of the thread that steps."""
-    from pagestream_engine.step import step_counts
+    from pagestream_engine import stats
 
-    CLOCK.now = step_counts.perf_counter = time.thread_time
+    CLOCK.now = stats.perf_counter = time.thread_time
 
 
 def main() -> None:

@@ -12,9 +12,9 @@ import csv
 from pathlib import Path
 from statistics import fmean, median
 
-from pagestream_engine.request.length_predictor import LengthPredictor
-from pagestream_engine.request.sampling_params import SamplingParams
-from pagestream_engine.request.sequence import TokenSequence
+from pagestream_engine.request import TokenSequence
+from pagestream_engine.sampling_params import SamplingParams
+from pagestream_engine.scheduler.length_predictor import LengthPredictor
 
 MOST_TOKENS = 131_072
 

@@ -32,8 +32,7 @@ from goals import print_goal
 from host_cost import BLOCK_SIZE, BatchRunner
 from numpy.typing import NDArray
 from pagestream_engine import Engine, EngineConfig, SamplingParams
-from pagestream_engine.step.pending import PendingResult
-from pagestream_engine.step.records import StepPlan, StepResult
+from pagestream_engine.plan import PendingResult, StepPlan, StepResult
 from support.engines.arithmetic_model import ArithmeticFacts
 from support.engines.tiny_models import VOCAB_SIZE, make_model
 

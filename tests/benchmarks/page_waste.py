@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pagestream_engine import SchedulerConfig
-from pagestream_engine.cache import BlockPool, CacheManager, full_attention
+from pagestream_engine.cache import BlockPool, CacheManager
 from pagestream_engine.cache.fragmentation import fragmentation
+from pagestream_engine.plan import full_attention
 from pagestream_simulator.engine.step_contents import StepContents
 from pagestream_simulator.engine.virtual_engine import VirtualEngine, VirtualRequest
 from pagestream_simulator.fleet.profile import packaged_profile, read_profile

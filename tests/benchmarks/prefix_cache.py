@@ -24,11 +24,11 @@ from pagestream_engine.cache.block_pool import BlockPool
 from pagestream_engine.cache.eviction.base import EvictionOrder
 from pagestream_engine.cache.eviction.heap_order import HeapOrder
 from pagestream_engine.cache.eviction.select import make_eviction_order
-from pagestream_engine.cache.kv_groups import full_attention
 from pagestream_engine.cache.manager import CacheManager
 from pagestream_engine.config import EVICTION_POLICIES
-from pagestream_engine.request.sampling_params import SamplingParams
-from pagestream_engine.request.sequence import SequenceState, TokenSequence
+from pagestream_engine.plan import full_attention
+from pagestream_engine.request import SequenceState, TokenSequence
+from pagestream_engine.sampling_params import SamplingParams
 from pagestream_simulator.traces.files import MOONCAKE_BLOCK_TOKENS, TraceRow, read_trace
 
 SIZES = (500, 1000, 2000, 4000, 8000, 16_000, 32_000, 64_000)

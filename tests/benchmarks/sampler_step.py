@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_engine.sampler import SamplingBatch
+from pagestream_engine.sampling_params import SamplingParams
 
 PROMPT_TOKENS = 128
 FEATURES: dict[str, dict[str, Any]] = {

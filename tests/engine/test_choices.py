@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from pagestream_engine import LLM, Engine, EngineConfig, SamplingParams, Sibling, StepOutput
-from pagestream_engine.request import child_seed
+from pagestream_engine.sampling_params import child_seed
 from support.engines.tiny_models import random_prompts
 
 pytestmark = pytest.mark.served

@@ -22,9 +22,11 @@ from pagestream_engine import (
     StepOutput,
     TokenSequence,
 )
-from pagestream_engine.request import Generation, SequenceGroup
-from pagestream_engine.step import PendingResult, StepLogprobs, StepPlan, StepResult
-from pagestream_engine.text import IncrementalDetokenizer, bad_words_token_ids
+from pagestream_engine.plan import PendingResult, StepLogprobs, StepPlan, StepResult
+from pagestream_engine.request import SequenceGroup
+from pagestream_engine.step.generation import Generation
+from pagestream_engine.text.bad_words import bad_words_token_ids
+from pagestream_engine.text.detokenizer import IncrementalDetokenizer
 from support.engines.arithmetic_model import (
     EOS,
     ArithmeticFacts,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from pagestream_engine import LLM, ConfigError, InvalidRequest, ModelNotFound, SamplingParams
-from pagestream_engine.request import child_seed
-from pagestream_engine.step import PendingResult, StepPlan
+from pagestream_engine.plan import PendingResult, StepPlan
+from pagestream_engine.sampling_params import child_seed
 from support.engines.arithmetic_model import (
     ArithmeticFacts,
     ArithmeticRunner,

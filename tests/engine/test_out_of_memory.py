@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from pagestream_engine import Engine, EngineConfig, OutOfMemory, SamplingParams, Sibling, StepOutput
-from pagestream_engine.step import PendingResult, StepPlan
+from pagestream_engine.plan import PendingResult, StepPlan
 from support.engines.arithmetic_model import ArithmeticFacts, ArithmeticRunner, make_folder, undisturbed
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)

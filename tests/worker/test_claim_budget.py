@@ -2,8 +2,10 @@ import random
 
 import pytest
 from pagestream_engine import SchedulerConfig
-from pagestream_engine.cache import BlockPool, CacheManager, KVLayout, KVSpec, full_attention, make_layout
-from pagestream_engine.request import SamplingParams, TokenSequence
+from pagestream_engine.cache import BlockPool, CacheManager
+from pagestream_engine.plan import KVLayout, KVSpec, full_attention, make_layout
+from pagestream_engine.request import TokenSequence
+from pagestream_engine.sampling_params import SamplingParams
 from pagestream_engine.scheduler import MOST_PASSING, AdapterResidency, FirstComeFirstServed, WaitingQueue
 from pagestream_engine.scheduler.adapters.turns import AdapterTurns
 from pagestream_engine.scheduler.admission import Admission

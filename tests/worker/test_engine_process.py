@@ -30,7 +30,7 @@ from pagestream_engine import (
     Sibling,
     StepOutput,
 )
-from pagestream_engine.step import PendingResult, StepPlan
+from pagestream_engine.plan import PendingResult, StepPlan
 from pagestream_streams import Broker, GatewaySession, StreamsSettings
 from pagestream_telemetry import TelemetrySettings
 from pagestream_worker.logs import TokenColumns

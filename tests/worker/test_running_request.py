@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from pagestream.v1.inference_pb2 import FinishReason, SamplingParams, TokenIds
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_engine import InvalidRequest
-from pagestream_engine.request import StepOutput, TokenLogprob, child_seed
+from pagestream_engine.request import StepOutput, TokenLogprob
+from pagestream_engine.sampling_params import child_seed
 from pagestream_streams import Claim
 from pagestream_streams.protocol import ClaimedLog, to_log_entry
 from pagestream_streams.protocol.records import chain

@@ -10,8 +10,8 @@ from google.protobuf.descriptor import FieldDescriptor
 from pagestream.v1.inference_pb2 import EARLY_STOPPING_NEVER, Choices, SamplingParams, StructuredOutputs
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_engine import InvalidRequest
-from pagestream_engine.request import ReasoningMarks, StructuredOutputsParams, child_seed
-from pagestream_engine.request import SamplingParams as EngineParams
+from pagestream_engine.sampling_params import ReasoningMarks, StructuredOutputsParams, child_seed
+from pagestream_engine.sampling_params import SamplingParams as EngineParams
 from pagestream_grammars import Grammar
 from pagestream_worker.requests import child_of, sampling_of, sampling_of_child
 

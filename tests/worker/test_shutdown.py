@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 from pagestream_engine import RankLost
-from pagestream_engine.cache import full_attention
+from pagestream_engine.plan import full_attention
 from pagestream_streams import Append, AppendOutcome, Claim, EngineSession
 from pagestream_telemetry import silent_telemetry
 from pagestream_worker import Health, Worker, WorkerSettings, WorkerTelemetry

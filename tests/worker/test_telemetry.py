@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from pagestream_engine.step import PendingResult, StepPlan
+from pagestream_engine.plan import PendingResult, StepPlan
 from pagestream_streams import Broker, GatewaySession
 from pagestream_telemetry import Point, Telemetry, silent_telemetry
 from pagestream_worker import EngineGauges, EngineReaders, Health, WorkerTelemetry

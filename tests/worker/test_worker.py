@@ -15,8 +15,9 @@ from pagestream.v1.inference_pb2 import FinishReason, TokenIds
 from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_engine import SamplingParams
-from pagestream_engine.request import StepOutput, child_seed
-from pagestream_engine.step import PendingResult, StepPlan
+from pagestream_engine.plan import PendingResult, StepPlan
+from pagestream_engine.request import StepOutput
+from pagestream_engine.sampling_params import child_seed
 from pagestream_streams import Append, AppendOutcome, Broker, EngineSession, GatewaySession, StreamsSettings
 from pagestream_worker import EXIT_STALLED
 from pagestream_worker.requests import RunningRequest

@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.engine import Engine
-from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_engine.runner import ModelRunner
+from pagestream_engine.sampling_params import SamplingParams
 from support.engines.tiny_models import make_model
 from timing import Figure
 

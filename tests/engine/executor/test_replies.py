@@ -21,8 +21,7 @@ from pagestream_engine.executor.stragglers import (
 )
 from pagestream_engine.parallel.place import Progress
 from pagestream_engine.parallel.progress import StreamProgress
-from pagestream_engine.request import LoadedAdapter
-from pagestream_engine.request.grammars import PreparedGrammar
+from pagestream_engine.plan import LoadedAdapter, PreparedGrammar
 from pagestream_grammars import Grammar
 
 

@@ -27,7 +27,8 @@ from pagestream_engine.grammar.allowed import Allowed
 from pagestream_engine.grammar.compiler import GrammarCompiler, Reply
 from pagestream_engine.grammar.reasoning_gate import Phase, ReasoningGate
 from pagestream_engine.grammar.walk import GrammarWalk
-from pagestream_engine.request.grammars import Grammar, PreparedGrammar
+from pagestream_engine.plan import PreparedGrammar
+from pagestream_engine.sampling_params import Grammar
 
 pytestmark = pytest.mark.served
 DEMO_MODEL = Path(__file__).parents[3] / "deploy" / "demo-model" / "model"

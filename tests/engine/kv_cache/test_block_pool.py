@@ -5,7 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pagestream_engine import InvariantViolation
-from pagestream_engine.cache import BlockPool, check_cache, full_attention, make_eviction_order
+from pagestream_engine.cache import BlockPool, check_cache, make_eviction_order
+from pagestream_engine.plan import full_attention
 
 
 def test_a_freed_block_keeps_its_hash_until_it_is_used_anew() -> None:

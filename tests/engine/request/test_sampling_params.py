@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from pagestream_engine import InvalidSamplingParams, ReasoningMarks, SamplingParams, StructuredOutputsParams
-from pagestream_engine.request import child_seed
+from pagestream_engine.sampling_params import child_seed
 from pagestream_grammars import Grammar
 
 MAX_CHOICES, MAX_BEAM_WIDTH = 16_384, 64

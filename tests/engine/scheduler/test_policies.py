@@ -19,7 +19,7 @@ from pagestream_engine import (
     TokenSequence,
     register_policy,
 )
-from pagestream_engine.request import LengthPredictor, SequenceGroup
+from pagestream_engine.request import SequenceGroup
 from pagestream_engine.scheduler import (
     FairByTenant,
     PriorityFirst,
@@ -28,6 +28,7 @@ from pagestream_engine.scheduler import (
     WaitingQueue,
     make_policy,
 )
+from pagestream_engine.scheduler.length_predictor import LengthPredictor
 from support.engines.arithmetic_model import ArithmeticFacts, ArithmeticRunner, make_folder, undisturbed
 
 FACTS = ArithmeticFacts(vocab_size=23)

@@ -1,6 +1,7 @@
 import pytest
 from pagestream_engine import SamplingParams, SchedulerConfig, SchedulingPolicy, TokenSequence
-from pagestream_engine.cache import BlockPool, CacheManager, check_cache, full_attention
+from pagestream_engine.cache import BlockPool, CacheManager, check_cache
+from pagestream_engine.plan import full_attention
 from pagestream_engine.request import SequenceState
 from pagestream_engine.scheduler import (
     MOST_PASSING,

@@ -16,7 +16,7 @@ from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
 from pagestream.v1.inference_pb2 import TokenIds
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_engine import Engine, EngineConfig, SamplingParams
-from pagestream_engine.step import PendingResult, StepPlan
+from pagestream_engine.plan import PendingResult, StepPlan
 from pagestream_streams import Broker, EngineSession, GatewaySession
 from pagestream_telemetry import TelemetrySettings, silent_telemetry
 from pagestream_worker import Health, HostShare, Worker, WorkerSettings, WorkerTelemetry, build_card

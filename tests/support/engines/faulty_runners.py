@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pagestream_engine import ConfigError, EngineConfig, OutOfMemory
-from pagestream_engine.step import PendingResult, StepPlan, StepResult
+from pagestream_engine.plan import PendingResult, StepPlan, StepResult
 from support.engines.arithmetic_model import ArithmeticFacts, SeededRunner
 
 FACTS = ArithmeticFacts(vocab_size=23)

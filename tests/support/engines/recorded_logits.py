@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from pagestream_engine import Engine, EngineConfig, SamplingParams
+from pagestream_engine.plan import PendingResult, StepPlan
 from pagestream_engine.runner import ModelRunner
-from pagestream_engine.step import PendingResult, StepPlan
 from torch import Tensor
 
 NUM_TOKENS = 16

@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 from pagestream_engine import EngineConfig
-from pagestream_engine.step import StepLogprobs, StepPlan, StepResult
+from pagestream_engine.plan import StepLogprobs, StepPlan, StepResult
 from support.engines.arithmetic_model import ArithmeticFacts, Row, SeededRunner, SlotError
 
 WRONG = -1

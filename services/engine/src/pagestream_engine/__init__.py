@@ -44,10 +44,7 @@ if TYPE_CHECKING:
     from pagestream_engine.offline.memory import cleanup_dist_env_and_memory
     from pagestream_engine.offline.metrics import Counter, Gauge, Metric, Vector
     from pagestream_engine.offline.options import EngineArgs, FlexibleArgumentParser, VllmOptions
-    from pagestream_engine.offline.prompts import Prompt, TextPrompt, TokensPrompt
-    from pagestream_engine.request.adapter import LoRARequest
-    from pagestream_engine.request.beam_search_params import BeamSearchParams
-    from pagestream_engine.request.outputs import (
+    from pagestream_engine.offline.outputs import (
         BeamSearchOutput,
         BeamSearchSequence,
         ClassificationOutput,
@@ -55,23 +52,26 @@ if TYPE_CHECKING:
         CompletionOutput,
         EmbeddingOutput,
         EmbeddingRequestOutput,
-        EngineStats,
         Logprob,
         PoolingOutput,
         PoolingRequestOutput,
         RequestOutput,
         ScoringOutput,
         ScoringRequestOutput,
-        StepOutput,
-        TokenLogprob,
     )
-    from pagestream_engine.request.pooling_params import PoolingParams
-    from pagestream_engine.request.sampling_params import SamplingParams
-    from pagestream_engine.request.sequence import Sibling, TokenSequence
-    from pagestream_engine.request.structured_outputs import ReasoningMarks, StructuredOutputsParams
+    from pagestream_engine.offline.prompts import Prompt, TextPrompt, TokensPrompt
+    from pagestream_engine.request import LoRARequest, Sibling, StepOutput, TokenLogprob, TokenSequence
+    from pagestream_engine.sampling_params import (
+        BeamSearchParams,
+        PoolingParams,
+        ReasoningMarks,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
     from pagestream_engine.scheduler.policy import SchedulingPolicy
     from pagestream_engine.scheduler.policy_registry import register_policy
     from pagestream_engine.sizing import CARDS, ModelSize, largest_batches, size_model
+    from pagestream_engine.stats import EngineStats
 
 __all__ = [
     "CARDS",
@@ -154,8 +154,16 @@ __all__ = [
 ]
 
 _NAMES = {
-    "capacity": ("Capacity", "measure_capacity"),
-    "config": ("AdapterConfig", "EngineConfig", "EngineOptions", "SchedulerConfig"),
+    "capacity": (
+        "Capacity",
+        "measure_capacity",
+    ),
+    "config": (
+        "AdapterConfig",
+        "EngineConfig",
+        "EngineOptions",
+        "SchedulerConfig",
+    ),
     "engine": ("Engine",),
     "errors": (
         "AdapterChanged",
@@ -189,12 +197,18 @@ _NAMES = {
     "llm": ("LLM",),
     "offline.llm_engine": ("LLMEngine",),
     "offline.memory": ("cleanup_dist_env_and_memory",),
-    "offline.metrics": ("Counter", "Gauge", "Metric", "Vector"),
-    "offline.options": ("EngineArgs", "FlexibleArgumentParser", "VllmOptions"),
-    "offline.prompts": ("Prompt", "TextPrompt", "TokensPrompt"),
-    "request.adapter": ("LoRARequest",),
-    "request.beam_search_params": ("BeamSearchParams",),
-    "request.outputs": (
+    "offline.metrics": (
+        "Counter",
+        "Gauge",
+        "Metric",
+        "Vector",
+    ),
+    "offline.options": (
+        "EngineArgs",
+        "FlexibleArgumentParser",
+        "VllmOptions",
+    ),
+    "offline.outputs": (
         "BeamSearchOutput",
         "BeamSearchSequence",
         "ClassificationOutput",
@@ -202,23 +216,41 @@ _NAMES = {
         "CompletionOutput",
         "EmbeddingOutput",
         "EmbeddingRequestOutput",
-        "EngineStats",
         "Logprob",
         "PoolingOutput",
         "PoolingRequestOutput",
         "RequestOutput",
         "ScoringOutput",
         "ScoringRequestOutput",
+    ),
+    "offline.prompts": (
+        "Prompt",
+        "TextPrompt",
+        "TokensPrompt",
+    ),
+    "request": (
+        "LoRARequest",
+        "Sibling",
         "StepOutput",
         "TokenLogprob",
+        "TokenSequence",
     ),
-    "request.pooling_params": ("PoolingParams",),
-    "request.sampling_params": ("SamplingParams",),
-    "request.sequence": ("Sibling", "TokenSequence"),
-    "request.structured_outputs": ("ReasoningMarks", "StructuredOutputsParams"),
+    "sampling_params": (
+        "BeamSearchParams",
+        "PoolingParams",
+        "ReasoningMarks",
+        "SamplingParams",
+        "StructuredOutputsParams",
+    ),
     "scheduler.policy": ("SchedulingPolicy",),
     "scheduler.policy_registry": ("register_policy",),
-    "sizing": ("CARDS", "ModelSize", "largest_batches", "size_model"),
+    "sizing": (
+        "CARDS",
+        "ModelSize",
+        "largest_batches",
+        "size_model",
+    ),
+    "stats": ("EngineStats",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 """The module that defines each exported name."""

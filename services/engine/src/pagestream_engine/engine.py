@@ -23,25 +23,23 @@ from pagestream_engine.executor.grammar_gate import GrammarGate
 from pagestream_engine.executor.pipeline import StepPipeline
 from pagestream_engine.executor.select import make_executor
 from pagestream_engine.executor.sleep import Sleep, forget_prefixes
+from pagestream_engine.intake import Intake
 from pagestream_engine.models.folder import resolve_model
 from pagestream_engine.models.tokenizer import load_tokenizer
 from pagestream_engine.plugins import import_plugins
-from pagestream_engine.request.adapter import Adapter
-from pagestream_engine.request.generation import Generation, Taken
-from pagestream_engine.request.intake import Intake
-from pagestream_engine.request.outputs import EngineStats, StepOutput
-from pagestream_engine.request.sampling_params import SamplingParams
-from pagestream_engine.request.sequence import SequenceState, Sibling, TokenSequence
+from pagestream_engine.request import Adapter, SequenceState, Sibling, StepOutput, TokenSequence
+from pagestream_engine.sampling_params import SamplingParams
 from pagestream_engine.scheduler.invariants import check_groups
 from pagestream_engine.scheduler.policy_registry import make_policy
 from pagestream_engine.scheduler.scheduled_step import ScheduledStep
 from pagestream_engine.scheduler.scheduler import Scheduler
+from pagestream_engine.stats import EngineStats, StepCounts
 from pagestream_engine.step.contests import Contests, make_contest
+from pagestream_engine.step.generation import Generation, Taken
 from pagestream_engine.step.output_processor import OutputProcessor
 from pagestream_engine.step.plan_builder import PlanBuilder
 from pagestream_engine.step.search_intake import SearchLimits, make_search
 from pagestream_engine.step.searches import Searches
-from pagestream_engine.step.step_counts import StepCounts
 from pagestream_engine.step.texts import failed_output
 from pagestream_engine.text.detokenizer import Pieces
 

@@ -19,13 +19,7 @@ from pagestream_engine.offline.chats import ChatTemplate, Message, as_conversati
 from pagestream_engine.offline.llm_engine import LLMEngine
 from pagestream_engine.offline.metrics import Metric, metrics_of
 from pagestream_engine.offline.options import VllmOptions, translate
-from pagestream_engine.offline.prompts import EncodedPrompt, Prompt, as_list, encode_prompts, one_for_each
-from pagestream_engine.offline.request import OfflineRequest
-from pagestream_engine.pooling.config import PoolingConfig, read_pooling
-from pagestream_engine.progress_line import ProgressLine
-from pagestream_engine.request.adapter import LoRARequest
-from pagestream_engine.request.beam_search_params import BeamSearchParams
-from pagestream_engine.request.outputs import (
+from pagestream_engine.offline.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
     ClassificationRequestOutput,
@@ -35,8 +29,12 @@ from pagestream_engine.request.outputs import (
     RequestOutput,
     ScoringRequestOutput,
 )
-from pagestream_engine.request.pooling_params import PoolingParams
-from pagestream_engine.request.sampling_params import SamplingParams
+from pagestream_engine.offline.prompts import EncodedPrompt, Prompt, as_list, encode_prompts, one_for_each
+from pagestream_engine.offline.request import OfflineRequest
+from pagestream_engine.pooling.config import PoolingConfig, read_pooling
+from pagestream_engine.progress_line import ProgressLine
+from pagestream_engine.request import LoRARequest
+from pagestream_engine.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
 
 UseTqdm = bool | Callable[..., Any]
 """Whether to show progress; vLLM's takes a class of a progress bar too, which counts as yes."""

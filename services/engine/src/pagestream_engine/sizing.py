@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 
 from pagestream_engine.attention.kv_store import block_bytes
-from pagestream_engine.cache.kv_groups import KVLayout
 from pagestream_engine.config import TRITON_BLOCK_SIZE, EngineConfig, ParallelConfig
 from pagestream_engine.errors import ConfigError, UnsupportedModel
 from pagestream_engine.models.config import DTYPES, ConfigFile
@@ -27,6 +26,7 @@ from pagestream_engine.models.registry import find_family, fused_architectures
 from pagestream_engine.models.stored_size import num_elements, stored_bytes
 from pagestream_engine.models.weights import WeightMap
 from pagestream_engine.parallel.place import layers_of_stage
+from pagestream_engine.plan import KVLayout
 from pagestream_engine.runner.backends import cache_shapes, kv_layout
 
 GB = 10**9

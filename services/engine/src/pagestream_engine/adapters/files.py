@@ -21,7 +21,7 @@ from pagestream_engine.errors import (
     UnsupportedAdapter,
 )
 from pagestream_engine.models.safetensors_file import Entry, open_files, read_header
-from pagestream_engine.request.adapter import Adapter
+from pagestream_engine.request import Adapter
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."

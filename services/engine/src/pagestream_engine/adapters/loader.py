@@ -14,7 +14,7 @@ import torch
 from pagestream_engine.adapters.files import ModuleWeights, read_adapter
 from pagestream_engine.adapters.modules import ModuleSlice
 from pagestream_engine.errors import AdapterError
-from pagestream_engine.request.adapter import Adapter
+from pagestream_engine.request import Adapter
 
 Weights = Mapping[str, ModuleWeights]
 Done = Callable[[Weights | None, str | None], None]

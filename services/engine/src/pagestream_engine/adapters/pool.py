@@ -27,8 +27,8 @@ from pagestream_engine.errors import InvariantViolation, UnsupportedOption
 from pagestream_engine.layers.linear import Linear
 from pagestream_engine.models.model import Model
 from pagestream_engine.models.source import ModelSource, Target
-from pagestream_engine.request.adapter import Adapter, AdapterLoad, LoadedAdapter
-from pagestream_engine.step.records import Int64Array, StepPlan
+from pagestream_engine.plan import AdapterLoad, Int64Array, LoadedAdapter, StepPlan
+from pagestream_engine.request import Adapter
 
 
 class AdapterPool:

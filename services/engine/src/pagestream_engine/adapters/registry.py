@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pagestream_engine.config import AdapterConfig
 from pagestream_engine.errors import AdapterError, AdapterFileError, UnsupportedAdapter
-from pagestream_engine.request.adapter import Adapter, LoRARequest
+from pagestream_engine.request import Adapter, LoRARequest
 
 
 class AdapterRegistry:

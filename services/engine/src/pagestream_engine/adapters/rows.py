@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagestream_engine.step.records import Int64Array
+from pagestream_engine.plan import Int64Array
 
 NO_SLOT = -1
 

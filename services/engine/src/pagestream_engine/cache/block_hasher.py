@@ -6,7 +6,7 @@ import struct
 from collections.abc import Sequence
 from hashlib import sha256
 
-from pagestream_engine.request.sequence import TokenSequence
+from pagestream_engine.request import TokenSequence
 
 _ROOT = b"pagestream/prefix/1"
 

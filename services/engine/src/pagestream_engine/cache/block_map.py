@@ -9,8 +9,8 @@ from itertools import islice
 from typing import NamedTuple
 
 from pagestream_engine.cache.block_pool import BlockPool
-from pagestream_engine.cache.kv_groups import NO_BLOCK
-from pagestream_engine.request.sequence import TokenSequence
+from pagestream_engine.plan import NO_BLOCK
+from pagestream_engine.request import TokenSequence
 
 MOST_CELLS = 4096
 """Of a map. A larger pool is sampled at equal distances."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pagestream_engine.cache.block_pool import BlockPool
-from pagestream_engine.request.sequence import TokenSequence
+from pagestream_engine.request import TokenSequence
 
 
 class BlockCopy(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from pagestream_engine.cache.manager import CacheManager
-from pagestream_engine.request.sequence import TokenSequence
+from pagestream_engine.request import TokenSequence
 
 
 def fragmentation(cache: CacheManager, sequences: Iterable[TokenSequence]) -> float:

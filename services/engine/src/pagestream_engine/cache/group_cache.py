@@ -5,8 +5,8 @@ from __future__ import annotations
 from pagestream_engine.cache.block_hasher import BlockHasher
 from pagestream_engine.cache.block_pool import BlockPool
 from pagestream_engine.cache.host_tier import HostTier
-from pagestream_engine.cache.kv_groups import NO_BLOCK, TO_LOAD, KVGroup
-from pagestream_engine.request.sequence import TokenSequence
+from pagestream_engine.plan import NO_BLOCK, TO_LOAD, KVGroup
+from pagestream_engine.request import TokenSequence
 
 
 class GroupCache:

@@ -8,16 +8,7 @@ from typing import NamedTuple
 
 from pagestream_engine.cache.block_pool import BlockPool
 from pagestream_engine.cache.eviction.recency import Segmented
-from pagestream_engine.request.sequence import TokenSequence
-
-
-class HostMemory(NamedTuple):
-    """Pages in host memory, each for one block."""
-
-    num_pages: int
-    page_bytes: int
-    load_page_s: float
-    """Seconds to copy one to a block."""
+from pagestream_engine.request import TokenSequence
 
 
 class PageCopy(NamedTuple):

@@ -9,9 +9,9 @@ from pagestream_engine.cache.block_hasher import BlockHasher
 from pagestream_engine.cache.block_pool import BlockPool
 from pagestream_engine.cache.copies import CopyOnWrite
 from pagestream_engine.cache.host_tier import HostTier
-from pagestream_engine.cache.kv_groups import NO_BLOCK, KVGroup, KVLayout
 from pagestream_engine.errors import InvariantViolation
-from pagestream_engine.request.sequence import SequenceState, TokenSequence
+from pagestream_engine.plan import NO_BLOCK, KVGroup, KVLayout
+from pagestream_engine.request import SequenceState, TokenSequence
 
 
 def check_cache(

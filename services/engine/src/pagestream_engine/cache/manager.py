@@ -12,8 +12,8 @@ from pagestream_engine.cache.block_pool import BlockPool
 from pagestream_engine.cache.copies import CopyOnWrite
 from pagestream_engine.cache.group_cache import GroupCache
 from pagestream_engine.cache.host_tier import HostTier
-from pagestream_engine.cache.kv_groups import NO_BLOCK, TO_LOAD, KVLayout
-from pagestream_engine.request.sequence import TokenSequence
+from pagestream_engine.plan import NO_BLOCK, TO_LOAD, KVLayout
+from pagestream_engine.request import TokenSequence
 
 _HASH_AT_LEAST = 32
 """Blocks that are hashed in a step however few wait: about 50 microseconds."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pagestream_engine.cache.manager import CachedPrefix, CacheManager
-from pagestream_engine.request.sequence import TokenSequence
+from pagestream_engine.request import TokenSequence
 
 
 def least_wanted_blocks(cache: CacheManager, seq: TokenSequence, prefix: CachedPrefix, chunk: int) -> int:

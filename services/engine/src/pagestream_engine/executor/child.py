@@ -19,9 +19,8 @@ from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ExecutorError
 from pagestream_engine.executor.base import DeviceRunner, Runner, RunnerFactory, load_runner
 from pagestream_engine.executor.preparations import Preparation, Prepared, prepare
+from pagestream_engine.plan import PendingResult, StepPlan, raising
 from pagestream_engine.plugins import import_plugins
-from pagestream_engine.step.pending import PendingResult, raising
-from pagestream_engine.step.records import StepPlan
 
 
 @dataclass(frozen=True, slots=True)

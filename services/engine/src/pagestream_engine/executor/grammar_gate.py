@@ -12,10 +12,9 @@ from pagestream_engine.errors import RequestFault
 from pagestream_engine.executor.pipeline import StepPipeline
 from pagestream_engine.executor.preparations import Prepared
 from pagestream_engine.grammar.compiler import NUM_THREADS
-from pagestream_engine.request.adapter import LoadedAdapter
-from pagestream_engine.request.grammars import Grammar, PreparedGrammar
-from pagestream_engine.request.outputs import StepOutput
-from pagestream_engine.request.sequence import TokenSequence
+from pagestream_engine.plan import LoadedAdapter, PreparedGrammar
+from pagestream_engine.request import StepOutput, TokenSequence
+from pagestream_engine.sampling_params import Grammar
 from pagestream_engine.scheduler.scheduler import Scheduler
 from pagestream_engine.step.texts import failed_output
 

@@ -9,8 +9,7 @@ from queue import Empty, SimpleQueue
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.executor.base import LaunchingRunner, RunnerFactory, load_runner
 from pagestream_engine.executor.preparations import AdaptingRunner, GrammarRunner, Preparation, Prepared, prepare
-from pagestream_engine.step.pending import PendingResult, raising
-from pagestream_engine.step.records import StepPlan, StepResult
+from pagestream_engine.plan import PendingResult, StepPlan, StepResult, raising
 
 
 class InlineExecutor:

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 from pagestream_engine.errors import InvariantViolation, OutOfMemory
 from pagestream_engine.executor.base import Executor
-from pagestream_engine.request.sequence import TokenSequence
+from pagestream_engine.plan import StepResult
+from pagestream_engine.request import TokenSequence
 from pagestream_engine.scheduler.scheduled_step import ScheduledStep
 from pagestream_engine.scheduler.scheduler import Scheduler
 from pagestream_engine.step.plan_builder import PlanBuilder
-from pagestream_engine.step.records import StepResult
 from pagestream_engine.step.step_limit import StepLimit
 
 _log = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from pagestream_engine.errors import InvariantViolation
 from pagestream_engine.grammar.compiler import GrammarCompiler
-from pagestream_engine.request.adapter import AdapterLoad, LoadedAdapter
-from pagestream_engine.request.grammars import Grammar, PreparedGrammar
+from pagestream_engine.plan import AdapterLoad, LoadedAdapter, PreparedGrammar
+from pagestream_engine.sampling_params import Grammar
 
 
 class SleepChange(NamedTuple):

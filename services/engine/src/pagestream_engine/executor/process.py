@@ -15,7 +15,7 @@ from pagestream_engine.errors import ExecutorDied, InvariantViolation
 from pagestream_engine.executor.base import ExecutorFacts, RunnerFactory
 from pagestream_engine.executor.child import Failure, bonding_parent, run_child
 from pagestream_engine.executor.preparations import Preparation, Prepared
-from pagestream_engine.step.records import StepPlan, StepResult
+from pagestream_engine.plan import StepPlan, StepResult
 
 _CLOSE_LIMIT_S = 5.0
 

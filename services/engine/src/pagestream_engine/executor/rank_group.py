@@ -26,7 +26,7 @@ from pagestream_engine.executor.preparations import Preparation, Prepared, Prepa
 from pagestream_engine.executor.rank_process import Answer, Message, Rank, RankProcess
 from pagestream_engine.executor.stragglers import Stragglers
 from pagestream_engine.parallel.place import Progress
-from pagestream_engine.step.records import StepPlan, StepResult
+from pagestream_engine.plan import StepPlan, StepResult
 
 _FAILURE_LIMIT_S = 1.0
 """For the others to fail, too, when a rank has failed: they wait for it if it has failed alone."""

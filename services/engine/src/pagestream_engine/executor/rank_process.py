@@ -19,7 +19,7 @@ from pagestream_engine.executor.child import Failure, bonding_parent
 from pagestream_engine.executor.nodes.codec import encode
 from pagestream_engine.executor.preparations import Prepared
 from pagestream_engine.executor.rank_child import run_rank
-from pagestream_engine.step.records import StepResult
+from pagestream_engine.plan import StepResult
 
 Answer = ExecutorFacts | StepResult | Failure
 _PIPE_LIMIT_S = 1

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pagestream_engine.errors import RequestFault
-from pagestream_engine.step.records import Int32Array
+from pagestream_engine.plan import Int32Array
 
 WORD_BITS = 32
 

@@ -31,8 +31,7 @@ from pagestream_engine.errors import InvariantViolation, RequestFault
 from pagestream_engine.grammar.allowed import NOTHING_FORCED, WORD_BITS, Allowed, bits_of, num_words, the_only_token
 from pagestream_engine.grammar.mask_threads import MaskThreads
 from pagestream_engine.models.tokenizer import load_tokenizer
-from pagestream_engine.request.grammars import PreparedGrammar
-from pagestream_engine.step.records import Int32Array
+from pagestream_engine.plan import Int32Array, PreparedGrammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -6,7 +6,7 @@ from collections import deque
 from copy import deepcopy
 from enum import Enum, auto
 
-from pagestream_engine.request.structured_outputs import ReasoningMarks
+from pagestream_engine.sampling_params import ReasoningMarks
 
 
 class Phase(Enum):

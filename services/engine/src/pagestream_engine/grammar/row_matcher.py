@@ -14,8 +14,8 @@ from pagestream_engine.grammar.compiler import GrammarCompiler
 from pagestream_engine.grammar.mask_threads import MaskJob
 from pagestream_engine.grammar.reasoning_gate import Phase, ReasoningGate
 from pagestream_engine.grammar.walk import GrammarWalk
-from pagestream_engine.request.structured_outputs import StructuredOutputsParams
-from pagestream_engine.step.records import Int32Array
+from pagestream_engine.plan import Int32Array
+from pagestream_engine.sampling_params import StructuredOutputsParams
 
 ALL_ALLOWED = np.int32(-1)
 

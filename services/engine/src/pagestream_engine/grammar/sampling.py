@@ -15,9 +15,9 @@ from pagestream_engine.grammar.allowed import bits_of, num_words
 from pagestream_engine.grammar.compiler import GrammarCompiler
 from pagestream_engine.grammar.mask_threads import MaskJob
 from pagestream_engine.grammar.row_matcher import RowMatcher
-from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_engine.sampler import Sampled, SamplingBatch, TokenMasks
 from pagestream_engine.sampler.stages.stage import TokenIds
+from pagestream_engine.sampling_params import SamplingParams
 from pagestream_engine.transfers import download, to_device
 
 Agree = Callable[[Sequence[float]], Sequence[float]]

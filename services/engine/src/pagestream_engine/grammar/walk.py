@@ -12,8 +12,8 @@ from pagestream_engine.errors import RequestFault
 from pagestream_engine.grammar.allowed import NOTHING_FORCED, Allowed, the_only_token
 from pagestream_engine.grammar.compiler import GrammarCompiler
 from pagestream_engine.grammar.mask_threads import CHEAP_S
-from pagestream_engine.request.grammars import Grammar
-from pagestream_engine.step.records import Int32Array
+from pagestream_engine.plan import Int32Array
+from pagestream_engine.sampling_params import Grammar
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher

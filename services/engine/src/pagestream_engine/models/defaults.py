@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pagestream_engine.errors import DOWNLOAD_AGAIN, ModelFileError
-from pagestream_engine.request.sampling_params import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY
+from pagestream_engine.sampling_params import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY
 
 GENERATION_CONFIG = "generation_config.json"
 _MOST = (1 << 31) - 1

@@ -11,11 +11,11 @@ from pagestream_engine.config import EngineConfig
 from pagestream_engine.engine import Engine
 from pagestream_engine.errors import InvalidRequest
 from pagestream_engine.offline.options import translate
+from pagestream_engine.offline.outputs import RequestOutput
 from pagestream_engine.offline.prompts import Prompt, encode_prompts
 from pagestream_engine.offline.request import OfflineRequest
-from pagestream_engine.request.adapter import LoRARequest
-from pagestream_engine.request.outputs import RequestOutput
-from pagestream_engine.request.sampling_params import SamplingParams
+from pagestream_engine.request import LoRARequest
+from pagestream_engine.sampling_params import SamplingParams
 
 
 class LLMEngine:

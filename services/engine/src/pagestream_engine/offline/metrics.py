@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pagestream_engine.request.outputs import EngineStats
+from pagestream_engine.stats import EngineStats
 
 
 @dataclass

@@ -10,11 +10,7 @@ from tokenizers import Tokenizer
 
 from pagestream_engine.errors import InvalidRequest
 from pagestream_engine.offline.chats import ChatTemplate
-from pagestream_engine.offline.prompts import EncodedPrompt
-from pagestream_engine.pooling.config import PoolingConfig
-from pagestream_engine.pooling.labels import IDENTITY
-from pagestream_engine.pooling.vectors import probabilities_of, vector_of
-from pagestream_engine.request.outputs import (
+from pagestream_engine.offline.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
     EmbeddingOutput,
@@ -23,7 +19,11 @@ from pagestream_engine.request.outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from pagestream_engine.request.pooling_params import PoolingParams
+from pagestream_engine.offline.prompts import EncodedPrompt
+from pagestream_engine.pooling.config import PoolingConfig
+from pagestream_engine.pooling.labels import IDENTITY
+from pagestream_engine.pooling.vectors import probabilities_of, vector_of
+from pagestream_engine.sampling_params import PoolingParams
 
 Pooled = Sequence[tuple[RequestOutput, bytes]]
 

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from pagestream_engine.engine import Engine
+from pagestream_engine.offline.outputs import CompletionOutput, Logprob, RequestOutput
 from pagestream_engine.offline.prompts import EncodedPrompt
-from pagestream_engine.request.adapter import Adapter, LoRARequest
-from pagestream_engine.request.outputs import CompletionOutput, Logprob, RequestOutput, StepOutput, TokenLogprob
-from pagestream_engine.request.sampling_params import SamplingParams
-from pagestream_engine.request.sequence import Sibling
+from pagestream_engine.request import Adapter, LoRARequest, Sibling, StepOutput, TokenLogprob
+from pagestream_engine.sampling_params import SamplingParams
 
 
 @dataclass

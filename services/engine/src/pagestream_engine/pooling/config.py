@@ -10,7 +10,7 @@ from typing import Any
 
 from pagestream_engine.errors import DOWNLOAD_AGAIN, ModelFileError
 from pagestream_engine.pooling.labels import activation_of, labels_of
-from pagestream_engine.request.pooling_kinds import CLS, LAST, MEAN
+from pagestream_engine.sampling_params import CLS, LAST, MEAN
 
 _KNOWN = ("Transformer", "Pooling", "Normalize")
 """Last parts of the names of modules that change no vector otherwise than told here."""

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagestream_engine.request.pooling_kinds import CLS, LAST
-from pagestream_engine.step.records import Int32Array, Int64Array, NewSequence, StepPlan
+from pagestream_engine.plan import Int32Array, Int64Array, NewSequence, StepPlan
+from pagestream_engine.sampling_params import CLS, LAST
 
 
 @dataclass(slots=True)

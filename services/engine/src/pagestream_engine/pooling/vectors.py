@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from pagestream_engine.plan import Float32Array
 from pagestream_engine.pooling.labels import SIGMOID, SOFTMAX
-from pagestream_engine.request.pooling_kinds import STATES_DTYPE
-from pagestream_engine.step.records import Float32Array
+from pagestream_engine.sampling_params import STATES_DTYPE
 
 
 def vector_of(states: bytes, *, dimensions: int = 0, normalize: bool = True) -> Float32Array:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from pagestream_engine.attention import Backend
 from pagestream_engine.models.model import Model
+from pagestream_engine.plan import Int32Array, Int64Array, StepPlan
 from pagestream_engine.runner.persistent_batch import PersistentBatch
 from pagestream_engine.runner.recorder import Recorder, Step
-from pagestream_engine.step.records import Int32Array, Int64Array, StepPlan
 
 _FINE_UP_TO = 256
 

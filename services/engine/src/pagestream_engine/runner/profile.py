@@ -8,15 +8,13 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from pagestream_engine.cache.kv_groups import KVLayout
 from pagestream_engine.config import EngineConfig
-from pagestream_engine.request.sampling_params import ALL_LOGPROBS, SamplingParams
+from pagestream_engine.plan import BlockEdits, Int32Array, KVLayout, NewSequence, PendingResult, StepPlan
 from pagestream_engine.runner.allocations import measured_allocations
 from pagestream_engine.runner.memory import CudaMemory, DeviceMemory, MemoryUse, PeakMeter
 from pagestream_engine.runner.prompt_rows import MAX_PIECE_BYTES
 from pagestream_engine.sampler.prompt_logprobs import num_rows_within
-from pagestream_engine.step.pending import PendingResult
-from pagestream_engine.step.records import BlockEdits, Int32Array, NewSequence, StepPlan
+from pagestream_engine.sampling_params import ALL_LOGPROBS, SamplingParams
 
 TRIAL_TOKENS = 32
 """Tokens of the step that a CPU is profiled with: its memory grows in proportion, its time would, too."""

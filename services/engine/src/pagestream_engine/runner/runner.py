@@ -14,7 +14,6 @@ from torch import Tensor
 
 from pagestream_engine.adapters.pool import attach_adapters
 from pagestream_engine.attention import prefers_triton
-from pagestream_engine.cache.host_tier import HostMemory
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ConfigError, OutOfMemory
 from pagestream_engine.grammar.compiler import GrammarCompiler
@@ -25,6 +24,7 @@ from pagestream_engine.models.offload.moving import MovedTensors, moved_tensors
 from pagestream_engine.models.select import open_model
 from pagestream_engine.models.source import Target
 from pagestream_engine.parallel.stages import open_group
+from pagestream_engine.plan import HostMemory, PendingResult, StepPlan
 from pagestream_engine.runner.backends import backend_for, plan_cache
 from pagestream_engine.runner.decode_graphs import DecodeGraphs, can_record, graph_sizes
 from pagestream_engine.runner.fingerprint import fingerprint
@@ -50,8 +50,6 @@ from pagestream_engine.runner.speculation.draft_source import TargetBlocks, load
 from pagestream_engine.runner.speculation.select import make_speculation
 from pagestream_engine.runner.warm_up import warm_up_plans
 from pagestream_engine.sampler import SamplingBatch
-from pagestream_engine.step.pending import PendingResult
-from pagestream_engine.step.records import StepPlan
 from pagestream_engine.transfers import slab_pages, to_device
 
 _log = logging.getLogger(__name__)

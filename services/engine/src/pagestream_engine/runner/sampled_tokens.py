@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from pagestream_engine.parallel.stages import Arriving, Stage
+from pagestream_engine.plan import PendingResult, StepPlan, StepResult
 from pagestream_engine.runner.persistent_batch import PersistentBatch
 from pagestream_engine.runner.speculation.speculation import Execute
 from pagestream_engine.sampler import Sampled
-from pagestream_engine.step.pending import PendingResult
-from pagestream_engine.step.records import StepPlan, StepResult
 
 _NO_TOKEN = -1
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from pagestream_engine.cache.kv_groups import KVLayout
 from pagestream_engine.config import EngineConfig
-from pagestream_engine.request.sampling_params import SamplingParams
+from pagestream_engine.plan import KVLayout, StepPlan
 from pagestream_engine.runner.profile import demanding_params, profile_plan, prompt_lengths
-from pagestream_engine.step.records import StepPlan
+from pagestream_engine.sampling_params import SamplingParams
 
 
 def warm_up_plans(config: EngineConfig, layout: KVLayout, max_model_len: int, vocab_size: int) -> Iterator[StepPlan]:

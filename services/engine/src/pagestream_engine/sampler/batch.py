@@ -13,7 +13,6 @@ from torch import Tensor
 
 from pagestream_engine.errors import InvariantViolation
 from pagestream_engine.out_of_memory import is_out_of_memory
-from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_engine.sampler.columns import RowColumns
 from pagestream_engine.sampler.draw import draw_for, largest
 from pagestream_engine.sampler.pipeline import Chosen, choose
@@ -26,6 +25,7 @@ from pagestream_engine.sampler.stages.min_tokens import MinTokens
 from pagestream_engine.sampler.stages.penalties import Penalties
 from pagestream_engine.sampler.stages.stage import LogitsStage, NewRow, TokenIds
 from pagestream_engine.sampler.stages.token_mask import TokenMasks
+from pagestream_engine.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pagestream_engine.request.sampling_params import SamplingParams
+from pagestream_engine.sampling_params import SamplingParams
 from pagestream_engine.transfers import to_device
 
 

@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagestream_engine.request.sampling_params import ALL_LOGPROBS, SamplingParams
 from pagestream_engine.sampler.columns import RowColumns
 from pagestream_engine.sampler.draw import DrawParams
 from pagestream_engine.sampler.stages.stage import LogitsStage, StageRows
+from pagestream_engine.sampling_params import ALL_LOGPROBS, SamplingParams
 from pagestream_engine.transfers import to_device
 
 Places = NDArray[np.int64]

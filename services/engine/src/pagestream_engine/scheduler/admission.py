@@ -21,7 +21,7 @@ from pagestream_engine.cache.manager import CachedPrefix, CacheManager
 from pagestream_engine.cache.shortage import least_wanted_blocks
 from pagestream_engine.config import SchedulerConfig
 from pagestream_engine.errors import InvariantViolation
-from pagestream_engine.request.sequence import SequenceGroup, TokenSequence
+from pagestream_engine.request import SequenceGroup, TokenSequence
 from pagestream_engine.scheduler.adapters.turns import AdapterTurns
 from pagestream_engine.scheduler.decode import DecodeSet
 from pagestream_engine.scheduler.policy import WaitingQueue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pagestream_engine.cache.manager import CacheManager
-from pagestream_engine.request.sequence import SequenceState, TokenSequence
+from pagestream_engine.request import SequenceState, TokenSequence
 from pagestream_engine.scheduler.scheduled_step import ScheduledSequence
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from itertools import chain
 
 from pagestream_engine.cache.block_pool import BlockPool
-from pagestream_engine.cache.kv_groups import NO_BLOCK
-from pagestream_engine.request.sequence import SequenceGroup, TokenSequence
+from pagestream_engine.plan import NO_BLOCK
+from pagestream_engine.request import SequenceGroup, TokenSequence
 from pagestream_engine.scheduler.admission import Admission
 from pagestream_engine.scheduler.policy import SchedulingPolicy
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pagestream_engine.errors import InvariantViolation
-from pagestream_engine.request.sequence import SequenceGroup, SequenceState, TokenSequence
+from pagestream_engine.request import SequenceGroup, SequenceState, TokenSequence
 
 
 def check_groups(sequences: Iterable[TokenSequence]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pagestream_engine.request.length_predictor import LengthPredictor
-from pagestream_engine.request.sequence import TokenSequence
+from pagestream_engine.request import TokenSequence
+from pagestream_engine.scheduler.length_predictor import LengthPredictor
 from pagestream_engine.scheduler.policy import SchedulingPolicy
 
 CLASS_ARRIVALS = 256

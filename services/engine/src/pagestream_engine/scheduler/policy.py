@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from itertools import chain, takewhile
 
-from pagestream_engine.request.sequence import SequenceGroup, TokenSequence
+from pagestream_engine.request import SequenceGroup, TokenSequence
 
 
 class SequenceEvents:

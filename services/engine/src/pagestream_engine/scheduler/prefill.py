@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pagestream_engine.cache.manager import CachedPrefix, CacheManager
-from pagestream_engine.request.sequence import NO_ROW, SequenceGroup, SequenceState, TokenSequence
+from pagestream_engine.request import NO_ROW, SequenceGroup, SequenceState, TokenSequence
 from pagestream_engine.scheduler.prefill_budget import ChunkBudget
 from pagestream_engine.scheduler.scheduled_step import ScheduledSequence
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from pagestream_engine.cache.copies import BlockCopy
 from pagestream_engine.cache.host_tier import PageCopy
-from pagestream_engine.request.sequence import TokenSequence
+from pagestream_engine.request import TokenSequence
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from pagestream_engine.cache.manager import CacheManager
 from pagestream_engine.config import AdapterConfig, SchedulerConfig
-from pagestream_engine.request.sequence import NO_ROW, ChoiceSet, SequenceGroup, SequenceState, TokenSequence
+from pagestream_engine.request import NO_ROW, ChoiceSet, SequenceGroup, SequenceState, TokenSequence
 from pagestream_engine.scheduler.adapters.residency import AdapterResidency
 from pagestream_engine.scheduler.adapters.turns import AdapterTurns
 from pagestream_engine.scheduler.admission import Admission

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagestream_engine.request.sequence import SequenceGroup
+from pagestream_engine.request import SequenceGroup
 
 
 class Seats:

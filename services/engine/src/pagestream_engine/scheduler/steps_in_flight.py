@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from pagestream_engine.cache.manager import CacheManager
-from pagestream_engine.request.sequence import SequenceState, TokenSequence
+from pagestream_engine.request import SequenceState, TokenSequence
 from pagestream_engine.scheduler.decode import DecodeSet
 from pagestream_engine.scheduler.prefill import PrefillSet
 from pagestream_engine.scheduler.scheduled_step import ScheduledSequence, ScheduledStep

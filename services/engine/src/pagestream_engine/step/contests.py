@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from pagestream_engine.errors import InvalidRequest
-from pagestream_engine.request.outputs import StepOutput
-from pagestream_engine.request.sampling_params import child_seed
-from pagestream_engine.request.sequence import Sibling, choice_indexes, with_extra_ids
+from pagestream_engine.request import Sibling, StepOutput, choice_indexes, with_extra_ids
+from pagestream_engine.sampling_params import child_seed
 
 
 @dataclass(slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from pagestream_engine.request.logprob_row import LogprobRow
-from pagestream_engine.step.records import StepLogprobs, StepPromptLogprobs
+from pagestream_engine.plan import StepLogprobs, StepPromptLogprobs
+from pagestream_engine.request import LogprobRow
 
 
 class PromptRows(NamedTuple):

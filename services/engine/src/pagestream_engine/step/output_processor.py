@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pagestream_engine.request.generation import Generation
-from pagestream_engine.request.logprob_row import LogprobRow
-from pagestream_engine.request.outputs import StepOutput
-from pagestream_engine.request.sequence import SequenceState, TokenSequence
+from pagestream_engine.plan import StepPromptLogprobs, StepResult
+from pagestream_engine.request import LogprobRow, SequenceState, StepOutput, TokenSequence
 from pagestream_engine.scheduler.scheduled_step import ScheduledStep
 from pagestream_engine.scheduler.scheduler import Scheduler
+from pagestream_engine.step.generation import Generation
 from pagestream_engine.step.logprobs import logprob_rows, prompt_logprob_rows
-from pagestream_engine.step.records import StepPromptLogprobs, StepResult
 from pagestream_engine.step.searches import RunningSearch, Searches
 from pagestream_engine.step.texts import ended_prompt, failed_output, output_of, with_logprobs, with_prompt_logprobs
 from pagestream_engine.text.detokenizer import Pieces

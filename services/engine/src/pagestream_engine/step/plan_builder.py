@@ -6,10 +6,9 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from pagestream_engine.cache.kv_groups import NO_BLOCK, KVLayout
-from pagestream_engine.request.sequence import NO_ROW, TokenSequence
+from pagestream_engine.plan import NO_BLOCK, BlockEdits, Int32Array, KVLayout, NewSequence, StepPlan
+from pagestream_engine.request import NO_ROW, TokenSequence
 from pagestream_engine.scheduler.scheduled_step import ScheduledStep
-from pagestream_engine.step.records import BlockEdits, Int32Array, NewSequence, StepPlan
 
 _NONE: Int32Array = np.empty(0, np.int32)
 _NO_COPIES: Int32Array = np.empty((0, 2), np.int32)

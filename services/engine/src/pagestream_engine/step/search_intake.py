@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from pagestream_engine.cache.kv_groups import KVLayout
 from pagestream_engine.errors import InvalidRequest
-from pagestream_engine.request.beam_search import BeamSearch
-from pagestream_engine.request.generation import Generation
-from pagestream_engine.request.sequence import Sibling, TokenSequence, choice_indexes, with_extra_ids
+from pagestream_engine.plan import KVLayout
+from pagestream_engine.request import Sibling, TokenSequence, choice_indexes, with_extra_ids
+from pagestream_engine.step.beam_search import BeamSearch
+from pagestream_engine.step.generation import Generation
 from pagestream_engine.step.searches import Answer, RunningSearch
 
 MAX_END_TOKENS = 64

@@ -6,12 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pagestream_engine.cache.manager import CacheManager
-from pagestream_engine.request.beam_search import BeamSearch, Hypothesis
-from pagestream_engine.request.generation import Generation
-from pagestream_engine.request.logprob_row import LogprobRow
-from pagestream_engine.request.outputs import StepOutput
-from pagestream_engine.request.sequence import NO_ROW, TokenSequence
+from pagestream_engine.request import NO_ROW, LogprobRow, StepOutput, TokenSequence
 from pagestream_engine.scheduler.scheduler import Scheduler
+from pagestream_engine.step.beam_search import BeamSearch, Hypothesis
+from pagestream_engine.step.generation import Generation
 from pagestream_engine.step.texts import output_of, with_logprobs
 from pagestream_engine.text.detokenizer import Pieces
 

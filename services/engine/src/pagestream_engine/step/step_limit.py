@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagestream_engine.request.sequence import SequenceState, TokenSequence
+from pagestream_engine.request import SequenceState, TokenSequence
 from pagestream_engine.scheduler.scheduled_step import ScheduledSequence, ScheduledStep
 
 SMALLEST_CHUNK = 16

@@ -6,12 +6,10 @@ import logging
 
 import numpy as np
 
-from pagestream_engine.request.generation import Generation
-from pagestream_engine.request.logprob_row import LogprobRow
-from pagestream_engine.request.outputs import StepOutput
-from pagestream_engine.request.pooling_kinds import STATES_DTYPE
-from pagestream_engine.request.sequence import TokenSequence
-from pagestream_engine.step.records import Float32Array
+from pagestream_engine.plan import Float32Array
+from pagestream_engine.request import LogprobRow, StepOutput, TokenLogprob, TokenSequence
+from pagestream_engine.sampling_params import STATES_DTYPE
+from pagestream_engine.step.generation import Generation
 from pagestream_engine.text.detokenizer import Pieces
 from pagestream_engine.text.faults import is_fault_of_request
 
@@ -31,10 +29,18 @@ def output_of(generation: Generation, token_id: int, num_output_tokens: int) -> 
     return StepOutput(seq.seq_id, token_id, text, finish, stop, seq.num_cached_tokens)
 
 
+def token_logprobs(row: LogprobRow, pieces: Pieces | None) -> tuple[TokenLogprob, ...]:
+    """Return what an output has of a row; without `pieces` the tokens' texts are empty."""
+    return tuple(
+        TokenLogprob(token_id, logprob, index or row.rank, pieces.shown(token_id) if pieces is not None else "")
+        for index, (token_id, logprob) in enumerate(zip(row.token_ids, row.logprobs, strict=True))
+    )
+
+
 def with_logprobs(output: StepOutput, row: LogprobRow, seq: TokenSequence, pieces: Pieces | None) -> StepOutput:
     """Return a token's output with its log probabilities."""
     try:
-        output.logprobs = row.with_texts(pieces)
+        output.logprobs = token_logprobs(row, pieces)
     except BaseException as error:  # noqa: BLE001 - as for the text
         return _failed_by(error, seq, output.token_id)
     return output
@@ -43,7 +49,7 @@ def with_logprobs(output: StepOutput, row: LogprobRow, seq: TokenSequence, piece
 def with_prompt_logprobs(seq: TokenSequence, rows: list[LogprobRow], pieces: Pieces | None) -> StepOutput:
     """Return the output of a prompt whose log probabilities are complete."""
     try:
-        prompt_logprobs = tuple(row.with_texts(pieces) for row in rows)
+        prompt_logprobs = tuple(token_logprobs(row, pieces) for row in rows)
     except BaseException as error:  # noqa: BLE001 - as for the text
         return _failed_by(error, seq, None)
     return StepOutput(seq.seq_id, None, "", prompt_logprobs=prompt_logprobs)

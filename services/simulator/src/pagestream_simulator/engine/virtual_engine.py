@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from pagestream_engine.cache.manager import CacheManager
 from pagestream_engine.config import SchedulerConfig
-from pagestream_engine.request.sampling_params import SamplingParams
-from pagestream_engine.request.sequence import TokenSequence
+from pagestream_engine.request import TokenSequence
+from pagestream_engine.sampling_params import SamplingParams
 from pagestream_engine.scheduler.policy_registry import make_policy
 from pagestream_engine.scheduler.scheduled_step import ScheduledStep
 from pagestream_engine.scheduler.scheduler import Scheduler

@@ -13,7 +13,7 @@ from itertools import count
 from typing import NamedTuple
 
 import numpy as np
-from pagestream_engine.request.sequence import TokenSequence
+from pagestream_engine.request import TokenSequence
 
 from pagestream_simulator.engine.received_blocks import ReceivedBlocks
 from pagestream_simulator.engine.virtual_engine import Floats, VirtualEngine, VirtualRequest

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 from pagestream_engine.cache.block_pool import BlockPool
-from pagestream_engine.cache.kv_groups import full_attention
 from pagestream_engine.cache.manager import CacheManager
 from pagestream_engine.config import SchedulerConfig
+from pagestream_engine.plan import full_attention
 
 from pagestream_simulator.engine.step_contents import StepContents
 from pagestream_simulator.engine.virtual_engine import Floats, VirtualEngine, VirtualRequest

@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from pagestream_engine.request.outputs import StepOutput
+from pagestream_engine.request import StepOutput
 
 
 class TokenColumns(NamedTuple):

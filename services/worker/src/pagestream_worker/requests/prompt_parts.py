@@ -13,8 +13,8 @@ from pagestream.v1.records_pb2 import (
 )
 from pagestream_engine.pooling.labels import IDENTITY, SIGMOID, SOFTMAX
 from pagestream_engine.pooling.vectors import probabilities_of, vector_of
-from pagestream_engine.request.outputs import StepOutput, TokenLogprob
-from pagestream_engine.request.pooling_kinds import STATES_DTYPE
+from pagestream_engine.request import StepOutput, TokenLogprob
+from pagestream_engine.sampling_params import STATES_DTYPE
 
 ACTIVATIONS: Mapping[int, str] = {
     LABEL_ACTIVATION_SOFTMAX: SOFTMAX,

@@ -16,8 +16,8 @@ from pagestream.v1.inference_pb2 import (
     Usage,
 )
 from pagestream_engine.errors import RequestFault
-from pagestream_engine.request.outputs import StepOutput
-from pagestream_engine.request.sampling_params import SamplingParams
+from pagestream_engine.request import StepOutput
+from pagestream_engine.sampling_params import SamplingParams
 from pagestream_streams import Append, Claim
 from pagestream_streams.protocol.records import (
     END,

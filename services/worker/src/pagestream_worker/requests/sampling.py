@@ -18,8 +18,7 @@ from pagestream.v1.records_pb2 import (
     ReasoningMarks as ReasoningMessage,
 )
 from pagestream_engine.errors import InvalidRequest
-from pagestream_engine.request.sampling_params import SamplingParams, child_seed
-from pagestream_engine.request.structured_outputs import ReasoningMarks, StructuredOutputsParams
+from pagestream_engine.sampling_params import ReasoningMarks, SamplingParams, StructuredOutputsParams, child_seed
 
 FIELDS_WITH_PRESENCE = (
     "temperature",

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pagestream_engine.request.sequence import Sibling
+from pagestream_engine.request import Sibling
 
 
 @dataclass(frozen=True)

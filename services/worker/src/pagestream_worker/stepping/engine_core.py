@@ -9,7 +9,7 @@ from typing import Protocol
 
 from pagestream_engine.cache.block_map import BlockMap
 from pagestream_engine.errors import RankLost
-from pagestream_engine.request.outputs import StepOutput
+from pagestream_engine.request import StepOutput
 
 from pagestream_worker.logs.token_columns import NO_TOKENS, TokenColumns
 from pagestream_worker.stepping.commands import AbortSequences, AddGroup, Command, ReadBlocks

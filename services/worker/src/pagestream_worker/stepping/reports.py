@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from typing import Self
 
 from pagestream_engine.cache.block_map import BlockMap
-from pagestream_engine.cache.kv_groups import KVLayout
 from pagestream_engine.engine import Engine
 from pagestream_engine.models.folder import model_revision
-from pagestream_engine.request.outputs import EngineStats, StepOutput
+from pagestream_engine.plan import KVLayout
+from pagestream_engine.request import StepOutput
+from pagestream_engine.stats import EngineStats
 
 from pagestream_worker.logs.token_columns import NO_TOKENS, TokenColumns
 

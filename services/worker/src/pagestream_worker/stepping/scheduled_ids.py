@@ -5,7 +5,7 @@ Beams and choices that the request does not ask for by an id of their own count 
 
 from collections.abc import Mapping
 
-from pagestream_engine.request.sequence import sibling_id
+from pagestream_engine.request import sibling_id
 from pagestream_engine.scheduler.scheduled_step import ScheduledStep
 
 

@@ -12,7 +12,8 @@ from dataclasses import fields
 from operator import attrgetter
 from typing import Any
 
-from pagestream_engine.request.outputs import EngineStats, StepOutput, TokenLogprob
+from pagestream_engine.request import StepOutput, TokenLogprob
+from pagestream_engine.stats import EngineStats
 
 from pagestream_worker.logs.token_columns import TokenColumns
 from pagestream_worker.stepping.reports import Figures, StepDone

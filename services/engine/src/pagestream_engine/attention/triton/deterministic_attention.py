@@ -21,7 +21,7 @@ from pagestream_engine.attention.triton.attention import (
     TritonMetadata,
     prepare_decode,
 )
-from pagestream_engine.step.records import Int64Array
+from pagestream_engine.plan import Int64Array
 from pagestream_engine.transfers import to_device
 
 _MAX_PIECES = 4096

@@ -11,25 +11,28 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pagestream_engine.cache.host_tier import HostMemory
-from pagestream_engine.cache.kv_groups import KVGroup, KVLayout, KVSpec
 from pagestream_engine.errors import EngineError, NodeProtocolError, RequestFault
 from pagestream_engine.executor.base import ExecutorFacts
 from pagestream_engine.executor.child import Failure
 from pagestream_engine.executor.preparations import SleepChange, SleepChanged
-from pagestream_engine.request.adapter import Adapter, AdapterLoad, LoadedAdapter
-from pagestream_engine.request.grammars import Grammar, PreparedGrammar
-from pagestream_engine.request.sampling_params import SamplingParams
-from pagestream_engine.request.structured_outputs import ReasoningMarks, StructuredOutputsParams
-from pagestream_engine.step.records import (
+from pagestream_engine.plan import (
+    AdapterLoad,
     BlockEdits,
+    HostMemory,
+    KVGroup,
+    KVLayout,
+    KVSpec,
+    LoadedAdapter,
     NewSequence,
+    PreparedGrammar,
     StepLogprobs,
     StepPlan,
     StepPooled,
     StepPromptLogprobs,
     StepResult,
 )
+from pagestream_engine.request import Adapter
+from pagestream_engine.sampling_params import Grammar, ReasoningMarks, SamplingParams, StructuredOutputsParams
 
 _RECORDS: dict[str, Any] = {
     kind.__name__: kind

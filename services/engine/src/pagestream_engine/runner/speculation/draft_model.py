@@ -17,9 +17,9 @@ from torch import Tensor
 
 from pagestream_engine.attention import Backend
 from pagestream_engine.models.model import Model
+from pagestream_engine.plan import Int32Array, NewSequence
 from pagestream_engine.runner.persistent_batch import PersistentBatch, Spans
 from pagestream_engine.runner.speculation.proposer import RowCount
-from pagestream_engine.step.records import Int32Array, NewSequence
 
 Guess = Callable[[Tensor, ArrayLike, int], Tensor]
 """As `SamplingBatch.guess`."""

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pagestream_engine.attention import CacheShape, KVStore
-from pagestream_engine.cache.kv_groups import KVLayout
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ConfigError
 from pagestream_engine.models.config import ModelInfo
@@ -16,6 +15,7 @@ from pagestream_engine.models.select import open_model
 from pagestream_engine.models.source import ModelSource, Target
 from pagestream_engine.parallel.ranks import ONE_RANK
 from pagestream_engine.parallel.stages import UndividedStage
+from pagestream_engine.plan import KVLayout
 from pagestream_engine.runner.backends import backend_for
 from pagestream_engine.runner.speculation.draft_model import LoadedDraft
 

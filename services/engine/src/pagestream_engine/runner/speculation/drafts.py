@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pagestream_engine.step.records import Int32Array, Int64Array, StepPlan
+from pagestream_engine.plan import Int32Array, Int64Array, StepPlan
 
 NO_TOKEN = -1
 

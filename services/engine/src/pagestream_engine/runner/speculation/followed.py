@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from pagestream_engine.parallel.stages import Stage
+from pagestream_engine.plan import Int32Array, PendingResult, StepPlan
 from pagestream_engine.runner.speculation.drafts import Drafts, has_room, with_drafts
 from pagestream_engine.runner.speculation.speculation import Execute, Settle
-from pagestream_engine.step.pending import PendingResult
-from pagestream_engine.step.records import Int32Array, StepPlan
 
 
 class FollowedSpeculation:

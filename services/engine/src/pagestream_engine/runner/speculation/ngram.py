@@ -7,8 +7,8 @@ from itertools import cycle, islice
 
 import numpy as np
 
+from pagestream_engine.plan import NewSequence
 from pagestream_engine.runner.speculation.proposer import RowCount
-from pagestream_engine.step.records import NewSequence
 
 _WIDTH = 4
 """Bytes of a token."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from pagestream_engine.step.records import NewSequence
+from pagestream_engine.plan import NewSequence
 
 
 class RowCount(NamedTuple):

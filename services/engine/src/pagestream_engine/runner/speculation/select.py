@@ -11,13 +11,13 @@ from pagestream_engine.config import EngineConfig
 from pagestream_engine.grammar.sampling import ConstrainedSampling
 from pagestream_engine.parallel.ranks import Ranks
 from pagestream_engine.parallel.stages import Stage
+from pagestream_engine.plan import Int32Array
 from pagestream_engine.runner.persistent_batch import PersistentBatch
 from pagestream_engine.runner.speculation.draft_model import DraftModel, LoadedDraft
 from pagestream_engine.runner.speculation.followed import FollowedSpeculation
 from pagestream_engine.runner.speculation.ngram import NgramProposer
 from pagestream_engine.runner.speculation.proposer import NoProposer, Proposer
 from pagestream_engine.runner.speculation.speculation import Speculation
-from pagestream_engine.step.records import Int32Array
 
 
 def make_speculation(

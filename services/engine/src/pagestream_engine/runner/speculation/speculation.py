@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pagestream_engine.grammar.sampling import ConstrainedSampling
+from pagestream_engine.plan import Int32Array, PendingResult, StepPlan, StepResult
 from pagestream_engine.runner.speculation.draft_lengths import DraftLengths, StepCost
 from pagestream_engine.runner.speculation.drafts import NO_TOKEN, Drafts, has_room, with_drafts
 from pagestream_engine.runner.speculation.proposer import Proposer, RowCount
-from pagestream_engine.step.pending import PendingResult
-from pagestream_engine.step.records import Int32Array, StepPlan, StepResult
 
 Execute = Callable[[StepPlan, Drafts | None], PendingResult]
 Settle = Callable[[StepPlan, Sequence[Sequence[int]]], None]

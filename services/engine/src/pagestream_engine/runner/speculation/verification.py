@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagestream_engine.grammar.sampling import ConstrainedSampling
+from pagestream_engine.plan import Int32Array, Int64Array, StepLogprobs, StepPlan, StepResult
 from pagestream_engine.runner.results import pending_result
 from pagestream_engine.runner.speculation.drafts import Drafts
-from pagestream_engine.step.records import Int32Array, Int64Array, StepLogprobs, StepPlan, StepResult
 
 NumberT = TypeVar("NumberT", np.int32, np.float32)
 

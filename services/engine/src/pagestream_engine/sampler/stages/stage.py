@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_engine.sampler.stages.slots import RowSlots
+from pagestream_engine.sampling_params import SamplingParams
 
 TokenIds = Sequence[int] | NDArray[np.int32] | NDArray[np.int64]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection
 
-from pagestream_engine.request.adapter import Adapter, AdapterLoad, LoadedAdapter
+from pagestream_engine.plan import AdapterLoad, LoadedAdapter
+from pagestream_engine.request import Adapter
 
 
 class AdapterResidency:

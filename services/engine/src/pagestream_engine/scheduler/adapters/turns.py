@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from pagestream_engine.request.adapter import Adapter
-from pagestream_engine.request.sequence import SequenceGroup, TokenSequence
+from pagestream_engine.request import Adapter, SequenceGroup, TokenSequence
 from pagestream_engine.scheduler.adapters.residency import AdapterResidency
 from pagestream_engine.scheduler.policy import Place, WaitingQueue
 

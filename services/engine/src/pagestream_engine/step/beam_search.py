@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pagestream_engine.request.logprob_row import LogprobRow
-from pagestream_engine.request.sampling_params import ALL_LOGPROBS, SamplingParams
+from pagestream_engine.request import LogprobRow
+from pagestream_engine.sampling_params import ALL_LOGPROBS, SamplingParams
 
 
 class Beam(NamedTuple):

@@ -1,14 +1,53 @@
-"""A sequence: the tokens of one choice, as it is given to the engine and as the engine runs it."""
+"""A request inside the engine: its adapter, its sequences, and what comes out of them.
+
+With `sampling_params` and `plan` it is the ground of the engine: scheduler and cache stand on it beside the parts that
+compute, and it imports none of them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from hashlib import sha256
+from typing import NamedTuple
 
-from pagestream_engine.request.adapter import Adapter
-from pagestream_engine.request.pooling_kinds import OF_WHOLE_PROMPTS
-from pagestream_engine.request.sampling_params import SamplingParams
+from pagestream_engine.errors import InvalidRequest
+from pagestream_engine.sampling_params import OF_WHOLE_PROMPTS, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """An adapter as vLLM's `LLM.generate` takes it; `lora_int_id` means nothing here."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.lora_name, str) or not self.lora_name or not isinstance(self.lora_path, str):
+            raise InvalidRequest(
+                f"lora_request: given name {self.lora_name!r} and path {self.lora_path!r}, expected two strings"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter by its files, which are checked against the revision when they are read."""
+
+    name: str
+    """That requests give."""
+    folder: str
+    """Where `adapter_config.json` and `adapter_model.safetensors` are."""
+    revision: str
+    """32 hexadecimal digits of a SHA-256 of both files: other weights are another adapter."""
+
+
+def salted(cache_salt: bytes, adapter: Adapter | None) -> bytes:
+    """Return the extra key of a prefix cache for a caller's salt and an adapter's revision; without one, the salt."""
+    if adapter is None:
+        return cache_salt
+    return sha256(b"adapter\0" + adapter.revision.encode() + b"\0" + cache_salt, usedforsecurity=False).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,3 +314,55 @@ class SequenceGroup:
         self.members = [seq for seq in self.members if seq not in members]
         self.followers = [seq for seq in self.followers if seq not in members]
         return SequenceGroup(members)
+
+
+class TokenLogprob(NamedTuple):
+    """How likely a token was, by the model's own logits."""
+
+    token_id: int
+    logprob: float
+    """Natural logarithm of its probability."""
+    rank: int
+    """Its place among all tokens, from 1; of equally likely ones the lowest id comes first."""
+    text: str
+    """The token alone, special ones shown; U+FFFD for bytes that are no character."""
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What one step did for one sequence.
+
+    A finishing output carries the last token too. A sequence that failed may finish without a token.
+    """
+
+    seq_id: str
+    """The engine's id of the sequence: what `Engine.add_request` or its `Sibling` was given."""
+    token_id: int | None
+    text: str
+    """The new text, a pure function of the tokens. Empty while a character or a stop string may be incomplete."""
+    finish_reason: str | None = None
+    """stop, length or error; None while it goes on."""
+    stop_reason: int | str | None = None
+    """The stop token or stop string; None for the model's own end-of-sequence token."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that the prefix cache had."""
+    error: str | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    """The token itself, then the likeliest ones; None where they were not asked for."""
+    prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
+    """Of an output without a token, before those of the first tokens: for each token of the prompt from the second on,
+    as `logprobs`. A group has one such output, of the choice that computed the prompt."""
+    pooled: bytes | None = None
+    """Of the output with which a request with `pooling` ends: the hidden states pooled from its prompt, after the
+    model's last norm, as float32 numbers in little-endian order. See `pooling.vectors.vector_of`."""
+    cumulative_logprob: float | None = None
+    """Of a finishing output of a beam search: the sum over its tokens."""
+
+
+class LogprobRow(NamedTuple):
+    """The chosen token, then the likeliest ones, without their texts."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+    """The chosen token's; the others follow in order from 1."""

@@ -1,11 +1,78 @@
-"""What an engine's steps have done, and how long they took."""
+"""What an engine has done, and how long it took: a snapshot, and the counts that it is made of."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from time import perf_counter
 
+from pagestream_engine.plan import StepResult
 from pagestream_engine.scheduler.scheduled_step import ScheduledStep
-from pagestream_engine.step.records import StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot. Counters count from the engine's start."""
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+    """Blocks that no sequence references; some can still be found by the prefix cache."""
+    num_cached_blocks: int
+    """Free blocks that the prefix cache can still find."""
+    num_claimable_blocks: int
+    """Free blocks beyond what preempted sequences need again, and what admission keeps for the growth of others."""
+    kv_utilization: float
+    """Referenced blocks / all blocks, in [0, 1]."""
+    kv_demand: float
+    """(Referenced blocks + blocks that preempted sequences need again) / all blocks; above 1 the pool does not hold
+    what was admitted."""
+    prefix_query_tokens: int
+    """Prompt tokens of new requests that were looked up in the prefix cache: not again after a preemption, nor of
+    requests that another engine has begun, and once for all choices of a prompt."""
+    prefix_hit_tokens: int
+    """Tokens that were found there."""
+    host_hit_tokens: int
+    """Tokens whose blocks came from host memory, of new requests and of preempted ones."""
+    num_host_pages: int
+    """Pages of host memory, each for one block; 0 without `swap_space`."""
+    num_used_host_pages: int
+    """Those that hold a block which can be found."""
+    saved_bytes: int
+    """Copied from blocks to host memory."""
+    loaded_bytes: int
+    """Copied from host memory to blocks."""
+    num_preemptions: int
+    """Running sequences that lost their blocks for want of free ones; the beams of a search count once."""
+    num_displaced: int
+    """Running sequences that lost their places to others, by the policy; the beams of a search count once."""
+    num_steps: int
+    num_prompt_tokens: int
+    """Prompt tokens computed, those of a recomputation included."""
+    num_generated_tokens: int
+    num_draft_tokens: int
+    """Tokens that speculation has drafted and steps have checked."""
+    accepted_by_position: tuple[int, ...]
+    """Those of them that held, by their place among the drafts of a step: the first, the second, and so on."""
+    last_step_sequences: int
+    """Sequences that the last collected step computed."""
+    last_step_prompt_tokens: int
+    """Prompt tokens that it computed."""
+    last_step_s: float
+    """Seconds that the last step took."""
+    last_schedule_s: float
+    """Seconds of it that the scheduler took."""
+    total_step_s: float
+    total_schedule_s: float
+    num_drafts: int = 0
+    """Steps of a sequence that checked drafts."""
+    num_late_masks: int = 0
+    """Rows that got no token in a step, since the mask of their grammar was not there in time."""
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Drafts that held."""
+        return sum(self.accepted_by_position)
 
 
 class Stopwatch:

@@ -7,7 +7,7 @@ from itertools import islice
 from math import log2
 from typing import Any, NamedTuple
 
-from pagestream_engine.request.sequence import TokenSequence
+from pagestream_engine.request import TokenSequence
 
 OCTAVE_PARTS = 4
 """Prompts whose lengths lie within this part of an octave are alike. Mean absolute error on the conversations of the

@@ -1,16 +1,34 @@
-"""How a request's tokens are chosen and when they end. Names, defaults and meanings are vLLM's."""
+"""How a request's tokens are chosen and when they end, what its output must match, and what is pooled.
+
+Names, defaults and meanings are vLLM's.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, fields
+from typing import Any
 
+from pagestream_grammars import (
+    ANY_OBJECT,
+    Grammar,
+    GrammarError,
+    choice_grammar,
+    json_grammar,
+    regex_grammar,
+    rules_grammar,
+)
+
+from pagestream_engine import parameter_checks as checks
 from pagestream_engine.errors import InvalidSamplingParams
-from pagestream_engine.request import checks
-from pagestream_engine.request.pooling_kinds import KINDS
-from pagestream_engine.request.structured_outputs import StructuredOutputsParams
+
+__all__ = [
+    "Grammar",
+    "checked",
+]
 
 _INT64 = 1 << 63
 GREEDY_BELOW = 1e-5
@@ -287,3 +305,165 @@ def child_seed(seed: int, child: int) -> int:
         return seed
     digest = hashlib.sha256(f"{seed}:{child}".encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
+
+
+LAST, MEAN, CLS = "last", "mean", "cls"
+"""The last token's, the mean of all tokens', the first token's."""
+KINDS = (LAST, MEAN, CLS)
+OF_WHOLE_PROMPTS = (MEAN, CLS)
+"""Those that need states which a cached prefix does not have: the prompt is computed, not read from the cache."""
+STATES_DTYPE = "<f4"
+"""Of `StepOutput.pooled`: float32 in little-endian order."""
+
+
+@contextmanager
+def checked() -> Iterator[None]:
+    """Raise InvalidSamplingParams for a constraint that is refused within the block."""
+    try:
+        yield
+    except GrammarError as fault:
+        raise InvalidSamplingParams(f"structured_outputs.{fault.field}", fault.given, fault.expected) from fault
+
+
+@dataclass(frozen=True)
+class ReasoningMarks:
+    """The tokens around the reasoning that comes before what is constrained.
+
+    Raises:
+        InvalidSamplingParams: a mark has no token, or one that is no whole number from 0 on.
+    """
+
+    end: Sequence[int]
+    """Reasoning ends with the last of these tokens in a row. Kept as a tuple."""
+    openings: Sequence[Sequence[int]] = ()
+    """Reasoning begins with the tokens of any of these. An output that begins with another token than their first ones
+    has none, and is constrained from that token on. Empty: the prompt has opened the reasoning. Kept as tuples."""
+
+    def __post_init__(self) -> None:
+        [end] = checks.words("structured_outputs.reasoning.end", [self.end])
+        object.__setattr__(self, "end", end)
+        object.__setattr__(self, "openings", checks.words("structured_outputs.reasoning.openings", self.openings))
+
+
+@dataclass(frozen=True)
+class StructuredOutputsParams:
+    """One constraint on an output: exactly one of the fields is given.
+
+    Whether it can be compiled is found when a request has it, off the path of the steps.
+
+    Raises:
+        InvalidSamplingParams: none or several are given, or one is malformed or too large.
+    """
+
+    json: str | dict[str, Any] | bool | None = field(default=None, hash=False)
+    """A JSON schema, as text or as a document."""
+    regex: str | None = None
+    """The whole output matches it. Without look-around and back references."""
+    choice: Sequence[str] | None = field(default=None, hash=False)
+    """The output is one of these."""
+    grammar: str | None = None
+    """Rules in EBNF: Lark's syntax, which begins at `start`, or GBNF, which begins at `root`."""
+    json_object: bool | None = None
+    """True: the output is any JSON object."""
+    disable_any_whitespace: bool = False
+    """Whether JSON has no spaces and line breaks between its parts; else it may have up to 16 in each place."""
+    reasoning: ReasoningMarks | None = None
+    """Of reasoning that comes first, or may: it is free, and the constraint holds from the token after its end. None:
+    from the first token on."""
+    compiled_from: Grammar = field(init=False, repr=False)
+    """What stands for it, in the form that is compiled."""
+
+    def __post_init__(self) -> None:
+        given = [name for name in _NAMES if _is_given(name, getattr(self, name))]
+        if len(given) != 1:
+            expected = f"exactly one of {', '.join(_NAMES)}"
+            raise InvalidSamplingParams("structured_outputs", ", ".join(given) or None, expected)
+        if not isinstance(self.disable_any_whitespace, bool):
+            given_spaces = self.disable_any_whitespace
+            raise InvalidSamplingParams("structured_outputs.disable_any_whitespace", given_spaces, "True or False")
+        if not isinstance(self.reasoning, ReasoningMarks | None):
+            raise InvalidSamplingParams("structured_outputs.reasoning", self.reasoning, "ReasoningMarks")
+        if self.choice is not None and not isinstance(self.choice, str):
+            object.__setattr__(self, "choice", tuple(self.choice))
+        with checked():
+            object.__setattr__(self, "compiled_from", self._grammar())
+
+    def _grammar(self) -> Grammar:
+        if self.json is not None:
+            return json_grammar(self.json, is_compact=self.disable_any_whitespace)
+        if self.regex is not None:
+            return regex_grammar(self.regex)
+        if self.choice is not None:
+            return choice_grammar(self.choice)
+        if self.grammar is not None:
+            return rules_grammar(self.grammar)
+        return json_grammar(ANY_OBJECT, is_compact=self.disable_any_whitespace)
+
+
+_NAMES = ("json", "regex", "choice", "grammar", "json_object")
+
+
+def _is_given(name: str, value: object) -> bool:
+    if name == "json_object" and value not in (None, True, False):
+        raise InvalidSamplingParams("structured_outputs.json_object", value, "True or False")
+    return bool(value) if name == "json_object" else value is not None
+
+
+@dataclass
+class PoolingParams:
+    """Parameters of `LLM.encode`, `embed`, `classify` and `score`.
+
+    Raises:
+        InvalidSamplingParams: a value is out of range or of a wrong type (a `ValueError`; `.field` names it).
+    """
+
+    truncate_prompt_tokens: int | None = None
+    """Last tokens of a prompt that are kept; -1: what the context holds. None: all, and a longer prompt is refused."""
+    dimensions: int | None = None
+    """Leading numbers of a vector that are kept, of models whose files say that they may be; None: all."""
+    normalize: bool | None = None
+    """Whether a vector has length 1; None: as the model's files say."""
+    use_activation: bool | None = None
+    """Whether scores of labels become probabilities; None: yes."""
+    task: str | None = None
+    """As `LLM.encode`'s `pooling_task`."""
+
+    def __post_init__(self) -> None:
+        if self.truncate_prompt_tokens is not None:
+            checks.whole("truncate_prompt_tokens", self.truncate_prompt_tokens, low=-1)
+        if self.dimensions is not None:
+            checks.whole("dimensions", self.dimensions, low=1)
+        for name in ("normalize", "use_activation"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise InvalidSamplingParams(name, getattr(self, name), "True, False or None")
+
+
+@dataclass
+class BeamSearchParams:
+    """Parameters of `LLM.beam_search`."""
+
+    beam_width: int
+    """Beams that are open at once, and outputs of each prompt."""
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    """0 and 1 are the model's own probabilities, by which a search goes; others are refused."""
+    length_penalty: float = 1.0
+    """A beam's score is its cumulative log probability over its length to the power of this."""
+    include_stop_str_in_output: bool = False
+
+    def sampling_params(self) -> SamplingParams:
+        """Return the same as `SamplingParams`.
+
+        Raises:
+            InvalidSamplingParams: a value is out of range or of a wrong type.
+        """
+        return SamplingParams(
+            n=self.beam_width,
+            use_beam_search=True,
+            temperature=self.temperature,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            length_penalty=self.length_penalty,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+        )

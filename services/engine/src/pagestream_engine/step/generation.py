@@ -6,8 +6,7 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import NamedTuple
 
 from pagestream_engine.errors import InvalidRequest
-from pagestream_engine.request.logprob_row import LogprobRow
-from pagestream_engine.request.sequence import TokenSequence
+from pagestream_engine.request import LogprobRow, TokenSequence
 from pagestream_engine.text.detokenizer import IncrementalDetokenizer
 from pagestream_engine.text.faults import is_fault_of_request
 from pagestream_engine.text.stop_strings import StopStringMatcher
