@@ -1,11 +1,12 @@
 """What the operator makes of what it sees of a pool: claims, conditions, status, replicas, which pods end first."""
 
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 import pytest
 from pagestream_operator.api import Condition, ConditionType, EnginePool, EnginePoolStatus, LearnedStatus
-from pagestream_operator.kube import DELETION_COST, Pod, unix_seconds
+from pagestream_operator.kube import DELETION_COST, Pod
 from pagestream_operator.metrics import MetricsStore
 from pagestream_operator.pool import (
     Claim,
@@ -68,7 +69,7 @@ def test_what_a_pool_is_to_an_operator(named: str | None, holder: str | None, cl
     assert claim_on({"spec": spec, "status": status}, OURS).is_served == (claim in (Claim.OWN, Claim.FREE))
 
 
-NOW = unix_seconds(CREATED)
+NOW = datetime.fromisoformat(CREATED).timestamp()
 LATER = NOW + 3600
 STEADY = Decision(desired=2, reason="enough", limiting=Limit.NONE, inputs={})
 BLIND = Decision(desired=2, reason="enough", limiting=Limit.MISSING, inputs={}, missing=("no sample yet for a",))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from pagestream_operator import ApiUnavailable, Conflict, Gone, Rejected
-from pagestream_operator.kube import DEPLOYMENT, JOB, POD, POOL, SERVICE_ACCOUNT, Kind
+from pagestream_operator.kube import DEPLOYMENT, JOB, LEASE, POD, POOL, SERVICE_ACCOUNT, STATEFUL_SET, Kind
 from pagestream_operator.pool import Finalizers, Home
 from support.kubernetes.pool_objects import pod_body
 from support.kubernetes.pool_passes import FINALIZER, PoolPasses
@@ -95,10 +95,12 @@ async def test_an_engine_that_was_ready_has_published_though_its_deployment_lags
 # -- Pools that nobody drains
 
 
-def finalizers(passes: PoolPasses, *, shows: bool = True, namespaces: tuple[str, ...] = ("default",)) -> Finalizers:
+def finalizers(
+    passes: PoolPasses, *, shows: bool = True, namespaces: tuple[str, ...] = ("default",), stateful_set: str = ""
+) -> Finalizers:
     context = passes.reconciler.context
     parts = (context.client, context.store, context.leadership, context.recorder, context.defaults.release)
-    home = Home("home", "lease", "")
+    home = Home("home", "lease", stateful_set)
     return Finalizers(*parts, namespaces, home, lambda _: shows, lambda: passes.now_s)
 
 
@@ -106,9 +108,9 @@ def has_finalizer(passes: PoolPasses) -> bool:
     return FINALIZER in (passes.client.objects[(POOL.name, "demo")]["metadata"].get("finalizers") or [])
 
 
-@pytest.mark.parametrize(("shows", "limit_s"), [(True, LIMIT_S + 120), (False, LIMIT_S)], ids=["seen", "not-seen"])
+@pytest.mark.parametrize(("shows", "limit_s"), [(True, LIMIT_S + 120), (False, 60)], ids=["seen", "not-seen"])
 async def test_a_deletion_that_is_overdue_ends(shows: bool, limit_s: int) -> None:
-    """By the clock of this process. No pass is made in a namespace that isn't seen."""
+    """By the clock of this process. No pass is made in a namespace that isn't seen, which may be seen in a moment."""
     passes = await published()
     sweep = finalizers(passes, shows=shows).sweep
     delete(passes)
@@ -127,6 +129,43 @@ async def test_a_pool_that_is_served_keeps_its_finalizer_and_a_former_one_loses_
     assert has_finalizer(passes)
     await finalizers(passes, namespaces=("others",)).sweep()
     assert not has_finalizer(passes)
+
+
+@pytest.mark.parametrize(("num_refused", "stays"), [(1, True), (3, False)])
+async def test_a_lease_that_is_refused_for_a_moment_is_no_end_of_the_release(num_refused: int, stays: bool) -> None:
+    """As an API server refuses that has just started. A Role that is deleted stays away."""
+    passes = await published()
+    passes.client.keep(LEASE, {"metadata": {"name": "lease"}})
+    refusals = [Rejected("403 no right", 403)] * num_refused
+
+    def fault(verb: str, kind: Kind, _: str) -> Exception | None:
+        return refusals.pop() if (verb, kind) == ("get", LEASE) and refusals else None
+
+    passes.client.fault = fault
+    await finalizers(passes).release_at_exit()
+    assert has_finalizer(passes) == stays
+
+
+async def test_a_refused_lease_is_no_end_of_operators_that_are_to_run_on() -> None:
+    passes = await published()
+    passes.client.keep(STATEFUL_SET, {"metadata": {"name": "operator"}, "spec": {"replicas": 2}})
+    passes.client.fault = lambda _, kind, __: Rejected("403 no right", 403) if kind is LEASE else None
+    await finalizers(passes, stateful_set="operator").release_at_exit()
+    assert has_finalizer(passes)
+
+
+async def test_a_leader_whose_clock_is_ahead_drains_for_as_long_as_another_one() -> None:
+    """Deletions have their time by the API server's clock, as pods and Jobs do."""
+    passes = await published()
+    delete(passes)
+    passes.now_s += 7200
+    passes.client.ahead_s = -7200.0
+    await passes.run(seconds=LIMIT_S - 3)
+    assert has_finalizer(passes)
+    assert "DrainTimedOut" not in notes(passes)
+    passes.now_s += 60
+    await run_until_gone(passes)
+    assert "DrainTimedOut" in notes(passes)
 
 
 ODD: list[Any] = [{}, None, [], "text", {"drain": None}, {"drain": {"deletionTimeoutSeconds": "x"}, "model": None}]

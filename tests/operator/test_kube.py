@@ -2,8 +2,10 @@
 
 import asyncio
 import copy
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,6 @@ from pagestream_operator.kube import (
     owns_replicas,
     projection,
     taken_over,
-    unix_seconds,
 )
 from pagestream_scaling import PodState
 from support.kubernetes.api import write_kubeconfig
@@ -133,6 +134,19 @@ def test_what_to_do_is_in_the_error(status: int, message: str, kind: type[ApiFai
     assert type(failure) is kind
     assert failure.status == status
     assert str(status) in str(failure)
+
+
+@pytest.mark.parametrize(("behind_s", "found_s"), [(7200.0, 7200), (1.0, 0), (-7200.0, -7200)])
+async def test_the_clock_of_the_api_server_is_known(kubeconfig: Path, behind_s: float, found_s: int) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response({})
+
+    async with serving(answer, kubeconfig), KubeClient(5.0, lambda: time.time() - behind_s) as client:
+        for _ in range(3):
+            await client.get(POD, "default", "a")
+            found = client.ahead_s
+        assert abs(client.ahead_s - found_s) < 4
+        assert client.ahead_s == found, "a difference that stays is one number"
 
 
 @pytest.mark.parametrize(("given", "seconds"), [("7", 7.0), ("soon", None), (None, None)])
@@ -383,7 +397,7 @@ def test_the_object_itself_is_left_as_it_was() -> None:
 def test_a_ready_pod_says_since_when() -> None:
     pod = Pod.from_object(pod_body("a"))
     assert pod.state is PodState.READY
-    assert pod.ready_s == unix_seconds(CREATED) + 20
+    assert pod.ready_s == datetime.fromisoformat(CREATED).timestamp() + 20
     assert pod.blocking_reason is None
 
 

@@ -165,6 +165,78 @@ async def test_a_failing_group_leaves_the_other_groups_theirs() -> None:
     assert passes.condition("Degraded")["reason"] == "InternalError"
 
 
+def scaled_by(passes: PoolPasses, manager: str, replicas: int) -> None:
+    """Scale the pool's Deployment, as another manager does."""
+    body = copy.deepcopy(passes.client.objects[(DEPLOYMENT.name, "demo-engine")])
+    body["spec"]["replicas"] = replicas
+    fields = {"f:spec": {"f:replicas": {}}}
+    body["metadata"]["managedFields"] = [{"manager": manager, "subresource": "scale", "fieldsV1": fields}]
+    passes.show(DEPLOYMENT, body)
+
+
+async def test_who_scales_a_paused_pool_is_no_rival_of_its_operator() -> None:
+    passes = PoolPasses(replicas=2, maxReplicas=8)
+    await passes.run(seconds=2)
+    passes.change(paused=True)
+    for replicas in (3, 4, 5, 6):
+        scaled_by(passes, "kubectl", replicas)
+        await passes.run()
+    passes.change(paused=False)
+    await passes.run(seconds=2)
+    assert passes.condition("Contested").get("reason") != "ScaledByAnother"
+
+
+async def test_a_rival_is_forgotten_while_the_pool_is_paused() -> None:
+    passes = PoolPasses(replicas=2, maxReplicas=8)
+    await passes.run(seconds=2)
+    for replicas in (3, 4, 5, 6):
+        scaled_by(passes, "rival", replicas)
+        await passes.run(seconds=2)
+    assert passes.condition("Contested")["reason"] == "ScaledByAnother"
+    passes.change(paused=True)
+    await passes.run()
+    passes.now_s += 4000
+    await passes.run()
+    assert passes.condition("Contested").get("reason") != "ScaledByAnother"
+
+
+async def test_a_refused_operator_does_not_fight_one_that_drops_its_condition() -> None:
+    """As a release does that is older than the condition."""
+    passes = PoolPasses(replicas=1)
+    body = copy.deepcopy(passes.client.objects[(POOL.name, "demo")])
+    passes.show(POOL, {**body, "status": {"controllerClass": "another"}})
+    for _ in range(20):
+        await passes.run()
+        held = passes.client.objects[(POOL.name, "demo")]
+        if held["status"].get("conditions"):
+            passes.show(POOL, {**held, "status": {"controllerClass": "another"}})
+    assert passes.client.tries.count(("update status", POOL.name)) == 1
+    passes.now_s += 300
+    await passes.run()
+    assert passes.condition("Contested")["reason"] == "ServedByAnother"
+
+
+async def test_failures_of_objects_end_with_the_spec_that_asked_for_them() -> None:
+    passes = PoolPasses(replicas=1)
+    passes.client.fault = failing((DEPLOYMENT,), Rejected("422 no", 422), "apply")
+    assert await passes.run(seconds=2) == "refused"
+    passes.change(model={"source": {}, "servedName": ""})
+    assert await passes.run(seconds=2) == "ok", "nothing of it is tried any more"
+
+
+async def test_budgets_of_namespaces_without_pools_are_forgotten() -> None:
+    passes = PoolPasses(replicas=1)
+    pool = EnginePool.from_object(passes.store.get(POOL, "default", "demo") or {})
+    budgets, listed = passes.reconciler.context.budgets, ("list", BUDGET.name)
+    former = replace(pool, namespace="former")
+    assert await budgets.overlapping(former) == []
+    await budgets.overlapping(former)
+    assert passes.client.tries.count(listed) == 1
+    await budgets.overlapping(pool)
+    await budgets.overlapping(former)
+    assert passes.client.tries.count(listed) == 3, "it is listed anew, since nothing was kept"
+
+
 @pytest.mark.parametrize("named", [None, DEFAULTS.release])
 async def test_a_pool_that_names_its_operator_is_scaled_before_it_can_be_claimed(named: str | None) -> None:
     passes = PoolPasses(replicas=1, maxReplicas=8, **({} if named is None else {"controllerClass": named}))

@@ -79,7 +79,7 @@ class App:
                     self._telemetry, service=SERVICE, instance_id=self._settings.identity, environ=self._environ
                 )
             )
-            async with KubeClient(variables.request_timeout_s) as client, sink:
+            async with KubeClient(variables.request_timeout_s, clock) as client, sink:
                 context, leadership, sight, manager = self._assemble(
                     client, metrics, pass_observer(running.registry), clock
                 )

@@ -36,6 +36,7 @@ class MemoryClient:
     """The calls of `KubeClient`, on objects in memory."""
 
     def __init__(self) -> None:
+        self.ahead_s = 0.0
         self.objects: dict[tuple[str, str], Object] = {}
         """By kind and name."""
         self.fault: Fault = lambda *_: None

@@ -11,6 +11,7 @@ from pagestream_operator.kube.kinds import (
     DEFINITION,
     DEPLOYMENT,
     JOB,
+    LEASE,
     POD,
     POOL,
     SECRET,
@@ -21,7 +22,7 @@ from pagestream_operator.kube.kinds import (
 )
 from pagestream_operator.kube.lease import Leadership, LeaseSettings, Sees
 from pagestream_operator.kube.ownership import SCALER, owns_replicas, taken_over
-from pagestream_operator.kube.pods import DELETION_COST, Pod, unix_seconds
+from pagestream_operator.kube.pods import DELETION_COST, Pod
 from pagestream_operator.kube.sight import Sight
 from pagestream_operator.kube.store import ObjectStore, PoolKey, Settled
 from pagestream_operator.kube.watch import Watcher
@@ -33,6 +34,7 @@ __all__ = [
     "DELETION_COST",
     "DEPLOYMENT",
     "JOB",
+    "LEASE",
     "POD",
     "POOL",
     "SCALER",
@@ -61,5 +63,4 @@ __all__ = [
     "owns_replicas",
     "projection",
     "taken_over",
-    "unix_seconds",
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
 from pagestream_scaling import PodObservation, PodSample, PodState
@@ -120,11 +119,6 @@ class Pod:
             if starts_anew:
                 since_s = max(since_s, self.unready_s or since_s)
         return PodObservation(self.name, self.state, since_s, self.ready_s, sample)
-
-
-def unix_seconds(text: str) -> float:
-    """Convert a time of the API. ValueError where it is none."""
-    return datetime.fromisoformat(text).timestamp()
 
 
 class _Reader:

@@ -47,6 +47,11 @@ _OVERDUE_S = 120
 """Seconds after `drain.deletionTimeoutSeconds` at which a pool goes whatever is in the way; its Job may take 75."""
 _DELETION_TIMEOUT_S = 60
 """`drain.deletionTimeoutSeconds` of a spec that has none."""
+_UNSEEN_S = 60
+"""Least seconds for which a pool waits for its namespace to be seen again, whatever its own limit: an operator that
+sees it also unpublishes its models."""
+_REFUSALS = 3
+"""Refusals of the operators' Lease in a row, `_LOOK_S` apart, that show the end of its Role."""
 _TRIES = 3
 
 
@@ -193,14 +198,27 @@ class Finalizers:
         """Whether this process has seen the pool being deleted for too long, by its own clock."""
         metadata = body["metadata"]
         limit_s = whole(part(body, "spec", "drain", "deletionTimeoutSeconds"), _DELETION_TIMEOUT_S)
-        if self.shows(metadata["namespace"]):
-            limit_s += _OVERDUE_S
+        limit_s = limit_s + _OVERDUE_S if self.shows(metadata["namespace"]) else max(limit_s, _UNSEEN_S)
         return self.clock() - self._deleted.setdefault(metadata["uid"], self.clock()) > limit_s
 
     # -- the end of the release
 
     async def _is_release_going(self) -> bool:
-        """Whether the operator's own objects are being deleted, or no replica shall be left."""
+        """Whether the operator's own objects are being deleted, or no replica shall be left.
+
+        A Lease that this replica may not read any more, throughout, is that of a release whose Role is deleted. One
+        refusal is none: an API server that has just started, or a right that is away for a moment, refuses as well.
+        """
+        for number in range(_REFUSALS):
+            if number:
+                await asyncio.sleep(_LOOK_S)
+            is_going = await self._look_home()
+            if is_going is not None:
+                return is_going
+        return True
+
+    async def _look_home(self) -> bool | None:
+        """Look once at the operator's own objects; None: they can't be read for want of a right."""
         for kind, name in ((STATEFUL_SET, self.home.stateful_set), (LEASE, self.home.lease)):
             if not name:
                 continue
@@ -210,14 +228,14 @@ class Finalizers:
                 return True
             except Rejected:
                 if kind is LEASE:
-                    return True  # its Role was there before, and is gone
+                    return None
                 continue
             except ApiUnavailable:
                 continue
             if found["metadata"].get("deletionTimestamp") is not None:
                 return True
-            if kind is STATEFUL_SET and part(found, "spec", "replicas") == 0:
-                return True
+            if kind is STATEFUL_SET:
+                return bool(part(found, "spec", "replicas") == 0)
         return False
 
     async def _remove_all(self, bodies: Sequence[Object], why: str) -> None:
