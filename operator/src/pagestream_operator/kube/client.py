@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
 from typing import Any, Self, TypeAlias
 
 import aiohttp
@@ -14,6 +17,8 @@ import aiohttp
 from pagestream_operator.errors import ApiFailure, ApiUnavailable, Conflict, Gone, Rejected, SettingsError
 from pagestream_operator.kube.access import find_access
 from pagestream_operator.kube.kinds import Kind
+
+logger = logging.getLogger(__name__)
 
 Object: TypeAlias = dict[str, Any]
 
@@ -28,6 +33,8 @@ a policy refuses an object, with a status of their choice. It is a refusal."""
 _SERVER_SHARE = 0.8
 """Of a write's time limit, after which the API server itself gives up: it is known to be there then."""
 _HANGING = "; does an admission webhook hang?"
+_SAME_TIME_S = 5.0
+"""A difference up to this between two clocks is none: an answer has its time in whole seconds, and takes its way."""
 _CHUNK = 500
 """Objects of one page of a list."""
 
@@ -63,8 +70,12 @@ class KubeClient:
     Every call raises an ApiFailure: Gone (404), Conflict (409), ApiUnavailable (no answer, 401, 429, 5xx) or Rejected.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        """Find the access. `timeout_s` limits each call, a list's pages one by one.
+    def __init__(self, timeout_s: float, clock: Callable[[], float] = time.time) -> None:
+        """Find the access.
+
+        Args:
+            timeout_s: limits each call, a list's pages one by one.
+            clock: Unix seconds of this process.
 
         Raises:
             SettingsError: there is no access.
@@ -72,7 +83,10 @@ class KubeClient:
         self._access = find_access()
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._server_limit = f"{round(1000 * _SERVER_SHARE * timeout_s)}ms"
+        self._clock = clock
         self._session: aiohttp.ClientSession
+        self.ahead_s = 0.0
+        """Seconds by which the API server's clock, which times of objects are from, is ahead of this process'."""
         self.calls: Counter[tuple[str, int]] = Counter()
         """Calls by verb and HTTP status; 0: there was no answer."""
 
@@ -197,7 +211,19 @@ class KubeClient:
             allow_redirects=False,
             headers={**self._access.as_http_headers(), "Content-Type": request.content, "Accept": _JSON},
         ) as response:
+            self._note_time(response.headers.get("Date"))
             return response.status, await response.read(), response.headers.get("Retry-After")
+
+    def _note_time(self, date: str | None) -> None:
+        """Note the time of an answer. A difference that stays about the same doesn't change, so that ages don't."""
+        try:
+            ahead_s = parsedate_to_datetime(date or "").timestamp() - self._clock()
+        except (ValueError, OverflowError):
+            return
+        if abs(ahead_s - self.ahead_s) <= _SAME_TIME_S:
+            return
+        self.ahead_s = 0.0 if abs(ahead_s) <= _SAME_TIME_S else ahead_s
+        logger.warning("this process' clock isn't the API server's", extra={"seconds_behind": round(self.ahead_s)})
 
     def _has_new_access(self, used: Mapping[str, str]) -> bool:
         """Read the access again; returns whether it differs from what was `used`, perhaps since another call's 401."""

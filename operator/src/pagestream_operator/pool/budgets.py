@@ -35,7 +35,7 @@ class _Listed:
 
 @dataclass
 class Budgets:
-    """Those of all namespaces with pools."""
+    """Those of all namespaces with pools; what is known of another one is dropped with the next list."""
 
     client: KubeClient
     store: ObjectStore
@@ -53,6 +53,8 @@ class Budgets:
         listed = self._listed.setdefault(pool.namespace, _Listed(float("-inf"), []))
         if now_s - listed.at_s >= _LIST_S:
             listed.at_s = now_s  # first, so that other pools don't list as well
+            there = {pool.namespace, *(key.namespace for key in self.store.pools())}
+            self._listed = {name: each for name, each in self._listed.items() if name in there}
             try:
                 found = await self.client.list(BUDGET, pool.namespace, selector="")
                 listed = self._listed[pool.namespace] = _Listed(now_s, found)

@@ -74,6 +74,8 @@ _COSTS, _DECISION, _STATUS = "deletion costs", "decision", "status"
 """Parts of a pass."""
 _CLAIM_PAUSE_S = 300.0
 """Between claims under a definition that lacks the field; an administrator may have applied a newer one."""
+_CONTEST_PAUSE_S = 300.0
+"""Between two conditions about a pool of another release, whose operator may be one that drops them."""
 _PODS_NEED = frozenset({CONFIG_MAP.name, SERVICE_ACCOUNT.name})
 """Without these, pods of a new template could not start: the Deployment waits for them."""
 
@@ -99,6 +101,10 @@ class Context:
     """Unix seconds."""
     steady: Callable[[], float] = time.monotonic
     """Seconds that never go back, for pauses between tries."""
+
+    def api_time_s(self) -> float:
+        """Unix seconds by the clock of the API server, which the times of objects and pods are from."""
+        return self.clock() + self.client.ahead_s
 
 
 @dataclass(frozen=True)
@@ -132,6 +138,8 @@ class Reconciler:
     _done: tuple[str, int] | None = None
     """Version of the pool and leader's term for which its objects were last applied."""
     _status_written_s: float = 0.0
+    _contests_again_s: float = float("-inf")
+    """When a condition of a pool that is left to another release may be written again."""
     _claims_again_s: float = float("-inf")
     """When a claim is tried again after the API server has dropped what it wrote."""
     _drops_learned: bool = False
@@ -146,7 +154,7 @@ class Reconciler:
         self._groups = Groups(context.client, context.store, context.leadership, suspect, context.steady)
         self._parts = Parts("/".join(self.key), context.steady, suspect)
         self._unpublishing = Unpublishing(
-            context.client, context.store, context.leadership, context.defaults, context.clock
+            context.client, context.store, context.leadership, context.defaults, context.api_time_s
         )
 
     async def pass_once(self, *, is_dirty: bool) -> str:
@@ -190,6 +198,7 @@ class Reconciler:
         else:
             self._parts.forget("claim")
         if pool.is_deleted:
+            self._parts.forget_all(_DECISION)
             await self._delete(pool, dict(body), view)
         elif reading.error:
             await self._serve_invalid(reading, dict(body), verdict)
@@ -202,7 +211,8 @@ class Reconciler:
         made: list[Verdict] = []
 
         async def decide() -> None:
-            made.append(self._scaler.decide(pool, policy, view, self.context.clock()))
+            now_s, ahead_s = self.context.clock(), self.context.client.ahead_s
+            made.append(self._scaler.decide(pool, policy, view, now_s, ahead_s=ahead_s))
 
         await self._parts.run(_DECISION, decide)
         return made[0] if made else None
@@ -248,10 +258,13 @@ class Reconciler:
         known = pool.status.conditions
         if any(each.type == found.type and (each.message == found.message or each.reason != REFUSED) for each in known):
             return
+        if self.context.steady() < self._contests_again_s:
+            return
         others = [each for each in known if each.type != found.type]
         written = stamped([found], [], pool.generation, api_time(self.context.clock()))
         status = pool.status.model_copy(update={"conditions": [*others, *written]})
         await self._write_status(body, status, pool.status)
+        self._contests_again_s = self.context.steady() + _CONTEST_PAUSE_S
 
     # -- objects and replicas
 
@@ -259,6 +272,7 @@ class Reconciler:
         self, pool: EnginePool, body: dict[str, Any], verdict: Verdict | None, *, is_dirty: bool
     ) -> None:
         trouble: Trouble | None = None
+        self._watch_rivals(pool)
         if pool.spec.paused:
             self._parts.forget_all("claim", _DECISION, _STATUS)
             trouble = Trouble("Paused", "spec.paused is set: the pool's objects are left alone")
@@ -331,7 +345,6 @@ class Reconciler:
 
     async def _scale(self, pool: EnginePool, body: dict[str, Any], verdict: Verdict | None) -> None:
         view = self._view()
-        self._rivals.observe(view.deployment, self.context.clock())
         if view.deployment is None:
             return
         before, wanted = view.spec_replicas, wanted_replicas(pool, view, verdict)
@@ -350,6 +363,11 @@ class Reconciler:
             why = f"{verdict.decision.limiting.value}: {verdict.decision.reason}"
         reason = "ScaledOut" if wanted > before else "ScaledIn"
         await self._event(body, reason, f"from {before} to {wanted} engines ({why})", action="Scale")
+
+    def _watch_rivals(self, pool: EnginePool | None) -> None:
+        """Note who scales the Deployment. Of a paused pool anyone may."""
+        is_ours = pool is not None and not pool.spec.paused
+        self._rivals.observe(self._view().deployment, self.context.clock(), is_ours=is_ours)
 
     async def _write_deletion_costs(self, view: PoolView, verdict: Verdict, excess: int) -> None:
         """Write deletion costs. A pod that is gone, or has changed meanwhile, is left out."""
@@ -383,7 +401,7 @@ class Reconciler:
             await self._let_go(pool, body)
             return
         asked_s = seconds(pool.deletion_time) or 0.0
-        is_late = self.context.clock() - asked_s >= pool.spec.drain.deletion_timeout_seconds
+        is_late = self.context.api_time_s() - asked_s >= pool.spec.drain.deletion_timeout_seconds
         refusal = await self._drain(pool, body, view, is_late=is_late)
         view = self._view()
         has_ended = not view.active and not view.draining and (view.deployment is None or _is_at_zero(view))
@@ -477,7 +495,7 @@ class Reconciler:
         self.desired = 0 if pool.is_deleted else wanted_replicas(pool, view, verdict)
         decision = None if verdict is None else verdict.decision
         shown = decision if pool.spec.replicas is None and not pool.spec.paused else None
-        found = findings(pool, view, self.desired, shown, trouble, now_s=self.context.clock())
+        found = findings(pool, view, self.desired, shown, trouble, now_s=self.context.api_time_s())
         contested_by = None if pool.is_deleted else await self._contest_of(pool)
         status = pool_status(
             pool,
@@ -505,6 +523,8 @@ class Reconciler:
 
     async def _serve_invalid(self, reading: _Reading, body: dict[str, Any], verdict: Verdict | None) -> None:
         """Report that the spec is invalid, and scale the engines that run if it says how. Objects are left alone."""
+        self._parts.forget_all("claim", _DECISION, "scale", _COSTS, _STATUS)
+        self._watch_rivals(reading.pool)
         if reading.pool is not None and not reading.pool.spec.paused:
             await self._parts.run("scale", partial(self._scale, reading.pool, body, verdict), DEPLOYMENT)
         await self._parts.run(_STATUS, partial(self._report_invalid, reading, body, verdict), POOL)
@@ -517,9 +537,10 @@ class Reconciler:
             self.desired = wanted_replicas(pool, view, verdict)
         trouble = Trouble("InvalidSpec", reading.error)
         decision = None if verdict is None or pool.spec.replicas is not None else verdict.decision
+        now_s = self.context.api_time_s()
         found = [
             finding
-            for finding in findings(pool, view, old.desired_replicas, decision, trouble, now_s=self.context.clock())
+            for finding in findings(pool, view, old.desired_replicas, decision, trouble, now_s=now_s)
             if finding.type in (ConditionType.DEGRADED, ConditionType.SCALING_ACTIVE)
         ]
         now = pool_status(

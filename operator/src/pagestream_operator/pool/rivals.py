@@ -36,8 +36,12 @@ class Rivals:
     _last: tuple[str, int] | None = None
     """Who has scaled the Deployment last, and to what; None: the operator's scaler."""
 
-    def observe(self, deployment: Mapping[str, Any] | None, now_s: float) -> None:
-        """Note who has scaled the Deployment. The API server keeps no time of it: another number is another write."""
+    def observe(self, deployment: Mapping[str, Any] | None, now_s: float, *, is_ours: bool = True) -> None:
+        """Note who has scaled the Deployment. The API server keeps no time of it: another number is another write.
+
+        Args:
+            is_ours: whether the operator scales it now. Where it doesn't, nobody works against it.
+        """
         self._now_s = now_s
         while self._writes and now_s - self._writes[0][0] > _WINDOW_S:
             self._writes.popleft()
@@ -47,7 +51,8 @@ class Rivals:
             return
         write = (others[0], whole(part(deployment, "spec", "replicas"), 1))
         if write != self._last:
-            self._writes.append((now_s, others[0]))
+            if is_ours:
+                self._writes.append((now_s, others[0]))
             self._last = write
 
     @property

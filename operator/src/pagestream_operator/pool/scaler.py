@@ -10,6 +10,7 @@ from statistics import fmean
 
 from pagestream_scaling import (
     Decision,
+    PodObservation,
     PodState,
     PoolObservation,
     SamplesPolicy,
@@ -55,9 +56,15 @@ class Scaler:
         self._pool: EnginePool | None = None
         self._card = ""
 
-    def decide(self, pool: EnginePool, policy: ScalingPolicy, view: PoolView, now_s: float) -> Verdict:
-        """Observe the pool and decide. Call it about once a second."""
-        observation = self._observe(pool, policy, view, now_s)
+    def decide(
+        self, pool: EnginePool, policy: ScalingPolicy, view: PoolView, now_s: float, *, ahead_s: float = 0.0
+    ) -> Verdict:
+        """Observe the pool and decide. Call it about once a second.
+
+        Args:
+            ahead_s: seconds by which the clock that times of pods are from is ahead of the one of `now_s`.
+        """
+        observation = self._observe(pool, policy, view, now_s, ahead_s)
         if self._is_first and pool.spec.models:
             # What their Ready condition says may be the end of a change of their model, and not of their start.
             ready = tuple(sorted(pod.name for pod in observation.pods if pod.ready_s is not None))
@@ -90,7 +97,9 @@ class Scaler:
         names = [model.served_name for model in pool.spec.all_models]
         self._shares.report(key, *names, pods=pods, each=each, now_s=now_s, is_at_limit=is_at_limit)
 
-    def _observe(self, pool: EnginePool, policy: ScalingPolicy, view: PoolView, now_s: float) -> PoolObservation:
+    def _observe(
+        self, pool: EnginePool, policy: ScalingPolicy, view: PoolView, now_s: float, ahead_s: float
+    ) -> PoolObservation:
         pods = [pod for pod in view.pods if not pod.is_terminated]
         refs = [PodRef(pod.name, pod.uid) for pod in pods]
         known, share = self._observe_models(pool, refs, now_s, policy.ttft.window_s)
@@ -98,7 +107,11 @@ class Scaler:
             time_s=now_s,
             replicas=without_spares(pool, view.spec_replicas if view.deployment is not None else first_replicas(pool)),
             pods=tuple(
-                pod.observed(known.samples.get(pod.name), now_s, starts_anew=bool(pool.spec.models)) for pod in pods
+                _at_own_time(
+                    pod.observed(known.samples.get(pod.name), now_s + ahead_s, starts_anew=bool(pool.spec.models)),
+                    ahead_s,
+                )
+                for pod in pods
             ),
             queue=known.queue,
             ttft=known.ttft,
@@ -127,6 +140,14 @@ class Scaler:
         queues = [each.queue for each in metrics]
         total = PoolMetrics(metrics[0].samples, total_queue(queues), total_latencies([each.ttft for each in metrics]))
         return total, share_of_all(queues, shares)
+
+
+def _at_own_time(pod: PodObservation, ahead_s: float) -> PodObservation:
+    """A pod with its times by this process' clock."""
+    if not ahead_s:
+        return pod
+    ready_s = None if pod.ready_s is None else pod.ready_s - ahead_s
+    return replace(pod, created_s=pod.created_s - ahead_s, ready_s=ready_s)
 
 
 def mean_utilization(observation: PoolObservation, policy: SamplesPolicy) -> float | None:
