@@ -1,7 +1,4 @@
-"""Every file that a page of documentation names exists, and every link between pages leads somewhere.
-
-Decisions name files as they were: only their links count.
-"""
+"""Every file that a page of documentation names exists, and every link between pages leads somewhere."""
 
 import re
 from pathlib import Path
@@ -15,7 +12,7 @@ FILES = [
     if path.is_file()
     and not any(part.startswith(".") or part == "__pycache__" for part in path.relative_to(ROOT).parts)
 ]
-PAGES = [name for name in FILES if name.endswith(".md") and not name.endswith("0000-template.md")]
+PAGES = [name for name in FILES if name.endswith(".md")]
 ENDS = {name[place:] for name in FILES for place, before in enumerate("/" + name) if before == "/"}
 """All files, by their whole path and by each end of it that begins with a folder or file."""
 NAMED = re.compile(r"`((?:[\w.*-]+/)+[\w*-]+\.(?:py|lua|cpp|proto|sh|toml|yaml|md|Dockerfile))(?:::?\w+)?`")
@@ -34,7 +31,7 @@ def test_named_files_exist_and_links_lead_somewhere() -> None:
     wrong = []
     for page in PAGES:
         text = (ROOT / page).read_text()
-        named = {} if page.startswith("docs/decisions/") else dict.fromkeys(NAMED.findall(text))
+        named = dict.fromkeys(NAMED.findall(text))
         wrong += [f"{page} names {each}" for each in named if not exists(each)]
         targets = {link.partition("#")[0] for link in LINK.findall(text)} - {""}
         wrong += [f"{page} links to {each}" for each in targets if not (ROOT / page).parent.joinpath(each).exists()]
