@@ -7,7 +7,7 @@ import pytest
 from pagestream.v1.records_pb2 import BlockMap
 from pagestream_cli.__main__ import main as pagestream
 from pagestream_streams import Broker, GatewaySession
-from pagestream_streams.admin.observation import BlockMaps
+from pagestream_streams.admin import BlockMaps
 from support.protocol.token_streams import CALM, MODEL, card, spec, worker
 
 pytestmark = pytest.mark.served

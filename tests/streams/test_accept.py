@@ -30,8 +30,7 @@ from pagestream_streams import (
     enlist,
     list_requests,
 )
-from pagestream_streams.protocol import Keyspace
-from pagestream_streams.protocol.keys import parse_request_id
+from pagestream_streams.protocol import Keyspace, parse_request_id
 from support.protocol.token_streams import CALM, MODEL, TENANT, card, eventually, numbers, read_all, spec, worker
 from support.redis.topologies import Place, ask_all, find_keys
 

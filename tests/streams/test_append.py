@@ -9,8 +9,7 @@ import pytest
 from pagestream.v1.inference_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_STOP, FinishReason
 from pagestream.v1.records_pb2 import LogEntry, WakeUp
 from pagestream_streams import Append, AppendKind, AppendOutcome, Broker, GatewaySession, expire_engine
-from pagestream_streams.protocol import Keyspace, from_stream_fields, to_entry_values
-from pagestream_streams.protocol.records import chain
+from pagestream_streams.protocol import Keyspace, chain, from_stream_fields, to_entry_values
 from support.protocol.token_streams import (
     TENANT,
     append_of,

@@ -31,8 +31,7 @@ from pagestream_streams import (
     scripts,
 )
 from pagestream_streams.connection import Call, run_on_each
-from pagestream_streams.protocol import Partition
-from pagestream_streams.protocol.keys import MAX_PARTITIONS
+from pagestream_streams.protocol import MAX_PARTITIONS, Partition
 from support.protocol.token_streams import (
     CALM,
     LIMIT_S,

@@ -23,8 +23,7 @@ from pagestream_streams import (
     RequestNotFound,
     Unavailable,
 )
-from pagestream_streams.protocol import Partition
-from pagestream_streams.protocol.keys import new_request_id
+from pagestream_streams.protocol import Partition, new_request_id
 from support.protocol.token_streams import (
     CALM,
     LIMIT_S,

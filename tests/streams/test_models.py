@@ -20,8 +20,7 @@ from pagestream_streams import (
     unpublish,
 )
 from pagestream_streams.connection import Call
-from pagestream_streams.protocol import Keyspace
-from pagestream_streams.protocol.keys import new_request_id
+from pagestream_streams.protocol import Keyspace, new_request_id
 from support.protocol.token_streams import CALM, MODEL, TENANT, card, eventually, spec, worker
 
 pytestmark = pytest.mark.served

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 from pagestream_streams import StreamsSettings
 from pagestream_streams.gateway.place import MOST_HOLDERS, HeldPrefixes, Placer, left_ms
-from pagestream_streams.protocol import Keyspace, Partition, prefixes_of
-from pagestream_streams.protocol.keys import ownership
+from pagestream_streams.protocol import Keyspace, Partition, ownership, prefixes_of
 
 SETTINGS = StreamsSettings()
 PARTITIONS = 16

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pagestream.v1.inference_pb2 import FINISH_REASON_STOP, TokenLogprobs
 from pagestream.v1.records_pb2 import LogEntry, ModelCard
 from pagestream_streams import Broker, DigestMismatch, GatewaySession, OffsetOutOfRange
-from pagestream_streams.protocol.records import chained
+from pagestream_streams.protocol import chained
 from support.protocol.token_streams import (
     CALM,
     LIMIT_S,

@@ -7,8 +7,7 @@ import pytest
 from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED
 from pagestream.v1.records_pb2 import Adapter, BlockMap
 from pagestream_streams import AdapterRefused, Broker, GatewaySession
-from pagestream_streams.admin import Reload, RosterRow, Verb, refuse_waiting
-from pagestream_streams.admin.observation import KEPT_MS, WATCHED_MS, BlockMaps
+from pagestream_streams.admin import KEPT_MS, WATCHED_MS, BlockMaps, Reload, RosterRow, Verb, refuse_waiting
 from support.protocol.token_streams import MODEL, TENANT, home_of, spec, worker
 from support.redis.topologies import Place, ask_all
 

@@ -27,24 +27,23 @@ from pagestream_streams.admin import check_adapter_files
 from pagestream_streams.gateway import most_bytes
 from pagestream_streams.protocol import (
     FINISH_REASONS,
+    MAX_PARTITIONS,
+    chain,
+    chained,
     finish_reason_name,
     from_stream_fields,
+    model_tag,
     most_output_tokens,
+    new_request_id,
     output_bounds,
+    ownership,
     parse_finish_reason,
+    parse_request_id,
+    partitions_of,
     prefixes_of,
     to_entry_values,
     to_log_entry,
 )
-from pagestream_streams.protocol.keys import (
-    MAX_PARTITIONS,
-    model_tag,
-    new_request_id,
-    ownership,
-    parse_request_id,
-    partitions_of,
-)
-from pagestream_streams.protocol.records import chain, chained
 
 
 def sha(text: str) -> str:

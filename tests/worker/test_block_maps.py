@@ -6,8 +6,7 @@ import pytest
 from pagestream.v1.records_pb2 import BlockMap
 from pagestream_engine.cache import HELD
 from pagestream_streams import Broker, GatewaySession
-from pagestream_streams.admin import read_engine_loads
-from pagestream_streams.admin.observation import KEPT_MS, WATCHED_MS, BlockMaps
+from pagestream_streams.admin import KEPT_MS, WATCHED_MS, BlockMaps, read_engine_loads
 from support.engines.arithmetic_worker import MODEL, TENANT, SlowRunner, accepted, running_worker
 from support.protocol.token_streams import eventually
 

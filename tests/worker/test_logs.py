@@ -27,8 +27,7 @@ from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, LogSlice, 
 from pagestream_engine import StepOutput
 from pagestream_streams import Append, Claim
 from pagestream_streams.engine import append_arguments
-from pagestream_streams.protocol import to_entry_values, to_log_entry
-from pagestream_streams.protocol.records import chained
+from pagestream_streams.protocol import chained, to_entry_values, to_log_entry
 from pagestream_worker.logs import (
     NO_TOKENS,
     PACKED_ENTRIES,

@@ -10,8 +10,7 @@ from pagestream_engine import InvalidRequest
 from pagestream_engine.request import StepOutput, TokenLogprob
 from pagestream_engine.sampling_params import child_seed
 from pagestream_streams import Claim
-from pagestream_streams.protocol import ClaimedLog, to_log_entry
-from pagestream_streams.protocol.records import chain
+from pagestream_streams.protocol import ClaimedLog, chain, to_log_entry
 from pagestream_worker.logs import PythonLogs
 from pagestream_worker.requests import PART_BYTES, RunningRequest
 

@@ -10,8 +10,7 @@ import pytest
 import pytest_asyncio
 from pagestream.v1.records_pb2 import BlockHolders, BlockMap, RunningSequence
 from pagestream_streams import Broker, EmbeddedRedis
-from pagestream_streams.admin import read_engine_loads
-from pagestream_streams.admin.observation import BlockMaps
+from pagestream_streams.admin import BlockMaps, read_engine_loads
 from support.clients.gateway_clients import Address, bearer, gateway_settings, running_address, write_keys
 from support.engines.synthetic_engine import MODEL, SyntheticEngine, running_engine
 from support.protocol.token_streams import eventually

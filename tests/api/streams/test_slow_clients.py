@@ -21,7 +21,7 @@ from pagestream.v1.inference_pb2 import FINISH_REASON_LENGTH, Usage
 from pagestream.v1.inference_pb2_grpc import InferenceStub
 from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry
 from pagestream_streams import Append, AppendKind, Broker, Claim, EngineSession
-from pagestream_streams.protocol.records import chained
+from pagestream_streams.protocol import chained
 from support.engines.synthetic_engine import MODEL, synthetic_card
 from support.processes.stack import Gateway, Stack
 from support.processes.waiting import wait_until

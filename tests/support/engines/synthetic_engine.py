@@ -29,7 +29,7 @@ from pagestream.v1.inference_pb2 import (
 )
 from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, ModelCard, RequestSpec
 from pagestream_streams import Append, AppendKind, Broker, Claim, EngineSession, Unavailable
-from pagestream_streams.protocol.records import chain
+from pagestream_streams.protocol import chain
 from pagestream_streams.tasks import cancel, raise_if_cancelled
 from support.engines.tokenizers import byte_level
 from support.processes.waiting import until

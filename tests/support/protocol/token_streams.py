@@ -31,9 +31,7 @@ from pagestream_streams import (
     Unavailable,
 )
 from pagestream_streams.engine import append_arguments
-from pagestream_streams.protocol import TokenAppends, to_entry_values, to_log_entry
-from pagestream_streams.protocol.keys import new_request_id
-from pagestream_streams.protocol.records import chained
+from pagestream_streams.protocol import TokenAppends, chained, new_request_id, to_entry_values, to_log_entry
 
 T = TypeVar("T")
 

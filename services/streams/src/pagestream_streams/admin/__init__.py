@@ -3,15 +3,31 @@
 from pagestream_streams.admin.adapters import AdapterDirectory, Reload, adapter_revision, check_adapter_files
 from pagestream_streams.admin.broker import Broker, discard_request, expire_engine, read_owners
 from pagestream_streams.admin.ending import UnservedRequests, refuse_waiting
-from pagestream_streams.admin.observation import EngineLoad, QueueState, queue_states, read_engine_loads
+from pagestream_streams.admin.observation import (
+    KEPT_MS,
+    WATCHED_MS,
+    BlockMaps,
+    EngineLoad,
+    ModelRow,
+    QueueRow,
+    QueueState,
+    queue_states,
+    read_engine_loads,
+    read_models,
+)
 from pagestream_streams.admin.roster import Order, RosterRow, RosterView, Verb
 from pagestream_streams.admin.sweeper import Sweeper
 
 __all__ = [
+    "KEPT_MS",
+    "WATCHED_MS",
     "AdapterDirectory",
+    "BlockMaps",
     "Broker",
     "EngineLoad",
+    "ModelRow",
     "Order",
+    "QueueRow",
     "QueueState",
     "Reload",
     "RosterRow",
@@ -25,6 +41,7 @@ __all__ = [
     "expire_engine",
     "queue_states",
     "read_engine_loads",
+    "read_models",
     "read_owners",
     "refuse_waiting",
 ]

@@ -160,7 +160,7 @@ _MOST_ROUNDS = 8  # of ending what came before the partitions were closed
 
 
 CountEnded = Callable[[Partition], Awaitable[None]]
-"""Counts what a partition's ended requests have used, see limits/ends.py. Unavailable."""
+"""Counts what a partition's ended requests have used, see limits.py. Unavailable."""
 
 
 async def unpublish(

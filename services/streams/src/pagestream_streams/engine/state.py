@@ -65,7 +65,7 @@ class Assignment:
         self.partitions: Sequence[Partition] = ()
         """All partitions of the model, as last read."""
         self.own: Sequence[int] = ()
-        """Numbers of the partitions of this engine, see protocol/placement.py."""
+        """Numbers of the partitions of this engine, see protocol/keys.py."""
         self.with_suspects: set[int] = set()
         """Partitions in which a suspect waits for an idle engine, as last heard (docs/decisions/0024)."""
         self.leaves_longer = False

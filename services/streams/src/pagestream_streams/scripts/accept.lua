@@ -5,7 +5,7 @@
 -- A tenant may use a class' bounds up to its share: while no other tenant waits, the share of a tenant alone
 -- (ARGV[17]); else its weight among the weights of all tenants that wait. The first request of a tenant is exempt
 -- from the share.
--- Run by: gateway/acceptance.py.
+-- Run by: gateway/accept.py.
 -- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] request id, [2] spec, [3] tenant, [4] class, [5] prompt tokens, [6] choices
 --       [7] deadline in ms from now (0: none), [8] disconnect grace in ms, [9] continue on disconnect (0 | 1)

@@ -1,5 +1,5 @@
 -- Replace a model's card by one that was made from it.
--- Run by: admin/model_directory.py.
+-- Run by: admin/directory.py.
 -- KEYS: the row.
 -- ARGV: [1] digest of the card that it was made from, [2] the card, [3] its digest
 -- Returns: 1; 0 where another card was published meanwhile, or the model was withdrawn, and nothing was written.

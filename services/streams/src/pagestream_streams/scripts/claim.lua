@@ -8,7 +8,7 @@
 -- context than the engine holds is left to other engines for ARGV[18]. Entries are looked at until LOOK_BEHIND more
 -- than the first were too large for the room, MOST_LEFT were left to other engines, or MOST_CACHED only because those
 -- have their beginnings (docs/decisions/0217).
--- Run by: engine/claiming.py.
+-- Run by: engine/claim.py.
 -- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] engine id, [2] nonce (random), [3] most requests (0: only look), [4] most tokens
 --       [5] least age of an entry in ms; where it is not 0, entries also have their own, see ARGV[27] of accept.lua

@@ -1,7 +1,7 @@
 -- Take requests without a record out of their tenant's list, once they were added so long ago that it may have expired.
 --
 -- A younger one may be accepted again by a gateway that reads it: Redis has lost its record.
--- Run by: admin/request_lists.py.
+-- Run by: admin/broker.py.
 -- KEYS: the tenant's list, see enlist.lua.
 -- ARGV: [1] how long ago, in ms; then request ids
 -- Returns: how many of them are still in the list.

@@ -1,8 +1,8 @@
--- Add a request to the list of its tenant's requests, which admin/request_lists.py reads.
+-- Add a request to the list of its tenant's requests, which admin/broker.py reads.
 --
 -- The list is bounded by number, and expires after its tenant's last request. It may hold requests whose record is
 -- gone: readers skip them, and take out those that are old.
--- Run by: admin/request_lists.py.
+-- Run by: admin/broker.py.
 -- KEYS: the tenant's list, a sorted set: request ids by the time of their acceptance.
 -- ARGV: [1] request id, [2] most requests in the list, [3] milliseconds for which the list is kept without a new one
 -- Returns: 1.

@@ -1,5 +1,5 @@
 -- Delete the row of a model that is withdrawn.
--- Run by: admin/model_directory.py.
+-- Run by: admin/directory.py.
 -- KEYS: the row.
 -- Returns: 1; 0 where the model was published again meanwhile, and stays.
 -- Retry: harmless, nothing is left to delete.

@@ -1,5 +1,5 @@
 -- Renew a gateway's lease in this partition.
--- Run by: gateway/heartbeat.py.
+-- Run by: gateway/session.py.
 -- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua); prefixes of other
 --       partitions may follow the arguments.
 -- ARGV: [1] gateway id, [2] lease in ms

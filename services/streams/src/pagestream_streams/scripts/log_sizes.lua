@@ -1,5 +1,5 @@
 -- Read what the records and logs of requests take.
--- Run by: gateway/log_quota.py.
+-- Run by: gateway/accept.py.
 -- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
 -- ARGV: request ids
 -- Returns: for each id its bytes (-1: it has not finished; 0: there is no such request) and the ms until it expires.

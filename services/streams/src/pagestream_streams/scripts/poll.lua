@@ -1,5 +1,5 @@
 -- Read the lengths of logs.
--- Run by: gateway/polling.py.
+-- Run by: gateway/readers.py.
 -- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
 -- ARGV: request ids
 -- Returns: for each id its next index, and 1 if it is finished, else 0; -1 and 1 where there is no such request.

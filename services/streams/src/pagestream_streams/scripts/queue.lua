@@ -1,5 +1,5 @@
 -- Read how much waits and runs in a partition, for metrics and scaling.
--- Run by: admin/queues.py.
+-- Run by: admin/observation.py.
 -- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] drain window in ms, [2] most entries of a queue that are looked at, the rest is extrapolated
 --       [3] how long a request waits for an engine with its fingerprint or context, in ms

@@ -1,5 +1,5 @@
 -- Register a gateway as a reader of a request, which ends its disconnect grace. Runs also when Redis is full.
--- Run by: gateway/registrations.py.
+-- Run by: gateway/readers.py.
 -- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] request id, [2] tenant, [3] gateway id, [4] gateway lease in ms
 -- Returns: {next index, finished (0 | 1), ms until its deadline (at least 1; 0: none)}, or nothing where the tenant has

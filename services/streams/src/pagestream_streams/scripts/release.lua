@@ -1,5 +1,5 @@
 -- Free an idempotency key whose request was refused, once no other try may have been accepted under it.
--- Run by: gateway/reservations.py.
+-- Run by: gateway/accept.py.
 -- KEYS: the prefix of what stands beside the reservation, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] the request id that it stands for, [2] the try that was refused
 -- Returns: 1 where this call has freed the key, else 0: without the set nobody knows whether a try was accepted.

@@ -2,7 +2,7 @@
 --
 -- The reservation is the key named in the hash tag; beside it the set "tries" has what tries have not been refused. The
 -- member '' stands for tries that the set does not know, of a version without it or from before it expired.
--- Run by: gateway/reservations.py.
+-- Run by: gateway/accept.py.
 -- KEYS: the prefix of what stands beside the reservation, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] request id, [2] digest of the body, [3] how long it is kept, in ms, [4] this try (random)
 -- Returns: the id that the key stands for, or nothing where it was used with another body.

@@ -3,7 +3,7 @@
 -- Reservations are in four keys: the hash bytes (request id -> bytes), their sum held, and two sorted sets with each id
 -- in one of them: open (scored by when to look the request up, since it may have ended) and kept (of finished requests,
 -- scored by when their logs expire). All expire when the tenant sends nothing for long.
--- Run by: gateway/log_quota.py.
+-- Run by: gateway/accept.py.
 -- KEYS: the prefix of the tenant's keys, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] request id, [2] bytes, [3] bytes that all may take (0: any), [4] ms until it is looked up
 --       [5] ms until the keys expire, [6] most ids to look up

@@ -1,5 +1,5 @@
 -- Requeue a quarantined request under a new id, from where it stood, as a suspect. Its own log keeps its end.
--- Run by: admin/quarantine.py.
+-- Run by: admin/broker.py.
 -- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] id, [2] new id, [3] the new id's spec, [4] deadline in ms from now (0: none), [5] disconnect grace in ms
 --       [6] continue on disconnect (0 | 1), [7] doorbell channel, [8] partition number

@@ -1,5 +1,5 @@
 -- Set reservations of a tenant to what the logs of its requests take, or give them back. See reserve_log.lua.
--- Run by: gateway/log_quota.py.
+-- Run by: gateway/accept.py.
 -- KEYS: the prefix of the tenant's keys, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] ms until requests that have not finished are looked up again, [2] ms until the keys expire; then for each
 --       request its id, the bytes of its finished log (-1: not finished; 0: no such request), and the ms until that

@@ -1,5 +1,5 @@
 -- Take a gateway out of the readers of requests; where it was the last one, the disconnect grace starts.
--- Run by: gateway/registrations.py.
+-- Run by: gateway/readers.py.
 -- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] gateway id, [2...] request ids
 -- Returns: 1.

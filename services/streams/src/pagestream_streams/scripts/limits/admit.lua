@@ -3,7 +3,7 @@
 -- In each window what was admitted, and what ended requests used beyond it, is at most the limit; what a request didn't
 -- use is given back when it ends. A request counts as running from here to its end, and its prompt as queued until an
 -- engine has it: note.lua and fold.lua learn that.
--- Run by: limits/admission.py.
+-- Run by: limits.py.
 -- KEYS: the prefix of the tenant's keys, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] request id, [2] the credential ('': none), [3] prompt tokens, [4] tokens to reserve
 --       [5] whether limits may refuse it (0: it was accepted before, and Redis lost it)

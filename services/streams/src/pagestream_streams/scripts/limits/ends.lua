@@ -1,5 +1,5 @@
 -- Read what requests of a partition used that have ended, and delete what is counted. One process at a time does it.
--- Run by: limits/ends.py.
+-- Run by: limits.py.
 -- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] the process, [2] ms for which others leave it the partition, [3] position after which to read ('-': the
 --       begin), [4] most entries, [5...] positions of entries that are counted

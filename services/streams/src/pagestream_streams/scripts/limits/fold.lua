@@ -3,7 +3,7 @@
 -- The entries are those of the partition's stream `ended`, in its order and without a gap for this tenant. Those up to
 -- folded:<partition> were counted before. The set `ended` has the ids of the last minutes: a request that Redis had
 -- lost may run, and end, twice.
--- Run by: limits/ends.py.
+-- Run by: limits.py.
 -- KEYS: the prefix of the tenant's keys, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] name of the partition, [2] ms for which ids are kept, [3] hours and [4] days for which usage is kept
 --       (0: none), [5] most fields of an hour or a day

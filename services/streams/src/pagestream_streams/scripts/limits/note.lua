@@ -1,5 +1,5 @@
 -- Note what became of requests with a reservation, as their partitions say.
--- Run by: limits/admission.py.
+-- Run by: limits.py.
 -- KEYS: the prefix of the tenant's keys, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] ms that an accept may take: a younger reservation without a request is left; then for each request its id
 --       and what it is: 'none' (there is no such request), 'queued', 'claimed', 'ended', 'past' (ended long ago), or

@@ -1,5 +1,5 @@
 -- Read in what state requests of a partition are.
--- Run by: limits/admission.py.
+-- Run by: limits.py.
 -- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
 -- ARGV: request ids
 -- Returns: for each 'none', 'queued' (no engine has claimed it yet), 'claimed', 'ended', or 'past' (it ended so long
