@@ -5,7 +5,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.setup-done
-PACKAGES := proto kernels services/scaling services/grammars services/telemetry services/streams \
+PACKAGES := proto kernels services/options services/scaling services/grammars services/telemetry services/streams \
             services/engine services/worker services/gateway services/client services/simulator services/pagestream operator
 PYTEST := $(BIN)/python -m pytest
 # An index that offers PyTorch's CPU build, for machines without an NVIDIA GPU
@@ -111,7 +111,7 @@ check: $(STAMP) ## Lint, format, types, layer order, widths of Markdown and YAML
 	$(BIN)/lint-imports
 	$(BIN)/rumdl check --quiet --no-cache .
 	$(BIN)/yamllint --strict .
-	for page in fields sizing vllm_flags reference; do \
+	for page in options fields sizing vllm_flags reference; do \
 	  $(BIN)/python tools/write_$$page.py --check || { echo "run: .venv/bin/python tools/write_$$page.py" >&2; exit 1; }; \
 	done
 

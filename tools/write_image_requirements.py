@@ -18,7 +18,8 @@ FOLDER = ROOT / "deploy" / "images" / "requirements"
 PACKAGES = (
     "proto",
     "kernels",
-    *(f"services/{name}" for name in ("scaling", "grammars", "telemetry", "streams", "engine", "worker", "gateway")),
+    *(f"services/{name}" for name in ("options", "scaling", "grammars", "telemetry", "streams")),
+    *(f"services/{name}" for name in ("engine", "worker", "gateway")),
     "operator",
 )
 IMAGES: dict[str, tuple[str, frozenset[str]]] = {

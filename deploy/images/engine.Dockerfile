@@ -47,13 +47,15 @@ RUN PYTHONPATH=/src python3 -m pagestream_engine.native_prebuild --out /prebuilt
 FROM thirdparty AS ours
 COPY proto proto
 COPY kernels kernels
+COPY services/options services/options
 COPY services/grammars services/grammars
 COPY services/streams services/streams
 COPY services/telemetry services/telemetry
 COPY services/engine services/engine
 COPY services/worker services/worker
 RUN /opt/builder/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir /wheels \
-      ./proto ./kernels ./services/grammars ./services/streams ./services/telemetry ./services/engine ./services/worker \
+      ./proto ./kernels ./services/options ./services/grammars ./services/streams ./services/telemetry \
+      ./services/engine ./services/worker \
     && /opt/builder/bin/python -m pip --python /opt/venv/bin/python install --quiet --no-deps --no-index \
       --target /opt/pagestream /wheels/*.whl
 COPY --from=kernels /prebuilt /opt/pagestream

@@ -18,11 +18,12 @@ RUN /opt/builder/bin/python -m pip --python /opt/venv/bin/python install --quiet
 
 # -- our packages --
 FROM thirdparty AS ours
+COPY services/options services/options
 COPY services/scaling services/scaling
 COPY services/telemetry services/telemetry
 COPY operator operator
 RUN /opt/builder/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir /wheels \
-      ./services/scaling ./services/telemetry ./operator \
+      ./services/options ./services/scaling ./services/telemetry ./operator \
     && /opt/builder/bin/python -m pip --python /opt/venv/bin/python install --quiet --no-deps --no-index \
       --target /opt/pagestream /wheels/*.whl
 

@@ -25,12 +25,13 @@ from pagestream_engine.cache.eviction.base import EvictionOrder
 from pagestream_engine.cache.eviction.heap_order import HeapOrder
 from pagestream_engine.cache.eviction.select import make_eviction_order
 from pagestream_engine.cache.manager import CacheManager
-from pagestream_engine.config import EVICTION_POLICIES
+from pagestream_engine.config import ENGINE_OPTIONS
 from pagestream_engine.plan import full_attention
 from pagestream_engine.request import SequenceState, TokenSequence
 from pagestream_engine.sampling_params import SamplingParams
 from pagestream_simulator.traces.files import MOONCAKE_BLOCK_TOKENS, TraceRow, read_trace
 
+POLICIES = ENGINE_OPTIONS["eviction_policy"].choices or ()
 SIZES = (500, 1000, 2000, 4000, 8000, 16_000, 32_000, 64_000)
 """Blocks of 512 tokens: 64 MiB each in a model with 128 KiB of keys and values a token."""
 SHORT_SIZES = (500, 2000)
@@ -94,7 +95,7 @@ def best_hit_rate(rows: Sequence[TraceRow], num_blocks: int) -> float:
 
 
 def hit_rate(rows: Sequence[TraceRow], name: str, num_blocks: int) -> float:
-    """Return the hit rate with one of EVICTION_POLICIES."""
+    """Return the hit rate with one of POLICIES."""
     trace = TraceCache(make_eviction_order(name, num_blocks), num_blocks)
     for row in rows:
         trace.serve(row)
@@ -124,17 +125,17 @@ def _sequence(row: TraceRow) -> TokenSequence:
 def print_table(title: str, rows: Sequence[TraceRow], sizes: Sequence[int]) -> None:
     """Measure every order at every size, and print the rates."""
     print(f"\n{title}: {len(rows):,} requests, {sum(row.input_tokens for row in rows):,} prompt tokens")
-    print("\n| blocks | " + " | ".join((*EVICTION_POLICIES, BEST)) + " |")
-    print("|---" * (len(EVICTION_POLICIES) + 2) + "|")
-    shares: dict[str, list[float]] = {name: [] for name in EVICTION_POLICIES}
+    print("\n| blocks | " + " | ".join((*POLICIES, BEST)) + " |")
+    print("|---" * (len(POLICIES) + 2) + "|")
+    shares: dict[str, list[float]] = {name: [] for name in POLICIES}
     for num_blocks in sizes:
         best = best_hit_rate(rows, num_blocks)
-        rates = {name: hit_rate(rows, name, num_blocks) for name in EVICTION_POLICIES}
+        rates = {name: hit_rate(rows, name, num_blocks) for name in POLICIES}
         for name, rate in rates.items():
             shares[name].append(rate / best)
         cells = [f"{rate:.1%}" for rate in (*rates.values(), best)]
         print(f"| {num_blocks:,} | " + " | ".join(cells) + " |", flush=True)
-    print("| of the best, mean | " + " | ".join(f"{fmean(shares[name]):.1%}" for name in EVICTION_POLICIES) + " | |")
+    print("| of the best, mean | " + " | ".join(f"{fmean(shares[name]):.1%}" for name in POLICIES) + " | |")
 
 
 def main() -> None:

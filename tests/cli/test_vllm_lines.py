@@ -32,7 +32,7 @@ def quantised(tmp_path: Path) -> Path:
         ("--dtype half --kv_cache_dtype fp8", ["--dtype", "float16", "--kv-cache-dtype", "fp8"]),
         ("--max-logprobs -1 --seed None", ["--max-logprobs", "-1"]),
         ("--disable-prefix-caching", ["--no-enable-prefix-caching"]),
-        ("--no-enable-prefix-caching --enforce-eager", ["--no-enable-prefix-caching", "--enforce-eager"]),
+        ("--no-enable-prefix-caching --enforce-eager", ["--enforce-eager", "--no-enable-prefix-caching"]),
         ("--attention-backend FLASH_ATTN", []),
         ("-q awq", []),
         ("--quantization int8", ["--quantization", "int8"]),

@@ -50,7 +50,7 @@ def spec_of(**spec: Any) -> api.EnginePoolSpec:
 
 
 def test_engine_options_are_those_of_the_engine() -> None:
-    groups = ("model", "cache", "scheduler", "speculation", "extensions", "adapters")
+    groups = ("model", "cache", "scheduler", "speculation", "executor", "extensions", "adapters")
     known = {field.name for group in groups for field in dataclasses.fields(getattr(EngineConfig(), group))}
     assert set(type(spec_of().engine).model_fields) == known
 

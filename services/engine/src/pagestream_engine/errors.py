@@ -2,23 +2,53 @@
 
 from __future__ import annotations
 
+from pagestream_options.errors import (
+    ConfigError,
+    EngineError,
+    InvalidRequest,
+    InvalidSamplingParams,
+    UnsupportedOption,
+    UnsupportedSamplingParams,
+)
+
+__all__ = [
+    "DOWNLOAD_AGAIN",
+    "AdapterChanged",
+    "AdapterError",
+    "AdapterFileError",
+    "AdapterMismatch",
+    "CompilerNotFound",
+    "ConfigError",
+    "EngineAsleep",
+    "EngineError",
+    "ExecutorDied",
+    "ExecutorError",
+    "InvalidRequest",
+    "InvalidSamplingParams",
+    "InvariantViolation",
+    "ModelError",
+    "ModelFileError",
+    "ModelNotFound",
+    "ModelTooLarge",
+    "NativeBuildError",
+    "NodeError",
+    "NodeProtocolError",
+    "NodeRefused",
+    "NodesMissing",
+    "OutOfMemory",
+    "PromptTooLong",
+    "RankLost",
+    "RequestFault",
+    "SleepFailed",
+    "UnsupportedAdapter",
+    "UnsupportedModel",
+    "UnsupportedOption",
+    "UnsupportedSamplingParams",
+    "WeightsError",
+]
+
 DOWNLOAD_AGAIN = "download the model again"
 """What to do about a file of a model that is cut off or malformed."""
-
-
-class EngineError(Exception):
-    """Root of every error that the engine raises on purpose. It can be pickled, whatever its constructor takes."""
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _restored, (type(self), self.args, self.__dict__)
-
-
-def _restored(kind: type[EngineError], arguments: tuple[object, ...], state: dict[str, object]) -> EngineError:
-    # MemoryError has a `__new__` of its own, which refuses subclasses that have another base before it.
-    error = Exception.__new__(kind, *arguments) if issubclass(kind, MemoryError) else kind.__new__(kind, *arguments)
-    error.args = arguments
-    error.__dict__.update(state)
-    return error
 
 
 class ExecutorError(EngineError, RuntimeError):
@@ -66,18 +96,6 @@ class NodeRefused(NodeError):  # noqa: N818 - reads as what happened
 
 class NodesMissing(NodeError):  # noqa: N818 - likewise
     """A group did not form within its limit."""
-
-
-class ConfigError(EngineError, ValueError):
-    """An option of the engine is malformed or does not fit the model or the machine."""
-
-    def __init__(self, field: str, given: object, expected: str, hint: str = "") -> None:
-        self.field = field
-        super().__init__(_sentence(field, given, expected, hint))
-
-
-class UnsupportedOption(ConfigError):  # noqa: N818 - reads as what happened
-    """An option is known, but this version supports only its default."""
 
 
 class OutOfMemory(EngineError, MemoryError):  # noqa: N818
@@ -163,22 +181,6 @@ class InvariantViolation(EngineError):  # noqa: N818
     """The engine's bookkeeping contradicts itself: a bug, never the fault of a request."""
 
 
-class InvalidRequest(EngineError, ValueError):  # noqa: N818
-    """A request can't be run as it is. The engine is unhurt."""
-
-
-class InvalidSamplingParams(InvalidRequest):
-    """A sampling parameter is malformed; `field` names it."""
-
-    def __init__(self, field: str, given: object, expected: str, hint: str = "") -> None:
-        self.field = field
-        super().__init__(_sentence(field, given, expected, hint))
-
-
-class UnsupportedSamplingParams(InvalidSamplingParams):
-    """A sampling parameter is known, but this version supports only its default."""
-
-
 class RequestFault(str):
     """The error text of a sequence whose own request is at fault, as a grammar that needs too much is."""
 
@@ -199,7 +201,3 @@ class PromptTooLong(InvalidRequest):
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 30):.1f} GiB"
-
-
-def _sentence(field: str, given: object, expected: str, hint: str) -> str:
-    return f"{field}: given {given!r}, expected {expected}" + (f"; {hint}" if hint else "")

@@ -6,11 +6,13 @@ import os
 import sys
 import time
 
+from pagestream_options.worker import STANDBY_STATES
+
 from pagestream_worker.stepping.engine_core import EngineCore
 
 logger = logging.getLogger(__name__)
 
-IMPORTED, LOADED = STANDBY_STATES = ("imported", "loaded")
+IMPORTED, LOADED = STANDBY_STATES
 """How far a spare starts: its modules are imported, or its model is loaded too."""
 STANDING_BY = "standing by"
 """Message of the log record by which a supervisor knows that a spare waits."""

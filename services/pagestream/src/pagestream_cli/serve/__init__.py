@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pagestream_cli.serve.deployment import Deployment
     from pagestream_cli.serve.engines import EngineLogs, engine_name, engines_left_behind
     from pagestream_cli.serve.model import ModelChoice, choose_model, demo_model_places, find_demo_model
-    from pagestream_cli.serve.options import ENGINE_OPTIONS, ServeOptions, parse_options
+    from pagestream_cli.serve.options import PASSED_ON, ServeOptions, parse_options
     from pagestream_cli.serve.plan import DrainStage, Plan, engine_environment
     from pagestream_cli.serve.port_plan import GatewayPorts, PortPlan, assign_ports
     from pagestream_cli.serve.repeats import RepeatedLines
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from pagestream_cli.serve.vllm_flags import FLAGS, Idle, Refused, Taken
 
 __all__ = [
-    "ENGINE_OPTIONS",
     "FLAGS",
     "MAX_CHARS",
+    "PASSED_ON",
     "Deployment",
     "DrainStage",
     "EngineLogs",
@@ -53,7 +53,7 @@ _MODULES = {
     "Deployment": "deployment",
     **dict.fromkeys(("EngineLogs", "engine_name", "engines_left_behind"), "engines"),
     **dict.fromkeys(("ModelChoice", "choose_model", "demo_model_places", "find_demo_model"), "model"),
-    **dict.fromkeys(("ENGINE_OPTIONS", "ServeOptions", "parse_options"), "options"),
+    **dict.fromkeys(("PASSED_ON", "ServeOptions", "parse_options"), "options"),
     **dict.fromkeys(("DrainStage", "Plan", "engine_environment"), "plan"),
     **dict.fromkeys(("GatewayPorts", "PortPlan", "assign_ports"), "port_plan"),
     "RepeatedLines": "repeats",

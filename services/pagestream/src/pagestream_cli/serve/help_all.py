@@ -12,15 +12,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pagestream_options.declaration import declared
+from pagestream_options.engine import GROUPS as ENGINE_GROUPS
+from pagestream_options.worker import WorkerOptions
 from pagestream_telemetry.environment import GROUPS, fields_of, variable_of
 
 _WIDTH = 100
-_RENAMED = {"redis_url": "redis"}
-"""Fields whose variable has another name."""
 NO_DEFAULT = "has to be given"
 """The default of a setting without one."""
-_COMPUTED = {"served_model_name": "the folder's name", "engine_id": "host name and process id"}
-"""What fields without a default are where nothing is given."""
 
 
 class Setting(NamedTuple):
@@ -49,27 +48,32 @@ def print_settings() -> None:
 
 def groups() -> dict[str, tuple[type, ...]]:
     """Return the settings classes of each group of gateways and engines."""
-    from pagestream_engine.config import EngineConfig
     from pagestream_gateway.settings import OWN_GROUPS
     from pagestream_streams.settings import StreamsSettings
     from pagestream_telemetry.settings import TelemetrySettings
     from pagestream_worker.ladder.settings import DegradationSettings
-    from pagestream_worker.settings import WorkerSettings
 
     gateway = {group.upper(): (kind,) for group, kind in OWN_GROUPS.items()}
-    engine = tuple(group for name, group in fields_of(EngineConfig).items() if name != "place")
     common = {"BROKER": (StreamsSettings,), "TELEMETRY": (TelemetrySettings,)}
-    process = {"WORKER": (WorkerSettings,), "ENGINE": engine, "DEGRADATION": (DegradationSettings,)}
+    process = {
+        "WORKER": (WorkerOptions,),
+        "ENGINE": tuple(ENGINE_GROUPS.values()),
+        "DEGRADATION": (DegradationSettings,),
+    }
     return {**gateway, **process, **common}
 
 
 def settings_of(group: str, kinds: Iterable[type]) -> Iterator[Setting]:
     """Yield the settings of a group."""
     for kind in kinds:
+        if options := declared(kind):
+            for each in options.values():
+                default = each.shown_default or (_shown(each.default) if each.has_default else NO_DEFAULT)
+                yield Setting(variable_of(group, each.key), default, each.text)
+            continue
         texts, defaults = _texts(kind), _defaults(kind)
         for name in fields_of(kind):
-            variable = variable_of(group, _RENAMED.get(name, name))
-            yield Setting(variable, defaults.get(name, _COMPUTED.get(name, NO_DEFAULT)), texts.get(name, ""))
+            yield Setting(variable_of(group, name), defaults.get(name, NO_DEFAULT), texts.get(name, ""))
 
 
 def _defaults(kind: type) -> Mapping[str, str]:

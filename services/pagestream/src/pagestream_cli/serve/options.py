@@ -8,67 +8,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pagestream_options.arguments import add_flags
+from pagestream_options.declaration import Option
+from pagestream_options.engine import ENGINE_OPTIONS
+from pagestream_options.worker import WORKER_OPTIONS
 from pagestream_telemetry.environment import variable_of
 
 from pagestream_cli.datadir import DataDir
 from pagestream_cli.serve import vllm_options
 
-ENGINE_OPTIONS: tuple[tuple[str, str, str], ...] = (
-    ("--dtype", "TYPE", "auto, float32, float16 or bfloat16"),
-    ("--device", "DEVICE", "auto, cpu or cuda"),
-    ("--attention-backend", "NAME", "auto, torch or triton"),
-    ("--shared-weights-gb", "GIB", "disk for weights that all engines map (default: 32 with several engines, else 0)"),
-    ("--max-model-len", "N", "most tokens of prompt and output together"),
-    ("--block-size", "N", "tokens in a KV block"),
-    ("--num-gpu-blocks-override", "N", "KV blocks, instead of what memory allows"),
-    ("--gpu-memory-utilization", "X", "fraction of the GPU's memory that an engine may use"),
-    ("--eviction-policy", "NAME", "KV cache eviction policy: lru, slru, lfu or cost"),
-    ("--kv-cache-dtype", "TYPE", "what keys and values are kept as: auto, bfloat16 or fp8"),
-    ("--swap-space", "GIB", "host memory of each engine for KV blocks that are evicted"),
-    ("--quantization", "METHOD", "int8: quantise weights while loading; a checkpoint's own method needs no flag"),
-    ("--cpu-offload-gb", "GIB", "host memory for weights of a GPU's model"),
-    ("--tensor-parallel-size", "N", "ranks that divide each layer among them, in every engine"),
-    ("--pipeline-parallel-size", "N", "stages that divide the layers among them, in every engine"),
-    ("--max-logprobs", "N", "log probabilities that a request may ask for; -1 is no limit"),
-    ("--max-num-seqs", "N", "most sequences in one step"),
-    ("--max-num-batched-tokens", "N", "token budget of one step"),
-    ("--itl-bound-ms", "MS", "milliseconds that a step with prompts and decodes may take"),
-    ("--seed", "N", "seed of the generator that draws seeds for requests without one"),
-    (
-        "--scheduling-policy",
-        "NAME",
-        "fcfs, priority, shortest_first, round_robin, fair, or one of a plugin",
-    ),
-    ("--speculative-method", "NAME", "speculative decoding method: ngram, grammar or draft_model (default: none)"),
-    ("--speculative-model", "MODEL", "draft model with the model's vocabulary: a folder or repository (default: none)"),
-    ("--num-speculative-tokens", "N", "most draft tokens of a sequence in a step"),
-    ("--prompt-lookup-min", "N", "fewest last tokens that ngram must have found before"),
-    ("--prompt-lookup-max", "N", "most last tokens that ngram compares"),
-    ("--tool-call-parser", "NAME", "format of the model's tool calls, such as hermes (default: by its chat template)"),
-    ("--reasoning-parser", "NAME", "format of its reasoning, such as deepseek_r1 (default: by its chat template)"),
-    ("--chat-template", "FILE", "Jinja template of chats, or its text (default: the model's own)"),
-    (
-        "--default-chat-template-kwargs",
-        "JSON",
-        "values for the chat template where a request gives none, such as '{\"enable_thinking\": false}'",
-    ),
-    ("--models", "LIST", "further models that engines serve, one at a time, by demand: NAME=FOLDER,NAME=FOLDER"),
-    ("--max-loras", "N", "LoRA adapters that run at once"),
-    ("--max-lora-rank", "N", "largest rank of an adapter"),
-    ("--max-cpu-loras", "N", "adapters that stay in host memory"),
-    ("--plugins", "MODULES", "modules with policies and model families of your own, such as a.policies,b.families"),
-    ("--partitions", "N", "partitions of a model that is new to Redis"),
-)
-"""Flag, metavar and help text of options that are passed to every engine, which checks them."""
-ENGINE_SWITCHES: tuple[tuple[str, str], ...] = (
-    ("--enable-prefix-caching", "share the KV blocks of equal prefixes"),
-    ("--deterministic", "bit-identical logits in any batch, on a CPU"),
-    ("--enable-lora", "let requests name LoRA adapters"),
-    ("--enforce-eager", "launch each kernel of a GPU's decodes anew, instead of recording CUDA graphs"),
-    ("--async-scheduling", "schedule the next step while one runs"),
-    ("--enable-sleep-mode", "let operators put engines to sleep, and load and unload their model"),
-)
-"""Likewise, of options that are on or off, each with `--no-...`."""
+PASSED_ON: Mapping[str, Option] = {
+    each.flag: each
+    for each in (*ENGINE_OPTIONS.values(), *WORKER_OPTIONS.values())
+    if each.help and (each.is_served if each.name in WORKER_OPTIONS else not each.elsewhere)
+}
+"""By their flags the options that are passed to every engine, which checks them."""
 _DEMO_ENGINES, _DEMO_GATEWAYS = 2, 3
 """Least numbers with --demo. A browser has at most six connections to a gateway, and the page reads eight streams, also
 while a gateway is dead."""
@@ -207,10 +161,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--help-all", action="store_true", help="list every setting of every process, with its default")
     parser.add_argument("--verbose", "-v", action="store_true", help="show the whole output of the parts")
     engine = parser.add_argument_group("engine options, passed to every engine")
-    for flag, metavar, text in ENGINE_OPTIONS:
-        engine.add_argument(flag, metavar=metavar, help=text)
-    for flag, text in ENGINE_SWITCHES:
-        engine.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
+    add_flags(engine, PASSED_ON.values(), is_passed_on=True)
     engine.add_argument("--speculative-config", metavar="JSON", help="the three above in one, as vLLM takes them")
     engine.add_argument(
         "--lora-modules", nargs="+", metavar="NAME=FOLDER", help="adapters that requests may name from the start"
@@ -264,25 +215,21 @@ def _file_of_gateways(field: str) -> Path | None:
 
 
 def _engine_arguments(arguments: argparse.Namespace) -> tuple[str, ...]:
-    values = {flag: getattr(arguments, _name(flag)) for flag, _, _ in ENGINE_OPTIONS}
+    values = {flag: getattr(arguments, each.name) for flag, each in PASSED_ON.items()}
     vllm_options.merge_speculation(values, arguments.speculative_config)
     vllm_options.drop_own_quantization(values, arguments.model)
     if arguments.demo and arguments.model is None and values[_BLOCKS_FLAG] is None:
         values[_BLOCKS_FLAG] = _DEMO_BLOCKS
+    if arguments.lora_modules and values["--enable-lora"] is None:
+        values["--enable-lora"] = True
     given: list[str] = []
+    switches: list[str] = []
     for flag, value in values.items():
-        given += [] if value is None else [flag, value]
-    for flag, _ in ENGINE_SWITCHES:
-        is_on = getattr(arguments, _name(flag))
-        if is_on is None and flag == "--enable-lora" and arguments.lora_modules:
-            is_on = True
-        if is_on is not None:
-            given.append(flag if is_on else f"--no-{flag.removeprefix('--')}")
-    return tuple(given)
-
-
-def _name(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
+        if isinstance(value, bool):
+            switches.append(flag if value else f"--no-{flag.removeprefix('--')}")
+        elif value is not None:
+            given += [flag, value]
+    return (*given, *switches)
 
 
 def _at_least_one(text: str) -> int:

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pagestream_options.engine import ENGINE_OPTIONS
+
 from pagestream_cli.console import say
 from pagestream_cli.errors import UsageError
 from pagestream_cli.serve.model import REPOSITORY
@@ -128,6 +130,9 @@ class _Translation:
                 return _Given(known, is_on, None if known == HELP else value)  # vLLM has --help=all
         if not name.startswith("--"):
             return _Given(name, True, value)  # the parser says what is wrong with it
+        option = ENGINE_OPTIONS.get(name.removeprefix("--").replace("-", "_"))
+        if option is not None:
+            raise UsageError(f"{spelled} is no option of serve: {option.elsewhere}")
         every = [each for each in (*self._options, *FLAGS) if each.startswith("--")]
         close = difflib.get_close_matches(name, every, n=1, cutoff=0.75)
         close += [each for each in every if each.startswith(name)] if not close else []

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pagestream_options.engine import ENGINE_OPTIONS
 from pagestream_telemetry.environment import variable_of
 
 from pagestream_cli.errors import UsageError
@@ -149,18 +150,17 @@ def _json(flag: str, text: str) -> dict[str, Any]:
     return found
 
 
-def drop_own_quantization(values: dict[str, str | None], model: str | None) -> None:
+def drop_own_quantization(values: dict[str, Any], model: str | None) -> None:
     """Leave out a method that is the checkpoint's own.
 
     Raises:
         UsageError: the checkpoint has another, or the method isn't here.
     """
-    from pagestream_engine.config import QUANTIZATIONS
     from pagestream_engine.errors import ConfigError
     from pagestream_engine.offline.options import is_of_checkpoint
 
     method = values["--quantization"]
-    if method is None or method in QUANTIZATIONS:
+    if method is None or ENGINE_OPTIONS["quantization"].accepts(method):
         return
     try:
         is_own = is_of_checkpoint(model or find_demo_model(), method)
@@ -174,7 +174,7 @@ def drop_own_quantization(values: dict[str, str | None], model: str | None) -> N
     values["--quantization"] = None
 
 
-def merge_speculation(values: dict[str, str | None], config: str | None) -> None:
+def merge_speculation(values: dict[str, Any], config: str | None) -> None:
     """Add the members of vLLM's `--speculative-config`.
 
     Raises:
@@ -182,18 +182,18 @@ def merge_speculation(values: dict[str, str | None], config: str | None) -> None
     """
     if config is None:
         return
-    from pagestream_engine.config import SPECULATIVE_METHODS
     from pagestream_engine.offline.options import SPECULATION
 
+    methods = ENGINE_OPTIONS["speculative_method"]
     for name, value in _json("--speculative-config", config).items():
         if value is None or (name, value) == _ONE_RANK:
             continue
         if name not in SPECULATION:
             expected = ", ".join(SPECULATION)
             raise UsageError(f"vLLM's --speculative-config with {name} isn't here", hint=f"{expected} are taken")
-        if name == "method" and value not in SPECULATIVE_METHODS:
-            methods = " or ".join(SPECULATIVE_METHODS)
-            raise UsageError(f"vLLM's --speculative-config with method {value} isn't here", hint=f"{methods} is")
+        if name == "method" and not methods.accepts(value):
+            taken = " or ".join(methods.choices or ())
+            raise UsageError(f"vLLM's --speculative-config with method {value} isn't here", hint=f"{taken} is")
         flag = f"--{SPECULATION[name].replace('_', '-')}"
         if values[flag] not in (None, str(value)):
             raise UsageError(f"{flag} {values[flag]} and {name} {value} of --speculative-config contradict each other")
