@@ -45,8 +45,8 @@ PASSED = {
     "pagestream_engine/layers/quantised/native.py QuantisedLinears.pack",
     "pagestream_engine/models/general/masks.py MaskRecorder.window",
     "pagestream_engine/models/offload/moving.py MovedTensors.__init__",
-    "pagestream_engine/sampler/native/library.py NativeDraws.draw",
-    "pagestream_engine/sampler/native/library.py NativeDraws.largest",
+    "pagestream_engine/sampler/draw.py NativeDraws.draw",
+    "pagestream_engine/sampler/draw.py NativeDraws.largest",
     "pagestream_kernels/launcher.py",
     "pagestream_kernels/linear/lora_table.py LoraTable._check",
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -17,22 +18,10 @@ from pagestream_engine.errors import CompilerNotFound
 from pagestream_engine.native_build import find_compiler
 from pagestream_engine.native_levels import find_library
 from pagestream_engine.native_prebuild import prebuild
-from pagestream_engine.sampler import (
-    DrawParams,
-    apply_filters,
-    draw,
-    draw_for,
-    draw_natively,
-    gumbel,
-    num_rows_within,
-    prompt_logprobs,
-)
-from pagestream_engine.sampler.logprobs import raw_logprobs
-from pagestream_engine.sampler.native import library
+from pagestream_engine.sampler import DrawParams, apply_filters, draw, draw_for, draw_natively, gumbel, num_rows_within
+from pagestream_engine.sampler.draw import NativeDraws, native_draws, random_bits, uniform
+from pagestream_engine.sampler.logprobs import BYTES_PER_LOGIT, prompt_logprobs, raw_logprobs
 from pagestream_engine.sampler.native.levels import levels_of, libraries
-from pagestream_engine.sampler.native.library import NativeDraws, native_draws
-from pagestream_engine.sampler.noise import random_bits, uniform
-from pagestream_engine.sampler.prompt_logprobs import BYTES_PER_LOGIT
 from pagestream_kernels import filter_and_draw_reference
 from support.pairwise import Case, pairwise
 from torch import Tensor
@@ -180,13 +169,14 @@ def test_torch_draws_where_there_is_no_compiler(
     assert draw_for(CPU) is draw_natively
     native_draws.cache_clear()
     try:
+        module = sys.modules[NativeDraws.__module__]
         with monkeypatch.context() as patch:
 
             def fail(_: object) -> None:
                 raise CompilerNotFound("none")
 
-            patch.setattr(library, "find_library", lambda *_: None)
-            patch.setattr(library, "cached", fail)
+            patch.setattr(module, "find_library", lambda *_: None)
+            patch.setattr(module, "cached", fail)
             assert draw_for(CPU) is draw
         assert "torch's operations do" in caplog.text
     finally:

@@ -16,7 +16,7 @@ from pagestream_engine.grammar.compiler import GrammarCompiler
 from pagestream_engine.grammar.mask_threads import MaskJob
 from pagestream_engine.grammar.row_matcher import RowMatcher
 from pagestream_engine.sampler import Sampled, SamplingBatch, TokenMasks
-from pagestream_engine.sampler.stages.stage import TokenIds
+from pagestream_engine.sampler.stages import TokenIds
 from pagestream_engine.sampling_params import SamplingParams
 from pagestream_engine.transfers import download, to_device
 

@@ -13,7 +13,7 @@ from pagestream_engine.plan import BlockEdits, Int32Array, KVLayout, NewSequence
 from pagestream_engine.runner.allocations import measured_allocations
 from pagestream_engine.runner.memory import CudaMemory, DeviceMemory, MemoryUse, PeakMeter
 from pagestream_engine.runner.prompt_rows import MAX_PIECE_BYTES
-from pagestream_engine.sampler.prompt_logprobs import num_rows_within
+from pagestream_engine.sampler.logprobs import num_rows_within
 from pagestream_engine.sampling_params import ALL_LOGPROBS, SamplingParams
 
 TRIAL_TOKENS = 32

@@ -14,8 +14,7 @@ from pagestream_engine.plan import Int32Array, Int64Array, NewSequence, StepPlan
 from pagestream_engine.pooling.rows import PooledPart, PooledRows
 from pagestream_engine.runner.persistent_batch import sample_places
 from pagestream_engine.runner.results import Reported, ReportedPrompts
-from pagestream_engine.sampler.logprobs import RankedTokens
-from pagestream_engine.sampler.prompt_logprobs import prompt_logprobs
+from pagestream_engine.sampler.logprobs import RankedTokens, prompt_logprobs
 from pagestream_engine.transfers import to_device
 
 MAX_PIECE_BYTES = 128 << 20
