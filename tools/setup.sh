@@ -32,6 +32,6 @@ for package in "$@"; do editable+=(--editable "./$package"); done
 echo "setup: compiling the C++ kernels for this processor (30 s, once)"
 PAGESTREAM_HEAD_DIMS=64 .venv/bin/python -m pagestream_engine.native_prebuild \
   pagestream_engine.attention.native.levels pagestream_engine.layers.native.levels \
-  pagestream_engine.adapters.native.levels pagestream_engine.sampler.native.levels \
+  pagestream_engine.features.lora.native.levels pagestream_engine.sampler.native.levels \
   pagestream_worker.logs.library >/dev/null ||
   echo "setup: they are not compiled; engines on this CPU are slower until the first start that finds a compiler" >&2

@@ -27,7 +27,7 @@ RUN if [ -n "${TORCH_INDEX}" ]; then /opt/builder/bin/python -m pip --python /op
 # -- the C++ kernels for every instruction set, and the worker's logs: this layer changes with their folders alone --
 FROM ${BASE_IMAGE} AS kernels
 RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends g++
-COPY services/engine/src/pagestream_engine/adapters/native /src/pagestream_engine/adapters/native
+COPY services/engine/src/pagestream_engine/features/lora/native /src/pagestream_engine/features/lora/native
 COPY services/engine/src/pagestream_engine/attention/native /src/pagestream_engine/attention/native
 COPY services/engine/src/pagestream_engine/layers/native /src/pagestream_engine/layers/native
 COPY services/engine/src/pagestream_engine/sampler/native /src/pagestream_engine/sampler/native
@@ -41,7 +41,7 @@ ARG HEAD_DIMS=""
 ENV PAGESTREAM_HEAD_DIMS=${HEAD_DIMS}
 RUN PYTHONPATH=/src python3 -m pagestream_engine.native_prebuild --out /prebuilt \
       pagestream_engine.attention.native.levels pagestream_engine.layers.native.levels \
-      pagestream_engine.adapters.native.levels pagestream_engine.sampler.native.levels pagestream_worker.logs.library
+      pagestream_engine.features.lora.native.levels pagestream_engine.sampler.native.levels pagestream_worker.logs.library
 
 # -- our packages --
 FROM thirdparty AS ours

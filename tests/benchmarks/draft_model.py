@@ -29,8 +29,8 @@ from unittest.mock import patch
 
 from engine_throughput import make_model, make_prompts
 from pagestream_engine import LLM, SamplingParams
-from pagestream_engine.runner.speculation.draft_lengths import DraftLengths
-from pagestream_engine.runner.speculation.speculation import Speculation
+from pagestream_engine.features.speculation.draft_model import DraftLengths
+from pagestream_engine.features.speculation.speculation import Speculation
 from pagestream_engine.sampler.batch import SamplingBatch
 from pagestream_engine.sampler.draw import largest
 from safetensors.torch import load_file, save_file

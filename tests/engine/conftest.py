@@ -67,5 +67,5 @@ def ranks() -> Iterator[None]:
 def most_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every decode have all drafts that were found: whether they pay depends on times."""
     monkeypatch.setattr(
-        "pagestream_engine.runner.speculation.draft_lengths.DraftLengths.wanted", lambda self, _: self._most
+        "pagestream_engine.features.speculation.draft_model.DraftLengths.wanted", lambda self, _: self._most
     )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from pagestream_engine import LLM, AdapterError, ConfigError, InvalidRequest, LoRARequest, RequestOutput, SamplingParams
-from pagestream_engine.adapters.files import read_adapter
+from pagestream_engine.features.lora.files import read_adapter
 from pagestream_engine.scheduler import ScheduledStep
 from safetensors.torch import load_file, save_file
 from support.engines.lora_adapters import ATTENTION, MLP, make_adapter, merged_model
@@ -22,7 +22,7 @@ from torch import Tensor
 pytestmark = pytest.mark.served
 
 NUM_TOKENS = 10
-LOADERS_READ = "pagestream_engine.adapters.loader.read_adapter"
+LOADERS_READ = "pagestream_engine.features.lora.pool.read_adapter"
 """What the threads that load adapters call for each."""
 TOLERANCE = 1e-4
 ALL = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=VOCAB_SIZE)

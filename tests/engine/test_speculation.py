@@ -200,7 +200,7 @@ def test_a_text_in_a_loop_takes_a_fraction_of_the_steps(
 ) -> None:
     """By the lengths that a run chooses itself where a draft costs a tenth of a token: greedy output of a model that
     repeats itself."""
-    cost = "pagestream_engine.runner.speculation.draft_lengths.StepCost.of_a_draft"
+    cost = "pagestream_engine.features.speculation.draft_model.StepCost.of_a_draft"
     monkeypatch.setattr(cost, property(lambda _: 0.1))
     params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, logit_bias={7: 100.0})
     steps = []

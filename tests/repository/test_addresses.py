@@ -23,7 +23,7 @@ READERS = {"data_ptr", "addressof", "__cuda_array_interface__", "__dlpack__", "C
 """Attributes that give an address, or make what holds some."""
 
 KEPT = {
-    "pagestream_engine/adapters/additions.py NativeAdditions.put": "the matrices of a CPU; AdapterPool.empty_slots",
+    "pagestream_engine/features/lora/additions.py NativeAdditions.put": "a CPU's matrices; AdapterPool.empty_slots",
     "pagestream_engine/models/general/masks.py MaskRecorder.make": "for one pass of the probe, which holds the tensors",
     "pagestream_engine/runner/recorder.py CudaGraphRecorder.__init__": "as `begin`",
     "pagestream_engine/runner/recorder.py CudaGraphRecorder.begin": "ModelRunner.sleep drops the graphs of a pool",
@@ -32,7 +32,7 @@ KEPT = {
 }
 """Who keeps addresses beyond a call, and what empties it."""
 PASSED = {
-    "pagestream_engine/adapters/native/library.py NativeLora.add",
+    "pagestream_engine/features/lora/additions.py NativeLora.add",
     "pagestream_engine/attention/native/calls.py NativeKernels.add_rms_norm",
     "pagestream_engine/attention/native/calls.py NativeKernels.attend",
     "pagestream_engine/attention/native/calls.py NativeKernels.gate_and_mul",
@@ -44,7 +44,7 @@ PASSED = {
     "pagestream_engine/layers/quantised/native.py QuantisedLinears.multiply",
     "pagestream_engine/layers/quantised/native.py QuantisedLinears.pack",
     "pagestream_engine/models/general/masks.py MaskRecorder.window",
-    "pagestream_engine/models/offload/moving.py MovedTensors.__init__",
+    "pagestream_engine/features/offload.py MovedTensors.__init__",
     "pagestream_engine/sampler/draw.py NativeDraws.draw",
     "pagestream_engine/sampler/draw.py NativeDraws.largest",
     "pagestream_kernels/launcher.py",

@@ -25,7 +25,7 @@ LEFT_OUT = ("benchmarks", "campaigns", "gpu")
 PARTS = {
     "pagestream_client.http.sse": "the parser of server-sent events",
     "pagestream_client.retry": "the delays between tries",
-    "pagestream_engine.adapters.native": "native CPU code, beside the same in torch",
+    "pagestream_engine.features.lora.native": "native CPU code, beside the same in torch",
     "pagestream_engine.attention.native": "native CPU code, beside the same in torch",
     "pagestream_engine.cpu": "what the processor can do",
     "pagestream_engine.grammar": "grammars, compiled and walked",

@@ -8,13 +8,20 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import torch
-from pagestream_engine.adapters.additions import CurrentRows, LinearAdapters, NativeAdditions, TorchAdditions
-from pagestream_engine.adapters.files import ModuleWeights
-from pagestream_engine.adapters.modules import ModuleSlice
-from pagestream_engine.adapters.native.levels import library_for
-from pagestream_engine.adapters.native.library import NativeLora, native_lora
-from pagestream_engine.adapters.rows import NO_SLOT, AdapterRows, group_rows
 from pagestream_engine.cpu import instruction_sets, read_cpuinfo
+from pagestream_engine.features.lora.additions import (
+    NO_SLOT,
+    AdapterRows,
+    CurrentRows,
+    LinearAdapters,
+    NativeAdditions,
+    NativeLora,
+    TorchAdditions,
+    group_rows,
+    native_lora,
+)
+from pagestream_engine.features.lora.files import ModuleSlice, ModuleWeights
+from pagestream_engine.features.lora.native.levels import library_for
 from pagestream_engine.native_build import cached
 from pagestream_engine.sampler.native.levels import levels_of
 from torch import Tensor

@@ -15,9 +15,7 @@ from typing import Any
 import pytest
 import torch
 from pagestream_engine import AdapterChanged, AdapterError, AdapterFileError, AdapterMismatch, UnsupportedAdapter
-from pagestream_engine.adapters.files import open_adapter, read_adapter
-from pagestream_engine.adapters.modules import adaptable_modules
-from pagestream_engine.adapters.patterns import NamePattern
+from pagestream_engine.features.lora.files import NamePattern, adaptable_modules, open_adapter, read_adapter
 from pagestream_engine.models.config import ConfigFile
 from pagestream_engine.models.division.sharding import shard_weights
 from pagestream_engine.models.families.llama import Llama

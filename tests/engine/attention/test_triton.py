@@ -78,10 +78,14 @@ def test_a_quantised_linear(interpreter: KernelWorker) -> None:
 
 def add_adapters(dtype_name: str) -> None:
     """The class by this kernel adds what its class by torch does; a slot takes another adapter."""
-    from pagestream_engine.adapters.additions import CurrentRows, TorchAdditions, TritonAdditions
-    from pagestream_engine.adapters.files import ModuleWeights
-    from pagestream_engine.adapters.modules import ModuleSlice
-    from pagestream_engine.adapters.rows import NO_SLOT, group_rows
+    from pagestream_engine.features.lora.additions import (
+        NO_SLOT,
+        CurrentRows,
+        TorchAdditions,
+        TritonAdditions,
+        group_rows,
+    )
+    from pagestream_engine.features.lora.files import ModuleSlice, ModuleWeights
 
     cpu, dtype, inputs, outputs = torch.device("cpu"), getattr(torch, dtype_name), 75, (70, 16, 33)
     places = [(sum(outputs[:part]), count) for part, count in enumerate(outputs)]

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 from pagestream_engine import LLM, ModelFileError, UnsupportedModel
+from pagestream_engine.features.pooling import IDENTITY, SIGMOID, SOFTMAX, activation_of
 from pagestream_engine.models.config import ConfigFile
 from pagestream_engine.models.decoder_config import DecoderConfig
 from pagestream_engine.models.families.llama import Llama
 from pagestream_engine.models.registry import find_family, plugin_digest
-from pagestream_engine.pooling import IDENTITY, SIGMOID, SOFTMAX, activation_of
 
 _LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -13,13 +13,11 @@ from typing import Any
 import pytest
 import torch
 from pagestream_engine import ConfigError, Engine, EngineConfig, SamplingParams, UnsupportedOption, size_model
+from pagestream_engine.features import offload
+from pagestream_engine.features.offload import NUM_BUFFERS, MovedTensors, OffloadPlan, Wait, plan_offload, tensors_of
 from pagestream_engine.layers import Linear
 from pagestream_engine.layers.linear_methods import PlainMethod
 from pagestream_engine.models.config import ConfigFile
-from pagestream_engine.models.offload import moving
-from pagestream_engine.models.offload.copier import Wait
-from pagestream_engine.models.offload.moving import MovedTensors, tensors_of
-from pagestream_engine.models.offload.plan import NUM_BUFFERS, OffloadPlan, plan_offload
 from pagestream_engine.models.registry import find_family
 from pagestream_engine.models.weights import LinearWeight, TensorWeight, WeightMap
 from pagestream_engine.request import Adapter
@@ -214,8 +212,8 @@ def test_who_can_not_offload_refuses_by_name(model_of: Callable[..., Path], monk
 
 
 def test_tensors_come_back_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moving, "_GRANULE_BYTES", 64)
-    monkeypatch.setattr(moving, "slab_pages", lambda num_bytes, page_bytes, *, pinned: [1] * (num_bytes // page_bytes))
+    monkeypatch.setattr(offload, "_GRANULE_BYTES", 64)
+    monkeypatch.setattr(offload, "slab_pages", lambda num_bytes, page_bytes, *, pinned: [1] * (num_bytes // page_bytes))
     matrix, module = torch.randn(7, 9), nn.Sequential(nn.Linear(3, 5), nn.ParameterList([torch.randn(4)]))
     held = {"a": [Linear(PlainMethod(matrix[2:]), matrix[0])], "b": (module, None, 3)}
     num_bytes = sum(each.untyped_storage().nbytes() for each in (matrix, *module.parameters()))

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pagestream_engine import SamplingParams
+from pagestream_engine.features.speculation.draft_model import DraftLengths, StepCost
+from pagestream_engine.features.speculation.drafts import RowCount
+from pagestream_engine.features.speculation.ngram import NgramProposer
 from pagestream_engine.plan import NewSequence
-from pagestream_engine.runner.speculation.draft_lengths import DraftLengths, StepCost
-from pagestream_engine.runner.speculation.ngram import NgramProposer
-from pagestream_engine.runner.speculation.proposer import RowCount
 
 MOST = 5
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pagestream_engine.adapters.registry import AdapterRegistry
 from pagestream_engine.cache.block_map import BlockMap, block_map
 from pagestream_engine.cache.block_pool import BlockPool
 from pagestream_engine.cache.eviction.select import make_eviction_order
@@ -22,7 +21,8 @@ from pagestream_engine.executor.base import RunnerFactory, make_model_runner, ma
 from pagestream_engine.executor.grammar_gate import GrammarGate
 from pagestream_engine.executor.pipeline import StepPipeline
 from pagestream_engine.executor.select import make_executor
-from pagestream_engine.executor.sleep import Sleep, forget_prefixes
+from pagestream_engine.features.lora.pool import AdapterRegistry
+from pagestream_engine.features.sleep import Sleep, forget_prefixes
 from pagestream_engine.intake import Intake
 from pagestream_engine.models.folder import resolve_model
 from pagestream_engine.models.tokenizer import load_tokenizer

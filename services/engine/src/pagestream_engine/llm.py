@@ -13,6 +13,7 @@ from pagestream_engine.config import EngineConfig
 from pagestream_engine.engine import Engine
 from pagestream_engine.errors import InvalidRequest
 from pagestream_engine.executor.base import RunnerFactory, make_model_runner
+from pagestream_engine.features.pooling import PoolingConfig, read_pooling
 from pagestream_engine.models.defaults import read_generation_config, sampling_defaults
 from pagestream_engine.offline import pooling
 from pagestream_engine.offline.chats import ChatTemplate, Message, as_conversations
@@ -31,7 +32,6 @@ from pagestream_engine.offline.outputs import (
 )
 from pagestream_engine.offline.prompts import EncodedPrompt, Prompt, as_list, encode_prompts, one_for_each
 from pagestream_engine.offline.request import OfflineRequest
-from pagestream_engine.pooling.config import PoolingConfig, read_pooling
 from pagestream_engine.progress_line import ProgressLine
 from pagestream_engine.request import LoRARequest
 from pagestream_engine.sampling_params import BeamSearchParams, PoolingParams, SamplingParams

@@ -18,12 +18,11 @@ from pagestream.v1.records_pb2 import (
     ModelCard,
     Pooling,
 )
+from pagestream_engine.features.pooling import IDENTITY, SIGMOID, SOFTMAX, read_pooling
 from pagestream_engine.models.chat_template import folder_template as _chat_template
 from pagestream_engine.models.chat_template import special_tokens
 from pagestream_engine.models.defaults import read_generation_config, sampling_defaults
 from pagestream_engine.models.tokenizer import tokenizer_json
-from pagestream_engine.pooling.config import read_pooling
-from pagestream_engine.pooling.labels import IDENTITY, SIGMOID, SOFTMAX
 from pagestream_streams.protocol.output_formats import BY_TEMPLATE, OutputParsers
 
 from pagestream_worker.chat_templates import ChatTemplateOptions, shapes_message

@@ -9,12 +9,12 @@ from typing import Any
 
 from pagestream_engine.attention import AttentionSpec, Backend
 from pagestream_engine.errors import UnsupportedModel, UnsupportedOption
+from pagestream_engine.features.offload import plan_offload
 from pagestream_engine.models.config import ConfigFile
 from pagestream_engine.models.decoder_config import DecoderConfig
 from pagestream_engine.models.division import sharding, staging
 from pagestream_engine.models.loader import load_parameters
 from pagestream_engine.models.model import Model
-from pagestream_engine.models.offload.plan import plan_offload
 from pagestream_engine.models.quantised.scheme import Scheme
 from pagestream_engine.models.registry import BuildContext, Family, plugin_digest
 from pagestream_engine.models.safetensors_file import read_folder

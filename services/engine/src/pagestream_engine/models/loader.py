@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pagestream_engine.errors import DOWNLOAD_AGAIN, InvariantViolation, NativeBuildError, WeightsError
+from pagestream_engine.features.offload import OffloadedWeights, plan_offload
 from pagestream_engine.layers.linear import Linear
 from pagestream_engine.layers.linear_methods import LinearMethod
 from pagestream_engine.layers.quantised.select import choose_quantised_method, from_parts, parts_of
@@ -20,8 +21,6 @@ from pagestream_engine.layers.quantised.weight import QuantisedWeight, quantise_
 from pagestream_engine.layers.select import choose_method, kernel_build, lays_out_anew, panels_of
 from pagestream_engine.models.division.staging import part_names
 from pagestream_engine.models.folder import model_revision
-from pagestream_engine.models.offload.layers import OffloadedWeights
-from pagestream_engine.models.offload.plan import plan_offload
 from pagestream_engine.models.quantised.linears import read_quantised
 from pagestream_engine.models.quantised.scheme import Scheme
 from pagestream_engine.models.safetensors_file import Entry, FileCache, open_files, read_folder

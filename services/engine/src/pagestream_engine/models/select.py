@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pagestream_engine.features.pooling import CLASSIFIER, labels_of
 from pagestream_engine.models.config import ConfigFile, ModelInfo
 from pagestream_engine.models.family_source import FamilySource
 from pagestream_engine.models.registry import find_family
 from pagestream_engine.models.source import ModelSource
-from pagestream_engine.pooling.labels import CLASSIFIER, labels_of
 
 
 def open_model(folder: Path) -> ModelSource:

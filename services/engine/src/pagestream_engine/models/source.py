@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from pagestream_engine.attention import AttentionSpec, Backend
+from pagestream_engine.features.offload import OffloadTarget
 from pagestream_engine.models.config import ModelInfo
 from pagestream_engine.models.model import Model
-from pagestream_engine.models.offload.layers import OffloadTarget
 from pagestream_engine.models.safetensors_file import read_folder
 from pagestream_engine.models.weights import WeightMap
 from pagestream_engine.parallel.ranks import ONE_RANK, Ranks

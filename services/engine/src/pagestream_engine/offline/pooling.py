@@ -9,6 +9,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from pagestream_engine.errors import InvalidRequest
+from pagestream_engine.features.pooling import IDENTITY, PoolingConfig, probabilities_of, vector_of
 from pagestream_engine.offline.chats import ChatTemplate
 from pagestream_engine.offline.outputs import (
     ClassificationOutput,
@@ -20,9 +21,6 @@ from pagestream_engine.offline.outputs import (
     ScoringRequestOutput,
 )
 from pagestream_engine.offline.prompts import EncodedPrompt
-from pagestream_engine.pooling.config import PoolingConfig
-from pagestream_engine.pooling.labels import IDENTITY
-from pagestream_engine.pooling.vectors import probabilities_of, vector_of
 from pagestream_engine.sampling_params import PoolingParams
 
 Pooled = Sequence[tuple[RequestOutput, bytes]]

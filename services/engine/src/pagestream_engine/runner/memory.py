@@ -14,8 +14,7 @@ from typing import Protocol
 import torch
 
 from pagestream_engine.errors import ConfigError, ModelTooLarge, OutOfMemory, UnsupportedOption
-from pagestream_engine.models.offload.copier import Copier, CudaCopier
-from pagestream_engine.models.offload.layers import OffloadTarget
+from pagestream_engine.features.offload import Copier, CudaCopier, OffloadTarget
 from pagestream_engine.models.source import ModelSource
 from pagestream_engine.out_of_memory import is_out_of_memory
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from pagestream_engine.attention import AttentionBatch, DecodeBatch, DeviceLengths
 from pagestream_engine.errors import InvariantViolation
+from pagestream_engine.features.speculation.drafts import Drafts
 from pagestream_engine.plan import Int32Array, Int64Array, NewSequence, StepPlan
-from pagestream_engine.runner.speculation.drafts import Drafts
 from pagestream_engine.transfers import DirectUpload, Integers, Upload, to_device, upload_to
 
 _NO_TOKENS = np.empty(0, np.int32)

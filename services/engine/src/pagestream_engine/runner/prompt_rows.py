@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pagestream_engine.features.pooling import PooledPart, PooledRows
 from pagestream_engine.models.model import Model
 from pagestream_engine.plan import Int32Array, Int64Array, NewSequence, StepPlan
-from pagestream_engine.pooling.rows import PooledPart, PooledRows
 from pagestream_engine.runner.persistent_batch import sample_places
 from pagestream_engine.runner.results import Reported, ReportedPrompts
 from pagestream_engine.sampler.logprobs import RankedTokens, prompt_logprobs

@@ -12,15 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagestream_engine.adapters.pool import attach_adapters
 from pagestream_engine.attention import prefers_triton
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ConfigError, OutOfMemory
+from pagestream_engine.features.lora.pool import attach_adapters
+from pagestream_engine.features.offload import Copier, MovedTensors, moved_tensors
+from pagestream_engine.features.speculation import Drafts, verify
+from pagestream_engine.features.speculation.draft_model import TargetBlocks, load_draft, open_draft
+from pagestream_engine.features.speculation.speculation import make_speculation
 from pagestream_engine.grammar.compiler import GrammarCompiler
 from pagestream_engine.grammar.sampling import ConstrainedSampling
 from pagestream_engine.models.config import DTYPES, ModelInfo
-from pagestream_engine.models.offload.copier import Copier
-from pagestream_engine.models.offload.moving import MovedTensors, moved_tensors
 from pagestream_engine.models.select import open_model
 from pagestream_engine.models.source import Target
 from pagestream_engine.parallel.stages import open_group
@@ -45,9 +47,6 @@ from pagestream_engine.runner.prompt_rows import PromptWork
 from pagestream_engine.runner.recorder import CudaGraphRecorder, Recorder
 from pagestream_engine.runner.results import NOTHING_REPORTED, Reported, pending_result, with_prompts
 from pagestream_engine.runner.sampled_tokens import SampledTokens
-from pagestream_engine.runner.speculation import Drafts, verify
-from pagestream_engine.runner.speculation.draft_source import TargetBlocks, load_draft, open_draft
-from pagestream_engine.runner.speculation.select import make_speculation
 from pagestream_engine.runner.warm_up import warm_up_plans
 from pagestream_engine.sampler import SamplingBatch
 from pagestream_engine.transfers import slab_pages, to_device

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pagestream_engine.features.speculation.speculation import Execute
 from pagestream_engine.parallel.stages import Arriving, Stage
 from pagestream_engine.plan import PendingResult, StepPlan, StepResult
 from pagestream_engine.runner.persistent_batch import PersistentBatch
-from pagestream_engine.runner.speculation.speculation import Execute
 from pagestream_engine.sampler import Sampled
 
 _NO_TOKEN = -1

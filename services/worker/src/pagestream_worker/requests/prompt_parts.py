@@ -11,8 +11,7 @@ from pagestream.v1.records_pb2 import (
     PromptPart,
     RequestSpec,
 )
-from pagestream_engine.pooling.labels import IDENTITY, SIGMOID, SOFTMAX
-from pagestream_engine.pooling.vectors import probabilities_of, vector_of
+from pagestream_engine.features.pooling import IDENTITY, SIGMOID, SOFTMAX, probabilities_of, vector_of
 from pagestream_engine.request import StepOutput, TokenLogprob
 from pagestream_engine.sampling_params import STATES_DTYPE
 

@@ -7,8 +7,8 @@ from itertools import cycle, islice
 
 import numpy as np
 
+from pagestream_engine.features.speculation.drafts import RowCount
 from pagestream_engine.plan import NewSequence
-from pagestream_engine.runner.speculation.proposer import RowCount
 
 _WIDTH = 4
 """Bytes of a token."""

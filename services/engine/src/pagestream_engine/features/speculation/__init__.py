@@ -4,7 +4,7 @@ A draft is accepted where it is the token that is sampled in its place. Noise is
 token which a step of its own would have given: drafts change when tokens come, and no token.
 """
 
-from pagestream_engine.runner.speculation.drafts import Drafts
-from pagestream_engine.runner.speculation.verification import verify
+from pagestream_engine.features.speculation.drafts import Drafts
+from pagestream_engine.features.speculation.speculation import verify
 
 __all__ = ["Drafts", "verify"]

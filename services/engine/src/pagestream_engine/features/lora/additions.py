@@ -1,19 +1,31 @@
-"""What adapters add to one linear: the matrices of the slots, and the kernel that multiplies with them."""
+"""What adapters add to one linear: which rows of a step have which, the matrices of the slots, and the kernel.
+
+On a CPU the kernel is compiled C++, of a library that an image brings or that was compiled for this machine.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pagestream_engine.adapters.files import ModuleWeights
-from pagestream_engine.adapters.modules import ModuleSlice
-from pagestream_engine.adapters.native.library import PART, NativeLora
-from pagestream_engine.adapters.rows import AdapterRows
+from pagestream_engine.cpu import instruction_sets, read_cpuinfo
+from pagestream_engine.errors import InvariantViolation, NativeBuildError
+from pagestream_engine.features.lora.files import ModuleSlice, ModuleWeights
+from pagestream_engine.features.lora.native.levels import PREBUILT, library_for
+from pagestream_engine.native_build import cached
+from pagestream_engine.native_levels import find_library
+from pagestream_engine.plan import Int64Array
+from pagestream_engine.sampler.native.levels import levels_of
 
 if TYPE_CHECKING:
     from pagestream_kernels import LoraTiles
@@ -155,3 +167,105 @@ class TorchAdditions(LinearAdapters):
             return x @ weights.a.T @ weights.b * weights.scale
         # A row of its own memory: libraries may choose by alignment.
         return torch.stack([row.clone() @ weights.a.T @ weights.b * weights.scale for row in x])
+
+
+NO_SLOT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRows:
+    """A step's rows with an adapter, grouped by it. Tensors are on the device."""
+
+    order: Tensor
+    """(rows,) int64: packed tokens, those of one adapter together, in ascending order."""
+    starts: Tensor
+    """(groups + 1,) int64: where each group begins in `order`, and its end."""
+    slots: Tensor
+    """(groups,) int64: each group's adapter, ascending."""
+    bounds: Sequence[int]
+    """`starts` on the host."""
+    slot_list: Sequence[int]
+    """`slots` on the host."""
+
+
+def group_rows(slots: Int64Array, device: torch.device) -> AdapterRows | None:
+    """Group a step's tokens by adapter; None where no token has one.
+
+    Args:
+        slots: (tokens,) of each packed token's adapter, or NO_SLOT.
+        device: that computes.
+    """
+    order = np.argsort(slots, kind="stable")
+    order = order[np.searchsorted(slots[order], 0) :]
+    if not len(order):
+        return None
+    found, first = np.unique(slots[order], return_index=True)
+    starts = np.append(first, len(order)).astype(np.int64)
+    return AdapterRows(
+        order=torch.from_numpy(order).to(device),
+        starts=torch.from_numpy(starts).to(device),
+        slots=torch.from_numpy(found).to(device),
+        bounds=starts.tolist(),
+        slot_list=found.tolist(),
+    )
+
+
+PART = np.dtype([("a", "i8"), ("b", "i8"), ("rank", "i8"), ("first", "i8"), ("rows", "i8"), ("scale", "f8")])
+"""`Part` in lora.cpp: addresses of both matrices, their rank, the outputs that they add to, and the scale."""
+_P, _N, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+_log = logging.getLogger(__name__)
+
+
+class NativeLora:
+    """The kernel for one dtype. Every tensor is on the CPU."""
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._lora: Any = getattr(library, f"lora_{_SUFFIXES[dtype]}")
+        self._lora.argtypes, self._lora.restype = (_P, _P, _N, _N, _N, _P, _N, _P, _P, _P, _N, _I), None
+
+    def add(self, y: Tensor, x: Tensor, table: npt.NDArray[np.void], rows: AdapterRows) -> None:
+        """Add what adapters give to the rows of a linear's product, in place.
+
+        Args:
+            y: (rows, out features).
+            x: (rows, in features).
+            table: (slots, parts) of PART.
+            rows: which adapter each row has.
+        """
+        if x.dtype != self._dtype or y.dtype != self._dtype or x.stride(1) != 1 or y.stride(1) != 1:
+            raise InvariantViolation(
+                f"lora: given {x.dtype} and {y.dtype} with strides {x.stride()} and {y.stride()}, expected rows of "
+                f"{self._dtype}"
+            )
+        self._lora(
+            y.data_ptr(),
+            x.data_ptr(),
+            y.stride(0),
+            x.stride(0),
+            x.shape[1],
+            table.ctypes.data,
+            table.shape[1],
+            rows.order.data_ptr(),
+            rows.starts.data_ptr(),
+            rows.slots.data_ptr(),
+            len(rows.slots),
+            torch.get_num_threads(),
+        )
+
+
+@cache
+def native_lora(dtype: torch.dtype) -> NativeLora | None:
+    """Return this machine's kernel for a dtype; None (and one warning) where it can't be had."""
+    levels = levels_of(instruction_sets(read_cpuinfo())) if dtype in _SUFFIXES else []
+    if not levels:
+        return None
+    try:
+        path = find_library(PREBUILT, "lora", levels) or cached(library_for(levels[0]))
+        # Torch is loaded by now, so that the OpenMP runtime that this resolves to is torch's own: one pool of threads.
+        return NativeLora(ctypes.CDLL(str(path)), dtype)
+    except (OSError, NativeBuildError) as error:
+        _log.warning("the C++ kernel of adapters can't be used, torch's operations do, slower: %s", error)
+        return None

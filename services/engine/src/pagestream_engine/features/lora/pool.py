@@ -1,34 +1,48 @@
-"""The adapters that a runner has at hand: matrices in host memory, and those of the running rows in slots."""
+"""The adapters of an engine: known by name, their matrices in host memory, and those of the running rows in slots.
+
+A thread beside the steps reads matrices, one adapter after the other.
+"""
 
 from __future__ import annotations
 
+import logging
+import queue
+import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pagestream_engine.adapters.additions import (
+from pagestream_engine.attention import StepContext
+from pagestream_engine.config import AdapterConfig
+from pagestream_engine.errors import (
+    AdapterError,
+    AdapterFileError,
+    InvariantViolation,
+    UnsupportedAdapter,
+    UnsupportedOption,
+)
+from pagestream_engine.features.lora.additions import (
+    NO_SLOT,
     CurrentRows,
     LinearAdapters,
     NativeAdditions,
     TorchAdditions,
     TritonAdditions,
+    group_rows,
+    native_lora,
 )
-from pagestream_engine.adapters.files import ModuleWeights
-from pagestream_engine.adapters.loader import AdapterLoader, Weights
-from pagestream_engine.adapters.modules import ModuleSlice, adaptable_modules
-from pagestream_engine.adapters.native.library import native_lora
-from pagestream_engine.adapters.rows import NO_SLOT, group_rows
-from pagestream_engine.attention import StepContext
-from pagestream_engine.config import AdapterConfig
-from pagestream_engine.errors import InvariantViolation, UnsupportedOption
+from pagestream_engine.features.lora.files import ModuleSlice, ModuleWeights, adaptable_modules, read_adapter
 from pagestream_engine.layers.linear import Linear
 from pagestream_engine.models.model import Model
 from pagestream_engine.models.source import ModelSource, Target
 from pagestream_engine.plan import AdapterLoad, Int64Array, LoadedAdapter, StepPlan
-from pagestream_engine.request import Adapter
+from pagestream_engine.request import Adapter, LoRARequest
 
 
 class AdapterPool:
@@ -201,3 +215,143 @@ def attach_adapters(source: ModelSource, model: Model, config: AdapterConfig, ta
     modules = adaptable_modules(source.weights, source.weights_of_rank(target))
     linears, exact = model.named_linears(), target.exact_linears
     return AdapterPool(linears, modules, config, target.dtype, target.device, exact=exact, by_triton=target.by_triton)
+
+
+class AdapterRegistry:
+    """Adapters by name. Their matrices are read when a request first wants them.
+
+    `load` reads files, and may be called on another thread than the engine's; `pinned` reads none.
+    """
+
+    def __init__(self, folder: Path, config: AdapterConfig) -> None:
+        """`folder` is the model's."""
+        self._folder = folder
+        self._config = config
+        self._adapters: dict[str, Adapter] = {}
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether the engine takes adapters."""
+        return self._config.enable_lora
+
+    def pinned(self, name: str, folder: str, revision: str) -> Adapter:
+        """Return an adapter of a known revision. Its files are checked when they are read, which ends the requests
+        that name it where they can't be used.
+
+        Raises:
+            UnsupportedAdapter: adapters are off.
+        """
+        if not self.is_enabled:
+            raise UnsupportedAdapter(f"adapter {name}: given to an engine without adapters, expected enable_lora")
+        return Adapter(name, folder, revision)
+
+    def load(self, name: str, folder: str | Path) -> Adapter:
+        """Check an adapter's files, and know it by a name from now on, in place of an earlier one.
+
+        Args:
+            name: that requests give.
+            folder: with `adapter_config.json` and `adapter_model.safetensors`.
+
+        Raises:
+            AdapterError: it can't be used; the message says why.
+        """
+        if not self.is_enabled:
+            raise UnsupportedAdapter(f"adapter {name}: given to an engine without adapters, expected enable_lora")
+        # Where torch is loaded anyway: a core whose executor is another process need not.
+        from pagestream_engine.features.lora.files import adaptable_modules, open_adapter
+        from pagestream_engine.models.select import open_model
+
+        source = open_model(self._folder)
+        if source.weights is None:
+            raise UnsupportedAdapter(f"adapter {name}: given for {source.info.architecture}, which takes no adapters")
+        modules = adaptable_modules(source.weights)
+        try:
+            adapter = open_adapter(name, Path(folder), modules, self._config.max_lora_rank)
+        except AdapterError:
+            raise
+        except Exception as error:  # a file of a form that nobody thought of is the end of its requests alone
+            raise AdapterFileError(f"{folder}: malformed: {type(error).__name__}: {error}") from error
+        self._adapters[name] = adapter
+        return adapter
+
+    def take(self, request: LoRARequest) -> Adapter:
+        """Return the adapter of a request, loaded unless its name and path are known; raises as `load`."""
+        known = self._adapters.get(request.lora_name)
+        if known is not None and known.folder == request.lora_path:
+            return known
+        return self.load(request.lora_name, request.lora_path)
+
+    def unload(self, name: str) -> None:
+        """Forget a name. Requests that have the adapter go on with it.
+
+        Raises:
+            AdapterError: no adapter has this name.
+        """
+        if self._adapters.pop(name, None) is None:
+            raise AdapterError(f"adapter {name}: not loaded, expected one of {', '.join(sorted(self._adapters))}")
+
+    def loaded(self) -> Mapping[str, Adapter]:
+        """Return the adapters by name."""
+        return dict(self._adapters)
+
+
+Weights = Mapping[str, ModuleWeights]
+Done = Callable[[Weights | None, str | None], None]
+"""Gets the matrices, or why there are none."""
+
+_log = logging.getLogger(__name__)
+_CLOSE_LIMIT_S = 5.0
+
+
+Wanted = queue.SimpleQueue[tuple[Adapter, Done] | None]
+
+
+class AdapterLoader:
+    """A thread that begins with the first adapter. Who wants adapters bounds their number (`AdapterResidency`).
+
+    A disk that does not answer delays the adapters that are wanted after it, and no step. `close` ends the thread, and
+    so does the end of the loader itself.
+    """
+
+    def __init__(self, modules: Mapping[str, ModuleSlice], dtype: torch.dtype, max_rank: int) -> None:
+        """`modules`, `dtype` and `max_rank` as for `read_adapter`."""
+        self._read = partial(read_adapter, modules=modules, dtype=dtype, max_rank=max_rank)
+        self._wanted: Wanted = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def load(self, adapter: Adapter, done: Done) -> None:
+        """Begin to read an adapter's matrices into the CPU's memory; `done` is called on the thread."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=_run, args=(self._wanted, self._read), name="adapters", daemon=True)
+            self._thread.start()
+            weakref.finalize(self, self._wanted.put, None)
+        self._wanted.put((adapter, done))
+
+    def close(self) -> None:
+        """End the thread after the adapters that are wanted; one that hangs is left behind after 5 s."""
+        if self._thread is not None:
+            self._wanted.put(None)
+            self._thread.join(_CLOSE_LIMIT_S)
+            self._thread = None
+
+
+def _run(wanted: Wanted, read: Callable[[Adapter], Weights]) -> None:
+    while _serve(wanted.get(), read):  # keeps no reference to what was read, nor to who wanted it
+        pass
+
+
+def _serve(wanted: tuple[Adapter, Done] | None, read: Callable[[Adapter], Weights]) -> bool:
+    """Read an adapter; return whether there may be others."""
+    if wanted is None:
+        return False
+    adapter, done = wanted
+    try:
+        weights = read(adapter)
+    except AdapterError as error:
+        done(None, str(error))
+    except BaseException as error:  # noqa: BLE001 - a file of an unforeseen form ends its requests alone
+        _log.exception("adapter %s could not be read", adapter.name)
+        done(None, f"{adapter.folder}: malformed: {type(error).__name__}: {error}")
+    else:
+        done(weights, None)
+    return True
