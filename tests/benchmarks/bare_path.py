@@ -4,7 +4,7 @@ A `grpc.aio` server, a worker and an engine process with Redis between the first
 passes them: a script that stores it and rings, a script that claims it, a pipe to the engine's process, a step that
 sleeps, a script that appends the token and wakes the gateway. No checks, no tokenizer, no lease, no tenant, no metric,
 and nothing survives a crash. Its connections are those of the real path, lighter than redis-py's own and with commands
-gathered (docs/decisions/0318); with `--plain` they are redis-py's own, one command a round trip. The step is short: a
+gathered (docs/design/redis.md); with `--plain` they are redis-py's own, one command a round trip. The step is short: a
 request that comes during a long one waits for its end, which is no hop.
 
     PYTHONPATH=tests python tests/benchmarks/bare_path.py [--rate 15] [--plain] [--step-ms 1] [--repeats 3]

@@ -1,4 +1,4 @@
-"""The engines' policy orders the queue: over all partitions, gateways and engines (docs/decisions/0205)."""
+"""The engines' policy orders the queue: over all partitions, gateways and engines (docs/design/queueing.md)."""
 
 import asyncio
 import dataclasses

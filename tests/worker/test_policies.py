@@ -1,4 +1,4 @@
-"""The engines' policy decides over the queue and two engines: see docs/decisions/0205."""
+"""The engines' policy decides over the queue and two engines: see docs/design/queueing.md."""
 
 import asyncio
 from contextlib import AsyncExitStack

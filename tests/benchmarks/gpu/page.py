@@ -42,7 +42,7 @@ SECTIONS: Mapping[str, tuple[str, str, tuple[Column, ...]]] = {
     ),
     "launch": (
         "Host time of a launch",
-        "Decision [0185](../decisions/0185-call-compiled-kernels-directly.md).",
+        "Design: [attention kernels](../design/attention-kernels.md).",
         (
             ("by our launcher", _number("launcher_us", "{:.1f} us")),
             ("by Triton's", _number("triton_us", "{:.1f} us")),

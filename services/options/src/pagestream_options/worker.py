@@ -152,7 +152,7 @@ class WorkerOptions:
     )
     models: Sequence[str] = option(
         (),
-        "Further models that this engine may serve, one at a time, as NAME=FOLDER: see docs/decisions/0246.",
+        "Further models that this engine may serve, one at a time, as NAME=FOLDER: see docs/design/multi-model.md.",
         "further models that it may serve, one at a time, by demand: NAME=FOLDER,NAME=FOLDER",
         metavar="LIST",
         is_served=True,

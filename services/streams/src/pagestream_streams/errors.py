@@ -42,7 +42,7 @@ class QueueFull(StreamsError):
 
 
 class ClassRefused(QueueFull):
-    """All engines of the model are short of memory and ask for no more requests of this class (decision 0214)."""
+    """All engines of the model are short of memory and ask for no more requests of this class."""
 
     def __init__(self, *, priority: int, least_refused: int, retry_after_s: float) -> None:
         """`least_refused`: the first class that is refused; those after it are, too."""

@@ -90,7 +90,7 @@ class StreamsSettings:
     tenant_alone_percent: int = 100
     """What a tenant may use while no other waits. Less keeps room for the next tenant."""
 
-    # -- what a tenant's logs take in Redis, see docs/decisions/0130 --
+    # -- what a tenant's logs take in Redis, see docs/design/admission.md --
     tenant_log_bytes: int = 0
     """Most bytes of the records and logs of one tenant, those that are kept and those that may still be written; 0: no
     limit. Set it where tenants that don't trust each other share a Redis.
@@ -98,13 +98,13 @@ class StreamsSettings:
     tenant_log_limits: Mapping[str, int] = field(default_factory=dict)
     """That limit for tenants with one of their own."""
 
-    # -- what tenants use, see docs/decisions/0275 --
+    # -- what tenants use, see docs/design/admission.md --
     usage_days: int = 35
     """Days for which the usage of each tenant, credential and model is kept by day; 0: usage is not counted."""
     usage_hours: int = 48
     """Hours for which it is also kept by hour."""
 
-    # -- requests that kill engines, see docs/decisions/0024 --
+    # -- requests that kill engines, see docs/design/fencing.md --
     control_leases: float = 4.0
     """How long, in leases, engines run without suspects between two runs of suspects."""
     storm_leases: float = 20.0

@@ -1,4 +1,4 @@
-"""Pages of float8 with a scale for each block and head, in torch operations; see docs/decisions/0191 for the format."""
+"""Pages of float8 with a scale for each block and head, in torch operations (docs/design/kv-cache.md)."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from pagestream_engine.runner.numerics import Numerics
 # fingerprint: delete the file then, and hash every version.
 _FIRST_VERSIONS = Path(__file__).with_name("first_versions.txt")
 _BY_DECODER = 2
-"""Version of `text` since which added tokens pass the decoder (decision 0340)."""
+"""Version of `text` since which added tokens pass the decoder (docs/design/tokenization.md)."""
 
 
 def fingerprint(

@@ -3,7 +3,7 @@
 `tokenizers.DecodeStream` was tried first (0.23): it raises "Invalid prefix" on byte-fallback bytes that form no
 character, takes quadratic time over such bytes, and does not show what it holds back. Here a token is a piece of
 bytes, and the stream of bytes is decoded as UTF-8, which is linear and never fails.
-See docs/decisions/0031-detokenize-from-token-bytes.md.
+See docs/design/tokenization.md.
 """
 
 from __future__ import annotations

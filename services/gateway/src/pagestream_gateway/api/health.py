@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 from pagestream_gateway.api.callers import credentials_of
 from pagestream_gateway.core.gateway import Gateway
 
-# A full Redis is no reason to take readers' gateways away: docs/decisions/0125.
+# A full Redis is no reason to take readers' gateways away: docs/design/redis.md.
 _FEW = b"# The other metrics are on the metrics port, and here for administrators' keys.\n"
 _FULL = "ready: Redis is at its memory limit; new requests are refused, accepted ones are served\n"
 

@@ -31,7 +31,7 @@ class QueueDepth:
     """One queue of one partition."""
 
     queue: str
-    """A priority class, "resume" (begun requests) or "suspect" (docs/decisions/0024)."""
+    """A priority class, "resume" (begun requests) or "suspect" (docs/design/fencing.md)."""
     requests: int
     tokens: int
     """Of prompts, and those that begun requests have generated."""

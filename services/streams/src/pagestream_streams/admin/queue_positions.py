@@ -1,6 +1,6 @@
 """How many requests go before a queued one over all partitions of its model, and how long that may take.
 
-Both come from an outline of the model's queues that all callers of a process share for a while (docs/decisions/0121).
+Both come from an outline of the model's queues that all callers of a process share for a while (docs/design/queueing).
 """
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ class Outline:
     """Prompt tokens a second."""
     has_engines: bool
     order: int = 0
-    """Of classes: 0 by arrival, 1 by ranks, 2 by ranks whatever the class (docs/decisions/0205)."""
+    """Of classes: 0 by arrival, 1 by ranks, 2 by ranks whatever the class (docs/design/queueing.md)."""
 
     def place(self, queue: str, entry: EntryId, ageing_ms: int, rank: int | None = None) -> Place | None:
-        """Return what goes before an entry of a queue, by the order of docs/decisions/0120; None where its rank counts
+        """Return what goes before an entry of a queue, by the order of docs/design/queueing; None where its rank counts
         and is unknown: it was accepted under another policy.
         """
         if self.order and queue.isdigit():

@@ -1,7 +1,7 @@
 """Act on leases, deadlines and disconnect graces that run out, on a timer in every engine and gateway.
 
 A round takes the partitions in parts, whose replies count at once, and one that fails is where the next round goes on
-(docs/decisions/0126). A model without engines and unfinished requests rests: it is swept less often.
+(docs/design/redis.md). A model without engines and unfinished requests rests: it is swept less often.
 """
 
 from __future__ import annotations

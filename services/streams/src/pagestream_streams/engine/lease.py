@@ -211,7 +211,7 @@ class Heartbeat:
 
 
 class LivingContexts:
-    """Reads the context of each engine once, as it is constant for the life of a session (docs/decisions/0172)."""
+    """Reads the context of each engine once, as it is constant for the life of a session (docs/design/queueing.md)."""
 
     def __init__(self, broker: Broker, identity: EngineIdentity, assignment: Assignment) -> None:
         """Create it; nothing is read yet."""

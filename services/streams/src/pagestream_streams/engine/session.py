@@ -61,7 +61,7 @@ class EngineSession:
             card: published again where Redis has lost the model's card.
             max_model_len: longest context in tokens; 0 for no limit. Requests that need more are left to engines that
                 hold it, for settings.fingerprint_grace_ms.
-            policy: the engine's scheduling policy, by which the model's queue goes as well (docs/decisions/0205); ""
+            policy: the engine's scheduling policy, by which the model's queue goes as well (docs/design/queueing); ""
                 leaves it as it is.
         """
         connection, settings = broker.connection, broker.settings
@@ -161,7 +161,7 @@ class EngineSession:
             await self.retirement.leave()
 
     async def claim(self, *, max_requests: int, max_prompt_tokens: int) -> list[Claim]:
-        """Claim requests that fit into the given room, in the order of all partitions (docs/decisions/0120).
+        """Claim requests that fit into the given room, in the order of all partitions (docs/design/queueing.md).
 
         A request that is larger than `max_prompt_tokens` may be overtaken by smaller ones, so an idle engine should
         offer all it has. One that has waited for settings.ageing_ms, or that goes on after another engine, gets what

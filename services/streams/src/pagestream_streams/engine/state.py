@@ -67,7 +67,7 @@ class Assignment:
         self.own: Sequence[int] = ()
         """Numbers of the partitions of this engine, see protocol/keys.py."""
         self.with_suspects: set[int] = set()
-        """Partitions in which a suspect waits for an idle engine, as last heard (docs/decisions/0024)."""
+        """Partitions in which a suspect waits for an idle engine, as last heard (docs/design/fencing.md)."""
         self.leaves_longer = False
         """Whether an engine lives that holds a longer context: what needs it is left to that engine for ever."""
         self.is_retired = False

@@ -296,7 +296,7 @@ def prefixes_of(prompt_token_ids: Sequence[int], first_tokens: int, cache_salt: 
     Args:
         prompt_token_ids: each below 2**32.
         first_tokens: the length of the shortest one, a power of two.
-        cache_salt: prompts with another one have nothing in common (docs/decisions/0137).
+        cache_salt: prompts with another one have nothing in common (docs/design/prefix-cache.md).
     """
     tokens = array("I", prompt_token_ids[:MOST_TOKENS])
     hashed = hashlib.blake2b(len(cache_salt).to_bytes(8) + cache_salt, digest_size=DIGEST_BYTES)

@@ -166,7 +166,7 @@ class RequestSummary:
 
 @dataclass(frozen=True)
 class QuarantinedRequest:
-    """A request that was quarantined because engines died of it (docs/decisions/0024)."""
+    """A request that was quarantined because engines died of it (docs/design/fencing.md)."""
 
     request_id: str
     model: str

@@ -30,7 +30,7 @@
 --          {2} was accepted before; {3} the id is another tenant's; {4, removal} the model was removed;
 --          {0, requests, tokens, drained, drain window in ms, bound of requests, bound of tokens, whose bound it is
 --          (0: all tenants', 1: this tenant's)} beyond a bound; {5, class} every living engine asks to refuse this
---          class and the lower ones, from `class` on, see docs/decisions/0214.
+--          class and the lower ones, from `class` on, see docs/design/admission.md.
 -- Retry: harmless, a record that exists is only read.
 local id, spec, tenant, class, tokens, choices = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5]), ARGV[6]
 local deadline, grace, continue, gateway, lease = tonumber(ARGV[7]), ARGV[8], ARGV[9], ARGV[10], ARGV[11]

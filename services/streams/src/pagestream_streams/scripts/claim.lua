@@ -1,13 +1,13 @@
 -- Claim requests for an engine: take them from their queues, raise their epochs, record owner, nonce and lease.
 --
 -- The queues of begun requests ("resume") come first; then the entry with the earliest virtual arrival, which is its
--- arrival plus class * ageing, or as the engines' policy ranks them (docs/decisions/0205). Both are one number, the
+-- arrival plus class * ageing, or as the engines' policy ranks them (docs/design/queueing.md). Both are one number, the
 -- entry's key (see order_key in prelude.lua), so that an engine can compare the heads of partitions and claim only what
--- comes before a bound (docs/decisions/0120). An engine that
--- holds nothing gets a suspect before all that, and then nothing else (docs/decisions/0024). One that needs a longer
+-- comes before a bound (docs/design/queueing.md). An engine that
+-- holds nothing gets a suspect before all that, and then nothing else (docs/design/fencing.md). One that needs a longer
 -- context than the engine holds is left to other engines for ARGV[18]. Entries are looked at until LOOK_BEHIND more
 -- than the first were too large for the room, MOST_LEFT were left to other engines, or MOST_CACHED only because those
--- have their beginnings (docs/decisions/0217).
+-- have their beginnings (docs/design/prefix-cache.md).
 -- Run by: engine/claim.py.
 -- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] engine id, [2] nonce (random), [3] most requests (0: only look), [4] most tokens

@@ -75,8 +75,8 @@ local function enqueue(id, name, tokens, context, left)
 end
 
 -- Orders the entries of all queues and partitions: the smaller key is claimed first. Begun requests come before all
--- others, in the order in which they were requeued; the others by their virtual arrival (docs/decisions/0022, 0120),
--- or by their rank and class under a policy that ranks them (docs/decisions/0205).
+-- others, in the order in which they were requeued; the others by their virtual arrival (docs/design/queueing.md),
+-- or by their rank and class under a policy that ranks them (docs/design/queueing.md).
 local BEGUN = 10000000000000 -- 317 years in ms
 local function order_key(queue, arrival, ageing)
   local class = tonumber(queue)
@@ -153,7 +153,7 @@ end
 -- The request's field "others" counts the log entries that are no tokens (finishes and the end), so that the number of
 -- its tokens is next - others.
 
--- == Poisonous requests, see docs/decisions/0024 ==
+-- == Poisonous requests, see docs/design/fencing.md ==
 --
 -- Fields of a request: died_at is the index at which engines died with it in their running step, died_on their ids,
 -- died_alone those that ran nothing else, died_first when the first one died, or when it was last acquitted; died_near

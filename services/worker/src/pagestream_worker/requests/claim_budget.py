@@ -41,7 +41,7 @@ class ClaimBudget:
         An idle engine may claim one request of any size: a list of prompts can be larger than the pool, and would wait
         for ever otherwise. An engine that holds a step's worth of tokens beyond its running step claims nothing: a
         request in the queue goes to the first engine with room, one claimed here would wait beside idle engines
-        (docs/decisions/0105).
+        (docs/design/queueing.md).
         """
         if not self._running:
             return 1, UNLIMITED_TOKENS

@@ -27,7 +27,7 @@ class EncodingCache:
         """Return the key of a text.
 
         `encoder` is the number of its encoder; `scope` the cache salt of its request: what was encoded with another one
-        is not found, since the time of an answer would tell of it (docs/decisions/0137).
+        is not found, since the time of an answer would tell of it (docs/design/prefix-cache.md).
         """
         digest = hashlib.blake2b(text.encode(), digest_size=24, key=scope)
         digest.update(b"%d" % encoder)
