@@ -70,9 +70,9 @@ async def running_engines(url: str, count: int) -> AsyncIterator[Sequence[Engine
             session = EngineSession(broker, model=MODEL, engine_id=f"engine-{number}", on_lost=lambda _: None)
             engines.append(Engine(await stack.enter_async_context(session), Trips(broker)))
         for engine in engines:
-            await engine.session.heartbeat.beat()  # all are known to each other
+            await engine.session.lease.beat()  # all are known to each other
         for engine in engines:
-            await engine.session.heartbeat.stop()
+            await engine.session.lease.stop()
             await engine.session.sweeper.stop()
         yield engines
 

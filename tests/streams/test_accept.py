@@ -394,11 +394,11 @@ class TestPlacement:
         ):
             engines = [one.session, other.session]
             for each in engines:
-                await each.heartbeat.beat()
+                await each.lease.beat()
             await first.acceptor.engines.read([MODEL], 5.0)
             placed = parse_request_id(await first.place(MODEL, prompt, TENANT))
             assert placed is not None
-            [thief] = [each for each in engines if placed.partition not in each.assignment.own]
+            [thief] = [each for each in engines if placed.partition not in each.state.assignment.own]
             await first.accept(spec(partition=placed.partition, prompt=prompt))
             found: list[Claim] = []
 
@@ -407,12 +407,12 @@ class TestPlacement:
                 return bool(found)
 
             await eventually(is_stolen)
-            await thief.heartbeat.beat()
+            await thief.lease.beat()
             await second.acceptor.engines.read([MODEL], 5.0)
             request_id = await second.place(MODEL, more, TENANT)
             follower = parse_request_id(request_id)
             assert follower is not None
-            assert follower.partition in thief.assignment.own
+            assert follower.partition in thief.state.assignment.own
             request = spec(partition=follower.partition, prompt=more)
             request.request_id = request_id
             await second.accept(request)

@@ -181,11 +181,11 @@ async def test_a_dead_engine_refuses_nothing(broker: Broker) -> None:
     async with GatewaySession(broker) as gateway, AsyncExitStack() as stack:
         engine = await engine_on(broker, stack)
         engine.session.limit_classes(claimed=0, refused=1)
-        await engine.session.heartbeat.beat()
+        await engine.session.lease.beat()
         with pytest.raises(ClassRefused, match="priority 1 and lower now, given 2") as caught:
             await gateway.accept(spec(priority=2))
         assert (caught.value.least_refused, caught.value.retry_after_s) == (1, 5.0)
-        await engine.session.heartbeat.stop()
+        await engine.session.lease.stop()
         await lapse(broker, engine.session)
         await eventually(lambda: is_accepted(gateway))
 

@@ -157,7 +157,7 @@ async def test_stealing_moves_the_coldest(redis_url: str) -> None:
     async with await Broker.connect(redis_url, settings) as broker, GatewaySession(broker) as gateway:
         await broker.publish_model(card(), partitions=2)
         async with worker(broker) as one, worker(broker) as other:
-            await one.session.heartbeat.beat()
+            await one.session.lease.beat()
             await gateway.acceptor.engines.read([MODEL], 5.0)
             ids_of = [await gateway.place(MODEL, range(1000), TENANT)]
             gateway.acceptor.placer.queued.clear()  # as if its engine were not late
@@ -168,7 +168,7 @@ async def test_stealing_moves_the_coldest(redis_url: str) -> None:
                 await gateway.accept(request)
             where = await broker.directory.locate(ids_of[0])
             assert where == await broker.directory.locate(ids_of[1])
-            [owner] = [each for each in (one, other) if where.number in each.session.assignment.own]
+            [owner] = [each for each in (one, other) if where.number in each.session.state.assignment.own]
             thief = other if owner is one else one
             [stolen] = await thief.claim()
             assert stolen.request_id == ids_of[0]
@@ -200,8 +200,8 @@ async def test_engines_beyond_the_partitions_take_what_is_cached_elsewhere(redis
     async with await Broker.connect(redis_url, LEFT) as broker, GatewaySession(broker) as gateway:
         await broker.publish_model(card(), partitions=1)
         async with worker(broker) as one, worker(broker) as other:
-            await one.session.heartbeat.beat()
-            [spare] = [each for each in (one, other) if not each.session.assignment.own]
+            await one.session.lease.beat()
+            [spare] = [each for each in (one, other) if not each.session.state.assignment.own]
             accepted = await accept_cached(gateway, 1)
             assert [each.request_id for each in await spare.claim()] == accepted
 
@@ -213,15 +213,15 @@ async def test_an_engine_takes_its_own_before_what_is_cached_elsewhere_and_that_
     async with await Broker.connect(redis_url, settings) as broker, GatewaySession(broker) as gateway:
         await broker.publish_model(card(), partitions=2)
         async with worker(broker) as one, worker(broker) as other:
-            await one.session.heartbeat.beat()
+            await one.session.lease.beat()
             cached = await accept_cached(gateway, 1)
             where = await broker.directory.locate(cached[0])
-            [thief] = [each for each in (one, other) if where.number not in each.session.assignment.own]
-            [mine] = thief.session.assignment.own
+            [thief] = [each for each in (one, other) if where.number not in each.session.state.assignment.own]
+            [mine] = thief.session.state.assignment.own
             await asyncio.sleep(0.2)  # more than what counts as the same time
             later = spec(partition=mine)
             await gateway.accept(later)
-            thief.session.claim_order.forget()
+            thief.session.state.claim_order.forget()
             assert [each.request_id for each in await thief.claim()] == [later.request_id]
             assert [each.request_id for each in await thief.claim()] == cached
 
@@ -289,7 +289,7 @@ async def test_a_request_is_run_by_an_engine_that_holds_all_of_it(hasty: Broker)
         of_context(hasty, 60) as small,
     ):
         async with of_context(hasty, 100) as large:
-            await small.session.heartbeat.beat()
+            await small.session.lease.beat()
             long, short = needing(61), needing(60)
             await gateway.accept(long)
             await gateway.accept(short)
@@ -306,7 +306,7 @@ async def test_a_request_is_run_by_an_engine_that_holds_all_of_it(hasty: Broker)
             [claim] = await large.session.claimer.claim_from(where, 9, 1000)
             assert claim.request_id == long.request_id
             await large.session.hand_back([claim.request_id])
-        await small.session.heartbeat.beat()
+        await small.session.lease.beat()
 
         async def ends_it() -> bool:
             claims = await small.session.claimer.claim_from(where, 9, 1000)
@@ -319,10 +319,10 @@ async def test_the_card_says_the_longest_and_what_most_hold(hasty: Broker) -> No
     async with of_context(hasty, 60):
         await eventually(lambda: _says(hasty, 60, 0))
         async with of_context(hasty, 100) as large:
-            await large.session.heartbeat.beat()
+            await large.session.lease.beat()
             assert await said(hasty) == (100, 60), "it grows at once"
             async with of_context(hasty, 10) as tiny:
-                await tiny.session.heartbeat.beat()
+                await tiny.session.lease.beat()
                 assert await said(hasty) == (100, 60), "it shortens no other answers"
                 await hasty.publish_model(await hasty.model_card(MODEL))
                 assert await said(hasty) == (100, 60), "nor does another publication"
@@ -490,7 +490,7 @@ async def test_of_engines_that_retire_together_the_last_keeps_its_requests(broke
         engine_of(broker, OLD, "two") as two,
     ):
         for engine in (new, one, two):
-            await engine.session.heartbeat.beat()
+            await engine.session.lease.beat()
         async with registered_again(broker, one), registered_again(broker, two):
             assert not await one.session.retire(), "another goes on with its requests"
             assert await two.session.retire(), "the other one like it takes nothing any more"

@@ -309,7 +309,7 @@ async def test_streams_go_on_when_a_slot_has_had_no_owner(topology: Topology) ->
     """CLUSTERDOWN for longer than a lease, and the other partitions don't notice."""
 
     async def take_away(broker: Broker, gateway: GatewaySession, engine: Worker) -> None:
-        timers = engine.session.heartbeat, engine.session.sweeper, gateway.heartbeat, gateway.sweeper
+        timers = engine.session.lease, engine.session.sweeper, gateway.heartbeat, gateway.sweeper
         for timer in timers:
             await timer.stop()
         # As if it had had none for longer than a lease, and than a hole in the sweeps.

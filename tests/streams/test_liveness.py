@@ -61,7 +61,7 @@ NOT_OURS = ("cmdstat_info", "cmdstat_role", "cmdstat_ping", "cmdstat_replconf")
 
 async def silence(engine: Worker) -> None:
     """What SIGKILL does to an engine: its tasks end, and nothing is said to Redis."""
-    for task in (engine.session.heartbeat, engine.session.sweeper, engine.session.subscription):
+    for task in (engine.session.lease, engine.session.sweeper, engine.session.subscription):
         await task.stop()
 
 
@@ -114,7 +114,7 @@ async def test_a_zombie_notices(broker: Broker) -> None:
         [claim] = await a.claim()
         await die(broker, a)
         await b.claim()
-        a.session.heartbeat.start()
+        a.session.lease.start()
         await eventually(lambda: a.lost == [claim.request_id])
 
 
@@ -202,7 +202,7 @@ async def test_what_is_due_does_not_hold_up_the_sweeps(broker: Broker, monkeypat
         for each in late:
             await eventually(lambda each=each: has_ended(broker, each))
         assert num_begun < 2 * len(late), "what is being ended is not ended again by each sweep"
-        dead.session.active_requests.drop(list(dead.session.active_requests))
+        dead.session.state.held.drop(list(dead.session.state.held))
 
 
 async def has_ended(broker: Broker, request: RequestSpec) -> bool:
@@ -228,7 +228,7 @@ async def test_only_redis_time_counts(monkeypatch: pytest.MonkeyPatch, broker: B
         async with worker(broker, "b") as b:
             for _ in range(3):
                 await b.session.sweeper.sweep()
-                await b.session.heartbeat.beat()
+                await b.session.lease.beat()
             assert (a.lost, b.lost) == ([], [])
             await a.generate(claim, 2, finish=True)
         assert (await broker.view(request.request_id, TENANT)).attempts == 1
@@ -288,7 +288,7 @@ class TestReconciliation:
             for number in range(60):
                 await gateway.accept(spec(partition=number % 2))
                 [claim] = await engine.claim()
-                engine.session.heartbeat.nudge()
+                engine.session.lease.nudge()
                 assert claim.epoch == 1
                 await engine.generate(claim, 1, finish=True)
             assert engine.lost == []
@@ -361,7 +361,7 @@ async def test_all_background_tasks_end_at_close(broker: Broker) -> None:
 async def test_a_beat_publishes_prefixes_beside_the_load(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other would be two waits in a beat where Redis is slow. Each of both waits here for the other."""
     async with worker(broker) as engine:
-        heartbeat, prefixes, both = engine.session.heartbeat, engine.session.prefixes, asyncio.Barrier(2)
+        heartbeat, prefixes, both = engine.session.lease, engine.session.prefixes, asyncio.Barrier(2)
         await heartbeat.stop()
         publish, load = prefixes.publish, heartbeat._publish_load
 
@@ -445,7 +445,7 @@ class Stage:
         await session.__aenter__()
         self.stack.push_async_callback(silence, Worker(session))
         engine = Worker(session)
-        await session.heartbeat.beat()
+        await session.lease.beat()
         await pass_control_time(self.broker)  # it counts while an engine lives
         [claim] = await engine.claim()
         return engine, claim
@@ -579,8 +579,8 @@ async def test_deadlines_and_reclaim_with_all_partitions(redis_url: str) -> None
             where = Partition(MODEL, MANY // 2)
             async with worker(broker, "dies") as dead:
                 [claim] = await dead.session.claimer.claim_from(where, 1, 10**6)
-                await dead.session.heartbeat.stop()
-                dead.session.active_requests.drop([claim.request_id])
+                await dead.session.lease.stop()
+                dead.session.state.held.drop([claim.request_id])
                 await broker.connection.execute("ZADD", f"{where.prefix}leases", "XX", 1, dead.session.engine_id)
 
                 async def is_reclaimed() -> bool:

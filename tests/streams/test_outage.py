@@ -90,7 +90,7 @@ async def test_streams_go_on_by_the_same_claims(server: EmbeddedRedis, broker: B
         for half in half_way:
             await half.wait()
 
-        timers = engine.session.heartbeat, engine.session.sweeper, gateway.heartbeat, gateway.sweeper
+        timers = engine.session.lease, engine.session.sweeper, gateway.heartbeat, gateway.sweeper
         for timer in timers:
             await timer.stop()
         await lapse(broker, engine.session, gateway)
@@ -138,7 +138,7 @@ async def test_an_engine_that_died_during_the_outage_is_reclaimed_from(server: E
         [claim] = await a.claim()
         await a.generate(claim, 2)
         kill_written(server)
-        await a.session.heartbeat.stop()
+        await a.session.lease.stop()
         await server.start()
 
         async def is_reclaimed() -> bool:

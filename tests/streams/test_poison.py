@@ -62,9 +62,9 @@ async def mortal(broker: Broker, name: str) -> AsyncIterator[Worker]:
 
 
 async def silence(engine: Worker) -> None:
-    for task in (engine.session.heartbeat, engine.session.sweeper, engine.session.subscription):
+    for task in (engine.session.lease, engine.session.sweeper, engine.session.subscription):
         await task.stop()
-    engine.session.active_requests.drop(list(engine.session.active_requests))
+    engine.session.state.held.drop(list(engine.session.state.held))
 
 
 async def die(broker: Broker, engine: Worker) -> None:
@@ -82,7 +82,7 @@ async def claim_and_run(engine: Worker) -> Claim:
 async def kill_with(broker: Broker, name: str) -> Claim:
     """An engine claims one request, computes it, and is dead. Time has passed since the last one died."""
     async with mortal(broker, name) as engine:
-        await engine.session.heartbeat.beat()
+        await engine.session.lease.beat()
         await pass_control_time(broker)
         claim = await claim_and_run(engine)
         await die(broker, engine)
@@ -136,10 +136,10 @@ class TestWhatCounts:
         async with worker(broker, "a") as engine:
             [claim] = await engine.claim()
             await engine.session.mark(stalled=[claim.request_id])
-            await engine.session.heartbeat.stop()
+            await engine.session.lease.stop()
             await lapse(broker, engine.session)
             await eventually(lambda: is_suspect(broker, request.request_id))
-            engine.session.heartbeat.start()
+            engine.session.lease.start()
             await eventually(lambda: not_suspect(broker, request))
 
     async def test_a_lease_that_lapsed_is_a_death(self, broker: Broker, gateway: GatewaySession) -> None:
@@ -212,10 +212,10 @@ class TestWhatCounts:
         await kill_with(broker, "a")
         async with worker(broker, "b") as cut_off:
             await claim_and_run(cut_off)
-            await cut_off.session.heartbeat.stop()
+            await cut_off.session.lease.stop()
             await lapse(broker, cut_off.session)
             await eventually(lambda: is_suspect(broker, request.request_id))
-            cut_off.session.heartbeat.start()
+            cut_off.session.lease.start()
             await eventually(lambda: not_suspect(broker, request))
             assert len(await deaths(broker, request.request_id)) == 1
             await eventually(lambda: cut_off.lost == [request.request_id])
@@ -224,7 +224,7 @@ class TestWhatCounts:
 
 
 async def knows_of_suspects(session: EngineSession) -> bool:
-    return bool(session.assignment.with_suspects)
+    return bool(session.state.assignment.with_suspects)
 
 
 async def not_suspect(broker: Broker, request: RequestSpec) -> bool:
@@ -245,7 +245,7 @@ class TestAlone:
             await kill_with(broker, name)
         first = await accepted(gateway, partition=1)
         async with worker(broker, "busy") as busy, AsyncExitStack() as stack:
-            await busy.session.heartbeat.stop()
+            await busy.session.lease.stop()
             where = await broker.directory.locate(first.request_id)
             await eventually(lambda: holds_one_from(busy.session, where))
             assert await busy.session.claim(max_requests=9, max_prompt_tokens=100) == []
@@ -311,8 +311,8 @@ class TestAlone:
             wanted.clear()
             [second] = await trial.claim()
             assert (second.isolated, {first.request_id, second.request_id}) == (True, suspects)
-            await session.heartbeat.stop()
-            await session.heartbeat.beat()
+            await session.lease.stop()
+            await session.lease.beat()
             await trial.generate(second, 1)
             assert not wanted.is_set(), "none waits behind it"
             [again] = await trial.claim()
@@ -343,7 +343,7 @@ class TestAlone:
 async def holds_one_from(session: EngineSession, where: Partition) -> bool:
     """A claim past the doorbell and the suspects of other partitions; entries of others are left for a while."""
     session.claimer.hold(await session.claimer.claim_from(where, 1, 100))
-    return len(session.active_requests) == 1
+    return len(session.state.held) == 1
 
 
 def ignore(_: object) -> None:
@@ -387,7 +387,7 @@ class TestQuarantine:
     async def test_requeued_under_a_new_id_from_where_it_stood(self, broker: Broker, gateway: GatewaySession) -> None:
         request = await self.poisoned(broker, gateway)
         async with worker(broker, "fixed") as engine:
-            await engine.session.heartbeat.beat()
+            await engine.session.lease.beat()
             await pass_control_time(broker)
             old = await read_all(gateway, request.request_id)
             new_id = await broker.requeue(request.request_id)
@@ -406,7 +406,7 @@ class TestQuarantine:
     ) -> None:
         request = await self.poisoned(broker, gateway)
         async with worker(broker, "spare") as spare:
-            await spare.session.heartbeat.beat()
+            await spare.session.lease.beat()
             await pass_control_time(broker)
             await read_all(gateway, request.request_id)
 
@@ -437,7 +437,7 @@ class TestQuarantine:
             async with GatewaySession(broker) as gateway:
                 request = await self.poisoned(broker, gateway)
                 async with worker(broker, "spare") as spare:
-                    await spare.session.heartbeat.beat()
+                    await spare.session.lease.beat()
                     await pass_control_time(broker)
                     await read_all(gateway, request.request_id)
                 where = await broker.directory.locate(request.request_id)
@@ -450,7 +450,7 @@ class TestStorms:
 
     async def run_at_last(self, broker: Broker, request: RequestSpec) -> None:
         async with worker(broker, "calm") as calm:
-            await calm.session.heartbeat.beat()
+            await calm.session.lease.beat()
             await pass_control_time(broker)
             [claim] = await calm.claim()
             assert claim.isolated
@@ -476,7 +476,7 @@ class TestStorms:
             await kill_with(broker, name)
         async with worker(broker, "d") as engine:
             for _ in range(3):
-                await engine.session.heartbeat.beat()
+                await engine.session.lease.beat()
                 assert await engine.session.claim(max_requests=1, max_prompt_tokens=100) == []
             await pass_control_time(broker)
             assert (await engine.claim())[0].isolated
@@ -516,7 +516,7 @@ class TestStorms:
         ended = [asyncio.create_task(read_all(gateway, request.request_id)) for request in requests]
         for _ in range(40):
             async with mortal(broker, "next") as engine:
-                await engine.session.heartbeat.beat()
+                await engine.session.lease.beat()
                 await pass_control_time(broker)
                 claims: list[Claim] = []
                 async with asyncio.timeout(LIMIT_S):
@@ -557,7 +557,7 @@ async def still_engine(
         max_model_len=max_model_len,
     )
     async with session:
-        await session.heartbeat.stop()
+        await session.lease.stop()
         yield Worker(session)
 
 
@@ -593,10 +593,10 @@ async def test_not_for_one_that_has_to_go_on_where_it_is_computed_alike(broker: 
             await accepted_room_for_suspects(gateway, 0)
             [mine] = await new.claim()
             assert mine.request_id != suspect.request_id
-            await new.session.heartbeat.beat()
-            assert (chosen, new.session.assignment.with_suspects) == ([], set())
-            await old.session.heartbeat.beat()
-            assert old.session.assignment.with_suspects == {1}
+            await new.session.lease.beat()
+            assert (chosen, new.session.state.assignment.with_suspects) == ([], set())
+            await old.session.lease.beat()
+            assert old.session.state.assignment.with_suspects == {1}
             [claim] = await old.claim()
             assert (claim.request_id, claim.isolated) == (suspect.request_id, True)
 
@@ -614,15 +614,15 @@ async def test_one_that_was_blocked_by_another_partition_takes_it_first(broker: 
         [claim] = await busy.session.claimer.claim_from(Partition(MODEL, 0), 1, 1000)
         busy.session.claimer.hold([claim])
         assert claim.request_id == large[0].request_id
-        await busy.session.heartbeat.beat()
+        await busy.session.lease.beat()
 
         async def is_blocked() -> bool:
-            busy.session.doorbell.ring_all()
+            busy.session.state.doorbell.ring_all()
             assert await busy.session.claim(max_requests=1, max_prompt_tokens=400) == []
-            return busy.session.claim_order.reserves(busy.session.assignment.own, 400)
+            return busy.session.state.claim_order.reserves(busy.session.state.assignment.own, 400)
 
         await eventually(is_blocked)
-        assert busy.session.assignment.with_suspects == {1}
+        assert busy.session.state.assignment.with_suspects == {1}
         await busy.session.hand_back([claim.request_id])
         [claim] = await busy.session.claim(max_requests=1, max_prompt_tokens=10**6)
         assert (claim.request_id, claim.isolated) == (suspect.request_id, True)
@@ -636,11 +636,11 @@ async def test_one_that_needs_a_long_context_is_left_to_an_engine_that_holds_it(
             still_engine(broker, "short", max_model_len=100) as short,
             still_engine(broker, "long", max_model_len=101) as long,
         ):
-            await short.session.heartbeat.beat()
-            assert short.session.assignment.with_suspects == set()
+            await short.session.lease.beat()
+            assert short.session.state.assignment.with_suspects == set()
             assert await short.session.claim(max_requests=1, max_prompt_tokens=1000) == []
-            await long.session.heartbeat.beat()
-            assert long.session.assignment.with_suspects == {0}
+            await long.session.lease.beat()
+            assert long.session.state.assignment.with_suspects == {0}
             [claim] = await long.claim()
             assert (claim.request_id, claim.isolated) == (suspect.request_id, True)
 
@@ -653,8 +653,8 @@ async def isolated(broker: Broker) -> list[dict[bytes, bytes]]:
 
 async def beaten_until_seen(engine: Worker) -> None:
     async def is_seen() -> bool:
-        await engine.session.heartbeat.beat()
-        return engine.session.assignment.with_suspects == {0}
+        await engine.session.lease.beat()
+        return engine.session.state.assignment.with_suspects == {0}
 
     await eventually(is_seen)
 
@@ -698,8 +698,8 @@ async def test_one_whose_isolation_is_not_known_everywhere_is_not_held_and_is_ha
                 patch.setattr(broker.connection, "run_many", loses_the_last)
                 with pytest.raises(Unavailable):
                     await engine.session.claim(max_requests=4, max_prompt_tokens=1000)
-            assert list(engine.session.active_requests) == []
-            engine.session.assignment.with_suspects.clear()
+            assert list(engine.session.state.held) == []
+            engine.session.state.assignment.with_suspects.clear()
             assert await engine.session.claim(max_requests=4, max_prompt_tokens=1000) == []
             assert await isolated(broker) == [{}, {}]
             await beaten_until_seen(engine)

@@ -46,8 +46,8 @@ class Fleet:
         claimed: list[str] = []
         for number in range(count):
             engine = self.engines[number % len(self.engines)]
-            engine.doorbell.ring_all()
-            engine.claim_order.forget()
+            engine.state.doorbell.ring_all()
+            engine.state.claim_order.forget()
             claimed += [each.request_id for each in await engine.claim(max_requests=1, max_prompt_tokens=10**6)]
         return claimed
 
@@ -65,7 +65,7 @@ async def fleet(
             for _ in range(engines)
         ]
         for session in sessions:
-            await session.heartbeat.beat()  # all of them know each other
+            await session.lease.beat()  # all of them know each other
         entries = [await stack.enter_async_context(GatewaySession(broker)) for _ in range(gateways)]
         yield Fleet(broker, entries, sessions)
 
@@ -150,7 +150,7 @@ async def test_the_engine_that_started_last_decides(redis_url: str) -> None:
         long, short = await world.accept(tokens=3000, partition=0), await world.accept(tokens=1, partition=0)
         await asyncio.sleep(0.002)  # a later start in ms
         async with EngineSession(world.broker, model=MODEL, on_lost=lambda _: None, policy="shortest_first"):
-            await world.engines[0].heartbeat.beat()
+            await world.engines[0].lease.beat()
             async with EngineSession(world.broker, model=MODEL, on_lost=lambda _: None):
                 assert await world.claim(2) == [short, long]
 
@@ -166,10 +166,10 @@ async def test_an_engine_that_is_gone_decides_no_more(redis_url: str) -> None:
         [old] = world.engines
         await asyncio.sleep(0.002)  # a later start in ms
         async with EngineSession(world.broker, model=MODEL, on_lost=lambda _: None, policy="fair") as canary:
-            await canary.heartbeat.beat()
-            await old.heartbeat.beat()
+            await canary.lease.beat()
+            await old.lease.beat()
             assert await policy_of(world.broker) == "fair"
-        await old.heartbeat.beat()
+        await old.lease.beat()
         assert await policy_of(world.broker) == "fcfs"
 
 
@@ -180,13 +180,13 @@ async def test_an_engine_starts_by_the_time_of_redis(redis_url: str, monkeypatch
             ahead.setattr(time, "time_ns", lambda: now_ns() + 86_400 * 10**9)
             early = EngineSession(world.broker, model=MODEL, on_lost=lambda _: None, policy="fair")
         async with early:
-            await early.heartbeat.beat()
+            await early.lease.beat()
             await asyncio.sleep(0.002)  # a later start in ms
             async with EngineSession(
                 world.broker, model=MODEL, on_lost=lambda _: None, policy="shortest_first"
             ) as late:
-                await late.heartbeat.beat()
-                await early.heartbeat.beat()
+                await late.lease.beat()
+                await early.lease.beat()
                 assert await policy_of(world.broker) == "shortest_first"
 
 
@@ -198,7 +198,7 @@ async def test_what_a_tenant_had_is_lost_with_the_memory_of_redis(redis_server: 
         ask_all(redis_server, "FLUSHALL")
         await world.broker.publish_model(card(), partitions=PARTITIONS)
         async with EngineSession(world.broker, model=MODEL, on_lost=lambda _: None, policy="fair") as engine:
-            await engine.heartbeat.beat()
+            await engine.lease.beat()
             world.engines = [engine]
             early = [await world.accept("early", tokens=110) for _ in range(2)]
             for _ in range(8):

@@ -90,7 +90,7 @@ async def test_the_dead_of_other_partitions_are_reclaimed(topology: Topology, br
             [claim] = await dead.claim()
             with silent(topology, port):
                 await dead.session.sweeper.stop()
-                await dead.session.heartbeat.stop()
+                await dead.session.lease.stop()
 
                 async def is_queued() -> bool:
                     return (await broker.view(claim.request_id, TENANT)).state == REQUEST_STATE_QUEUED

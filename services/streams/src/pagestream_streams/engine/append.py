@@ -10,9 +10,9 @@ import orjson
 from pagestream.v1.records_pb2 import LogSlice
 
 from pagestream_streams import fault_points
-from pagestream_streams.connection.connection import Call, Connection, WakeUpSender, publish_wake_ups, wake_up_message
+from pagestream_streams.connection.connection import Call, WakeUpSender, publish_wake_ups, wake_up_message
 from pagestream_streams.engine.claim import Isolation
-from pagestream_streams.engine.state import ActiveRequests, EngineIdentity
+from pagestream_streams.engine.state import EngineState
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.protocol.records import (
@@ -25,27 +25,16 @@ from pagestream_streams.protocol.records import (
     to_log_entry,
 )
 from pagestream_streams.scripts import APPEND, MARK
-from pagestream_streams.settings import StreamsSettings
 
 
 class Appender:
     """Appends to logs, one script run for each partition, and wakes the gateways that read them."""
 
-    def __init__(
-        self,
-        connection: Connection,
-        settings: StreamsSettings,
-        identity: EngineIdentity,
-        active_requests: ActiveRequests,
-        isolation: Isolation,
-    ) -> None:
+    def __init__(self, state: EngineState, isolation: Isolation) -> None:
         """Create it; nothing is sent yet."""
-        self._connection = connection
-        self._settings = settings
-        self._identity = identity
-        self._active_requests = active_requests
+        self._state = state
         self._isolation = isolation
-        self._wake_ups = WakeUpSender(connection, settings.beat_limit_s)
+        self._wake_ups = WakeUpSender(state.connection, state.settings.beat_limit_s)
 
     async def stop(self) -> None:
         """Cancel wake-ups in flight."""
@@ -55,11 +44,11 @@ class Appender:
         """Append a step's entries to their logs; see EngineSession.append."""
         places: defaultdict[Partition, list[int]] = defaultdict(list)
         for place, each in enumerate(appends):
-            places[self._identity.partition_of(each.request_id)].append(place)
-        retention_ms = self._settings.retention_s * 1000
-        channels = self._connection.keyspace.wake_ups("")
+            places[self._state.identity.partition_of(each.request_id)].append(place)
+        retention_ms = self._state.settings.retention_s * 1000
+        channels = self._state.connection.keyspace.wake_ups("")
         # Between a cluster's nodes a message may be held back for 40 ms, behind an earlier one without its TCP ACK.
-        is_published_later = self._connection.waits_for_durability or self._connection.is_cluster
+        is_published_later = self._state.connection.waits_for_durability or self._state.connection.is_cluster
         calls = [
             Call(
                 APPEND,
@@ -82,7 +71,7 @@ class Appender:
                 results.update(zip(mine, reply, strict=True))
         outcomes = {i: AppendOutcome(AppendKind(found[0]), found[1]) for i, found in results.items()}
         for i, outcome in outcomes.items():
-            is_over = self._active_requests.settle(appends[i], outcome)
+            is_over = self._state.held.settle(appends[i], outcome)
             self._isolation.settle(appends[i], outcome, is_over=is_over)
         await self._wake(
             (wake_up_message(self._slice_of(appends[i])), found[2]) for i, found in results.items() if found[2]
@@ -91,10 +80,10 @@ class Appender:
 
     async def append_tokens(self, batches: Sequence[TokenAppends]) -> list[TokenOutcomes | None]:
         """Append plain tokens to their logs; see EngineSession.append_tokens."""
-        retention_ms = self._settings.retention_s * 1000
-        channels = self._connection.keyspace.wake_ups("")
+        retention_ms = self._state.settings.retention_s * 1000
+        channels = self._state.connection.keyspace.wake_ups("")
         calls = [
-            Call(APPEND, self._identity.partition(batch.partition).prefix, (retention_ms, batch.values, channels))
+            Call(APPEND, self._state.identity.partition(batch.partition).prefix, (retention_ms, batch.values, channels))
             for batch in batches
         ]
         at_fault_points = [append for batch in batches for append in batch.appends()] if fault_points.IS_ON else []
@@ -125,7 +114,7 @@ class Appender:
             if kind
         }
         for append, outcome in others.values():
-            self._active_requests.settle(append, outcome)
+            self._state.held.settle(append, outcome)
         return TokenOutcomes(next_indexes, others)
 
     async def mark(self, *, running: Collection[str], waiting: Collection[str], stalled: Collection[str]) -> None:
@@ -133,24 +122,24 @@ class Appender:
         by_partition: defaultdict[Partition, list[Argument]] = defaultdict(list)
         for request_ids, step in ((running, 1), (waiting, 0), (stalled, 2)):
             for request_id in request_ids:
-                if request_id in self._active_requests:
-                    fence = self._active_requests.fence(request_id)
-                    by_partition[self._identity.partition_of(request_id)] += [request_id, *fence, step]
-        await self._connection.run_many([Call(MARK, where.prefix, each) for where, each in by_partition.items()])
+                if request_id in self._state.held:
+                    fence = self._state.held.fence(request_id)
+                    by_partition[self._state.identity.partition_of(request_id)] += [request_id, *fence, step]
+        await self._state.connection.run_many([Call(MARK, where.prefix, each) for where, each in by_partition.items()])
 
     async def _run(self, calls: Sequence[Call]) -> list[Any]:
         # A cluster's silent node must not hold up the others' tokens.
-        limit_s = 2 * self._settings.beat_limit_s if self._connection.is_cluster else None
-        return await self._connection.run_each_acknowledged(calls, limit_s)
+        limit_s = 2 * self._state.settings.beat_limit_s if self._state.connection.is_cluster else None
+        return await self._state.connection.run_each_acknowledged(calls, limit_s)
 
     async def _wake(self, wake_ups: Iterable[tuple[bytes, bytes]]) -> None:
-        if self._connection.is_cluster:
+        if self._state.connection.is_cluster:
             self._wake_ups.send(wake_ups)  # no step waits for the node of a gateway's channel, which may be silent
         else:
-            await publish_wake_ups(self._connection, wake_ups)
+            await publish_wake_ups(self._state.connection, wake_ups)
 
     def _slice_of(self, append: Append) -> LogSlice:
-        return slice_of(append, "" if append.first_index else self._identity.fingerprint)
+        return slice_of(append, "" if append.first_index else self._state.identity.fingerprint)
 
 
 def slice_of(append: Append, fingerprint: str = "") -> LogSlice:

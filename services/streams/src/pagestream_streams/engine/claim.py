@@ -19,10 +19,9 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from pagestream.v1.records_pb2 import RequestSpec
 
-from pagestream_streams.admin.broker import Broker
 from pagestream_streams.connection.connection import Call, Connection
-from pagestream_streams.engine.claim_order import BEFORE_ALL, ClaimOrder, Doorbell, Head, Heads, Take
-from pagestream_streams.engine.state import ActiveRequests, Assignment, EngineIdentity
+from pagestream_streams.engine.claim_order import BEFORE_ALL, ClaimOrder, Head, Heads, Take
+from pagestream_streams.engine.state import EngineState
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.protocol.keys import Partition, prefixes_of
 from pagestream_streams.protocol.records import Append, AppendOutcome, Claim, ClaimedLog
@@ -59,29 +58,11 @@ class _Found:
 class Claimer:
     """Claims for one engine, one call at a time."""
 
-    def __init__(
-        self,
-        broker: Broker,
-        identity: EngineIdentity,
-        *,
-        assignment: Assignment,
-        active_requests: ActiveRequests,
-        isolation: Isolation,
-        order: ClaimOrder,
-        doorbell: Doorbell,
-        prefixes: PrefixReport,
-        on_lost: Callable[[Collection[str]], None],
-    ) -> None:
-        """`on_lost`: gets the ids of held requests that a new claim replaced."""
-        self._broker = broker
-        self._identity = identity
-        self._assignment = assignment
-        self._active_requests = active_requests
+    def __init__(self, state: EngineState, isolation: Isolation, prefixes: PrefixReport) -> None:
+        """Create it; nothing is claimed yet."""
+        self._state = state
         self._isolation = isolation
-        self._order = order
-        self._doorbell = doorbell
         self._prefixes = prefixes
-        self._on_lost = on_lost
         self._had_same_fingerprint_only = False
         self._virtual_time = 0
         """The latest of all partitions, which it takes from each to the others; see the policy "fair" in accept.lua."""
@@ -95,25 +76,25 @@ class Claimer:
         """
         if greatest != self._greatest_class:
             self._greatest_class = greatest
-            self._order.forget()
-            self._doorbell.ring_all()
+            self._state.claim_order.forget()
+            self._state.doorbell.ring_all()
 
     async def claim(self, *, max_requests: int, max_prompt_tokens: int) -> list[Claim]:
         """Claim requests that fit into the given room; see EngineSession.claim."""
-        assignment, found = self._assignment, _Found(max_requests, max_prompt_tokens)
+        assignment, found = self._state.assignment, _Found(max_requests, max_prompt_tokens)
         if assignment.claims_nothing:
             return []
-        self._doorbell.answer()
+        self._state.doorbell.answer()
         if await self._isolation.is_running():
             return []
         if assignment.same_fingerprint_only != self._had_same_fingerprint_only:
             self._had_same_fingerprint_only = assignment.same_fingerprint_only
-            self._order.forget()
-        holds_nothing = not len(self._active_requests)
+            self._state.claim_order.forget()
+        holds_nothing = not len(self._state.held)
         if self._greatest_class is not None and holds_nothing != self._holds_nothing:
-            self._order.forget()  # the heads of other classes
+            self._state.claim_order.forget()  # the heads of other classes
         self._holds_nothing = holds_nothing
-        with self._active_requests.claiming():
+        with self._state.held.claiming():
             try:
                 await self._ask_changed(found)
                 if not await self._claim_suspect(found):
@@ -123,7 +104,7 @@ class Claimer:
             claims = [claim for _, claim in sorted(found.claims, key=lambda pair: pair[0])]
             self.hold(claims)
         if claims:
-            self._doorbell.look_again()
+            self._state.doorbell.look_again()
         elif found.unreachable is not None:
             raise found.unreachable
         return claims
@@ -132,17 +113,17 @@ class Claimer:
         """Claim waiting requests of the classes up to `greatest` from own partitions; see
         EngineSession.claim_first_class.
         """
-        assignment, claims = self._assignment, list[Claim]()
+        assignment, claims = self._state.assignment, list[Claim]()
         if assignment.claims_nothing or assignment.same_fingerprint_only or await self._isolation.is_running():
             return []
         nonce = secrets.token_hex(8)
-        with self._active_requests.claiming():
+        with self._state.held.claiming():
             for number in await self._by_first_key(assignment.own, greatest, nonce):
                 take = Take(number, max_requests - len(claims), MOST_TOKENS, None)
                 # What the reply says of the next ones is said of these classes alone: it is not learnt.
                 [reply] = await self._replies([self._call(take, nonce, greatest_class=greatest)])
                 if isinstance(reply, Unavailable):
-                    self._order.note_away(number, time.monotonic())
+                    self._state.claim_order.note_away(number, time.monotonic())
                     break
                 opened = [claim for _, claim in await self._opened(self._where(number), nonce, reply)]
                 self.hold(opened)
@@ -153,21 +134,21 @@ class Claimer:
 
     async def _by_first_key(self, numbers: Collection[int], greatest_class: int, nonce: str) -> list[int]:
         """Return those of some partitions that have anything waiting, the one with the smallest key first."""
-        present = self._order.present(numbers, time.monotonic())
+        present = self._state.claim_order.present(numbers, time.monotonic())
         calls = [self._call(Take(each, 0, MOST_TOKENS, None), nonce, greatest_class=greatest_class) for each in present]
         replies = await self._replies(calls)
         keys: dict[int, int] = {}
         for number, reply in zip(present, replies, strict=True):
             if isinstance(reply, Unavailable):
-                self._order.note_away(number, time.monotonic())
+                self._state.claim_order.note_away(number, time.monotonic())
             elif len(reply[1]) > _HEAD_AT:
                 keys[number] = reply[1][_HEAD_AT]
         return sorted(keys, key=keys.__getitem__)
 
     async def _replies(self, calls: Sequence[Call]) -> Sequence[Any]:
         """Run scripts in one round trip; in a cluster Unavailable in place of a missing node's replies. Unavailable."""
-        connection = self._broker.connection
-        limit_s = self._broker.settings.beat_limit_s if connection.is_cluster else None
+        connection = self._state.connection
+        limit_s = self._state.settings.beat_limit_s if connection.is_cluster else None
         try:
             return await connection.run_each(calls, limit_s)
         except Unavailable as error:
@@ -188,15 +169,15 @@ class Claimer:
     async def _claim_one(self, take: Take, *, idle: bool) -> list[Claim]:
         nonce, asked_at = secrets.token_hex(8), time.monotonic()
         call = self._call(take, nonce, idle=idle)
-        reply = await self._broker.connection.run(call.script, call.key, *call.arguments)
+        reply = await self._state.connection.run(call.script, call.key, *call.arguments)
         self._learn(take.number, reply, asked_at)
         return [claim for _, claim in await self._opened(self._where(take.number), nonce, reply)]
 
     async def _claim_suspect(self, found: _Found) -> bool:
         """Claim a suspect, where this engine holds nothing and the last heartbeat saw one; return whether it did."""
-        assignment = self._assignment
+        assignment = self._state.assignment
         for number in sorted(assignment.with_suspects):
-            if len(self._active_requests) or assignment.is_retired or found.claims:
+            if len(self._state.held) or assignment.is_retired or found.claims:
                 break
             # Nothing but a suspect: what is in the queues has its turn among all partitions.
             claims = await self._claim_one(Take(number, 1, found.max_tokens, BEFORE_ALL), idle=True)
@@ -212,21 +193,21 @@ class Claimer:
         """Claim from the partitions with the smallest keys until the room is used, or nothing is left that fits."""
         num_empty = 0
         while num_empty < _MOST_EMPTY_ROUNDS and found.max_requests > 0 and found.max_tokens > 0:
-            await self._ask(self._order.unsure(found.max_tokens), found)
-            takes = self._order.takes(found.max_requests, found.max_tokens, self._assignment.own)
+            await self._ask(self._state.claim_order.unsure(found.max_tokens), found)
+            takes = self._state.claim_order.takes(found.max_requests, found.max_tokens, self._state.assignment.own)
             if not takes:
                 return
             if not await self._send(takes, found):
                 # Other engines were faster, so what is known of the heads beside these is probably as old.
-                await self._ask(self._order.foremost(_ASK_AGAIN, found.max_tokens), found)
+                await self._ask(self._state.claim_order.foremost(_ASK_AGAIN, found.max_tokens), found)
                 num_empty += 1
 
     async def _ask_changed(self, found: _Found) -> None:
         """Ask changed partitions for their heads, and claim at once from one that nothing else can come before."""
-        assignment, now = self._assignment, time.monotonic()
+        assignment, now = self._state.assignment, time.monotonic()
         count = len(assignment.partitions)
-        numbers = self._order.to_ask(count, assignment.own, now)
-        lone = None if assignment.with_suspects else self._order.lone(count, assignment.own, now)
+        numbers = self._state.claim_order.to_ask(count, assignment.own, now)
+        lone = None if assignment.with_suspects else self._state.claim_order.lone(count, assignment.own, now)
         most = {lone: found.max_requests}
         await self._send([Take(each, most.get(each, 0), found.max_tokens, None) for each in numbers], found)
 
@@ -247,7 +228,7 @@ class Claimer:
         for take, reply in zip(takes, replies, strict=True):
             if isinstance(reply, Unavailable):
                 found.unreachable = reply
-                self._order.note_away(take.number, time.monotonic())
+                self._state.claim_order.note_away(take.number, time.monotonic())
                 continue
             self._learn(take.number, reply, asked_at)
             opened = await self._opened(self._where(take.number), nonce, reply)
@@ -265,10 +246,10 @@ class Claimer:
         greatest_class: int | None = None,
     ) -> Call:
         """`room`: most tokens of the head that the reply names; None for what this claim leaves of its own."""
-        settings, assignment = self._broker.settings, self._assignment
+        settings, assignment = self._state.settings, self._state.assignment
         is_own = take.number in assignment.own
         arguments = (
-            self._identity.engine_id,
+            self._state.identity.engine_id,
             nonce,
             take.max_requests,
             take.max_tokens,
@@ -277,11 +258,11 @@ class Claimer:
             settings.lease_ms,
             settings.drain_window_ms,
             int(idle),
-            self._identity.fingerprint,
+            self._state.identity.fingerprint,
             settings.fingerprint_grace_ms,
             settings.control_ms,
             int(assignment.same_fingerprint_only),
-            self._identity.max_model_len,
+            self._state.identity.max_model_len,
             int(is_own),
             "" if take.bound is None else take.bound,
             "" if room is None else room,
@@ -289,36 +270,36 @@ class Claimer:
             "" if greatest_class is None else greatest_class,
             self._virtual_time,
             "" if self._greatest_class is None or self._holds_nothing else self._greatest_class,
-            _most_left_ms(settings, self._order, assignment.own),
+            _most_left_ms(settings, self._state.claim_order, assignment.own),
         )
         return Call(CLAIM, self._where(take.number).prefix, arguments)
 
     def _where(self, number: int) -> Partition:
-        return self._identity.keyspace.partition(self._identity.model, number)
+        return self._state.identity.keyspace.partition(self._state.identity.model, number)
 
     def _learn(self, number: int, reply: Sequence[Any], asked_at: float) -> None:
         """Note what a reply says about the partition's head."""
         has_suspects, ripens_ms, room, virtual_time, *heads = reply[1]
         self._virtual_time = max(self._virtual_time, virtual_time)
         if has_suspects:
-            self._assignment.with_suspects.add(number)
+            self._state.assignment.with_suspects.add(number)
         first = Head(heads[0], heads[1], bool(heads[2])) if heads else None
         fitting = Head(heads[3], heads[4]) if len(heads) > 3 else None
         ripens_s = ripens_ms / 1000 if ripens_ms >= 0 else math.inf
-        is_own = number in self._assignment.own
-        self._order.learn(number, Heads(first, fitting, room, ripens_s), asked_at, is_own=is_own)
-        self._doorbell.ring_in(number, ripens_s)
+        is_own = number in self._state.assignment.own
+        self._state.claim_order.learn(number, Heads(first, fitting, room, ripens_s), asked_at, is_own=is_own)
+        self._state.doorbell.ring_in(number, ripens_s)
 
     def hold(self, claims: Sequence[Claim]) -> None:
         """Hold claimed requests.
 
         One that was held before has been reclaimed and came back: the earlier work on it is reported as lost.
         """
-        replaced = [claim.request_id for claim in claims if claim.request_id in self._active_requests]
+        replaced = [claim.request_id for claim in claims if claim.request_id in self._state.held]
         if replaced:
-            self._on_lost(replaced)
+            self._state.on_lost(replaced)
         for claim in claims:
-            self._active_requests.add(claim.request_id, claim.epoch, claim.nonce)
+            self._state.held.add(claim.request_id, claim.epoch, claim.nonce)
         self._prefixes.note(claims)
 
     async def _opened(self, where: Partition, nonce: str, reply: Sequence[Any]) -> list[tuple[int, Claim]]:
@@ -338,15 +319,15 @@ class Claimer:
             request_id = row[0].decode()
             _log.exception("%s: its record or its log can't be read", request_id)
             message = f"the request's record or log can't be read: {type(error).__name__}: {error}"
-            await self._broker.end(where, request_id, "error", error=f"corrupt_record\0{message}")
+            await self._state.broker.end(where, request_id, "error", error=f"corrupt_record\0{message}")
             return None
 
     async def _open(self, where: Partition, nonce: str, now: int, row: Sequence[Any]) -> Claim:
         request_id, spec, epoch, next_index, digest, attempts, deadline, isolated, cached, waited = row
         log = ClaimedLog()
         if int(next_index):
-            log = await open_log(self._broker.connection, where, request_id.decode())
-        settings, record = self._broker.settings, RequestSpec.FromString(spec)
+            log = await open_log(self._state.connection, where, request_id.decode())
+        settings, record = self._state.settings, RequestSpec.FromString(spec)
         return Claim(
             spec=record,
             epoch=epoch,
@@ -386,30 +367,17 @@ class _IsolatedRun:
 class Isolation:
     """Keeps an engine from claiming anything beside a suspect until the suspect's log has a new entry."""
 
-    def __init__(
-        self,
-        broker: Broker,
-        identity: EngineIdentity,
-        *,
-        assignment: Assignment,
-        active_requests: ActiveRequests,
-        doorbell: Doorbell,
-        on_hand_back_all: Callable[[], None] | None,
-    ) -> None:
+    def __init__(self, state: EngineState, on_hand_back_all: Callable[[], None] | None) -> None:
         """`on_hand_back_all`: called when a suspect waits and this engine is to hand back all that it holds."""
-        self._broker = broker
-        self._identity = identity
-        self._assignment = assignment
-        self._active_requests = active_requests
-        self._doorbell = doorbell
+        self._state = state
         self._on_hand_back_all = on_hand_back_all
         self._run: _IsolatedRun | None = None
 
     @property
     def can_make_room(self) -> bool:
         """Whether this engine may be chosen to hand everything back for a suspect, and would then take it."""
-        serves = self._on_hand_back_all is not None and not self._assignment.is_retired
-        return serves and self._run is None and len(self._active_requests) > 0
+        serves = self._on_hand_back_all is not None and not self._state.assignment.is_retired
+        return serves and self._run is None and len(self._state.held) > 0
 
     def make_room(self) -> None:
         """Have the engine hand back all that it holds."""
@@ -431,7 +399,7 @@ class Isolation:
         run = self._run
         if run is None:
             return False
-        if not run.has_passed and run.request_id in self._active_requests:
+        if not run.has_passed and run.request_id in self._state.held:
             return True
         await self._publish("")
         self._run = None
@@ -442,15 +410,15 @@ class Isolation:
         run = self._run
         if run is None or run.request_id != append.request_id or outcome.next_index <= run.start_index:
             return
-        if not run.has_passed and not is_over and self._assignment.with_suspects:
+        if not run.has_passed and not is_over and self._state.assignment.with_suspects:
             self.make_room()  # the next suspect waits: this one goes on elsewhere, or here behind it
         run.has_passed = True
-        self._doorbell.look_again()
+        self._state.doorbell.look_again()
 
     async def _publish(self, request_id: str) -> None:
-        partitions = await self._broker.directory.all_partitions(self._identity.model)
-        arguments = self._identity.engine_id, request_id
-        await self._broker.connection.run_many([Call(ISOLATE, where.prefix, arguments) for where in partitions])
+        partitions = await self._state.broker.directory.all_partitions(self._state.identity.model)
+        arguments = self._state.identity.engine_id, request_id
+        await self._state.connection.run_many([Call(ISOLATE, where.prefix, arguments) for where in partitions])
 
 
 PAGE_ENTRIES = 512
@@ -480,16 +448,14 @@ class PrefixReport:
     What is lost on the way, or evicted later, costs a cached prefix and nothing else.
     """
 
-    def __init__(self, connection: Connection, settings: StreamsSettings, identity: EngineIdentity) -> None:
+    def __init__(self, state: EngineState) -> None:
         """Create it with nothing to publish."""
-        self._connection = connection
-        self._settings = settings
-        self._identity = identity
+        self._state = state
         self._digests: deque[bytes] = deque(maxlen=_MOST_DIGESTS)
 
     def note(self, claims: Iterable[Claim]) -> None:
         """Note what claimed requests will have cached: of the prompts by which they were placed."""
-        first_tokens = self._settings.placement_tokens
+        first_tokens = self._state.settings.placement_tokens
         for claim in claims:
             for prompt in claim.spec.prompts[:1]:
                 found = prefixes_of(prompt.ids, first_tokens, claim.spec.cache_salt)
@@ -501,10 +467,21 @@ class PrefixReport:
             return
         digests = b"".join(self._digests)
         self._digests.clear()
-        key = self._identity.keyspace.engine_prefixes(self._identity.model)
-        entry = ("XADD", key, "MAXLEN", "~", _MOST_ENTRIES, "*", "engine", self._identity.engine_id, "digests", digests)
+        key = self._state.identity.keyspace.engine_prefixes(self._state.identity.model)
+        entry = (
+            "XADD",
+            key,
+            "MAXLEN",
+            "~",
+            _MOST_ENTRIES,
+            "*",
+            "engine",
+            self._state.identity.engine_id,
+            "digests",
+            digests,
+        )
         try:
             async with within(limit_s, "the engine's prefixes"):
-                await self._connection.pipeline([entry, ("PEXPIRE", key, _KEPT_MS)])
+                await self._state.connection.pipeline([entry, ("PEXPIRE", key, _KEPT_MS)])
         except Unavailable as error:
-            _log.debug("%s: its prefixes are not published: %s", self._identity.engine_id, error)
+            _log.debug("%s: its prefixes are not published: %s", self._state.identity.engine_id, error)

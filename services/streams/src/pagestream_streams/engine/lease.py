@@ -13,11 +13,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from pagestream.v1.records_pb2 import ModelCard
 
-from pagestream_streams.admin.broker import Broker
 from pagestream_streams.admin.directory import bounds, read_contexts
 from pagestream_streams.connection.connection import Call, run_on_each
 from pagestream_streams.engine.claim import Isolation, PrefixReport
-from pagestream_streams.engine.state import ActiveRequests, Assignment, EngineIdentity
+from pagestream_streams.engine.state import EngineState
 from pagestream_streams.errors import ModelNotFound, Unavailable
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.protocol.records import CONTEXT_FIELD, FINGERPRINT_FIELD, Argument
@@ -28,46 +27,36 @@ _log = logging.getLogger(__name__)
 
 Load = Callable[[], Mapping[str, str | int | float]]
 
-"""Field of an engine's hash."""
+_RETIRED_FIELD = "retired"
+"""Of an engine's record: it takes nothing from others any more, though a heartbeat may still show it as living."""
 
 _CHOSEN = 2  # heartbeat.lua's reply to the engine that is to hand everything back for a suspect
 
 
-class Heartbeat:
-    """Beats every settings.heartbeat_ms and after each `nudge`."""
+class Lease:
+    """One engine's lease: it beats every settings.heartbeat_ms and after each `nudge`."""
 
     def __init__(
         self,
-        broker: Broker,
-        identity: EngineIdentity,
-        *,
-        assignment: Assignment,
-        active_requests: ActiveRequests,
+        state: EngineState,
         isolation: Isolation,
-        hand_back: HandBack,
         prefixes: PrefixReport,
-        on_lost: Callable[[Collection[str]], None],
+        *,
         load: Load | None,
         card: ModelCard | None,
     ) -> None:
-        """Create it stopped. `on_lost`, `load` and `card` as for EngineSession."""
-        self._broker = broker
-        self._settings = broker.settings
-        self._identity = identity
-        self._assignment = assignment
-        self._active_requests = active_requests
+        """Create it stopped. `load` and `card` as for EngineSession."""
+        self._state = state
         self._isolation = isolation
-        self._hand_back = hand_back
         self._prefixes = prefixes
-        self._on_lost = on_lost
         self._load = load
         self._card = card
         self.refused_class: int | None = None
         """The least class that gateways are asked to refuse, once all living engines ask for it; None: none."""
         self._started_ms = 0
         """When the first beat took effect, by Redis' clock; 0 before."""
-        self._contexts = LivingContexts(broker, identity, assignment)
-        self._timer = Periodic("engine heartbeat", self._settings.heartbeat_ms / 1000, self._beat_in_time)
+        self._contexts = LivingContexts(state)
+        self._timer = Periodic("engine heartbeat", state.settings.heartbeat_ms / 1000, self._beat_in_time)
 
     def start(self) -> None:
         """Beat at once, then periodically in the background."""
@@ -87,10 +76,10 @@ class Heartbeat:
         `limit_s` bounds the wait for the replies in seconds; None waits as long as the commands do. A partition that
         does not answer in time keeps its requests held here.
         """
-        identity, assignment, connection = self._identity, self._assignment, self._broker.connection
+        identity, assignment, connection = self._state.identity, self._state.assignment, self._state.connection
         short_s = None if limit_s is None else limit_s / 2
         partitions = assignment.partitions = await self._read_partitions(short_s)
-        before = self._active_requests.snapshot()
+        before = self._state.held.snapshot()
         registry, registered = (
             identity.keyspace.engines(identity.model),
             "" if assignment.is_retired else identity.engine_id,
@@ -125,7 +114,7 @@ class Heartbeat:
         try:
             async with within(limit_s, "the engine's load"):
                 await self._publish_load()
-                if not (self._assignment.is_retired or isinstance(living, Unavailable)):
+                if not (self._state.assignment.is_retired or isinstance(living, Unavailable)):
                     await self._contexts.update({each.decode() for each in living})
         except Unavailable as error:
             return error
@@ -133,92 +122,158 @@ class Heartbeat:
 
     async def owned(self, partitions: Sequence[Partition]) -> set[str]:
         """Return what Redis shows as this engine's, claims whose replies were lost included. Unavailable."""
-        replies = await run_on_each(self._broker.connection, HEARTBEAT, partitions, self._arguments())
+        replies = await run_on_each(self._state.connection, HEARTBEAT, partitions, self._arguments())
         for reply in replies:
             if isinstance(reply, Unavailable):
                 raise reply
         return {request_id.decode() for ids, *_ in replies for request_id in ids}
 
     async def _beat_in_time(self) -> None:
-        async with self._broker.connection.dropping_idle_on_timeout():
-            await self.beat(self._settings.beat_limit_s)
+        async with self._state.connection.dropping_idle_on_timeout():
+            await self.beat(self._state.settings.beat_limit_s)
 
     async def _read_partitions(self, limit_s: float | None) -> Sequence[Partition]:
         """Return the model's partitions; those known before where the cluster's node with the models is silent."""
-        directory, model, known = self._broker.directory, self._identity.model, self._assignment.partitions
+        directory, model, known = (
+            self._state.broker.directory,
+            self._state.identity.model,
+            self._state.assignment.partitions,
+        )
         try:
             async with within(limit_s, "a read of the model's partitions"):
                 return await directory.all_partitions(model)
         except Unavailable as error:
             if not known:
                 raise
-            _log.info("%s: uses the known partitions: %s", self._identity.engine_id, error)
+            _log.info("%s: uses the known partitions: %s", self._state.identity.engine_id, error)
             return known
         except ModelNotFound:
             if self._card is None:
                 raise
-            _log.warning("%s: Redis has lost the model's card; it is published again", self._identity.engine_id)
-            await self._broker.publish_model(self._card, **({"partitions": len(known)} if known else {}))
+            _log.warning("%s: Redis has lost the model's card; it is published again", self._state.identity.engine_id)
+            await self._state.broker.publish_model(self._card, **({"partitions": len(known)} if known else {}))
             return await directory.all_partitions(model)
 
     async def _living(self, registry: str, registered: str, limit_s: float | None) -> Sequence[bytes] | Unavailable:
-        call = Call(REGISTRY, registry, (registered, self._settings.lease_ms))
+        call = Call(REGISTRY, registry, (registered, self._state.settings.lease_ms))
         try:
-            [living] = await self._broker.connection.run_each([call], limit_s)
+            [living] = await self._state.connection.run_each([call], limit_s)
         except Unavailable as error:
             return error
         found: Sequence[bytes] | Unavailable = living
         return found
 
     def _arguments(self) -> Sequence[Argument]:
-        settings = self._settings
+        settings = self._state.settings
         return (
-            self._identity.engine_id,
+            self._state.identity.engine_id,
             settings.lease_ms,
             int(self._isolation.can_make_room),
             settings.alone_after_ms,
             settings.control_ms,
-            self._identity.fingerprint,
+            self._state.identity.fingerprint,
             settings.fingerprint_grace_ms,
-            self._identity.max_model_len,
-            -1 if self._assignment.leaves_longer else settings.fingerprint_grace_ms,
-            self._identity.policy,
+            self._state.identity.max_model_len,
+            -1 if self._state.assignment.leaves_longer else settings.fingerprint_grace_ms,
+            self._state.identity.policy,
             self._started_ms,
             "" if self.refused_class is None else self.refused_class,
         )
 
     async def _reconcile(self, before: Mapping[str, tuple[int, str]], owned: set[str]) -> None:
-        lost = self._active_requests.lost(before, owned)
+        lost = self._state.held.lost(before, owned)
         if lost:
-            self._active_requests.drop(lost)
-            self._on_lost(lost)
-        unclaimed = self._active_requests.unclaimed(owned)
+            self._state.held.drop(lost)
+            self._state.on_lost(lost)
+        unclaimed = self._state.held.unclaimed(owned)
         if unclaimed:
             _log.warning(
-                "%s: hands back %d requests whose claims' replies were lost", self._identity.engine_id, len(unclaimed)
+                "%s: hands back %d requests whose claims' replies were lost",
+                self._state.identity.engine_id,
+                len(unclaimed),
             )
-            await self._hand_back.hand_back(unclaimed)
+            await self.hand_back(unclaimed)
 
     async def _publish_load(self) -> None:
         load = self._load() if self._load else {}
-        identity = self._identity
+        identity = self._state.identity
         fields: list[Argument] = ["model", identity.model, FINGERPRINT_FIELD, identity.fingerprint]
         fields += [CONTEXT_FIELD, str(identity.max_model_len)]
         for name, value in load.items():
             fields += [name, str(value)]
-        key = self._identity.keyspace.engine(self._identity.engine_id)
-        await self._broker.connection.pipeline([("HSET", key, *fields), ("PEXPIRE", key, self._settings.lease_ms)])
+        key = self._state.identity.keyspace.engine(self._state.identity.engine_id)
+        await self._state.connection.pipeline([("HSET", key, *fields), ("PEXPIRE", key, self._state.settings.lease_ms)])
+
+    # -- hand back --
+
+    async def hand_back(self, request_ids: Collection[str], *, failed: bool = False) -> None:
+        """Hand back requests at their position; see EngineSession.hand_back."""
+        identity = self._state.identity
+        by_partition: defaultdict[Partition, list[Argument]] = defaultdict(list)
+        for request_id in request_ids:
+            fence = self._state.held.fence(request_id)
+            by_partition[identity.partition_of(request_id)] += [request_id, *fence]
+        if failed:
+            for where in await self._state.broker.directory.all_partitions(identity.model):
+                by_partition[where] += []
+        # If the script's run is lost, the next heartbeats find requests that Redis shows and that aren't held.
+        self._state.held.drop(request_ids)
+        bell, why = identity.keyspace.doorbell(identity.model), "failed" if failed else "stop"
+        control_ms = self._state.settings.control_ms
+        await self._state.connection.run_many(
+            [
+                Call(HAND_BACK, where.prefix, (identity.engine_id, bell, where.number, why, control_ms, *triples))
+                for where, triples in by_partition.items()
+            ]
+        )
+
+    # -- the end --
+
+    async def retire(self) -> bool:
+        """Give up the partitions and claim nothing new; see EngineSession.retire."""
+        identity, connection = self._state.identity, self._state.connection
+        self._state.assignment.retire()
+        keyspace = connection.keyspace
+        registry, own = keyspace.engines(identity.model), keyspace.engine(identity.engine_id)
+        # Said before the others are read, so of two that retire together at least one knows of the other. The registry
+        # alone does not say it: a heartbeat that is under way registers this engine again.
+        await connection.pipeline([("HSET", own, _RETIRED_FIELD, "1"), ("PEXPIRE", own, self._state.settings.lease_ms)])
+        await connection.execute("ZREM", registry, identity.engine_id)
+        living = await connection.run(REGISTRY, registry, "", 0)
+        found = await connection.pipeline(
+            [("HMGET", keyspace.engine(each.decode()), FINGERPRINT_FIELD, _RETIRED_FIELD) for each in living]
+        )
+        fingerprints = [fingerprint for fingerprint, retired in found if retired is None]
+        alike = {identity.fingerprint.encode(), b"", None}  # None: an engine that has not published it yet
+        others_differ = bool(fingerprints and identity.fingerprint) and not any(each in alike for each in fingerprints)
+        self._state.assignment.same_fingerprint_only = others_differ
+        return others_differ
+
+    async def has_queued_with_same_fingerprint(self) -> bool:
+        """Return whether begun requests with this engine's fingerprint are queued. Unavailable."""
+        partitions = await self._state.broker.directory.all_partitions(self._state.identity.model)
+        lengths = await self._state.connection.pipeline(
+            [("XLEN", where.resumes(self._state.identity.fingerprint)) for where in partitions]
+        )
+        return any(lengths)
+
+    async def leave(self) -> None:
+        """Hand back all that the engine holds and deregister it. Unavailable, ModelNotFound."""
+        engine_id, connection = self._state.identity.engine_id, self._state.connection
+        partitions = await self._state.broker.directory.all_partitions(self._state.identity.model)
+        await self.hand_back({*self._state.held, *await self.owned(partitions)})
+        await connection.run_many([Call(LEAVE, where.prefix, (engine_id,)) for where in partitions])
+        await connection.execute("ZREM", connection.keyspace.engines(self._state.identity.model), engine_id)
+        await connection.execute("DEL", connection.keyspace.engine(engine_id))
 
 
 class LivingContexts:
     """Reads the context of each engine once, as it is constant for the life of a session (docs/design/queueing.md)."""
 
-    def __init__(self, broker: Broker, identity: EngineIdentity, assignment: Assignment) -> None:
+    def __init__(self, state: EngineState) -> None:
         """Create it; nothing is read yet."""
-        self._broker = broker
-        self._identity = identity
-        self._assignment = assignment
-        self._known = {identity.engine_id: identity.max_model_len}
+        self._state = state
+        self._known = {state.identity.engine_id: state.identity.max_model_len}
         self._shorter_since: float | None = None
 
     async def update(self, living: Collection[str]) -> None:
@@ -229,23 +284,23 @@ class LivingContexts:
         """
         unknown = [each for each in living if each not in self._known]
         if unknown:
-            self._known |= await read_contexts(self._broker.connection, unknown)
-        own = {self._identity.engine_id}
+            self._known |= await read_contexts(self._state.connection, unknown)
+        own = {self._state.identity.engine_id}
         self._known = {each: context for each, context in self._known.items() if each in own or each in living}
-        self._assignment.leaves_longer = self._is_outlasted()
+        self._state.assignment.leaves_longer = self._is_outlasted()
         if 0 in self._known.values() or not self._known.keys() >= set(living):
             return
-        longest, default = bounds([self._known[each] for each in living] or [self._identity.max_model_len])
+        longest, default = bounds([self._known[each] for each in living] or [self._state.identity.max_model_len])
         try:
-            card = await self._broker.directory.card(self._identity.model)
+            card = await self._state.broker.directory.card(self._state.identity.model)
             longest = longest if self._may_say(longest, card.max_model_len) else card.max_model_len
             if (longest, default) != (card.max_model_len, card.default_model_len):
-                await self._broker.directory.set_contexts(self._identity.model, longest, default)
+                await self._state.broker.directory.set_contexts(self._state.identity.model, longest, default)
         except ModelNotFound:  # withdrawn since the beat began
             return
 
     def _is_outlasted(self) -> bool:
-        own = self._identity.max_model_len
+        own = self._state.identity.max_model_len
         return own > 0 and any(each == 0 or each > own for each in self._known.values())
 
     def _may_say(self, longest: int, said: int) -> bool:
@@ -255,100 +310,4 @@ class LivingContexts:
             self._shorter_since = None
             return True
         self._shorter_since = now if self._shorter_since is None else self._shorter_since
-        return now - self._shorter_since >= self._broker.settings.fingerprint_grace_ms / 1000
-
-
-class HandBack:
-    """Returns requests of one engine to their queues."""
-
-    def __init__(self, broker: Broker, identity: EngineIdentity, active_requests: ActiveRequests) -> None:
-        """Create it; nothing is sent yet."""
-        self._broker = broker
-        self._identity = identity
-        self._active_requests = active_requests
-
-    async def hand_back(self, request_ids: Collection[str], *, failed: bool = False) -> None:
-        """Hand back requests at their position; see EngineSession.hand_back."""
-        identity = self._identity
-        by_partition: defaultdict[Partition, list[Argument]] = defaultdict(list)
-        for request_id in request_ids:
-            fence = self._active_requests.fence(request_id)
-            by_partition[identity.partition_of(request_id)] += [request_id, *fence]
-        if failed:
-            for where in await self._broker.directory.all_partitions(identity.model):
-                by_partition[where] += []
-        # If the script's run is lost, the next heartbeats find requests that Redis shows and that aren't held.
-        self._active_requests.drop(request_ids)
-        bell, why = identity.keyspace.doorbell(identity.model), "failed" if failed else "stop"
-        control_ms = self._broker.settings.control_ms
-        await self._broker.connection.run_many(
-            [
-                Call(HAND_BACK, where.prefix, (identity.engine_id, bell, where.number, why, control_ms, *triples))
-                for where, triples in by_partition.items()
-            ]
-        )
-
-
-_RETIRED_FIELD = "retired"
-"""Of an engine's record: it takes nothing from others any more, though a heartbeat may still show it as living."""
-
-
-class Retirement:
-    """Takes one engine out of service."""
-
-    def __init__(
-        self,
-        broker: Broker,
-        identity: EngineIdentity,
-        *,
-        assignment: Assignment,
-        active_requests: ActiveRequests,
-        hand_back: HandBack,
-        heartbeat: Heartbeat,
-    ) -> None:
-        """Create it; nothing is sent yet."""
-        self._broker = broker
-        self._identity = identity
-        self._assignment = assignment
-        self._active_requests = active_requests
-        self._hand_back = hand_back
-        self._heartbeat = heartbeat
-
-    async def retire(self) -> bool:
-        """Give up the partitions and claim nothing new; see EngineSession.retire."""
-        identity, connection = self._identity, self._broker.connection
-        self._assignment.retire()
-        keyspace = connection.keyspace
-        registry, own = keyspace.engines(identity.model), keyspace.engine(identity.engine_id)
-        # Said before the others are read, so of two that retire together at least one knows of the other. The registry
-        # alone does not say it: a heartbeat that is under way registers this engine again.
-        await connection.pipeline(
-            [("HSET", own, _RETIRED_FIELD, "1"), ("PEXPIRE", own, self._broker.settings.lease_ms)]
-        )
-        await connection.execute("ZREM", registry, identity.engine_id)
-        living = await connection.run(REGISTRY, registry, "", 0)
-        found = await connection.pipeline(
-            [("HMGET", keyspace.engine(each.decode()), FINGERPRINT_FIELD, _RETIRED_FIELD) for each in living]
-        )
-        fingerprints = [fingerprint for fingerprint, retired in found if retired is None]
-        alike = {identity.fingerprint.encode(), b"", None}  # None: an engine that has not published it yet
-        others_differ = bool(fingerprints and identity.fingerprint) and not any(each in alike for each in fingerprints)
-        self._assignment.same_fingerprint_only = others_differ
-        return others_differ
-
-    async def has_queued_with_same_fingerprint(self) -> bool:
-        """Return whether begun requests with this engine's fingerprint are queued. Unavailable."""
-        partitions = await self._broker.directory.all_partitions(self._identity.model)
-        lengths = await self._broker.connection.pipeline(
-            [("XLEN", where.resumes(self._identity.fingerprint)) for where in partitions]
-        )
-        return any(lengths)
-
-    async def leave(self) -> None:
-        """Hand back all that the engine holds and deregister it. Unavailable, ModelNotFound."""
-        engine_id, connection = self._identity.engine_id, self._broker.connection
-        partitions = await self._broker.directory.all_partitions(self._identity.model)
-        await self._hand_back.hand_back({*self._active_requests, *await self._heartbeat.owned(partitions)})
-        await connection.run_many([Call(LEAVE, where.prefix, (engine_id,)) for where in partitions])
-        await connection.execute("ZREM", connection.keyspace.engines(self._identity.model), engine_id)
-        await connection.execute("DEL", connection.keyspace.engine(engine_id))
+        return now - self._shorter_since >= self._state.settings.fingerprint_grace_ms / 1000

@@ -15,9 +15,8 @@ from pagestream_streams.admin.sweeper import Sweeper
 from pagestream_streams.connection.connection import Subscription
 from pagestream_streams.engine.append import Appender
 from pagestream_streams.engine.claim import Claimer, Isolation, PrefixReport
-from pagestream_streams.engine.claim_order import ClaimOrder, Doorbell
-from pagestream_streams.engine.lease import HandBack, Heartbeat, Load, Retirement
-from pagestream_streams.engine.state import ActiveRequests, Assignment, EngineIdentity
+from pagestream_streams.engine.lease import Lease, Load
+from pagestream_streams.engine.state import EngineIdentity, EngineState
 from pagestream_streams.errors import ModelNotFound, Unavailable
 from pagestream_streams.protocol.records import Append, AppendOutcome, Claim, TokenAppends, TokenOutcomes
 
@@ -25,7 +24,7 @@ from pagestream_streams.protocol.records import Append, AppendOutcome, Claim, To
 class EngineSession:
     """Used as `async with EngineSession(broker, model=..., on_lost=...) as engine`.
 
-    The attributes are its collaborators: each does one thing and is tested by its own public methods.
+    `state` is what its parts have in common: `claimer`, `appender` and `lease`, each with one script or loop.
     """
 
     def __init__(
@@ -64,8 +63,7 @@ class EngineSession:
             policy: the engine's scheduling policy, by which the model's queue goes as well (docs/design/queueing); ""
                 leaves it as it is.
         """
-        connection, settings = broker.connection, broker.settings
-        self._broker = broker
+        connection = broker.connection
         self.identity = EngineIdentity.create(
             engine_id or "engine",
             model=model,
@@ -74,53 +72,13 @@ class EngineSession:
             keyspace=connection.keyspace,
             policy=policy,
         )
-        self.assignment = Assignment()
-        self.active_requests = ActiveRequests()
-        self.claim_order = ClaimOrder()
+        self.state = EngineState(broker, self.identity, on_lost)
         self.block_maps = BlockMaps(connection)
-        self.prefixes = PrefixReport(connection, settings, self.identity)
-        self.doorbell = Doorbell(self.claim_order, settings.steal_after_ms / 1000)
-        self.isolation = Isolation(
-            broker,
-            self.identity,
-            assignment=self.assignment,
-            active_requests=self.active_requests,
-            doorbell=self.doorbell,
-            on_hand_back_all=on_hand_back_all,
-        )
-        self.claimer = Claimer(
-            broker,
-            self.identity,
-            assignment=self.assignment,
-            active_requests=self.active_requests,
-            isolation=self.isolation,
-            order=self.claim_order,
-            doorbell=self.doorbell,
-            prefixes=self.prefixes,
-            on_lost=on_lost,
-        )
-        self.appender = Appender(connection, settings, self.identity, self.active_requests, self.isolation)
-        self.handing_back = HandBack(broker, self.identity, self.active_requests)
-        self.heartbeat = Heartbeat(
-            broker,
-            self.identity,
-            assignment=self.assignment,
-            active_requests=self.active_requests,
-            isolation=self.isolation,
-            hand_back=self.handing_back,
-            prefixes=self.prefixes,
-            on_lost=on_lost,
-            load=load,
-            card=card,
-        )
-        self.retirement = Retirement(
-            broker,
-            self.identity,
-            assignment=self.assignment,
-            active_requests=self.active_requests,
-            hand_back=self.handing_back,
-            heartbeat=self.heartbeat,
-        )
+        self.prefixes = PrefixReport(self.state)
+        isolation = Isolation(self.state, on_hand_back_all)
+        self.claimer = Claimer(self.state, isolation, self.prefixes)
+        self.appender = Appender(self.state, isolation)
+        self.lease = Lease(self.state, isolation, self.prefixes, load=load, card=card)
         self.subscription = Subscription(connection, [connection.keyspace.doorbell(model)], self._ring, self._on_gap)
         self.sweeper = Sweeper(broker, lambda: broker.directory.all_partitions(model))
 
@@ -137,14 +95,14 @@ class EngineSession:
     @property
     def head_start_s(self) -> float:
         """Seconds for which entries of an own partition are left to this engine."""
-        return self._broker.settings.steal_after_ms / 1000
+        return self.state.broker.settings.steal_after_ms / 1000
 
     async def __aenter__(self) -> Self:
         """Register the engine. ModelNotFound where its card was never published; Unavailable."""
-        await self._broker.partitions(self.identity.model)
-        await self.heartbeat.beat()
+        await self.state.broker.partitions(self.identity.model)
+        await self.lease.beat()
         self.subscription.start()
-        self.heartbeat.start()
+        self.lease.start()
         self.sweeper.start()
         return self
 
@@ -153,12 +111,12 @@ class EngineSession:
     ) -> None:
         """Stop the tasks, hand back what is still held, and deregister the engine, as far as Redis is there."""
         await self.sweeper.stop()
-        await self.heartbeat.stop()
+        await self.lease.stop()
         await self.subscription.stop()
-        self.doorbell.close()
+        self.state.doorbell.close()
         await self.appender.stop()
         with suppress(Unavailable, ModelNotFound):
-            await self.retirement.leave()
+            await self.lease.leave()
 
     async def claim(self, *, max_requests: int, max_prompt_tokens: int) -> list[Claim]:
         """Claim requests that fit into the given room, in the order of all partitions (docs/design/queueing.md).
@@ -204,17 +162,17 @@ class EngineSession:
                 living engines ask for it; None: none.
         """
         self.claimer.limit_class(claimed)
-        if refused != self.heartbeat.refused_class:
-            self.heartbeat.refused_class = refused
-            self.heartbeat.nudge()
+        if refused != self.lease.refused_class:
+            self.lease.refused_class = refused
+            self.lease.nudge()
 
     async def redis_memory(self) -> MemoryUse:
         """Return the memory of the fullest Redis server. Unavailable."""
-        return await memory_use(self._broker.connection)
+        return await memory_use(self.state.broker.connection)
 
     async def wait_for_work(self, timeout_s: float) -> None:
         """Wait until a claim may find something, at most `timeout_s` seconds."""
-        await self.doorbell.wait(timeout_s)
+        await self.state.doorbell.wait(timeout_s)
 
     async def append(self, appends: Sequence[Append]) -> list[AppendOutcome]:
         """Append a step's entries to their logs: one script for each partition, one wake-up for each reading gateway.
@@ -258,14 +216,14 @@ class EngineSession:
         """Have requests refused that equal one which was suspected of an engine's death, and whose end is its own
         fault; see Broker.note_poison. Unavailable; a retry is harmless.
         """
-        await self._broker.note_poison(spec)
+        await self.state.broker.note_poison(spec)
 
     async def hand_back(self, request_ids: Collection[str], *, failed: bool = False) -> None:
         """Hand back requests at their position, for any engine to go on with. Unavailable; a retry is harmless.
 
         `failed`: the engine broke in its running step and ends, which counts as a death for the requests in it.
         """
-        await self.handing_back.hand_back(request_ids, failed=failed)
+        await self.lease.hand_back(request_ids, failed=failed)
 
     async def retire(self) -> bool:
         """Leave queued requests to others: this engine's partitions are theirs at once, and it claims nothing new.
@@ -278,16 +236,16 @@ class EngineSession:
         Raises:
             Unavailable: a retry is harmless.
         """
-        return await self.retirement.retire()
+        return await self.lease.retire()
 
     async def has_queued_with_same_fingerprint(self) -> bool:
         """Return whether begun requests with this engine's fingerprint are queued. Unavailable."""
-        return await self.retirement.has_queued_with_same_fingerprint()
+        return await self.lease.has_queued_with_same_fingerprint()
 
     def _ring(self, message: bytes) -> None:
         number = int(message)
-        self.doorbell.ring(number, at_once=number in self.assignment.own)
+        self.state.doorbell.ring(number, at_once=number in self.state.assignment.own)
 
     def _on_gap(self) -> None:
-        self.doorbell.ring_all()
-        self.heartbeat.nudge()
+        self.state.doorbell.ring_all()
+        self.lease.nudge()

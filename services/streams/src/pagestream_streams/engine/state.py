@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
+from pagestream_streams.admin.broker import Broker
+from pagestream_streams.engine.claim_order import ClaimOrder, Doorbell
 from pagestream_streams.errors import RequestNotFound
 from pagestream_streams.protocol.keys import Keyspace, Partition, parse_request_id, partitions_of
 from pagestream_streams.protocol.records import Append, AppendKind, AppendOutcome
+
+
+class EngineState:
+    """What the parts of one session have in common: each of them reads it, and writes what its own methods say."""
+
+    def __init__(self, broker: Broker, identity: EngineIdentity, on_lost: Callable[[Collection[str]], None]) -> None:
+        """Create it for an engine that holds nothing. `on_lost` as for EngineSession."""
+        self.broker = broker
+        self.connection = broker.connection
+        self.settings = broker.settings
+        self.identity = identity
+        self.on_lost = on_lost
+        self.assignment = Assignment()
+        self.held = HeldRequests()
+        self.claim_order = ClaimOrder()
+        self.doorbell = Doorbell(self.claim_order, broker.settings.steal_after_ms / 1000)
 
 
 @dataclass(frozen=True)
@@ -95,7 +113,7 @@ Fence = tuple[int | str, str]
 _ANY_CLAIM: Fence = ("", "")
 
 
-class ActiveRequests:
+class HeldRequests:
     """Ids of claimed requests with the fences of their claims."""
 
     def __init__(self) -> None:

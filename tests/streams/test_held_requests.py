@@ -4,12 +4,12 @@ import pytest
 from pagestream.v1.inference_pb2 import FINISH_REASON_STOP
 from pagestream.v1.records_pb2 import LogEnd, LogEntry
 from pagestream_streams import Append, AppendKind, AppendOutcome
-from pagestream_streams.engine.state import ActiveRequests
+from pagestream_streams.engine.state import HeldRequests
 from pagestream_streams.protocol import to_entry_values
 
 
 def test_lost_is_what_the_same_claim_held_before_and_after() -> None:
-    active = ActiveRequests()
+    active = HeldRequests()
     for name in ("kept", "gone", "again"):
         active.add(name, 1, "n")
     before = active.snapshot()
@@ -19,21 +19,21 @@ def test_lost_is_what_the_same_claim_held_before_and_after() -> None:
 
 
 def test_unclaimed_needs_two_answers() -> None:
-    active = ActiveRequests()
+    active = HeldRequests()
     active.add("held", 1, "n")
     assert active.unclaimed({"held", "x"}) == []
     assert active.unclaimed({"held", "x"}) == ["x"]
 
 
 def test_unclaimed_that_vanishes_starts_anew() -> None:
-    active = ActiveRequests()
+    active = HeldRequests()
     active.unclaimed({"x"})
     active.unclaimed(set())
     assert active.unclaimed({"x"}) == []
 
 
 def test_unclaimed_waits_for_claims_that_were_on_their_way() -> None:
-    active = ActiveRequests()
+    active = HeldRequests()
     with active.claiming():
         assert active.unclaimed({"x"}) == []
         assert active.unclaimed({"x"}) == []
@@ -42,7 +42,7 @@ def test_unclaimed_waits_for_claims_that_were_on_their_way() -> None:
 
 
 def test_fence_of_what_isn_t_held_is_any_claim() -> None:
-    active = ActiveRequests()
+    active = HeldRequests()
     active.add("x", 3, "n")
     assert active.fence("x") == (3, "n")
     active.drop(["x", "y"])
@@ -55,14 +55,14 @@ def test_fence_of_what_isn_t_held_is_any_claim() -> None:
     [(AppendKind.OK, False), (AppendKind.GAP, False), (AppendKind.AWAY, False), (AppendKind.FENCED, True)],
 )
 def test_an_append_settles_its_own_claim(kind: AppendKind, is_over: bool) -> None:
-    active = ActiveRequests()
+    active = HeldRequests()
     active.add("x", 1, "n")
     assert active.settle(Append("x", 1, "n", 0, []), AppendOutcome(kind, 0)) is is_over
     assert ("x" in active) is not is_over
 
 
 def test_an_end_finishes_a_request_and_an_earlier_claim_s_loss_does_not() -> None:
-    active = ActiveRequests()
+    active = HeldRequests()
     active.add("x", 2, "m")
     assert active.settle(Append("x", 1, "n", 0, []), AppendOutcome(AppendKind.FENCED, 0))
     assert "x" in active
