@@ -1,8 +1,6 @@
 """Files and batches of tenants: what is uploaded, what runs of it, and what came of it."""
 
-from pagestream_streams.batches.files import FileBounds, FilePage, FileStore, new_file_id
-from pagestream_streams.batches.lease import BatchLease, Gone, Held, LeaseLost
-from pagestream_streams.batches.records import (
+from pagestream_streams.batches.batches import (
     CANCELLED,
     CANCELLING,
     COMPLETED,
@@ -13,13 +11,18 @@ from pagestream_streams.batches.records import (
     IN_PROGRESS,
     OUTPUT,
     VALIDATING,
+    ActiveBatch,
     Batch,
+    BatchLease,
+    BatchPage,
+    BatchRegistry,
+    Gone,
+    Held,
     Job,
-    StoredFile,
+    LeaseLost,
     Tokens,
 )
-from pagestream_streams.batches.registry import ActiveBatch, BatchPage, BatchRegistry
-from pagestream_streams.batches.stored_bytes import sweep
+from pagestream_streams.batches.files import FileBounds, FilePage, FileStore, StoredFile, new_file_id, sweep
 from pagestream_streams.errors import (
     BatchesFull,
     BatchNotFound,

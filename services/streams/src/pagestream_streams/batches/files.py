@@ -1,4 +1,4 @@
-"""Files of tenants: written in parts, read by offset, and removed when they expire."""
+"""Files of tenants: written in parts, read by offset, and removed when they expire; and what they take together."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pagestream_streams.batches.records import StoredFile
-from pagestream_streams.batches.stored_bytes import report
 from pagestream_streams.connection.connection import Connection
 from pagestream_streams.errors import FileInUse, FileNotFound, FilesFull, FileTooLarge
 from pagestream_streams.protocol.keys import tenant_tag
-from pagestream_streams.scripts import APPEND_FILE, BEGIN_FILE, DROP_FILE, END_FILE
+from pagestream_streams.scripts import APPEND_FILE, BEGIN_FILE, DROP_FILE, END_FILE, REPORT_BYTES, SWEEP_FILES
 
 _READ_AT_ONCE = 100
 _FIELDS = ("state", "name", "purpose", "created", "expires")
@@ -32,6 +30,20 @@ class FileBounds:
     """Of all files of all tenants."""
     num_files: int
     """Files of a tenant."""
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file that readers see."""
+
+    file_id: str
+    name: str
+    purpose: str
+    num_bytes: int
+    created_s: int
+    """Unix seconds, by Redis' clock."""
+    expires_ms: int
+    """Unix milliseconds, likewise."""
 
 
 class FileStore:
@@ -173,3 +185,26 @@ def _stored(file_id: str, fields: Sequence[bytes | None], num_bytes: int) -> Sto
     return StoredFile(
         file_id, (name or b"").decode(), (purpose or b"").decode(), num_bytes, int(created or 0), int(expires or 0)
     )
+
+
+async def report(connection: Connection, tag: str, num_bytes: int) -> int:
+    """Record what a tenant's files take; return the bytes of all tenants. Unavailable.
+
+    Both are known where their keys are, on two nodes of a cluster perhaps. So what is held in all may pass a bound by
+    the parts that are being written.
+    """
+    total: int = await connection.run(REPORT_BYTES, connection.keyspace.stored_bytes, tag, num_bytes)
+    return total
+
+
+async def all_bytes(connection: Connection) -> int:
+    """Return the bytes of all tenants, as they were reported. Unavailable."""
+    return int(await connection.execute("HGET", connection.keyspace.stored_bytes, "") or 0)
+
+
+async def sweep(connection: Connection) -> None:
+    """Remove what has expired of all tenants, and record anew what each one's files take. Unavailable."""
+    keyspace = connection.keyspace
+    for name in await connection.execute("HKEYS", keyspace.stored_bytes):
+        if tag := name.decode():
+            await report(connection, tag, await connection.run(SWEEP_FILES, keyspace.batches(tag)))

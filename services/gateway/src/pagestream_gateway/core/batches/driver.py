@@ -5,9 +5,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from pagestream_streams.batches.files import new_file_id
-from pagestream_streams.batches.lease import BatchLease
-from pagestream_streams.batches.records import (
+from pagestream_streams.batches.batches import (
     CANCELLED,
     CANCELLING,
     COMPLETED,
@@ -18,9 +16,10 @@ from pagestream_streams.batches.records import (
     IN_PROGRESS,
     VALIDATING,
     Batch,
+    BatchLease,
     Job,
 )
-from pagestream_streams.batches.stored_bytes import all_bytes
+from pagestream_streams.batches.files import all_bytes, new_file_id
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.tasks import cancel
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fastapi import APIRouter
-from pagestream_streams.batches.records import (
+from pagestream_streams.batches.batches import (
     CANCELLED,
     CANCELLING,
     COMPLETED,
