@@ -13,8 +13,8 @@ import statistics
 import time
 from dataclasses import fields
 
-from pagestream_engine.cache.block_map import BlockMap, block_map
-from pagestream_engine.cache.block_pool import BlockPool
+from pagestream_engine.kv_cache.block_pool import BlockPool
+from pagestream_engine.kv_cache.inspection import BlockMap, block_map
 from pagestream_engine.request import TokenSequence
 from pagestream_engine.sampling_params import SamplingParams
 from pagestream_engine.stats import EngineStats

@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from random import Random
 
-from pagestream_engine.cache.eviction.select import make_eviction_order
 from pagestream_engine.config import CacheConfig
+from pagestream_engine.kv_cache.eviction import make_eviction_order
 from pagestream_simulator.traces.files import TraceRow, read_trace
 from prefix_cache import SHORT_REQUESTS, TraceCache
 

@@ -41,11 +41,10 @@ from time import thread_time
 import torch
 from goals import print_goal
 from pagestream_engine import Engine, EngineConfig, SamplingParams, StepOutput
-from pagestream_engine.plan import PendingResult, StepPlan, StepResult
+from pagestream_engine.plan import PendingResult, ScheduledStep, StepPlan, StepResult
 from pagestream_engine.runner.persistent_batch import PersistentBatch
 from pagestream_engine.runner.results import pending_result
 from pagestream_engine.sampler import Sampled
-from pagestream_engine.scheduler.scheduled_step import ScheduledStep
 from pagestream_engine.stats import EngineStats
 from pagestream_streams import AppendKind, AppendOutcome
 from pagestream_streams.engine.append import append_arguments, slice_of

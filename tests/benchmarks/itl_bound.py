@@ -167,7 +167,7 @@ class FixedChunks:
 
     def begin(self, _num_decodes: int, num_tokens: int) -> Any:
         """Return a budget of `num_tokens` tokens."""
-        from pagestream_engine.scheduler.prefill_budget import ChunkBudget
+        from pagestream_engine.scheduler.budget import ChunkBudget
 
         return ChunkBudget(min(num_tokens, self.num_tokens))
 

@@ -14,7 +14,7 @@ from statistics import fmean, median
 
 from pagestream_engine.request import TokenSequence
 from pagestream_engine.sampling_params import SamplingParams
-from pagestream_engine.scheduler.length_predictor import LengthPredictor
+from pagestream_engine.scheduler.policies import LengthPredictor
 
 MOST_TOKENS = 131_072
 

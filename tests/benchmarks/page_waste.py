@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pagestream_engine import SchedulerConfig
-from pagestream_engine.cache import BlockPool, CacheManager
-from pagestream_engine.cache.fragmentation import fragmentation
+from pagestream_engine.kv_cache import BlockPool, CacheManager
+from pagestream_engine.kv_cache.inspection import fragmentation
 from pagestream_engine.plan import full_attention
 from pagestream_simulator.engine.step_contents import StepContents
 from pagestream_simulator.engine.virtual_engine import VirtualEngine, VirtualRequest

@@ -20,12 +20,10 @@ import argparse
 from collections.abc import Sequence
 from statistics import fmean
 
-from pagestream_engine.cache.block_pool import BlockPool
-from pagestream_engine.cache.eviction.base import EvictionOrder
-from pagestream_engine.cache.eviction.heap_order import HeapOrder
-from pagestream_engine.cache.eviction.select import make_eviction_order
-from pagestream_engine.cache.manager import CacheManager
 from pagestream_engine.config import ENGINE_OPTIONS
+from pagestream_engine.kv_cache.block_pool import BlockPool
+from pagestream_engine.kv_cache.eviction import EvictionOrder, HeapOrder, make_eviction_order
+from pagestream_engine.kv_cache.manager import CacheManager
 from pagestream_engine.plan import full_attention
 from pagestream_engine.request import SequenceState, TokenSequence
 from pagestream_engine.sampling_params import SamplingParams

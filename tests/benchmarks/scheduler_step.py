@@ -15,16 +15,16 @@ import gc
 from statistics import fmean, quantiles
 from time import thread_time
 
-from pagestream_engine.cache.block_pool import BlockPool
-from pagestream_engine.cache.manager import CacheManager
 from pagestream_engine.config import SchedulerConfig
+from pagestream_engine.detokenizer import IncrementalDetokenizer, Pieces
+from pagestream_engine.kv_cache.block_pool import BlockPool
+from pagestream_engine.kv_cache.manager import CacheManager
+from pagestream_engine.output import Generation
 from pagestream_engine.plan import full_attention
 from pagestream_engine.request import StepOutput, TokenSequence
 from pagestream_engine.sampling_params import SamplingParams
-from pagestream_engine.scheduler.policy_registry import make_policy
+from pagestream_engine.scheduler.policies import make_policy
 from pagestream_engine.scheduler.scheduler import Scheduler
-from pagestream_engine.step.generation import Generation
-from pagestream_engine.text.detokenizer import IncrementalDetokenizer, Pieces
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 BLOCK_SIZE = 16

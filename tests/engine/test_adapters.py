@@ -13,7 +13,7 @@ import pytest
 import torch
 from pagestream_engine import LLM, AdapterError, ConfigError, InvalidRequest, LoRARequest, RequestOutput, SamplingParams
 from pagestream_engine.features.lora.files import read_adapter
-from pagestream_engine.scheduler import ScheduledStep
+from pagestream_engine.plan import ScheduledStep
 from safetensors.torch import load_file, save_file
 from support.engines.lora_adapters import ATTENTION, MLP, make_adapter, merged_model
 from support.engines.tiny_models import VOCAB_SIZE, make_model, random_prompts, reference_model

@@ -21,8 +21,8 @@ from pagestream_engine.cpu import instruction_sets, read_cpuinfo, usable_instruc
 from pagestream_engine.layers.linear_methods import OnednnMethod, PlainMethod
 from pagestream_engine.layers.native.library import native_linears
 from pagestream_engine.native_build import find_compiler
+from pagestream_engine.plan import ScheduledSequence, ScheduledStep
 from pagestream_engine.runner import ModelRunner
-from pagestream_engine.scheduler import ScheduledSequence, ScheduledStep
 from support.engines.given_plans import given_plan
 from support.engines.recorded_logits import BLOCK_SIZE, NUM_TOKENS, Comparison, Logits, Run, differences
 from support.engines.tiny_models import make_model, random_prompts

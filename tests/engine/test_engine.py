@@ -22,11 +22,10 @@ from pagestream_engine import (
     StepOutput,
     TokenSequence,
 )
+from pagestream_engine.detokenizer import IncrementalDetokenizer, bad_words_token_ids
+from pagestream_engine.output import Generation
 from pagestream_engine.plan import PendingResult, StepLogprobs, StepPlan, StepResult
 from pagestream_engine.request import SequenceGroup
-from pagestream_engine.step.generation import Generation
-from pagestream_engine.text.bad_words import bad_words_token_ids
-from pagestream_engine.text.detokenizer import IncrementalDetokenizer
 from support.engines.arithmetic_model import (
     EOS,
     ArithmeticFacts,

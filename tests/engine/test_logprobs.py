@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from pagestream_engine import LLM, Engine, EngineConfig, InvalidRequest, RequestOutput, SamplingParams, StepOutput
-from pagestream_engine.scheduler import ScheduledStep
+from pagestream_engine.plan import ScheduledStep
 from support.engines.architectures import small_config, write_model
 from support.engines.tiny_models import VOCAB_SIZE, random_prompts, reference_model
 

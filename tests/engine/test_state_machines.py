@@ -17,7 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pagestream_engine import Engine, EngineConfig, InvalidRequest, SamplingParams, Sibling, StepOutput, register_policy
-from pagestream_engine.cache import CACHED, FREE, HELD
+from pagestream_engine.kv_cache import CACHED, FREE, HELD
 from pagestream_engine.sampling_params import child_seed
 from pagestream_engine.scheduler import RoundRobin
 from support.engines.arithmetic_model import (

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from pagestream_engine import SchedulerConfig
-from pagestream_engine.cache import BlockPool, CacheManager
+from pagestream_engine.kv_cache import BlockPool, CacheManager
 from pagestream_engine.plan import full_attention
 from pagestream_simulator import SettingInvalidError
 from pagestream_simulator.engine import (

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from pagestream.v1.records_pb2 import BlockMap
-from pagestream_engine.cache import HELD
+from pagestream_engine.kv_cache import HELD
 from pagestream_streams import Broker, GatewaySession
 from pagestream_streams.admin import KEPT_MS, WATCHED_MS, BlockMaps, read_engine_loads
 from support.engines.arithmetic_worker import MODEL, TENANT, SlowRunner, accepted, running_worker

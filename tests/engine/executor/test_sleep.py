@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from pagestream_engine import LLM, ConfigError, EngineAsleep, InvalidRequest, SamplingParams, Sibling, SleepFailed
+from pagestream_engine.output import Generation
 from pagestream_engine.runner import ModelRunner
-from pagestream_engine.step.generation import Generation
 from support.engines.tiny_models import random_prompts
 
 pytestmark = pytest.mark.served

@@ -23,10 +23,8 @@ from pagestream_engine import (
     StepOutput,
     StructuredOutputsParams,
 )
-from pagestream_engine.grammar.allowed import Allowed
-from pagestream_engine.grammar.compiler import GrammarCompiler, Reply
-from pagestream_engine.grammar.reasoning_gate import Phase, ReasoningGate
-from pagestream_engine.grammar.walk import GrammarWalk
+from pagestream_engine.features.grammar.compiler import Allowed, GrammarCompiler, Reply
+from pagestream_engine.features.grammar.matcher import GrammarWalk, Phase, ReasoningGate
 from pagestream_engine.plan import PreparedGrammar
 from pagestream_engine.sampling_params import Grammar
 
@@ -145,7 +143,7 @@ def test_a_grammar_has_its_time_from_when_a_thread_begins_with_it(
     loaded: Engine, replies: Replies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr("pagestream_engine.executor.grammar_gate.time.monotonic", lambda: now)
+    monkeypatch.setattr("pagestream_engine.features.grammar.gate.time.monotonic", lambda: now)
 
     def ends() -> dict[str, str | None]:
         return {output.seq_id: output.error for output in loaded.step() if output.finish_reason == "error"}
@@ -177,7 +175,7 @@ def test_what_waits_has_its_time_when_those_before_it_had_too_much(
     loaded: Engine, replies: Replies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 2000.0
-    monkeypatch.setattr("pagestream_engine.executor.grammar_gate.time.monotonic", lambda: now)
+    monkeypatch.setattr("pagestream_engine.features.grammar.gate.time.monotonic", lambda: now)
 
     def ends(name: str = "") -> dict[str, str | None]:
         if name:
@@ -229,7 +227,7 @@ def test_what_is_there_waits_for_no_thread(monkeypatch: pytest.MonkeyPatch) -> N
     found = compiler._compile(grammar)
     assert not isinstance(found, RequestFault)
     compiler._keep(grammar, found)
-    monkeypatch.setattr("pagestream_engine.grammar.compiler.NUM_THREADS", 0)
+    monkeypatch.setattr("pagestream_engine.features.grammar.compiler.NUM_THREADS", 0)
     done: list[PreparedGrammar] = []
     compiler.prepare(grammar, done.append)
     assert done == [PreparedGrammar(grammar, None)]
@@ -323,7 +321,7 @@ def test_masks_that_take_long_again_and_again_end_their_request(
     loaded: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CPU time is charged, so that a machine that is busy otherwise ends nothing."""
-    monkeypatch.setattr("pagestream_engine.grammar.walk.MOST_OVER_S", 0.001)
+    monkeypatch.setattr("pagestream_engine.features.grammar.matcher.MOST_OVER_S", 0.001)
     loaded.add_request("long", [5, 6], in_grammar(f"x{'ab' * 20_000}[ab]|y[ab]{{9}}", logit_bias={94: 100.0}))
     loaded.add_request("free", [5, 6], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
     outputs = run_until(loaded, "long", 30)

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pagestream_engine import InvariantViolation
-from pagestream_engine.cache import BlockPool, check_cache, make_eviction_order
+from pagestream_engine.kv_cache import BlockPool, check_cache, make_eviction_order
 from pagestream_engine.plan import full_attention
 
 

@@ -3,7 +3,7 @@ from collections import deque
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pagestream_engine.cache import BlockHasher, BlockPool, CacheManager, FreeList, make_eviction_order
+from pagestream_engine.kv_cache import BlockHasher, BlockPool, CacheManager, FreeList, make_eviction_order
 from pagestream_engine.plan import NO_BLOCK, full_attention
 from support.engines.cached_sequences import make_seq, run
 

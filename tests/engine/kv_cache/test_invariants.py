@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from pagestream_engine import InvariantViolation, SamplingParams, TokenSequence
-from pagestream_engine.cache import BlockPool, CacheManager, check_cache
+from pagestream_engine.kv_cache import BlockPool, CacheManager, check_cache
 from pagestream_engine.plan import full_attention
 from pagestream_engine.request import SequenceGroup, SequenceState
 from pagestream_engine.scheduler import check_groups

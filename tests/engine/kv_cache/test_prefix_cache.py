@@ -2,7 +2,7 @@ from hashlib import sha256
 
 import pytest
 from pagestream_engine import TokenSequence
-from pagestream_engine.cache import BlockHasher, check_cache
+from pagestream_engine.kv_cache import BlockHasher, check_cache
 from pagestream_engine.plan import NO_BLOCK, KVSpec, make_layout
 from pagestream_engine.request import SequenceState
 from support.engines.cached_sequences import BLOCK_SIZE, LAYOUT, make_cache, make_seq, run

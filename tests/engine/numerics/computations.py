@@ -19,10 +19,8 @@ import numpy as np
 import pagestream_kernels as kernels
 import torch
 from pagestream_engine import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
+from pagestream_engine.detokenizer import IncrementalDetokenizer, Pieces, StopStringMatcher, bad_words_token_ids
 from pagestream_engine.sampler import SamplingBatch, TokenMasks
-from pagestream_engine.text.bad_words import bad_words_token_ids
-from pagestream_engine.text.detokenizer import IncrementalDetokenizer, Pieces
-from pagestream_engine.text.stop_strings import StopStringMatcher
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor

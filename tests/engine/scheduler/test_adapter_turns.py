@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from pagestream_engine import AdapterConfig, SamplingParams, SchedulerConfig, TokenSequence
-from pagestream_engine.cache import BlockPool, CacheManager
+from pagestream_engine.kv_cache import BlockPool, CacheManager
 from pagestream_engine.plan import LoadedAdapter, full_attention
 from pagestream_engine.request import Adapter, SequenceState
 from pagestream_engine.scheduler import PASS_LIMIT, AdapterResidency, Scheduler, make_policy

@@ -28,7 +28,7 @@ from pagestream_engine.scheduler import (
     WaitingQueue,
     make_policy,
 )
-from pagestream_engine.scheduler.length_predictor import LengthPredictor
+from pagestream_engine.scheduler.policies import LengthPredictor
 from support.engines.arithmetic_model import ArithmeticFacts, ArithmeticRunner, make_folder, undisturbed
 
 FACTS = ArithmeticFacts(vocab_size=23)

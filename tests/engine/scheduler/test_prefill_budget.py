@@ -5,14 +5,8 @@ from statistics import fmean
 
 import pytest
 from pagestream_engine import ConfigError, SamplingParams, SchedulerConfig, TokenSequence
-from pagestream_engine.scheduler import (
-    LEAST_SHARE,
-    LOOK_EVERY,
-    PrefillBudget,
-    RestoreCost,
-    ScheduledSequence,
-    ScheduledStep,
-)
+from pagestream_engine.plan import ScheduledSequence, ScheduledStep
+from pagestream_engine.scheduler import LEAST_SHARE, LOOK_EVERY, PrefillBudget, RestoreCost
 from support.engines.cached_sequences import make_seq
 
 BUDGET = 2048

@@ -1,16 +1,9 @@
 import pytest
 from pagestream_engine import SamplingParams, SchedulerConfig, SchedulingPolicy, TokenSequence
-from pagestream_engine.cache import BlockPool, CacheManager, check_cache
-from pagestream_engine.plan import full_attention
+from pagestream_engine.kv_cache import BlockPool, CacheManager, check_cache
+from pagestream_engine.plan import ScheduledStep, full_attention
 from pagestream_engine.request import SequenceState
-from pagestream_engine.scheduler import (
-    MOST_PASSING,
-    FirstComeFirstServed,
-    ScheduledStep,
-    Scheduler,
-    check_groups,
-    make_policy,
-)
+from pagestream_engine.scheduler import MOST_PASSING, FirstComeFirstServed, Scheduler, check_groups, make_policy
 
 BLOCK_SIZE = 4
 

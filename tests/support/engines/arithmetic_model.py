@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 from pagestream_engine import EngineConfig, SamplingParams
+from pagestream_engine.features.beams import BeamSearch
 from pagestream_engine.plan import HostMemory, KVSpec, PendingResult, StepLogprobs, StepPlan, StepResult, make_layout
 from pagestream_engine.request import LogprobRow
-from pagestream_engine.step.beam_search import BeamSearch
 from support.engines.tokenizers import byte_level
 from tokenizers import Tokenizer
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from pagestream_engine import SamplingParams, TokenSequence
-from pagestream_engine.cache import BlockPool, CacheManager
+from pagestream_engine.kv_cache import BlockPool, CacheManager
 from pagestream_engine.plan import KVLayout, full_attention
 from pagestream_engine.request import SequenceState
 

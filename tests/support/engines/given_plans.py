@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 from pagestream_engine import SamplingParams
-from pagestream_engine.plan import BlockEdits, KVLayout, NewSequence, StepPlan, full_attention
-from pagestream_engine.scheduler import ScheduledStep
-from pagestream_engine.step.plan_builder import PlanBuilder
+from pagestream_engine.plan import BlockEdits, KVLayout, NewSequence, ScheduledStep, StepPlan, full_attention
+from pagestream_engine.steps import PlanBuilder
 
 MAX_ROWS = 64
 NO_ROW = -1  # of a sequence that no plan has sent yet

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from pagestream_engine import SchedulerConfig
-from pagestream_engine.cache import BlockPool, CacheManager
-from pagestream_engine.plan import full_attention
-from pagestream_engine.scheduler import ScheduledStep
+from pagestream_engine.kv_cache import BlockPool, CacheManager
+from pagestream_engine.plan import ScheduledStep, full_attention
 from pagestream_simulator.engine import VirtualEngine, VirtualRequest
 
 NUM_STREAMS = 32

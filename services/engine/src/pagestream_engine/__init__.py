@@ -68,8 +68,7 @@ if TYPE_CHECKING:
         SamplingParams,
         StructuredOutputsParams,
     )
-    from pagestream_engine.scheduler.policy import SchedulingPolicy
-    from pagestream_engine.scheduler.policy_registry import register_policy
+    from pagestream_engine.scheduler.policies import SchedulingPolicy, register_policy
     from pagestream_engine.sizing import CARDS, ModelSize, largest_batches, size_model
     from pagestream_engine.stats import EngineStats
 
@@ -242,8 +241,10 @@ _NAMES = {
         "SamplingParams",
         "StructuredOutputsParams",
     ),
-    "scheduler.policy": ("SchedulingPolicy",),
-    "scheduler.policy_registry": ("register_policy",),
+    "scheduler.policies": (
+        "SchedulingPolicy",
+        "register_policy",
+    ),
     "sizing": (
         "CARDS",
         "ModelSize",

@@ -8,40 +8,33 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pagestream_engine.cache.block_map import BlockMap, block_map
-from pagestream_engine.cache.block_pool import BlockPool
-from pagestream_engine.cache.eviction.select import make_eviction_order
-from pagestream_engine.cache.fragmentation import fragmentation
-from pagestream_engine.cache.invariants import check_cache
-from pagestream_engine.cache.manager import CacheManager
 from pagestream_engine.capacity import fit_model_len
 from pagestream_engine.config import EngineConfig
+from pagestream_engine.detokenizer import Pieces
 from pagestream_engine.errors import InvalidRequest, InvariantViolation, OutOfMemory
 from pagestream_engine.executor.base import RunnerFactory, make_model_runner, make_tier
-from pagestream_engine.executor.grammar_gate import GrammarGate
-from pagestream_engine.executor.pipeline import StepPipeline
 from pagestream_engine.executor.select import make_executor
+from pagestream_engine.features.beams import Searches, SearchLimits, make_search
+from pagestream_engine.features.best_of import Contests, make_contest
+from pagestream_engine.features.grammar.gate import GrammarGate
 from pagestream_engine.features.lora.pool import AdapterRegistry
 from pagestream_engine.features.sleep import Sleep, forget_prefixes
 from pagestream_engine.intake import Intake
+from pagestream_engine.kv_cache.block_pool import BlockPool
+from pagestream_engine.kv_cache.eviction import make_eviction_order
+from pagestream_engine.kv_cache.inspection import BlockMap, block_map, check_cache, fragmentation
+from pagestream_engine.kv_cache.manager import CacheManager
 from pagestream_engine.models.folder import resolve_model
 from pagestream_engine.models.tokenizer import load_tokenizer
+from pagestream_engine.output import Generation, OutputProcessor, Taken, failed_output
+from pagestream_engine.plan import ScheduledStep
 from pagestream_engine.plugins import import_plugins
 from pagestream_engine.request import Adapter, SequenceState, Sibling, StepOutput, TokenSequence
 from pagestream_engine.sampling_params import SamplingParams
-from pagestream_engine.scheduler.invariants import check_groups
-from pagestream_engine.scheduler.policy_registry import make_policy
-from pagestream_engine.scheduler.scheduled_step import ScheduledStep
-from pagestream_engine.scheduler.scheduler import Scheduler
+from pagestream_engine.scheduler.policies import make_policy
+from pagestream_engine.scheduler.scheduler import Scheduler, check_groups
 from pagestream_engine.stats import EngineStats, StepCounts
-from pagestream_engine.step.contests import Contests, make_contest
-from pagestream_engine.step.generation import Generation, Taken
-from pagestream_engine.step.output_processor import OutputProcessor
-from pagestream_engine.step.plan_builder import PlanBuilder
-from pagestream_engine.step.search_intake import SearchLimits, make_search
-from pagestream_engine.step.searches import Searches
-from pagestream_engine.step.texts import failed_output
-from pagestream_engine.text.detokenizer import Pieces
+from pagestream_engine.steps import PlanBuilder, StepPipeline
 
 _log = logging.getLogger(__name__)
 

@@ -9,13 +9,11 @@ from itertools import chain
 from tokenizers import Tokenizer
 
 from pagestream_engine import parameter_checks as checks
+from pagestream_engine.detokenizer import IncrementalDetokenizer, Pieces, bad_words_token_ids, is_fault_of_request
 from pagestream_engine.errors import InvalidRequest, PromptTooLong
+from pagestream_engine.output import Generation
 from pagestream_engine.request import Adapter, Sibling, TokenSequence, salted
 from pagestream_engine.sampling_params import ALL_LOGPROBS, SamplingParams
-from pagestream_engine.step.generation import Generation
-from pagestream_engine.text.bad_words import bad_words_token_ids
-from pagestream_engine.text.detokenizer import IncrementalDetokenizer, Pieces
-from pagestream_engine.text.faults import is_fault_of_request
 
 
 class Intake:

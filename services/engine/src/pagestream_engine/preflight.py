@@ -15,7 +15,7 @@ from typing import Any
 
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ConfigError
-from pagestream_engine.scheduler.policy_registry import make_policy
+from pagestream_engine.scheduler.policies import make_policy
 
 _CONTEXT = ("max_position_embeddings", "n_positions")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from time import perf_counter
 
-from pagestream_engine.plan import StepResult
-from pagestream_engine.scheduler.scheduled_step import ScheduledStep
+from pagestream_engine.plan import ScheduledStep, StepResult
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from pagestream_engine.cache.block_pool import BlockPool
-from pagestream_engine.cache.host_tier import HostTier
 from pagestream_engine.config import EngineConfig, SchedulerConfig
 from pagestream_engine.errors import ConfigError, UnsupportedOption
 from pagestream_engine.executor.load_times import LoadTimes
 from pagestream_engine.executor.preparations import GrammarRunner, Preparation, Prepared
+from pagestream_engine.kv_cache.block_pool import BlockPool
+from pagestream_engine.kv_cache.host_tier import HostTier
 from pagestream_engine.plan import HostMemory, KVLayout, PendingResult, StepPlan, StepResult
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from pagestream_engine.errors import InvariantViolation
-from pagestream_engine.grammar.compiler import GrammarCompiler
+from pagestream_engine.features.grammar.compiler import GrammarCompiler
 from pagestream_engine.plan import AdapterLoad, LoadedAdapter, PreparedGrammar
 from pagestream_engine.sampling_params import Grammar
 

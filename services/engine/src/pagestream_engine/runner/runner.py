@@ -15,13 +15,13 @@ from torch import Tensor
 from pagestream_engine.attention import prefers_triton
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ConfigError, OutOfMemory
+from pagestream_engine.features.grammar.compiler import GrammarCompiler
+from pagestream_engine.features.grammar.sampling import ConstrainedSampling
 from pagestream_engine.features.lora.pool import attach_adapters
 from pagestream_engine.features.offload import Copier, MovedTensors, moved_tensors
 from pagestream_engine.features.speculation import Drafts, verify
 from pagestream_engine.features.speculation.draft_model import TargetBlocks, load_draft, open_draft
 from pagestream_engine.features.speculation.speculation import make_speculation
-from pagestream_engine.grammar.compiler import GrammarCompiler
-from pagestream_engine.grammar.sampling import ConstrainedSampling
 from pagestream_engine.models.config import DTYPES, ModelInfo
 from pagestream_engine.models.select import open_model
 from pagestream_engine.models.source import Target

@@ -1,22 +1,20 @@
 """Sequences to steps: admission, chunked prefill, decode, preemption."""
 
-from pagestream_engine.scheduler.adapters.residency import AdapterResidency
-from pagestream_engine.scheduler.adapters.turns import PASS_LIMIT
 from pagestream_engine.scheduler.admission import MOST_PASSING
-from pagestream_engine.scheduler.invariants import check_groups
+from pagestream_engine.scheduler.budget import LEAST_SHARE, LOOK_EVERY, PrefillBudget, RestoreCost
+from pagestream_engine.scheduler.lora import PASS_LIMIT, AdapterResidency
 from pagestream_engine.scheduler.policies import (
     FairByTenant,
     FirstComeFirstServed,
     PriorityFirst,
     RoundRobin,
+    SchedulingPolicy,
     ShortestFirst,
+    WaitingQueue,
+    make_policy,
+    register_policy,
 )
-from pagestream_engine.scheduler.policy import SchedulingPolicy, WaitingQueue
-from pagestream_engine.scheduler.policy_registry import make_policy, register_policy
-from pagestream_engine.scheduler.prefill_budget import LEAST_SHARE, LOOK_EVERY, PrefillBudget
-from pagestream_engine.scheduler.restore_cost import RestoreCost
-from pagestream_engine.scheduler.scheduled_step import ScheduledSequence, ScheduledStep
-from pagestream_engine.scheduler.scheduler import Scheduler
+from pagestream_engine.scheduler.scheduler import Scheduler, check_groups
 
 __all__ = [
     "LEAST_SHARE",
@@ -30,8 +28,6 @@ __all__ = [
     "PriorityFirst",
     "RestoreCost",
     "RoundRobin",
-    "ScheduledSequence",
-    "ScheduledStep",
     "Scheduler",
     "SchedulingPolicy",
     "ShortestFirst",

@@ -17,19 +17,15 @@ from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
-from pagestream_engine.cache.manager import CachedPrefix, CacheManager
-from pagestream_engine.cache.shortage import least_wanted_blocks
 from pagestream_engine.config import SchedulerConfig
 from pagestream_engine.errors import InvariantViolation
+from pagestream_engine.kv_cache.manager import CachedPrefix, CacheManager
+from pagestream_engine.plan import ScheduledSequence
 from pagestream_engine.request import SequenceGroup, TokenSequence
-from pagestream_engine.scheduler.adapters.turns import AdapterTurns
-from pagestream_engine.scheduler.decode import DecodeSet
-from pagestream_engine.scheduler.policy import WaitingQueue
-from pagestream_engine.scheduler.prefill import PrefillSet
-from pagestream_engine.scheduler.prefill_budget import ChunkBudget
-from pagestream_engine.scheduler.restore_cost import RestoreCost
-from pagestream_engine.scheduler.scheduled_step import ScheduledSequence
-from pagestream_engine.scheduler.seats import Seats
+from pagestream_engine.scheduler.budget import ChunkBudget, RestoreCost
+from pagestream_engine.scheduler.lora import AdapterTurns
+from pagestream_engine.scheduler.policies import WaitingQueue
+from pagestream_engine.scheduler.running import DecodeSet, PrefillSet
 
 RESERVE_SHARE = 4
 """Blocks are kept free for one in so many running sequences when another is admitted: a few steps of growth, so that
@@ -357,3 +353,55 @@ def _may_be_passed(group: SequenceGroup, obstacle: Obstacle) -> bool:
     if group.num_passed >= MOST_PASSING:
         return False
     return obstacle is not Obstacle.BLOCKS or not any(seq.was_admitted for seq in group.members)
+
+
+class Seats:
+    """A limit of the sequences that run, beyond which they may be while it was lowered under them.
+
+    Those beyond it leave only by their ends. So a group that displaces others then takes no more places than it would
+    at a full batch, and it has to get these, although more than the limit run.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        """Sequences that run at once. It may be set to less while they run, from 1 on."""
+        self._kept_for: SequenceGroup | None = None
+        self._num_kept = 0
+
+    def limit_for(self, group: SequenceGroup) -> int:
+        """Return how many may run at once with a group, once it has started."""
+        return max(self.most, self._num_kept) if group is self._kept_for else self.most
+
+    def keep(self, group: SequenceGroup, num_running: int) -> None:
+        """Keep as many seats as are taken now for a group, for which some of those that run are about to be displaced.
+
+        They are kept until it starts: it need not be in this step.
+        """
+        self._num_kept = max(self.limit_for(group), num_running)
+        self._kept_for = group
+
+    def note_start(self, group: SequenceGroup) -> None:
+        """Note that a group starts, or a part of it."""
+        if group is self._kept_for:
+            self._kept_for = None
+
+
+def least_wanted_blocks(cache: CacheManager, seq: TokenSequence, prefix: CachedPrefix, chunk: int) -> int:
+    """Free blocks that a waiting sequence takes at least, whatever prefix a lookup finds while the pool's watch lasts.
+
+    What it takes is `num_promised_blocks` and `num_free_blocks_used_by`. A cached block that is free counts in one
+    where it does not in the other: only those that running sequences hold save anything. There can be more of them
+    when a block of the cached prefix, or the one after it, is cached or touched anew; the pool watches for that.
+
+    Args:
+        cache: its pool watches from now on for this sequence, beside those that it watches for.
+        prefix: what `get_computed_blocks` has found for it.
+        chunk: most tokens of a step.
+    """
+    num_blocks, watched = 0, list[bytes]()
+    for group_cache, table in zip(cache.groups, prefix.tables, strict=True):
+        num_held, block_hashes = group_cache.most_held(seq, table, prefix.most_tokens)
+        num_blocks += max(0, group_cache.group.max_blocks_held(len(seq), chunk) - num_held)
+        watched += block_hashes
+    cache.pool.watch_also(watched)
+    return num_blocks

@@ -1,12 +1,199 @@
-"""The policies that come with the engine. None looks at a clock: equal requests are ordered equally in each run."""
+"""Who goes first: the order of admission, the order of preemption, and the queue that waits by it.
+
+None of the policies that come with the engine looks at a clock: equal requests are ordered equally in each run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from heapq import heapify, heappop, heappush
+from itertools import chain, islice, takewhile
+from math import log2
+from typing import Any, NamedTuple
 
-from pagestream_engine.request import TokenSequence
-from pagestream_engine.scheduler.length_predictor import LengthPredictor
-from pagestream_engine.scheduler.policy import SchedulingPolicy
+from pagestream_engine.errors import ConfigError
+from pagestream_engine.request import SequenceGroup, TokenSequence
+
+
+class SequenceEvents:
+    """What a policy may learn of each sequence, siblings included. By default it learns nothing."""
+
+    def arrived(self, seq: TokenSequence) -> None:
+        """Note that a sequence was added; a resumed one has output tokens."""
+
+    def scheduled(self, seq: TokenSequence) -> None:
+        """Note that a sequence was admitted, at first or again."""
+
+    def preempted(self, seq: TokenSequence) -> None:
+        """Note that a running sequence has lost its place, before it is queued again."""
+
+    def ended(self, seq: TokenSequence, *, is_complete: bool) -> None:
+        """Note that a sequence is gone: complete, or aborted."""
+
+
+class SchedulingPolicy(SequenceEvents, ABC):
+    """Decides the order in which sequences are admitted, which of them is preempted where blocks run out, and which
+    loses its place to one that waits.
+
+    A group of siblings goes by its first. Of equal ranks the earlier arrival goes first. The ranks of a sequence are
+    numbers other than NaN. They may depend on what it was added with (`num_prompt_tokens`, `params`, `priority`,
+    `aged_classes`, `tenant`, `weight`, `arrival`), which a policy does not change, and on the events before; a
+    sequence's own change only in `arrived` and `preempted`, of that sequence. So no two preempt each other in turns.
+    """
+
+    displaces = False
+    """Whether `may_displace` is ever true; without, it is not asked."""
+
+    interrupts = False
+    """Whether a sequence of class 0 displaces those of lower classes: it may be added to a full engine."""
+
+    queue_order = "fcfs"
+    """The built-in policy by which requests go that wait in a queue outside of the engine, which several engines share:
+    "fcfs" (by arrival and class), "shortest_first" or "fair"."""
+
+    @abstractmethod
+    def rank(self, seq: TokenSequence) -> float:
+        """Return its place: the lowest rank is admitted first, and its prompt computed first."""
+
+    def victim_rank(self, seq: TokenSequence) -> float:
+        """Return its place in the order of preemption, by default `rank`: the highest is preempted first."""
+        return self.rank(seq)
+
+    def may_displace(self, waiting: TokenSequence, running: TokenSequence) -> bool:
+        """Whether the first one that waits, for want of a seat or of blocks, takes the place of one that runs.
+
+        Those with the highest victim ranks lose theirs, no more than it needs. For two sequences it must not be true
+        both ways without tokens in between: they would take turns for ever.
+        """
+        return False
+
+
+Place = tuple[float, int]
+"""Rank and arrival of a group's first member: the lowest goes first."""
+
+
+class WaitingQueue:
+    """Waiting groups by the rank of their first member: O(log n) to push and pop. One that lost all its members is left
+    behind and skipped.
+
+    Groups that may not start for now can be set aside, in lanes, or held back for the rest of a step; they stay in the
+    queue, but are not shown.
+    """
+
+    def __init__(self, policy: SchedulingPolicy) -> None:
+        self._policy = policy
+        self._heap: list[tuple[float, int, SequenceGroup]] = []
+        self._lanes: dict[str, list[tuple[float, int, SequenceGroup]]] = {}
+        self._held_back: list[tuple[float, int, SequenceGroup]] = []
+        self._num_groups = 0
+        self._num_sequences = 0
+
+    def __len__(self) -> int:
+        """Sequences, not groups."""
+        return self._num_sequences
+
+    def __iter__(self) -> Iterator[TokenSequence]:
+        entries = chain(self._heap, self._held_back, *self._lanes.values())
+        return (seq for _, _, group in entries for seq in group.members)
+
+    def push(self, group: SequenceGroup) -> None:
+        """Add a group, all of whose members wait."""
+        first = group.members[0]
+        heappush(self._heap, (self._policy.rank(first), first.arrival, group))
+        self._num_groups += 1
+        self._num_sequences += len(group.members)
+
+    def peek(self) -> SequenceGroup | None:
+        """The next one, which stays."""
+        while self._heap and not self._heap[0][2].members:
+            heappop(self._heap)
+        return self._heap[0][2] if self._heap else None
+
+    @property
+    def head_place(self) -> Place:
+        """Of the group that `peek` showed."""
+        return self._heap[0][:2]
+
+    @property
+    def is_all_aside(self) -> bool:
+        """Whether there is no group but those that were set aside."""
+        return self.peek() is None
+
+    @property
+    def held_back(self) -> Iterator[SequenceGroup]:
+        """The groups that are not shown for the rest of this step."""
+        return (group for _, _, group in self._held_back)
+
+    def hold_back(self) -> None:
+        """Show the groups behind the one that `peek` showed, until `show_held_back`."""
+        self._held_back.append(heappop(self._heap))
+
+    def show_held_back(self) -> None:
+        """Show again what was held back, each in its place."""
+        for entry in self._held_back:
+            heappush(self._heap, entry)
+        self._held_back.clear()
+
+    def num_before_next(self) -> int:
+        """Return how many of the members of the group that `peek` showed go before the group behind it, by their own
+        ranks: at least the first."""
+        entry = heappop(self._heap)
+        behind = self._heap[0][:2] if self.peek() is not None else None
+        heappush(self._heap, entry)
+        members, rank = entry[2].members, self._policy.rank
+        if behind is None:
+            return len(members)
+        return 1 + sum(1 for _ in takewhile(lambda seq: (rank(seq), seq.arrival) < behind, members[1:]))
+
+    def set_aside(self, lane: str) -> None:
+        """Move the group that `peek` showed to a lane."""
+        heappush(self._lanes.setdefault(lane, []), heappop(self._heap))
+
+    def take_back(self, lane: str) -> None:
+        """Show a lane's groups again, each in its place."""
+        for entry in self._lanes.pop(lane):
+            heappush(self._heap, entry)
+
+    def lanes(self) -> dict[str, Place]:
+        """Return the place of the first group in each lane."""
+        for lane, entries in list(self._lanes.items()):
+            while entries and not entries[0][2].members:
+                heappop(entries)
+            if not entries:
+                del self._lanes[lane]
+        return {lane: entries[0][:2] for lane, entries in self._lanes.items()}
+
+    def pop(self) -> SequenceGroup:
+        """Take the one that `peek` showed."""
+        group = heappop(self._heap)[2]
+        self._num_groups -= 1
+        self._num_sequences -= len(group.members)
+        return group
+
+    def forget(self, seq: TokenSequence) -> None:
+        """Take one sequence out of its group, which is in the queue."""
+        seq.group.drop(seq)
+        self._num_sequences -= 1
+        self._num_groups -= not seq.group.members
+        if len(self._heap) + sum(map(len, self._lanes.values())) > 2 * self._num_groups + 64:
+            for entries in (self._heap, *self._lanes.values()):
+                entries[:] = [entry for entry in entries if entry[2].members]
+                heapify(entries)
+
+    def merge(self, group: SequenceGroup, joining: SequenceGroup) -> None:
+        """Let the members of a group that is not queued join a waiting one, each in the place of its rank."""
+        for entries in (self._heap, *self._lanes.values()):
+            entries[:] = [entry for entry in entries if entry[2] is not group]
+            heapify(entries)
+        self._num_groups -= 1
+        self._num_sequences -= len(group.members)
+        merged = [*group.members, *joining.members]
+        merged.sort(key=lambda seq: (self._policy.rank(seq), seq.arrival))
+        both = SequenceGroup(merged)
+        both.num_passed = group.num_passed
+        self.push(both)
+
 
 CLASS_ARRIVALS = 256
 """Sequences of the class above that came later and overtake one, at most."""
@@ -199,3 +386,150 @@ class FairByTenant(SchedulingPolicy):
             for name in idle:
                 if self._tenants[name] <= self._now:
                     del self._tenants[name]
+
+
+_BUILT_IN: dict[str, Callable[[], SchedulingPolicy]] = {
+    "fcfs": FirstComeFirstServed,
+    "priority": PriorityFirst,
+    "shortest_first": ShortestFirst,
+    "round_robin": RoundRobin,
+    "fair": FairByTenant,
+}
+_registered: dict[str, Callable[[], SchedulingPolicy]] = {}
+
+
+def register_policy(name: str, factory: Callable[[], SchedulingPolicy]) -> None:
+    """Let `scheduling_policy` name a policy of one's own, in this process; it comes before a built-in one of that name.
+
+    Call it in a module that `plugins` names: each process that schedules imports that one.
+
+    Args:
+        name: what settings say.
+        factory: makes the policy of one engine, such as the class; replaces an earlier one of the same name.
+
+    Raises:
+        ConfigError: the factory can't be called.
+    """
+    if not callable(factory):
+        raise ConfigError("factory", factory, "a SchedulingPolicy's class, or a function that returns a policy")
+    _registered[name] = factory
+
+
+def make_policy(name: str) -> SchedulingPolicy:
+    """Make the policy of this name.
+
+    Raises:
+        ConfigError: there is none, or its factory makes something else.
+    """
+    factories = _BUILT_IN | _registered
+    if name not in factories:
+        hint = "a module that plugins names adds others by register_policy"
+        raise ConfigError("scheduling_policy", name, f"one of {', '.join(factories)}", hint)
+    policy = factories[name]()
+    if not isinstance(policy, SchedulingPolicy):
+        raise ConfigError("scheduling_policy", policy, f"a SchedulingPolicy from the factory of {name!r}")
+    return policy
+
+
+OCTAVE_PARTS = 4
+"""Prompts whose lengths lie within this part of an octave are alike. Mean absolute error on the conversations of the
+Azure trace of 2023: whole octaves 67 tokens, halves 55, quarters 46, eighths 45."""
+PRIOR = 8
+"""Requests that it takes until those that are most alike weigh as much as all others."""
+_Key = tuple[int | str, ...]
+"""Of a median: () of all requests, then the part of an octave of the prompt's length, the tenant, and the power of two
+of what the answer may have at most."""
+LENGTH_MEMORY = 200
+"""Requests that a median is of, about."""
+MOST_MEDIANS = 4096
+"""Of tenants and lengths; beyond, the one that was needed least recently goes."""
+LEAST_SCALE = 8.0
+"""Tokens that a median moves by at least, times the weight of a request."""
+
+
+class _Median:
+    """A running median: it moves a part of itself towards each value, a smaller one the more values it knows."""
+
+    __slots__ = ("num_values", "value")
+
+    def __init__(self) -> None:
+        self.num_values = 0
+        self.value = 0.0
+
+    def note(self, value: float) -> None:
+        self.num_values = min(self.num_values + 1, LENGTH_MEMORY)
+        if self.num_values == 1:
+            self.value = value
+            return
+        step = max(self.value, LEAST_SCALE) / self.num_values
+        self.value += min(step, max(-step, value - self.value))
+
+
+class RequestShape(NamedTuple):
+    """What is known of a request's length before it runs."""
+
+    num_prompt_tokens: int
+    tenant: str
+    most_output_tokens: int
+
+
+class LengthPredictor:
+    """Medians of output lengths, of ever more similar requests: all, prompts about as long, the tenant's among these,
+    and those with a similar `max_tokens`. Each is blended with the one before by how many requests it knows."""
+
+    def __init__(self) -> None:
+        self._medians: dict[_Key, _Median] = {}
+
+    def expected(self, seq: TokenSequence) -> float:
+        """Return the output tokens to expect of a sequence, at most what it may have."""
+        return self.expected_of(_shape(seq))
+
+    def expected_of(self, shape: RequestShape) -> float:
+        """Return the output tokens to expect of a request, at most what it may have."""
+        most = shape.most_output_tokens
+        found = float(most)
+        weight = 0  # `max_tokens` counts only until something is known
+        for key in _keys(shape):
+            median = self._medians.get(key)
+            if median is not None:
+                found = (found * weight + median.value * median.num_values) / (weight + median.num_values)
+            weight = PRIOR
+        return min(found, float(most))
+
+    def note(self, seq: TokenSequence) -> None:
+        """Learn from a sequence that is complete."""
+        self.note_length(_shape(seq), seq.num_output_tokens)
+
+    def note_length(self, shape: RequestShape, num_output_tokens: int) -> None:
+        """Learn from a request that is complete."""
+        for key in _keys(shape):
+            median = self._medians.pop(key, None) or _Median()
+            median.note(num_output_tokens)
+            self._medians[key] = median
+        while len(self._medians) > MOST_MEDIANS:
+            del self._medians[next(iter(self._medians))]
+
+    def table(self, most_rows: int) -> dict[str, Any]:
+        """Return the medians that were needed last, for others to expect by: a JSON document.
+
+        "rows" has [part of the octave of the prompt's length or None for any, tenant or None, median, requests], at
+        most `most_rows`; "octave_parts" and "prior" are the constants here.
+        """
+        rows = [
+            [*key, *(None,) * (2 - len(key)), round(median.value), median.num_values]
+            for key, median in islice(reversed(self._medians.items()), 2 * most_rows)
+            if len(key) <= 2
+        ]
+        return {"octave_parts": OCTAVE_PARTS, "prior": PRIOR, "rows": rows[:most_rows]}
+
+
+def _shape(seq: TokenSequence) -> RequestShape:
+    return RequestShape(seq.num_prompt_tokens, seq.tenant, seq.most_total_tokens - seq.num_prompt_tokens)
+
+
+def _keys(shape: RequestShape) -> Iterator[_Key]:
+    length = int(OCTAVE_PARTS * log2(shape.num_prompt_tokens))
+    yield ()
+    yield (length,)
+    yield length, shape.tenant
+    yield length, shape.tenant, shape.most_output_tokens.bit_length()

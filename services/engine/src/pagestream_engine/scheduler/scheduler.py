@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
-from pagestream_engine.cache.manager import CacheManager
 from pagestream_engine.config import AdapterConfig, SchedulerConfig
+from pagestream_engine.errors import InvariantViolation
+from pagestream_engine.kv_cache.block_pool import BlockPool
+from pagestream_engine.kv_cache.manager import CacheManager
+from pagestream_engine.plan import NO_BLOCK, ScheduledSequence, ScheduledStep
 from pagestream_engine.request import NO_ROW, ChoiceSet, SequenceGroup, SequenceState, TokenSequence
-from pagestream_engine.scheduler.adapters.residency import AdapterResidency
-from pagestream_engine.scheduler.adapters.turns import AdapterTurns
 from pagestream_engine.scheduler.admission import Admission
-from pagestream_engine.scheduler.decode import DecodeSet
-from pagestream_engine.scheduler.displacement import Unit, displaced_units
-from pagestream_engine.scheduler.policy import SchedulingPolicy, WaitingQueue
-from pagestream_engine.scheduler.prefill import PrefillSet
-from pagestream_engine.scheduler.prefill_budget import ChunkBudget, PrefillBudget
-from pagestream_engine.scheduler.restore_cost import RestoreCost
-from pagestream_engine.scheduler.scheduled_step import ScheduledSequence, ScheduledStep
-from pagestream_engine.scheduler.steps_in_flight import StepsInFlight
+from pagestream_engine.scheduler.budget import ChunkBudget, PrefillBudget, RestoreCost
+from pagestream_engine.scheduler.lora import AdapterResidency, AdapterTurns
+from pagestream_engine.scheduler.policies import SchedulingPolicy, WaitingQueue
+from pagestream_engine.scheduler.running import DecodeSet, PrefillSet, StepsInFlight
 
 
 class Scheduler:
@@ -311,3 +310,89 @@ class Scheduler:
         self.num_requeues += 1
         self._decode.drop_stopped()
         self._prefill.drop_stopped()
+
+
+Unit = Sequence[TokenSequence]
+"""Running sequences of one group that lose their places together: one, or all beams of a search."""
+
+
+def displaced_units(
+    head: SequenceGroup,
+    by_victim_rank: Sequence[Unit],
+    policy: SchedulingPolicy,
+    admission: Admission,
+    pool: BlockPool,
+) -> list[Unit]:
+    """Return the fewest units, of the highest victim ranks, whose seats and blocks the first waiting group needs.
+
+    None where it has room. Where all that it may displace would not make room for it, they make room for half of its
+    choices, or half of these, and so on: a search needs all. Where not even one would have room, none is displaced:
+    their work would be lost for nothing. A block that others hold too counts with the last of them.
+
+    Args:
+        head: waits, and is the next to be admitted.
+        by_victim_rank: what runs.
+        policy: says whom `head` may displace.
+        admission: says what it lacks.
+        pool: says how often blocks are held.
+    """
+    first = head.members[0]
+    candidates = [unit for unit in reversed(by_victim_rank) if policy.may_displace(first, unit[0])]
+    if not candidates:
+        return []
+    count = len(head.members)
+    least = count if head.is_search else 1
+    while True:
+        chosen = _fewest(candidates, *admission.num_missing(head, count), pool)
+        if chosen is not None:
+            return chosen
+        if count == least:
+            return []
+        count //= 2
+
+
+def _fewest(candidates: Sequence[Unit], num_seats: int, num_blocks: int, pool: BlockPool) -> list[Unit] | None:
+    """Return the first candidates that have so many seats and blocks to themselves; None where all have not."""
+    chosen, dropped = list[Unit](), Counter[int]()
+    for unit in candidates:
+        if num_seats <= 0 and num_blocks <= 0:
+            return chosen
+        chosen.append(unit)
+        num_seats -= len(unit)
+        for block in chain.from_iterable(table for seq in unit for table in seq.block_tables):
+            if block != NO_BLOCK:  # as behind a window
+                dropped[block] += 1
+                num_blocks -= dropped[block] == pool.ref_counts[block]
+    return chosen if num_seats <= 0 and num_blocks <= 0 else None
+
+
+def check_groups(sequences: Iterable[TokenSequence]) -> None:
+    """Check that every unfinished sequence is a member of one group, and that the members of a group stand together.
+
+    Raises:
+        InvariantViolation: names the first contradiction.
+    """
+    sequences = list(sequences)
+    groups = {id(seq.group): seq.group for seq in sequences}
+    members = [seq for group in groups.values() for seq in group.members]
+    _require_groups(sorted(map(id, members)) == sorted(map(id, sequences)), "the groups' members are not the sequences")
+    for group in groups.values():
+        _check_group(group)
+
+
+def _check_group(group: SequenceGroup) -> None:
+    first = group.members[0]
+    for seq in group.members:
+        _require_groups(seq.group is group, f"{seq!r} is a member of two groups")
+        _require_groups(seq.state is first.state, f"{seq!r} does not stand where {first!r} stands")
+    for seq in group.followers:
+        _require_groups(seq in group.members, f"{seq!r} follows a group that it is no member of")
+        _require_groups(
+            seq.state is SequenceState.RUNNING and not any(seq.block_tables), f"{seq!r} follows, and holds blocks"
+        )
+    _require_groups(len(group.followers) in (0, len(group.members) - 1), f"{first!r} has not one leader in its group")
+
+
+def _require_groups(holds: bool, contradiction: str) -> None:
+    if not holds:
+        raise InvariantViolation(contradiction)

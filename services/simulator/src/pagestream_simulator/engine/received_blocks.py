@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pagestream_engine.cache.block_pool import BlockPool
-from pagestream_engine.cache.host_tier import HostTier
+from pagestream_engine.kv_cache.block_pool import BlockPool
+from pagestream_engine.kv_cache.host_tier import HostTier
 
 
 class ReceivedBlocks(HostTier):

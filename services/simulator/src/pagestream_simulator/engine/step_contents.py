@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Self
 
-from pagestream_engine.scheduler.scheduled_step import ScheduledStep
+from pagestream_engine.plan import ScheduledStep
 
 from pagestream_simulator.fleet.profile import StepCost
 

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from pagestream_engine.cache.manager import CacheManager
 from pagestream_engine.config import SchedulerConfig
+from pagestream_engine.kv_cache.manager import CacheManager
+from pagestream_engine.plan import ScheduledStep
 from pagestream_engine.request import TokenSequence
 from pagestream_engine.sampling_params import SamplingParams
-from pagestream_engine.scheduler.policy_registry import make_policy
-from pagestream_engine.scheduler.scheduled_step import ScheduledStep
+from pagestream_engine.scheduler.policies import make_policy
 from pagestream_engine.scheduler.scheduler import Scheduler
 
 Floats = npt.NDArray[np.float64]

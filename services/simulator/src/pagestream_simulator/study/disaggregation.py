@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pagestream_engine.cache.block_pool import BlockPool
-from pagestream_engine.cache.manager import CacheManager
 from pagestream_engine.config import DEFAULT_BLOCK_SIZE, SchedulerConfig
-from pagestream_engine.plan import full_attention
-from pagestream_engine.scheduler.scheduled_step import ScheduledStep
+from pagestream_engine.kv_cache.block_pool import BlockPool
+from pagestream_engine.kv_cache.manager import CacheManager
+from pagestream_engine.plan import ScheduledStep, full_attention
 
 from pagestream_simulator.engine.measured import LLAMA_3_1_8B_ON_TWO_A100
 from pagestream_simulator.engine.received_blocks import ReceivedBlocks

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pagestream_engine.cache.block_pool import BlockPool
-from pagestream_engine.cache.manager import CacheManager
 from pagestream_engine.config import SchedulerConfig
+from pagestream_engine.kv_cache.block_pool import BlockPool
+from pagestream_engine.kv_cache.manager import CacheManager
 from pagestream_engine.plan import full_attention
 
 from pagestream_simulator.engine.step_contents import StepContents

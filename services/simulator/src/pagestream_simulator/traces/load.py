@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from pagestream_engine.scheduler.length_predictor import LengthPredictor, RequestShape
+from pagestream_engine.scheduler.policies import LengthPredictor, RequestShape
 
 from pagestream_simulator.traces.context import scale_to_context
 from pagestream_simulator.traces.files import TraceRow

@@ -8,7 +8,7 @@ from typing import Any
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_engine.errors import InvalidRequest
 from pagestream_engine.request import Sibling, StepOutput
-from pagestream_engine.scheduler.length_predictor import LengthPredictor, RequestShape
+from pagestream_engine.scheduler.policies import LengthPredictor, RequestShape
 from pagestream_streams import Append, AppendKind, AppendOutcome, Claim, EngineSession
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.fault_points import FaultPoint, reach

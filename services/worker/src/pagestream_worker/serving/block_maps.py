@@ -6,7 +6,7 @@ import time
 
 from pagestream.v1.records_pb2 import BlockHolders, RunningSequence
 from pagestream.v1.records_pb2 import BlockMap as Record
-from pagestream_engine.cache.block_map import BlockMap
+from pagestream_engine.kv_cache.inspection import BlockMap
 from pagestream_engine.request import sibling_id
 from pagestream_engine.stats import EngineStats
 from pagestream_streams import EngineSession

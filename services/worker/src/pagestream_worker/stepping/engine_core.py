@@ -7,8 +7,8 @@ from concurrent.futures import Future
 from math import inf
 from typing import Protocol
 
-from pagestream_engine.cache.block_map import BlockMap
 from pagestream_engine.errors import RankLost
+from pagestream_engine.kv_cache.inspection import BlockMap
 from pagestream_engine.request import StepOutput
 
 from pagestream_worker.logs.token_columns import NO_TOKENS, TokenColumns

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar, cast
 
-from pagestream_engine.cache.block_map import BlockMap
 from pagestream_engine.errors import EngineError, ModelError
+from pagestream_engine.kv_cache.inspection import BlockMap
 
 from pagestream_worker.stepping import child, wire
 from pagestream_worker.stepping.commands import Command, FallAsleep, InspectModel, StartProfile, WakeUp

@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from pagestream_engine.cache.block_map import BlockMap
 from pagestream_engine.engine import Engine
+from pagestream_engine.kv_cache.inspection import BlockMap
 from pagestream_streams.fault_points import FaultPoint, reach
 
 from pagestream_worker.stepping.commands import Command, FallAsleep, InspectModel, StartProfile, Stop

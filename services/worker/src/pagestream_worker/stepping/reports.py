@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from pagestream_engine.cache.block_map import BlockMap
 from pagestream_engine.engine import Engine
+from pagestream_engine.kv_cache.inspection import BlockMap
 from pagestream_engine.models.folder import model_revision
 from pagestream_engine.plan import KVLayout
 from pagestream_engine.request import StepOutput

@@ -5,8 +5,8 @@ Beams and choices that the request does not ask for by an id of their own count 
 
 from collections.abc import Mapping
 
+from pagestream_engine.plan import ScheduledStep
 from pagestream_engine.request import sibling_id
-from pagestream_engine.scheduler.scheduled_step import ScheduledStep
 
 
 def prefill_remaining(step: ScheduledStep) -> Mapping[str, int]:

@@ -13,9 +13,9 @@ from math import inf
 
 from pagestream_engine.engine import Engine
 from pagestream_engine.errors import AdapterError, InvalidRequest, RequestFault, SleepFailed
+from pagestream_engine.output import REPLAY_TOKENS
+from pagestream_engine.plan import ScheduledStep
 from pagestream_engine.request import Sibling, StepOutput
-from pagestream_engine.scheduler.scheduled_step import ScheduledStep
-from pagestream_engine.step.generation import REPLAY_TOKENS
 
 from pagestream_worker.logs.token_columns import PlainSequences
 from pagestream_worker.stepping.commands import (

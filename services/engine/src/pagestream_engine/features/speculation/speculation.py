@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagestream_engine.config import EngineConfig
+from pagestream_engine.features.grammar.sampling import ConstrainedSampling
 from pagestream_engine.features.speculation.draft_model import DraftLengths, DraftModel, LoadedDraft, StepCost
 from pagestream_engine.features.speculation.drafts import (
     NO_TOKEN,
@@ -27,7 +28,6 @@ from pagestream_engine.features.speculation.drafts import (
     with_drafts,
 )
 from pagestream_engine.features.speculation.ngram import NgramProposer
-from pagestream_engine.grammar.sampling import ConstrainedSampling
 from pagestream_engine.parallel.ranks import Ranks
 from pagestream_engine.parallel.stages import Stage
 from pagestream_engine.plan import Int32Array, Int64Array, PendingResult, StepLogprobs, StepPlan, StepResult

@@ -1,1 +1,0 @@
-"""In which order free blocks are used anew: the part of the prefix cache that decides what it keeps."""

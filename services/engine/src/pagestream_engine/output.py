@@ -1,0 +1,375 @@
+"""From a step's tokens to outputs: text, log probabilities, and what ends.
+
+A sequence's text is a pure function of its tokens (`Generation`). What one request's text raises is its own end.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from pagestream_engine.detokenizer import IncrementalDetokenizer, Pieces, StopStringMatcher, is_fault_of_request
+from pagestream_engine.errors import InvalidRequest
+from pagestream_engine.plan import Float32Array, ScheduledStep, StepLogprobs, StepPromptLogprobs, StepResult
+from pagestream_engine.request import LogprobRow, SequenceState, StepOutput, TokenLogprob, TokenSequence
+from pagestream_engine.sampling_params import STATES_DTYPE
+from pagestream_engine.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from pagestream_engine.features.beams import RunningSearch, Searches
+
+_log = logging.getLogger(__name__)
+
+
+class OutputProcessor:
+    """Makes outputs of tokens that their sequences have got, and finishes the sequences that end with them.
+
+    Args:
+        scheduler: frees what a finished sequence holds.
+        generations: the text and stop state of each unfinished sequence, by its seq_id; finished ones are taken out.
+        searches: the beam searches, whose beams have no text.
+        pieces: makes the texts of log probabilities; None without a tokenizer.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, generations: dict[str, Generation], searches: Searches, pieces: Pieces | None
+    ) -> None:
+        self._scheduler = scheduler
+        self._generations = generations
+        self._searches = searches
+        self._pieces = pieces
+
+    def process(self, step: ScheduledStep, tokens: Sequence[Sequence[int]], result: StepResult) -> list[StepOutput]:
+        """Return an output for each prompt whose log probabilities are complete, then one for each new token.
+
+        What a step has sampled for a sequence past its end, or after it was aborted, is dropped.
+
+        Args:
+            step: a collected step, after `Scheduler.update_from_output`.
+            tokens: `result.tokens()`.
+        """
+        outputs: list[StepOutput] = []
+        if result.prompt_logprobs is not None:
+            outputs += self._take_prompt_logprobs(step, result.prompt_logprobs)
+        if result.has_one_each and result.logprobs is None and not step.ends_prompts:
+            outputs += self._take_one_each(step.sampled(), tokens)
+        else:
+            outputs += self._take_tokens(step.sampled(), tokens, result)
+        return outputs
+
+    def _take_tokens(
+        self, sampled: list[TokenSequence], tokens: Sequence[Sequence[int]], result: StepResult
+    ) -> list[StepOutput]:
+        """Return an output for each new token, up to the end of its sequence."""
+        errors, logprobs = result.errors, logprob_rows(result.logprobs)
+        pooled = {} if result.pooled is None else result.pooled.by_sample()
+        outputs: list[StepOutput] = []
+        ended: list[TokenSequence] = []
+        searches: dict[int, RunningSearch] = {}
+        for place, (seq, token_ids) in enumerate(zip(sampled, tokens, strict=True)):
+            if seq.state is not SequenceState.RUNNING:
+                continue  # It ended while the step was in flight.
+            if seq.params.use_beam_search:
+                if place in errors:
+                    outputs += self._searches.fail(seq.seq_id, errors[place])
+                elif token_ids:
+                    running = self._searches.note(seq, logprobs[place][0])
+                    searches[id(running)] = running
+                continue
+            if seq.ends_with_prompt and place not in errors:
+                taken = [ended_prompt(seq, pooled.get(place))]
+            else:
+                taken = self._take_some(seq, token_ids, logprobs.get(place))
+            if place in errors and not (taken and taken[-1].finish_reason is not None):
+                taken.append(failed_output(seq, errors[place]))
+            outputs += taken
+            if taken and taken[-1].finish_reason is not None:
+                ended.append(seq)
+        self._finish(ended)
+        for running in searches.values():
+            if running.is_due:
+                outputs += self._searches.advance(running)
+        return outputs
+
+    def _take_some(
+        self, seq: TokenSequence, token_ids: Sequence[int], logprobs: list[LogprobRow] | None
+    ) -> list[StepOutput]:
+        """Return the outputs of one sequence's new tokens, up to its end."""
+        generation = self._generations[seq.seq_id]
+        outputs: list[StepOutput] = []
+        for index, token_id in enumerate(token_ids):
+            output = output_of(generation, token_id, seq.num_output_tokens - len(token_ids) + index + 1)
+            if logprobs is not None:
+                output = with_logprobs(output, logprobs[index], seq, self._pieces)
+            outputs.append(output)
+            if output.finish_reason is not None:
+                break
+        return outputs
+
+    def _take_one_each(self, sampled: list[TokenSequence], tokens: Sequence[Sequence[int]]) -> list[StepOutput]:
+        """Do `_take_tokens` for a step without errors, drafts and log probabilities: most steps."""
+        generations, running = self._generations, SequenceState.RUNNING
+        outputs: list[StepOutput] = []
+        ended: list[TokenSequence] = []
+        for seq, (token_id,) in zip(sampled, tokens, strict=True):
+            if seq.state is not running:
+                continue  # It ended while the step was in flight.
+            output = output_of(generations[seq.seq_id], token_id, len(seq.token_ids) - seq.num_prompt_tokens)
+            outputs.append(output)
+            if output.finish_reason is not None:
+                ended.append(seq)
+        self._finish(ended)
+        return outputs
+
+    def _take_prompt_logprobs(self, step: ScheduledStep, given: StepPromptLogprobs) -> list[StepOutput]:
+        """Keep what chunks report of their prompts. Return an output for each prompt that is complete."""
+        outputs: list[StepOutput] = []
+        for part in prompt_logprob_rows(given):
+            seq = step.prefills[part.scheduled].seq
+            if seq.state is not SequenceState.RUNNING or not seq.wants_prompt_logprobs:
+                continue  # It ended while the step was in flight, or another choice has reported the prompt.
+            rows = self._generations[seq.seq_id].prompt_rows
+            rows[part.position - 1 :] = part.rows  # A preempted prompt is computed again, from its beginning.
+            if len(rows) == seq.num_prompt_tokens - 1:
+                for member in seq.choices.members:
+                    member.wants_prompt_logprobs = False
+                outputs.append(with_prompt_logprobs(seq, rows, self._pieces))
+                rows.clear()
+                if outputs[-1].finish_reason is not None:
+                    self._finish([seq])
+        return outputs
+
+    def _finish(self, ended: list[TokenSequence]) -> None:
+        for seq in ended:
+            del self._generations[seq.seq_id]
+        self._scheduler.finish_requests(ended)
+
+
+REPLAY_TOKENS = 512
+"""Output tokens that are replayed without a pause: 1.5 ms, with stop strings 7 ms."""
+
+
+class Taken(NamedTuple):
+    """What one token came to."""
+
+    text: str
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class Generation:
+    """The text and stop state of one sequence: a pure function of its prompt, its parameters and its output tokens.
+
+    So a resumed sequence goes on exactly: its former tokens are replayed through `take`.
+    """
+
+    __slots__ = (
+        "_detokenizer",
+        "_first_end",
+        "_hidden_stops",
+        "_matcher",
+        "_most_output_tokens",
+        "_stop_token_ids",
+        "prompt_rows",
+        "seq",
+    )
+
+    def __init__(
+        self,
+        seq: TokenSequence,
+        detokenizer: IncrementalDetokenizer | None,
+        eos_token_ids: frozenset[int] = frozenset(),
+        hidden_stops: Mapping[int, str] | None = None,
+    ) -> None:
+        params = seq.params
+        self.seq = seq
+        self.prompt_rows: list[LogprobRow] = []
+        """Of its prompt's tokens from the second on, as far as they are computed, until they are complete."""
+        self._detokenizer = detokenizer
+        self._most_output_tokens = seq.max_total_tokens - seq.num_prompt_tokens
+        self._stop_token_ids = frozenset(params.stop_token_ids or ()) - (
+            frozenset() if params.ignore_eos else eos_token_ids
+        )
+        include = params.include_stop_str_in_output
+        stops = params.stop_strings
+        self._first_end = 0 if params.structured_outputs is not None else params.min_tokens
+        """Output tokens from which an end token ends it. A grammar lets no end come earlier, unless it must."""
+        self._hidden_stops = hidden_stops or {}
+        """Stop strings that are special tokens which the text doesn't show, by their tokens."""
+        self._matcher = StopStringMatcher(stops, include_stop_string=include) if stops else None
+
+    def replay(self, output_token_ids: Sequence[int]) -> Generator[None, None, Taken | None]:
+        """Take the tokens of an earlier run, in parts of REPLAY_TOKENS, and yield after each.
+
+        Returns:
+            What the last one came to, where the output ends with it.
+
+        Raises:
+            InvalidRequest: there is no text of a token, or there are tokens after the end.
+        """
+        end = None
+        for count, token_id in enumerate(output_token_ids, 1):
+            if end is not None:
+                raise InvalidRequest(
+                    f"output_token_ids: given {len(output_token_ids)} tokens, expected at most {count - 1}, "
+                    "where the output ends by its parameters; resume with the parameters of the first run"
+                )
+            try:
+                taken = self.take(token_id, count)
+            except BaseException as error:
+                if not is_fault_of_request(error):
+                    raise
+                raise InvalidRequest(
+                    f"output_token_ids: given {token_id}, which the tokenizer can't make text of, expected ids of its "
+                    f"vocabulary: {error}"
+                ) from error
+            if taken.finish_reason is not None:
+                end = taken
+            elif count % REPLAY_TOKENS == 0:
+                yield
+        yield
+        return end
+
+    def take_plain(self, token_id: int, num_output_tokens: int) -> str | None:
+        """Take the next token as `take` does, and return its text, where it plainly ends nothing: most tokens.
+
+        None, and nothing done, where `take` has to look closer.
+        """
+        if (
+            num_output_tokens >= self._most_output_tokens
+            or token_id in self.seq.end_token_ids
+            or self._matcher is not None
+        ):
+            return None
+        return self._detokenizer.push(token_id) if self._detokenizer is not None else ""
+
+    def take(self, token_id: int, num_output_tokens: int) -> Taken:
+        """Take the next token, the `num_output_tokens`-th of the output."""
+        seq = self.seq
+        is_end = token_id in seq.end_token_ids and num_output_tokens >= self._first_end
+        text = ""
+        if self._detokenizer is not None and not (is_end and not seq.params.include_stop_str_in_output):
+            text = self._detokenizer.push(token_id)
+        if self._matcher is not None and num_output_tokens > seq.params.min_tokens:
+            text, stop_string = self._matcher.push(text)
+            if stop_string is not None:
+                return Taken(text, "stop", stop_string)
+            if not is_end and (hidden := self._hidden_stops.get(token_id)) is not None:
+                shown = hidden if seq.params.include_stop_str_in_output else ""
+                return Taken(text + self._flush() + shown, "stop", hidden)
+        if is_end:
+            return Taken(text + self._flush(), "stop", token_id if token_id in self._stop_token_ids else None)
+        if num_output_tokens >= self._most_output_tokens:
+            return Taken(text + self._flush(), "length")
+        return Taken(text)
+
+    def _flush(self) -> str:
+        """Everything that was held back: an unfinished character, the beginning of a stop string."""
+        rest = self._detokenizer.flush() if self._detokenizer is not None else ""
+        if self._matcher is None:
+            return rest
+        return self._matcher.push(rest).text + self._matcher.flush()
+
+
+def output_of(generation: Generation, token_id: int, num_output_tokens: int) -> StepOutput:
+    """Return the output of a sequence's next token, the `num_output_tokens`-th of its output."""
+    seq = generation.seq
+    try:
+        plain = generation.take_plain(token_id, num_output_tokens)
+        if plain is not None:
+            return StepOutput(seq.seq_id, token_id, plain, None, None, seq.num_cached_tokens)
+        text, finish, stop = generation.take(token_id, num_output_tokens)
+    except BaseException as error:  # noqa: BLE001 - what one request's text raises must not fail its neighbours
+        return _failed_by(error, seq, token_id)
+    return StepOutput(seq.seq_id, token_id, text, finish, stop, seq.num_cached_tokens)
+
+
+def token_logprobs(row: LogprobRow, pieces: Pieces | None) -> tuple[TokenLogprob, ...]:
+    """Return what an output has of a row; without `pieces` the tokens' texts are empty."""
+    return tuple(
+        TokenLogprob(token_id, logprob, index or row.rank, pieces.shown(token_id) if pieces is not None else "")
+        for index, (token_id, logprob) in enumerate(zip(row.token_ids, row.logprobs, strict=True))
+    )
+
+
+def with_logprobs(output: StepOutput, row: LogprobRow, seq: TokenSequence, pieces: Pieces | None) -> StepOutput:
+    """Return a token's output with its log probabilities."""
+    try:
+        output.logprobs = token_logprobs(row, pieces)
+    except BaseException as error:  # noqa: BLE001 - as for the text
+        return _failed_by(error, seq, output.token_id)
+    return output
+
+
+def with_prompt_logprobs(seq: TokenSequence, rows: list[LogprobRow], pieces: Pieces | None) -> StepOutput:
+    """Return the output of a prompt whose log probabilities are complete."""
+    try:
+        prompt_logprobs = tuple(token_logprobs(row, pieces) for row in rows)
+    except BaseException as error:  # noqa: BLE001 - as for the text
+        return _failed_by(error, seq, None)
+    return StepOutput(seq.seq_id, None, "", prompt_logprobs=prompt_logprobs)
+
+
+def ended_prompt(seq: TokenSequence, states: Float32Array | None) -> StepOutput:
+    """Return the end of a sequence that ends with its prompt, with the (hidden_size,) states pooled from it."""
+    if states is None:
+        return StepOutput(seq.seq_id, None, "", "length", None, seq.num_cached_tokens)
+    if not np.isfinite(states).all():
+        return failed_output(seq, "the hidden states of the prompt are not finite")
+    pooled = states.astype(STATES_DTYPE).tobytes()
+    return StepOutput(seq.seq_id, None, "", "stop", None, seq.num_cached_tokens, pooled=pooled)
+
+
+def failed_output(seq: TokenSequence, error: str, token_id: int | None = None) -> StepOutput:
+    """Return the end of a sequence that failed, with the token that it failed at, if there is one."""
+    return StepOutput(seq.seq_id, token_id, "", "error", None, seq.num_cached_tokens, error)
+
+
+def _failed_by(error: BaseException, seq: TokenSequence, token_id: int | None) -> StepOutput:
+    """Return the end of a sequence whose text has raised; raise what is no request's fault."""
+    if not is_fault_of_request(error):
+        raise error
+    _log.error("request %s failed", seq.seq_id, exc_info=error)
+    return failed_output(seq, f"{type(error).__name__}: {error}", token_id)
+
+
+class PromptRows(NamedTuple):
+    """What a chunk reports of its prompt."""
+
+    scheduled: int
+    """Index of its row in the step."""
+    position: int
+    """Place in the prompt of the first token that is reported."""
+    rows: list[LogprobRow]
+
+
+def prompt_logprob_rows(given: StepPromptLogprobs) -> Iterator[PromptRows]:
+    """Yield the rows of each chunk that reports some."""
+    token_ids, logprobs, ranks = given.token_ids.tolist(), given.logprobs.tolist(), given.ranks.tolist()
+    first = 0
+    columns = (given.scheduled, given.positions, given.num_tokens, given.counts)
+    for scheduled, position, num_tokens, count in zip(*(each.tolist() for each in columns), strict=True):
+        places = range(first, first + num_tokens)
+        width = count + 1
+        rows = [LogprobRow(token_ids[place][:width], logprobs[place][:width], ranks[place]) for place in places]
+        yield PromptRows(scheduled, position, rows)
+        first += num_tokens
+
+
+def logprob_rows(given: StepLogprobs | None) -> dict[int, list[LogprobRow]]:
+    """Return the rows of each sample that asked for them, one for each of its tokens, by its index.
+
+    Args:
+        given: the step's; None where no sample asked for any.
+    """
+    rows: dict[int, list[LogprobRow]] = {}
+    if given is None:
+        return rows
+    columns = (given.samples, given.counts, given.token_ids, given.logprobs, given.ranks)
+    for sample, count, token_ids, logprobs, rank in zip(*(each.tolist() for each in columns), strict=True):
+        row = LogprobRow(token_ids[: count + 1], logprobs[: count + 1], rank)
+        rows.setdefault(sample, []).append(row)
+    return rows

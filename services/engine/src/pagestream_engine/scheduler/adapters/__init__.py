@@ -1,1 +1,0 @@
-"""Which groups start by their adapters, and which adapters are in memory."""

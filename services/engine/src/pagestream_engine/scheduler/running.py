@@ -1,0 +1,270 @@
+"""The sequences that are admitted: those that decode, those whose prompts are computed in chunks, and how both move on
+when steps are sent and collected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from pagestream_engine.kv_cache.manager import CachedPrefix, CacheManager
+from pagestream_engine.plan import ScheduledSequence, ScheduledStep
+from pagestream_engine.request import NO_ROW, SequenceGroup, SequenceState, TokenSequence
+from pagestream_engine.scheduler.budget import ChunkBudget
+
+
+class DecodeSet:
+    """Running sequences that are sent but for their next token: they enter when the last chunk of their prompt is sent.
+
+    Their entries are made once and live as long as they decode.
+    """
+
+    def __init__(self, cache: CacheManager) -> None:
+        self.entries: list[ScheduledSequence] = []
+        self._cache = cache
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def add(self, seq: TokenSequence) -> None:
+        """Add a sequence with one unsent token: its last one, or the one that a step in flight samples."""
+        self.entries.append(ScheduledSequence(seq, num_scheduled_tokens=1, needs_sample=True))
+
+    def drop_stopped(self) -> None:
+        """Forget the sequences that no longer run, in one pass."""
+        running = SequenceState.RUNNING
+        self.entries = [entry for entry in self.entries if entry.seq.state is running]
+
+    def with_next_token(self) -> list[ScheduledSequence]:
+        """Return those that have another token to compute: not the ones whose last token a step in flight samples."""
+        # `len(seq)` is inlined: it runs for every decode in every step.
+        return [
+            entry
+            for entry in self.entries
+            if len(entry.seq.token_ids) + entry.seq.num_output_placeholders < entry.seq.max_total_tokens
+        ]
+
+    def with_chunk_in_flight(self) -> list[TokenSequence]:
+        """Return those whose last chunk a step in flight computes: its blocks are not cached yet."""
+        return [entry.seq for entry in self.entries if entry.seq.num_in_flight_tokens > 1]
+
+    def with_drafts(self, entries: list[ScheduledSequence], num_drafts: int, budget: int) -> list[ScheduledSequence]:
+        """Return entries with drafts, as far as they may still grow, and budget and free blocks allow.
+
+        Args:
+            entries: whose next token is covered by their blocks already.
+            num_drafts: most of each.
+            budget: most of all.
+        """
+        drafted = []
+        for entry in entries:
+            seq = entry.seq
+            if seq.params.use_beam_search:
+                drafted.append(entry)  # Its next token is chosen by the host.
+                continue
+            most = min(num_drafts, budget, seq.max_total_tokens - len(seq) - 1)
+            count = self._cache.num_fitting_tokens(seq, 1 + most)
+            self._cache.allocate_slots(seq, seq.num_sent_tokens + count)
+            budget -= count - 1
+            drafted.append(ScheduledSequence(seq, count, needs_sample=True))
+        return drafted
+
+    def needing_block(self, entries: list[ScheduledSequence]) -> list[TokenSequence]:
+        """Return those of `entries` that need a new block for their next token."""
+        block_size, group = self._cache.block_size, self._cache.finest_group
+        # `num_sent_tokens` is inlined for the same reason.
+        return [
+            seq
+            for entry in entries
+            if (seq := entry.seq).num_computed_tokens + seq.num_in_flight_tokens
+            == len(seq.block_tables[group]) * block_size
+        ]
+
+
+class PrefillSet:
+    """Admitted sequences before the last chunk of their tokens is sent, and followers that wait for their leader's."""
+
+    def __init__(self, cache: CacheManager) -> None:
+        self.sequences: list[TokenSequence] = []
+        """Those that compute: alone, as the leader of a group, or on from a prompt that a leader has computed."""
+        self._groups_with_followers: list[SequenceGroup] = []
+        self._cache = cache
+
+    def __len__(self) -> int:
+        """Followers are counted too."""
+        return len(self.sequences) + sum(len(group.followers) for group in self._groups_with_followers)
+
+    def __iter__(self) -> Iterator[TokenSequence]:
+        yield from self.sequences
+        yield from self.followers()
+
+    def followers(self) -> Iterator[TokenSequence]:
+        """Those that wait until their leader has computed the prompt, to share it."""
+        for group in self._groups_with_followers:
+            yield from group.followers
+
+    def get_computed_blocks(
+        self, group: SequenceGroup, leader: TokenSequence, *, count: int | None = None, may_load: bool = False
+    ) -> CachedPrefix:
+        """The cached prefix that a group, or `count` of its members, can start from: of a leader no more than what its
+        followers will share."""
+        most = leader.num_prompt_tokens if (count or len(group.members)) > 1 else None
+        return self._cache.get_computed_blocks(leader, most, may_load=may_load)
+
+    def start(self, group: SequenceGroup, leader: TokenSequence, prefix: CachedPrefix) -> None:
+        """Start a group: its leader from its cached prefix, the others when the leader has computed the prompt."""
+        for seq in group.members:
+            seq.state = SequenceState.RUNNING
+        group.followers = [seq for seq in group.members if seq is not leader]
+        if group.followers:
+            self._groups_with_followers.append(group)
+        self._start_one(leader, prefix)
+        if not leader.choices.was_admitted:
+            leader.choices.was_admitted = True
+            leader.num_cached_tokens = min(leader.num_computed_tokens, leader.num_prompt_tokens)
+        for seq in group.members:
+            seq.was_admitted = True
+
+    def follow(self, leader: TokenSequence) -> list[TokenSequence]:
+        """Let the followers share the prompt that their leader has computed. Return those that have no output yet and
+        sample from its logits, or have only one token to compute."""
+        followers, leader.group.followers = leader.group.followers, []
+        self._groups_with_followers.remove(leader.group)
+        ready = []
+        for seq in followers:
+            prefix = self._cache.get_computed_blocks(seq) if seq.num_output_tokens else None
+            if prefix is not None and prefix.num_tokens > seq.num_prompt_tokens:
+                self._cache.touch_prefix(seq, prefix)  # Of its own output, from before it was preempted.
+            else:
+                self._cache.fork(leader, seq, seq.num_prompt_tokens)
+            if seq.num_unsent_tokens > 1:
+                self.sequences.append(seq)
+            else:
+                ready.append(seq)
+        return ready
+
+    def leave_group(self, seq: TokenSequence) -> None:
+        """Take a sequence that has ended, decoding or not, out of its group; the followers of a leader get another."""
+        group = seq.group
+        was_leader = bool(group.followers) and seq not in group.followers
+        group.drop(seq)
+        if was_leader:
+            leader = group.choose_leader()
+            group.followers.remove(leader)
+            leader.row = NO_ROW  # It may have one, to sample from the leader's logits: now it computes itself.
+            self._start_one(leader, self.get_computed_blocks(group, leader))
+
+    def _start_one(self, seq: TokenSequence, prefix: CachedPrefix) -> None:
+        self._cache.touch_prefix(seq, prefix)
+        self.sequences.append(seq)
+
+    def next_chunk(self, seq: TokenSequence, budget: ChunkBudget) -> ScheduledSequence | None:
+        """Take blocks and budget for as many of its next tokens as both allow; None if that is not one."""
+        num_sent = seq.num_sent_tokens
+        num_tokens = self._cache.num_fitting_tokens(seq, min(seq.num_unsent_tokens, budget.limit(num_sent)))
+        if num_tokens == 0:
+            return None
+        budget.take(num_sent, num_tokens)
+        end = num_sent + num_tokens
+        self._cache.allocate_slots(seq, end)
+        needs_sample = end == len(seq.token_ids)
+        siblings = [other for other in seq.group.followers if not other.num_output_tokens] if needs_sample else ()
+        return ScheduledSequence(seq, num_tokens, needs_sample, siblings)
+
+    def drop_stopped(self) -> None:
+        """Forget the sequences that no longer run."""
+        self.sequences = [seq for seq in self.sequences if seq.state is SequenceState.RUNNING]
+        self._groups_with_followers = [group for group in self._groups_with_followers if group.followers]
+
+
+class StepsInFlight:
+    """Moves sequences on with each step: by placeholders when it is sent, by its tokens when it is collected.
+
+    `StepPipeline` shows that by the counts of one sequence.
+
+    A decode with drafts has as many placeholders as it may get tokens. What it did not get was not computed either, so
+    that the step after it, in flight already, begins earlier; its blocks cover that.
+    """
+
+    def __init__(self, cache: CacheManager, prefill: PrefillSet, decode: DecodeSet) -> None:
+        self.num_steps = 0
+        """Steps that were sent and not collected."""
+        self._cache = cache
+        self._prefill = prefill
+        self._decode = decode
+
+    def update_after_schedule(self, step: ScheduledStep) -> None:
+        """As `Scheduler.update_after_schedule`."""
+        self.num_steps += 1
+        for chunk in step.prefills:
+            chunk.seq.num_in_flight_tokens += chunk.num_scheduled_tokens
+            if chunk.needs_sample:
+                self._prefill.sequences.remove(chunk.seq)
+                self._decode.add(chunk.seq)
+                for seq in (chunk.seq, *chunk.siblings):
+                    seq.num_output_placeholders += 1
+        for entry in step.decodes:
+            seq, num_sent = entry.seq, entry.num_scheduled_tokens
+            seq.num_in_flight_tokens += num_sent
+            seq.num_output_placeholders += num_sent
+        if self._cache.tier is not None:
+            self._cache.tier.note_sent()
+        if step.copies:
+            # Whoever gets a source next writes it in a later step, which runs after the copies.
+            self._cache.copy_on_write.note_copied()
+
+    def update_from_output(self, step: ScheduledStep, tokens: Sequence[Sequence[int]]) -> None:
+        """As `Scheduler.update_from_output`."""
+        self.num_steps -= 1
+        if self._cache.tier is not None:
+            self._cache.tier.note_collected()
+        samples = iter(tokens)
+        for chunk in step.prefills:
+            self._update_chunk(chunk, samples)
+        self._update_decodes(step.decodes, samples)
+        self._cache.cache_queued_blocks(step.num_tokens)
+
+    def _update_decodes(self, decodes: Sequence[ScheduledSequence], samples: Iterator[Sequence[int]]) -> None:
+        """Append each decode's tokens. It has computed one for each: its last one, then the drafts that hold."""
+        block_size, note_full_block = self._cache.block_size, self._cache.note_full_block
+        running = SequenceState.RUNNING
+        for entry, token_ids in zip(decodes, samples, strict=True):
+            seq = entry.seq
+            if seq.state is not running:
+                continue
+            num_sent, num_computed = entry.num_scheduled_tokens, len(token_ids)
+            seq.token_ids += token_ids
+            seq.num_output_placeholders -= num_sent
+            seq.num_in_flight_tokens -= num_sent
+            end = seq.num_computed_tokens = seq.num_computed_tokens + num_computed
+            if end % block_size < num_computed:  # A block has become full.
+                note_full_block(seq)
+
+    def _update_chunk(self, chunk: ScheduledSequence, samples: Iterator[Sequence[int]]) -> None:
+        """Count a chunk, and append what was sampled. A sequence that got no token computes its last one again."""
+        running = SequenceState.RUNNING
+        sampled = [(seq, next(samples)) for seq in (chunk.seq, *chunk.siblings)] if chunk.needs_sample else []
+        lacks_token = bool(sampled) and not sampled[0][1]
+        ready = self._count_chunk(chunk, int(lacks_token)) if chunk.seq.state is running else ()
+        for seq, token_ids in sampled:
+            if seq.state is running:
+                seq.token_ids += token_ids
+                seq.num_output_placeholders -= 1
+                if not token_ids and seq is not chunk.seq:
+                    seq.num_computed_tokens -= 1
+        for follower in ready:
+            self._decode.add(follower)
+
+    def _count_chunk(self, chunk: ScheduledSequence, num_again: int) -> Iterable[TokenSequence]:
+        """Count a chunk as computed, but for so many tokens that are computed again. Return the followers that can
+        decode now."""
+        seq = chunk.seq
+        before = seq.num_computed_tokens // self._cache.block_size
+        seq.num_computed_tokens += chunk.num_scheduled_tokens - num_again
+        seq.num_in_flight_tokens -= chunk.num_scheduled_tokens
+        ready: Iterable[TokenSequence] = ()
+        if seq.group.followers and seq.num_computed_tokens + num_again >= seq.num_prompt_tokens:
+            ready = self._prefill.follow(seq)
+        if seq.num_computed_tokens // self._cache.block_size > before:
+            # After its followers have taken what they share: it may release some of it.
+            self._cache.note_full_block(seq)
+        return ready

@@ -1,1 +1,0 @@
-"""From scheduled steps to plans, and from their results to outputs."""
