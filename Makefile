@@ -6,7 +6,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.setup-done
 PACKAGES := proto kernels services/options services/scaling services/grammars services/telemetry services/streams \
-            services/engine services/worker services/gateway services/client services/simulator services/pagestream operator
+            services/batches services/engine services/worker services/gateway services/client services/simulator \
+            services/pagestream operator
 PYTEST := $(BIN)/python -m pytest
 # An index that offers PyTorch's CPU build, for machines without an NVIDIA GPU
 # (see docs/getting-started.md, "Which torch").

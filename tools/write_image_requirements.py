@@ -18,7 +18,7 @@ FOLDER = ROOT / "deploy" / "images" / "requirements"
 PACKAGES = (
     "proto",
     "kernels",
-    *(f"services/{name}" for name in ("options", "scaling", "grammars", "telemetry", "streams")),
+    *(f"services/{name}" for name in ("options", "scaling", "grammars", "telemetry", "streams", "batches")),
     *(f"services/{name}" for name in ("engine", "worker", "gateway")),
     "operator",
 )

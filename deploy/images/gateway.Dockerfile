@@ -22,10 +22,12 @@ COPY proto proto
 COPY services/options services/options
 COPY services/grammars services/grammars
 COPY services/streams services/streams
+COPY services/batches services/batches
 COPY services/telemetry services/telemetry
 COPY services/gateway services/gateway
 RUN /opt/builder/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir /wheels \
-      ./proto ./services/options ./services/grammars ./services/streams ./services/telemetry ./services/gateway \
+      ./proto ./services/options ./services/grammars ./services/streams ./services/batches ./services/telemetry \
+      ./services/gateway \
     && /opt/builder/bin/python -m pip --python /opt/venv/bin/python install --quiet --no-deps --no-index \
       --target /opt/pagestream /wheels/*.whl
 

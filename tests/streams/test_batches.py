@@ -1,8 +1,7 @@
 """Files and batches in Redis: parts once, results once, one driver at a time, and nothing left behind."""
 
 import pytest
-from pagestream_streams import Broker
-from pagestream_streams.batches import (
+from pagestream_batches import (
     CANCELLED,
     CANCELLING,
     COMPLETED,
@@ -32,6 +31,7 @@ from pagestream_streams.batches import (
     new_file_id,
     sweep,
 )
+from pagestream_streams import Broker
 from pagestream_streams.protocol import tenant_tag
 from support.redis.topologies import Place, find_keys
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import grpc
+from pagestream_batches import errors as batches
 from pagestream_streams import errors as streams
 
 from pagestream_gateway import errors
@@ -76,14 +77,14 @@ ERROR_CODES: dict[type[Exception], ErrorCode] = {
     streams.RateLimited: ErrorCode(429, _Status.RESOURCE_EXHAUSTED, _RATE, "rate_limit_exceeded"),
     streams.KnownPoison: ErrorCode(400, _Status.FAILED_PRECONDITION, _INVALID, "equal_request_quarantined"),
     streams.LogsFull: ErrorCode(429, _Status.RESOURCE_EXHAUSTED, _RATE, "logs_full"),
-    streams.FileNotFound: ErrorCode(404, _Status.NOT_FOUND, _INVALID, "file_not_found", "file_id"),
-    streams.FileTooLarge: ErrorCode(413, _Status.RESOURCE_EXHAUSTED, _INVALID, "file_too_large", "file"),
-    streams.FilesFull: ErrorCode(429, _Status.RESOURCE_EXHAUSTED, _RATE, "files_full"),
-    streams.FileInUse: ErrorCode(409, _Status.FAILED_PRECONDITION, _INVALID, "file_in_use", "file_id"),
-    streams.FilePurposeDiffers: ErrorCode(400, _Status.INVALID_ARGUMENT, _INVALID, "invalid_value", "input_file_id"),
-    streams.BatchNotFound: ErrorCode(404, _Status.NOT_FOUND, _INVALID, "batch_not_found", "batch_id"),
-    streams.BatchEnded: ErrorCode(409, _Status.FAILED_PRECONDITION, _INVALID, "batch_ended", "batch_id"),
-    streams.BatchesFull: ErrorCode(429, _Status.RESOURCE_EXHAUSTED, _RATE, "batches_full"),
+    batches.FileNotFound: ErrorCode(404, _Status.NOT_FOUND, _INVALID, "file_not_found", "file_id"),
+    batches.FileTooLarge: ErrorCode(413, _Status.RESOURCE_EXHAUSTED, _INVALID, "file_too_large", "file"),
+    batches.FilesFull: ErrorCode(429, _Status.RESOURCE_EXHAUSTED, _RATE, "files_full"),
+    batches.FileInUse: ErrorCode(409, _Status.FAILED_PRECONDITION, _INVALID, "file_in_use", "file_id"),
+    batches.FilePurposeDiffers: ErrorCode(400, _Status.INVALID_ARGUMENT, _INVALID, "invalid_value", "input_file_id"),
+    batches.BatchNotFound: ErrorCode(404, _Status.NOT_FOUND, _INVALID, "batch_not_found", "batch_id"),
+    batches.BatchEnded: ErrorCode(409, _Status.FAILED_PRECONDITION, _INVALID, "batch_ended", "batch_id"),
+    batches.BatchesFull: ErrorCode(429, _Status.RESOURCE_EXHAUSTED, _RATE, "batches_full"),
     streams.RequestNotFound: ErrorCode(404, _Status.NOT_FOUND, _INVALID, "request_not_found", "request_id"),
     streams.ModelUnavailable: ErrorCode(503, _Status.FAILED_PRECONDITION, _SERVER, "model_unavailable", "model"),
     streams.ModelNotFound: ErrorCode(404, _Status.NOT_FOUND, _INVALID, "model_not_found", "model"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import resources
 
 
@@ -36,17 +36,22 @@ return on_each_partition({first}, step)
 """
 
 
-def _load(name: str, *, repeat: bool = True, num_arguments: int | None = None, helpers: str = "") -> Script:
-    """Load a script. With `num_arguments`, its number of arguments, it is for many partitions.
+def load_script(
+    package: str, name: str, *, repeat: bool = True, num_arguments: int | None = None, helpers: str = ""
+) -> Script:
+    """Load a script from a package's folder `scripts`. With `num_arguments` of its own, it is for many partitions.
 
     `helpers`: name of further shared helpers, between prelude.lua and the script.
     """
-    folder = resources.files("pagestream_streams") / "scripts"
+    folder = resources.files(package) / "scripts"
     step = "".join((folder / f"{each}.lua").read_text() for each in (helpers, name) if each)
     if num_arguments is not None:
         step = _FOR_MANY.format(first=num_arguments + 1, step=step)
-    return Script(name, (folder / "prelude.lua").read_text() + step, repeat, num_arguments)
+    prelude = resources.files("pagestream_streams") / "scripts" / "prelude.lua"
+    return Script(name, prelude.read_text() + step, repeat, num_arguments)
 
+
+_load = partial(load_script, "pagestream_streams")
 
 ACCEPT = _load("accept")
 ENLIST = _load("enlist")
@@ -81,19 +86,6 @@ AMEND_MODEL = _load("amend_model")
 RESERVE_LOG = _load("reserve_log")
 SETTLE_LOGS = _load("settle_logs")
 LOG_SIZES = _load("log_sizes")
-BEGIN_FILE = _load("batches/begin_file")
-APPEND_FILE = _load("batches/append_file")
-END_FILE = _load("batches/end_file")
-DROP_FILE = _load("batches/drop_file")
-SWEEP_FILES = _load("batches/sweep_files")
-REPORT_BYTES = _load("batches/report_bytes")
-CREATE_BATCH = _load("batches/create")
-CANCEL_BATCH = _load("batches/cancel")
-LEASE_BATCH = _load("batches/lease")
-ADVANCE_BATCH = _load("batches/advance")
-TAKE_LINES = _load("batches/take")
-NOTE_JOB = _load("batches/note")
-FINISH_JOB = _load("batches/finish")
 ADMIT = _load("limits/admit", helpers="limits/helpers")
 NOTE_STATES = _load("limits/note", helpers="limits/helpers")
 FOLD_USAGE = _load("limits/fold", helpers="limits/helpers")

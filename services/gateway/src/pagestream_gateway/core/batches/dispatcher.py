@@ -6,8 +6,8 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from pagestream_streams.batches.batches import ActiveBatch, Batch, BatchLease, Gone, Held, LeaseLost
-from pagestream_streams.batches.files import sweep
+from pagestream_batches.batches import ActiveBatch, Batch, BatchLease, Gone, Held, LeaseLost
+from pagestream_batches.files import sweep
 from pagestream_streams.errors import StreamsError, Unavailable
 from pagestream_streams.tasks import Periodic, cancel, raise_if_cancelled, wait_for_event
 

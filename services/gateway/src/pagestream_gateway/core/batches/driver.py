@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from pagestream_streams.batches.batches import (
+from pagestream_batches.batches import (
     CANCELLED,
     CANCELLING,
     COMPLETED,
@@ -19,7 +19,7 @@ from pagestream_streams.batches.batches import (
     BatchLease,
     Job,
 )
-from pagestream_streams.batches.files import all_bytes, new_file_id
+from pagestream_batches.files import all_bytes, new_file_id
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.tasks import cancel
 

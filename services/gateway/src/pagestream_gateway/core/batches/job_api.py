@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from pagestream_streams.batches.batches import Tokens
+from pagestream_batches.batches import Tokens
 
 from pagestream_gateway.core.drafts import Draft
 from pagestream_gateway.core.identities.identity import Identity

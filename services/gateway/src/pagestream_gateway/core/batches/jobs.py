@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from pagestream.v1.inference_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_DEADLINE, ON_DISCONNECT_CONTINUE
-from pagestream_streams.batches.batches import ERRORS, OUTPUT, Batch, BatchLease, Job, LeaseLost, shorten_log
+from pagestream_batches.batches import ERRORS, OUTPUT, Batch, BatchLease, Job, LeaseLost, shorten_log
 from pagestream_streams.errors import RequestNotFound, StreamsError
 from pagestream_streams.gateway.accept import reserved_id
 

@@ -3,7 +3,7 @@
 from codecs import BOM_UTF8
 from typing import NamedTuple
 
-from pagestream_streams.batches.files import FileStore
+from pagestream_batches.files import FileStore
 
 _SLICE_BYTES = 256 * 1024
 

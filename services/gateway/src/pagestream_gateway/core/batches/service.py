@@ -2,9 +2,9 @@
 
 import asyncio
 
+from pagestream_batches.batches import BatchRegistry
+from pagestream_batches.files import FileBounds, FileStore
 from pagestream_streams import Broker
-from pagestream_streams.batches.batches import BatchRegistry
-from pagestream_streams.batches.files import FileBounds, FileStore
 
 from pagestream_gateway.core.batches.uploads import Uploads
 from pagestream_gateway.core.redis_timeout import RedisTimeout

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from pagestream_streams.batches.files import FileStore, StoredFile
+from pagestream_batches.files import FileStore, StoredFile
 from pagestream_streams.errors import Unavailable
 
 from pagestream_gateway.core.redis_timeout import RedisTimeout

@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from pagestream_streams.batches.batches import Batch
+from pagestream_batches.batches import Batch
 from pagestream_streams.errors import StreamsError
 
 from pagestream_gateway.core.batches.about import BatchAbout

@@ -5,8 +5,8 @@ from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter
-from pagestream_streams.batches.files import StoredFile
-from pagestream_streams.errors import FileNotFound, FileTooLarge
+from pagestream_batches.errors import FileNotFound, FileTooLarge
+from pagestream_batches.files import StoredFile
 from pagestream_streams.protocol.keys import tenant_tag
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse

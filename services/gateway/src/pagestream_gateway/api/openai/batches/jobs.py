@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from pagestream_streams.batches.batches import Tokens
+from pagestream_batches.batches import Tokens
 from pydantic import Field
 
 from pagestream_gateway.api.error_codes import ErrorReport, error_report

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fastapi import APIRouter
-from pagestream_streams.batches.batches import (
+from pagestream_batches.batches import (
     CANCELLED,
     CANCELLING,
     COMPLETED,
@@ -19,7 +19,7 @@ from pagestream_streams.batches.batches import (
     OUTPUT,
     Batch,
 )
-from pagestream_streams.errors import BatchNotFound
+from pagestream_batches.errors import BatchNotFound
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response

@@ -1,6 +1,6 @@
 """Files and batches of tenants: what is uploaded, what runs of it, and what came of it."""
 
-from pagestream_streams.batches.batches import (
+from pagestream_batches.batches import (
     CANCELLED,
     CANCELLING,
     COMPLETED,
@@ -22,8 +22,7 @@ from pagestream_streams.batches.batches import (
     LeaseLost,
     Tokens,
 )
-from pagestream_streams.batches.files import FileBounds, FilePage, FileStore, StoredFile, new_file_id, sweep
-from pagestream_streams.errors import (
+from pagestream_batches.errors import (
     BatchesFull,
     BatchNotFound,
     FileInUse,
@@ -32,6 +31,7 @@ from pagestream_streams.errors import (
     FilesFull,
     FileTooLarge,
 )
+from pagestream_batches.files import FileBounds, FilePage, FileStore, StoredFile, new_file_id, sweep
 
 __all__ = [
     "CANCELLED",

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pagestream_streams.connection.connection import Connection
-from pagestream_streams.errors import FileInUse, FileNotFound, FilesFull, FileTooLarge
 from pagestream_streams.protocol.keys import tenant_tag
-from pagestream_streams.scripts import APPEND_FILE, BEGIN_FILE, DROP_FILE, END_FILE, REPORT_BYTES, SWEEP_FILES
+
+from pagestream_batches.errors import FileInUse, FileNotFound, FilesFull, FileTooLarge
+from pagestream_batches.scripts import APPEND_FILE, BEGIN_FILE, DROP_FILE, END_FILE, REPORT_BYTES, SWEEP_FILES
 
 _READ_AT_ONCE = 100
 _FIELDS = ("state", "name", "purpose", "created", "expires")

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pagestream_streams.admin.broker import Broker
-from pagestream_streams.batches.files import report
 from pagestream_streams.connection.connection import Call, Connection
-from pagestream_streams.errors import BatchEnded, BatchesFull, BatchNotFound, FileNotFound, FilePurposeDiffers
 from pagestream_streams.protocol.keys import tenant_tag
 from pagestream_streams.protocol.records import Argument
-from pagestream_streams.scripts import (
+from pagestream_streams.scripts import Script
+
+from pagestream_batches.errors import BatchEnded, BatchesFull, BatchNotFound, FileNotFound, FilePurposeDiffers
+from pagestream_batches.files import report
+from pagestream_batches.scripts import (
     ADVANCE_BATCH,
     CANCEL_BATCH,
     CREATE_BATCH,
@@ -24,7 +26,6 @@ from pagestream_streams.scripts import (
     LEASE_BATCH,
     NOTE_JOB,
     TAKE_LINES,
-    Script,
 )
 
 _MOST_ACTIVE = 1000  # of all tenants; each gateway reads their names every second
