@@ -54,7 +54,7 @@ class Engine:
             name that is set.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0915 - its parts, each made once
         self, model: str | Path, config: EngineConfig, *, make_runner: RunnerFactory = make_model_runner
     ) -> None:
         import_plugins(config.extensions.plugins)
@@ -113,6 +113,10 @@ class Engine:
         self._contests = Contests()
         self._outputs = OutputProcessor(self._scheduler, self._generations, self._searches, self._pieces)
         self._already_ended: list[StepOutput] = []
+        self._before_steps: list[Callable[[], None]] = []
+        """What the features that some request has used do before each step."""
+        self._after_steps: list[Callable[[list[StepOutput]], list[StepOutput]]] = []
+        """What they make of each step's outputs."""
         self._seeds = random.Random(config.model.seed)
         self._intake = Intake(
             self.tokenizer,
@@ -250,6 +254,9 @@ class Engine:
                 adapter=adapter,
             )
 
+        if adapter is not None:
+            self._follow_preparations()
+            self._steps.loads_adapters = True
         if siblings[0].params.use_beam_search:
             first_arrival = self._intake.take_arrivals(siblings[0].params.width)
             search = make_search(make, siblings, first_arrival, self._search_limits)
@@ -269,6 +276,12 @@ class Engine:
         self._settle_if_idle()
         if contest is not None:
             self._contests.add(contest)
+            if not self._after_steps:
+                self._after_steps.append(self._contests.take)
+        self._queue(made)
+
+    def _queue(self, made: Iterable[tuple[Generation, Taken | None]]) -> None:
+        """Queue the choices of a prompt, but for those whose output is complete already."""
         open_ones: dict[str, Generation] = {}
         for generation, end in made:
             seq = generation.seq
@@ -279,7 +292,12 @@ class Engine:
                 self._already_ended.append(ended)
         if open_ones:
             self._generations |= open_ones
-            self._gate.add([generation.seq for generation in open_ones.values()])
+            seqs = [generation.seq for generation in open_ones.values()]
+            if any(seq.params.structured_outputs is not None for seq in seqs):
+                self._follow_preparations()
+                self._gate.add(seqs)
+            else:
+                self._scheduler.add(*seqs)
 
     def abort_request(self, seq_id: str) -> None:
         """Drop one sequence, by its seq_id, and free its blocks; there will be no output. An unknown one is ignored."""
@@ -332,13 +350,8 @@ class Engine:
         """
         steps, counts = self._steps, self._counts
         counts.begin_step()
-        for refused in self._gate.release():
-            del self._generations[refused.seq_id]
-            self._already_ended.append(refused)
-        for failed in self._scheduler.residency.take_failed():
-            _log.warning("%s", failed.error)
-            lost = [seq for seq in self._scheduler.sequences() if seq.adapter_revision == failed.revision]
-            self._fail(lost, failed.error or "")
+        for prepare in self._before_steps:
+            prepare()
         with counts.scheduling:
             launched = steps.launch_next(self.on_schedule)
         outputs = self._already_ended
@@ -349,16 +362,16 @@ class Engine:
                 _log.warning("%s; smaller steps follow", error)
                 self._fail(steps.unfit, f"out of memory, although it ran alone: {error}")
                 ended, self._already_ended = self._already_ended, []
-                return self._contests.take(ended)
+                return self._finished(ended) if self._after_steps else ended
             with counts.scheduling:
                 tokens = result.tokens()
                 self._scheduler.update_from_output(step, tokens)
             taken = self._outputs.process(step, tokens, result)
-            counts.note_result(result)
+            if result.num_drafts is not None or not result.has_one_each:
+                counts.note_result(result)
             counts.end_step(step, len([output for output in taken if output.token_id is not None]))
-            self._scheduler.prefill_budget.note(step, counts.last_step_s)
-            if self._scheduler.restore_cost is not None:
-                self._scheduler.restore_cost.note(step, counts.last_step_s)
+            for learn in self._scheduler.learners:
+                learn(step, counts.last_step_s)
             outputs = outputs + taken
         elif (
             not launched
@@ -370,7 +383,7 @@ class Engine:
             num_waiting = len(self._generations) + len(self._searches)
             raise InvariantViolation(f"{num_waiting} requests wait and nothing can run")
         self._already_ended = []  # Not before `collect`: an error that it raises loses none of them.
-        return self._contests.take(outputs) if self._contests else outputs
+        return self._finished(outputs) if self._after_steps else outputs
 
     def check_executor(self) -> None:
         """Notice that the executor has died while nothing runs; a step notices it by itself.
@@ -479,6 +492,26 @@ class Engine:
             raise InvariantViolation("the scheduler's counts do not match its sequences")
 
     # -- inside --
+
+    def _follow_preparations(self) -> None:
+        """Ask before each step from now on what was prepared beside steps: grammars, adapters."""
+        if not self._before_steps:
+            self._before_steps.append(self._take_prepared)
+
+    def _take_prepared(self) -> None:
+        """Go on with what waits for grammars and adapters that are ready, and end what has none."""
+        for refused in self._gate.release():
+            del self._generations[refused.seq_id]
+            self._already_ended.append(refused)
+        for failed in self._scheduler.residency.take_failed():
+            _log.warning("%s", failed.error)
+            lost = [seq for seq in self._scheduler.sequences() if seq.adapter_revision == failed.revision]
+            self._fail(lost, failed.error or "")
+
+    def _finished(self, outputs: list[StepOutput]) -> list[StepOutput]:
+        for change in self._after_steps:
+            outputs = change(outputs)
+        return outputs
 
     def _settle_if_idle(self) -> None:
         if not self._generations and not self._searches:

@@ -88,7 +88,8 @@ class OutputProcessor:
             outputs += taken
             if taken and taken[-1].finish_reason is not None:
                 ended.append(seq)
-        self._finish(ended)
+        if ended:
+            self._finish(ended)
         for running in searches.values():
             if running.is_due:
                 outputs += self._searches.advance(running)
@@ -121,7 +122,8 @@ class OutputProcessor:
             outputs.append(output)
             if output.finish_reason is not None:
                 ended.append(seq)
-        self._finish(ended)
+        if ended:
+            self._finish(ended)
         return outputs
 
     def _take_prompt_logprobs(self, step: ScheduledStep, given: StepPromptLogprobs) -> list[StepOutput]:

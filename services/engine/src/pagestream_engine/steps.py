@@ -60,6 +60,8 @@ class StepPipeline:
         self.executor = executor
         self.unfit: list[TokenSequence] = []
         """Those of one request that the step which ran out of memory last held alone: they must end."""
+        self.loads_adapters = False
+        """Whether a request with an adapter has come."""
         self._limit = StepLimit()
         self._scheduler = scheduler
         self._plans = plans
@@ -79,15 +81,12 @@ class StepPipeline:
             on_schedule: gets the step before it is sent.
         """
         step = self._scheduler.schedule()
-        try:
-            for load in self._scheduler.residency.take_loads():
-                self.executor.prepare(load)
-        except BaseException:
-            self.roll_back()
-            raise
+        if self.loads_adapters:
+            self._send_loads()
         if step.is_empty:
             return False
-        self._limit.trim(step)
+        if self._limit.max_sequences is not None:
+            self._limit.trim(step)
         if on_schedule is not None:
             on_schedule(step)
         plan = self._plans.build(step)
@@ -99,6 +98,15 @@ class StepPipeline:
             self.roll_back()
             raise
         return True
+
+    def _send_loads(self) -> None:
+        """Have the executor read the adapters that are wanted."""
+        try:
+            for load in self._scheduler.residency.take_loads():
+                self.executor.prepare(load)
+        except BaseException:
+            self.roll_back()
+            raise
 
     def should_collect(self, launched: bool) -> bool:
         """Whether to wait for the oldest step: as many are in flight as allowed, or nothing new was `launched`."""
@@ -191,9 +199,15 @@ class PlanBuilder:
 
     def build(self, step: ScheduledStep) -> StepPlan:
         """Return the plan of a step, which is then due: each plan builds on the one before."""
-        removed = self._remove()
+        removed = [row for row, seq in self._placed.items() if seq.row != row]
+        if removed:
+            self._remove(removed)
         appended = self._new_blocks(step)
-        added = self._place_new(step)
+        added: list[NewSequence] = []
+        decodes = [entry.seq.row for entry in step.decodes]
+        if step.prefills or NO_ROW in decodes:
+            added = self._place_new(step)
+            decodes = [entry.seq.row for entry in step.decodes]
         rows, counts = [], []
         sampled_rows, sampled_from = [], []
         for index, chunk in enumerate(step.prefills):
@@ -203,7 +217,6 @@ class PlanBuilder:
                 sampled_rows += [chunk.seq.row, *(seq.row for seq in chunk.siblings)]
                 sampled_from += [index] * (1 + len(chunk.siblings))
         num_prefills = len(rows)
-        decodes = [entry.seq.row for entry in step.decodes]
         counts += [entry.num_scheduled_tokens for entry in step.decodes] if step.has_drafts else [1] * len(decodes)
         sampled_from += range(num_prefills, num_prefills + len(decodes))
         all_rows = _int32(rows + decodes)
@@ -226,13 +239,11 @@ class PlanBuilder:
         self._reset = False
         return plan
 
-    def _remove(self) -> list[int]:
+    def _remove(self, removed: list[int]) -> None:
         """Free the rows of sequences that no longer run."""
-        removed = [row for row, seq in self._placed.items() if seq.row != row]
         for row in removed:
             del self._placed[row]
         self._free_rows += removed
-        return removed
 
     def _new_blocks(self, step: ScheduledStep) -> tuple[BlockEdits, ...]:
         """Blocks that scheduled sequences have got since they were last sent, of each KV group."""
@@ -314,7 +325,8 @@ class StepLimit:
     """
 
     def __init__(self) -> None:
-        self._max_sequences: int | None = None
+        self.max_sequences: int | None = None
+        """Of a step; None: no limit, and nothing to trim."""
         self._max_tokens: int | None = None
         """Of a step with one sequence."""
         self._turns: set[TokenSequence] = set()
@@ -323,16 +335,14 @@ class StepLimit:
 
     def trim(self, step: ScheduledStep) -> None:
         """Take out of a step what exceeds the limit, before it runs."""
-        if self._max_sequences is None:
-            return
         entries = [*step.prefills, *step.decodes]
         self._turns = {seq for seq in self._turns if seq.state is not SequenceState.FINISHED}
         if not self._turns:
             self._begin_round(entries)
-        if self._max_sequences is None:
+        if self.max_sequences is None:
             return
         due = [entry for entry in entries if entry.seq in self._turns] or entries
-        kept = {id(entry) for entry in due[: self._max_sequences]}
+        kept = {id(entry) for entry in due[: self.max_sequences]}
         step.prefills[:] = [self._cut(chunk) for chunk in step.prefills if id(chunk) in kept]
         step.decodes[:] = [entry for entry in step.decodes if id(entry) in kept]
         self._turns.difference_update(entry.seq for entry in entries if id(entry) in kept)
@@ -346,26 +356,26 @@ class StepLimit:
         entries = [*failed.prefills, *failed.decodes]
         self._num_rounds = 0
         self._turns = {entry.seq for entry in entries}
-        self._max_sequences = max(1, len(entries) // 2)
+        self.max_sequences = max(1, len(entries) // 2)
         if len(entries) != 1:
             return []
         (entry,) = entries
         if entry.num_scheduled_tokens > SMALLEST_CHUNK:
             self._max_tokens = entry.num_scheduled_tokens // 2
             return []
-        self._max_sequences = self._max_tokens = None
+        self.max_sequences = self._max_tokens = None
         return [entry.seq, *entry.siblings]
 
     def _begin_round(self, entries: list[ScheduledSequence]) -> None:
         self._turns = {entry.seq for entry in entries}
         self._num_rounds += 1
-        if self._max_sequences is None or self._num_rounds <= ROUNDS_BEFORE_GROWTH:
+        if self.max_sequences is None or self._num_rounds <= ROUNDS_BEFORE_GROWTH:
             return
         self._num_rounds = 0
         self._max_tokens = None
-        self._max_sequences *= 2
-        if self._max_sequences >= len(entries):
-            self._max_sequences = None
+        self.max_sequences *= 2
+        if self.max_sequences >= len(entries):
+            self.max_sequences = None
 
     def _cut(self, chunk: ScheduledSequence) -> ScheduledSequence:
         if self._max_tokens is None or chunk.num_scheduled_tokens <= self._max_tokens:

@@ -50,9 +50,6 @@ class Contests:
     def __init__(self) -> None:
         self._by_entry: dict[str, Contest] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._by_entry)
-
     def __contains__(self, seq_id: str) -> bool:
         """Whether a sequence takes part, also where it has ended: one that is wanted is put out under such an id."""
         return seq_id in self._by_entry

@@ -78,7 +78,8 @@ class CacheManager:
         self._with_window = [cache for cache in self.groups if cache.group.spec.window is not None]
         self._lookup_order = sorted(self.groups, key=lambda cache: cache.group.spec.window is not None)
         self._alignment = max(group.block_size for group in layout.groups)
-        self._uncached: deque[TokenSequence] = deque()
+        self.uncached: deque[TokenSequence] = deque()
+        """Those with full blocks that wait to be hashed."""
 
     # -- how much it takes --
 
@@ -214,7 +215,7 @@ class CacheManager:
 
     def free(self, seq: TokenSequence) -> None:
         """Cache what is full, and release all blocks: the end of the prefix is evicted before its beginning."""
-        if self.copy_on_write:
+        if self.copy_on_write.is_pending:
             self.copy_on_write.forget(seq)
         if self.tier is not None:
             self.tier.forget(seq)
@@ -246,7 +247,7 @@ class CacheManager:
     def note_full_block(self, seq: TokenSequence) -> None:
         """Queue a sequence that has filled at least one more block, and release what its windows have left behind."""
         if self.enable_prefix_caching:
-            self._uncached.append(seq)
+            self.uncached.append(seq)
         for cache in self._with_window:
             first_read = cache.group.first_block(seq.num_computed_tokens) * cache.group.block_size
             self._cache_full_blocks(seq, first_read // self.block_size)
@@ -255,7 +256,7 @@ class CacheManager:
     def cache_queued_blocks(self, num_tokens: int) -> None:
         """Cache the share of a step that computed `num_tokens`: what a step like it fills on average, a quarter of the
         queue, or `_HASH_AT_LEAST` blocks, whichever is most."""
-        queue = self._uncached
+        queue = self.uncached
         left = max(_HASH_AT_LEAST, len(queue) // 4, num_tokens // self.block_size)
         while queue and left > 0:
             seq = queue[0]
@@ -528,6 +529,8 @@ class CopyOnWrite:
         self._pool = pool
         self._forks: list[Fork] = []
         self._due: list[tuple[TokenSequence, BlockCopy]] = []
+        self.is_pending = False
+        """Whether there is a fork, or a copy that is due."""
 
     @property
     def copies(self) -> list[BlockCopy]:
@@ -542,6 +545,7 @@ class CopyOnWrite:
     def add(self, seq: TokenSequence, group: int) -> None:
         """Note a running sequence that shares the last block of a table, and has not filled it."""
         self._forks.append(Fork(seq, group))
+        self.is_pending = True
 
     def num_blocks_wanted(self) -> int:
         """Blocks that `assign_own_blocks` takes."""
@@ -554,12 +558,14 @@ class CopyOnWrite:
             fork.table[-1] = copy.target
             self._due.append((fork.seq, copy))
         self._forks.clear()
+        self.is_pending = bool(self._due)
 
     def note_copied(self) -> None:
         """Note that the copies have been made."""
         for _, copy in self._due:
             self._pool.release(copy.source)
         self._due.clear()
+        self.is_pending = bool(self._forks)
 
     def forget(self, seq: TokenSequence) -> None:
         """Drop a sequence that is about to release its blocks."""
@@ -567,9 +573,7 @@ class CopyOnWrite:
         for entry in [entry for entry in self._due if entry[0] is seq]:
             self._due.remove(entry)
             self._pool.release(entry[1].source)
-
-    def __bool__(self) -> bool:
-        return bool(self._forks or self._due)
+        self.is_pending = bool(self._forks or self._due)
 
     def _without_own_block(self) -> list[Fork]:
         """Holders of a shared block; its last holder only where the prefix cache can find the block."""

@@ -87,11 +87,12 @@ class WaitingQueue:
         self._lanes: dict[str, list[tuple[float, int, SequenceGroup]]] = {}
         self._held_back: list[tuple[float, int, SequenceGroup]] = []
         self._num_groups = 0
-        self._num_sequences = 0
+        self.num_sequences = 0
+        """Of all groups."""
 
     def __len__(self) -> int:
         """Sequences, not groups."""
-        return self._num_sequences
+        return self.num_sequences
 
     def __iter__(self) -> Iterator[TokenSequence]:
         entries = chain(self._heap, self._held_back, *self._lanes.values())
@@ -102,7 +103,7 @@ class WaitingQueue:
         first = group.members[0]
         heappush(self._heap, (self._policy.rank(first), first.arrival, group))
         self._num_groups += 1
-        self._num_sequences += len(group.members)
+        self.num_sequences += len(group.members)
 
     def peek(self) -> SequenceGroup | None:
         """The next one, which stays."""
@@ -168,13 +169,13 @@ class WaitingQueue:
         """Take the one that `peek` showed."""
         group = heappop(self._heap)[2]
         self._num_groups -= 1
-        self._num_sequences -= len(group.members)
+        self.num_sequences -= len(group.members)
         return group
 
     def forget(self, seq: TokenSequence) -> None:
         """Take one sequence out of its group, which is in the queue."""
         seq.group.drop(seq)
-        self._num_sequences -= 1
+        self.num_sequences -= 1
         self._num_groups -= not seq.group.members
         if len(self._heap) + sum(map(len, self._lanes.values())) > 2 * self._num_groups + 64:
             for entries in (self._heap, *self._lanes.values()):
@@ -187,7 +188,7 @@ class WaitingQueue:
             entries[:] = [entry for entry in entries if entry[2] is not group]
             heapify(entries)
         self._num_groups -= 1
-        self._num_sequences -= len(group.members)
+        self.num_sequences -= len(group.members)
         merged = [*group.members, *joining.members]
         merged.sort(key=lambda seq: (self._policy.rank(seq), seq.arrival))
         both = SequenceGroup(merged)

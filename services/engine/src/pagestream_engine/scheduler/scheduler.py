@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
 from pagestream_engine.config import AdapterConfig, SchedulerConfig
@@ -16,7 +16,7 @@ from pagestream_engine.scheduler.admission import Admission
 from pagestream_engine.scheduler.budget import ChunkBudget, PrefillBudget, RestoreCost
 from pagestream_engine.scheduler.lora import AdapterResidency, AdapterTurns
 from pagestream_engine.scheduler.policies import SchedulingPolicy, WaitingQueue
-from pagestream_engine.scheduler.running import DecodeSet, PrefillSet, StepsInFlight
+from pagestream_engine.scheduler.running import DecodeSet, PrefillSet
 
 
 class Scheduler:
@@ -60,8 +60,7 @@ class Scheduler:
         self.residency = AdapterResidency(adapters.max_cpu_loras)
         """Says which adapters the executor is to read, and wants to know which it has read."""
         self._turns = AdapterTurns(adapters.max_loras, self.residency, self._waiting, self.running)
-        self.restore_cost = cost = None if cache.tier is None else RestoreCost(cache.tier.load_page_s)
-        """Wants to know what each collected step has taken, where there is a tier."""
+        cost = None if cache.tier is None else RestoreCost(cache.tier.load_page_s)
         self.admission = Admission(
             config,
             cache,
@@ -72,10 +71,16 @@ class Scheduler:
             turns=self._turns,
             on_start=policy.scheduled,
         )
-        self._in_flight = StepsInFlight(cache, self._prefill, self._decode)
+        self._num_in_flight = 0
+        """Steps that were sent and not collected."""
         bound_ms = config.itl_bound_ms
         self.prefill_budget = PrefillBudget(None if bound_ms is None else bound_ms / 1000)
-        """Wants to know what each collected step has taken."""
+        self.learners: list[Callable[[ScheduledStep, float], None]] = []
+        """Want to know what each collected step has taken, in seconds."""
+        if bound_ms is not None:
+            self.learners.append(self._size_prompts)
+        if cost is not None:
+            self.learners.append(cost.note)
 
     @property
     def num_waiting(self) -> int:
@@ -138,33 +143,27 @@ class Scheduler:
             return step
         decodes = self._decode.with_next_token()
         needing_block = self._decode.needing_block(decodes)
-        preempts = self._lacks_blocks(needing_block)
-        if preempts and self._in_flight.num_steps:
+        forks = self._cache.copy_on_write
+        preempts = bool(needing_block or forks.is_pending) and self._lacks_blocks(needing_block)
+        if preempts and self._num_in_flight:
             return step  # The step in flight is waited for: it may end sequences, or free blocks behind windows.
         if preempts:
             needing_block = self._preempt_until_fits(needing_block)
             decodes = self._decode.with_next_token()
-        self._cache.allocate_next_slots(needing_block)
-        if self._cache.copy_on_write:
-            self._cache.copy_on_write.assign_own_blocks()
+        if needing_block:
+            self._cache.allocate_next_slots(needing_block)
+        if forks.is_pending:
+            forks.assign_own_blocks()
         step.decodes = decodes
         num_tokens = self._config.max_num_batched_tokens - len(step.decodes)
         if self._num_speculative_tokens:
             step.decodes = self._decode.with_drafts(step.decodes, self._num_speculative_tokens, num_tokens)
             step.has_drafts = True
             num_tokens = self._config.max_num_batched_tokens - step.num_tokens
-        budget = self.prefill_budget.begin(len(step.decodes), num_tokens)
-        if self._prefill.sequences:
-            self._continue_prefills(step.prefills, budget)
-            while step.is_empty and self._prefill.sequences and not self._in_flight.num_steps:
-                # Nothing that runs frees a block for these prompts. Admission has counted a block that siblings share
-                # as held by each; when one of them leaves it to another, it needs one more than was reckoned with.
-                self._preempt_last(self._by_victim_rank())
-                preempts = True
-                self._continue_prefills(step.prefills, budget)
-        if len(self._waiting) and not preempts:
-            self.admission.admit(step.prefills, budget)
-        step.copies = self._cache.copy_on_write.copies
+        if self._prefill.sequences or self._waiting.num_sequences:
+            self._fill_with_prompts(step, num_tokens, preempts=preempts)
+        if forks.is_pending:
+            step.copies = forks.copies
         if self._cache.tier is not None:
             step.loads = self._cache.tier.loads
             if not step.is_empty:
@@ -172,8 +171,28 @@ class Scheduler:
         return step
 
     def update_after_schedule(self, step: ScheduledStep) -> None:
-        """Note that a step is about to run: what it computes and samples is in flight from now on."""
-        self._in_flight.update_after_schedule(step)
+        """Note that a step is about to run: what it computes and samples is in flight from now on.
+
+        A decode with drafts has as many placeholders as it may get tokens. What it did not get was not computed either,
+        so that the step after it, in flight already, begins earlier; its blocks cover that.
+        """
+        self._num_in_flight += 1
+        for chunk in step.prefills:
+            chunk.seq.num_in_flight_tokens += chunk.num_scheduled_tokens
+            if chunk.needs_sample:
+                self._prefill.sequences.remove(chunk.seq)
+                self._decode.add(chunk.seq)
+                for seq in (chunk.seq, *chunk.siblings):
+                    seq.num_output_placeholders += 1
+        for entry in step.decodes:
+            seq, num_sent = entry.seq, entry.num_scheduled_tokens
+            seq.num_in_flight_tokens += num_sent
+            seq.num_output_placeholders += num_sent
+        if self._cache.tier is not None:
+            self._cache.tier.note_sent()
+        if step.copies:
+            # Whoever gets a source next writes it in a later step, which runs after the copies.
+            self._cache.copy_on_write.note_copied()
 
     def update_from_output(self, step: ScheduledStep, tokens: Sequence[Sequence[int]]) -> None:
         """Note what the oldest step in flight has computed, and append the sampled tokens to their sequences.
@@ -183,11 +202,19 @@ class Scheduler:
         Args:
             tokens: of each sample, prefills, then decodes. See `StepResult` for how many each may have.
         """
-        self._in_flight.update_from_output(step, tokens)
+        self._num_in_flight -= 1
+        if self._cache.tier is not None:
+            self._cache.tier.note_collected()
+        samples = iter(tokens)
+        for chunk in step.prefills:
+            self._update_chunk(chunk, samples)
+        self._update_decodes(step.decodes, samples)
+        if self._cache.uncached:
+            self._cache.cache_queued_blocks(step.num_tokens)
 
     def roll_back(self) -> None:
         """Forget the steps in flight, and requeue all that run: they are computed again from their tokens."""
-        self._in_flight.num_steps = 0
+        self._num_in_flight = 0
         if self._cache.tier is not None:
             self._cache.tier.roll_back()
         for seq in self.running():
@@ -211,6 +238,69 @@ class Scheduler:
 
     # -- inside --
 
+    def _update_decodes(self, decodes: Sequence[ScheduledSequence], samples: Iterator[Sequence[int]]) -> None:
+        """Append each decode's tokens. It has computed one for each: its last one, then the drafts that hold."""
+        block_size, note_full_block = self._cache.block_size, self._cache.note_full_block
+        running = SequenceState.RUNNING
+        for entry, token_ids in zip(decodes, samples, strict=True):
+            seq = entry.seq
+            if seq.state is not running:
+                continue
+            num_sent, num_computed = entry.num_scheduled_tokens, len(token_ids)
+            seq.token_ids += token_ids
+            seq.num_output_placeholders -= num_sent
+            seq.num_in_flight_tokens -= num_sent
+            end = seq.num_computed_tokens = seq.num_computed_tokens + num_computed
+            if end % block_size < num_computed:  # A block has become full.
+                note_full_block(seq)
+
+    def _update_chunk(self, chunk: ScheduledSequence, samples: Iterator[Sequence[int]]) -> None:
+        """Count a chunk, and append what was sampled. A sequence that got no token computes its last one again."""
+        running = SequenceState.RUNNING
+        sampled = [(seq, next(samples)) for seq in (chunk.seq, *chunk.siblings)] if chunk.needs_sample else []
+        lacks_token = bool(sampled) and not sampled[0][1]
+        ready = self._count_chunk(chunk, int(lacks_token)) if chunk.seq.state is running else ()
+        for seq, token_ids in sampled:
+            if seq.state is running:
+                seq.token_ids += token_ids
+                seq.num_output_placeholders -= 1
+                if not token_ids and seq is not chunk.seq:
+                    seq.num_computed_tokens -= 1
+        for follower in ready:
+            self._decode.add(follower)
+
+    def _count_chunk(self, chunk: ScheduledSequence, num_again: int) -> Iterable[TokenSequence]:
+        """Count a chunk as computed, but for so many tokens that are computed again. Return the followers that can
+        decode now."""
+        seq = chunk.seq
+        before = seq.num_computed_tokens // self._cache.block_size
+        seq.num_computed_tokens += chunk.num_scheduled_tokens - num_again
+        seq.num_in_flight_tokens -= chunk.num_scheduled_tokens
+        ready: Iterable[TokenSequence] = ()
+        if seq.group.followers and seq.num_computed_tokens + num_again >= seq.num_prompt_tokens:
+            ready = self._prefill.follow(seq)
+        if seq.num_computed_tokens // self._cache.block_size > before:
+            # After its followers have taken what they share: it may release some of it.
+            self._cache.note_full_block(seq)
+        return ready
+
+    def _size_prompts(self, step: ScheduledStep, seconds: float) -> None:
+        self.prefill_budget.note(step, seconds)
+
+    def _fill_with_prompts(self, step: ScheduledStep, num_tokens: int, *, preempts: bool) -> None:
+        """Add chunks of admitted prompts, then, unless the step preempts, of newly admitted ones."""
+        budget = self.prefill_budget.begin(len(step.decodes), num_tokens)
+        if self._prefill.sequences:
+            self._continue_prefills(step.prefills, budget)
+            while step.is_empty and self._prefill.sequences and not self._num_in_flight:
+                # Nothing that runs frees a block for these prompts. Admission has counted a block that siblings share
+                # as held by each; when one of them leaves it to another, it needs one more than was reckoned with.
+                self._preempt_last(self._by_victim_rank())
+                preempts = True
+                self._continue_prefills(step.prefills, budget)
+        if self._waiting.num_sequences and not preempts:
+            self.admission.admit(step.prefills, budget)
+
     def _displace(self) -> bool:
         """Requeue the sequences whose places the first waiting group takes; return False where steps in flight must end
         before."""
@@ -220,7 +310,7 @@ class Scheduler:
             return True
         by_rank, pool = self._by_victim_rank(parts_followers=True), self._cache.pool
         displaced = displaced_units(head, by_rank, self._policy, self.admission, pool)
-        if displaced and self._in_flight.num_steps:
+        if displaced and self._num_in_flight:
             return False
         if displaced:
             self.admission.seats.keep(head, self.num_running)
