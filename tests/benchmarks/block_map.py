@@ -15,7 +15,7 @@ from dataclasses import fields
 
 from pagestream_engine.kv_cache.block_pool import BlockPool
 from pagestream_engine.kv_cache.inspection import BlockMap, block_map
-from pagestream_engine.request import TokenSequence
+from pagestream_engine.request import Request, TokenSequence
 from pagestream_engine.sampling_params import SamplingParams
 from pagestream_engine.stats import EngineStats
 from pagestream_worker.serving.block_maps import record_of
@@ -33,7 +33,13 @@ def full_pool(num_blocks: int, num_sequences: int) -> tuple[BlockPool, list[Toke
     sequences = []
     for number in range(num_sequences):
         seq = TokenSequence(
-            f"{number:048x}/0/0", [1], SamplingParams(), seed=0, arrival=number, max_total_tokens=9, tenant="tenant"
+            f"{number:048x}/0/0",
+            [1],
+            SamplingParams(),
+            seed=0,
+            arrival=number,
+            max_total_tokens=9,
+            request=Request((), (), tenant="tenant"),
         )
         for block in shared if number else []:
             pool.touch(block)

@@ -25,7 +25,7 @@ from pagestream_engine import (
 from pagestream_engine.detokenizer import IncrementalDetokenizer, bad_words_token_ids
 from pagestream_engine.output import Generation
 from pagestream_engine.plan import PendingResult, StepLogprobs, StepPlan, StepResult
-from pagestream_engine.request import SequenceGroup
+from pagestream_engine.request import Request, SequenceGroup
 from support.engines.arithmetic_model import (
     EOS,
     ArithmeticFacts,
@@ -292,7 +292,7 @@ def test_an_id_is_unique_while_it_runs(tmp_path: Path) -> None:
 
 def test_ids_that_are_added_while_a_group_is_are_found(tmp_path: Path) -> None:
     engine = make_engine(tmp_path)
-    adding = engine.adding_group([1], [Sibling("a", GREEDY)])
+    adding = engine.adding(Request([1], [Sibling("a", GREEDY)]))
     next(adding)
     engine.add_request("a", [2], GREEDY)
     with pytest.raises(InvalidRequest, match="seq_id: given 'a', which is running"):

@@ -6,7 +6,7 @@ import pytest
 from pagestream_engine import AdapterConfig, SamplingParams, SchedulerConfig, TokenSequence
 from pagestream_engine.kv_cache import BlockPool, CacheManager
 from pagestream_engine.plan import LoadedAdapter, full_attention
-from pagestream_engine.request import Adapter, SequenceState
+from pagestream_engine.request import Adapter, Request, SequenceState
 from pagestream_engine.scheduler import PASS_LIMIT, AdapterResidency, Scheduler, make_policy
 
 
@@ -30,7 +30,13 @@ class Harness:
         given = None if name is None else adapter(name)
         number = self.arrivals
         seq = TokenSequence(
-            str(number), [1, 2], SamplingParams(), seed=0, arrival=number, max_total_tokens=99, adapter=given
+            str(number),
+            [1, 2],
+            SamplingParams(),
+            seed=0,
+            arrival=number,
+            max_total_tokens=99,
+            request=Request((), (), adapter=given),
         )
         self.arrivals += 1
         self.scheduler.add(seq)

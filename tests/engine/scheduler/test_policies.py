@@ -19,7 +19,7 @@ from pagestream_engine import (
     TokenSequence,
     register_policy,
 )
-from pagestream_engine.request import SequenceGroup
+from pagestream_engine.request import Request, SequenceGroup
 from pagestream_engine.scheduler import (
     FairByTenant,
     PriorityFirst,
@@ -66,7 +66,7 @@ class Run:
         self._expected[name] = undisturbed(prompt, params, FACTS, self.engine.max_model_len)
         self.tokens[name] = self._expected[name][:num_had]
         sibling = Sibling(name, dataclasses.replace(params, seed=0), tuple(self.tokens[name]))
-        for _ in self.engine.adding_group(prompt, [sibling], **caller):
+        for _ in self.engine.adding(Request(prompt, [sibling], **caller)):
             pass
 
     def step(self) -> None:
@@ -384,7 +384,7 @@ def ended(tenant: str, num_prompt: int, num_output: int) -> TokenSequence:
         arrival=0,
         max_total_tokens=num_prompt + 2000,
         output_token_ids=[0] * num_output,
-        tenant=tenant,
+        request=Request((), (), tenant=tenant),
     )
 
 

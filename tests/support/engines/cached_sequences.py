@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pagestream_engine import SamplingParams, TokenSequence
 from pagestream_engine.kv_cache import BlockPool, CacheManager
 from pagestream_engine.plan import KVLayout, full_attention
-from pagestream_engine.request import SequenceState
+from pagestream_engine.request import Request, SequenceState
 
 BLOCK_SIZE = 4
 LAYOUT = full_attention(BLOCK_SIZE)
@@ -29,9 +29,9 @@ def make_seq(
         seed=0,
         arrival=0,
         max_total_tokens=999,
-        cache_salt=salt,
         num_kv_groups=num_kv_groups,
         output_token_ids=output_token_ids,
+        request=Request((), (), cache_salt=salt),
     )
 
 

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
         ScoringRequestOutput,
     )
     from pagestream_engine.offline.prompts import Prompt, TextPrompt, TokensPrompt
-    from pagestream_engine.request import LoRARequest, Sibling, StepOutput, TokenLogprob, TokenSequence
+    from pagestream_engine.request import LoRARequest, Request, Sibling, StepOutput, TokenLogprob, TokenSequence
     from pagestream_engine.sampling_params import (
         BeamSearchParams,
         PoolingParams,
@@ -124,6 +124,7 @@ __all__ = [
     "PromptTooLong",
     "RankLost",
     "ReasoningMarks",
+    "Request",
     "RequestFault",
     "RequestOutput",
     "SamplingParams",
@@ -229,6 +230,7 @@ _NAMES = {
     ),
     "request": (
         "LoRARequest",
+        "Request",
         "Sibling",
         "StepOutput",
         "TokenLogprob",

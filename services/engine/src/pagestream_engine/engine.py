@@ -7,12 +7,13 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from pagestream_engine.capacity import fit_model_len
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.detokenizer import Pieces
 from pagestream_engine.errors import InvalidRequest, InvariantViolation, OutOfMemory
-from pagestream_engine.executor.base import RunnerFactory, make_model_runner, make_tier
+from pagestream_engine.executor.base import RunnerFactory, make_model_runner
 from pagestream_engine.executor.select import make_executor
 from pagestream_engine.features.beams import Searches, SearchLimits, make_search
 from pagestream_engine.features.best_of import Contests, make_contest
@@ -22,6 +23,7 @@ from pagestream_engine.features.sleep import Sleep, forget_prefixes
 from pagestream_engine.intake import Intake
 from pagestream_engine.kv_cache.block_pool import BlockPool
 from pagestream_engine.kv_cache.eviction import make_eviction_order
+from pagestream_engine.kv_cache.host_tier import make_tier
 from pagestream_engine.kv_cache.inspection import BlockMap, block_map, check_cache, fragmentation
 from pagestream_engine.kv_cache.manager import CacheManager
 from pagestream_engine.models.folder import resolve_model
@@ -29,7 +31,7 @@ from pagestream_engine.models.tokenizer import load_tokenizer
 from pagestream_engine.output import Generation, OutputProcessor, Taken, failed_output
 from pagestream_engine.plan import ScheduledStep
 from pagestream_engine.plugins import import_plugins
-from pagestream_engine.request import Adapter, SequenceState, Sibling, StepOutput, TokenSequence
+from pagestream_engine.request import Request, SequenceState, Sibling, StepOutput, TokenSequence
 from pagestream_engine.sampling_params import SamplingParams
 from pagestream_engine.scheduler.policies import make_policy
 from pagestream_engine.scheduler.scheduler import Scheduler, check_groups
@@ -87,7 +89,7 @@ class Engine:
         """Seconds by part of the load: see ExecutorFacts."""
         order = make_eviction_order(config.cache.eviction_policy, facts.num_blocks)
         self._pool = BlockPool(facts.num_blocks, order)
-        tier = make_tier(self._pool, facts, config.scheduler)
+        tier = make_tier(self._pool, facts.host_memory, facts.kv_layout, config.scheduler)
         caching = config.cache.enable_prefix_caching
         self._cache = CacheManager(self._pool, facts.kv_layout, enable_prefix_caching=caching, tier=tier)
         self._scheduler = Scheduler(
@@ -137,6 +139,25 @@ class Engine:
 
     # -- requests --
 
+    def add(self, request: Request) -> None:
+        """Queue the choices of a prompt. They take seats as these come free, and end one by one. Those that start
+        together compute it once; its blocks are shared, and a block that is not full is copied when they part.
+
+        The outputs of a beam search, and of `best_of` choices, come together, when it ends. What an earlier run has put
+        out of them is found again, and not put out again.
+
+        Args:
+            request: with at least one choice; all are added, or none. The next output of one that has output tokens is
+                the token after them; if they reach the end already, it is that end without a token.
+
+        Raises:
+            InvalidRequest: names what is wrong (a `ValueError`). The engine is unhurt.
+            PromptTooLong: the prompt leaves no room for a new token.
+            EngineAsleep: the engine sleeps.
+        """
+        for _ in self.adding(request):
+            pass
+
     def add_request(
         self,
         request_id: str,
@@ -144,95 +165,22 @@ class Engine:
         params: SamplingParams,
         *,
         output_token_ids: Sequence[int] = (),
-        priority: int = 0,
-        tenant: str = "",
-        cache_salt: bytes = b"",
-        adapter: Adapter | None = None,
+        **fields: Any,
     ) -> None:
-        """Queue one sequence.
+        """Do `add` for one sequence, whose `seq_id` is `request_id`; `fields` are others of `Request`."""
+        self.add(Request(prompt_token_ids, (Sibling(request_id, params, output_token_ids),), **fields))
 
-        Args:
-            request_id: the `seq_id` of its one sequence; unique among the unfinished ones.
-            prompt_token_ids: at least one token, at most `max_model_len - 1`.
-            params: with `n` 1; several choices of one prompt are a group, see `add_group`.
-            output_token_ids: what an earlier run of this request has generated. The next output is the token after
-                them; if they reach the end already, it is that end without a token.
-            priority: its class, 0 first, for policies that look at it.
-            cache_salt: the prefix cache is shared only with sequences of the same salt.
-            adapter: of `adapters`, that computes its tokens; the prefix cache is shared within its revision only.
+    def add_group(self, prompt_token_ids: Sequence[int], siblings: Sequence[Sibling], **fields: Any) -> None:
+        """Do `add`; `fields` are others of `Request`."""
+        self.add(Request(prompt_token_ids, siblings, **fields))
 
-        Raises:
-            InvalidRequest: names what is wrong (a `ValueError`). The engine is unhurt.
-            PromptTooLong: the prompt leaves no room for a new token.
-            EngineAsleep: the engine sleeps.
+    def adding(self, request: Request) -> Iterator[None]:
+        """Do `add` in parts, between which steps may run: each takes at most `REPLAY_TOKENS` output tokens.
+
+        The choices are queued by the last one, which also finds ids that were added meanwhile, and an engine that fell
+        asleep; until then an abort of its requests is ignored. Errors are those of `add`.
         """
-        siblings = (Sibling(request_id, params, output_token_ids),)
-        self.add_group(
-            prompt_token_ids, siblings, priority=priority, tenant=tenant, cache_salt=cache_salt, adapter=adapter
-        )
-
-    def add_group(
-        self,
-        prompt_token_ids: Sequence[int],
-        siblings: Sequence[Sibling],
-        *,
-        priority: int = 0,
-        tenant: str = "",
-        cache_salt: bytes = b"",
-        adapter: Adapter | None = None,
-    ) -> None:
-        """Queue the choices of one prompt. They take seats as these come free, and end one by one. Those that start
-        together compute it once; its blocks are shared, and a block that is not full is copied when they part.
-
-        Siblings with `use_beam_search` are the best hypotheses of one search, by their places: their outputs come
-        together, when it ends. What an earlier run has put out of them is found again, and not put out again.
-        Siblings with `best_of` are the likeliest of so many choices, by their places, and come together likewise.
-
-        Args:
-            prompt_token_ids: as for `add_request`.
-            siblings: at least one; all are added, or none.
-            priority: as for `add_request`.
-            tenant: as for `add_request`.
-            cache_salt: as for `add_request`.
-            adapter: as for `add_request`.
-
-        Raises:
-            InvalidRequest: names what is wrong (a `ValueError`). The engine is unhurt.
-            PromptTooLong: the prompt leaves no room for a new token.
-        """
-        for _ in self.adding_group(
-            prompt_token_ids, siblings, priority=priority, tenant=tenant, cache_salt=cache_salt, adapter=adapter
-        ):
-            pass
-
-    def adding_group(
-        self,
-        prompt_token_ids: Sequence[int],
-        siblings: Sequence[Sibling],
-        *,
-        priority: int = 0,
-        aged_classes: float = 0.0,
-        tenant: str = "",
-        weight: float = 1.0,
-        cache_salt: bytes = b"",
-        adapter: Adapter | None = None,
-    ) -> Iterator[None]:
-        """Do `add_group` in parts, between which steps may run: each takes at most `REPLAY_TOKENS` output tokens.
-
-        The group is queued by the last one, which also finds ids that were added meanwhile, and an engine that fell
-        asleep; until then an abort of its requests is ignored. Errors are those of `add_group`, and the arguments but
-        for two, for policies:
-
-        Args:
-            prompt_token_ids: as for `add_group`.
-            siblings: as for `add_group`.
-            priority: as for `add_group`.
-            aged_classes: classes that it has risen by waiting in a queue before, 1 for the age that one class is worth.
-            tenant: as for `add_group`.
-            weight: its tenant's among the tenants.
-            cache_salt: as for `add_group`.
-            adapter: as for `add_group`.
-        """
+        siblings, adapter = request.siblings, request.adapter
         self.sleep.check_awake()
         seq_ids = [sibling.seq_id for sibling in siblings]
         if not seq_ids or len(set(seq_ids)) < len(seq_ids):
@@ -241,25 +189,12 @@ class Engine:
         if adapter is not None and not self.adapters.is_enabled:
             raise InvalidRequest(f"adapter: given {adapter.name}, expected none without enable_lora")
 
-        def make(sibling: Sibling, arrival: int) -> Generation:
-            return self._intake.make(
-                prompt_token_ids,
-                sibling,
-                arrival=arrival,
-                priority=priority,
-                aged_classes=aged_classes,
-                tenant=tenant,
-                weight=weight,
-                cache_salt=cache_salt,
-                adapter=adapter,
-            )
-
         if adapter is not None:
             self._follow_preparations()
             self._steps.loads_adapters = True
         if siblings[0].params.use_beam_search:
             first_arrival = self._intake.take_arrivals(siblings[0].params.width)
-            search = make_search(make, siblings, first_arrival, self._search_limits)
+            search = make_search(self._intake.make, request, first_arrival, self._search_limits)
             self._settle_if_idle()
             self._searches.add(search)
             return
@@ -269,7 +204,7 @@ class Engine:
         first_arrival = self._intake.take_arrivals(len(siblings))
         made: list[tuple[Generation, Taken | None]] = []
         for arrival, sibling in enumerate(siblings, first_arrival):
-            generation = make(sibling, arrival)
+            generation = self._intake.make(request, sibling, arrival)
             made.append((generation, (yield from generation.replay(sibling.output_token_ids))))
         self.sleep.check_awake()
         self._check_are_new(siblings)

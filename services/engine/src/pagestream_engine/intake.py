@@ -12,7 +12,7 @@ from pagestream_engine import parameter_checks as checks
 from pagestream_engine.detokenizer import IncrementalDetokenizer, Pieces, bad_words_token_ids, is_fault_of_request
 from pagestream_engine.errors import InvalidRequest, PromptTooLong
 from pagestream_engine.output import Generation
-from pagestream_engine.request import Adapter, Sibling, TokenSequence, salted
+from pagestream_engine.request import Request, Sibling, TokenSequence
 from pagestream_engine.sampling_params import ALL_LOGPROBS, SamplingParams
 
 
@@ -65,34 +65,14 @@ class Intake:
         self._num_arrivals += count
         return self._num_arrivals - count
 
-    def make(
-        self,
-        prompt_token_ids: Sequence[int],
-        sibling: Sibling,
-        *,
-        arrival: int,
-        priority: int,
-        aged_classes: float,
-        tenant: str,
-        weight: float,
-        cache_salt: bytes,
-        adapter: Adapter | None = None,
-    ) -> Generation:
+    def make(self, request: Request, sibling: Sibling, arrival: int) -> Generation:
         """Make a choice's sequence, and the state of its text before `Generation.replay`.
-
-        Args:
-            prompt_token_ids: as for `Engine.add_request`.
-            priority: as for `Engine.add_request`.
-            aged_classes: as for `Engine.adding_group`.
-            tenant: as for `Engine.add_request`.
-            weight: as for `Engine.adding_group`.
-            cache_salt: as for `Engine.add_request`.
-            adapter: as for `Engine.add_request`.
 
         Raises:
             InvalidRequest: names what is wrong.
             PromptTooLong: the prompt leaves no room for a new token.
         """
+        prompt_token_ids = request.prompt_token_ids
         params = self._with_bad_words(sibling.params)
         self._check(prompt_token_ids, sibling.output_token_ids, params)
         max_total_tokens = self._max_model_len
@@ -109,12 +89,7 @@ class Intake:
             arrival=arrival,
             max_total_tokens=max_total_tokens,
             output_token_ids=sibling.output_token_ids,
-            priority=priority,
-            aged_classes=aged_classes,
-            tenant=tenant,
-            weight=weight,
-            cache_salt=salted(cache_salt, adapter),
-            adapter=adapter,
+            request=request,
             end_token_ids=end_token_ids,
             num_kv_groups=self._num_kv_groups,
         )

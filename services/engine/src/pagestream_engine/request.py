@@ -7,7 +7,7 @@ compute, and it imports none of them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from hashlib import sha256
 from typing import NamedTuple
@@ -52,7 +52,7 @@ def salted(cache_salt: bytes, adapter: Adapter | None) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Sibling:
-    """One choice among several of one prompt, as it is given to `Engine.add_group`."""
+    """One choice among several of one prompt, of a `Request`."""
 
     seq_id: str
     """The engine's id of it: unique among the unfinished ones; its outputs carry it."""
@@ -62,6 +62,34 @@ class Sibling:
     """What an earlier run has generated: its next output is the token after them."""
     index: int | None = None
     """Its place among the choices of its request; None: its place among those that are given together."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A prompt, what is wanted of it, and for whom: made where an engine accepts it, and carried to its last output."""
+
+    prompt_token_ids: Sequence[int]
+    """At least one token, at most `max_model_len - 1`."""
+    siblings: Sequence[Sibling]
+    """Its choices. With `use_beam_search` they are the best hypotheses of one search, with `best_of` the likeliest of
+    so many choices, by their places."""
+    priority: int = 0
+    """Its class, 0 first, for policies that look at it."""
+    aged_classes: float = 0.0
+    """Classes that it has risen by waiting elsewhere before: 1 for the age that one class is worth."""
+    tenant: str = ""
+    """Whose it is, for policies."""
+    weight: float = 1.0
+    """Its tenant's among the tenants."""
+    cache_salt: bytes = b""
+    """The prefix cache is shared only with requests of the same salt."""
+    adapter: Adapter | None = None
+    """That computes its tokens; the prefix cache is shared within its revision only."""
+    prefix_key: bytes = field(init=False)
+    """Salt and adapter in one: what must not share blocks although the tokens are equal."""
+
+    def __post_init__(self) -> None:
+        self.prefix_key = salted(self.cache_salt, self.adapter)
 
 
 _EXTRA = "~"
@@ -105,12 +133,9 @@ class TokenSequence:
     """
 
     __slots__ = (
-        "adapter",
-        "aged_classes",
         "arrival",
         "block_hashes",
         "block_tables",
-        "cache_salt",
         "choices",
         "end_token_ids",
         "ends_with_prompt",
@@ -124,19 +149,17 @@ class TokenSequence:
         "num_output_placeholders",
         "num_prompt_tokens",
         "params",
-        "priority",
+        "request",
         "row",
         "seed",
         "seq_id",
         "state",
-        "tenant",
         "token_ids",
         "wants_prompt_logprobs",
         "was_admitted",
-        "weight",
     )
 
-    def __init__(  # noqa: PLR0915 - its fields, each with its meaning
+    def __init__(
         self,
         seq_id: str,
         prompt_token_ids: Sequence[int],
@@ -146,15 +169,12 @@ class TokenSequence:
         arrival: int,
         max_total_tokens: int,
         output_token_ids: Sequence[int] = (),
-        priority: int = 0,
-        aged_classes: float = 0.0,
-        tenant: str = "",
-        weight: float = 1.0,
-        cache_salt: bytes = b"",
-        adapter: Adapter | None = None,
+        request: Request | None = None,
         end_token_ids: frozenset[int] = frozenset(),
         num_kv_groups: int = 1,
     ) -> None:
+        self.request = Request(prompt_token_ids, ()) if request is None else request
+        """What it is a choice of."""
         self.seq_id = seq_id
         self.token_ids: list[int] = [*prompt_token_ids, *output_token_ids]
         self.num_prompt_tokens = len(prompt_token_ids)
@@ -163,22 +183,10 @@ class TokenSequence:
         """Of its noise, 64 bits signed; never None."""
         self.arrival = arrival
         """Rises with each sequence and survives preemption."""
-        self.priority = priority
-        """Its class; 0 is the first."""
-        self.aged_classes = aged_classes
-        """Classes that it has risen by waiting elsewhere before it was added."""
-        self.tenant = tenant
-        """Whose it is, for policies."""
-        self.weight = weight
-        """Its tenant's."""
         self.most_total_tokens = max_total_tokens
         """Of the longest output, with the prompt; for policies, which expect no more."""
         self.max_total_tokens = max_total_tokens
         """Prompt and output together: where it ends with "length". Of a beam what its search allows: see `Searches`."""
-        self.cache_salt = cache_salt
-        """Adapter, tenant: what must not share blocks although the tokens are equal."""
-        self.adapter = adapter
-        """That it is computed with; its revision is part of `cache_salt`."""
         self.end_token_ids = end_token_ids
         """Tokens that end it: stop tokens, and the model's own unless ignored. Not to be chosen before min_tokens."""
         self.ends_with_prompt = params.max_tokens == 0
@@ -212,10 +220,38 @@ class TokenSequence:
         """Tokens, those included that steps in flight sample."""
         return len(self.token_ids) + self.num_output_placeholders
 
+    # What policies ask of its request.
+
+    @property
+    def priority(self) -> int:
+        """Its class; 0 is the first."""
+        return self.request.priority
+
+    @property
+    def aged_classes(self) -> float:
+        """Classes that it has risen by waiting elsewhere before it was added."""
+        return self.request.aged_classes
+
+    @property
+    def tenant(self) -> str:
+        """Whose it is."""
+        return self.request.tenant
+
+    @property
+    def weight(self) -> float:
+        """Its tenant's."""
+        return self.request.weight
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """That it is computed with."""
+        return self.request.adapter
+
     @property
     def adapter_revision(self) -> str | None:
         """Its adapter's; None without one."""
-        return None if self.adapter is None else self.adapter.revision
+        adapter = self.request.adapter
+        return None if adapter is None else adapter.revision
 
     @property
     def num_output_tokens(self) -> int:
@@ -336,7 +372,7 @@ class StepOutput:
     """
 
     seq_id: str
-    """The engine's id of the sequence: what `Engine.add_request` or its `Sibling` was given."""
+    """The engine's id of the sequence: what its `Sibling` was given."""
     token_id: int | None
     text: str
     """The new text, a pure function of the tokens. Empty while a character or a stop string may be incomplete."""

@@ -8,12 +8,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from pagestream_engine.config import EngineConfig, SchedulerConfig
+from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ConfigError, UnsupportedOption
 from pagestream_engine.executor.load_times import LoadTimes
 from pagestream_engine.executor.preparations import GrammarRunner, Preparation, Prepared
-from pagestream_engine.kv_cache.block_pool import BlockPool
-from pagestream_engine.kv_cache.host_tier import HostTier
 from pagestream_engine.plan import HostMemory, KVLayout, PendingResult, StepPlan, StepResult
 
 
@@ -245,17 +243,6 @@ def load_runner(make_runner: RunnerFactory, folder: Path, config: EngineConfig) 
         runner.warm_up()
     times.note("warm_up")
     return runner, replace(facts, load_s=times.seconds)
-
-
-def make_tier(pool: BlockPool, facts: ExecutorFacts, limits: SchedulerConfig) -> HostTier | None:
-    """Make the tier below a pool; None without host pages."""
-    host = facts.host_memory
-    if host is None:
-        return None
-    most_taken = -(-(limits.max_num_batched_tokens + limits.max_num_seqs) // facts.kv_layout.block_size)
-    # Not all of few pages: each step would save over what the last one has saved.
-    num_ahead = min(most_taken * len(facts.kv_layout.groups), host.num_pages // 2)
-    return HostTier(pool, host.num_pages, num_ahead, host.load_page_s)
 
 
 def _with_host_pages(facts: ExecutorFacts, runner: Runner, swap_space: float) -> ExecutorFacts:

@@ -2,6 +2,15 @@
 
 `BeamSearch` goes from each beam's likeliest next tokens to the beams that go on, and the outputs that are complete.
 `Searches` runs them as sequences; `make_search` makes one of the choices that a caller gives.
+
+The rules are those of `transformers`' `generate(num_beams=..., do_sample=False)`, for one prompt:
+
+* The candidates of a step are all beams, each with every token; their score is the sum of log probabilities.
+* Of the best `width` candidates those that end become hypotheses, which rank by score / length ** length_penalty. The
+  best `width` hypotheses are kept. Candidates further down that end are dropped.
+* The best `width` candidates that do not end go on.
+* At the longest length all of the best `width` candidates end.
+* `early_stopping` says when the open beams are given up: see `SamplingParams.early_stopping`.
 """
 
 from __future__ import annotations
@@ -18,6 +27,7 @@ from pagestream_engine.plan import KVLayout
 from pagestream_engine.request import (
     NO_ROW,
     LogprobRow,
+    Request,
     Sibling,
     StepOutput,
     TokenSequence,
@@ -245,19 +255,20 @@ class SearchLimits:
 
 
 def make_search(
-    make: Callable[[Sibling, int], Generation], siblings: Sequence[Sibling], first_arrival: int, limits: SearchLimits
+    make: Callable[[Request, Sibling, int], Generation], request: Request, first_arrival: int, limits: SearchLimits
 ) -> RunningSearch:
     """Make the beams of a search.
 
     Args:
         make: makes a choice of the prompt, with an arrival.
-        siblings: the choices that are wanted of it, with equal parameters but for their seeds.
+        request: its choices are what is wanted, with equal parameters but for their seeds.
         first_arrival: of as many as there are beams.
 
     Raises:
         InvalidRequest: names what is wrong.
         PromptTooLong: the prompt leaves no room for a new token.
     """
+    siblings = request.siblings
     params = replace(siblings[0].params, seed=0)
     if any(replace(sibling.params, seed=0) != params for sibling in siblings):
         raise InvalidRequest("siblings: given different parameters, expected equal ones for the choices of one search")
@@ -265,7 +276,7 @@ def make_search(
     if max(indexes) >= params.width:
         raise InvalidRequest(f"siblings: given choice {max(indexes)}, expected one of {params.width} beams")
     ids = with_extra_ids(siblings, params.width)
-    made = [make(Sibling(seq_id, params), arrival) for arrival, seq_id in enumerate(ids, first_arrival)]
+    made = [make(request, Sibling(seq_id, params), arrival) for arrival, seq_id in enumerate(ids, first_arrival)]
     beams = [generation.seq for generation in made]
     max_total_tokens = beams[0].max_total_tokens
     search = BeamSearch(params, beams[0].end_token_ids, max_total_tokens - beams[0].num_prompt_tokens)

@@ -6,9 +6,10 @@ from collections import deque
 from itertools import islice
 from typing import NamedTuple
 
+from pagestream_engine.config import SchedulerConfig
 from pagestream_engine.kv_cache.block_pool import BlockPool
 from pagestream_engine.kv_cache.eviction import Segmented
-from pagestream_engine.plan import PageCopy
+from pagestream_engine.plan import HostMemory, KVLayout, PageCopy
 from pagestream_engine.request import TokenSequence
 
 
@@ -186,3 +187,13 @@ class HostTier:
         if len(set(targets)) < len(targets) or not all(self._pool.ref_counts[block] for block in targets):
             return "a block is loaded twice, or is free"
         return None
+
+
+def make_tier(pool: BlockPool, host: HostMemory | None, layout: KVLayout, limits: SchedulerConfig) -> HostTier | None:
+    """Make the tier below a pool; None without host pages."""
+    if host is None:
+        return None
+    most_taken = -(-(limits.max_num_batched_tokens + limits.max_num_seqs) // layout.block_size)
+    # Not all of few pages: each step would save over what the last one has saved.
+    num_ahead = min(most_taken * len(layout.groups), host.num_pages // 2)
+    return HostTier(pool, host.num_pages, num_ahead, host.load_page_s)

@@ -321,7 +321,7 @@ class BlockHasher:
     def hash_next_block(self, seq: TokenSequence, start: int, parent: bytes | None) -> bytes:
         """Return the hash of a sequence's full block that begins with token `start`, after the one with the hash
         `parent`; None: the first."""
-        parent = self.root(seq.cache_salt) if parent is None else parent
+        parent = self.root(seq.request.prefix_key) if parent is None else parent
         if self._separates_outputs and start <= seq.num_prompt_tokens < start + self.block_size:
             parent += seq.num_prompt_tokens.to_bytes(8, "little")
         return self.hash_block_tokens(parent, seq.token_ids[start : start + self.block_size])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pagestream_engine.engine import Engine
 from pagestream_engine.offline.outputs import CompletionOutput, Logprob, RequestOutput
 from pagestream_engine.offline.prompts import EncodedPrompt
-from pagestream_engine.request import Adapter, LoRARequest, Sibling, StepOutput, TokenLogprob
+from pagestream_engine.request import Adapter, LoRARequest, Request, Sibling, StepOutput, TokenLogprob
 from pagestream_engine.sampling_params import SamplingParams
 
 
@@ -45,17 +45,19 @@ class OfflineRequest:
         return cls(output, params, choices, adapter, priority, prompt.cache_salt)
 
     def add_to(self, engine: Engine) -> None:
-        """Queue the choices; raises as `Engine.add_group`."""
+        """Queue the choices; raises as `Engine.add`."""
         params = self.params
         seed = engine.draw_seed() if params.seed is None else params.seed
         siblings = [Sibling(seq_id, params.for_child(seed, choice.index)) for seq_id, choice in self.choices.items()]
         self.texts = {seq_id: [] for seq_id in self.choices}
-        engine.add_group(
-            self.output.prompt_token_ids,
-            siblings,
-            priority=self.priority,
-            cache_salt=self.cache_salt,
-            adapter=self.adapter,
+        engine.add(
+            Request(
+                self.output.prompt_token_ids,
+                siblings,
+                priority=self.priority,
+                cache_salt=self.cache_salt,
+                adapter=self.adapter,
+            )
         )
 
     def abort_in(self, engine: Engine) -> None:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from pagestream_engine.config import SchedulerConfig
 from pagestream_engine.kv_cache.manager import CacheManager
 from pagestream_engine.plan import ScheduledStep
-from pagestream_engine.request import TokenSequence
+from pagestream_engine.request import Request, TokenSequence
 from pagestream_engine.sampling_params import SamplingParams
 from pagestream_engine.scheduler.policies import make_policy
 from pagestream_engine.scheduler.scheduler import Scheduler
@@ -115,8 +115,7 @@ class VirtualEngine:
             seed=0,
             arrival=number,
             max_total_tokens=self._max_tokens,
-            priority=request.priority,
-            tenant=request.tenant,
+            request=Request((), (), priority=request.priority, tenant=request.tenant),
         )
         self._ends_at[seq] = request.prompt_tokens + request.output_tokens
         self.scheduler.add(seq)

@@ -15,7 +15,7 @@ from pagestream_engine.engine import Engine
 from pagestream_engine.errors import AdapterError, InvalidRequest, RequestFault, SleepFailed
 from pagestream_engine.output import REPLAY_TOKENS
 from pagestream_engine.plan import ScheduledStep
-from pagestream_engine.request import Sibling, StepOutput
+from pagestream_engine.request import Request, Sibling, StepOutput
 
 from pagestream_worker.logs.token_columns import PlainSequences
 from pagestream_worker.stepping.commands import (
@@ -279,7 +279,7 @@ class StepLoop:
         adapter, given = None, command.adapter
         if given is not None:
             adapter = self._engine.adapters.pinned(given.name, given.path, given.revision)
-        yield from self._engine.adding_group(
+        request = Request(
             command.prompt_token_ids,
             command.siblings,
             priority=command.priority,
@@ -289,6 +289,7 @@ class StepLoop:
             cache_salt=command.cache_salt,
             adapter=adapter,
         )
+        yield from self._engine.adding(request)
 
     def _add_on(self) -> None:
         """Go on with the groups that are being added, for at most ADD_LIMIT_S before the next step."""

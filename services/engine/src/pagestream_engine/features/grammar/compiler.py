@@ -1,4 +1,8 @@
-"""Grammars compiled: what may come next in one, and the threads that walk through them beside the steps."""
+"""Grammars compiled and kept, what may come next in one, and the threads that walk through them beside the steps.
+
+llguidance bounds the work of one mask, which may still be most of a second; nothing bounds the sum over a step's rows.
+So no step computes a mask: it waits for them under a deadline, and a row whose mask isn't there has no token in it.
+"""
 
 from __future__ import annotations
 
