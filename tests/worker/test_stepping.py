@@ -178,7 +178,7 @@ async def test_an_error_that_ends_the_thread_is_the_futures(
         raise error
 
     owner = Owner(tmp_path)
-    monkeypatch.setattr(Engine, "adding_group", fail)
+    monkeypatch.setattr(Engine, "adding", fail)
     owner.add("a")
     with pytest.raises(kind, match=words):
         await owner.ended()

@@ -60,7 +60,7 @@ class Run:
         self._expected: dict[str, list[int]] = {}
 
     def add(self, name: str, *, num_prompt: int = 5, num_output: int = 8, num_had: int = 0, **caller: Any) -> None:
-        """`num_had`: output tokens that another engine has generated; `caller`: as for Engine.adding_group."""
+        """`num_had`: output tokens that another engine has generated; `caller`: as for Engine.adding."""
         params = SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True)
         prompt = [1 + len(self.tokens) % 20] * num_prompt
         self._expected[name] = undisturbed(prompt, params, FACTS, self.engine.max_model_len)
