@@ -62,9 +62,11 @@ class Appender:
             )
             for where, mine in places.items()
         ]
-        fault_points.before_append(appends)
+        if fault_points.IS_ON:
+            fault_points.before_append(appends)
         replies = await self._run(calls)
-        fault_points.after_append(appends)
+        if fault_points.IS_ON:
+            fault_points.after_append(appends)
         results: dict[int, Any] = {}
         for mine, reply in zip(places.values(), replies, strict=True):
             if not isinstance(reply, Unavailable):
@@ -86,10 +88,11 @@ class Appender:
             Call(APPEND, self._state.identity.partition(batch.partition).prefix, (retention_ms, batch.values, channels))
             for batch in batches
         ]
-        at_fault_points = [append for batch in batches for append in batch.appends()] if fault_points.IS_ON else []
-        fault_points.before_append(at_fault_points)
+        if fault_points.IS_ON:
+            fault_points.before_append([append for batch in batches for append in batch.appends()])
         replies = await self._run(calls)
-        fault_points.after_append(at_fault_points)
+        if fault_points.IS_ON:
+            fault_points.after_append([append for batch in batches for append in batch.appends()])
         answered = [
             (batch, reply) for batch, reply in zip(batches, replies, strict=True) if not isinstance(reply, Unavailable)
         ]

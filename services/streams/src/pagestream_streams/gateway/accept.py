@@ -23,6 +23,7 @@ from typing import NamedTuple
 from pagestream.v1.inference_pb2 import ON_DISCONNECT_CONTINUE
 from pagestream.v1.records_pb2 import RequestSpec
 
+from pagestream_streams import fault_points
 from pagestream_streams.admin.broker import Broker
 from pagestream_streams.connection.connection import Call, Connection
 from pagestream_streams.errors import (
@@ -36,7 +37,6 @@ from pagestream_streams.errors import (
     RequestNotFound,
     Unavailable,
 )
-from pagestream_streams.fault_points import FaultPoint, reach
 from pagestream_streams.gateway.place import EngineWatch, ExpectedLengths, Placed, Placer, left_ms
 from pagestream_streams.limits import Demand
 from pagestream_streams.protocol.keys import Keyspace, Partition, new_request_id
@@ -164,7 +164,8 @@ class Acceptor:
             raise ClassRefused(priority=spec.priority, least_refused=reply[1], retry_after_s=_REFUSED_RETRY_S)
         if reply[0] == _WRONG_TENANT:
             raise RequestNotFound(spec.request_id)
-        reach(FaultPoint.ACCEPTED)
+        if fault_points.IS_ON:
+            fault_points.reach(fault_points.FaultPoint.ACCEPTED)
         if reply[1]:
             self._note_tenant_time((spec.model, spec.tenant), _TenantTime(reply[1], reply[2]), since_ms=reply[3])
         return bool(reply[0] == _ACCEPTED)

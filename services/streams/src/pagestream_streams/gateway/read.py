@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 from pagestream.v1.records_pb2 import LogEntry, LogSlice, RequestSpec
 
+from pagestream_streams import fault_points
 from pagestream_streams.errors import DigestMismatch, OffsetOutOfRange, StreamsError
-from pagestream_streams.fault_points import FaultPoint, reach
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.protocol.records import chain
 from pagestream_streams.tasks import ByteBudget
@@ -263,7 +263,8 @@ class Follower:
         log_slice = _parsed(packed)
         if log_slice is None or not self._continues(log_slice) or log_slice.entries[-1].HasField("end"):
             return False
-        reach(FaultPoint.FORWARDING)
+        if fault_points.IS_ON:
+            fault_points.reach(fault_points.FaultPoint.FORWARDING)
         self._note_engine(log_slice)
         try:
             if not self._sink(log_slice.entries):

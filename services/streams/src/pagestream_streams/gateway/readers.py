@@ -18,10 +18,10 @@ from typing import TypeVar
 from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED
 from pagestream.v1.records_pb2 import LogEntry, LogSlice, PackedWakeUp, RequestSpec
 
+from pagestream_streams import fault_points
 from pagestream_streams.admin.broker import Broker
 from pagestream_streams.connection.connection import Call, Connection
 from pagestream_streams.errors import DigestMismatch, ModelNotFound, OffsetOutOfRange, RequestNotFound, Unavailable
-from pagestream_streams.fault_points import FaultPoint, reach
 from pagestream_streams.gateway.accept import renew, renewal_s
 from pagestream_streams.gateway.read import LARGE_BYTES, Follower, ReadLimits, Sink
 from pagestream_streams.protocol.keys import Partition
@@ -154,7 +154,8 @@ class Readers:
                 if entries:
                     if follower.taken_bytes > LARGE_BYTES:
                         await self._turns.take()
-                    reach(FaultPoint.FORWARDING)
+                    if fault_points.IS_ON:
+                        fault_points.reach(fault_points.FaultPoint.FORWARDING)
                     yield entries
         finally:
             self._leave(follower)
