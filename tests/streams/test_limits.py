@@ -127,7 +127,7 @@ async def test_whatever_ends_a_request_makes_room(
         two = await stack.enter_async_context(GatewaySession(others, limits=book(concurrent_requests=1)))
         first = request(deadline_ms=3_600_000 if end == "late" else 0)
         if end == "dead gateway":
-            assert await one.admissions.admit(first, one.acceptor.demand(first, is_length_given=True))
+            assert await one.rate_limiter.admit(first, one.acceptor.demand(first, is_length_given=True))
         else:
             await one.accept(first)
         assert await refused(two, request(1)) is not None
@@ -142,7 +142,7 @@ async def test_whatever_ends_a_request_makes_room(
             await broker.connection.execute("DEL", where.request(first.request_id))
         if end in ("lost", "dead gateway"):
             assert await refused(two, request(1)) is not None, "its accept may be under way"
-            monkeypatch.setattr(home_of(one.admissions), "ACCEPT_S", 0.0)
+            monkeypatch.setattr(home_of(one.rate_limiter), "ACCEPT_S", 0.0)
         if end == "late":
             where = await broker.directory.locate(first.request_id)
             await broker.connection.execute("ZADD", f"{where.prefix}deadlines", "XX", 1, first.request_id)
@@ -207,7 +207,7 @@ async def test_an_end_that_is_looked_up_before_it_is_counted_is_settled(
     limits = book(tokens_per_minute=100 * (PROMPT + OUTPUT), concurrent_requests=1)
     seen: list[Rate] = []
     async with GatewaySession(broker, limits=limits) as gateway, worker(broker) as engine:
-        monkeypatch.setattr(home_of(gateway.admissions), "ACCEPT_S", 0.0)
+        monkeypatch.setattr(home_of(gateway.rate_limiter), "ACCEPT_S", 0.0)
         await gateway.ends.timer.stop()
         await gateway.accept(request())
         [claim] = await engine.claim()

@@ -12,7 +12,7 @@ import pytest
 from pagestream.v1.records_pb2 import LogEntry, LogSlice
 from pagestream_streams import Broker, DigestMismatch, StreamsSettings, Unavailable, scripts
 from pagestream_streams.connection import Call, Connection
-from pagestream_streams.gateway.read import Follower, ReadLimits
+from pagestream_streams.gateway.read import LogRead, ReadLimits
 from pagestream_streams.gateway.readers import OpenReads, Poller, Readers
 from pagestream_streams.protocol import Partition
 from pagestream_streams.tasks import ByteBudget
@@ -28,8 +28,8 @@ def limits(budget: ByteBudget | None = None, *, buffer_bytes: int = 10_000, batc
     )
 
 
-def follower(from_index: int = 0, digest: str = "", bounds: ReadLimits | None = None) -> Follower:
-    made = Follower(Partition("m", 0), "r", tenant="t", from_index=from_index, digest=digest, limits=bounds or limits())
+def log_read(from_index: int = 0, digest: str = "", bounds: ReadLimits | None = None) -> LogRead:
+    made = LogRead(Partition("m", 0), "r", tenant="t", from_index=from_index, digest=digest, limits=bounds or limits())
     assert made.take_log_read_request()
     return made
 
@@ -40,7 +40,7 @@ def log_slice(first: int, entries: Sequence[LogEntry], previous: str = "") -> by
 
 
 def test_a_slice_that_follows_is_taken_and_a_gap_sends_to_the_log() -> None:
-    reader = follower()
+    reader = log_read()
     reader.offer(log_slice(0, LOG[:3]))
     reader.offer(log_slice(3, LOG[3:5], LOG[2].digest))
     assert numbers(reader.take_buffered()) == [100, 101, 102, 103, 104]
@@ -51,7 +51,7 @@ def test_a_slice_that_follows_is_taken_and_a_gap_sends_to_the_log() -> None:
 
 
 def test_a_slice_that_overlaps_is_cut() -> None:
-    reader = follower()
+    reader = log_read()
     reader.offer(log_slice(0, LOG[:3]))
     reader.offer(log_slice(1, LOG[1:5], LOG[0].digest))
     assert numbers(reader.take_buffered()) == [100, 101, 102, 103, 104]
@@ -59,7 +59,7 @@ def test_a_slice_that_overlaps_is_cut() -> None:
 
 @pytest.mark.parametrize("previous", ["", "f" * 16])
 def test_a_slice_of_another_generation_is_not_taken(previous: str) -> None:
-    reader = follower()
+    reader = log_read()
     reader.offer(log_slice(0, LOG[:3]))
     assert len(reader.take_buffered()) == 3
     reader.offer(log_slice(3, tokens([7, 8], "another"), previous))
@@ -68,7 +68,7 @@ def test_a_slice_of_another_generation_is_not_taken(previous: str) -> None:
 
 
 def test_a_reader_ahead_of_a_log_that_lost_entries_looks_as_soon_as_it_is_reached() -> None:
-    reader = follower(5, LOG[4].digest)
+    reader = log_read(5, LOG[4].digest)
     reader.offer(log_slice(3, LOG[3:5], LOG[2].digest))
     assert not reader.take_log_read_request()
     reader.offer(log_slice(5, LOG[5:6], LOG[4].digest))
@@ -80,7 +80,7 @@ def test_a_reader_ahead_of_a_log_that_lost_entries_looks_as_soon_as_it_is_reache
 
 
 def test_a_log_that_ended_otherwise_at_the_readers_place_is_data_loss() -> None:
-    reader = follower()
+    reader = log_read()
     reader.offer(log_slice(0, LOG[:6]))
     assert len(reader.take_buffered()) == 6
     other = [*LOG[:4], *ending(LOG[3].digest, count=4)]
@@ -91,7 +91,7 @@ def test_a_log_that_ended_otherwise_at_the_readers_place_is_data_loss() -> None:
 
 
 async def test_waiting_ends_with_news_or_with_time() -> None:
-    reader = follower()
+    reader = log_read()
     waiting = asyncio.create_task(reader.wait(20.0))
     await asyncio.sleep(0)
     assert reader.waiting_since is not None
@@ -108,7 +108,7 @@ def test_a_reader_whose_consumer_has_stopped_keeps_nothing() -> None:
     """The budget of all readers is the sum of what they hold, and is free again when they read on or leave."""
     budget = ByteBudget(1500)
     bounds = limits(budget, buffer_bytes=700)
-    stopped, other = follower(bounds=bounds), follower(bounds=bounds)
+    stopped, other = log_read(bounds=bounds), log_read(bounds=bounds)
     entries = tokens(range(100))
     for number, entry in enumerate(entries):
         stopped.offer(log_slice(number, [entry]))
@@ -116,7 +116,7 @@ def test_a_reader_whose_consumer_has_stopped_keeps_nothing() -> None:
     assert budget.held_bytes == 0, "the log has it all"
     assert stopped.take_log_read_request()
     assert numbers(stopped.take_logged(0, entries)) == list(range(100))
-    crowd = [follower(bounds=bounds) for _ in range(100)]
+    crowd = [log_read(bounds=bounds) for _ in range(100)]
     for each in crowd:
         each.offer(log_slice(0, entries[:4]))
         assert budget.held_bytes == sum(each.buffer.num_bytes for each in crowd) <= 1500
@@ -130,7 +130,7 @@ def test_a_reader_whose_consumer_has_stopped_keeps_nothing() -> None:
 
 def test_a_consumer_gets_parts_of_what_waits() -> None:
     entries = tokens(range(40))
-    reader = follower(bounds=limits(batch_bytes=1))
+    reader = log_read(bounds=limits(batch_bytes=1))
     for first in range(0, 40, 10):
         reader.offer(log_slice(first, entries[first : first + 10]))
     parts = []
@@ -141,14 +141,14 @@ def test_a_consumer_gets_parts_of_what_waits() -> None:
 
 def test_what_is_no_slice_sends_to_the_log() -> None:
     for broken in (b"\xff\xff", log_slice(0, [])):
-        reader = follower()
+        reader = log_read()
         reader.offer(broken)
         assert reader.take_buffered() == []
         assert reader.take_log_read_request()
 
 
 def test_pages_of_the_log_are_as_large_as_its_entries_are_small() -> None:
-    reader = follower(bounds=limits(batch_bytes=16_400))
+    reader = log_read(bounds=limits(batch_bytes=16_400))
     first = reader.page_entries
     reader.note_page(first, first * 100)
     assert (first, reader.page_entries) == (16, 100)
@@ -156,16 +156,16 @@ def test_pages_of_the_log_are_as_large_as_its_entries_are_small() -> None:
     assert reader.page_entries == 1
 
 
-async def waiting(reader: Follower) -> asyncio.Task[None]:
+async def waiting(reader: LogRead) -> asyncio.Task[None]:
     """Return the task of a consumer that waits."""
     task = asyncio.create_task(reader.wait(30))
     await asyncio.sleep(0)
     return task
 
 
-def followed_by(sink: Callable[[Sequence[LogEntry]], bool]) -> Follower:
-    """Return a follower that has taken an entry."""
-    reader = Follower(Partition("m", 0), "r", tenant="t", from_index=0, digest="", limits=limits(), sink=sink)
+def followed_by(sink: Callable[[Sequence[LogEntry]], bool]) -> LogRead:
+    """Return a log_read that has taken an entry."""
+    reader = LogRead(Partition("m", 0), "r", tenant="t", from_index=0, digest="", limits=limits(), sink=sink)
     assert reader.take_log_read_request()
     reader.offer(log_slice(0, LOG[:1]))
     assert len(reader.take_buffered()) == 1
@@ -222,7 +222,7 @@ async def test_the_end_and_what_a_sink_raises_are_for_the_consumers_task() -> No
 
 
 def test_wake_ups_that_are_late_are_not_lost() -> None:
-    reader = follower()
+    reader = log_read()
     reader.offer(log_slice(0, LOG[:3]))
     assert len(reader.take_buffered()) == 3
     assert not reader.misses(5), "they may be on their way"
@@ -237,7 +237,7 @@ def test_wake_ups_that_are_late_are_not_lost() -> None:
 
 
 def test_after_a_gap_the_first_poll_that_finds_more_has_the_log_read() -> None:
-    reader = follower()
+    reader = log_read()
     reader.suspect_loss()
     assert reader.is_after_gap
     assert reader.misses(1)
@@ -286,9 +286,9 @@ def readers_of(topology: HalfATopology, settings: StreamsSettings = SETTINGS) ->
     yield Readers(cast(Broker, broker), "gateway:1", refuse)
 
 
-def follower_readers(readers: Readers, where: Partition, request_id: str) -> Follower:
+def joined(readers: Readers, where: Partition, request_id: str) -> LogRead:
     """One that has read its log to the third entry, and waits."""
-    made = Follower(where, request_id, tenant="t", from_index=0, digest="", limits=readers.limits)
+    made = LogRead(where, request_id, tenant="t", from_index=0, digest="", limits=readers.limits)
     made.take_log_read_request()
     made.waiting_since = float("-inf")
     readers.join(made)
@@ -300,8 +300,8 @@ def follower_readers(readers: Readers, where: Partition, request_id: str) -> Fol
 async def test_one_partition_away_keeps_no_other_from_its_logs(leaver: bool, waits_there: bool) -> None:
     topology = HalfATopology()
     with readers_of(topology) as readers:
-        waiting = follower_readers(readers, THERE, "healthy")
-        stranded = follower_readers(readers, AWAY, "stranded") if waits_there else None
+        waiting = joined(readers, THERE, "healthy")
+        stranded = joined(readers, AWAY, "stranded") if waits_there else None
         if leaver:
             readers.registrations.leave(AWAY, "gone")
         readers.start()
@@ -325,7 +325,7 @@ async def test_an_outage_ends_reads_after_its_limit_and_no_sooner() -> None:
     patient = dataclasses.replace(SETTINGS, outage_limit_s=30.0)
     for settings, fails in ((SETTINGS, True), (patient, False)):
         with readers_of(topology, settings) as readers:
-            waiting = [follower_readers(readers, where, where.prefix) for where in (AWAY, THERE)]
+            waiting = [joined(readers, where, where.prefix) for where in (AWAY, THERE)]
             readers.start()
             try:
                 async with asyncio.timeout(60):
@@ -353,7 +353,7 @@ async def test_a_silent_redis_is_an_outage_too_whoever_has_left() -> None:
     with readers_of(
         Silence(), dataclasses.replace(SETTINGS, lease_ms=600, heartbeat_ms=50, sweep_ms=100, sweep_gap_ms=400)
     ) as readers:
-        waiting = follower_readers(readers, THERE, "waiting")
+        waiting = joined(readers, THERE, "waiting")
         readers.registrations.leave(AWAY, "gone")
         readers.start()
         try:
@@ -368,11 +368,11 @@ async def test_a_silent_redis_is_an_outage_too_whoever_has_left() -> None:
 async def test_a_partition_that_was_away_long_ago_has_its_whole_time_again() -> None:
     topology = HalfATopology()
     with readers_of(topology) as readers, pytest.MonkeyPatch.context() as patch:
-        stranded = follower_readers(readers, AWAY, "stranded")
+        stranded = joined(readers, AWAY, "stranded")
         now = 1000.0
         patch.setattr(time, "monotonic", lambda: now)
         await readers.maintain()
-        now += 60  # no follower waited meanwhile
+        now += 60  # no log_read waited meanwhile
         for _ in range(2):
             await readers.maintain()
             assert stranded.failure is None
@@ -399,7 +399,7 @@ def reads() -> OpenReads:
     made = OpenReads()
     limits = ReadLimits(buffer_bytes=1000, batch_bytes=1000, page_entries=10, budget=ByteBudget(1000))
     for number in range(NUM_READS):
-        one = Follower(Partition("m", 0), f"r{number}", tenant="t", from_index=0, digest="", limits=limits)
+        one = LogRead(Partition("m", 0), f"r{number}", tenant="t", from_index=0, digest="", limits=limits)
         one.take_log_read_request()
         made.add(one)
     return made

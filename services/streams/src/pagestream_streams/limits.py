@@ -65,7 +65,7 @@ class Demand(NamedTuple):
         return self._replace(tokens=max(self.prompt_tokens, min([self.tokens, *most])))
 
 
-class Admission(NamedTuple):
+class RateReservation(NamedTuple):
     """A request's reservation."""
 
     tries: int
@@ -83,7 +83,7 @@ class _Look(NamedTuple):
     task: asyncio.Task[None]
 
 
-class Admissions:
+class RateLimiter:
     """The limits of all tenants, for one gateway. For tenants and credentials without limits it sends nothing."""
 
     def __init__(self, broker: Broker, source: LimitSource | None) -> None:
@@ -116,7 +116,7 @@ class Admissions:
         wait_s = max(_SHORTEST_WAIT_S, (held.error.retry_after_s or 0.0) - passed)
         raise RateLimited(held.error.rate, wanted=held.error.wanted, retry_after_s=wait_s, rates=held.error.rates)
 
-    async def admit(self, spec: RequestSpec, demand: Demand, *, bounded: bool = True) -> Admission | None:
+    async def admit(self, spec: RequestSpec, demand: Demand, *, bounded: bool = True) -> RateReservation | None:
         """Reserve what a request may use; None where it has no limits. RateLimited, Unavailable.
 
         `bounded`: whether a limit may refuse it.
@@ -134,7 +134,7 @@ class Admissions:
             ids = [each.decode() for each in due]
             if code:
                 self._note_due(spec.tenant, ids)
-                return Admission(found[0], rates)
+                return RateReservation(found[0], rates)
             place, used, wait_ms = found
             if is_last or wait_ms < 0 or (place - 1) % len(NAMES) not in (_RUNNING, _QUEUED):
                 break
@@ -143,7 +143,7 @@ class Admissions:
         self._hold(spec, error)
         raise error
 
-    async def give_back(self, spec: RequestSpec, admission: Admission | None) -> None:
+    async def give_back(self, spec: RequestSpec, admission: RateReservation | None) -> None:
         """Give back what was reserved for a request that was refused, or accepted before.
 
         Where that can't be done now, it is found later. A reservation that several tries share is left: another may be

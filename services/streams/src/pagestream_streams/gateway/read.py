@@ -28,7 +28,7 @@ Sink = Callable[[Sequence[LogEntry]], bool]
 """Writes entries at once and returns True, or returns False and leaves them to the read's task. It never waits."""
 
 
-class Follower:
+class LogRead:
     """Yields entries in order, each once, and only if their digests continue those of the entries before.
 
     What wake-ups bring goes to the sink while the consumer waits for it. Else it waits for the consumer in `buffer`.
@@ -50,7 +50,7 @@ class Follower:
         sink: Sink | None = None,
         on_engine: Callable[[str], None] | None = None,
     ) -> None:
-        """Create a follower that reads the log first.
+        """Create it; it reads the log first.
 
         Args:
             from_index: index of the first entry to yield.

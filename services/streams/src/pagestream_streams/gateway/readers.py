@@ -23,7 +23,7 @@ from pagestream_streams.admin.broker import Broker
 from pagestream_streams.connection.connection import Call, Connection
 from pagestream_streams.errors import DigestMismatch, ModelNotFound, OffsetOutOfRange, RequestNotFound, Unavailable
 from pagestream_streams.gateway.accept import renew, renewal_s
-from pagestream_streams.gateway.read import LARGE_BYTES, Follower, ReadLimits, Sink
+from pagestream_streams.gateway.read import LARGE_BYTES, LogRead, ReadLimits, Sink
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.protocol.records import from_stream_fields
 from pagestream_streams.scripts import POLL, REGISTER, UNREGISTER
@@ -92,8 +92,8 @@ class Readers:
         """End every read with Unavailable and take the registrations back."""
         self._closed = True
         await self.timer.stop()
-        for follower in self.reads:
-            follower.fail(Unavailable("this gateway is closing"))
+        for read in self.reads:
+            read.fail(Unavailable("this gateway is closing"))
         self.registrations.leave_all()
         try:
             await self.registrations.unregister()
@@ -105,8 +105,8 @@ class Readers:
         until = time.perf_counter() + _ROUND_S
         for packed in PackedWakeUp.FromString(message).slices:
             request_id = _request_id(packed)
-            for follower in self.reads.of(request_id):
-                follower.offer(packed)
+            for read in self.reads.of(request_id):
+                read.offer(packed)
             self.registrations.awaited.offer(request_id, packed)
             if time.perf_counter() > until:
                 yield
@@ -115,10 +115,10 @@ class Readers:
     def on_gap(self) -> None:
         """Poll now: wake-ups may have been lost."""
         self.registrations.awaited.note_gap()
-        for follower in self.reads:
-            follower.suspect_loss()
-            if follower.waiting_since is not None:
-                follower.waiting_since = float("-inf")
+        for read in self.reads:
+            read.suspect_loss()
+            if read.waiting_since is not None:
+                read.waiting_since = float("-inf")
         self.timer.nudge()
 
     async def read(
@@ -134,7 +134,7 @@ class Readers:
     ) -> AsyncGenerator[list[LogEntry], None]:
         """Yield batches of a log's entries; see GatewaySession.read."""
         where = await self._with_retries(lambda: self._broker.directory.locate(request_id))
-        follower = Follower(
+        read = LogRead(
             where,
             request_id,
             tenant=tenant,
@@ -145,30 +145,30 @@ class Readers:
             sink=sink,
             on_engine=on_engine,
         )
-        is_registered = self.join(follower)
+        is_registered = self.join(read)
         try:
             if not is_registered:
-                await self._with_retries(lambda: self._register(follower))
-            while not follower.ended:
-                entries = await self._next(follower)
+                await self._with_retries(lambda: self._register(read))
+            while not read.ended:
+                entries = await self._next(read)
                 if entries:
-                    if follower.taken_bytes > LARGE_BYTES:
+                    if read.taken_bytes > LARGE_BYTES:
                         await self._turns.take()
                     if fault_points.IS_ON:
                         fault_points.reach(fault_points.FaultPoint.FORWARDING)
                     yield entries
         finally:
-            self._leave(follower)
+            self._leave(read)
 
-    def join(self, follower: Follower) -> bool:
+    def join(self, read: LogRead) -> bool:
         """Add a read; return whether it is registered, since this gateway has just accepted its request."""
-        expected = self.registrations.keep(follower.request_id, follower.tenant)
-        self.reads.add(follower)
-        if expected is None or expected.accepted_at is None or follower.from_index:
+        expected = self.registrations.keep(read.request_id, read.tenant)
+        self.reads.add(read)
+        if expected is None or expected.accepted_at is None or read.from_index:
             return False  # whoever begins within a log may be past its end, which Redis knows
-        follower.begin(expected.slices if expected.is_whole else None)
-        if follower.spec is not None and follower.spec.deadline_ms:
-            follower.deadline = expected.accepted_at + follower.spec.deadline_ms / 1000
+        read.begin(expected.slices if expected.is_whole else None)
+        if read.spec is not None and read.spec.deadline_ms:
+            read.deadline = expected.accepted_at + read.spec.deadline_ms / 1000
         return True
 
     async def maintain(self) -> None:
@@ -183,72 +183,72 @@ class Readers:
         if refused is not None:
             raise refused
 
-    def _leave(self, follower: Follower) -> None:
-        follower.buffer.clear()
-        if follower.ended:
-            self._on_end(follower.tenant, follower.request_id)
-        was_last = self.reads.remove(follower)
-        if follower.request_id in self.registrations.awaited:
+    def _leave(self, read: LogRead) -> None:
+        read.buffer.clear()
+        if read.ended:
+            self._on_end(read.tenant, read.request_id)
+        was_last = self.reads.remove(read)
+        if read.request_id in self.registrations.awaited:
             return  # it was another tenant's: the registration is for the read that is yet to come
-        if was_last and not follower.ended:
-            self.registrations.leave(follower.where, follower.request_id)
+        if was_last and not read.ended:
+            self.registrations.leave(read.where, read.request_id)
             self.timer.nudge()
 
-    async def _next(self, follower: Follower) -> list[LogEntry]:
+    async def _next(self, read: LogRead) -> list[LogEntry]:
         while True:
             raise_if_cancelled()  # or a read whose client has gone would wait for the end of the log
-            if follower.failure is not None:
-                raise follower.failure
-            if follower.take_loss():
-                await self._with_retries(lambda: self._register(follower))
-            entries = follower.take_buffered()
-            if entries or follower.ended:
+            if read.failure is not None:
+                raise read.failure
+            if read.take_loss():
+                await self._with_retries(lambda: self._register(read))
+            entries = read.take_buffered()
+            if entries or read.ended:
                 return entries
-            if follower.take_log_read_request():
-                entries = await self._with_retries(lambda: self._from_log(follower))
-                follower.ended = follower.ended or follower.exhausted
-                if entries or follower.ended:
+            if read.take_log_read_request():
+                entries = await self._with_retries(lambda: self._from_log(read))
+                read.ended = read.ended or read.exhausted
+                if entries or read.ended:
                     return entries
             else:
-                await follower.wait(LONGEST_WAIT_S)
+                await read.wait(LONGEST_WAIT_S)
 
-    async def _from_log(self, follower: Follower) -> list[LogEntry]:
-        start, batch = follower.log_start, follower.page_entries
-        log = follower.where.log(follower.request_id)
+    async def _from_log(self, read: LogRead) -> list[LogEntry]:
+        start, batch = read.log_start, read.page_entries
+        log = read.where.log(read.request_id)
         rows = await self._broker.connection.read_acknowledged(
-            follower.where.prefix, "XRANGE", log, f"{start + 1}-0", "+", "COUNT", batch
+            read.where.prefix, "XRANGE", log, f"{start + 1}-0", "+", "COUNT", batch
         )
-        follower.note_page(len(rows), sum(len(value) for _, fields in rows for value in fields.values()))
+        read.note_page(len(rows), sum(len(value) for _, fields in rows for value in fields.values()))
         if len(rows) == batch:
-            follower.request_log_read()
-        return follower.take_logged(start, [from_stream_fields(fields) for _, fields in rows])
+            read.request_log_read()
+        return read.take_logged(start, [from_stream_fields(fields) for _, fields in rows])
 
-    async def _register(self, follower: Follower) -> None:
-        reply = await self.registrations.register(follower)
-        if reply is None and follower.spec is not None:
-            await self._recover(follower, follower.spec)
-            reply = await self.registrations.register(follower)
+    async def _register(self, read: LogRead) -> None:
+        reply = await self.registrations.register(read)
+        if reply is None and read.spec is not None:
+            await self._recover(read, read.spec)
+            reply = await self.registrations.register(read)
         if reply is None:
-            raise RequestNotFound(follower.request_id)
-        follower.is_registered = True
+            raise RequestNotFound(read.request_id)
+        read.is_registered = True
         next_index, finished, deadline_ms = reply
         if deadline_ms:
-            follower.deadline = time.monotonic() + deadline_ms / 1000
+            read.deadline = time.monotonic() + deadline_ms / 1000
         if finished:
-            follower.end_at(next_index)
+            read.end_at(next_index)
 
-    async def _recover(self, follower: Follower, spec: RequestSpec) -> None:
+    async def _recover(self, read: LogRead, spec: RequestSpec) -> None:
         """Accept a request again that Redis has lost. What it generates is compared with what was read."""
-        _log.warning("%s: Redis has lost it; it is accepted again", follower.request_id)
-        follower.is_recovered = True
+        _log.warning("%s: Redis has lost it; it is accepted again", read.request_id)
+        read.is_recovered = True
         try:
             # What was accepted once is exempt from bounds. A read that has just begun can't know that it was.
             left_ms = None
-            if follower.deadline is not None:
-                left_ms = max(1, round((follower.deadline - time.monotonic()) * 1000))
-            await self._accept_again(spec, not follower.is_registered, left_ms)
+            if read.deadline is not None:
+                left_ms = max(1, round((read.deadline - time.monotonic()) * 1000))
+            await self._accept_again(spec, not read.is_registered, left_ms)
         except (ModelNotFound, RequestNotFound) as error:
-            if not follower.is_registered:
+            if not read.is_registered:
                 raise
             raise Unavailable("Redis has lost the model; its engines publish it again") from error
 
@@ -286,43 +286,43 @@ _ALL_EXPECTED_BYTES = 8 * 1024 * 1024
 
 
 class OpenReads:
-    """A multimap from request ids to followers, indexed by partition: heartbeats ask for every partition.
+    """A multimap from request ids to reads, indexed by partition: heartbeats ask for every partition.
 
     Several clients may read one request.
     """
 
     def __init__(self) -> None:
         """Create it empty."""
-        self._followers: defaultdict[str, list[Follower]] = defaultdict(list)
-        self._partitions: defaultdict[Partition, dict[Follower, None]] = defaultdict(dict)  # in the order of `add`
+        self._by_request: defaultdict[str, list[LogRead]] = defaultdict(list)
+        self._partitions: defaultdict[Partition, dict[LogRead, None]] = defaultdict(dict)  # in the order of `add`
 
     def __contains__(self, request_id: object) -> bool:
         """Return whether a request is read."""
-        return request_id in self._followers
+        return request_id in self._by_request
 
-    def __iter__(self) -> Iterator[Follower]:
-        """Iterate over a copy of all followers."""
-        return iter([follower for followers in self._followers.values() for follower in followers])
+    def __iter__(self) -> Iterator[LogRead]:
+        """Iterate over a copy of all reads."""
+        return iter([read for reads in self._by_request.values() for read in reads])
 
-    def of(self, request_id: str) -> Sequence[Follower]:
-        """Return the followers of a request; () for none."""
-        return self._followers.get(request_id, ())
+    def of(self, request_id: str) -> Sequence[LogRead]:
+        """Return the reads of a request; () for none."""
+        return self._by_request.get(request_id, ())
 
-    def add(self, follower: Follower) -> None:
+    def add(self, read: LogRead) -> None:
         """Add a read."""
-        self._followers[follower.request_id].append(follower)
-        self._partitions[follower.where][follower] = None
+        self._by_request[read.request_id].append(read)
+        self._partitions[read.where][read] = None
 
-    def remove(self, follower: Follower) -> bool:
+    def remove(self, read: LogRead) -> bool:
         """Remove a read; return whether it was its request's last one."""
-        remaining = self._followers[follower.request_id]
-        remaining.remove(follower)
-        del self._partitions[follower.where][follower]
-        if not self._partitions[follower.where]:
-            del self._partitions[follower.where]
+        remaining = self._by_request[read.request_id]
+        remaining.remove(read)
+        del self._partitions[read.where][read]
+        if not self._partitions[read.where]:
+            del self._partitions[read.where]
         if remaining:
             return False
-        del self._followers[follower.request_id]
+        del self._by_request[read.request_id]
         return True
 
     def unfinished(self, where: Partition) -> dict[str, str]:
@@ -434,13 +434,13 @@ class ExpectedReads:
 
 
 LONGEST_WAIT_S = 5.0
-"""Longest wait of a follower for a wake-up or a poll, in case the polls have stopped."""
+"""Longest wait of a read for a wake-up or a poll, in case the polls have stopped."""
 _READS_OF_A_ROUND = 32
 """Logs to read for wake-ups that seem to be lost. Reads of thousands would make a process that is late later still."""
 
 
 class Poller:
-    """Compares followers that wait with their logs, and ends reads of partitions that stay unreachable."""
+    """Compares reads that wait with their logs, and ends reads of partitions that stay unreachable."""
 
     def __init__(self, connection: Connection, settings: StreamsSettings, reads: OpenReads, limit_s: float) -> None:
         """`limit_s`: seconds that a round may wait for one partition's node."""
@@ -456,65 +456,62 @@ class Poller:
         return frozenset(self._away)
 
     async def poll(self) -> None:
-        """Ask for the logs of the followers that have waited for settings.poll_ms."""
+        """Ask for the logs of the reads that have waited for settings.poll_ms."""
         limit = time.monotonic() - self._settings.poll_ms / 1000
-        by_partition: defaultdict[Partition, list[Follower]] = defaultdict(list)
-        for follower in self._reads:
-            if follower.waiting_since is not None and follower.waiting_since < limit:
-                by_partition[follower.where].append(follower)
-        calls = [
-            Call(POLL, where.prefix, [each.request_id for each in followers])
-            for where, followers in by_partition.items()
-        ]
+        by_partition: defaultdict[Partition, list[LogRead]] = defaultdict(list)
+        for read in self._reads:
+            if read.waiting_since is not None and read.waiting_since < limit:
+                by_partition[read.where].append(read)
+        calls = [Call(POLL, where.prefix, [each.request_id for each in reads]) for where, reads in by_partition.items()]
         try:
             replies = await self._connection.run_each(calls, self._limit_s)
         except Unavailable as error:
             replies = [error] * len(calls)
-        now, missing = time.monotonic(), list[Follower]()
-        for (where, followers), reply in zip(by_partition.items(), replies, strict=True):
+        now, missing = time.monotonic(), list[LogRead]()
+        for (where, reads), reply in zip(by_partition.items(), replies, strict=True):
             if isinstance(reply, Unavailable):
-                self._note_away(where, followers, reply)
+                self._note_away(where, reads, reply)
                 continue
             self._away.pop(where, None)
-            for follower, next_index, finished in zip(followers, reply[::2], reply[1::2], strict=True):
-                if follower.waiting_since is not None:
-                    follower.waiting_since = now
-                if _compare(follower, next_index, finished=bool(finished)):
-                    missing.append(follower)
+            for read, next_index, finished in zip(reads, reply[::2], reply[1::2], strict=True):
+                if read.waiting_since is not None:
+                    read.waiting_since = now
+                if _compare(read, next_index, finished=bool(finished)):
+                    missing.append(read)
         shuffle(missing)
-        for follower in missing[:_READS_OF_A_ROUND]:
-            follower.request_log_read()
+        for read in missing[:_READS_OF_A_ROUND]:
+            read.request_log_read()
 
-    def _note_away(self, where: Partition, followers: Sequence[Follower], error: Unavailable) -> None:
+    def _note_away(self, where: Partition, reads: Sequence[LogRead], error: Unavailable) -> None:
         now = time.monotonic()
         since, until = self._away.get(where, (now, now))
         if now - until > 2 * (LONGEST_WAIT_S + self._settings.command_timeout_s):
-            since = now  # not polled meanwhile: no follower has waited, or all were woken
+            since = now  # not polled meanwhile: no read has waited, or all were woken
         self._away[where] = since, now
         if now - since > self._settings.outage_limit_s:
-            for follower in followers:
-                follower.fail(error)
+            for read in reads:
+                read.fail(error)
 
 
-def _compare(follower: Follower, next_index: int, *, finished: bool) -> bool:
-    """Act on the length of a follower's log, -1 where Redis does not know the request.
+def _compare(read: LogRead, next_index: int, *, finished: bool) -> bool:
+    """Act on the length of a read's log, -1 where Redis does not know the request.
 
     Return whether it has to be read, but need not be now.
     """
-    if next_index < 0 and follower.spec is not None:
-        follower.lose()
+    if next_index < 0 and read.spec is not None:
+        read.lose()
     elif next_index < 0:
-        follower.fail(RequestNotFound(follower.request_id))
-    elif next_index > follower.next_index:
-        if follower.misses(next_index):
-            if not follower.is_after_gap:
+        read.fail(RequestNotFound(read.request_id))
+    elif next_index > read.next_index:
+        if read.misses(next_index):
+            if not read.is_after_gap:
                 return True
-            follower.request_log_read()
-    elif finished and not follower.ended:
+            read.request_log_read()
+    elif finished and not read.ended:
         try:
-            follower.end_at(next_index)
+            read.end_at(next_index)
         except (OffsetOutOfRange, DigestMismatch) as error:
-            follower.fail(error)
+            read.fail(error)
     return False
 
 
@@ -574,19 +571,19 @@ class Registrations:
 
     def leave_all(self) -> None:
         """Have every registration taken back by the next `unregister`."""
-        for follower in self._reads:
-            self.leave(follower.where, follower.request_id)
+        for read in self._reads:
+            self.leave(read.where, read.request_id)
         for request_id in self.awaited:
             self._give_up(request_id)
 
-    async def register(self, follower: Follower) -> list[int] | None:
+    async def register(self, read: LogRead) -> list[int] | None:
         """Register a read. Unavailable.
 
         Returns:
             The log's length, 1 where it has finished, else 0, and the ms until its deadline, 0 for none; None where
             Redis knows no such request of the tenant.
         """
-        [reply] = await self._register_all(follower.where, [(follower.request_id, follower.tenant)])
+        [reply] = await self._register_all(read.where, [(read.request_id, read.tenant)])
         return reply
 
     async def unregister(self) -> None:

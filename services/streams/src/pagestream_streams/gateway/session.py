@@ -30,7 +30,7 @@ from pagestream_streams.errors import (
 from pagestream_streams.gateway.accept import Acceptor, LogQuota, release, shorten
 from pagestream_streams.gateway.read import Sink
 from pagestream_streams.gateway.readers import Readers, Registrations
-from pagestream_streams.limits import Admission, Admissions, EndCounter
+from pagestream_streams.limits import EndCounter, RateLimiter, RateReservation
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.rates import LimitSource, Rate
 from pagestream_streams.scripts import GATEWAY_HEARTBEAT
@@ -80,7 +80,7 @@ class GatewaySession:
         self.acceptor = Acceptor(broker, self._id if serves else "")
         self.acceptor.has_limits = limits is not None
         self.quota = LogQuota(broker)
-        self.admissions = Admissions(broker, limits)
+        self.rate_limiter = RateLimiter(broker, limits)
         self.ends = EndCounter(broker)
         self.readers = Readers(broker, self._id, self._accept_again, serves=serves, on_end=self.quota.note_ended)
         self.subscription = Subscription(
@@ -115,7 +115,7 @@ class GatewaySession:
             self.sweeper.start()
         self.readers.start()
         self.quota.timer.start()
-        self.admissions.timer.start()
+        self.rate_limiter.timer.start()
         self.ends.timer.start()
         await self.subscription.subscribed(self._settings.command_timeout_s)
         return self
@@ -130,7 +130,7 @@ class GatewaySession:
         await self.subscription.stop()
         await self.readers.stop()
         await self.quota.timer.stop()
-        await self.admissions.stop()
+        await self.rate_limiter.stop()
         await self.ends.timer.stop()
 
     async def place(self, model: str, prompt_token_ids: Sequence[int], tenant: str, *, cache_salt: bytes = b"") -> str:
@@ -170,7 +170,7 @@ class GatewaySession:
             ModelNotFound: the model was removed.
             Unavailable: the request may have been accepted all the same; a retry is harmless.
         """
-        admission = await self.admissions.admit(spec, self.acceptor.demand(spec, is_length_given=is_length_given))
+        admission = await self.rate_limiter.admit(spec, self.acceptor.demand(spec, is_length_given=is_length_given))
         if admission is not None:
             on_rates(admission.rates)
         return await self._accept_admitted(spec, admission, bounded=True)
@@ -291,7 +291,7 @@ class GatewaySession:
     async def _accept_admitted(
         self,
         spec: RequestSpec,
-        admission: Admission | None,
+        admission: RateReservation | None,
         *,
         bounded: bool,
         deadline_ms: int | None = None,
@@ -304,21 +304,21 @@ class GatewaySession:
             is_new = await self._accept(spec, bounded, deadline_ms)
         except (QueueFull, LogsFull, ModelNotFound, RequestNotFound, StorageFull):
             await self.quota.give_back(spec, place)
-            await self.admissions.give_back(spec, admission)
+            await self.rate_limiter.give_back(spec, admission)
             raise
         if not is_new:
-            await self.admissions.give_back(spec, admission)
+            await self.rate_limiter.give_back(spec, admission)
         return is_new
 
     async def _accept_again(self, spec: RequestSpec, bounded: bool, deadline_ms: int | None) -> None:
         """Accept a request that Redis has lost, and what stands beside its record."""
         demand = self.acceptor.demand(spec, is_length_given=False)
-        admission = await self.admissions.admit(spec, demand, bounded=False)
+        admission = await self.rate_limiter.admit(spec, demand, bounded=False)
         await self._accept_admitted(spec, admission, bounded=bounded, deadline_ms=deadline_ms, is_logged=False)
         await enlist(self._broker, spec.request_id, spec.tenant)
 
     async def _awake_partitions(self) -> list[Partition]:
-        partitions, read = await self._partitions(), {follower.where.model for follower in self.readers.reads}
+        partitions, read = await self._partitions(), {read.where.model for read in self.readers.reads}
         return [where for where in partitions if where.model in read or not self.sweeper.is_resting(where.model)]
 
     async def _is_known(self, same: RequestSpec, spec: RequestSpec) -> bool:
