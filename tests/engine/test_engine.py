@@ -748,7 +748,7 @@ def test_a_search_whose_only_wanted_choices_are_aborted_ends(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_the_likeliest_of_a_contest_come_at_its_end(tmp_path: Path, ahead: bool) -> None:
+def test_the_likeliest_of_best_of_come_at_the_end(tmp_path: Path, ahead: bool) -> None:
     params = SamplingParams(best_of=4, seed=7, max_tokens=6, ignore_eos=True)
     engine = make_engine(tmp_path, async_scheduling=ahead)
     engine.add_group([5], [Sibling("a", params), Sibling("b", params)])
@@ -765,7 +765,7 @@ def test_the_likeliest_of_a_contest_come_at_its_end(tmp_path: Path, ahead: bool)
     assert tokens(run(engine)["c"]) == tokens(outputs)[9:]
 
 
-def test_a_choice_that_has_ended_is_not_new_before_its_contest_has(tmp_path: Path) -> None:
+def test_a_choice_that_has_ended_is_not_new_before_its_best_of_has(tmp_path: Path) -> None:
     class Runner(ArithmeticRunner):
         def execute(self, plan: StepPlan) -> PendingResult:
             given = super().execute(plan)

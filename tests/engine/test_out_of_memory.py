@@ -123,7 +123,7 @@ def test_all_choices_of_the_request_fail_and_no_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("n", "best_of"), [(1, 2), (2, 3)])
-def test_all_choices_of_a_contest_fail_and_no_other_request(tmp_path: Path, n: int, best_of: int) -> None:
+def test_all_choices_of_best_of_fail_and_no_other_request(tmp_path: Path, n: int, best_of: int) -> None:
     engine, _ = make(tmp_path, {})
     params = replace(GREEDY, temperature=1.0, n=n, best_of=best_of)
     engine.add_group([HUGE, *range(40)], [Sibling(f"huge/{child}", params.for_child(7, child)) for child in range(n)])

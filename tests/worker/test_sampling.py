@@ -59,7 +59,7 @@ def test_the_features_of_a_request_reach_the_engine() -> None:
     assert (params.logit_bias, params.min_tokens, params.logprobs) == ({3: 2.0}, 2, 0)
 
 
-def test_the_choices_of_a_contest_have_their_prompts_seed() -> None:
+def test_the_choices_of_best_of_have_their_prompts_seed() -> None:
     message = SamplingParams(seed=5, n=2, best_of=3)
     found = [params_of(message, sibling) for sibling in range(4)]
     assert [(params.n, params.best_of) for params in found] == [(1, 3)] * 4

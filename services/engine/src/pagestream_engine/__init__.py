@@ -40,9 +40,14 @@ if TYPE_CHECKING:
         WeightsError,
     )
     from pagestream_engine.llm import LLM
-    from pagestream_engine.offline.llm_engine import LLMEngine
-    from pagestream_engine.offline.memory import cleanup_dist_env_and_memory
-    from pagestream_engine.offline.metrics import Counter, Gauge, Metric, Vector
+    from pagestream_engine.offline.llm_engine import (
+        Counter,
+        Gauge,
+        LLMEngine,
+        Metric,
+        Vector,
+        cleanup_dist_env_and_memory,
+    )
     from pagestream_engine.offline.options import EngineArgs, FlexibleArgumentParser, VllmOptions
     from pagestream_engine.offline.outputs import (
         BeamSearchOutput,
@@ -195,13 +200,13 @@ _NAMES = {
         "WeightsError",
     ),
     "llm": ("LLM",),
-    "offline.llm_engine": ("LLMEngine",),
-    "offline.memory": ("cleanup_dist_env_and_memory",),
-    "offline.metrics": (
+    "offline.llm_engine": (
         "Counter",
         "Gauge",
+        "LLMEngine",
         "Metric",
         "Vector",
+        "cleanup_dist_env_and_memory",
     ),
     "offline.options": (
         "EngineArgs",

@@ -16,7 +16,7 @@ from pagestream_engine.errors import InvalidRequest, InvariantViolation, OutOfMe
 from pagestream_engine.executor.base import RunnerFactory, make_model_runner
 from pagestream_engine.executor.select import make_executor
 from pagestream_engine.features.beams import Searches, SearchLimits, make_search
-from pagestream_engine.features.best_of import Contests, make_contest
+from pagestream_engine.features.best_of import BestOf, make_candidates
 from pagestream_engine.features.grammar.gate import GrammarGate
 from pagestream_engine.features.lora.pool import AdapterRegistry
 from pagestream_engine.features.sleep import Sleep, forget_prefixes
@@ -112,7 +112,7 @@ class Engine:
             num_blocks=facts.num_blocks,
             layout=facts.kv_layout,
         )
-        self._contests = Contests()
+        self._best_of = BestOf()
         self._outputs = OutputProcessor(self._scheduler, self._generations, self._searches, self._pieces)
         self._already_ended: list[StepOutput] = []
         self._before_steps: list[Callable[[], None]] = []
@@ -198,9 +198,9 @@ class Engine:
             self._settle_if_idle()
             self._searches.add(search)
             return
-        contest = None
-        if siblings[0].params.is_contest:
-            contest, siblings = make_contest(siblings)
+        candidates = None
+        if siblings[0].params.has_best_of:
+            candidates, siblings = make_candidates(siblings)
         first_arrival = self._intake.take_arrivals(len(siblings))
         made: list[tuple[Generation, Taken | None]] = []
         for arrival, sibling in enumerate(siblings, first_arrival):
@@ -209,10 +209,10 @@ class Engine:
         self.sleep.check_awake()
         self._check_are_new(siblings)
         self._settle_if_idle()
-        if contest is not None:
-            self._contests.add(contest)
+        if candidates is not None:
+            self._best_of.add(candidates)
             if not self._after_steps:
-                self._after_steps.append(self._contests.take)
+                self._after_steps.append(self._best_of.take)
         self._queue(made)
 
     def _queue(self, made: Iterable[tuple[Generation, Taken | None]]) -> None:
@@ -236,7 +236,7 @@ class Engine:
 
     def abort_request(self, seq_id: str) -> None:
         """Drop one sequence, by its seq_id, and free its blocks; there will be no output. An unknown one is ignored."""
-        if self._contests.abort(seq_id, self.abort_request):
+        if self._best_of.abort(seq_id, self.abort_request):
             return
         self._already_ended = [output for output in self._already_ended if output.seq_id != seq_id]
         generation = self._generations.pop(seq_id, None)
@@ -455,7 +455,7 @@ class Engine:
     def _check_are_new(self, siblings: Sequence[Sibling]) -> None:
         for sibling in siblings:
             seq_id = sibling.seq_id
-            if seq_id in self._generations or seq_id in self._searches or seq_id in self._contests:
+            if seq_id in self._generations or seq_id in self._searches or seq_id in self._best_of:
                 raise InvalidRequest(f"seq_id: given {seq_id!r}, which is running; expected a new one")
 
     def _fail(self, seqs: Iterable[TokenSequence], reason: str) -> None:

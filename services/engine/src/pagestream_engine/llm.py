@@ -17,21 +17,20 @@ from pagestream_engine.features.pooling import PoolingConfig, read_pooling
 from pagestream_engine.models.defaults import read_generation_config, sampling_defaults
 from pagestream_engine.offline import pooling
 from pagestream_engine.offline.chats import ChatTemplate, Message, as_conversations
-from pagestream_engine.offline.llm_engine import LLMEngine
-from pagestream_engine.offline.metrics import Metric, metrics_of
+from pagestream_engine.offline.llm_engine import LLMEngine, Metric, metrics_of
 from pagestream_engine.offline.options import VllmOptions, translate
 from pagestream_engine.offline.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
+    OfflineRequest,
     PoolingOutput,
     PoolingRequestOutput,
     RequestOutput,
     ScoringRequestOutput,
 )
 from pagestream_engine.offline.prompts import EncodedPrompt, Prompt, as_list, encode_prompts, one_for_each
-from pagestream_engine.offline.request import OfflineRequest
 from pagestream_engine.progress_line import ProgressLine
 from pagestream_engine.request import LoRARequest
 from pagestream_engine.sampling_params import BeamSearchParams, PoolingParams, SamplingParams

@@ -213,7 +213,7 @@ class SamplingParams:
 
     def _check_pooling(self) -> None:
         if self.pooling is None:
-            if self.max_tokens == 0 and (self.use_beam_search or self.is_contest):
+            if self.max_tokens == 0 and (self.use_beam_search or self.has_best_of):
                 raise InvalidSamplingParams("max_tokens", 0, "at least 1 with use_beam_search or best_of")
             return
         if self.pooling not in KINDS:
@@ -255,19 +255,19 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     @property
-    def is_contest(self) -> bool:
+    def has_best_of(self) -> bool:
         """Whether more choices are generated than are returned."""
         return not self.use_beam_search and self.best_of is not None and self.best_of > self.n
 
     @property
     def width(self) -> int:
-        """Sequences that the choices of a prompt come from: beams of a search, or those of a contest."""
+        """Sequences that the choices of a prompt come from: beams of a search, or `best_of`."""
         return self.beam_width or self.best_of or self.n
 
     def for_child(self, seed: int, child: int) -> SamplingParams:
-        """The parameters of choice `child` of a request whose noise starts from `seed`; of a contest they are those of
-        all choices that take part."""
-        if self.is_contest:
+        """The parameters of choice `child` of a request whose noise starts from `seed`; with `best_of` those
+        of all choices that take part."""
+        if self.has_best_of:
             return self._with(n=1).with_seed(seed)
         beam_width = self.width if self.use_beam_search else None
         return self._with(n=1, best_of=None, beam_width=beam_width).with_seed(child_seed(seed, child))

@@ -1,4 +1,4 @@
-"""Contests: of `best_of` choices of a prompt the likeliest ones are put out, when all have ended."""
+"""`best_of`: of so many choices of a prompt the likeliest ones are put out, when all have ended."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Entry:
 
 
 @dataclass(slots=True)
-class Contest:
+class Candidates:
     """The choices that take part, and those that are wanted."""
 
     entries: dict[str, Entry]
@@ -44,61 +44,62 @@ class Contest:
     has_reported_prompt: bool = False
 
 
-class Contests:
-    """The contests of an engine. Their sequences run as any choices do; here their outputs are held back."""
+class BestOf:
+    """The requests of an engine that have `best_of`. Their sequences run as any choices do; here their outputs
+    are held back."""
 
     def __init__(self) -> None:
-        self._by_entry: dict[str, Contest] = {}
+        self._by_entry: dict[str, Candidates] = {}
 
     def __contains__(self, seq_id: str) -> bool:
         """Whether a sequence takes part, also where it has ended: one that is wanted is put out under such an id."""
         return seq_id in self._by_entry
 
-    def add(self, contest: Contest) -> None:
+    def add(self, candidates: Candidates) -> None:
         """Hold back the outputs of its choices, which are about to be queued."""
-        self._by_entry.update(dict.fromkeys(contest.entries, contest))
+        self._by_entry.update(dict.fromkeys(candidates.entries, candidates))
 
     def take(self, outputs: Iterable[StepOutput]) -> list[StepOutput]:
-        """Return a step's outputs, those of contests in the place of the ones that end them."""
+        """Return a step's outputs, those of candidates in the place of the ones that end them."""
         passed: list[StepOutput] = []
         for output in outputs:
-            contest = self._by_entry.get(output.seq_id)
-            if contest is None:
+            candidates = self._by_entry.get(output.seq_id)
+            if candidates is None:
                 passed.append(output)
             elif output.prompt_logprobs is not None:
-                output.seq_id = next(iter(contest.answers))
-                if not contest.has_reported_prompt:  # Choices that do not run together compute it once more.
+                output.seq_id = next(iter(candidates.answers))
+                if not candidates.has_reported_prompt:  # Choices that do not run together compute it once more.
                     passed.append(output)
-                contest.has_reported_prompt = True
+                candidates.has_reported_prompt = True
             else:
-                contest.entries[output.seq_id].outputs.append(output)
-                if all(entry.has_ended for entry in contest.entries.values()):
-                    self._forget(contest)
-                    passed += _answers(contest)
+                candidates.entries[output.seq_id].outputs.append(output)
+                if all(entry.has_ended for entry in candidates.entries.values()):
+                    self._forget(candidates)
+                    passed += _answers(candidates)
         return passed
 
     def abort(self, seq_id: str, abort: Callable[[str], None]) -> bool:
         """Put out nothing for one choice; the others end, by `abort`, with the last that is wanted.
 
-        Return whether it is of a contest.
+        Return whether it is one of candidates.
         """
-        contest = self._by_entry.get(seq_id)
-        if contest is None:
+        candidates = self._by_entry.get(seq_id)
+        if candidates is None:
             return False
-        contest.answers.pop(seq_id, None)
-        if not contest.answers:
-            self._forget(contest)
-            for entry in contest.entries:
+        candidates.answers.pop(seq_id, None)
+        if not candidates.answers:
+            self._forget(candidates)
+            for entry in candidates.entries:
                 abort(entry)
         return True
 
-    def _forget(self, contest: Contest) -> None:
-        for seq_id in contest.entries:
+    def _forget(self, candidates: Candidates) -> None:
+        for seq_id in candidates.entries:
             del self._by_entry[seq_id]
 
 
-def make_contest(siblings: Sequence[Sibling]) -> tuple[Contest, list[Sibling]]:
-    """Return a contest, and the choices that take part.
+def make_candidates(siblings: Sequence[Sibling]) -> tuple[Candidates, list[Sibling]]:
+    """Return candidates, and the choices that take part.
 
     Args:
         siblings: the choices that are wanted of a prompt, with equal parameters, the seed included; `best_of` is how
@@ -117,16 +118,18 @@ def make_contest(siblings: Sequence[Sibling]) -> tuple[Contest, list[Sibling]]:
     answers = {
         sibling.seq_id: (index, sibling.output_token_ids) for sibling, index in zip(siblings, indexes, strict=True)
     }
-    contest = Contest({seq_id: Entry() for seq_id in ids}, answers, params.logprobs is not None)
+    candidates = Candidates({seq_id: Entry() for seq_id in ids}, answers, params.logprobs is not None)
     own = replace(params, best_of=None, logprobs=params.logprobs or 0)
-    return contest, [Sibling(seq_id, own.with_seed(child_seed(params.seed, place))) for place, seq_id in enumerate(ids)]
+    return candidates, [
+        Sibling(seq_id, own.with_seed(child_seed(params.seed, place))) for place, seq_id in enumerate(ids)
+    ]
 
 
-def _answers(contest: Contest) -> list[StepOutput]:
+def _answers(candidates: Candidates) -> list[StepOutput]:
     """The outputs of the choices that won, under the ids that are wanted."""
-    ranked = sorted(contest.entries.values(), key=lambda entry: entry.rank)
+    ranked = sorted(candidates.entries.values(), key=lambda entry: entry.rank)
     outputs: list[StepOutput] = []
-    for seq_id, (index, given) in contest.answers.items():
+    for seq_id, (index, given) in candidates.answers.items():
         own = ranked[index].outputs
         own[-1].cumulative_logprob = ranked[index].cumulative_logprob
         if list(given) != [output.token_id for output in own[: len(given)]]:
@@ -135,7 +138,7 @@ def _answers(contest: Contest) -> list[StepOutput]:
             continue
         for output in own[len(given) :]:
             output.seq_id = seq_id
-            if not contest.reports_logprobs:
+            if not candidates.reports_logprobs:
                 output.logprobs = None
             outputs.append(output)
     return outputs

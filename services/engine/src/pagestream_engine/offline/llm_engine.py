@@ -1,8 +1,11 @@
-"""An engine that is stepped by hand, by vLLM's names."""
+"""An engine that is stepped by hand, by vLLM's names, with its metrics."""
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -11,11 +14,11 @@ from pagestream_engine.config import EngineConfig
 from pagestream_engine.engine import Engine
 from pagestream_engine.errors import InvalidRequest
 from pagestream_engine.offline.options import translate
-from pagestream_engine.offline.outputs import RequestOutput
+from pagestream_engine.offline.outputs import OfflineRequest, RequestOutput
 from pagestream_engine.offline.prompts import Prompt, encode_prompts
-from pagestream_engine.offline.request import OfflineRequest
 from pagestream_engine.request import LoRARequest
 from pagestream_engine.sampling_params import SamplingParams
+from pagestream_engine.stats import EngineStats
 
 
 class LLMEngine:
@@ -98,3 +101,60 @@ class LLMEngine:
         for seq_id in request.choices if request is not None else ():
             del self._by_sequence[seq_id]
         return request
+
+
+@dataclass
+class Metric:
+    """One metric."""
+
+    name: str
+    labels: dict[str, str] = field(default_factory=dict, kw_only=True)
+
+
+@dataclass
+class Counter(Metric):
+    """Counts from the engine's start."""
+
+    value: int
+
+
+@dataclass
+class Gauge(Metric):
+    """A value of now."""
+
+    value: float
+
+
+@dataclass
+class Vector(Metric):
+    """Counts from the engine's start, by place."""
+
+    values: list[int]
+
+
+def metrics_of(stats: EngineStats) -> list[Metric]:
+    """Return the metrics of a snapshot."""
+    accepted = list(stats.accepted_by_position)
+    return [
+        Gauge("vllm:num_requests_running", float(stats.num_running)),
+        Gauge("vllm:num_requests_waiting", float(stats.num_waiting)),
+        Gauge("vllm:kv_cache_usage_perc", stats.kv_utilization),
+        Counter("vllm:num_preemptions", stats.num_preemptions),
+        Counter("vllm:prefix_cache_queries", stats.prefix_query_tokens),
+        Counter("vllm:prefix_cache_hits", stats.prefix_hit_tokens),
+        Counter("vllm:prompt_tokens", stats.num_prompt_tokens),
+        Counter("vllm:generation_tokens", stats.num_generated_tokens),
+        Counter("vllm:spec_decode_num_drafts", stats.num_drafts),
+        Counter("vllm:spec_decode_num_draft_tokens", stats.num_draft_tokens),
+        Counter("vllm:spec_decode_num_accepted_tokens", sum(accepted)),
+        Vector("vllm:spec_decode_num_accepted_tokens_per_pos", accepted),
+    ]
+
+
+def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
+    """Free the memory of engines that nothing refers to, as vLLM's function of this name; there is no Ray to end."""
+    del shutdown_ray
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

@@ -81,7 +81,7 @@ def sampling_of_child(params: SamplingParams, child: int) -> SamplingParams:
     """
     if params.pooling is not None:
         return params
-    if params.is_contest:  # All choices of a prompt have its seed, from which those that take part get theirs.
+    if params.has_best_of:  # All choices of a prompt have its seed, from which those that take part get theirs.
         child -= child % params.n
     return params.for_child(child_seed(params.seed or 0, child), 0)
 

@@ -121,7 +121,7 @@ class ActiveRequests:
             for choice in choices
         ]
         params = siblings[0].params
-        num_at_end = params.width if params.use_beam_search or params.is_contest else 0
+        num_at_end = params.width if params.use_beam_search or params.has_best_of else 0
         priority, is_search = claim.spec.priority, params.use_beam_search
         self._budget.reserve(len(prompt), sizes, priority=priority, num_at_end=num_at_end, is_search=is_search)
         self._sequences.update((choice.seq_id, (request, choice.index)) for choice in choices)
