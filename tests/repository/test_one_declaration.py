@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pagestream_options import ENGINE_OPTIONS, WORKER_OPTIONS
+from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
+from pagestream_client import SamplingOptions
+from pagestream_options import ENGINE_OPTIONS, SAMPLING_PARAMETERS, WORKER_OPTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_NAMED_TOGETHER = 6
@@ -14,6 +16,9 @@ ALLOWED = {
     "services/options/src/pagestream_options",
     "services/engine/src/pagestream_engine/runner/fingerprint.py",  # hashes what was settled, not what was given
     "services/pagestream/src/pagestream_cli/serve/vllm_flags.py",  # flags of vLLM's, with what becomes of each
+    "services/gateway/src/pagestream_gateway/api/anthropic/body.py",  # what messages don't have
+    "services/gateway/src/pagestream_gateway/api/openai/responses/body.py",  # what responses don't have
+    "services/client/src/pagestream_client/requests.py",  # needs the wire contract alone; compared below
 }
 
 
@@ -65,7 +70,9 @@ def _lists(declared: frozenset[str]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("options", [ENGINE_OPTIONS, WORKER_OPTIONS], ids=["engine", "worker"])
+@pytest.mark.parametrize(
+    "options", [ENGINE_OPTIONS, WORKER_OPTIONS, SAMPLING_PARAMETERS], ids=["engine", "worker", "sampling"]
+)
 def test_no_options_are_listed_by_hand(options: dict[str, object]) -> None:
     assert _lists(frozenset(options)) == []
 
@@ -81,3 +88,9 @@ def test_every_engine_option_has_a_flag_and_is_served_or_says_where() -> None:
     for each in ENGINE_OPTIONS.values():
         assert each.help, each.name
         assert each.pool is not None or each.elsewhere or each.name.endswith("_parallel_size"), each.name
+
+
+def test_every_parameter_of_a_body_is_a_field_of_the_message() -> None:
+    declared = {name for name, each in SAMPLING_PARAMETERS.items() if each.body is not None}
+    assert declared == set(SamplingMessage.DESCRIPTOR.fields_by_name)
+    assert declared == set(SamplingOptions.__annotations__)

@@ -6,7 +6,7 @@ Names, defaults and meanings are vLLM's.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, fields
@@ -21,52 +21,27 @@ from pagestream_grammars import (
     regex_grammar,
     rules_grammar,
 )
+from pagestream_options.sampling import ALL_LOGPROBS, SAMPLING_PARAMETERS, SamplingFields
 
 from pagestream_engine import parameter_checks as checks
 from pagestream_engine.errors import InvalidSamplingParams
 
 __all__ = [
+    "ALL_LOGPROBS",
     "Grammar",
     "checked",
 ]
 
-_INT64 = 1 << 63
+_SEED = SAMPLING_PARAMETERS["seed"]
 GREEDY_BELOW = 1e-5
 """As vLLM: a logit divided by a lower temperature may exceed float32's range."""
-ALL_LOGPROBS = -1
-"""Value of `logprobs` that asks for the whole vocabulary."""
-MAX_CHOICES = 16_384
-"""Of one prompt, as vLLM's VLLM_MAX_N_SEQUENCES: each is a sequence of its own from the beginning."""
-MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
-"""Logits of up to 1e32 stay finite numbers of float32."""
 MAX_BEAM_WIDTH = 64
 """Beams of one request. A step chooses among width x (width + end tokens) candidates on the host."""
 _MOST_BEAMS = f"at most {MAX_BEAM_WIDTH} with use_beam_search"
-_MAX_LENGTH_PENALTY = 10.0
-"""Length to the power of it stays a finite number for any context."""
-_OF_SEARCH_ALONE: dict[str, object] = {"beam_width": None, "length_penalty": 1.0, "early_stopping": False}
-_ALLOWED_IN_SEARCH: dict[str, tuple[object, ...]] = {
-    "temperature": (0.0, 1.0),
-    "top_p": (1.0,),
-    "top_k": (0, -1),
-    "min_p": (0.0,),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "repetition_penalty": (1.0,),
-    "logit_bias": (None,),
-    "allowed_token_ids": (None,),
-    "bad_words": ((),),
-    "bad_words_token_ids": ((),),
-    "prompt_logprobs": (None,),
-    "pooling": (None,),
-    "stop": ((),),
-    "structured_outputs": (None,),
-}
-"""Values that do not change what a search finds. Both temperatures are defaults: of the library and of greedy calls."""
 
 
 @dataclass(unsafe_hash=True)
-class SamplingParams:
+class SamplingParams(SamplingFields):
     """Sampling parameters of one request. A field may be set, as in vLLM; an engine keeps a copy of what it was given.
 
     Raises:
@@ -74,70 +49,6 @@ class SamplingParams:
             that can't be set keeps its value.
     """
 
-    n: int = 1
-    """Choices for each prompt."""
-    best_of: int | None = None
-    """Choices that are generated to return the n of highest cumulative log probability. None is n."""
-    presence_penalty: float = 0.0
-    """Taken from the logits of tokens that are in the output, in [-2, 2]."""
-    frequency_penalty: float = 0.0
-    """As `presence_penalty`, for each time that the token is there."""
-    repetition_penalty: float = 1.0
-    """Positive logits of tokens in prompt or output are divided by it, negative ones multiplied; in
-    [1e-6, 1e6]."""
-    temperature: float = 1.0
-    """0 is greedy, and so is what lies below GREEDY_BELOW."""
-    top_p: float = 1.0
-    """Nucleus probability in (0, 1]."""
-    top_k: int = 0
-    """Number of candidates; 0 or -1 is all."""
-    min_p: float = 0.0
-    """Smallest probability relative to the likeliest token's, in [0, 1]; 0 is off."""
-    seed: int | None = None
-    """Seed of the noise, 64 bits signed; None lets the engine draw one."""
-    stop: str | Sequence[str] | None = None
-    """The text ends before any of these strings. Kept as a tuple: see `stop_strings`."""
-    stop_token_ids: Sequence[int] | None = None
-    """The output ends with any of these tokens. Kept as a tuple."""
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    min_tokens: int = 0
-    """No end-of-sequence token, stop token or stop string before this many tokens."""
-    max_tokens: int | None = 16
-    """Most output tokens; None is what the context leaves. With 0 the prompt is computed, for `prompt_logprobs` or
-    `pooling`, and the request ends without a token."""
-    logprobs: int | None = None
-    """Log probabilities of the chosen token and of this many likeliest ones, by the model's own logits: before bias,
-    penalties and temperature. 0 is the chosen token's alone, -1 the whole vocabulary's."""
-    prompt_logprobs: int | None = None
-    """As `logprobs`, for each token of the prompt but the first. The prompt is then computed, not read from the prefix
-    cache."""
-    pooling: str | None = None
-    """Which hidden states of the prompt are wanted as a vector: "last", "mean" or "cls" (see `pooling/kinds.py`)."""
-    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
-    """Added to the logits of these tokens; what lies outside [-100, 100] is brought to its border, as in vLLM."""
-    allowed_token_ids: Sequence[int] | None = None
-    """Only these tokens may be chosen. Kept as a tuple; never empty."""
-    bad_words: Sequence[str] | None = None
-    """Words that the output must not contain, each with and without a space before it. Kept as a tuple."""
-    bad_words_token_ids: Sequence[Sequence[int]] = ()
-    """Their tokens: the last one of each is banned where the output ends with those before it. The engine adds those of
-    `bad_words`. Kept as tuples."""
-    use_beam_search: bool = False
-    """Search for the likeliest outputs instead of drawing them; see `request/beam_search.py`."""
-    beam_width: int | None = None
-    """Beams of a search, of which the best n are returned; None is best_of, or n."""
-    length_penalty: float = 1.0
-    """Of a search: a beam's score is its cumulative log probability over its length to the power of this. Above 0
-    longer outputs are preferred."""
-    early_stopping: bool | str = False
-    """Of a search: True ends it with as many complete beams as its width; False when the best open beam, at its
-    present length, can't beat the worst complete one; "never" when it can't at any length (as `transformers`)."""
-    structured_outputs: StructuredOutputsParams | None = None
-    """What the output must match: it ends by itself only where it does. `ignore_eos` and `min_tokens` put that end off
-    as long as anything else is allowed; stop strings and `max_tokens` cut the output off."""
-    skip_special_tokens: bool = True
-    """Whether special tokens are left out of the text."""
     has_penalties: bool = field(init=False, repr=False, compare=False)
     """Whether any of the three penalties does something."""
 
@@ -153,35 +64,16 @@ class SamplingParams:
                 raise InvalidSamplingParams(
                     "allowed_token_ids", (), "at least one token id", "leave it out to allow all"
                 )
-        if self.prompt_logprobs is not None:
-            checks.whole("prompt_logprobs", self.prompt_logprobs, low=ALL_LOGPROBS)
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
             raise InvalidSamplingParams("structured_outputs", self.structured_outputs, "StructuredOutputsParams")
-        checks.whole("n", self.n, low=1, high=MAX_CHOICES)
-        if self.best_of is not None:
-            checks.whole("best_of", self.best_of, low=1, high=MAX_CHOICES)
-            if self.best_of < self.n:
-                raise InvalidSamplingParams("best_of", self.best_of, f"at least n ({self.n})")
-        self._set_real("presence_penalty", low=-2.0, high=2.0)
-        self._set_real("frequency_penalty", low=-2.0, high=2.0)
-        self._set_real("repetition_penalty", low=MIN_REPETITION_PENALTY, high=MAX_REPETITION_PENALTY)
-        if self.logprobs is not None:
-            checks.whole("logprobs", self.logprobs, low=ALL_LOGPROBS)
-        self._set_real("temperature", low=0.0)
-        self._set_real("top_p", low=0.0, high=1.0, above=True)
-        checks.whole("top_k", self.top_k, low=-1)
-        self._set_real("min_p", low=0.0, high=1.0)
-        if self.seed is not None:
-            checks.whole("seed", self.seed, low=-_INT64, high=_INT64 - 1)
-        checks.whole("min_tokens", self.min_tokens, low=0, high=_INT64 - 1)
+        self._check_ranges()
+        if self.best_of is not None and self.best_of < self.n:
+            raise InvalidSamplingParams("best_of", self.best_of, f"at least n ({self.n})")
         if self.max_tokens is not None:
-            wants_prompt = self.prompt_logprobs is not None or self.pooling is not None
-            checks.whole("max_tokens", self.max_tokens, low=0 if wants_prompt else 1)
+            if self.max_tokens == 0 and self.prompt_logprobs is None and self.pooling is None:
+                raise InvalidSamplingParams("max_tokens", 0, "a whole number of at least 1")
             if self.min_tokens > self.max_tokens:
                 raise InvalidSamplingParams("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidSamplingParams(name, getattr(self, name), "True or False")
         self._check_pooling()
         self._check_beam_search()
         has_penalties = bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
@@ -207,40 +99,32 @@ class SamplingParams:
         """Return a copy, whose fields may be set."""
         return self._with()
 
-    def _set_real(self, name: str, *, low: float, high: float = checks.MAX_FLOAT32, above: bool = False) -> None:
-        checks.real(name, getattr(self, name), low=low, high=high, above=above)
-        object.__setattr__(self, name, float(getattr(self, name)))
-
     def _check_pooling(self) -> None:
         if self.pooling is None:
             if self.max_tokens == 0 and (self.use_beam_search or self.has_best_of):
                 raise InvalidSamplingParams("max_tokens", 0, "at least 1 with use_beam_search or best_of")
             return
-        if self.pooling not in KINDS:
-            raise InvalidSamplingParams("pooling", self.pooling, f"one of {', '.join(KINDS)}")
         for name, wanted in (("max_tokens", 0), ("n", 1), ("best_of", None), ("prompt_logprobs", None)):
             if getattr(self, name) != wanted:
                 raise InvalidSamplingParams(name, getattr(self, name), f"{wanted} with pooling")
 
     def _check_beam_search(self) -> None:
-        self._set_real("length_penalty", low=-_MAX_LENGTH_PENALTY, high=_MAX_LENGTH_PENALTY)
-        if not isinstance(self.use_beam_search, bool):
-            raise InvalidSamplingParams("use_beam_search", self.use_beam_search, "True or False")
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise InvalidSamplingParams("early_stopping", self.early_stopping, 'True, False or "never"')
         if self.beam_width is not None:
             checks.whole("beam_width", self.beam_width, low=self.n, high=MAX_BEAM_WIDTH)
         if not self.use_beam_search:
-            for name, default in _OF_SEARCH_ALONE.items():
-                if getattr(self, name) != default:
+            for name, each in SAMPLING_PARAMETERS.items():
+                if each.is_of_search and getattr(self, name) != each.default:
                     hint = "set use_beam_search, or leave it out"
-                    raise InvalidSamplingParams(name, getattr(self, name), f"{default!r} without beam search", hint)
+                    expected = f"{each.default!r} without beam search"
+                    raise InvalidSamplingParams(name, getattr(self, name), expected, hint)
             return
         if self.width > MAX_BEAM_WIDTH:
             raise InvalidSamplingParams("n" if self.best_of is None else "best_of", self.width, _MOST_BEAMS)
-        for name, allowed in _ALLOWED_IN_SEARCH.items():
-            if getattr(self, name) not in allowed:
-                expected = f"{' or '.join(map(repr, allowed))} with use_beam_search"
+        for name, each in SAMPLING_PARAMETERS.items():
+            if each.in_search is not None and getattr(self, name) not in each.in_search:
+                expected = f"{' or '.join(map(repr, each.in_search))} with use_beam_search"
                 hint = "a search takes the likeliest tokens by the model's own probabilities"
                 raise InvalidSamplingParams(name, getattr(self, name), expected, hint)
 
@@ -274,7 +158,8 @@ class SamplingParams:
 
     def with_seed(self, seed: int) -> SamplingParams:
         """The same parameters, which are not checked again, with another seed."""
-        checks.whole("seed", seed, low=-_INT64, high=_INT64 - 1)
+        if seed is None or not _SEED.accepts(seed):
+            raise InvalidSamplingParams("seed", seed, _SEED.wanted)
         return self._with(seed=seed)
 
     def with_max_tokens(self, max_tokens: int) -> SamplingParams:

@@ -7,6 +7,16 @@ checks in the gateway, the pages of reference in `tools/`.
 
 from pagestream_options.declaration import Option, Pool, declared, option
 from pagestream_options.engine import ENGINE_OPTIONS
+from pagestream_options.sampling import SAMPLING_PARAMETERS
 from pagestream_options.worker import WORKER_OPTIONS, WorkerOptions
 
-__all__ = ["ENGINE_OPTIONS", "WORKER_OPTIONS", "Option", "Pool", "WorkerOptions", "declared", "option"]
+__all__ = [
+    "ENGINE_OPTIONS",
+    "SAMPLING_PARAMETERS",
+    "WORKER_OPTIONS",
+    "Option",
+    "Pool",
+    "WorkerOptions",
+    "declared",
+    "option",
+]

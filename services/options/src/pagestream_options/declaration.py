@@ -7,16 +7,18 @@ instance.
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
+import operator
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 _KEY = "option"
+MAX_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
+"""Of the device's numbers. A larger one, infinity or NaN is accepted nowhere."""
 REQUIRED: Any = dataclasses.MISSING
 """The default of an option that has none."""
 
@@ -31,6 +33,26 @@ class Pool:
     """What a pod adds to the option's text."""
     item_pattern: str | None = None
     """Regular expression that each item of a list matches, where it is no Python module."""
+
+
+@dataclass(frozen=True)
+class Body:
+    """A sampling parameter in the bodies of requests, at a gateway. Bounds are names of the gateway's LimitSettings."""
+
+    low: float | None = None
+    """Smallest number, where it is not the parameter's own."""
+    most: str = ""
+    """Bound of a number, or of how many items there are."""
+    most_chars: str = ""
+    """Bound of an item's characters."""
+    item: str = ""
+    """What errors call an item."""
+    is_filled: bool = False
+    """Whether the record has the default where neither the caller nor the model gives a value."""
+    has_model_default: bool = False
+    """Whether the model's own value comes before the default."""
+    is_own_form: bool = False
+    """Whether each API has a form of its own of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +70,7 @@ class Option:
     text: str
     """What it means, for pages of reference and the EnginePool. "Unset" is None."""
     help: str
-    """One line, for `--help`; empty: it has no flag."""
+    """One line, for `--help`; empty: it has no flag. Of a sampling parameter: for the OpenAPI document."""
     metavar: str | None = None
     choices: tuple[Any, ...] | None = None
     low: float | None = None
@@ -73,6 +95,12 @@ class Option:
     """None: an EnginePool has no such field."""
     is_served: bool = False
     """Whether `pagestream serve` passes it on, of the options that are not the engine's."""
+    body: Body | None = None
+    """Of a sampling parameter. None: no request has it."""
+    in_search: tuple[Any, ...] | None = None
+    """Values of a sampling parameter that change nothing in a beam search, which refuses others. None: any."""
+    is_of_search: bool = False
+    """Whether only a beam search takes another value than the default."""
     elsewhere: str = ""
     """Why `pagestream serve` has no such flag, and what to do instead; empty: it has one."""
 
@@ -118,8 +146,8 @@ class Option:
 
     def accepts(self, value: Any) -> bool:
         """Whether a value has the type and is in the range."""
-        if value is None:
-            return self.is_optional
+        if value is None or self.kind is Any:
+            return self.is_optional or self.kind is Any
         if self.choices is not None:
             return not isinstance(value, bool) and value in self.choices
         if self.kind is str:
@@ -127,30 +155,37 @@ class Option:
             return is_text and (not self.pattern or re.fullmatch(self.pattern, value) is not None)
         if self.kind in (int, float):
             is_number = isinstance(value, int if self.kind is int else (int, float)) and not isinstance(value, bool)
-            return is_number and math.isfinite(value) and self._is_within(value)
-        return isinstance(value, typing.get_origin(self.kind) or self.kind) and not isinstance(value, str)
+            return is_number and self._is_within(value) and (self.kind is int or abs(value) <= MAX_FLOAT32)
+        kind = typing.get_origin(self.kind) or self.kind
+        is_open = kind is types.UnionType or not isinstance(kind, type)  # checked where the class is
+        return is_open or (isinstance(value, kind) and not isinstance(value, str))
 
     def _is_within(self, number: float) -> bool:
         is_low = self.low is not None and (number <= self.low if self.is_above else number < self.low)
         return not is_low and (self.high is None or number <= self.high)
 
 
-def option(default: Any, text: str, flag_help: str = "", /, **facts: Any) -> Any:
+def option(default: Any, text: str, flag_help: str = "", /, *, is_hashed: bool = True, **facts: Any) -> Any:
     """Return a dataclass field that declares an option.
 
     Args:
         default: its default.
         text: what it means.
         flag_help: one line for `--help`; empty: it has no flag.
+        is_hashed: whether the dataclass's hash has it.
         facts: further fields of `Option`.
     """
     declaration = Option(text=" ".join(text.split()), help=flag_help, **facts)
-    return dataclasses.field(default=default, metadata={_KEY: declaration})
+    return dataclasses.field(default=default, hash=None if is_hashed else False, metadata={_KEY: declaration})
 
 
-@cache
 def declared(kind: Any) -> Mapping[str, Option]:
     """Return the options of a dataclass by their names, in its order."""
+    return _declared(kind)
+
+
+@functools.cache
+def _declared(kind: Any) -> Mapping[str, Option]:
     hints = typing.get_type_hints(kind)
     found = {}
     for each in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
@@ -171,10 +206,7 @@ def check(group: Any, error: Callable[[str, object, str], Exception]) -> None:
 
 def _without_none(kind: Any) -> tuple[Any, bool]:
     if not isinstance(kind, types.UnionType):
-        return _plain(kind), False
+        return kind, False
     options = [each for each in typing.get_args(kind) if each is not types.NoneType]
-    return _plain(options[0]), len(options) < len(typing.get_args(kind))
-
-
-def _plain(kind: Any) -> Any:
-    return Sequence[str] if typing.get_origin(kind) is Sequence else kind
+    plain = options[0] if len(options) == 1 else functools.reduce(operator.or_, options)
+    return plain, len(options) < len(typing.get_args(kind))

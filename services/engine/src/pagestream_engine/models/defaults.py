@@ -12,17 +12,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pagestream_options.sampling import SAMPLING_PARAMETERS
+
 from pagestream_engine.errors import DOWNLOAD_AGAIN, ModelFileError
-from pagestream_engine.sampling_params import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY
 
 GENERATION_CONFIG = "generation_config.json"
 _MOST = (1 << 31) - 1
 _MOST_TEMPERATURE = 1e6
 _NUMBERS: Mapping[str, tuple[float, float, bool]] = {
-    "temperature": (0.0, _MOST_TEMPERATURE, False),
-    "top_p": (0.0, 1.0, True),
-    "min_p": (0.0, 1.0, False),
-    "repetition_penalty": (MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY, False),
+    name: (each.low or 0.0, _MOST_TEMPERATURE if each.high is None else each.high, each.is_above)
+    for name, each in SAMPLING_PARAMETERS.items()
+    if each.kind is float and each.body is not None and each.body.has_model_default
 }
 """Least and most of a field, and whether it must lie above the least: limits of `SamplingParams`."""
 _WHOLES: Mapping[str, tuple[str, int]] = {"top_k": ("top_k", -1), "max_new_tokens": ("max_tokens", 1)}

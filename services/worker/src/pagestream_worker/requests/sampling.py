@@ -1,5 +1,8 @@
 """The engine's sampling parameters of a request from its wire message."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
 from pagestream.v1.inference_pb2 import (
     EARLY_STOPPING_NEVER,
     EARLY_STOPPING_TRUE,
@@ -19,22 +22,9 @@ from pagestream.v1.records_pb2 import (
 )
 from pagestream_engine.errors import InvalidRequest
 from pagestream_engine.sampling_params import ReasoningMarks, SamplingParams, StructuredOutputsParams, child_seed
+from pagestream_options.sampling import SAMPLING_PARAMETERS
 
-FIELDS_WITH_PRESENCE = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_tokens",
-    "max_tokens",
-    "logprobs",
-    "prompt_logprobs",
-    "beam_width",
-    "length_penalty",
-)
+_FIELDS = SamplingMessage.DESCRIPTOR.fields_by_name
 _EARLY_STOPPING: dict[int, bool | str] = {
     EARLY_STOPPING_UNSPECIFIED: False,
     EARLY_STOPPING_TRUE: True,
@@ -87,27 +77,25 @@ def sampling_of_child(params: SamplingParams, child: int) -> SamplingParams:
 
 
 def _from_message(message: SamplingMessage, reasoning: ReasoningMarks | None) -> SamplingParams:
-    given = {name: getattr(message, name) for name in FIELDS_WITH_PRESENCE if message.HasField(name)}
+    given = {
+        name: _value(message, name)
+        for name, each in SAMPLING_PARAMETERS.items()
+        if each.body is not None and (not _FIELDS[name].has_presence or message.HasField(cast(Any, name)))
+    }
     if message.early_stopping not in _EARLY_STOPPING:
         raise InvalidRequest(f"early_stopping: given {message.early_stopping}, which this engine does not know")
-    constraint = _constraint(message.structured_outputs, reasoning) if message.HasField("structured_outputs") else None
-    return SamplingParams(
-        n=max(1, message.n),
-        seed=message.seed,
-        best_of=message.best_of if message.HasField("best_of") else None,
-        use_beam_search=message.use_beam_search,
-        early_stopping=_EARLY_STOPPING[message.early_stopping],
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-        allowed_token_ids=tuple(message.allowed_token_ids) or None,
-        bad_words=tuple(message.bad_words) or None,
-        ignore_eos=message.ignore_eos,
-        include_stop_str_in_output=message.include_stop_str_in_output,
-        skip_special_tokens=message.skip_special_tokens if message.HasField("skip_special_tokens") else True,
-        logit_bias=dict(message.logit_bias) or None,
-        structured_outputs=constraint,
-        **given,
-    )
+    given |= {"n": max(1, message.n), "seed": message.seed, "early_stopping": _EARLY_STOPPING[message.early_stopping]}
+    if message.HasField("structured_outputs"):
+        given["structured_outputs"] = _constraint(message.structured_outputs, reasoning)
+    return SamplingParams(**given)
+
+
+def _value(message: SamplingMessage, name: str) -> Any:
+    """Return a field's value; None where a list or mapping is empty."""
+    value = getattr(message, name)
+    if isinstance(value, Mapping):
+        return dict(value) or None
+    return (tuple(value) or None) if isinstance(value, Sequence) else value
 
 
 def _constraint(message: StructuredOutputs, reasoning: ReasoningMarks | None) -> StructuredOutputsParams:

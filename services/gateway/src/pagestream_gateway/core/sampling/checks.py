@@ -1,11 +1,12 @@
 """Checks of sampling parameters: functions that return what is wrong with a value, None where nothing is."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pagestream.v1.inference_pb2 import EARLY_STOPPING_UNSPECIFIED, SamplingParams
+from pagestream.v1.inference_pb2 import SamplingParams
+from pagestream_options.declaration import MAX_FLOAT32, Option
+from pagestream_options.sampling import SAMPLING_PARAMETERS
 
 from pagestream_gateway.settings import LimitSettings
 
@@ -24,18 +25,24 @@ class CheckContext:
 Check = Callable[[Any, CheckContext], str | None]
 
 
-def in_range(low: float, high: float | str | None = None, *, above: bool = False) -> Check:
-    """Accept finite numbers from `low` to `high`, or above `low` where `above` is set.
+def anything(_: Option) -> Check:
+    """Accept every value of the type."""
+    return lambda value, context: None
 
-    `high` may be the name of a field of LimitSettings; None is no bound.
-    """
+
+def in_range(each: Option) -> Check:
+    """Accept finite numbers of a parameter's range, within a gateway's limit where it has one."""
+    low = each.low if each.body is None or each.body.low is None else each.body.low
+    low = 0 if low is None else low
 
     def check(value: float, context: CheckContext) -> str | None:
-        most = getattr(context.limits, high) if isinstance(high, str) else high
-        is_low = value > low if above else value >= low
-        if math.isfinite(value) and is_low and (most is None or value <= most):
+        most = _most(each, context) or each.high
+        is_low = value > low if each.is_above else value >= low
+        if abs(value) <= MAX_FLOAT32 and is_low and (most is None or value <= most):
             return None
-        if above:
+        if each.expected:
+            expected = each.expected
+        elif each.is_above:
             expected = f"above {low:g}" + ("" if most is None else f" and at most {most:g}")
         else:
             expected = f"{low:g} or more" if most is None else f"from {low:g} to {most:g}"
@@ -44,16 +51,17 @@ def in_range(low: float, high: float | str | None = None, *, above: bool = False
     return check
 
 
+def _most(each: Option, context: CheckContext, *, of_chars: bool = False) -> int:
+    """The gateway's bound of a parameter; 0 where it has none."""
+    name = "" if each.body is None else each.body.most_chars if of_chars else each.body.most
+    return getattr(context.limits, name) if name else 0
+
+
 def most_tokens(value: int, context: CheckContext) -> str | None:
     """Accept a number of tokens; 0 where only the prompt's log probabilities are wanted."""
     if value == 0 and context.sampling.HasField("prompt_logprobs"):
         return None
-    return in_range(1)(value, context)
-
-
-def candidates(value: int, _: CheckContext) -> str | None:
-    """Accept a number of candidate tokens, or one of the two values that mean all."""
-    return None if value >= -1 else f"must be -1 or 0 (all tokens), or a number of tokens, got {value}"
+    return None if value >= 1 else f"must be 1 or more, got {value}"
 
 
 def at_most_max_tokens(_: int, context: CheckContext) -> str | None:
@@ -74,40 +82,16 @@ def at_least_n(value: int, context: CheckContext) -> str | None:
     return None if n <= value <= most else f"must be from n ({n}) to {most}, got {value}"
 
 
-def _is_one_of(*allowed: object) -> Check:
-    def check(value: object, _: CheckContext) -> str | None:
-        expected = " or ".join(map(str, allowed))
-        return None if value in allowed else f"must be {expected} with use_beam_search, got {str(value)[:40]}"
-
-    return check
-
-
-_IN_SEARCH = {
-    "temperature": _is_one_of(0.0, 1.0),
-    "top_p": _is_one_of(1.0),
-    "top_k": _is_one_of(0, -1),
-    "min_p": _is_one_of(0.0),
-    "presence_penalty": _is_one_of(0.0),
-    "frequency_penalty": _is_one_of(0.0),
-    "repetition_penalty": _is_one_of(1.0),
-    "logit_bias": _is_one_of({}),
-    "stop": _is_one_of([]),
-    "allowed_token_ids": _is_one_of([]),
-    "bad_words": _is_one_of([]),
-    "prompt_logprobs": _is_one_of(None),
-}
 MAX_BEAM_WIDTH = 64
 """Engines take no more."""
-_LISTS = ("stop", "allowed_token_ids", "bad_words")
-_OF_SEARCH_ALONE = {"beam_width": None, "length_penalty": 1.0, "early_stopping": EARLY_STOPPING_UNSPECIFIED}
 
 
 def beam_search_fault(sampling: SamplingParams, context: CheckContext) -> tuple[str, str] | None:
     """Return the field, and what is wrong with it, where it does not go with a beam search, or needs one."""
     if not sampling.use_beam_search:
-        for name, default in _OF_SEARCH_ALONE.items():
-            is_given = name == "early_stopping" or sampling.HasField(name)
-            if is_given and getattr(sampling, name) != default:
+        for name, each in SAMPLING_PARAMETERS.items():
+            is_given = each.is_of_search and (name == "early_stopping" or sampling.HasField(name))
+            if is_given and getattr(sampling, name) != (each.default or 0):
                 return name, "needs use_beam_search"
         return None
     if sampling.HasField("structured_outputs"):
@@ -115,64 +99,69 @@ def beam_search_fault(sampling: SamplingParams, context: CheckContext) -> tuple[
     for name in ("beam_width", "best_of", "n"):
         if getattr(sampling, name) > MAX_BEAM_WIDTH:
             return name, f"must be at most {MAX_BEAM_WIDTH} with use_beam_search, got {getattr(sampling, name)}"
-    for name, check in _IN_SEARCH.items():
-        value = getattr(sampling, name)
-        if name == "prompt_logprobs" and not sampling.HasField(name):
-            continue
-        fault = check(dict(value) if name == "logit_bias" else list(value) if name in _LISTS else value, context)
-        if fault is not None:
+    for name, each in SAMPLING_PARAMETERS.items():
+        if each.in_search is not None and each.body is not None and (fault := _fault_in_search(sampling, each)):
             return name, fault
     return None
 
 
-def biases(values: dict[int, float], context: CheckContext) -> str | None:
-    """Accept biases from -100 to 100 for tokens of the model."""
-    if len(values) > context.limits.max_logit_bias:
-        return f"at most {context.limits.max_logit_bias} tokens, got {len(values)}"
-    for token_id, bias in values.items():
-        if not -100 <= bias <= 100:
-            return f"must be from -100 to 100, got {bias:g} for token {token_id}"
-    return _in_vocabulary(list(values), context)
+def _fault_in_search(sampling: SamplingParams, each: Option) -> str | None:
+    name: Any = each.name
+    value = getattr(sampling, name)
+    if each.kind in (int, float):
+        is_given = not SamplingParams.DESCRIPTOR.fields_by_name[name].has_presence or sampling.HasField(name)
+        if not is_given or value in (each.in_search or ()):
+            return None
+        expected: str = " or ".join(map(str, each.in_search or ()))
+    elif not isinstance(value, Sequence | Mapping) or not value:
+        return None
+    else:
+        value = dict(value) if isinstance(value, Mapping) else list(value)
+        expected = "{}" if isinstance(value, dict) else "[]"
+    return f"must be {expected} with use_beam_search, got {str(value)[:40]}"
 
 
-def stop_strings(values: Sequence[str], context: CheckContext) -> str | None:
-    """Accept a bounded number of strings that are neither empty nor too long."""
-    limits = context.limits
-    if len(values) > limits.max_stop:
-        return f"at most {limits.max_stop} strings, got {len(values)}"
-    for text in values:
-        if not text:
-            return "a stop string must not be empty"
-        if len(text) > limits.max_stop_chars:
-            return f"a stop string has at most {limits.max_stop_chars} characters, got {len(text)}"
-    return None
+def biases(each: Option) -> Check:
+    """Accept numbers of a parameter's range for a bounded number of the model's tokens."""
+
+    def check(values: dict[int, float], context: CheckContext) -> str | None:
+        if len(values) > _most(each, context):
+            return f"at most {_most(each, context)} tokens, got {len(values)}"
+        for token_id, bias in values.items():
+            if not (each.low or 0) <= bias <= (each.high or 0):
+                return f"must be from {each.low:g} to {each.high:g}, got {bias:g} for token {token_id}"
+        return _in_vocabulary(list(values), context)
+
+    return check
 
 
-def bad_words(values: Sequence[str], context: CheckContext) -> str | None:
-    """Accept a bounded number of words that are neither blank nor too long."""
-    limits = context.limits
-    if len(values) > limits.max_bad_words:
-        return f"at most {limits.max_bad_words} words, got {len(values)}"
-    for text in values:
-        if not text.strip():
-            return "a word must not be blank"
-        if len(text) > limits.max_bad_word_chars:
-            return f"a word has at most {limits.max_bad_word_chars} characters, got {len(text)}"
-    return None
+def texts(each: Option) -> Check:
+    """Accept a bounded number of texts that are neither blank nor too long."""
+    item = "" if each.body is None else each.body.item
+
+    def check(values: Sequence[str], context: CheckContext) -> str | None:
+        most, most_chars = _most(each, context), _most(each, context, of_chars=True)
+        if len(values) > most:
+            return f"at most {most} {item.rpartition(' ')[2]}s, got {len(values)}"
+        for text in values:
+            if not text or (each.kind == Sequence[str] and not text.strip()):
+                return f"a {item} must not be {'blank' if each.kind == Sequence[str] else 'empty'}"
+            if len(text) > most_chars:
+                return f"a {item} has at most {most_chars} characters, got {len(text)}"
+        return None
+
+    return check
 
 
-def allowed_tokens(values: Sequence[int], context: CheckContext) -> str | None:
+def tokens(each: Option) -> Check:
     """Accept a bounded number of tokens of the model."""
-    if len(values) > context.limits.max_allowed_token_ids:
-        return f"at most {context.limits.max_allowed_token_ids} ids, got {len(values)}"
-    return _in_vocabulary(values, context)
 
+    def check(values: Sequence[int], context: CheckContext) -> str | None:
+        if len(values) > _most(each, context):
+            return f"at most {_most(each, context)} ids, got {len(values)}"
+        return _in_vocabulary(values, context)
 
-def stop_tokens(values: Sequence[int], context: CheckContext) -> str | None:
-    """Accept a bounded number of tokens of the model."""
-    if len(values) > context.limits.max_stop_token_ids:
-        return f"at most {context.limits.max_stop_token_ids} ids, got {len(values)}"
-    return _in_vocabulary(values, context)
+    return check
 
 
 def _in_vocabulary(token_ids: Sequence[int], context: CheckContext) -> str | None:
