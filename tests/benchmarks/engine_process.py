@@ -26,11 +26,9 @@ from goals import print_goal
 from pagestream_engine import EngineConfig, SamplingParams, Sibling, StepOutput
 from pagestream_engine.stats import EngineStats
 from pagestream_telemetry.settings import TelemetrySettings
-from pagestream_worker.stepping import wire
-from pagestream_worker.stepping.commands import AddGroup
-from pagestream_worker.stepping.engine_process import EngineProcess
-from pagestream_worker.stepping.process_main import Program
-from pagestream_worker.stepping.reports import Figures, StepDone
+from pagestream_worker import wire
+from pagestream_worker.engine_core import EngineProcess
+from pagestream_worker.messages import AddGroup, Figures, Program, StepDone
 from support.engines.arithmetic_model import make_folder
 from support.engines.arithmetic_worker import SlowRunner, arithmetic_engine
 

@@ -49,12 +49,11 @@ from pagestream_engine.stats import EngineStats
 from pagestream_streams import AppendKind, AppendOutcome
 from pagestream_streams.engine.append import append_arguments, slice_of
 from pagestream_streams.protocol.records import TokenOutcomes
-from pagestream_worker.collector import spare_what_lives
-from pagestream_worker.logs.token_columns import PlainSequences
-from pagestream_worker.serving.outputs import StepOutputs
-from pagestream_worker.stepping import wire
-from pagestream_worker.stepping.commands import AddGroup
-from pagestream_worker.stepping.reports import Figures, StepDone
+from pagestream_worker import wire
+from pagestream_worker.core_process import spare_what_lives
+from pagestream_worker.messages import AddGroup, Figures, StepDone
+from pagestream_worker.step_loop import PlainSequences
+from pagestream_worker.worker import StepOutputs
 from scheduler_step import make_tokenizer
 from support.engines.arithmetic_model import ArithmeticFacts, ArithmeticRunner, make_folder
 from support.engines.request_table import RequestTable, claim

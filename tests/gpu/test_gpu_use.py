@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("tokenizers")  # the worker imports the engine
 
-from pagestream_worker.stepping.gpu import gpu_use
+from pagestream_worker.gpu import gpu_use
 
 pytestmark = pytest.mark.gpu
 

@@ -76,7 +76,8 @@ PARTS = {
     "pagestream_streams.scripts": "the steps of the protocol, run one by one",
     "pagestream_streams.tasks": "periodic work, cancellation, a budget without overtaking",
     "pagestream_telemetry.catalog": "the list of all metrics, which docs/telemetry.md and the chart follow",
-    "pagestream_worker.stepping.gpu": "readings of GPUs, which the machines of the tests have not",
+    "pagestream_worker.gpu": "readings of GPUs, which the machines of the tests have not",
+    "pagestream_worker.logs": "token logs in C++, beside the same in Python",
 }
 """Modules, and packages of modules, that are tested by themselves: hard parts that keep their place and name."""
 

@@ -13,10 +13,18 @@ from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry
 from pagestream_engine.request import StepOutput
 from pagestream_streams import Append, AppendKind, AppendOutcome
 from pagestream_streams.protocol import to_entry_values
-from pagestream_worker.logs import NativeLog, PythonLog, TokenColumns, TokenLogs, load_library
-from pagestream_worker.requests import RunningRequest
-from pagestream_worker.serving import EngineFailed, StepOutputs
-from pagestream_worker.stepping import AbortSequences, AddGroup
+from pagestream_worker import (
+    AbortSequences,
+    AddGroup,
+    EngineFailed,
+    NativeLog,
+    PythonLog,
+    RunningRequest,
+    StepOutputs,
+    TokenColumns,
+    TokenLogs,
+    load_library,
+)
 from support.engines.request_table import KINDS, STEP_TOKENS, RequestTable, claim, divided_logs
 
 TOKEN, FINISH, END = (

@@ -10,7 +10,7 @@ from pagestream_engine.scheduler import MOST_PASSING, AdapterResidency, FirstCom
 from pagestream_engine.scheduler.admission import Admission
 from pagestream_engine.scheduler.lora import AdapterTurns
 from pagestream_engine.scheduler.running import DecodeSet, PrefillSet
-from pagestream_worker.requests import UNLIMITED_TOKENS, ClaimBudget
+from pagestream_worker import UNLIMITED_TOKENS, ClaimBudget
 
 STEP_TOKENS, BLOCK, MOST, BLOCKS = 128, 16, 8, 100
 

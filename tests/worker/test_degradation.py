@@ -14,8 +14,7 @@ from pagestream.v1.inference_pb2 import TokenIds
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams import Broker, ClassRefused, EmbeddedRedis, GatewaySession
 from pagestream_telemetry import catalog, silent_telemetry
-from pagestream_worker import WorkerTelemetry
-from pagestream_worker.ladder import TOP, DegradationSettings, Resource, Rung, host_share
+from pagestream_worker import TOP, DegradationSettings, Resource, Rung, WorkerTelemetry, host_share
 from redis.asyncio import Redis
 from support.engines.arithmetic_worker import MODEL, TENANT, Running, SlowRunner, expected, read, running_worker, tokens
 from support.protocol.token_streams import eventually
@@ -137,7 +136,7 @@ async def test_it_climbs_and_comes_back_and_loses_nothing(
         await load.check()
         assert running.worker.load()["degradation_rung"] == 0
         await running.end()
-    events = [each.getMessage() for each in caplog.records if each.name.endswith("serving.degradation")]
+    events = [each.getMessage() for each in caplog.records if each.name.endswith("load_shedding")]
     names = [rung.name.lower() for rung in Rung]
     climbed, recovered = (
         [f"degraded to {name}" for name in names[1:]],

@@ -33,16 +33,16 @@ from pagestream_engine import (
 from pagestream_engine.plan import PendingResult, StepPlan
 from pagestream_streams import Broker, GatewaySession, StreamsSettings
 from pagestream_telemetry import TelemetrySettings
-from pagestream_worker.logs import TokenColumns
-from pagestream_worker.serving import EngineFailed
-from pagestream_worker.stepping import (
+from pagestream_worker import (
     STEPS_AHEAD,
     TITLE,
     AddGroup,
     EngineCoreError,
+    EngineFailed,
     EngineProcess,
     Program,
     Stop,
+    TokenColumns,
     is_link_lost,
 )
 from support.engines.arithmetic_model import make_folder, undisturbed
@@ -389,7 +389,7 @@ from functools import partial
 from pathlib import Path
 from pagestream_engine import EngineConfig
 from pagestream_telemetry import TelemetrySettings
-from pagestream_worker.stepping import EngineProcess, Program
+from pagestream_worker import EngineProcess, Program
 from support.engines.arithmetic_worker import SlowRunner, arithmetic_engine
 
 async def main():

@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from pagestream_engine import EngineConfig
-from pagestream_worker.stepping import gpu
-from pagestream_worker.stepping.gpu import GpuMonitor, gpu_use, gpus_of
+from pagestream_worker import gpu
+from pagestream_worker.gpu import GpuMonitor, gpu_use, gpus_of
 from support.processes.waiting import wait_until
 
 pytestmark = pytest.mark.served

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagestream_telemetry import VariableError
-from pagestream_worker.ladder import (
+from pagestream_worker import (
     BETWEEN_MARKS,
     TOP,
     BatchLimit,

@@ -28,7 +28,7 @@ from pagestream_engine import StepOutput
 from pagestream_streams import Append, Claim
 from pagestream_streams.engine import append_arguments
 from pagestream_streams.protocol import chained, to_entry_values, to_log_entry
-from pagestream_worker.logs import (
+from pagestream_worker import (
     NO_TOKENS,
     PACKED_ENTRIES,
     NativeLogError,
@@ -402,7 +402,7 @@ def test_an_output_without_a_token_is_no_first_one_and_other_sequences_stay_whol
 def test_without_a_compiler_python_writes_the_logs_and_says_so(tmp_path: Path) -> None:
     code = (
         "import logging; logging.basicConfig(level='INFO')\n"
-        "from pagestream_worker.logs import PythonLogs, open_logs\n"
+        "from pagestream_worker import PythonLogs, open_logs\n"
         "assert isinstance(open_logs(1), PythonLogs)"
     )
     environment = {name: value for name, value in os.environ.items() if name not in ("CXX", "CC")}

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 from pagestream_engine import Engine, EngineConfig
-from pagestream_worker import load_settings
-from pagestream_worker.models import Cores, EngineStuckError, Loader, LoadTimeoutError
-from pagestream_worker.stepping import EngineProcess
+from pagestream_worker import Cores, EngineProcess, EngineStuckError, Loader, LoadTimeoutError, load_settings
 
 pytestmark = pytest.mark.served
 

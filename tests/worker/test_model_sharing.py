@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pagestream_streams.admin import Order, RosterRow, RosterView, Verb
-from pagestream_worker.models import (
+from pagestream_worker import (
     FIRST_DELAY_S,
     MOST_DELAY_S,
     Change,

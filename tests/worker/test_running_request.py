@@ -11,8 +11,7 @@ from pagestream_engine.request import StepOutput, TokenLogprob
 from pagestream_engine.sampling_params import child_seed
 from pagestream_streams import Claim
 from pagestream_streams.protocol import ClaimedLog, chain, to_log_entry
-from pagestream_worker.logs import PythonLogs
-from pagestream_worker.requests import PART_BYTES, RunningRequest
+from pagestream_worker import PART_BYTES, PythonLogs, RunningRequest
 
 PROMPTS = ([1, 2, 3], [4, 5])
 

@@ -13,7 +13,7 @@ from pagestream_engine import InvalidRequest
 from pagestream_engine.sampling_params import ReasoningMarks, StructuredOutputsParams, child_seed
 from pagestream_engine.sampling_params import SamplingParams as EngineParams
 from pagestream_grammars import Grammar
-from pagestream_worker.requests import child_of, sampling_of, sampling_of_child
+from pagestream_worker import child_of, sampling_of, sampling_of_child
 
 
 def params_of(message: SamplingParams, child: int = 0) -> EngineParams:

@@ -11,9 +11,7 @@ from pagestream_engine import RankLost
 from pagestream_engine.plan import full_attention
 from pagestream_streams import Append, AppendOutcome, Claim, EngineSession
 from pagestream_telemetry import silent_telemetry
-from pagestream_worker import Health, Worker, WorkerSettings, WorkerTelemetry
-from pagestream_worker.serving import EngineFailed
-from pagestream_worker.stepping import EngineCore, Stop
+from pagestream_worker import EngineCore, EngineFailed, Health, Stop, Worker, WorkerSettings, WorkerTelemetry
 
 
 class IdleCore:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from pagestream_engine import Engine, EngineConfig, SamplingParams, Sibling, StepOutput
-from pagestream_worker.logs import TokenColumns
-from pagestream_worker.stepping import AbortSequences, AddGroup, EngineThread, StepBegun, StepMarked, Stop
+from pagestream_worker import AbortSequences, AddGroup, EngineThread, StepBegun, StepMarked, Stop, TokenColumns
 from support.engines.arithmetic_model import ArithmeticFacts, ArithmeticRunner, make_folder, undisturbed
 from support.processes.waiting import until
 

@@ -8,8 +8,7 @@ import pytest
 from pagestream_engine.plan import PendingResult, StepPlan
 from pagestream_streams import Broker, GatewaySession
 from pagestream_telemetry import Point, Telemetry, silent_telemetry
-from pagestream_worker import EngineGauges, EngineReaders, Health, WorkerTelemetry
-from pagestream_worker.serving import EngineFailed
+from pagestream_worker import EngineFailed, EngineGauges, EngineReaders, Health, WorkerTelemetry
 from support.engines import arithmetic_worker as w
 from support.protocol.token_streams import eventually
 

@@ -19,9 +19,7 @@ from pagestream_engine.plan import PendingResult, StepPlan
 from pagestream_engine.request import StepOutput
 from pagestream_engine.sampling_params import child_seed
 from pagestream_streams import Append, AppendOutcome, Broker, EngineSession, GatewaySession, StreamsSettings
-from pagestream_worker import EXIT_STALLED
-from pagestream_worker.requests import RunningRequest
-from pagestream_worker.serving import EngineFailed
+from pagestream_worker import EXIT_STALLED, EngineFailed, RunningRequest
 from support.engines.arithmetic_model import (
     ArithmeticRunner,
     SeededRunner,

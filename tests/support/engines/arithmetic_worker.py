@@ -19,9 +19,19 @@ from pagestream_engine import Engine, EngineConfig, SamplingParams
 from pagestream_engine.plan import PendingResult, StepPlan
 from pagestream_streams import Broker, EngineSession, GatewaySession
 from pagestream_telemetry import TelemetrySettings, silent_telemetry
-from pagestream_worker import Health, HostShare, Worker, WorkerSettings, WorkerTelemetry, build_card
-from pagestream_worker.ladder import DegradationSettings
-from pagestream_worker.stepping import EngineCore, EngineProcess, EngineThread, Program
+from pagestream_worker import (
+    DegradationSettings,
+    EngineCore,
+    EngineProcess,
+    EngineThread,
+    Health,
+    HostShare,
+    Program,
+    Worker,
+    WorkerSettings,
+    WorkerTelemetry,
+    build_card,
+)
 from support.engines.arithmetic_model import (
     ArithmeticFacts,
     ArithmeticRunner,

@@ -13,11 +13,18 @@ from pagestream_engine.plan import full_attention
 from pagestream_streams import Claim
 from pagestream_streams.protocol import to_log_entry
 from pagestream_telemetry import silent_telemetry
-from pagestream_worker import WorkerTelemetry
-from pagestream_worker.logs import DividedLogs, NativeLogs, PythonLogs, TokenLogs, load_library, open_logs
-from pagestream_worker.requests import ClaimBudget
-from pagestream_worker.serving import ActiveRequests
-from pagestream_worker.stepping import Command
+from pagestream_worker import (
+    ActiveRequests,
+    ClaimBudget,
+    Command,
+    DividedLogs,
+    NativeLogs,
+    PythonLogs,
+    TokenLogs,
+    WorkerTelemetry,
+    load_library,
+    open_logs,
+)
 
 STEP_TOKENS = 512
 

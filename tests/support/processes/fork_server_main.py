@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-CHILD = "pagestream_worker.stepping.child"
-PROGRAM = "pagestream_worker.stepping.process_main"
+CHILD = "pagestream_worker.engine_core"
+PROGRAM = "pagestream_worker.core_process"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 

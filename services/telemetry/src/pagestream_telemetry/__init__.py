@@ -18,14 +18,6 @@ if TYPE_CHECKING:
         unmapped,
     )
     from pagestream_telemetry.catalog import ENGINE_METRICS, GATEWAY_METRICS, Kind, Metric
-    from pagestream_telemetry.context import (
-        NO_TRACE,
-        TraceContext,
-        caller_context,
-        current_trace,
-        set_trace,
-        within_trace,
-    )
     from pagestream_telemetry.endpoint import Endpoint, Probes
     from pagestream_telemetry.environment import GROUPS, read_environment
     from pagestream_telemetry.errors import EndpointError, TelemetryError, VariableError
@@ -34,7 +26,15 @@ if TYPE_CHECKING:
     from pagestream_telemetry.logs import configure_logs, json_formatter
     from pagestream_telemetry.process import Telemetry, resource_attributes, running_telemetry, silent_telemetry
     from pagestream_telemetry.settings import TelemetrySettings, telemetry_settings
-    from pagestream_telemetry.spans import NO_TRACER
+    from pagestream_telemetry.tracing import (
+        NO_TRACE,
+        NO_TRACER,
+        TraceContext,
+        caller_context,
+        current_trace,
+        set_trace,
+        within_trace,
+    )
 
 __all__ = [
     "ALL_ADDRESSES",
@@ -93,7 +93,7 @@ _MODULES = {
     ),
     **dict.fromkeys(("ENGINE_METRICS", "GATEWAY_METRICS", "Kind", "Metric"), "catalog"),
     **dict.fromkeys(
-        ("NO_TRACE", "TraceContext", "caller_context", "current_trace", "set_trace", "within_trace"), "context"
+        ("NO_TRACE", "TraceContext", "caller_context", "current_trace", "set_trace", "within_trace"), "tracing"
     ),
     **dict.fromkeys(("Endpoint", "Probes"), "endpoint"),
     **dict.fromkeys(("GROUPS", "read_environment"), "environment"),
@@ -103,7 +103,7 @@ _MODULES = {
     **dict.fromkeys(("configure_logs", "json_formatter"), "logs"),
     **dict.fromkeys(("Telemetry", "resource_attributes", "running_telemetry", "silent_telemetry"), "process"),
     **dict.fromkeys(("TelemetrySettings", "telemetry_settings"), "settings"),
-    "NO_TRACER": "spans",
+    "NO_TRACER": "tracing",
 }
 """The module that defines each exported name."""
 

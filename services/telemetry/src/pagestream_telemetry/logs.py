@@ -6,8 +6,8 @@ import logging
 
 from pythonjsonlogger.json import JsonFormatter
 
-from pagestream_telemetry.context import current_trace
 from pagestream_telemetry.settings import TelemetrySettings
+from pagestream_telemetry.tracing import current_trace
 
 _JSON = "%(asctime)s %(levelname)s %(name)s %(message)s"
 _NAMES = {"asctime": "time", "levelname": "level", "name": "logger"}

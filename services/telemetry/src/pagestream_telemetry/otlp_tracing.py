@@ -15,11 +15,10 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from pagestream_telemetry import spans
-from pagestream_telemetry.context import TraceContext
+from pagestream_telemetry import tracing
 from pagestream_telemetry.otlp_metrics import CONNECTION_OF_ITS_OWN
 from pagestream_telemetry.settings import TelemetrySettings
-from pagestream_telemetry.spans import NO_ATTRIBUTES, Attributes
+from pagestream_telemetry.tracing import NO_ATTRIBUTES, Attributes, TraceContext
 
 _DELAY_MS = 500  # between exports: a process that is killed loses the spans of so long
 _MAX_QUEUE = 8192  # spans that wait; more are dropped, so that tracing never blocks
@@ -27,9 +26,9 @@ _MAX_BATCH = 512
 _EXPORT_LIMIT_S = 5.0
 _CLOSE_LIMIT_S = 1.5  # wait of an ending process for its last export
 _KINDS = {
-    spans.SpanKind.SERVER: trace.SpanKind.SERVER,
-    spans.SpanKind.CONSUMER: trace.SpanKind.CONSUMER,
-    spans.SpanKind.INTERNAL: trace.SpanKind.INTERNAL,
+    tracing.SpanKind.SERVER: trace.SpanKind.SERVER,
+    tracing.SpanKind.CONSUMER: trace.SpanKind.CONSUMER,
+    tracing.SpanKind.INTERNAL: trace.SpanKind.INTERNAL,
 }
 
 
@@ -57,11 +56,11 @@ class OtlpTracing:
         name: str,
         parent: TraceContext,
         *,
-        kind: spans.SpanKind = spans.SpanKind.INTERNAL,
+        kind: tracing.SpanKind = tracing.SpanKind.INTERNAL,
         attributes: Attributes = NO_ATTRIBUTES,
         at_s: float | None = None,
-    ) -> spans.Span:
-        """Start a span; see `spans.Tracer`."""
+    ) -> tracing.Span:
+        """Start a span; see `tracing.Tracer`."""
         context = _sdk_context(parent)
         begun = self._tracer.start_span(name, context, _KINDS[kind], dict(attributes), start_time=_nanoseconds(at_s))
         return OtlpSpan(begun)

@@ -15,7 +15,7 @@ from pagestream_telemetry.catalog import Metric
 from pagestream_telemetry.exposition import render, render_some
 from pagestream_telemetry.instruments import Registry
 from pagestream_telemetry.settings import TelemetrySettings
-from pagestream_telemetry.spans import NO_TRACER, Tracer
+from pagestream_telemetry.tracing import NO_TRACER, Tracer
 
 RESOURCE_VARIABLE = "OTEL_RESOURCE_ATTRIBUTES"
 _DISTRIBUTION = "pagestream-telemetry"

@@ -7,46 +7,237 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pagestream_worker.active_requests import ActiveRequests
     from pagestream_worker.card import build_card
+    from pagestream_worker.claim_budget import UNLIMITED_TOKENS, ClaimBudget
+    from pagestream_worker.core_process import TITLE
+    from pagestream_worker.engine_core import EngineCore, EngineCoreError, EngineProcess, EngineThread, is_link_lost
     from pagestream_worker.gauges import EngineGauges, EngineReaders
     from pagestream_worker.health import EXIT_STALLED, Health
+    from pagestream_worker.load_shedding import (
+        BETWEEN_MARKS,
+        TOP,
+        BatchLimit,
+        DegradationSettings,
+        Effects,
+        HostShare,
+        Ladder,
+        Ladders,
+        Pace,
+        Resource,
+        Rung,
+        Rungs,
+        Shares,
+        Watermarks,
+        degradation_settings,
+        effects_at,
+        host_share,
+    )
+    from pagestream_worker.logs.library import load_library
+    from pagestream_worker.logs.native_logs import DividedLogs, NativeLog, NativeLogError, NativeLogs, open_logs
+    from pagestream_worker.logs.token_logs import (
+        PACKED_ENTRIES,
+        PendingLogs,
+        PythonLog,
+        PythonLogs,
+        TokenLog,
+        TokenLogs,
+    )
+    from pagestream_worker.messages import (
+        NO_TOKENS,
+        AbortSequences,
+        AddGroup,
+        Command,
+        Program,
+        StepBegun,
+        StepMarked,
+        Stop,
+        TokenColumns,
+    )
+    from pagestream_worker.model_sharing import (
+        FIRST_DELAY_S,
+        MOST_DELAY_S,
+        Change,
+        Demand,
+        Duties,
+        EngineState,
+        Failures,
+        SharingLimits,
+        Turns,
+        plan_changes,
+        read_duties,
+    )
     from pagestream_worker.pool_adapters import MOST_RESULT_BYTES
-    from pagestream_worker.serving.degradation import HostShare
-    from pagestream_worker.serving.outputs import EngineFailed
+    from pagestream_worker.request_messages import PART_BYTES, child_of, sampling_of, sampling_of_child
+    from pagestream_worker.running_request import RunningRequest
+    from pagestream_worker.serving_models import Cores, EngineStuckError, Loader, LoadTimeoutError
     from pagestream_worker.settings import ProcessSettings, WorkerSettings, build_parser, engine_config, load_settings
+    from pagestream_worker.step_loop import STEPS_AHEAD, PlainSequences
     from pagestream_worker.telemetry import WorkerTelemetry
-    from pagestream_worker.worker import Worker
+    from pagestream_worker.worker import EngineFailed, StepOutputs, Worker
 
 __all__ = [
+    "BETWEEN_MARKS",
     "EXIT_STALLED",
+    "FIRST_DELAY_S",
+    "MOST_DELAY_S",
     "MOST_RESULT_BYTES",
+    "NO_TOKENS",
+    "PACKED_ENTRIES",
+    "PART_BYTES",
+    "STEPS_AHEAD",
+    "TITLE",
+    "TOP",
+    "UNLIMITED_TOKENS",
+    "AbortSequences",
+    "ActiveRequests",
+    "AddGroup",
+    "BatchLimit",
+    "Change",
+    "ClaimBudget",
+    "Command",
+    "Cores",
+    "DegradationSettings",
+    "Demand",
+    "DividedLogs",
+    "Duties",
+    "Effects",
+    "EngineCore",
+    "EngineCoreError",
     "EngineFailed",
     "EngineGauges",
+    "EngineProcess",
     "EngineReaders",
+    "EngineState",
+    "EngineStuckError",
+    "EngineThread",
+    "Failures",
     "Health",
     "HostShare",
+    "Ladder",
+    "Ladders",
+    "LoadTimeoutError",
+    "Loader",
+    "NativeLog",
+    "NativeLogError",
+    "NativeLogs",
+    "Pace",
+    "PendingLogs",
+    "PlainSequences",
     "ProcessSettings",
+    "Program",
+    "PythonLog",
+    "PythonLogs",
+    "Resource",
+    "Rung",
+    "Rungs",
+    "RunningRequest",
+    "Shares",
+    "SharingLimits",
+    "StepBegun",
+    "StepMarked",
+    "StepOutputs",
+    "Stop",
+    "TokenColumns",
+    "TokenLog",
+    "TokenLogs",
+    "Turns",
+    "Watermarks",
     "Worker",
     "WorkerSettings",
     "WorkerTelemetry",
     "build_card",
     "build_parser",
+    "child_of",
+    "degradation_settings",
+    "effects_at",
     "engine_config",
+    "host_share",
+    "is_link_lost",
+    "load_library",
     "load_settings",
+    "open_logs",
+    "plan_changes",
+    "read_duties",
+    "sampling_of",
+    "sampling_of_child",
 ]
 
 _MODULES = {
+    "ActiveRequests": "active_requests",
     "build_card": "card",
+    **dict.fromkeys(("ClaimBudget", "UNLIMITED_TOKENS"), "claim_budget"),
+    "TITLE": "core_process",
+    **dict.fromkeys(("EngineCore", "EngineCoreError", "EngineProcess", "EngineThread", "is_link_lost"), "engine_core"),
     **dict.fromkeys(("EngineGauges", "EngineReaders"), "gauges"),
     **dict.fromkeys(("EXIT_STALLED", "Health"), "health"),
+    **dict.fromkeys(
+        (
+            "BETWEEN_MARKS",
+            "BatchLimit",
+            "DegradationSettings",
+            "Effects",
+            "HostShare",
+            "Ladder",
+            "Ladders",
+            "Pace",
+            "Resource",
+            "Rung",
+            "Rungs",
+            "Shares",
+            "TOP",
+            "Watermarks",
+            "degradation_settings",
+            "effects_at",
+            "host_share",
+        ),
+        "load_shedding",
+    ),
+    "load_library": "logs.library",
+    **dict.fromkeys(("DividedLogs", "NativeLog", "NativeLogError", "NativeLogs", "open_logs"), "logs.native_logs"),
+    **dict.fromkeys(
+        ("PACKED_ENTRIES", "PendingLogs", "PythonLog", "PythonLogs", "TokenLog", "TokenLogs"), "logs.token_logs"
+    ),
+    **dict.fromkeys(
+        (
+            "AbortSequences",
+            "AddGroup",
+            "Command",
+            "NO_TOKENS",
+            "Program",
+            "StepBegun",
+            "StepMarked",
+            "Stop",
+            "TokenColumns",
+        ),
+        "messages",
+    ),
+    **dict.fromkeys(
+        (
+            "Change",
+            "Demand",
+            "Duties",
+            "EngineState",
+            "FIRST_DELAY_S",
+            "Failures",
+            "MOST_DELAY_S",
+            "SharingLimits",
+            "Turns",
+            "plan_changes",
+            "read_duties",
+        ),
+        "model_sharing",
+    ),
     "MOST_RESULT_BYTES": "pool_adapters",
-    "HostShare": "serving.degradation",
-    "EngineFailed": "serving.outputs",
+    **dict.fromkeys(("PART_BYTES", "child_of", "sampling_of", "sampling_of_child"), "request_messages"),
+    "RunningRequest": "running_request",
+    **dict.fromkeys(("Cores", "EngineStuckError", "LoadTimeoutError", "Loader"), "serving_models"),
     **dict.fromkeys(
         ("ProcessSettings", "WorkerSettings", "build_parser", "engine_config", "load_settings"), "settings"
     ),
+    **dict.fromkeys(("PlainSequences", "STEPS_AHEAD"), "step_loop"),
     "WorkerTelemetry": "telemetry",
-    "Worker": "worker",
+    **dict.fromkeys(("EngineFailed", "StepOutputs", "Worker"), "worker"),
 }
 """The module that defines each exported name."""
 

@@ -16,13 +16,13 @@ from pagestream_telemetry.logs import configure_logs
 from setproctitle import setproctitle
 
 from pagestream_worker.card import ModelCardError
-from pagestream_worker.models.serving import EXIT_FAILED
+from pagestream_worker.core_process import EngineFactory
+from pagestream_worker.engine_core import EngineCoreError
 from pagestream_worker.node import node_settings, run_node
 from pagestream_worker.process import run_process
-from pagestream_worker.serving.outputs import EngineFailed
+from pagestream_worker.serving_models import EXIT_FAILED
 from pagestream_worker.settings import load_settings
-from pagestream_worker.stepping.engine_core import EngineCoreError
-from pagestream_worker.stepping.loading import EngineFactory
+from pagestream_worker.worker import EngineFailed
 
 logger = logging.getLogger("pagestream_worker")
 

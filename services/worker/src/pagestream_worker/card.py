@@ -26,7 +26,7 @@ from pagestream_engine.models.tokenizer import tokenizer_json
 from pagestream_streams.protocol.output_formats import BY_TEMPLATE, OutputParsers
 
 from pagestream_worker.chat_templates import ChatTemplateOptions, shapes_message
-from pagestream_worker.stepping.reports import ModelFacts
+from pagestream_worker.messages import ModelFacts
 
 POOLING_KINDS = {"last": POOLING_KIND_LAST, "mean": POOLING_KIND_MEAN, "cls": POOLING_KIND_CLS}
 _ACTIVATIONS = {

@@ -7,8 +7,8 @@ from pagestream_telemetry import catalog
 from pagestream_telemetry.instruments import Registry
 
 from pagestream_worker.health import Health
-from pagestream_worker.ladder.ladder import Rung, Shares
-from pagestream_worker.stepping.reports import Figures
+from pagestream_worker.load_shedding import Rung, Shares
+from pagestream_worker.messages import Figures
 
 _OF_MODELS = (
     catalog.KV_UTILIZATION,

@@ -14,15 +14,22 @@ from pagestream_telemetry.endpoint import Endpoint, Probes
 from pagestream_telemetry.process import process_age_s, running_telemetry
 
 from pagestream_worker.card import build_card
+from pagestream_worker.core_process import EngineFactory
 from pagestream_worker.health import Health
 from pagestream_worker.logs.library import load_library
-from pagestream_worker.models.cores import Cores
-from pagestream_worker.models.host import ModelHost
-from pagestream_worker.models.serving import Instruments, LoadedModel, ModelService, limit_exit
-from pagestream_worker.models.waiting import Stopped, unless_stopped, when_redis_answers
+from pagestream_worker.model_host import ModelHost
+from pagestream_worker.serving_models import (
+    Cores,
+    Instruments,
+    LoadedModel,
+    ModelService,
+    Stopped,
+    limit_exit,
+    unless_stopped,
+    when_redis_answers,
+)
 from pagestream_worker.settings import ProcessSettings, WorkerSettings
 from pagestream_worker.standby import IMPORTED, LOADED, StandbyAbandoned, stand_by
-from pagestream_worker.stepping.loading import EngineFactory
 from pagestream_worker.telemetry import SERVICE
 
 logger = logging.getLogger(__name__)

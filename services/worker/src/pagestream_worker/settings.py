@@ -23,7 +23,7 @@ from pagestream_telemetry.errors import VariableError
 from pagestream_telemetry.settings import TelemetrySettings, telemetry_settings
 
 from pagestream_worker.chat_templates import ChatTemplateError, ChatTemplateOptions, given_arguments, given_template
-from pagestream_worker.ladder.settings import DegradationSettings, degradation_settings
+from pagestream_worker.load_shedding import DegradationSettings, degradation_settings
 
 WORKER, ENGINE = "WORKER", "ENGINE"
 

@@ -8,7 +8,7 @@ import time
 
 from pagestream_options.worker import STANDBY_STATES
 
-from pagestream_worker.stepping.engine_core import EngineCore
+from pagestream_worker.engine_core import EngineCore
 
 logger = logging.getLogger(__name__)
 

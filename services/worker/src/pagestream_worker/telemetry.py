@@ -11,11 +11,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from pagestream_telemetry import catalog
-from pagestream_telemetry.context import TraceContext
 from pagestream_telemetry.process import Telemetry, process_age_s
-from pagestream_telemetry.spans import Span, SpanKind
+from pagestream_telemetry.tracing import Span, SpanKind, TraceContext
 
-from pagestream_worker.requests.running_request import RunningRequest
+from pagestream_worker.running_request import RunningRequest
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams.rates import Rate
-from pagestream_telemetry.context import TraceContext, caller_context, set_trace
-from pagestream_telemetry.spans import NoSpan, Span, SpanKind, Tracer
+from pagestream_telemetry.tracing import NoSpan, Span, SpanKind, TraceContext, Tracer, caller_context, set_trace
 
 from pagestream_gateway.core.identities.audit import Audit
 from pagestream_gateway.core.identities.identity import Identity

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pagestream.v1.inference_pb2 import ON_DISCONNECT_CANCEL, ON_DISCONNECT_UNSPECIFIED, SamplingParams, TokenIds
 from pagestream.v1.records_pb2 import API_FORM_GRPC, Adapter, Pooling, RequestSpec
 from pagestream_streams.protocol.records import num_sequences
-from pagestream_telemetry.context import NO_TRACE, TraceContext
+from pagestream_telemetry.tracing import NO_TRACE, TraceContext
 
 from pagestream_gateway.core.drafts import ChatPrompt, Draft, most_tokens
 from pagestream_gateway.core.models import LoadedModel

@@ -8,7 +8,7 @@ from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams import Broker, GatewaySession, enlist
 from pagestream_streams.errors import LogsFull, ModelNotFound, RateLimited, RequestNotFound
 from pagestream_streams.protocol.keys import model_tag, parse_request_id
-from pagestream_telemetry.context import TraceContext
+from pagestream_telemetry.tracing import TraceContext
 
 from pagestream_gateway.core.cache_salts import adapted_salt, cache_salt
 from pagestream_gateway.core.calls import Call

@@ -51,7 +51,7 @@ def groups() -> dict[str, tuple[type, ...]]:
     from pagestream_gateway.settings import OWN_GROUPS
     from pagestream_streams.settings import StreamsSettings
     from pagestream_telemetry.settings import TelemetrySettings
-    from pagestream_worker.ladder.settings import DegradationSettings
+    from pagestream_worker.load_shedding import DegradationSettings
 
     gateway = {group.upper(): (kind,) for group, kind in OWN_GROUPS.items()}
     common = {"BROKER": (StreamsSettings,), "TELEMETRY": (TelemetrySettings,)}

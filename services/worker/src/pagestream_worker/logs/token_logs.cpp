@@ -1,6 +1,6 @@
 // The logs that an engine writes: their entries, the digests that chain these, and the arguments of append.lua.
 //
-// What pagestream_worker/logs/python_logs.py does for one log at a time, for all logs in one pass over a step's tokens.
+// What pagestream_worker/logs/token_logs.py does for one log at a time, for all logs in one pass over a step's tokens.
 // The formats are those of pagestream_streams: protocol/digests.py (a link), protocol/entries.py (an entry's values),
 // scripts/append.lua (ARGV[2]) and records.proto (WakeUp). Called through ctypes with the interpreter's lock held, so that
 // no two calls run at once. No function throws: each returns FAILED where memory is short, or for arguments that do not

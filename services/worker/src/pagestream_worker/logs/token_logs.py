@@ -1,0 +1,327 @@
+"""The plain tokens of a step as columns: bytes that go from the engine to the logs without an object for each token."""
+
+from __future__ import annotations
+
+import marshal
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Protocol
+
+from pagestream.v1.records_pb2 import RequestSpec
+from pagestream_streams import Claim
+from pagestream_streams.protocol.records import (
+    END,
+    FINISH,
+    TOKEN,
+    EntryValues,
+    TokenAppends,
+    chain_values,
+    is_prompt_alone,
+)
+
+from pagestream_worker.messages import TokenColumns
+
+PACKED_ENTRIES = 16
+"""Entries of a part, the unit in which acknowledged entries are dropped."""
+
+
+def has_plain_tokens(spec: RequestSpec) -> bool:
+    """Whether an output of a request between its first and its last one is nothing but a token of choice 0, which
+    `TokenLogs.take` writes.
+    """
+    sampling = spec.sampling
+    comes_at_end = sampling.use_beam_search or sampling.HasField("best_of") or is_prompt_alone(spec)
+    has_logprobs = sampling.HasField("logprobs") or sampling.HasField("prompt_logprobs")
+    return len(spec.prompts) == 1 and sampling.n <= 1 and not has_logprobs and not comes_at_end
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """The next appends of logs that lack nothing but plain tokens."""
+
+    appends: TokenAppends
+    logs: Sequence[int]
+    """Their handles, in the order of the appends."""
+
+
+@dataclass(frozen=True, slots=True)
+class PendingLogs:
+    """What the logs lack in Redis."""
+
+    batches: Sequence[TokenBatch]
+    """One for each partition."""
+    others: Sequence[int]
+    """Handles of the logs with other pending entries: `TokenLog.pending` returns them."""
+
+
+class TokenLog(Protocol):
+    """Entries of one claim's log from its next index on, and how far Redis has acknowledged them.
+
+    Acknowledged ones are kept too, so that they can be appended again from any index that the log asks for: after a
+    lost reply, or after Redis has lost its last seconds. They are the first to go where memory is short. A log that
+    then asks for them is handed back, and generated again from there.
+    """
+
+    @property
+    def handle(self) -> int:
+        """Names it among the logs of this process, for ever; above 0."""
+
+    @property
+    def next_index(self) -> int:
+        """Index of the first entry that is not acknowledged."""
+
+    @property
+    def num_taken(self) -> int:
+        """Tokens that `TokenLogs.take` has written."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What its packed entries take."""
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether some entry has not been acknowledged."""
+
+    def write(self, kind: str, choice: str, value: str, text: str, extra: str | bytes = "") -> None:
+        """Add an entry with these values (see EntryValues), chained to the digest of those before it."""
+
+    def pending(self, limit: int) -> tuple[Sequence[EntryValues], str]:
+        """Return the next entries to append, and the digest of the log before them.
+
+        At most `limit` entries, or one more to keep a choice's last token and its finish together: an engine that
+        resumed between the two would write the prompt's other choices first.
+        """
+
+    def acknowledge(self, next_index: int) -> None:
+        """Continue from the log's next index: ahead after an append, back after the log has lost entries."""
+
+    def can_send_from(self, next_index: int) -> bool:
+        """Whether the entry that the log asks for is kept here."""
+
+    def drop_oldest(self) -> bool:
+        """Drop the oldest packed entries; return False where none of them is acknowledged."""
+
+    def close(self) -> None:
+        """Give its memory back: the request is no longer this engine's."""
+
+
+class TokenLogs(Protocol):
+    """The logs of a process. For one thread."""
+
+    limit_bytes: int
+    """Most that the packed entries of all logs may take."""
+
+    @property
+    def held_bytes(self) -> int:
+        """What the packed entries of all logs take."""
+
+    @property
+    def is_exceeded(self) -> bool:
+        """Whether that is more than the limit, so that some of them must go."""
+
+    def open(self, claim: Claim) -> TokenLog:
+        """Return the log of a claim, without entries."""
+
+    def take(self, tokens: TokenColumns) -> None:
+        """Write plain tokens of choice 0, each to its log; those of logs that were closed or have ended are ignored."""
+
+    def pending(self, limit: int, without: Collection[int] = ()) -> PendingLogs:
+        """Return the next append of each log with pending entries.
+
+        Args:
+            limit: most entries of one log.
+            without: handles of logs to leave out.
+        """
+
+    def acknowledge(self, logs: Sequence[int], next_indexes: Sequence[int]) -> bool:
+        """`TokenLog.acknowledge` for many; closed ones are ignored. Return whether one of them has more pending."""
+
+
+_PART_BYTES = 128  # of a part's objects, beside its bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    first_index: int
+    previous_digest: str
+    packed: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.packed) + _PART_BYTES
+
+    def entries(self) -> list[EntryValues]:
+        entries: list[EntryValues] = marshal.loads(self.packed)  # noqa: S302 - this process packed it
+        return entries
+
+
+class PythonLogs:
+    """See TokenLogs.
+
+    Args:
+        limit_bytes: of all packed entries.
+        first_handle: above 0.
+    """
+
+    def __init__(self, limit_bytes: int, *, first_handle: int = 1) -> None:
+        self.held_bytes = 0
+        """See TokenLogs."""
+        self.limit_bytes = limit_bytes
+        """See TokenLogs."""
+        self._logs: dict[int, PythonLog] = {}
+        self._handles = count(first_handle)
+
+    @property
+    def is_exceeded(self) -> bool:
+        """See TokenLogs."""
+        return self.held_bytes > self.limit_bytes
+
+    def open(self, claim: Claim) -> PythonLog:
+        """See TokenLogs."""
+        log = PythonLog(self, next(self._handles), claim)
+        self._logs[log.handle] = log
+        return log
+
+    def take(self, tokens: TokenColumns) -> None:
+        """See TokenLogs."""
+        for handle, token_id, text in tokens.rows():
+            log = self._logs.get(handle)
+            if log is not None and not log.has_finish:
+                log.write(TOKEN, "0", str(token_id), text)
+                log.num_taken += 1
+
+    def pending(self, limit: int, without: Collection[int] = ()) -> PendingLogs:
+        """See TokenLogs. Each log's are among `others`."""
+        left_out = frozenset(without)
+        return PendingLogs(
+            (), [handle for handle, log in self._logs.items() if log.has_pending and handle not in left_out]
+        )
+
+    def acknowledge(self, logs: Sequence[int], next_indexes: Sequence[int]) -> bool:
+        """See TokenLogs."""
+        found = [
+            (self._logs[handle], index)
+            for handle, index in zip(logs, next_indexes, strict=True)
+            if handle in self._logs
+        ]
+        for log, next_index in found:
+            log.acknowledge(next_index)
+        return any(log.has_pending for log, _ in found)
+
+    def hold(self, num_bytes: int) -> None:
+        """Count the bytes of packed entries that were added, or dropped (negative)."""
+        self.held_bytes += num_bytes
+
+    def forget(self, handle: int) -> None:
+        """Remove a closed log."""
+        self._logs.pop(handle, None)
+
+
+class PythonLog:
+    """See TokenLog. At most 2 * PACKED_ENTRIES entries are objects, which take four to ten times as much as packed."""
+
+    __slots__ = (
+        "_digest",
+        "_entries",
+        "_entries_digest",
+        "_logs",
+        "_parts",
+        "handle",
+        "has_finish",
+        "next_index",
+        "num_bytes",
+        "num_taken",
+        "tail_index",
+    )
+
+    def __init__(self, logs: PythonLogs, handle: int, claim: Claim) -> None:
+        self._logs = logs
+        self._parts: deque[_Part] = deque()
+        self._entries: list[EntryValues] = []  # after those in parts
+        self.tail_index = claim.next_index  # of self._entries[0]
+        self._entries_digest = claim.digest  # of the log before it
+        self._digest = claim.digest
+        self.handle = handle
+        """See TokenLog."""
+        self.next_index = claim.next_index
+        """See TokenLog."""
+        self.num_bytes = 0
+        """See TokenLog."""
+        self.num_taken = 0
+        """See TokenLog."""
+        self.has_finish = False
+        """Whether a finish or the end was written."""
+
+    @property
+    def has_pending(self) -> bool:
+        """See TokenLog."""
+        return self.next_index < self.tail_index + len(self._entries)
+
+    def write(self, kind: str, choice: str, value: str, text: str, extra: str | bytes = "") -> None:
+        """See TokenLog."""
+        digest = self._digest = chain_values(self._digest, kind, choice, value)
+        self._entries.append((kind, choice, value, text, digest, extra))
+        if kind in (FINISH, END):
+            self.has_finish = True
+        if len(self._entries) >= 2 * PACKED_ENTRIES:
+            self._pack()
+
+    def pending(self, limit: int) -> tuple[Sequence[EntryValues], str]:
+        """See TokenLog."""
+        entries, digest, start = self._entries, self._entries_digest, self.next_index - self.tail_index
+        if start < 0:
+            entries, digest, start = self._from_parts(self.next_index, limit + 1)
+        end = start + limit
+        if len(entries) > end and entries[end][0] == FINISH:
+            end += 1
+        return entries[start:end], entries[start - 1][4] if start else digest
+
+    def acknowledge(self, next_index: int) -> None:
+        """See TokenLog."""
+        self.next_index = next_index
+
+    def can_send_from(self, next_index: int) -> bool:
+        """See TokenLog."""
+        first_index = self._parts[0].first_index if self._parts else self.tail_index
+        return first_index <= next_index <= self.tail_index + len(self._entries)
+
+    def drop_oldest(self) -> bool:
+        """See TokenLog."""
+        end = self._parts[1].first_index if len(self._parts) > 1 else self.tail_index
+        if not self._parts or end > self.next_index:
+            return False
+        self._hold(-self._parts.popleft().num_bytes)
+        return True
+
+    def close(self) -> None:
+        """See TokenLog."""
+        self._parts.clear()
+        self._hold(-self.num_bytes)
+        self._logs.forget(self.handle)
+
+    def _hold(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._logs.hold(num_bytes)
+
+    def _pack(self) -> None:
+        packed = marshal.dumps(self._entries[:PACKED_ENTRIES])
+        part = _Part(self.tail_index, self._entries_digest, packed)
+        self._parts.append(part)
+        self._hold(part.num_bytes)
+        self._entries_digest = self._entries[PACKED_ENTRIES - 1][4]
+        self.tail_index += PACKED_ENTRIES
+        del self._entries[:PACKED_ENTRIES]
+
+    def _from_parts(self, index: int, count: int) -> tuple[list[EntryValues], str, int]:
+        """Return entries that hold `count` from `index` on, as far as there are so many, where `index` is in a part.
+
+        After them the digest of the log before the first one, and the place of `index` in them.
+        """
+        parts = [part for part in self._parts if part.first_index > index - PACKED_ENTRIES]
+        needed = [part for part in parts if part.first_index < index + count]
+        entries = [entry for part in needed for entry in part.entries()]
+        if len(needed) == len(parts):
+            entries += self._entries
+        return entries, needed[0].previous_digest, index - needed[0].first_index

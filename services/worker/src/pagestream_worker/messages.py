@@ -1,0 +1,412 @@
+"""What a worker asks of its engine. Picklable: the engine may be in another process."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from pagestream_engine.config import EngineConfig
+from pagestream_engine.engine import Engine
+from pagestream_engine.kv_cache.inspection import BlockMap
+from pagestream_engine.models.folder import model_revision
+from pagestream_engine.plan import KVLayout
+from pagestream_engine.request import Sibling, StepOutput
+from pagestream_engine.stats import EngineStats
+from pagestream_telemetry.settings import TelemetrySettings
+
+
+class TokenColumns(NamedTuple):
+    """A token each of sequences that go on, in the machine's byte order."""
+
+    logs: bytes
+    """Handles of the logs that they belong to, int64."""
+    token_ids: bytes
+    """int32."""
+    text_lengths: bytes
+    """Bytes of each text, int32."""
+    text: bytes
+    """All texts, UTF-8."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of rows."""
+        return len(self.logs) // 8
+
+    def rows(self) -> Iterator[tuple[int, int, str]]:
+        """Yield the handle, token id and text of each row."""
+        start = 0
+        lengths = array("i", self.text_lengths)
+        for log, token_id, length in zip(array("q", self.logs), array("i", self.token_ids), lengths, strict=True):
+            yield log, token_id, self.text[start : start + length].decode()
+            start += length
+
+    @classmethod
+    def of(cls, logs: Iterable[int], token_ids: Iterable[int], texts: Sequence[str]) -> TokenColumns:
+        """Pack rows. UnicodeEncodeError for half a surrogate pair, which UTF-8 and JSON do not have."""
+        joined = "".join(texts)
+        text = joined.encode()
+        lengths = map(len, texts) if len(text) == len(joined) else (len(each.encode()) for each in texts)
+        return cls(array("q", logs).tobytes(), array("i", token_ids).tobytes(), array("i", lengths).tobytes(), text)
+
+
+NO_TOKENS = TokenColumns(b"", b"", b"", b"")
+
+
+@dataclass(frozen=True)
+class AdapterName:
+    """A LoRA adapter as a request names it."""
+
+    name: str
+    path: str
+    revision: str
+
+
+@dataclass(frozen=True)
+class AddGroup:
+    """Run the choices of one prompt, or go on with those that have output tokens already."""
+
+    prompt_token_ids: Sequence[int]
+    siblings: Sequence[Sibling]
+    cache_salt: bytes = b""
+    priority: int = 0
+    aged_classes: float = 0.0
+    """Classes that it has risen by its age in the queue."""
+    tenant: str = ""
+    weight: float = 1.0
+    """The tenant's."""
+    waits_for_mark: bool = False
+    """Whether a step that they enter waits for `StepMarked`: they were claimed before, and may have killed engines."""
+    adapter: AdapterName | None = None
+    """The LoRA adapter that computes them."""
+    log: int = 0
+    """Handle of the log for plain tokens (see PlainSequences); 0: all outputs are reported whole. Of a group of one
+    sequence without logprobs only."""
+
+
+@dataclass(frozen=True)
+class AbortSequences:
+    """Abort sequences; unknown ones are no error."""
+
+    seq_ids: Sequence[str]
+
+
+@dataclass(frozen=True)
+class SetLimits:
+    """Change what `Engine.set_limits` does."""
+
+    max_num_seqs: int
+    saves_blocks: bool
+
+
+@dataclass(frozen=True)
+class ReadBlocks:
+    """Report the map of the blocks; the answer is a `BlockMap`."""
+
+
+@dataclass(frozen=True)
+class StepMarked:
+    """Let the step of a `StepBegun` that waits run: Redis has the mark of its requests."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class StartProfile:
+    """Profile the next steps; the answer is a `ProfileAnswer`."""
+
+    steps: int
+
+
+@dataclass(frozen=True)
+class InspectModel:
+    """Read the configuration and the headers of another model; the answer is a `ModelInspected`."""
+
+    source: str
+    """Its folder or repository."""
+
+
+@dataclass(frozen=True)
+class FallAsleep:
+    """Abort all sequences, and release the memory but for the weights. Answers: `OutputsEnded`, then `FellAsleep`."""
+
+
+@dataclass(frozen=True)
+class WakeUp:
+    """Take that memory again; the answer is an `Awoken`."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End after the current step."""
+
+
+Command = (
+    AddGroup
+    | AbortSequences
+    | SetLimits
+    | ReadBlocks
+    | StepMarked
+    | StartProfile
+    | InspectModel
+    | FallAsleep
+    | WakeUp
+    | Stop
+)
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What gateways know of a model beside its files."""
+
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    is_deterministic: bool
+    pooled_size: int
+    """Numbers of a vector that is pooled from a prompt; 0: the model gives none."""
+    revision: str
+    """See model_revision, which needs torch."""
+    takes_adapters: bool
+    """Whether LoRA adapters may change it."""
+
+
+@dataclass(frozen=True)
+class EngineFacts(ModelFacts):
+    """What is fixed once the model is loaded."""
+
+    kv_layout: KVLayout
+    """The KV groups, whose blocks are of one pool."""
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    interrupts: bool
+    """Whether class 0 takes room from lower classes."""
+    queue_order: str
+    """The policy by which the model's queue goes."""
+    fingerprint: str
+    memory_bytes: Mapping[str, int]
+    """Device memory by use."""
+    load_s: Mapping[str, float]
+    """Seconds by part of the load."""
+    stats: EngineStats
+    """Before the first request."""
+
+    @classmethod
+    def of(cls, engine: Engine) -> Self:
+        """Read the facts of an engine."""
+        scheduler = engine.config.scheduler
+        return cls(
+            kv_layout=engine.kv_layout,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            interrupts=engine.interrupts,
+            queue_order=engine.queue_order,
+            max_model_len=engine.max_model_len,
+            vocab_size=engine.vocab_size,
+            eos_token_ids=engine.eos_token_ids,
+            fingerprint=engine.fingerprint,
+            is_deterministic=engine.is_deterministic,
+            takes_adapters=engine.config.adapters.enable_lora,
+            pooled_size=engine.pooled_size,
+            revision=model_revision(engine.folder),
+            memory_bytes=dict(engine.memory_bytes()),
+            load_s=dict(engine.load_s),
+            stats=engine.stats(),
+        )
+
+
+@dataclass(frozen=True)
+class GpuUse:
+    """A reading of the devices of this machine that an engine computes on."""
+
+    memory_bytes: int
+    """In use by all processes, of all devices."""
+    utilization: float | None
+    """Share of the last sampling period in which they computed, in [0, 1]; None without NVIDIA's library."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The engine's figures at one moment. A report of its own where no step follows a command, and as a heartbeat."""
+
+    stats: EngineStats
+    fragmentation: float
+    """See Engine.fragmentation; up to half a second old while there is work."""
+    gpu: GpuUse | None
+    """Seconds old; None without a GPU."""
+    num_commands: int
+    """`AddGroup` and `AbortSequences` executed so far."""
+    is_busy: bool
+    """Whether it has work: a further report follows without a further command."""
+
+    @classmethod
+    def at_start(cls, facts: EngineFacts) -> Self:
+        """Return the figures of an engine that has had no request."""
+        return cls(facts.stats, 0.0, None, 0, is_busy=False)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The model is loaded. The first report."""
+
+    facts: EngineFacts
+
+
+@dataclass(frozen=True)
+class LoadFailed:
+    """The model can't be loaded. The only report."""
+
+    error: str
+    is_option: bool
+    """Whether an option or the model is wrong (an EngineError), so that another start would fail as well."""
+    is_permanent: bool = False
+    """Whether files or options are at fault, see `stepping.loading.is_permanent`."""
+
+
+@dataclass(frozen=True)
+class StepBegun:
+    """A step with prompts, or one that a request enters or leaves unfinished, is about to run."""
+
+    number: int
+    """Counts these reports."""
+    entered: frozenset[str]
+    """Requests of which a sequence enters the step."""
+    left: frozenset[str]
+    """Requests that have no sequence in the step any more: they were preempted."""
+    remaining: Mapping[str, int]
+    """For each sequence with prompt tokens in the step: the tokens that it needs computed after it."""
+    waits: bool
+    """Whether the step waits for `StepMarked`, for at most MARK_LIMIT_S."""
+    figures: Figures
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """A step has run, or the first of two steps in flight was launched."""
+
+    outputs: Sequence[StepOutput]
+    duration_s: float
+    """Of the engine's call; with two steps in flight, from one launch to the next."""
+    num_sequences: int
+    """In the step that has run; 0 where none has."""
+    has_prompts: bool
+    figures: Figures
+    tokens: TokenColumns = NO_TOKENS
+    """Plain tokens, which are not among the outputs. A sequence's come before its output."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A group could not be added; each of its sequences ends with the error."""
+
+    outputs: Sequence[StepOutput]
+
+
+@dataclass(frozen=True)
+class ProfileAnswer:
+    """The answer to `StartProfile`."""
+
+    path: str = ""
+    """Of the trace, which exists once the steps are done."""
+    error: str = ""
+    """Why there is none."""
+
+
+@dataclass(frozen=True)
+class ModelInspected:
+    """The answer to `InspectModel`."""
+
+    source: str
+    """As it was asked for."""
+    facts: ModelFacts | None
+    error: str = ""
+    """Why the model can't be loaded, as far as its headers show."""
+    is_permanent: bool = False
+    """Whether files or options are at fault; False: the error may pass, such as one of storage or of the network."""
+
+
+@dataclass(frozen=True)
+class OutputsEnded:
+    """The first answer to `FallAsleep`: no output follows until a command after `WakeUp`."""
+
+
+@dataclass(frozen=True)
+class FellAsleep:
+    """The second answer to `FallAsleep`."""
+
+    error: str = ""
+    """Why the engine is of no use any more; "" where it sleeps."""
+
+
+@dataclass(frozen=True)
+class Awoken:
+    """The answer to `WakeUp`."""
+
+    error: str = ""
+    """Why the engine is of no use any more; "" where it is as after its load."""
+    duration_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The engine has ended. The last report."""
+
+    error: str = ""
+    """The error that ended it; "" after `Stop`."""
+    is_link_lost: bool = False
+    """Whether it ended because another machine of its group fell silent."""
+
+
+Report = (
+    Loaded
+    | LoadFailed
+    | Figures
+    | StepBegun
+    | StepDone
+    | Refused
+    | ProfileAnswer
+    | BlockMap
+    | ModelInspected
+    | OutputsEnded
+    | FellAsleep
+    | Awoken
+    | Ended
+)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What the process is told after its start."""
+
+    make_engine: Callable[[], Engine]
+    """Picklable: a function of a module, or a partial of one."""
+    telemetry: TelemetrySettings
+    """For its logs."""
+    engine_id: str
+    """For the names of profiles."""
+    profile_dir: Path | None
+    """Folder for profiles; None: there are none."""
+    config: EngineConfig | None = None
+    """That other models are inspected for; None: none are."""
+
+
+@dataclass(frozen=True)
+class Preload:
+    """What the process of a standby is told before its program."""
+
+    module: str
+    """To be imported, with torch and whatever else that needs."""
+
+
+@dataclass(frozen=True)
+class StepsTaken:
+    """The worker has taken the reports of `count` further steps. Between an `EngineProcess` and its process."""
+
+    count: int
+
+
+def request_id_of(seq_id: str) -> str:
+    """Return the id of a sequence's request: `<request id>/<nonce of the claim>/<choice>`."""
+    return seq_id.partition("/")[0]

@@ -1,0 +1,359 @@
+"""How engines share out their models: a pure function of what waits, of what engines serve, and of the time.
+
+All engines decide on the same readings with the same function, so that each finds the same changes; an engine makes
+only its own, and only if nobody has decided on something in between (`Roster.intend`).
+"""
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from pagestream_streams import Broker
+from pagestream_streams.admin.observation import QueueState, queue_states
+from pagestream_streams.admin.roster import Order, RosterRow, RosterView, Verb
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What waits for a model."""
+
+    requests: int = 0
+    tokens: int = 0
+    """Of these requests: prompts, and the outputs that are expected."""
+    served_ms: int = 0
+    """When an engine last served the model; 0 for never."""
+    is_ordered: bool = False
+    """Whether an operator has asked for it."""
+
+    @property
+    def wants_engine(self) -> bool:
+        """Whether an engine without it should load it."""
+        return self.requests > 0 or self.is_ordered
+
+
+NO_DEMAND = Demand()
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """One engine that may change its model."""
+
+    engine_id: str
+    models: frozenset[str]
+    """That it may load."""
+    serving: str = ""
+    """That it serves or loads; "" where it has none."""
+    is_loading: bool = False
+    served_s: float = 0.0
+    """Seconds that it has served this model."""
+    active: int = 0
+    """Requests that it runs."""
+    owes: bool = False
+    """Whether it keeps its model for requests that it has begun, see `Turns`."""
+    keeps: str = ""
+    """The model whose weights it has, while it serves none."""
+    wakes: bool = True
+    """Whether requests make it load a model while it has none; False: only an operator does."""
+
+
+@dataclass(frozen=True)
+class SharingLimits:
+    """When an engine may leave a model for which there is work."""
+
+    min_serve_s: float = 10.0
+    """Seconds for which a model is served before another takes its engine: several times what a change costs."""
+    spread_tokens: int = 8192
+    """Waiting tokens for each engine above which one more engine takes a model that has engines."""
+    gain: float = 2.0
+    """How many times as much has to wait for an engine of the model that gets one as for those of the one that gives
+    it, after the change."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """An engine takes another model."""
+
+    engine_id: str
+    model: str
+
+
+def plan_changes(
+    engines: Sequence[EngineState], demands: Mapping[str, Demand], limits: SharingLimits
+) -> tuple[Change, ...]:
+    """Return the changes to make now, at most one for each engine.
+
+    1. A model that is asked for and has no engine gets one, the longest unserved first: one that does nothing, else one
+       of a model that has several, else one that has served its model for `min_serve_s` and owes nothing there. So
+       none waits for longer than a turn and a change for each other model that its engines may serve. Of those that
+       do nothing, one that keeps the model's weights is taken before others.
+    2. Where more than `spread_tokens` wait for each engine of a model, it gets one more: one that does nothing, or one
+       of a model that has several and, afterwards, `gain` times less for each.
+    """
+    states = {each.engine_id: each for each in sorted(engines, key=lambda each: each.engine_id)}
+    changes: list[Change] = []
+    while (change := _Readings(tuple(states.values()), demands, limits).next_change()) is not None:
+        changes.append(change)
+        states[change.engine_id] = replace(
+            states[change.engine_id], serving=change.model, is_loading=True, served_s=0.0, active=0
+        )
+    return tuple(changes)
+
+
+_Cost = tuple[int, float, float, str]
+"""Of a change, for comparison; the first figure is one of these."""
+_EMPTY, _IDLE, _OF_SEVERAL, _LAST = range(4)
+
+
+def _kept_cost(engine: EngineState, model: str) -> float:
+    """Return what an engine without a model gives up of what it keeps."""
+    if engine.keeps:
+        return 0.0 if engine.keeps == model else 2.0
+    return 1.0
+
+
+@dataclass(frozen=True)
+class _Readings:
+    engines: Sequence[EngineState]
+    demands: Mapping[str, Demand]
+    limits: SharingLimits
+
+    def next_change(self) -> Change | None:
+        wanted = [model for model, demand in self.demands.items() if demand.wants_engine]
+        unserved = [model for model in wanted if not self._count(model)]
+        for model in sorted(unserved, key=lambda each: (self.demands[each].served_ms, each)):
+            change = self._cheapest(model, self._cost)
+            if change is not None:
+                return change
+        served = [model for model in wanted if self._count(model)]
+        for model in sorted(served, key=lambda each: (-self.demands[each].tokens, each)):
+            if self._share_of(model) >= self.limits.spread_tokens:
+                change = self._cheapest(model, self._cost_of_one_more)
+                if change is not None:
+                    return change
+        return None
+
+    def _cheapest(self, model: str, cost_of: Callable[[EngineState, str], _Cost | None]) -> Change | None:
+        costs = [cost for each in self.engines if (cost := cost_of(each, model)) is not None]
+        return Change(min(costs)[-1], model) if costs else None
+
+    def _cost(self, engine: EngineState, model: str) -> _Cost | None:
+        """Return what it costs that an engine takes a model without engines; None where it may not."""
+        if model not in engine.models or engine.is_loading or engine.serving == model:
+            return None
+        if not engine.serving:
+            if not (engine.wakes or self.demands[model].is_ordered):
+                return None
+            return _EMPTY, _kept_cost(engine, model), 0.0, engine.engine_id
+        current = self.demands.get(engine.serving, NO_DEMAND)
+        if not current.wants_engine and not engine.active:
+            return _IDLE, 0.0, -engine.served_s, engine.engine_id
+        if engine.served_s < self.limits.min_serve_s or engine.owes:
+            return None
+        count = self._count(engine.serving)
+        rank = _OF_SEVERAL if count > 1 else _LAST
+        return rank, current.tokens / count, -engine.served_s, engine.engine_id
+
+    def _cost_of_one_more(self, engine: EngineState, model: str) -> _Cost | None:
+        """Return what it costs that one more engine takes a model; None where it may not."""
+        cost = self._cost(engine, model)
+        if cost is None or cost[0] < _OF_SEVERAL:
+            return cost
+        if cost[0] == _LAST:
+            return None
+        left = self.demands.get(engine.serving, NO_DEMAND).tokens / (self._count(engine.serving) - 1)
+        return cost if self._share_of(model) > self.limits.gain * left else None
+
+    def _share_of(self, model: str) -> float:
+        """Tokens that wait for each engine of a model once it has one more."""
+        return self.demands[model].tokens / (self._count(model) + 1)
+
+    def _count(self, model: str) -> int:
+        return sum(each.serving == model for each in self.engines)
+
+
+@dataclass(frozen=True)
+class Duties:
+    """Of one engine, now."""
+
+    frees: bool = False
+    """It gives up the model that it serves, or whose weights it keeps."""
+    sleeps: bool = False
+    """It gives up the model that it serves, and keeps its weights."""
+    wakes: str = ""
+    """The model that it had when it was put to sleep, and loads again; "" for none."""
+    done: Mapping[str, Order] = field(default_factory=dict)
+    """Orders to settle."""
+
+
+def read_duties(row: RosterRow, view: RosterView) -> Duties:
+    """Return what an engine has to do.
+
+    An order to load a model is for each engine that had it when it was put to sleep, and stays until all of these have
+    read it. Where there is none, `plan_changes` finds an engine.
+
+    Args:
+        row: its own, as it is in the roster.
+    """
+    frees, sleeps, wakes, done = False, False, "", {}
+    serves = "" if row.is_loading else row.serving
+    for name, order in view.orders.items():
+        is_for_it = name in (serves, row.keeps) and order.at_ms >= row.since_ms
+        if order.verb is Verb.UNLOAD:
+            frees = frees or is_for_it
+        elif order.verb is Verb.SLEEP:
+            sleeps = sleeps or (is_for_it and name == serves)
+        elif row.last == name and not row.is_loading and name not in (*row.failed, *row.postponed):
+            wakes = name
+        elif (name == serves or name in row.failed) and not view.is_to_wake(name):
+            done[name] = order
+    return Duties(frees, sleeps, wakes, done)
+
+
+def read_states(view: RosterView) -> list[EngineState]:
+    """Return the engines of a roster."""
+    return [
+        EngineState(
+            engine_id,
+            frozenset(row.models) - set(row.failed) - set(row.postponed),
+            serving=row.serving,
+            is_loading=row.is_loading,
+            served_s=(view.now_ms - row.since_ms) / 1000,
+            active=row.active,
+            owes=row.owes,
+            keeps=row.keeps,
+            wakes=row.wakes,
+        )
+        for engine_id, row in view.engines.items()
+    ]
+
+
+async def read_demands(broker: Broker, view: RosterView) -> dict[str, Demand]:
+    """Return what waits for the models of a roster, and what operators ask for. Unavailable.
+
+    What engines load that had it before they were put to sleep needs no other engine.
+    """
+    states = await queue_states(broker, view.loadable)
+    ordered = {name for name, order in view.orders.items() if order.verb is Verb.LOAD and not view.is_to_wake(name)}
+    return {
+        name: _demand(states.get(name, []), view.served_ms.get(name, 0), is_ordered=name in ordered)
+        for name in sorted(view.loadable)
+    }
+
+
+def _demand(partitions: list[QueueState], served_ms: int, *, is_ordered: bool) -> Demand:
+    waiting = [queue for partition in partitions for queue in partition.waiting]
+    return Demand(
+        requests=sum(queue.requests for queue in waiting),
+        tokens=sum(queue.tokens + queue.takeable_output_tokens for queue in waiting),
+        served_ms=served_ms,
+        is_ordered=is_ordered,
+    )
+
+
+MOST_TURNS = 16
+"""Longest turn, in `max_serve_s`."""
+
+
+class Turns:
+    """The turns in which an engine serves its models, one after the other.
+
+    A change throws away what is computed of a prompt. So the engine owes each sequence that it claims in the first
+    `min_serve_s` of a turn its first token, and as much time again as that has taken, up to `min_serve_s`. It waits for
+    first tokens for at most `max_serve_s`. Where that ended a turn, the model's next one gets twice as long, up to
+    `MOST_TURNS` times `max_serve_s`, and those after it, as long as they need more than `max_serve_s`: the first token
+    of a long prompt comes at last, and no search of hours keeps the other models waiting for longer and longer.
+
+    Args:
+        min_serve_s: seconds that each turn lasts at least.
+        max_serve_s: seconds after which a turn owes no first token.
+    """
+
+    def __init__(self, min_serve_s: float, max_serve_s: float) -> None:
+        self._min_s = min_serve_s
+        self._max_s = max(min_serve_s, max_serve_s)
+        self._longer_s: dict[str, float] = {}  # by model, where max_serve_s was not enough
+        self._model = ""
+        self._began_s = self._until_s = 0.0
+        self._claimed_s: dict[str, float] = {}  # when a sequence without a token was first seen
+        self._is_first_look = True
+
+    def begin(self, model: str, now_s: float) -> None:
+        """Begin a turn, in which nothing is claimed yet."""
+        lasted_s = now_s - self._began_s
+        if self._claimed_s and lasted_s >= self._limit_s:
+            self._longer_s[self._model] = min(2 * self._limit_s, MOST_TURNS * self._max_s)
+        elif lasted_s <= self._max_s:
+            self._longer_s.pop(self._model, None)
+        self._model = model
+        self._began_s = self._until_s = now_s
+        self._claimed_s = {}
+        self._is_first_look = True
+
+    def owes(self, prefilling: Collection[str], now_s: float) -> bool:
+        """Return whether the model is to stay. To be called about once a second.
+
+        Args:
+            prefilling: ids of the claimed sequences that have no token yet.
+        """
+        if self._is_first_look or now_s - self._began_s <= self._min_s:
+            for each in prefilling:
+                self._claimed_s.setdefault(each, now_s)
+        self._is_first_look = False
+        for gone in self._claimed_s.keys() - set(prefilling):
+            took_s = now_s - self._claimed_s.pop(gone)
+            self._until_s = max(self._until_s, now_s + min(took_s, self._min_s))
+        is_awaited = bool(self._claimed_s) and now_s - self._began_s < self._limit_s
+        return is_awaited or now_s < self._until_s
+
+    @property
+    def _limit_s(self) -> float:
+        return self._longer_s.get(self._model, self._max_s)
+
+
+FIRST_DELAY_S = 5.0
+MOST_DELAY_S = 600.0
+
+
+class Failures:
+    """By model, why and when it failed.
+
+    Args:
+        clock: seconds of a monotonic clock.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._permanent: dict[str, tuple[str, int]] = {}
+        self._postponed: dict[str, tuple[float, float]] = {}  # the last delay, and its end, in seconds
+
+    @property
+    def permanent(self) -> dict[str, str]:
+        """Models whose files or options are at fault, with the reasons."""
+        return {name: reason for name, (reason, _) in self._permanent.items()}
+
+    @property
+    def postponed(self) -> tuple[str, ...]:
+        """Models that are not to be tried yet."""
+        now = self._clock()
+        return tuple(sorted(name for name, (_, until) in self._postponed.items() if now < until))
+
+    def note(self, name: str, reason: str, now_ms: int, *, is_permanent: bool) -> None:
+        """Note a failure at a time of Redis' clock. What may pass is postponed, twice as long each time."""
+        if is_permanent:
+            self._permanent[name] = reason, now_ms
+            return
+        before_s, _ = self._postponed.get(name, (FIRST_DELAY_S / 2, 0.0))
+        delay_s = min(2 * before_s, MOST_DELAY_S)
+        self._postponed[name] = delay_s, self._clock() + delay_s
+
+    def forget(self, name: str) -> None:
+        """Forget the failures of a model that was loaded."""
+        self._permanent.pop(name, None)
+        self._postponed.pop(name, None)
+
+    def forget_before(self, name: str, at_ms: int) -> bool:
+        """Forget permanent failures from before a time of Redis' clock; return whether there was one."""
+        if name not in self._permanent or self._permanent[name][1] >= at_ms:
+            return False
+        self.forget(name)
+        return True

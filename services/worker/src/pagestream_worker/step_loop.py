@@ -1,0 +1,448 @@
+"""The loop that executes commands and steps the engine, on a thread of the worker or in a process of its own.
+
+Commands are executed between two steps. Each step is reported once, when it has run, and before it runs where its
+requests or prompts change.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import inf
+
+from pagestream_engine.engine import Engine
+from pagestream_engine.errors import AdapterError, InvalidRequest, RequestFault, SleepFailed
+from pagestream_engine.output import REPLAY_TOKENS
+from pagestream_engine.plan import ScheduledStep
+from pagestream_engine.request import Request, Sibling, StepOutput, sibling_id
+
+from pagestream_worker.gpu import GpuMonitor, gpus_of
+from pagestream_worker.messages import (
+    NO_TOKENS,
+    AbortSequences,
+    AddGroup,
+    Awoken,
+    FallAsleep,
+    FellAsleep,
+    Figures,
+    OutputsEnded,
+    ReadBlocks,
+    Refused,
+    Report,
+    SetLimits,
+    StepBegun,
+    StepDone,
+    StepMarked,
+    Stop,
+    TokenColumns,
+    WakeUp,
+    request_id_of,
+)
+from pagestream_worker.profiler import StepProfiler
+
+logger = logging.getLogger(__name__)
+
+IDLE_WAIT_S = 1.0  # longest wait for a command, and between two heartbeats of an idle engine; a command ends it at once
+FRAGMENTATION_PERIOD_S = 0.5  # between two readings of the fragmentation, which walks over all sequences
+ADD_LIMIT_S = 0.005  # of replaying outputs before a step; 524,288 tokens with stop strings take 7 s in all
+MARK_LIMIT_S = 0.25  # longest wait of a step for `StepMarked`
+
+QueuedCommand = AddGroup | AbortSequences | SetLimits | ReadBlocks | FallAsleep | WakeUp | Stop
+LoopCommand = QueuedCommand | StepMarked
+
+
+STEPS_AHEAD = 8
+"""Step reports that a worker may have before it without having taken them. Then the engine waits."""
+
+
+class StepsAhead:
+    """The engine's side: waits where STEPS_AHEAD steps are not acknowledged."""
+
+    def __init__(self) -> None:
+        self._left = threading.Semaphore(STEPS_AHEAD - 1)
+        self._is_lifted = False
+
+    def wait(self, report: Report) -> None:
+        """Count a report that was sent; after the last step that the engine may be ahead, wait for the worker."""
+        if isinstance(report, StepDone) and not self._is_lifted:
+            self._left.acquire()
+
+    def note_taken(self, num_steps: int) -> None:
+        """Note that the worker has taken the reports of further steps. Any thread may call this."""
+        self._left.release(num_steps)
+
+    def lift(self) -> None:
+        """Wait no more: the worker takes no further report. Any thread may call this."""
+        self._is_lifted = True
+        self._left.release()
+
+
+class CommandQueue:
+    """Commands on their way to the loop. `put` may be called on any thread, the rest is the loop's."""
+
+    def __init__(self) -> None:
+        self._commands: queue.SimpleQueue[QueuedCommand] = queue.SimpleQueue()
+        self._marks: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def put(self, command: LoopCommand) -> None:
+        """Queue a command. A `StepMarked` passes the others: the running step waits for it."""
+        if isinstance(command, StepMarked):
+            self._marks.put(command.number)
+        else:
+            self._commands.put(command)
+
+    def get(self, timeout_s: float) -> QueuedCommand | None:
+        """Return the next command; None where none comes within the time."""
+        try:
+            return self._commands.get(block=timeout_s > 0, timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def wait_marked(self, number: int) -> None:
+        """Wait for the `StepMarked` of a number, at most MARK_LIMIT_S."""
+        until = time.monotonic() + MARK_LIMIT_S
+        try:
+            while self._marks.get(timeout=max(0.0, until - time.monotonic())) < number:
+                pass
+        except queue.Empty:
+            logger.info("the requests of a step are not marked after %g s: it runs", MARK_LIMIT_S)
+
+
+class StepLoop:
+    """Steps one engine while it has work, on the thread that calls `run`.
+
+    Args:
+        engine: was created on the same thread.
+        report: gets each report, on this thread.
+        profiler: for profiles on demand; None: there are none.
+        before_marked_step: called before a step that requests enter or leave, after their mark.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        commands: CommandQueue,
+        report: Callable[[Report], None],
+        *,
+        profiler: StepProfiler | None = None,
+        before_marked_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._engine = engine
+        self._commands = commands
+        self._report = report
+        self._profiler = profiler
+        self._before_marked_step = before_marked_step
+        self._adding: deque[tuple[AddGroup, Iterator[None]]] = deque()  # begun, with outputs that are being replayed
+        self._members = StepMembers()
+        self._plain = PlainSequences()
+        self._unfinished: set[str] = set()  # ids of sequences
+        self._waits_for_mark: set[str] = set()  # sequences of groups that asked for it
+        self._gpu = GpuMonitor(gpus_of(engine.config))
+        self._num_begun = self._num_commands = self._num_collected = 0
+        self._is_changed = False
+        self._fragmentation = self._fragmentation_due = 0.0
+
+    def run(self) -> None:
+        """Step until `Stop`. What the engine raises comes through."""
+        self._engine.on_schedule = self._note_step
+        self._gpu.start()
+        try:
+            while self._execute_commands():
+                self._add_on()
+                self._step()
+        finally:
+            self._gpu.stop()
+
+    # -- steps --
+
+    def _step(self) -> None:
+        if not self._engine.has_unfinished_requests():
+            if self._is_changed:
+                self._report_figures()
+            return
+        started = time.monotonic()
+        outputs = self._run_step()
+        duration_s = time.monotonic() - started
+        tokens, others = self._plain.split(outputs)
+        for output in others:
+            if output.finish_reason is not None:
+                self._forget(output.seq_id)
+        self._is_changed = False
+        figures = self._figures()
+        stats = figures.stats
+        came = stats.num_steps > self._num_collected
+        self._num_collected = stats.num_steps
+        num_sequences = stats.last_step_sequences if came else 0
+        has_prompts = came and stats.last_step_prompt_tokens > 0
+        self._report(StepDone(others, duration_s, num_sequences, has_prompts, figures, tokens))
+
+    def _run_step(self) -> list[StepOutput]:
+        profiler = self._profiler
+        if profiler is None or not profiler.is_wanted:
+            return self._engine.step()
+        profiler.before_step()
+        try:
+            return self._engine.step()
+        finally:
+            profiler.after_step()
+
+    def _note_step(self, step: ScheduledStep) -> None:
+        remaining = prefill_remaining(step) if step.prefills else {}
+        change = self._members.update(remaining, lambda: decoding(step), self._engine.num_requeues)
+        if change is None and not remaining:
+            return
+        self._num_begun += 1
+        entered = change.entered if change is not None else frozenset[str]()
+        left = change.left_requests if change is not None else frozenset[str]()
+        waits = not self._waits_for_mark.isdisjoint(entered)
+        requests = frozenset(map(request_id_of, entered))
+        self._report(StepBegun(self._num_begun, requests, left, remaining, waits, self._figures()))
+        if waits:
+            self._commands.wait_marked(self._num_begun)
+        if change is not None:
+            self._before_marked_step()
+
+    def _forget(self, seq_id: str) -> None:
+        self._unfinished.discard(seq_id)
+        self._members.discard(seq_id)
+        self._waits_for_mark.discard(seq_id)
+        self._plain.discard(seq_id)
+
+    # -- figures --
+
+    def _report_figures(self) -> None:
+        self._is_changed = False
+        self._report(self._figures())
+
+    def _figures(self) -> Figures:
+        engine, now = self._engine, time.monotonic()
+        is_busy = bool(self._adding) or engine.has_unfinished_requests()
+        if now >= self._fragmentation_due or not is_busy:
+            self._fragmentation_due = now + FRAGMENTATION_PERIOD_S
+            self._fragmentation = engine.fragmentation()
+        return Figures(engine.stats(), self._fragmentation, self._gpu.latest, self._num_commands, is_busy)
+
+    # -- commands --
+
+    def _execute_commands(self) -> bool:
+        """Execute what is queued; return False for `Stop`. An idle engine waits for a command here."""
+        is_idle = not (self._adding or self._engine.has_unfinished_requests())
+        command = self._commands.get(IDLE_WAIT_S if is_idle else 0.0)
+        if command is None and is_idle:
+            self._is_changed = True  # a heartbeat
+            self._engine.check_executor()
+        while command is not None:
+            if isinstance(command, Stop):
+                return False
+            self._execute(command)
+            command = self._commands.get(0.0)
+        return True
+
+    def _execute(self, command: AddGroup | AbortSequences | SetLimits | ReadBlocks | FallAsleep | WakeUp) -> None:
+        if isinstance(command, SetLimits):
+            self._engine.set_limits(command.max_num_seqs, saves_blocks=command.saves_blocks)
+            return
+        if isinstance(command, ReadBlocks):
+            self._report(self._engine.block_map())
+            return
+        if isinstance(command, FallAsleep):
+            self._abort(set(self._unfinished))
+            self._report(OutputsEnded())
+            self._report(FellAsleep(self._fall_asleep()))
+            return
+        if isinstance(command, WakeUp):
+            started = time.monotonic()
+            error = self._wake_up()
+            self._report(Awoken(error, time.monotonic() - started))
+            return
+        self._is_changed = True
+        self._num_commands += 1
+        if isinstance(command, AddGroup):
+            self._begin_adding(command)
+        else:
+            self._abort(set(command.seq_ids))
+
+    def _abort(self, seq_ids: set[str]) -> None:
+        for seq_id in seq_ids:
+            self._engine.abort_request(seq_id)
+            self._forget(seq_id)
+        # A group is claimed and aborted as a whole.
+        self._adding = deque(each for each in self._adding if not seq_ids & _seq_ids(each[0]))
+
+    def _fall_asleep(self) -> str:
+        """Return why the engine can't go on; "" where it sleeps."""
+        try:
+            self._engine.sleep.begin()
+        except (SleepFailed, InvalidRequest) as error:
+            return str(error)
+        return ""
+
+    def _wake_up(self) -> str:
+        """Return why the engine can't go on; "" where it is awake."""
+        try:
+            self._engine.sleep.end()
+        except SleepFailed as error:
+            return str(error)
+        return ""
+
+    def _begin_adding(self, command: AddGroup) -> None:
+        self._unfinished |= _seq_ids(command)
+        if command.waits_for_mark:
+            self._waits_for_mark |= _seq_ids(command)
+        if command.log:
+            self._plain.add(command.siblings[0].seq_id, command.log)
+        adding = self._adding_group(command)
+        if sum(len(sibling.output_token_ids) for sibling in command.siblings) > REPLAY_TOKENS:
+            self._adding.append((command, adding))
+        else:
+            self._add(command, adding, inf)
+
+    def _adding_group(self, command: AddGroup) -> Iterator[None]:
+        """Add a group in parts."""
+        adapter, given = None, command.adapter
+        if given is not None:
+            adapter = self._engine.adapters.pinned(given.name, given.path, given.revision)
+        request = Request(
+            command.prompt_token_ids,
+            command.siblings,
+            priority=command.priority,
+            aged_classes=command.aged_classes,
+            tenant=command.tenant,
+            weight=command.weight,
+            cache_salt=command.cache_salt,
+            adapter=adapter,
+        )
+        yield from self._engine.adding(request)
+
+    def _add_on(self) -> None:
+        """Go on with the groups that are being added, for at most ADD_LIMIT_S before the next step."""
+        until = time.monotonic() + ADD_LIMIT_S
+        while self._adding and self._add(*self._adding[0], until):
+            self._adding.popleft()
+
+    def _add(self, command: AddGroup, adding: Iterator[None], until: float) -> bool:
+        """Add a group until a time on time.monotonic(); return whether it is done, or refused."""
+        try:
+            for _ in adding:
+                if time.monotonic() >= until:
+                    return False
+        except (InvalidRequest, AdapterError) as error:
+            for seq_id in _seq_ids(command):
+                self._forget(seq_id)
+            self._report(Refused([_refused(sibling, error) for sibling in command.siblings]))
+        return True
+
+
+def _seq_ids(command: AddGroup) -> set[str]:
+    return {sibling.seq_id for sibling in command.siblings}
+
+
+def _refused(sibling: Sibling, error: InvalidRequest | AdapterError) -> StepOutput:
+    reason = RequestFault(error) if isinstance(error, InvalidRequest) else str(error)
+    return StepOutput(sibling.seq_id, token_id=None, text="", finish_reason="error", error=reason)
+
+
+@dataclass(frozen=True)
+class MembershipChange:
+    """Sequences that entered a step, and requests of which no sequence is in it any more."""
+
+    entered: frozenset[str]
+    left_requests: frozenset[str]
+
+
+class StepMembers:
+    """The sequences of the running step, by id."""
+
+    def __init__(self) -> None:
+        self._members: set[str] = set()
+        self._num_requeues = 0
+
+    def update(
+        self, prefilling: Collection[str], decoding: Callable[[], Collection[str]], num_requeues: int
+    ) -> MembershipChange | None:
+        """Apply a step that is about to run. Returns None where no sequence entered and none left unfinished.
+
+        A sequence enters with a chunk of its prompt, and leaves unfinished only where it goes back to the queue
+        (preempted, or rolled back with a failed step); ends are reported to `discard`. So a step of decodes without a
+        new requeue needs no look at its sequences.
+
+        Args:
+            prefilling: sequences with prompt tokens in the step.
+            decoding: returns its other sequences; called only after a requeue.
+        """
+        requeued = num_requeues != self._num_requeues
+        if not prefilling and not requeued:
+            return None
+        self._num_requeues = num_requeues
+        entered = frozenset(prefilling) - self._members
+        left: set[str] = set()
+        if requeued:
+            left = self._members.difference(prefilling, decoding())
+        self._members |= entered
+        self._members -= left
+        if not entered and not left:
+            return None
+        left_requests = {request_id_of(seq_id) for seq_id in left}
+        if left_requests:
+            left_requests.difference_update(map(request_id_of, self._members))
+        return MembershipChange(entered, frozenset(left_requests))
+
+    def discard(self, seq_id: str) -> None:
+        """Remove a sequence that has ended or was aborted."""
+        self._members.discard(seq_id)
+
+
+def prefill_remaining(step: ScheduledStep) -> Mapping[str, int]:
+    """Return, for each sequence with prompt tokens in the step, the tokens that it needs computed after it."""
+    remaining = {sibling_id(sibling.seq_id): 0 for chunk in step.prefills for sibling in chunk.siblings}
+    for chunk in step.prefills:
+        seq = chunk.seq
+        remaining[sibling_id(seq.seq_id)] = seq.num_unsent_tokens - chunk.num_scheduled_tokens
+    return remaining
+
+
+def decoding(step: ScheduledStep) -> set[str]:
+    """Return the sequences that the step only decodes."""
+    return {sibling_id(entry.seq.seq_id) for entry in step.decodes}
+
+
+class PlainSequences:
+    """The sequences whose outputs go as columns: those whose group named a log, from their second token to the last but
+    one. The first and the last one mean more than a token to a worker.
+    """
+
+    def __init__(self) -> None:
+        self._logs: dict[str, int] = {}
+        self._begun: dict[str, int] = {}
+
+    def add(self, seq_id: str, log: int) -> None:
+        """Add a sequence that has had no output yet, all of whose tokens are without logprobs."""
+        self._logs[seq_id] = log
+
+    def discard(self, seq_id: str) -> None:
+        """Remove a sequence that has ended or was aborted, if it is one of these."""
+        self._logs.pop(seq_id, None)
+        self._begun.pop(seq_id, None)
+
+    def split(self, outputs: Iterable[StepOutput]) -> tuple[TokenColumns, list[StepOutput]]:
+        """Return the plain tokens of a step, and its other outputs.
+
+        A sequence's plain tokens come before its other output: that is its last one.
+        """
+        begun, others = self._begun, list[StepOutput]()
+        logs, token_ids, texts = list[int](), list[int](), list[str]()
+        for output in outputs:
+            log = begun.get(output.seq_id)
+            if log is None or output.finish_reason is not None:
+                others.append(output)
+            else:
+                logs.append(log)
+                token_ids.append(output.token_id)  # type: ignore[arg-type]
+                texts.append(output.text)
+        for output in others:
+            if output.token_id is not None and output.seq_id in self._logs:
+                self._begun[output.seq_id] = self._logs.pop(output.seq_id)
+        return (TokenColumns.of(logs, token_ids, texts) if logs else NO_TOKENS), others
