@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from pagestream_streams import Broker, GatewaySession
-from pagestream_streams.admin.ending import UnservedRequests
+from pagestream_streams.admin.sweeper import UnservedRequests
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.tasks import ByteBudget, Periodic, Turns
 from pagestream_telemetry import catalog

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
         expire_engine,
         list_requests,
     )
-    from pagestream_streams.admin.ending import unpublish
-    from pagestream_streams.admin.sweeper import Sweeper
+    from pagestream_streams.admin.sweeper import Sweeper, unpublish
     from pagestream_streams.connection.embedded import EmbeddedRedis, ServerBinary, find_server, server_command
     from pagestream_streams.engine.session import EngineSession
     from pagestream_streams.errors import (
@@ -106,7 +105,7 @@ _MODULES = {
         ("Broker", "RequestPage", "discard_request", "enlist", "expire_engine", "list_requests"), "admin.broker"
     ),
     "Sweeper": "admin.sweeper",
-    "unpublish": "admin.ending",
+    "unpublish": "admin.sweeper",
     **dict.fromkeys(("EmbeddedRedis", "ServerBinary", "find_server", "server_command"), "connection.embedded"),
     "EngineSession": "engine.session",
     **dict.fromkeys(

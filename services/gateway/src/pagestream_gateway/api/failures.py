@@ -4,7 +4,7 @@ import re
 
 from pagestream.v1.inference_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP, RequestError
 from pagestream.v1.records_pb2 import LogEnd, RequestSpec
-from pagestream_streams.admin.ending import MODEL_UNAVAILABLE, NO_ENGINE
+from pagestream_streams.admin.sweeper import MODEL_UNAVAILABLE, NO_ENGINE
 from pagestream_streams.protocol.records import INVALID_REQUEST, finish_reason_name
 
 from pagestream_gateway.core.sampling.parameters import PARAMETER_NAMES

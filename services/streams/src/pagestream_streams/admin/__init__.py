@@ -2,7 +2,6 @@
 
 from pagestream_streams.admin.adapters import AdapterDirectory, Reload, adapter_revision, check_adapter_files
 from pagestream_streams.admin.broker import Broker, discard_request, expire_engine, read_owners
-from pagestream_streams.admin.ending import UnservedRequests, refuse_waiting
 from pagestream_streams.admin.observation import (
     KEPT_MS,
     WATCHED_MS,
@@ -16,7 +15,7 @@ from pagestream_streams.admin.observation import (
     read_models,
 )
 from pagestream_streams.admin.roster import Order, RosterRow, RosterView, Verb
-from pagestream_streams.admin.sweeper import Sweeper
+from pagestream_streams.admin.sweeper import Sweeper, UnservedRequests, refuse_waiting
 
 __all__ = [
     "KEPT_MS",

@@ -260,7 +260,7 @@ class Claimer:
             int(idle),
             self._state.identity.fingerprint,
             settings.fingerprint_grace_ms,
-            settings.control_ms,
+            self._state.control_ms,
             int(assignment.same_fingerprint_only),
             self._state.identity.max_model_len,
             int(is_own),

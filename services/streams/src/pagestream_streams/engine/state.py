@@ -23,6 +23,7 @@ class EngineState:
         self.broker = broker
         self.connection = broker.connection
         self.settings = broker.settings
+        self.control_ms = broker.settings.control_ms
         self.identity = identity
         self.on_lost = on_lost
         self.assignment = Assignment()

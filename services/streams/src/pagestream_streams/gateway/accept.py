@@ -73,6 +73,7 @@ class Acceptor:
         self.has_limits = False
         """Whether ends are counted although no usage is kept."""
         self._reader_id = reader_id
+        self._limit_s = broker.settings.beat_limit_s / 2  # of reads that a placement waits for
         self.placer = Placer(broker.settings, broker.connection.keyspace)
         self.lengths = ExpectedLengths()
         self.engines = EngineWatch(broker.connection, self.placer, self.lengths)
@@ -84,7 +85,7 @@ class Acceptor:
     async def place(self, model: str, prompt_token_ids: Sequence[int], tenant: str, cache_salt: bytes) -> str:
         """Create a request id; see GatewaySession.place."""
         partitions = await self._broker.partitions(model)
-        await self.engines.read_once_old(model, self._broker.settings.beat_limit_s / 2)
+        await self.engines.read_once_old(model, self._limit_s)
         placed = self.placer.place(model, partitions, prompt_token_ids, cache_salt)
         request_id = new_request_id(model, placed.partition, tenant)
         self.note_placed(request_id, placed)

@@ -3,7 +3,7 @@
 -- Finished requests and their logs stay for their retention, quarantined ones likewise. The key `removed` is the time
 -- of the removal in ms: while it is there, accept.lua and revive.lua take nothing new. It is written first, so that a
 -- gateway that still knows the model adds nothing after the list.
--- Run by: admin/ending.py.
+-- Run by: admin/sweeper.py.
 -- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] most ids, [2] retention of quarantined requests and of `removed` in ms ('' or none: only list)
 -- Returns: the ids of those that wait, and of those that engines own.
