@@ -75,7 +75,7 @@ class Slot:
     async def bury(self) -> None:
         """What a killed process takes with it, and does not end."""
         if self._dying is not None:
-            for part in (self._dying.heartbeat, self._dying.sweeper, self._dying.subscription):
+            for part in (self._dying.lease, self._dying.sweeper, self._dying.subscription):
                 await part.stop()
 
     async def _serve(self, engine: Worker) -> None:
