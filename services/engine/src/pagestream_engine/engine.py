@@ -356,10 +356,12 @@ class Engine:
         pool, counts, tier = self._pool, self._counts, self._cache.tier
         host = self._steps.executor.facts.host_memory
         page_bytes = 0 if host is None else host.page_bytes
-        num_preempted_blocks = self._scheduler.admission.num_preempted_blocks
+        num_held = len(self._gate) if self._before_steps else 0
+        num_waiting = self._scheduler.num_waiting
+        num_preempted_blocks = self._scheduler.admission.num_preempted_blocks if num_waiting else 0
         return EngineStats(
             num_running=self._scheduler.num_running,
-            num_waiting=self._scheduler.num_waiting + len(self._gate),
+            num_waiting=num_waiting + num_held,
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,
             num_cached_blocks=pool.num_cached,

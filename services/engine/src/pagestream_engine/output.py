@@ -54,7 +54,7 @@ class OutputProcessor:
         outputs: list[StepOutput] = []
         if result.prompt_logprobs is not None:
             outputs += self._take_prompt_logprobs(step, result.prompt_logprobs)
-        if result.has_one_each and result.logprobs is None and not step.ends_prompts:
+        if result.has_one_each and result.logprobs is None and not (step.prefills and step.ends_prompts):
             outputs += self._take_one_each(step.sampled(), tokens)
         else:
             outputs += self._take_tokens(step.sampled(), tokens, result)

@@ -83,7 +83,7 @@ class StepPipeline:
         step = self._scheduler.schedule()
         if self.loads_adapters:
             self._send_loads()
-        if step.is_empty:
+        if not step.decodes and step.is_empty:
             return False
         if self._limit.max_sequences is not None:
             self._limit.trim(step)
@@ -125,7 +125,8 @@ class StepPipeline:
             step_id, step = self._in_flight[0]
             if result.step_id != step_id:
                 raise InvariantViolation(f"the runner answered plan {result.step_id}, expected plan {step_id}")
-            _check_counts(step, result)
+            if step.prefills or not result.has_one_each or len(result.counts) != len(step.decodes):
+                _check_counts(step, result)
         except OutOfMemory:
             self.unfit = self._limit.shrink(self._in_flight[0][1])
             self.roll_back()

@@ -29,14 +29,11 @@ class BlockPool:
         self.hashes: list[bytes | None] = [None] * num_blocks
         self.by_hash: dict[bytes, int] = {}
         self.free_blocks = LeastRecentlyUsed(num_blocks) if order is None else order
+        self.num_free = num_blocks
+        """Unreferenced blocks, cached ones included: as many as `free_blocks` has."""
         self.num_cached = 0
         """Free blocks that can still be found by their hash."""
         self._watched: frozenset[bytes] = frozenset()
-
-    @property
-    def num_free(self) -> int:
-        """Unreferenced blocks, cached ones included."""
-        return len(self.free_blocks)
 
     def allocate(self) -> int:
         """Take the free block that is cheapest to lose, forget its hash, and reference it once.
@@ -45,6 +42,7 @@ class BlockPool:
             IndexError: no block is free.
         """
         block = self.free_blocks.pop_front()
+        self.num_free -= 1
         known = self.hashes[block]
         if known is not None:
             del self.by_hash[known]
@@ -57,6 +55,7 @@ class BlockPool:
         """Reference a block for what it holds, free or not."""
         if self.ref_counts[block] == 0:
             self.free_blocks.remove(block)
+            self.num_free -= 1
             block_hash = self.hashes[block]
             if block_hash is not None:
                 self.num_cached -= 1
@@ -75,6 +74,7 @@ class BlockPool:
             raise InvariantViolation(f"block {block} is released more often than it was referenced")
         self.ref_counts[block] = count
         if count == 0:
+            self.num_free += 1
             if self.hashes[block] is None:
                 self.free_blocks.add_empty(block)
             else:

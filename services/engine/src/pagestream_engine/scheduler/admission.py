@@ -177,7 +177,7 @@ class Admission:
     def num_claimable_blocks(self, num_preempted_blocks: int) -> int:
         """Return the free blocks that a sequence from outside would get: those of preempted sequences come before it,
         and so does what is kept free for the growth of all."""
-        kept = self.num_reserved_blocks(self._num_running + len(self._waiting))
+        kept = self.num_reserved_blocks(self._num_running + self._waiting.num_sequences)
         return max(0, self._cache.pool.num_free - num_preempted_blocks - kept)
 
     def num_reserved_blocks(self, num_running: int) -> int:

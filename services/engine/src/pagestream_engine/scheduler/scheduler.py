@@ -85,7 +85,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that are not admitted, or were preempted."""
-        return len(self._waiting)
+        return self._waiting.num_sequences
 
     @property
     def num_running(self) -> int:
