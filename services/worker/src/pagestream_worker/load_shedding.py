@@ -1,4 +1,11 @@
-"""The ladder: a state machine from shares of memory in use to the rung in force. It knows no clock and does nothing."""
+"""Load shedding: what an engine gives up, rung by rung, while KV blocks, host memory or Redis' memory are short.
+
+First the law, which knows no clock and does nothing: `Ladder`, from shares of memory in use to the rung in force, three
+of them in `Ladders`, and `effects_at`, what each rung means. Then its readings (`host_share`) and its settings, the
+group DEGRADATION. Last `Degradation`, which reads what is in use and puts the rungs into force.
+
+The settings of a process import this module: it loads no engine until a rung comes into force.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +16,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum, IntEnum
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from pagestream_streams import EngineSession
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.tasks import Periodic, within
 from pagestream_telemetry.environment import fields_of, out_of_range, read_environment
 
-from pagestream_worker.active_requests import ActiveRequests
-from pagestream_worker.claim_budget import ClaimBudget
-from pagestream_worker.engine_core import EngineCore
-from pagestream_worker.messages import SetLimits
-from pagestream_worker.telemetry import WorkerTelemetry
+if TYPE_CHECKING:
+    from pagestream_streams import EngineSession
+
+    from pagestream_worker.active_requests import ActiveRequests
+    from pagestream_worker.claim_budget import ClaimBudget
+    from pagestream_worker.engine_core import EngineCore
+    from pagestream_worker.telemetry import WorkerTelemetry
 
 
 class Resource(Enum):
@@ -412,6 +420,8 @@ class Degradation:
             self._requests.drop_acknowledged(self._kept_log_bytes // _KEPT_SHARE)
 
     def _apply(self, effects: Effects, session: EngineSession) -> None:
+        from pagestream_worker.messages import SetLimits  # needs the engine
+
         self._effects = effects
         self._budget.limit_sequences(self._batch.most)
         self._core.submit(SetLimits(self._batch.most, saves_blocks=effects.keeps_cache))

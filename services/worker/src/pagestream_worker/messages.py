@@ -1,4 +1,7 @@
-"""What a worker asks of its engine. Picklable: the engine may be in another process."""
+"""What goes between a worker and its engine, which may be in another process: commands to it, and its reports.
+
+All records are picklable, see `wire`. `Program`, `Preload` and `StepsTaken` exist only between the two processes.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,18 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
-from pagestream_engine.config import EngineConfig
-from pagestream_engine.engine import Engine
 from pagestream_engine.kv_cache.inspection import BlockMap
 from pagestream_engine.models.folder import model_revision
 from pagestream_engine.plan import KVLayout
 from pagestream_engine.request import Sibling, StepOutput
 from pagestream_engine.stats import EngineStats
-from pagestream_telemetry.settings import TelemetrySettings
+
+if TYPE_CHECKING:
+    from pagestream_engine.config import EngineConfig
+    from pagestream_engine.engine import Engine
+    from pagestream_telemetry.settings import TelemetrySettings
 
 
 class TokenColumns(NamedTuple):

@@ -1,4 +1,4 @@
-"""How engines share out their models: a pure function of what waits, of what engines serve, and of the time.
+"""How engines share out their models: `plan_changes`, a pure function of what waits, what engines serve, and the time.
 
 All engines decide on the same readings with the same function, so that each finds the same changes; an engine makes
 only its own, and only if nobody has decided on something in between (`Roster.intend`).

@@ -1,4 +1,7 @@
-"""The engine's sampling parameters of a request from its wire message."""
+"""A request's wire message as the engine's sampling parameters, and what the engine computes of a prompt as messages.
+
+Of a prompt come log probabilities or a vector, in the parts that a log has.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast

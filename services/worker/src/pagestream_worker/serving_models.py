@@ -1,4 +1,9 @@
-"""Waits of a process that may be stopped meanwhile, or whose Redis may be away."""
+"""Start an engine, load a model into it, and serve that: publish its card, join its queue, run the worker.
+
+`Cores` starts engines, `Loader` gives each model that follows the first one an engine, within limits, and
+`ModelService.serve` serves one. All of them wait with `unless_stopped` and `when_redis_answers`: the process may be
+stopped meanwhile, and Redis may be away.
+"""
 
 import asyncio
 import logging

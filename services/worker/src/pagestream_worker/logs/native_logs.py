@@ -1,4 +1,7 @@
-"""The logs in C++ (token_logs.cpp): one call for the tokens of a step, and one for all appends."""
+"""The logs in C++ (token_logs.cpp): one call for the tokens of a step, and one for all appends.
+
+`open_logs` chooses between these and logs in Python, which give the same bytes.
+"""
 
 from __future__ import annotations
 

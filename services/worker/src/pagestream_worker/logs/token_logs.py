@@ -1,4 +1,8 @@
-"""The plain tokens of a step as columns: bytes that go from the engine to the logs without an object for each token."""
+"""The interface of the logs, and the logs as Python objects.
+
+`PythonLogs` are what every append is defined by, and serve where C++ can't be compiled. Each log keeps its last entries
+as tuples, and packs those before them.
+"""
 
 from __future__ import annotations
 
