@@ -23,7 +23,7 @@ _LABELLED = {"input": ["The harbour is lovely."]}
 _SCORED = {"text_1": "Where does the baker work?", "text_2": ["In the bakery.", "At sea."]}
 _RANKED = {"query": "Where does the baker work?", "documents": ["In the bakery.", "At sea."], "top_n": 1}
 _CHAT = {"messages": _MESSAGES, "max_tokens": 64}
-_RESPONSE = {"model": MODEL, "input": "Who lives in the lighthouse?", "max_output_tokens": 64}
+_RESPONSE_BODY = {"model": MODEL, "input": "Who lives in the lighthouse?", "max_output_tokens": 64}
 
 Examples = Mapping[str, dict[str, Any]]
 """Bodies by what they show."""
@@ -60,10 +60,10 @@ _BODIES: Mapping[str, Examples] = {
         },
     },
     "/v1/responses": {
-        "A question": _RESPONSE,
-        "A stream": {**_RESPONSE, "stream": True},
+        "A question": _RESPONSE_BODY,
+        "A stream": {**_RESPONSE_BODY, "stream": True},
         "An answer by a JSON schema": {
-            **_RESPONSE,
+            **_RESPONSE_BODY,
             "text": {"format": {"type": "json_schema", "name": _FORM_NAME, "schema": _FORM_SCHEMA, "strict": True}},
         },
     },

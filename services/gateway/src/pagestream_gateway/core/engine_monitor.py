@@ -19,7 +19,7 @@ MOST_ENGINES = 8
 """Of all models, whose blocks are shown: about 25 kB each."""
 MOST_VIEWS = 64
 """Tenants whose views of one reading are kept."""
-_FRESH_S = 0.5  # pages that ask this soon after a read get what was read
+_STATS_FRESH_S = 0.5  # pages that ask this soon after a read get what was read
 FREE, CACHED, OTHERS, HELD = 0, 1, 2, 3
 """A cell as the page gets it; HELD + i is held by `holders[i]`."""
 
@@ -81,7 +81,7 @@ class EngineMonitor:
         of theirs in a block, and no block that it shares with them as theirs.
         """
         async with self._lock:  # one read at a time, also while Redis is away: the others get its outcome
-            if time.monotonic() - self._read_at > _FRESH_S:
+            if time.monotonic() - self._read_at > _STATS_FRESH_S:
                 try:
                     self._reading = await self._limit.wait(self._read())
                 except Unavailable as error:

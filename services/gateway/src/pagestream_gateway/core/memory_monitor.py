@@ -14,7 +14,7 @@ from pagestream_telemetry.instruments import Registry
 
 logger = logging.getLogger(__name__)
 
-_FRESH_S = 1.0  # what was read this soon before is used again
+_MEMORY_FRESH_S = 1.0  # what was read this soon before is used again
 _LIMIT_S = 2.0  # after which the values count as unknown
 _LEAST_ENTRIES = 64  # of a log that is measured: shorter ones are mostly overhead
 _MOST_LOGS = 8  # measured at once
@@ -37,7 +37,7 @@ class MemoryMonitor:
         await self.refresh()
         return self._use is not None and self._use.is_full
 
-    async def refresh(self, fresh_s: float = _FRESH_S) -> None:
+    async def refresh(self, fresh_s: float = _MEMORY_FRESH_S) -> None:
         """Read Redis' memory, unless it was read in the last `fresh_s` seconds."""
         if time.monotonic() - self._read_at < fresh_s:
             return

@@ -14,7 +14,7 @@ from pagestream_telemetry.instruments import Registry
 
 logger = logging.getLogger(__name__)
 
-_FRESH_S = 1.0  # a scrape this soon after a read of Redis uses what was read
+_QUEUE_FRESH_S = 1.0  # a scrape this soon after a read of Redis uses what was read
 _LIMIT_S = 2.0  # after which the values count as unknown
 
 
@@ -46,7 +46,7 @@ class QueueMonitor:
         }
         self._read_at = float("-inf")
 
-    async def refresh(self, fresh_s: float = _FRESH_S) -> None:
+    async def refresh(self, fresh_s: float = _QUEUE_FRESH_S) -> None:
         """Read the queue, unless it was read in the last `fresh_s` seconds.
 
         Removes all values where Redis does not answer, and those of models that Redis no longer has.

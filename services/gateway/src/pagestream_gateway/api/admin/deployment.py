@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from pagestream_gateway.core.gateway import Gateway
 
 
-def add_routes(routes: APIRouter, gateway: Gateway) -> None:
+def _add_deployment_routes(routes: APIRouter, gateway: Gateway) -> None:
     """Add the routes."""
 
     @routes.get("/engines", summary="The living engines and their load")

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from pagestream_gateway.core.gateway import Gateway
 
 _MAX_LISTED = 1000
-_PARAMETERS: dict[str, Any] = {
+_QUARANTINE_PARAMETERS: dict[str, Any] = {
     "parameters": [
         {
             "name": "model",
@@ -22,10 +22,10 @@ _PARAMETERS: dict[str, Any] = {
 }
 
 
-def add_routes(routes: APIRouter, gateway: Gateway) -> None:
+def _add_quarantine_routes(routes: APIRouter, gateway: Gateway) -> None:
     """Add the routes."""
 
-    @routes.get("/quarantine", openapi_extra=_PARAMETERS, summary="The quarantined requests, oldest first")
+    @routes.get("/quarantine", openapi_extra=_QUARANTINE_PARAMETERS, summary="The quarantined requests, oldest first")
     async def list_quarantined(request: Request) -> Response:
         asked = request.query_params.get("model")
         names = [asked] if asked else [info.name for info, _ in await gateway.models.list_models()]

@@ -12,7 +12,7 @@ from pagestream_gateway.core.identities.identity import is_tenant
 from pagestream_gateway.errors import InvalidRequest
 
 
-def add_routes(routes: APIRouter, gateway: Gateway) -> None:
+def _add_request_routes(routes: APIRouter, gateway: Gateway) -> None:
     """Add the routes."""
 
     @routes.get(

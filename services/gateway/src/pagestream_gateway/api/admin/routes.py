@@ -3,7 +3,10 @@
 from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
-from pagestream_gateway.api.admin import deployment, quarantine, requests, usage
+from pagestream_gateway.api.admin.deployment import _add_deployment_routes
+from pagestream_gateway.api.admin.quarantine import _add_quarantine_routes
+from pagestream_gateway.api.admin.requests import _add_request_routes
+from pagestream_gateway.api.admin.usage import _add_usage_routes
 from pagestream_gateway.api.admin.routing import admin_router
 from pagestream_gateway.core.gateway import Gateway
 
@@ -11,8 +14,10 @@ from pagestream_gateway.core.gateway import Gateway
 def router(gateway: Gateway) -> APIRouter:
     """Return the routes."""
     routes = admin_router(gateway)
-    for resource in (deployment, requests, quarantine, usage):
-        resource.add_routes(routes, gateway)
+    _add_deployment_routes(routes, gateway)
+    _add_request_routes(routes, gateway)
+    _add_quarantine_routes(routes, gateway)
+    _add_usage_routes(routes, gateway)
 
     @routes.post(
         "/keys/reload", summary="Read keys, limits, issuers' keys and rules for certificates again, here alone"

@@ -12,7 +12,7 @@ from pagestream_gateway.core.identities.identity import is_tenant
 from pagestream_gateway.errors import InvalidRequest
 
 _DEFAULT_HOURS, _MAX_HOURS = 24, 24 * 400
-_PARAMETERS: dict[str, Any] = {
+_USAGE_PARAMETERS: dict[str, Any] = {
     "parameters": [
         {"name": "tenant", "in": "query", "schema": {"type": "string"}, "description": "One tenant's; else all."},
         {
@@ -25,10 +25,10 @@ _PARAMETERS: dict[str, Any] = {
 }
 
 
-def add_routes(routes: APIRouter, gateway: Gateway) -> None:
+def _add_usage_routes(routes: APIRouter, gateway: Gateway) -> None:
     """Add the route."""
 
-    @routes.get("/usage", openapi_extra=_PARAMETERS, summary="What tenants have used, by credential, model and time")
+    @routes.get("/usage", openapi_extra=_USAGE_PARAMETERS, summary="What tenants have used, by credential, model and time")
     async def usage(request: Request) -> Response:
         tenant = request.query_params.get("tenant")
         if tenant is not None and not is_tenant(tenant):
