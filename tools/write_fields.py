@@ -19,12 +19,10 @@ from anthropic.types import message_count_tokens_params, message_create_params
 from openai.types import batch_create_params, completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
-from pagestream_gateway.api.anthropic import body as messages
-from pagestream_gateway.api.openai import chat_completions, completions
-from pagestream_gateway.api.openai.batches import routes as batches
-from pagestream_gateway.api.openai.responses import body as responses
-from pagestream_gateway.api.openai.vectors import classification, embeddings, scoring
-from pagestream_gateway.api.vllm import tokens
+from pagestream_gateway.anthropic import body as messages
+from pagestream_gateway.openai import batches, classification, completions, embeddings, scoring, tokens
+from pagestream_gateway.openai.chat import completions as chat_completions
+from pagestream_gateway.openai.responses import body as responses
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 

@@ -21,9 +21,8 @@ import yaml
 from pagestream_cli.__main__ import build_parser
 from pagestream_cli.client.endpoint import KEY_VARIABLES
 from pagestream_cli.serve.help_all import groups, settings_of
-from pagestream_gateway.api.error_codes import ERROR_CODES, INTERNAL_ERROR
-from pagestream_gateway.api.failures import LOG_CODES
 from pagestream_gateway.configuration import _parser as gateway_parser
+from pagestream_gateway.error_codes import ERROR_CODES, INTERNAL_ERROR, LOG_CODES
 from pagestream_operator.settings import OperatorVariables
 from pagestream_telemetry.environment import GROUPS
 from pagestream_worker import build_parser as engine_parser

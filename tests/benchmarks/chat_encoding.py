@@ -20,12 +20,11 @@ from dataclasses import replace
 
 from pagestream.v1.inference_pb2 import SamplingParams
 from pagestream.v1.records_pb2 import AnswerForm, ModelCard
-from pagestream_gateway.core.drafts import ChatPrompt, Draft
-from pagestream_gateway.core.models import LoadedModel, load_model
-from pagestream_gateway.core.preparation import PreparedRequest, prepare
-from pagestream_gateway.core.text.encoder_pool import EncoderPool
-from pagestream_gateway.core.tokenization import TokenizePool
+from pagestream_gateway.models import LoadedModel, load_model
+from pagestream_gateway.preparation import EncoderPool, PreparedRequest, prepare
+from pagestream_gateway.request import ChatPrompt, Draft
 from pagestream_gateway.settings import LimitSettings
+from pagestream_gateway.text.tokenization import TokenizePool
 from support.processes.stack import DEMO_MODEL
 from tokenizers import Tokenizer
 

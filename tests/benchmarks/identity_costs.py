@@ -14,10 +14,9 @@ from pathlib import Path
 from time import perf_counter
 
 from pagestream.v1.records_pb2 import RequestSpec
-from pagestream_gateway.core.identities.audit import Audit
-from pagestream_gateway.core.identities.identity import Identity
-from pagestream_gateway.core.identities.issuers import Issuer
-from pagestream_gateway.core.identities.tokens import Tokens
+from pagestream_gateway.auth.audit import Audit
+from pagestream_gateway.auth.identity import Identity
+from pagestream_gateway.auth.tokens import Issuer, Tokens
 from pagestream_gateway.settings import AuditSettings
 from support.network.token_issuer import AUDIENCE, ISSUER, Signer, key_set
 

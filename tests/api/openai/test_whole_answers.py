@@ -106,8 +106,8 @@ async def test_a_client_that_does_not_take_its_answer_holds_no_memory(redis_url:
 @pytest.mark.slow
 async def test_a_slow_client_gives_way_to_others(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes each piece in time, but needs longer for its answer than the others would wait; it misses nothing."""
-    monkeypatch.setattr("pagestream_gateway.api.openai.whole_answer.STALL_S", 0.4)
-    monkeypatch.setattr("pagestream_gateway.api.openai.whole_answer._TURN_S", 1.0)
+    monkeypatch.setattr("pagestream_gateway.streams.whole_answer.STALL_S", 0.4)
+    monkeypatch.setattr("pagestream_gateway.streams.whole_answer._TURN_S", 1.0)
     prompt, n = "x" * 100_000, 64
     body = asked(model=LONG_MODEL, prompt=prompt, n=n, max_tokens=1, echo=True)
     size = n * (len(prompt) + 600)

@@ -28,13 +28,11 @@ from pagestream.v1.records_pb2 import (
     OutputForm,
     RequestSpec,
 )
-from pagestream_gateway.api.openai.logprobs import ChatLogprobs, CompletionLogprobs
-from pagestream_gateway.api.openai.position import Position
-from pagestream_gateway.api.openai.requests import writer_of
-from pagestream_gateway.api.openai.responses.output import ResponseOutput
-from pagestream_gateway.api.openai.whole_body import WholeBody
-from pagestream_gateway.api.openai.writer import AnswerWriter
-from pagestream_gateway.api.runs import Run, split_runs
+from pagestream_gateway.openai.logprobs import ChatLogprobs, CompletionLogprobs
+from pagestream_gateway.openai.responses.answer import ResponseOutput
+from pagestream_gateway.openai.writer import AnswerWriter, WholeBody
+from pagestream_gateway.streams.resume import writer_of
+from pagestream_gateway.streams.runs import Position, Run, split_runs
 from pagestream_grammars import TokenTable
 from tokenizers import AddedToken, Tokenizer, decoders, models
 

@@ -3,8 +3,8 @@ from typing import Any
 
 import jinja2
 import pytest
-from pagestream_gateway.core.chat_templates import ChatTemplate
 from pagestream_gateway.errors import InvalidRequest
+from pagestream_gateway.text.chat_templates import ChatTemplate
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 MESSAGES = [

@@ -1,7 +1,7 @@
 """Frames of WebSocket as a client spells them, in any pieces."""
 
 import pytest
-from pagestream_gateway.api.transports.frames import BrokenFrame, FrameReader, Opcode, Part, accept_key, frame
+from pagestream_gateway.streams.websocket import BrokenFrame, FrameReader, Opcode, Part, accept_key, frame
 
 MASK = bytes((1, 2, 3, 250))
 

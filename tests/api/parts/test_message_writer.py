@@ -18,9 +18,8 @@ from pagestream.v1.inference_pb2 import (
     Usage,
 )
 from pagestream.v1.records_pb2 import AnswerForm, ChoiceFinish, LogEnd, OutputForm, RequestSpec
-from pagestream_gateway.api.anthropic.writer import MessageWriter, WholeMessage
-from pagestream_gateway.api.openai.position import START, position_after
-from pagestream_gateway.api.runs import Run
+from pagestream_gateway.anthropic.answer import MessageWriter, WholeMessage
+from pagestream_gateway.streams.runs import START, Run, position_after
 
 FORM = OutputForm(tool_format="hermes", tool_names=["f"], reasoning_format="think")
 SPEC = RequestSpec(

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pagestream.v1.records_pb2 import OutputForm
-from pagestream_gateway.core.output.blanks import MOST_BLANKS, BlanksAtOnce
-from pagestream_gateway.core.output.calls.arguments import record_types
-from pagestream_gateway.core.output.formats import FORMATS, parser_of
-from pagestream_gateway.core.output.parts import (
+from pagestream_gateway.output_formats.formats import FORMATS, parser_of, reasoning_format, tool_format
+from pagestream_gateway.output_formats.parts import (
+    MOST_BLANKS,
     Arguments,
+    BlanksAtOnce,
     CallBegin,
     Content,
     OutputParser,
@@ -21,7 +21,7 @@ from pagestream_gateway.core.output.parts import (
     Reasoning,
     joined,
 )
-from pagestream_gateway.core.output.select import reasoning_format, tool_format
+from pagestream_gateway.output_formats.tagged import record_types
 
 SCHEMAS = {
     "get_weather": {"properties": {"city": {"type": "string"}, "days": {"type": ["null", "array"]}}},

@@ -7,8 +7,8 @@ import threading
 import time
 
 import pytest
-from pagestream_gateway.core.tokenization import SMALL_BYTES, PendingRequests, TokenizePool
 from pagestream_gateway.errors import Overloaded
+from pagestream_gateway.text.tokenization import SMALL_BYTES, PendingRequests, TokenizePool
 
 
 async def test_what_waits_for_the_threads_is_bounded_and_room_comes_back() -> None:

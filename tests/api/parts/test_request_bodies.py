@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagestream.v1.records_pb2 import RequestSpec
-from pagestream_gateway.api.error_codes import error_report
-from pagestream_gateway.api.openai import chat_completions, completions
-from pagestream_gateway.api.openai.body import count_parts, parse_json
-from pagestream_gateway.api.openai.chat_completions import ChatBody
-from pagestream_gateway.api.openai.completions import CompletionBody
-from pagestream_gateway.api.openai.strict_body import parse_body
-from pagestream_gateway.core.drafts import ChatPrompt, check_draft
-from pagestream_gateway.core.models import load_model
-from pagestream_gateway.core.preparation import build_spec, prepare
+from pagestream_gateway.error_codes import error_report
 from pagestream_gateway.errors import InvalidRequest
+from pagestream_gateway.http.body import count_parts, parse_body, parse_json
+from pagestream_gateway.models import load_model
+from pagestream_gateway.openai import completions
+from pagestream_gateway.openai.chat import completions as chat_completions
+from pagestream_gateway.openai.chat.completions import ChatBody
+from pagestream_gateway.openai.completions import CompletionBody
+from pagestream_gateway.preparation import build_spec, prepare
+from pagestream_gateway.request import ChatPrompt, check_draft
 from pagestream_gateway.settings import LimitSettings
 from pagestream_streams import StreamsError
 from pydantic import ValidationError

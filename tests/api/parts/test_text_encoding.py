@@ -9,13 +9,18 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pagestream_gateway.core.text import encoder as encoder_module
-from pagestream_gateway.core.text import segments as segments_module
-from pagestream_gateway.core.text.bounds import most_chars_per_token
-from pagestream_gateway.core.text.encoder import EncodingJob, TextEncoder, TooManyTokensError, UnbrokenTextError
-from pagestream_gateway.core.text.encoding_cache import EncodingCache
-from pagestream_gateway.core.text.pairs import frame_of, is_for_pairs
-from pagestream_gateway.core.text.segments import Segments
+from pagestream_gateway.text import encoder as encoder_module
+from pagestream_gateway.text.encoder import (
+    EncodingCache,
+    EncodingJob,
+    Segments,
+    TextEncoder,
+    TooManyTokensError,
+    UnbrokenTextError,
+    frame_of,
+    is_for_pairs,
+    most_chars_per_token,
+)
 from pagestream_grammars import TokenTable
 from support.engines.synthetic_engine import byte_tokenizer
 from support.processes.stack import DEMO_MODEL
@@ -247,7 +252,7 @@ def marked_words() -> Tokenizer:
 @pytest.fixture(params=[demo, marked, marked_words, byte_tokenizer])
 def segmented(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Tokenizer:
     """Return a tokenizer whose segments are kept from three characters on."""
-    monkeypatch.setattr(segments_module, "LEAST_CHARS", 3)
+    monkeypatch.setattr(encoder_module, "LEAST_CHARS", 3)
     make: Callable[[], Tokenizer] = request.param
     return make()
 

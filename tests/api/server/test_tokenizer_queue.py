@@ -9,8 +9,7 @@ from dataclasses import replace
 import httpx
 import pytest
 from pagestream_gateway import LimitSettings, Settings
-from pagestream_gateway.core.text.encoder import Encoded, EncodingJob, TextEncoder
-from pagestream_gateway.core.text.encoding_cache import EncodingCache
+from pagestream_gateway.text.encoder import Encoded, EncodingCache, EncodingJob, TextEncoder
 from support.clients.gateway_clients import Address
 from support.engines.synthetic_engine import MODEL, SyntheticEngine
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from pagestream_gateway.api.error_codes import ERROR_CODES
+from pagestream_gateway.error_codes import ERROR_CODES
 from pagestream_operator import instruments
 from pagestream_telemetry import ENGINE_METRICS, GATEWAY_METRICS, Kind, Metric, exposed_name
 from support.kubernetes.api import CommandError, run_tool

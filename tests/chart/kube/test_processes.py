@@ -14,8 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 from pagestream_gateway import load_settings as gateway_settings
-from pagestream_gateway.core.identities.certificates import CertificateRules
-from pagestream_gateway.core.identities.issuers import read_issuers
+from pagestream_gateway.auth.certificates import CertificateRules
+from pagestream_gateway.auth.tokens import read_issuers
 from pagestream_operator import load_settings as operator_settings
 from pagestream_operator.__main__ import main as operator_main
 from pagestream_streams import StreamsSettings

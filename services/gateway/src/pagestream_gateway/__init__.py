@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pagestream_gateway.configuration import load_settings
     from pagestream_gateway.errors import GatewayError, SettingsError, StartupError
-    from pagestream_gateway.lifecycle import Ports, running_gateway, serve
+    from pagestream_gateway.server import Ports, running_gateway, serve
     from pagestream_gateway.settings import (
         AuditSettings,
         BatchSettings,
@@ -43,7 +43,7 @@ __all__ = [
 
 _MODULES = {
     **dict.fromkeys(("GatewayError", "SettingsError", "StartupError"), "errors"),
-    **dict.fromkeys(("Ports", "running_gateway", "serve"), "lifecycle"),
+    **dict.fromkeys(("Ports", "running_gateway", "serve"), "server"),
     **dict.fromkeys(
         (
             "AuditSettings",

@@ -11,7 +11,7 @@ from pagestream_telemetry.logs import configure_logs
 
 from pagestream_gateway.configuration import load_settings
 from pagestream_gateway.errors import GatewayError, SettingsError
-from pagestream_gateway.lifecycle import serve
+from pagestream_gateway.server import serve
 
 _YOUNG_OBJECTS = 20_000  # between two collections; a few MB
 _OPEN_FILES = 2**16

@@ -12,8 +12,8 @@ from pagestream.v1.records_pb2 import (
     Pooling,
 )
 
-from pagestream_gateway.core.drafts import AskedPooling
 from pagestream_gateway.errors import InvalidRequest, UnsupportedField
+from pagestream_gateway.request import AskedPooling
 from pagestream_gateway.settings import LimitSettings
 
 _JSON_BYTES, _BASE64_BYTES = 12, 6  # of a number

@@ -1,0 +1,109 @@
+"""Load and unload models.
+
+Bodies and paths are those of llama.cpp's router (/models/load, /models/unload, below /v1 here) and of vLLM's sleep mode
+(/sleep, /wake_up, /is_sleeping), with a model's name where more than one is served.
+"""
+
+from typing import Any
+
+from fastapi import APIRouter
+from pagestream_streams.admin.roster import RosterView, Verb
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from pagestream_gateway.errors import InvalidRequest
+from pagestream_gateway.gateway import Gateway
+from pagestream_gateway.http.body import Body, parse_body, parse_json, read_body
+from pagestream_gateway.http.callers import check_operator
+from pagestream_gateway.http.documents import body_of
+
+_MAX_BYTES = 64 * 1024
+_LEVELS = {"1": Verb.SLEEP, "2": Verb.UNLOAD}
+"""Of vLLM's sleep mode: weights stay in host memory, or nothing does."""
+_LEVEL = "1"
+
+_MODEL_PARAMETER = {
+    "name": "model",
+    "in": "query",
+    "schema": {"type": "string"},
+    "description": "Its name; without it all.",
+}
+_LEVEL_PARAMETER = {
+    "name": "level",
+    "in": "query",
+    "schema": {"enum": list(_LEVELS), "default": _LEVEL},
+    "description": "Of vLLM's sleep mode: 1 keeps weights in host memory, 2 keeps nothing.",
+}
+_WAKE_PARAMETERS: dict[str, Any] = {"parameters": [_MODEL_PARAMETER]}
+_SLEEP_PARAMETERS: dict[str, Any] = {"parameters": [_LEVEL_PARAMETER, _MODEL_PARAMETER]}
+
+
+class ModelBody(Body):
+    """A model to load or unload."""
+
+    model: str = Field(pattern=r"^[^\s{}\x00-\x1f\x7f]{1,256}$", description="Its name, as in GET /v1/models.")
+
+
+def router(gateway: Gateway) -> APIRouter:
+    """Return the resource's routes."""
+    is_open = gateway.settings.gateway.allow_model_changes
+    routes = APIRouter(tags=["operation"])
+    roster = gateway.broker.roster
+
+    async def order(models: list[str], verb: Verb) -> None:
+        for name in models:
+            await gateway.limit.wait(roster.order(name, verb))
+
+    async def view(request: Request) -> RosterView:
+        await check_operator(gateway, request, is_open=is_open)
+        return await gateway.limit.wait(roster.read())
+
+    @routes.post("/v1/models/load", openapi_extra=body_of(ModelBody), summary="Have an engine load a model")
+    async def load(request: Request) -> Response:
+        found = await view(request)
+        body = parse_body(ModelBody, parse_json(await read_body(request, _MAX_BYTES)))
+        await order([_known(found, body.model)], Verb.LOAD)
+        return JSONResponse({"success": True})
+
+    @routes.post("/v1/models/unload", openapi_extra=body_of(ModelBody), summary="Have engines unload a model")
+    async def unload(request: Request) -> Response:
+        found = await view(request)
+        body = parse_body(ModelBody, parse_json(await read_body(request, _MAX_BYTES)))
+        await order([_known(found, body.model)], Verb.UNLOAD)
+        return JSONResponse({"success": True})
+
+    @routes.post("/sleep", openapi_extra=_SLEEP_PARAMETERS, summary="Have engines free memory, with or without weights")
+    async def sleep(request: Request) -> Response:
+        found = await view(request)
+        level = request.query_params.get("level", _LEVEL)
+        if level not in _LEVELS:
+            raise InvalidRequest("level", f"is {level!r}; 1, which keeps weights in host memory, or 2 is expected")
+        name = request.query_params.get("model", "")
+        serving = {row.serving for row in found.engines.values() if row.serving}
+        kept = {row.keeps for row in found.engines.values() if row.keeps and level == "2"}
+        await order([_known(found, name)] if name else sorted(serving | kept), _LEVELS[level])
+        return Response()
+
+    @routes.post("/wake_up", openapi_extra=_WAKE_PARAMETERS, summary="Have engines load the models that they had")
+    async def wake_up(request: Request) -> Response:
+        found = await view(request)
+        name = request.query_params.get("model", "")
+        held = {row.last for row in found.engines.values() if row.last}
+        await order([_known(found, name)] if name else sorted(held), Verb.LOAD)
+        return Response()
+
+    @routes.get("/is_sleeping", summary="Whether all engines that may sleep do")
+    async def is_sleeping(request: Request) -> Response:
+        rows = (await view(request)).engines.values()
+        return JSONResponse({"is_sleeping": bool(rows) and not any(row.serving for row in rows)})
+
+    return routes
+
+
+def _known(view: RosterView, name: str) -> str:
+    listed = sorted({each for row in view.engines.values() for each in row.models})
+    if name not in listed:
+        expected = f"one of {', '.join(listed)} is expected" if listed else "no engine may change its model"
+        raise InvalidRequest("model", f"{name!r} is on no engine's list; {expected}")
+    return name

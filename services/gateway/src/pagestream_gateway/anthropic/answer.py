@@ -1,0 +1,324 @@
+"""Answers that are messages: content blocks and the events by which they grow, whole and streamed."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pagestream.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, Usage
+from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, RequestSpec
+from pagestream_streams.protocol.records import finish_reason_name
+from pydantic_core import from_json
+from starlette.responses import Response
+from starlette.types import Send
+
+from pagestream_gateway.anthropic.body import signature_of
+from pagestream_gateway.anthropic.errors import error_body, error_response
+from pagestream_gateway.openai.chat.parts import ChoiceReader
+from pagestream_gateway.openai.writer import LogWriter
+from pagestream_gateway.output_formats.parts import Arguments, CallBegin, Content, Part, Reasoning
+from pagestream_gateway.streams.events import EventStream
+from pagestream_gateway.streams.runs import START, Position, Run, position_after, split_runs
+from pagestream_gateway.streams.whole_answer import WholeAnswer
+
+Event = dict[str, Any]
+_KINDS = {Content: "text", Reasoning: "thinking", CallBegin: "tool_use", Arguments: "tool_use"}
+_DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
+_INPUT_DELTA = "input_json_delta", "partial_json"
+_EMPTY: dict[str, Event] = {"text": {"text": "", "citations": None}, "thinking": {"thinking": "", "signature": ""}}
+"""Blocks without their text."""
+_CALL: Event = {"id": "", "name": "", "input": {}, "caller": {"type": "direct"}}
+"""Of a call, which the model itself makes: none comes from code that a server runs."""
+
+
+class MessageOutput:
+    """Divides the text of an answer into blocks. The events' concatenation does not depend on how runs cut the text."""
+
+    def __init__(self, spec: RequestSpec) -> None:
+        self.num_thinking_tokens = 0
+        """Tokens before the first one of the answer, where there is reasoning: with its markers."""
+        self._spec = spec
+        self._reader = ChoiceReader(spec, 0, with_hidden=True)
+        self._hidden: list[str] = []
+        """Reasoning of the block that grows, where it is not shown."""
+        self._num_tokens = 0
+        self._is_answering = False
+        self._index = -1
+        self._open = ""
+        """The type of the block that grows; "" where none does."""
+        self._finish: ChoiceFinish | None = None
+
+    def feed(self, run: Run) -> list[Event]:
+        """Add a run that is not the log's end; return the events of what it shows."""
+        events: list[Event] = []
+        for part in self._reader.read(run.text, is_last=run.finish is not None):
+            self._add(part, events)
+        self._num_tokens += len(run.token_ids)
+        if self._reader.has_reasoned and not self._is_answering:
+            self.num_thinking_tokens = self._num_tokens
+        if run.finish is not None:
+            self._finish = run.finish
+            self._close(events)
+        return events
+
+    def end(self) -> list[Event]:
+        """Close a block that the log's end cut off; return the events."""
+        events: list[Event] = []
+        self._close(events)
+        return events
+
+    def stop(self, end: LogEnd) -> dict[str, str | None]:
+        """Return why the answer ended: Anthropic's reasons, and those of the log that Anthropic has no word for.
+
+        `stop_details` and `container` are null: they are of refusals and of tools that a server runs.
+        """
+        reason = end.reason if self._finish is None else self._finish.reason
+        text = "" if self._finish is None else self._finish.stop_reason
+        sequence = text if text and text in self._spec.sampling.stop else None
+        if reason == FINISH_REASON_LENGTH:
+            name = "max_tokens"
+        elif reason != FINISH_REASON_STOP:
+            name = finish_reason_name(reason)
+        elif sequence is not None:
+            name = "stop_sequence"  # also within a call, which is not complete then
+        else:
+            name = "tool_use" if self._reader.num_calls else "end_turn"
+        return {"stop_reason": name, "stop_sequence": sequence, "stop_details": None, "container": None}
+
+    def _add(self, part: Part, events: list[Event]) -> None:
+        kind = _KINDS[type(part)]
+        self._is_answering = self._is_answering or kind != "thinking"
+        if isinstance(part, CallBegin):
+            self._begin(kind, {**_CALL, "id": self._reader.call_id(), "name": part.name}, events)
+            return
+        if not part.text:
+            return
+        if self._open != kind:
+            self._begin(kind, _EMPTY[kind], events)
+        if isinstance(part, Reasoning) and self._spec.answer.output.hides_reasoning:
+            self._hidden.append(part.text)
+            return
+        name, member = _DELTAS.get(kind, _INPUT_DELTA)
+        delta = {"type": name, member: part.text}
+        events.append({"type": "content_block_delta", "index": self._index, "delta": delta})
+
+    def _begin(self, kind: str, members: dict[str, Any], events: list[Event]) -> None:
+        self._close(events)
+        self._index += 1
+        self._open = kind
+        block = {"type": kind, **members}
+        events.append({"type": "content_block_start", "index": self._index, "content_block": block})
+
+    def _close(self, events: list[Event]) -> None:
+        if self._hidden:
+            delta = {"type": "signature_delta", "signature": signature_of("".join(self._hidden))}
+            events.append({"type": "content_block_delta", "index": self._index, "delta": delta})
+            self._hidden.clear()
+        if self._open:
+            events.append({"type": "content_block_stop", "index": self._index})
+        self._open = ""
+
+
+_EMPTY_BYTES = 512  # of an answer without content
+
+
+def message_body(spec: RequestSpec) -> dict[str, Any]:
+    """Return an answer as it is before its first token: how much of its prompt is cached is not known then."""
+    usage = Usage(prompt_tokens=sum(len(prompt.ids) for prompt in spec.prompts))
+    return {
+        "id": spec.request_id,
+        "type": "message",
+        "role": "assistant",
+        "model": spec.adapter.name or spec.model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "stop_details": None,
+        "container": None,
+        "usage": _message_usage(usage),
+    }
+
+
+class MessageWriter(LogWriter):
+    """Writes the events of a run as lines of JSON; the last one has the position after the run."""
+
+    needs_history = True
+
+    def __init__(self, spec: RequestSpec) -> None:
+        super().__init__(spec)
+        self._output = MessageOutput(spec)
+
+    def split(self, first_index: int, entries: Sequence[LogEntry]) -> list[Run]:
+        """Return a run for each entry where tokens of reasoning are counted, whatever came together."""
+        if not self.spec.answer.output.reasoning_format:
+            return super().split(first_index, entries)
+        return [run for index, entry in enumerate(entries, first_index) for run in split_runs(index, [entry])]
+
+    def skip(self, run: Run) -> None:
+        if run.end is None:
+            self._output.feed(run)
+
+    def opening(self) -> str | None:
+        return self._lines([{"type": "message_start", "message": message_body(self.spec)}], START)
+
+    def chunk(self, run: Run) -> str | None:
+        return self._lines(self._output.feed(run), position_after(run))
+
+    def usage(self, end: LogEnd, position: Position) -> str | None:
+        delta = {"type": "message_delta", "delta": self._output.stop(end), "usage": self._usage(end)}
+        return self._lines([*self._output.end(), delta, {"type": "message_stop"}], position)
+
+    def _usage(self, end: LogEnd) -> dict[str, Any]:
+        return _usage(end.usage, self._output.num_thinking_tokens)
+
+    def _lines(self, events: Sequence[Event], position: Position) -> str | None:
+        if not events:
+            return None
+        *others, last = events
+        place = {"stream_position": position.event_id(self.spec.request_id)}
+        return "\n".join(json.dumps(event, separators=(",", ":")) for event in (*others, {**last, **place}))
+
+
+class WholeMessage:
+    """Collects an answer that is not streamed; see AnswerBody."""
+
+    def __init__(self, writer: MessageWriter) -> None:
+        self._spec = writer.spec
+        self._output = MessageOutput(writer.spec)
+        self._blocks: list[dict[str, Any]] = []
+        self._pieces: list[str] = []
+        """Of the last block."""
+        self.num_bytes = self.empty_bytes(writer)
+
+    @staticmethod
+    def empty_bytes(writer: MessageWriter) -> int:
+        """Return the bytes of an answer without content."""
+        return _EMPTY_BYTES
+
+    @staticmethod
+    def size_of(writer: MessageWriter, run: Run) -> int:
+        """Return the bytes of a run's text."""
+        return len(run.text.encode())
+
+    def set_fingerprint(self, fingerprint: str) -> None:
+        """Do nothing: a message has no place for it."""
+
+    def add(self, run: Run) -> None:
+        """Add a run that is not the log's end."""
+        self._take(self._output.feed(run))
+        self.num_bytes += len(run.text.encode())
+
+    def parts(self, end: LogEnd) -> Iterator[bytes]:
+        """Yield the body."""
+        self._take(self._output.end())
+        usage = _message_usage(end.usage, self._output.num_thinking_tokens)
+        body = {**message_body(self._spec), **self._output.stop(end), "usage": usage}
+        del body["content"]
+        yield json.dumps(body, separators=(",", ":"))[:-1].encode() + b',"content":['
+        for number, block in enumerate(self._blocks):
+            yield (b"," if number else b"") + json.dumps(block, ensure_ascii=False, separators=(",", ":")).encode()
+        yield b"]}"
+
+    def _take(self, events: Sequence[Event]) -> None:
+        for event in events:
+            match event["type"]:
+                case "content_block_start":
+                    self._blocks.append(event["content_block"])
+                case "content_block_delta" if event["delta"]["type"] == "signature_delta":
+                    self._blocks[-1]["signature"] = event["delta"]["signature"]
+                case "content_block_delta":
+                    _, text = event["delta"].values()
+                    self._pieces.append(text)
+                case "content_block_stop":
+                    self._close("".join(self._pieces))
+                    self._pieces.clear()
+
+    def _close(self, text: str) -> None:
+        block = self._blocks[-1]
+        if block["type"] == "tool_use":
+            block["input"] = _input(text)
+        else:
+            block[block["type"]] = text
+
+
+def _input(text: str) -> dict[str, Any]:
+    """Return the arguments of a call as far as they go, as the official client does with a stream's."""
+    try:
+        value = from_json(text or "{}", allow_partial=True)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _message_usage(usage: Usage, num_thinking_tokens: int = 0) -> dict[str, Any]:
+    return {
+        **_usage(usage, num_thinking_tokens),
+        "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
+        "inference_geo": None,
+        "service_tier": "standard",
+    }
+
+
+def _usage(usage: Usage, num_thinking_tokens: int) -> dict[str, Any]:
+    """Return Anthropic's usage, whose input_tokens are without those that were read from the cache."""
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": num_thinking_tokens},
+        "server_tool_use": None,
+    }
+
+
+_PING = '{"type":"ping"}'
+_TYPE = len('{"type":"')
+
+
+class MessageStream(EventStream):
+    """The events of a message, from any position; there is no [DONE] after message_stop.
+
+    A run may become several events, of which the last one alone has a position: a reader that lost its connection
+    between them reads all of the run again.
+    """
+
+    def request_headers(self) -> dict[str, str]:
+        """Return the headers that name the request, also as Anthropic's clients know it."""
+        return {**super().request_headers(), "request-id": self._request_id}
+
+    async def _send_log(self, send: Send) -> None:
+        await self._send(send, self._opening().encode())  # at once: it names the message
+        await super()._send_log(send)
+
+    def event(self, data: str) -> str:
+        *others, last = data.split("\n")
+        framed = [self._framing.event(line, "", _name(line)) for line in others]
+        return "".join((*framed, self._framing.event(last, self._place(), _name(last))))
+
+    def closing(self) -> str:
+        return super().closing() if self._reading.as_lines else ""
+
+    def error(self, error: Exception, run: Run | None = None) -> str:
+        position = self._position if run is None else position_after(run)
+        place = {"stream_position": position.event_id(self._request_id)}
+        return json.dumps({**error_body(error, self._request_id), **place}, separators=(",", ":"))
+
+    @property
+    def idle_frame(self) -> bytes:
+        """Return a ping: some clients give up a stream that has none."""
+        return super().idle_frame if self._reading.as_lines else self._framing.event(_PING, "", "ping").encode()
+
+
+class WholeMessageAnswer(WholeAnswer):
+    """One message."""
+
+    def request_headers(self) -> dict[str, str]:
+        """Return the headers that name the request, also as Anthropic's clients know it."""
+        return {**super().request_headers(), "request-id": self._request_id}
+
+    def refusal(self, error: Exception) -> Response:
+        return error_response(error, self._request_id, self.request_headers())
+
+
+def _name(line: str) -> str:
+    """Return the type of an event, its first member."""
+    return line[_TYPE : line.index('"', _TYPE)]

@@ -1,1 +1,0 @@
-"""What chats have beside text: tools, and answers in parts."""

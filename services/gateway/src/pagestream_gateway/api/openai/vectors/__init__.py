@@ -1,1 +1,0 @@
-"""Answers made of vectors: embeddings, and what is scored by them."""

@@ -1,1 +1,0 @@
-"""How streams are framed on the wire."""

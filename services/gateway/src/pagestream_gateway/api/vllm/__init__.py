@@ -1,1 +1,0 @@
-"""Calls of `vllm serve` beside OpenAI's."""

@@ -1,1 +1,0 @@
-"""Who a caller is: what its credentials say, checked."""

@@ -1,1 +1,0 @@
-"""Divides a chat's output into content, reasoning and tool calls, as its text arrives."""

@@ -1,1 +1,0 @@
-"""The spellings in which models write tool calls."""

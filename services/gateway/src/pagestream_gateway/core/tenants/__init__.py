@@ -1,1 +1,0 @@
-"""What tenants and their credentials may use."""

@@ -1,0 +1,1 @@
+"""The HTTP server: connections, bodies, origins, health, and the OpenAPI document."""

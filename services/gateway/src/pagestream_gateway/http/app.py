@@ -1,0 +1,124 @@
+"""The ASGI applications: all HTTP APIs together, and those of the administrators' and the metrics port.
+
+One POST begins in each round of the event loop: a burst of a thousand must not hold up the streams.
+"""
+
+from fastapi import FastAPI
+from pagestream_streams.tasks import Turns
+from pydantic import BaseModel
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from pagestream_gateway.admin import adapters
+from pagestream_gateway.admin import models as model_changes
+from pagestream_gateway.admin import routes as administration
+from pagestream_gateway.anthropic import body as messages_body
+from pagestream_gateway.anthropic import errors as messages_errors
+from pagestream_gateway.anthropic import routes as messages
+from pagestream_gateway.gateway import Gateway
+from pagestream_gateway.http import documents, health, page
+from pagestream_gateway.http.body import Lenient, WithWarnings
+from pagestream_gateway.http.origins import allow_origins, limit_hosts
+from pagestream_gateway.openai import batches, classification, completions, embeddings, files, models, scoring, tokens
+from pagestream_gateway.openai.chat import completions as chat_completions
+from pagestream_gateway.openai.errors import install_error_handlers
+from pagestream_gateway.openai.responses import body as responses_body
+from pagestream_gateway.openai.responses import routes as responses
+from pagestream_gateway.streams import resume as requests
+
+
+class Paced:
+    """ASGI middleware. Probes and other quick requests do not wait."""
+
+    def __init__(self, app: ASGIApp, turns: Turns) -> None:
+        self._app = app
+        self._turns = turns
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            await self._turns.take()
+        await self._app(scope, receive, send)
+
+
+_ABOUT = (
+    "OpenAI's API, and Anthropic's messages, over a durable token stream. Each answer's X-Request-Id names its "
+    "request. Each event carries a `stream_position`: give it as the `Last-Event-ID` of "
+    "`GET /v1/requests/{request_id}/events` to continue the stream at any gateway."
+)
+
+
+def build_app(gateway: Gateway) -> FastAPI:
+    """Return the application of the HTTP port."""
+    app = _app_for_callers(gateway)
+    generations = (completions, chat_completions, responses, messages, embeddings, scoring, classification)
+    for resource in (*generations, models, requests, files, batches, tokens):
+        app.include_router(resource.router(gateway))
+    app.include_router(health.router(gateway, is_for_callers=True))
+    bodies: list[type[BaseModel]] = [
+        completions.CompletionBody,
+        chat_completions.ChatBody,
+        responses_body.ResponseBody,
+        messages_body.MessageBody,
+        messages_body.CountBody,
+        batches.BatchBody,
+        tokens.TokenizeBody,
+        tokens.DetokenizeBody,
+    ]
+    settings = gateway.settings.gateway
+    has_administrators = settings.admin_keys is not None
+    if settings.allow_runtime_lora or has_administrators:
+        app.include_router(adapters.router(gateway))
+        bodies += [adapters.LoadBody, adapters.UnloadBody]
+    if settings.allow_model_changes or has_administrators:
+        app.include_router(model_changes.router(gateway))
+        bodies += [model_changes.ModelBody]
+    if has_administrators and settings.admin_port is None:
+        app.include_router(administration.router(gateway))
+    if settings.page:
+        app.include_router(page.router(gateway))
+    allow_origins(app, settings.origins)
+    app.add_middleware(Paced, turns=gateway.turns)
+    vectors = (
+        embeddings.EmbeddingBody,
+        scoring.ScoreBody,
+        scoring.RerankBody,
+        classification.ClassificationBody,
+    )
+    documents.install(app, [*bodies, *vectors], asks_for_credentials=settings.asks_for_credentials)
+    return app
+
+
+def build_admin_app(gateway: Gateway) -> FastAPI:
+    """Return the application of the administrators' port."""
+    app = _app_for_callers(gateway)
+    app.include_router(administration.router(gateway))
+    documents.install(app, [], asks_for_credentials=True)
+    return app
+
+
+def build_metrics_app(gateway: Gateway) -> FastAPI:
+    """Return the application of the metrics port, with what probes and scrapers read."""
+    app = _bare_app(gateway, address=gateway.settings.gateway.metrics_address, asks_for_credentials=False)
+    app.include_router(health.router(gateway, is_for_callers=False))
+    return app
+
+
+def _app_for_callers(gateway: Gateway) -> FastAPI:
+    settings = gateway.settings.gateway
+    return _bare_app(gateway, address=settings.host, asks_for_credentials=settings.asks_for_credentials)
+
+
+def _bare_app(gateway: Gateway, *, address: str, asks_for_credentials: bool) -> FastAPI:
+    app = FastAPI(
+        title="Pagestream",
+        version="1",
+        description=_ABOUT,
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.add_middleware(WithWarnings, ignores_unknown=gateway.settings.gateway.ignores_unknown_fields)
+    app.add_middleware(Lenient)
+    limit_hosts(app, gateway.settings.gateway, address, asks_for_credentials=asks_for_credentials)
+    install_error_handlers(app, {messages.PATH: messages_errors.respond})
+    return app

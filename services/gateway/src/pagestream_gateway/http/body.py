@@ -1,0 +1,548 @@
+"""Read request bodies (bounded, UTF-8, strict JSON), and declare, validate and report them strictly.
+
+A field that no body declares is refused by name, or left out with a warning in a header of the answer where the server
+is set to.
+"""
+
+import asyncio
+import json
+import re
+import types
+from codecs import BOM_UTF8
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from itertools import islice
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
+
+from pydantic import Field, ValidationError, create_model
+from starlette.datastructures import MutableHeaders
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pagestream_gateway.core.sampling.json_types import HALF_SURROGATE, UNION, Items, StrictModel, Token, expects
+from pagestream_gateway.core.sampling.parameters import PARAMETERS
+from pagestream_gateway.errors import BodyTooLarge, InvalidRequest, UnknownField, WrongContentType
+from pagestream_gateway.request import AskedTruncation, Prompt, TextPrompt, TokenPrompt
+
+HEADER = "X-Request-Warnings"
+_MOST = 16
+_MAX_CHARS = 240  # of one warning: proxies bound a header by some kilobytes
+
+
+class RequestWarnings:
+    """What was left out of one request's body, and whether its unknown fields are."""
+
+    def __init__(self, *, ignores_unknown: bool = False) -> None:
+        self.ignores_unknown = ignores_unknown
+        """Whether fields that nothing declares are left out; otherwise they are refused."""
+        self._places: list[str] = []
+        self._texts: list[str] = []
+        self._num_left = 0
+
+    @contextmanager
+    def within(self, place: str) -> Iterator[None]:
+        """Let warnings name fields by their path in the whole body, of which `place` is a part."""
+        self._places.append(place)
+        try:
+            yield
+        finally:
+            self._places.pop()
+
+    def add(self, field: str, text: str) -> None:
+        """Add a warning about a field of the part that is being read."""
+        if len(self._texts) == _MOST:
+            self._num_left += 1
+            return
+        path = ".".join((*self._places, field))
+        self._texts.append(f"{path}: {text}"[:_MAX_CHARS])
+
+    @property
+    def header(self) -> str:
+        """The header's value, printable ASCII; "" without a warning."""
+        more = [f"{self._num_left} more"] if self._num_left else []
+        return json.dumps("; ".join((*self._texts, *more)))[1:-1]
+
+
+_CURRENT: ContextVar[RequestWarnings] = ContextVar("pagestream_request_warnings")
+
+
+def current_warnings() -> RequestWarnings:
+    """Return the warnings of the request that is being read; outside of one, some that nothing shows."""
+    return _CURRENT.get(None) or RequestWarnings()
+
+
+@contextmanager
+def collecting(warnings: RequestWarnings) -> Iterator[None]:
+    """Let what is read in a block add to `warnings`."""
+    token = _CURRENT.set(warnings)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+class WithWarnings:
+    """ASGI middleware: the warnings of each call become a header of its answer."""
+
+    def __init__(self, app: ASGIApp, *, ignores_unknown: bool) -> None:
+        self._app = app
+        self._ignores_unknown = ignores_unknown
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        warnings = RequestWarnings(ignores_unknown=self._ignores_unknown)
+
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.start" and (text := warnings.header):
+                MutableHeaders(scope=message)[HEADER] = text
+            await send(message)
+
+        with collecting(warnings):
+            await self._app(scope, receive, answer)
+
+
+IGNORED = "unknown field, which was ignored"
+"""The warning of one."""
+Document = dict[str, Any]
+
+
+def unknown_fields(kind: type[StrictModel], document: Mapping[str, Any], place: str = "") -> Iterator[str]:
+    """Yield the paths of the fields that a body, or parts of it, have and `kind` doesn't declare."""
+    fields = _fields(kind)
+    for name, value in document.items():
+        path = place + (name[:80] or '""')
+        if name not in fields:
+            if value is not None:
+                yield path
+            continue
+        for part_place, part in _parts(value, path):
+            if (declared := _declared(fields[name], part)) is not None:
+                yield from unknown_fields(declared, part, f"{part_place}.")
+
+
+def without_unknown(kind: type[StrictModel], document: Mapping[str, Any]) -> Document:
+    """Return a body without these fields."""
+    fields = _fields(kind)
+    return {name: _kept(fields[name], value) for name, value in document.items() if name in fields}
+
+
+def _kept(kinds: Sequence[type[StrictModel]], value: Any) -> Any:
+    if not kinds:
+        return value
+    if isinstance(value, list):
+        return [_kept(kinds, each) for each in value]
+    declared = _declared(kinds, value) if isinstance(value, dict) else None
+    return value if declared is None else without_unknown(declared, value)
+
+
+def _parts(value: Any, path: str) -> Iterator[tuple[str, Document]]:
+    if isinstance(value, dict):
+        yield path, value
+    elif isinstance(value, list):
+        for number, each in enumerate(value):
+            if isinstance(each, dict):
+                yield f"{path}.{number}", each
+
+
+def _declared(kinds: Sequence[type[StrictModel]], part: Document) -> type[StrictModel] | None:
+    """Return the one of several kinds that a part is of, by its literal fields such as `type`; None for none."""
+    return next((kind for kind in kinds if _is_of(kind, part)), None)
+
+
+def _is_of(kind: type[StrictModel], part: Document) -> bool:
+    for name, field in kind.model_fields.items():
+        values = _literals(field.annotation)
+        if name in part and values and part[name] not in values:
+            return False
+    return True
+
+
+@cache
+def _fields(kind: type[StrictModel]) -> Mapping[str, Sequence[type[StrictModel]]]:
+    """Return the fields of a kind by their names in JSON, each with the kinds of objects that it may hold."""
+    return {field.alias or name: tuple(_kinds(field.annotation)) for name, field in kind.model_fields.items()}
+
+
+def _kinds(annotation: Any) -> Iterator[type[StrictModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, StrictModel):
+        yield annotation
+    elif get_origin(annotation) is Annotated:
+        yield from _kinds(get_args(annotation)[0])
+    elif get_origin(annotation) in (Union, types.UnionType, list):
+        for each in get_args(annotation):
+            yield from _kinds(each)
+
+
+def _literals(annotation: Any) -> tuple[Any, ...]:
+    """Return the values that a field may have, where it has a list of them; with None where it may be left out."""
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    if get_origin(annotation) in (Union, types.UnionType):
+        parts = [each for each in get_args(annotation) if each is not type(None)]
+        if len(parts) == 1 and (values := _literals(parts[0])):
+            return (*values, None)
+    return ()
+
+
+# A client that is still sending sees the refusal only once it is done, so the rest of a body that is too large is read
+# and dropped, for this many seconds.
+_DISCARD_LIMIT_S = 5.0
+
+# Lists, objects and members of objects in one body. They take far more time and memory than the bytes that spell them,
+# and Python's parser lets no other thread run meanwhile. A conversation of many thousand messages has fewer.
+_MAX_PARTS = 2**18
+# From anywhere outside a string to behind the next character that begins a part, or to the end. The quantifiers are
+# possessive: nothing is matched twice, so that the time is linear whatever the bytes are.
+_TO_NEXT_PART = re.compile(rb'[^"\[{:]*+(?:"(?:[^"\\]++|\\.)*+"?[^"\[{:]*+)*+([\[{:]|\Z)', re.DOTALL)
+
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+"""The escape of a half of a surrogate pair, as JSON spells characters beyond the first 65,536."""
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Return the bytes of a JSON body. Raises BodyTooLarge, WrongContentType or InvalidRequest."""
+    content_type = request.headers.get("content-type", "")
+    if content_type.partition(";")[0].strip().lower() != "application/json":
+        raise WrongContentType(f"Content-Type is {content_type or 'missing'}; send application/json")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise WrongContentType(f"Content-Encoding {encoding[:40]!r} is not supported; send the body without it")
+    return await _read(request, max_bytes)
+
+
+def parse_json(data: bytes) -> dict[str, Any]:
+    """Return a JSON object from its bytes, behind UTF-8's mark of byte order where there is one.
+
+    Raises InvalidRequest, with the field for text that UTF-8 does not have.
+    """
+    data = data.removeprefix(BOM_UTF8)
+    # The exact count lets no other thread run while it passes over a string: 50 ms for one of 7 MiB.
+    if _most_parts(data) > _MAX_PARTS and count_parts(data, _MAX_PARTS + 1) > _MAX_PARTS:
+        raise InvalidRequest(None, f"the body has more than {_MAX_PARTS} lists, objects and fields")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(_find_bad_text(data), f"is not valid UTF-8 (byte {error.start} of the body)") from error
+    document = _load(text)
+    if not isinstance(document, dict):
+        raise InvalidRequest(None, f"the body must be a JSON object, got {_json_kind(document)}")
+    if _SURROGATE.search(data) and (field := _find_text(document, _has_half_pair)) is not None:
+        raise InvalidRequest(field or None, "half of a surrogate pair is not text")
+    return document
+
+
+def count_parts(data: bytes, limit: int) -> int:
+    """Return the number of lists, objects and members of objects in JSON, or `limit` where there are more."""
+    return sum(bool(part[1]) for part in islice(_TO_NEXT_PART.finditer(data), min(limit, _most_parts(data))))
+
+
+def _most_parts(data: bytes) -> int:
+    """Return what count_parts does, with what stands in strings."""
+    return data.count(b"[") + data.count(b"{") + data.count(b":")
+
+
+def _load(text: str) -> object:
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError as error:
+        raise InvalidRequest(None, "the body is nested too deeply") from error
+    except json.JSONDecodeError as error:
+        raise InvalidRequest(
+            None, f"the body is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+        ) from error
+    except ValueError as error:  # an integer of thousands of digits
+        raise InvalidRequest(None, "the body has a number that is too long") from error
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise InvalidRequest(None, f"the body is not valid JSON: {name} is no JSON number")
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    announced = request.headers.get("content-length", "0")
+    if announced.isdigit() and int(announced) > max_bytes:
+        if "expect" not in request.headers:
+            await discard_body(request)
+        raise BodyTooLarge(max_bytes)
+    body = bytearray()
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > max_bytes:
+                body.clear()
+                await discard_body(request)
+                raise BodyTooLarge(max_bytes)
+    except ClientDisconnect as error:
+        raise InvalidRequest(None, "the body ended early") from error
+    return bytes(body)
+
+
+async def discard_body(request: Request) -> None:
+    """Read and drop the rest of a body, for a few seconds: its client sees the refusal once it has sent it."""
+    try:
+        async with asyncio.timeout(_DISCARD_LIMIT_S):
+            while True:
+                message = await request.receive()
+                if message["type"] != "http.request" or not message.get("more_body", False):
+                    return
+    except TimeoutError:
+        return
+
+
+def _find_bad_text(data: bytes) -> str | None:
+    """Return the path of the string that holds bytes which are not UTF-8."""
+    try:
+        document = json.loads(data.decode("utf-8", "surrogateescape"))
+    except (ValueError, RecursionError):
+        return None
+    return _find_text(document, _has_escapes) or None
+
+
+def _find_text(document: object, is_wanted: Callable[[str], bool]) -> str | None:
+    """Return the path of the first such string, of an object for its keys; "" for the document, None for none."""
+    # Iterators, not lists of what is still to see: there may be millions of ids.
+    open_parts: list[Iterator[tuple[str, object]]] = [iter([("", document)])]
+    while open_parts:
+        child = next(open_parts[-1], None)
+        if child is None:
+            open_parts.pop()
+            continue
+        path, value = child
+        if isinstance(value, str) and is_wanted(value):
+            return path
+        if isinstance(value, dict) and any(is_wanted(key) for key in value):
+            return path
+        if isinstance(value, dict | list):
+            open_parts.append(_children(path, value))
+    return None
+
+
+def _children(path: str, value: object) -> Iterator[tuple[str, object]]:
+    prefix = f"{path}." if path else ""
+    if isinstance(value, dict):
+        return ((f"{prefix}{key}", item) for key, item in value.items())
+    if isinstance(value, list):
+        return ((f"{prefix}{index}", item) for index, item in enumerate(value))
+    return iter(())
+
+
+def _has_escapes(text: str) -> bool:
+    return not text.isascii() and any("\udc80" <= letter <= "\udcff" for letter in text)
+
+
+def _has_half_pair(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _json_kind(document: object) -> str:
+    kinds = {list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number", type(None): "null"}
+    return kinds.get(type(document), "something else")
+
+
+SERVED_NAME = "Served name; left out: what `pagestream serve` was started with, or the only model with engines."
+BodyModel = TypeVar("BodyModel", bound="Body")
+Prompts = Annotated[
+    str | Items[str] | Items[Token] | Items[Items[Token]],
+    expects("must be a string, a list of strings, a list of token ids or a list of lists of token ids"),
+]
+"""A completion's prompt, an embedding's input."""
+NumKeptTokens = Annotated[int, Field(ge=-1, lt=2**31)]
+"""Tokens to which a prompt is cut; -1: as many as fit."""
+Side = Literal["left", "right"]
+"""Where it is cut."""
+
+
+class Body(StrictModel):
+    """A body, or a part of one."""
+
+
+class PromptedBody(Body):
+    """The fields that change no answer, and that all bodies with a prompt take, whatever their API."""
+
+    user: Any = None
+    metadata: Any = None
+    client_metadata: Any = None
+    safety_identifier: Any = None
+    session_id: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+
+
+class QueuedBody(PromptedBody):
+    """The fields of all bodies that become requests in a queue. Null is the same as leaving a field out."""
+
+    model: str | None = Field(None, description=SERVED_NAME)
+    add_special_tokens: bool | None = Field(
+        None, description="Whether the tokenizer adds its special tokens to the prompt."
+    )
+    priority: int | None = Field(None, description="0 (default) is served first, then 1, then 2.")
+    on_disconnect: Literal["cancel", "continue"] | None = Field(
+        None,
+        description='Without a reader: "cancel" after the disconnect grace (default), or "continue".',
+    )
+    request_id: str | None = Field(None, description="The caller's own id, kept as metadata.")
+    cache_salt: str | None = Field(
+        None, min_length=1, description="Only requests with the same salt share computed prefixes."
+    )
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
+        None, description='There is one tier: answers say "default".'
+    )
+
+
+def asked_truncation(num_kept: int | None, side: Side | None) -> AskedTruncation | None:
+    """Return to what a body asks to cut its prompts; None: they are not cut, whatever side it names."""
+    return None if num_kept is None else AskedTruncation(num_kept, side)
+
+
+def with_sampling_parameters(kind: type[BodyModel]) -> type[BodyModel]:
+    """Add a field for each sampling parameter that OpenAI bodies share."""
+    return with_parameters()(kind)
+
+
+def with_parameters(without: Container[str] = ()) -> Callable[[type[BodyModel]], type[BodyModel]]:
+    """Return what adds a field for each sampling parameter that OpenAI bodies share, but for those of `without`."""
+    return lambda kind: _with_parameters(kind, without)
+
+
+def _with_parameters(kind: type[BodyModel], without: Container[str]) -> type[BodyModel]:
+    fields: dict[str, Any] = {
+        parameter.name: (parameter.json_type | None, Field(None, description=parameter.description))
+        for parameter in PARAMETERS
+        if parameter.json_type is not None and parameter.name not in without
+    }
+    return create_model(kind.__name__, __base__=kind, __module__=kind.__module__, __doc__=kind.__doc__, **fields)
+
+
+@contextmanager
+def within(place: str) -> Iterator[None]:
+    """Let errors and warnings name the fields of a part of the body by their path in all of it."""
+    try:
+        with current_warnings().within(place):
+            yield
+    except InvalidRequest as error:
+        error.field = f"{place}.{error.field}" if error.field else place
+        raise
+
+
+def parse_body(kind: type[BodyModel], document: dict[str, Any]) -> BodyModel:
+    """Return the body as a model. Raises InvalidRequest that names the field.
+
+    Of unknown fields see `api.unknown_fields`.
+    """
+    try:
+        return kind.model_validate(document)
+    except ValidationError as error:
+        warnings = current_warnings()
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        if warnings.ignores_unknown and _warn_of_unknown(kind, document):
+            return parse_body(kind, without_unknown(kind, document))
+        if first["type"] in _OF_UNKNOWN and (path := _unknown_at(kind, document, first["loc"])) is not None:
+            raise UnknownField(path) from error
+        raise _invalid(first["type"], first["loc"], first["msg"]) from error
+
+
+_OF_UNKNOWN = ("extra_forbidden", UNION)
+"""Kinds of mistakes behind which there may be an unknown field: a union says only what it takes."""
+_MESSAGES = {
+    "missing": "is needed",
+    HALF_SURROGATE: "half of a surrogate pair is not text",
+}
+
+
+def _warn_of_unknown(kind: type[Body], document: dict[str, Any]) -> bool:
+    """Add a warning for each unknown field; return whether there is one."""
+    path = None
+    for path in unknown_fields(kind, document):
+        current_warnings().add(path, IGNORED)
+    return path is not None
+
+
+def _unknown_at(kind: type[Body], document: dict[str, Any], location: tuple[int | str, ...]) -> str | None:
+    """Return the path of the first unknown field in the part of a body where a mistake is; None where there is none.
+
+    A location has names of a union's branches, which the path doesn't: the first step is one of both.
+    """
+    path, place = _path(location), _path(location[:1])
+    unknown = [each for each in islice(unknown_fields(kind, document), 64) if f"{each}.".startswith(f"{place}.")]
+    return next((each for each in unknown if each.startswith(path)), unknown[0] if unknown else None)
+
+
+def _invalid(kind: str, location: tuple[int | str, ...], message: str) -> InvalidRequest:
+    return InvalidRequest(_path(location) or None, _MESSAGES.get(kind, message[:1].lower() + message[1:]))
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    return ".".join(str(step)[:80] or '""' for step in location)
+
+
+def prompts_of(given: str | list[str] | list[int] | list[list[int]], add_special_tokens: bool) -> list[Prompt]:
+    """Return the prompts of such a field."""
+    if isinstance(given, str):
+        return [TextPrompt(given, add_special_tokens)]
+    if given and isinstance(given[0], int):
+        return [TokenPrompt(given)]
+    return [
+        TextPrompt(item, add_special_tokens) if isinstance(item, str) else TokenPrompt(item)
+        for item in given
+        if not isinstance(item, int)
+    ]
+
+
+class Lenient:
+    """ASGI middleware in front of the routes."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the application with the path without its last slash; HEAD as GET, without the body."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"]
+        if path != "/" and path.endswith("/"):
+            scope = {**scope, "path": path.rstrip("/") or "/"}
+        scope = _with_authorization(scope)
+        if scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+        answer = _HeadersAlone(receive, send)
+        await self._app({**scope, "method": "GET"}, answer.receive, answer.send)
+
+
+def _with_authorization(scope: Scope) -> Scope:
+    """Return a call with `x-api-key` as its Authorization, where it has none."""
+    headers = dict(scope["headers"])
+    if b"x-api-key" not in headers or b"authorization" in headers:
+        return scope
+    return {**scope, "headers": [*scope["headers"], (b"authorization", b"Bearer " + headers[b"x-api-key"])]}
+
+
+class _HeadersAlone:
+    """Sends the headers of an answer, and is a client that leaves then: a stream ends there."""
+
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self._receive = receive
+        self._send = send
+        self._is_complete = False
+
+    async def receive(self) -> Message:
+        return {"type": "http.disconnect"} if self._is_complete else await self._receive()
+
+    async def send(self, message: Message) -> None:
+        if self._is_complete:
+            return
+        await self._send(message)
+        if message["type"] == "http.response.start":
+            self._is_complete = True
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})

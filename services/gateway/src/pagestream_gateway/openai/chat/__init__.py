@@ -1,0 +1,1 @@
+"""POST /v1/chat/completions: body, route and answer, tools, and answers in parts."""

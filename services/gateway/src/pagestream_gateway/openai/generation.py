@@ -1,0 +1,321 @@
+"""What completions and chat completions share: fields of the body, their draft, and the handling of a call."""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeVar
+
+from pagestream.v1.inference_pb2 import ON_DISCONNECT_CANCEL, ON_DISCONNECT_CONTINUE, SamplingParams
+from pagestream.v1.records_pb2 import AnswerForm, ApiForm
+from pydantic import Field
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pagestream_gateway.calls import DISCONNECTED, Call
+from pagestream_gateway.core.sampling import parameters
+from pagestream_gateway.core.sampling.resolution import sampling_from_json
+from pagestream_gateway.core.sampling.response_format import ResponseFormat, constraint_of
+from pagestream_gateway.error_codes import error_report
+from pagestream_gateway.errors import InvalidRequest, UnsupportedField
+from pagestream_gateway.gateway import Gateway
+from pagestream_gateway.http.body import (
+    Body,
+    NumKeptTokens,
+    QueuedBody,
+    Side,
+    asked_truncation,
+    collecting,
+    current_warnings,
+    parse_json,
+    read_body,
+)
+from pagestream_gateway.http.callers import identify
+from pagestream_gateway.models import check_unicode
+from pagestream_gateway.openai.writer import AnswerBody, LogWriter, WholeBody
+from pagestream_gateway.request import Draft, now_s
+from pagestream_gateway.streams.events import EventStream, Reading
+from pagestream_gateway.streams.framing import accepts_lines
+from pagestream_gateway.streams.whole_answer import WholeAnswer
+from pagestream_gateway.text.tokenization import SMALL_BYTES
+
+_MAX_TIMEOUT_S = 7 * 24 * 3600.0
+
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    **parameters.UNSUPPORTED,
+    "return_token_offsets": (False,),
+    "return_mm_kwargs": (False,),
+    "mm_payload": ("tensors",),
+    "routed_experts_prompt_start": (0,),
+    "kv_transfer_params": (),
+    "ec_transfer_params": (),
+    "vllm_xargs": (),
+}
+"""Fields of OpenAI's and vLLM's bodies that are not supported, each with the values that ask for nothing.
+
+Client libraries send those values unasked. Any other is refused with the field's name: ignoring it silently would
+answer another question than the one that was asked.
+"""
+OF_CHATS_AND_COMPLETIONS: Mapping[str, tuple[Any, ...]] = {
+    "spaces_between_special_tokens": (True,),
+    "stream_interval": (1,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "truncate_prompt_tokens": (),
+    "truncation_side": (),
+}
+"""Likewise, for bodies other than those of completions and chats, which take them."""
+
+
+class StreamOptions(Body):
+    """OpenAI's and vLLM's stream_options; include_obfuscation changes no token and is ignored."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: Annotated[bool | None, Field(description="With include_usage: in each chunk.")] = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationBody(QueuedBody):
+    """The fields of both bodies beside the sampling parameters."""
+
+    stream: bool | None = Field(
+        None, description="Answer as a stream: server-sent events, or NDJSON where Accept says so."
+    )
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = Field(None, description="text, json_object or json_schema.")
+    return_token_ids: bool | None = Field(None, description="Show the ids of the prompt's and the output's tokens.")
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description='Log probabilities name tokens "token_id:<id>" in place of their text.'
+    )
+    truncate_prompt_tokens: NumKeptTokens | None = Field(
+        None, description="Most tokens that are kept of each prompt; -1: what leaves one for the output."
+    )
+    truncation_side: Side | None = Field(
+        None, description="Where they are cut off. Default: at the beginning, after the special tokens there."
+    )
+    # Known fields that can't change the output.
+    spaces_between_special_tokens: Any = None
+    """Each token's text is what it adds to a text, which has no blanks between special tokens."""
+    stream_interval: Any = None
+    store: Any = None
+    prediction: Any = None
+    parallel_tool_calls: Any = None
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """A body and its headers, read by a resource."""
+
+    draft: Draft
+    stream: bool
+    field_names: Mapping[str, str] = field(default_factory=dict)
+    """Names in this body of sampling parameters that it calls otherwise, for error messages."""
+
+
+Parsed = TypeVar("Parsed")
+BodyParser = Callable[[dict[str, Any], Headers], Parsed]
+Parser = BodyParser[ParsedRequest]
+
+
+def without_unsupported(document: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Return a body without the fields of `unsupported`. Raises UnsupportedField where one asks for something."""
+    kept = {}
+    for name, value in document.items():
+        neutral = unsupported.get(name)
+        if neutral is None:
+            kept[name] = value
+        elif value is not None and not any(type(value) is type(nothing) and value == nothing for nothing in neutral):
+            raise UnsupportedField(name)
+    return kept
+
+
+def shared_draft(
+    body: GenerationBody, headers: Mapping[str, str], document: Mapping[str, Any], api: ApiForm, **own: int | None
+) -> dict[str, Any]:
+    """Return the arguments of a Draft that both resources fill alike.
+
+    `own` are sampling parameters that the resource has in a form of its own. Raises InvalidRequest.
+    """
+    shared = {each.name: getattr(body, each.name) for each in parameters.PARAMETERS if each.json_type is not None}
+    sampling = sampling_from_json(shared | own)
+    _set_response_format(sampling, body.response_format)
+    options = body.stream_options or StreamOptions()
+    return {
+        **queued_arguments(body, headers, document, api),
+        "sampling": sampling,
+        "truncation": asked_truncation(body.truncate_prompt_tokens, body.truncation_side),
+        "answer": AnswerForm(
+            api=api,
+            created=now_s(),
+            include_usage=bool(options.include_usage),
+            continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
+            token_ids=bool(body.return_token_ids),
+            tokens_by_id=bool(body.return_tokens_as_token_ids),
+            top_logprobs=sampling.logprobs,
+            prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
+        ),
+    }
+
+
+def queued_arguments(
+    body: QueuedBody, headers: Mapping[str, str], document: Mapping[str, Any], api: ApiForm
+) -> dict[str, Any]:
+    """Return the arguments of a Draft that all resources fill alike. Raises InvalidRequest."""
+    key = headers.get("idempotency-key", "")
+    check_unicode(body.request_id or "", "request_id")
+    check_unicode(body.cache_salt or "", "cache_salt")
+    return {
+        "model": body.model or "",
+        "on_disconnect": ON_DISCONNECT_CONTINUE if body.on_disconnect == "continue" else ON_DISCONNECT_CANCEL,
+        "priority": body.priority or 0,
+        "deadline_ms": _deadline_ms(headers.get("x-request-timeout")),
+        "client_request_id": body.request_id or headers.get("x-client-request-id") or headers.get("x-request-id", ""),
+        "idempotency_key": key,
+        "cache_salt": body.cache_salt or "",
+        "body_digest": _digest(api, document) if key else "",
+    }
+
+
+def _set_response_format(sampling: SamplingParams, form: ResponseFormat | None) -> None:
+    constraint = constraint_of(form)
+    if constraint is None:
+        return
+    if sampling.HasField("structured_outputs"):
+        raise InvalidRequest("response_format", "excludes structured_outputs")
+    sampling.structured_outputs.CopyFrom(constraint)
+
+
+def names_in(body: GenerationBody) -> dict[str, str]:
+    """Return what a body calls sampling parameters that have another name in it."""
+    return {"structured_outputs": "response_format"} if body.response_format is not None else {}
+
+
+async def generate(
+    gateway: Gateway,
+    request: Request,
+    call: Call,
+    parse: Parser,
+    *,
+    writer: type[LogWriter],
+    body: type[AnswerBody] = WholeBody,
+    stream: type[EventStream] = EventStream,
+    whole: type[WholeAnswer] = WholeAnswer,
+) -> Response:
+    """Answer a POST whose answer is made of a request's log.
+
+    Ends the call where it is refused before there is an answer; the answer ends its own.
+    """
+    try:
+        identity = await identify(gateway, request)
+        call.identified(identity)
+        with_ids = switch(request.headers, "X-Stream-Ids")
+        with_comments = switch(request.headers, "X-Queue-Comments")
+        async with parsed_request(gateway, request, parse) as parsed:
+            spec = await gateway.submission.submit(parsed.draft, identity, call)
+        reading = Reading(
+            spec,
+            identity,
+            call,
+            writer(spec),
+            body,
+            with_ids=with_ids,
+            as_lines=accepts_lines(request.headers.get("accept")),
+            with_queue_comments=with_comments,
+        )
+        return stream(gateway, reading) if parsed.stream else whole(gateway, reading)
+    except asyncio.CancelledError:
+        call.end(DISCONNECTED)
+        raise
+    except Exception as error:
+        call.end(error_report(error).code)
+        raise
+
+
+@contextmanager
+def named_as(field_names: Mapping[str, str]) -> Iterator[None]:
+    """Let errors name the fields as a body does, by the names of sampling parameters."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if error.field is not None:
+            error.field = field_names.get(error.field, error.field)
+        raise
+
+
+@asynccontextmanager
+async def parsed_request(gateway: Gateway, request: Request, parse: BodyParser[Parsed]) -> AsyncIterator[Parsed]:
+    """Read and parse the body, and hold room for it until the block ends, in which the request is accepted.
+
+    Errors of the draft name its fields as the body does. Raises InvalidRequest, Overloaded.
+    """
+    max_bytes = gateway.settings.limits.max_body_bytes
+    async with gateway.pending.hold(_num_bytes(request, max_bytes)) as pending:
+        async with pending.receiving():
+            data = await read_body(request, max_bytes)
+        parsed = await _parsed(gateway, data, request.headers, parse)
+        own_names = parsed.field_names if isinstance(parsed, ParsedRequest) else {}
+        with named_as({**_names_of_headers(request.headers), **own_names}):
+            yield parsed
+
+
+def _names_of_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return what an HTTP call names the fields of a draft that come from its headers."""
+    own = next((name for name in ("X-Client-Request-Id", "X-Request-Id") if name.lower() in headers), "request_id")
+    return {"idempotency_key": "Idempotency-Key", "client_request_id": own}
+
+
+def _num_bytes(request: Request, most: int) -> int:
+    """Return how many bytes the body has, before it is read: `most` where the header does not say."""
+    announced = request.headers.get("content-length", "")
+    return min(int(announced), most) if announced.isdecimal() else most
+
+
+async def _parsed(gateway: Gateway, data: bytes, headers: Headers, parse: BodyParser[Parsed]) -> Parsed:
+    """Parse a body, outside the event loop where it is large."""
+    await gateway.turns.take()
+
+    warnings = current_warnings()
+
+    def work() -> Parsed:
+        with collecting(warnings):  # also in a thread, which has a context of its own
+            return parse(parse_json(data), headers)
+
+    if len(data) <= SMALL_BYTES:
+        return work()
+    async with gateway.pending.parsing:
+        return await gateway.pool.run(work)
+
+
+def switch(given: Mapping[str, str], name: str) -> bool:
+    """Return a header's or a query parameter's value: true, or false where it is not given. Raises InvalidRequest."""
+    text = given.get(name, "false")
+    if text.lower() not in ("true", "false"):
+        raise InvalidRequest(name, f"must be true or false, got {text[:40]!r}")
+    return text.lower() == "true"
+
+
+def _deadline_ms(text: str | None) -> int:
+    if text is None:
+        return 0
+    try:
+        seconds = float(text)
+    except ValueError as error:
+        raise InvalidRequest("X-Request-Timeout", f"must be a number of seconds, got {text!r}") from error
+    if not 0.001 <= seconds <= _MAX_TIMEOUT_S:
+        raise InvalidRequest("X-Request-Timeout", f"must be from 0.001 to {_MAX_TIMEOUT_S:g} seconds, got {text}")
+    return round(seconds * 1000)
+
+
+def _digest(api: ApiForm, document: Mapping[str, Any]) -> str:
+    """Return a digest that is equal for bodies that say the same, whatever the order of their fields.
+
+    Raises InvalidRequest where the body is nested too deeply to be written again.
+    """
+    try:
+        text = json.dumps(document, sort_keys=True)
+    except RecursionError as error:
+        raise InvalidRequest(None, "the body is nested too deeply") from error
+    return hashlib.sha256(f"{api}:{text}".encode()).hexdigest()

@@ -1,0 +1,246 @@
+"""POST /v1/score, POST /v1/rerank and their other paths, as vLLM's: their bodies, routes and answers.
+
+Scores are cosines of vectors, or what a model says that reads a query and a document together.
+"""
+
+import json
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pagestream.v1.inference_pb2 import Usage
+from pagestream.v1.records_pb2 import API_FORM_RERANK, API_FORM_SCORE, LogEnd, RequestSpec, VectorForm
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pagestream_gateway.calls import EMBEDDINGS
+from pagestream_gateway.core.sampling.json_types import Items, StrictModel, expects
+from pagestream_gateway.errors import InvalidRequest
+from pagestream_gateway.gateway import Gateway
+from pagestream_gateway.http.body import parse_body
+from pagestream_gateway.http.documents import body_of
+from pagestream_gateway.openai import generation
+from pagestream_gateway.openai.embeddings import UNSUPPORTED, VectorBody, usage_of, vector_request
+from pagestream_gateway.openai.generation import ParsedRequest, without_unsupported
+from pagestream_gateway.openai.writer import LogWriter
+from pagestream_gateway.request import AskedPooling, TextPrompt
+from pagestream_gateway.similarities import Similarities
+from pagestream_gateway.streams.runs import Position, Run
+
+_RESULT_BYTES = 128  # of a result's object, without a document's text
+
+
+class TextObject(StrictModel):
+    """A text as Cohere's and Jina's clients may send it."""
+
+    text: str
+
+
+Text = Annotated[str | TextObject, expects("must be a string, or an object with its text")]
+Texts = Annotated[str | TextObject | Items[str | TextObject], expects("must be a string or a list of strings")]
+
+
+class ScoringBody(VectorBody):
+    """The fields of both bodies."""
+
+    max_tokens_per_query: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
+        None, description="To which each query is cut before it is put into a prompt; 0 (default): it is not."
+    )
+    max_tokens_per_doc: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
+        None, description="To which each document is cut, likewise."
+    )
+
+
+class ScoreBody(ScoringBody):
+    """POST /v1/score: one text or several on the left, as many or more on the right; in vLLM's spellings."""
+
+    text_1: Texts | None = Field(None, description="The queries: one, or as many as text_2.")
+    text_2: Texts | None = Field(None, description="The texts that are compared with them.")
+    data_1: Texts | None = Field(None, description="Another name of text_1.")
+    data_2: Texts | None = Field(None, description="Another name of text_2.")
+    queries: Texts | None = Field(None, description="Another name of text_1.")
+    documents: Texts | None = Field(None, description="Another name of text_2.")
+    items: Texts | None = Field(None, description="Another name of text_2.")
+
+
+class RerankBody(ScoringBody):
+    """POST /v1/rerank."""
+
+    query: Text
+    documents: Texts = Field(description="The texts that are ordered by their scores: strings, or objects with `text`.")
+    top_n: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(None, description="Most results; 0 (default): all.")
+    return_documents: bool | None = Field(None, description="Whether results hold the documents' texts. Default true.")
+
+
+class ScoringWriter(LogWriter):
+    """Writes scores, which are known when the log has ended: a stream has one event."""
+
+    needs_history = True
+
+    def __init__(self, spec: RequestSpec) -> None:
+        super().__init__(spec)
+        self.similarities = Similarities(spec)
+
+    @abstractmethod
+    def whole(self, usage: Usage) -> dict[str, Any]:
+        """Return the whole answer."""
+
+    def skip(self, run: Run) -> None:
+        self.similarities.add(run)
+
+    def chunk(self, run: Run) -> str | None:
+        self.similarities.add(run)
+        return None
+
+    def usage(self, end: LogEnd, position: Position) -> str | None:
+        return json.dumps({**self.whole(end.usage), "stream_position": position.event_id(self.spec.request_id)})
+
+
+class ScoreWriter(ScoringWriter):
+    """Writes scores by the documents' numbers."""
+
+    def whole(self, usage: Usage) -> dict[str, Any]:
+        scores = self.similarities.scores
+        return {
+            "id": self.spec.request_id,
+            "object": "list",
+            "created": self.spec.answer.created,
+            "model": self.spec.model,
+            "data": [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)],
+            "usage": usage_of(usage),
+        }
+
+
+class RerankWriter(ScoringWriter):
+    """Writes documents by their scores, best first."""
+
+    def whole(self, usage: Usage) -> dict[str, Any]:
+        scores, form = self.similarities.scores, self.spec.answer.vectors
+        order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[: form.top_n or None]
+        return {
+            "id": self.spec.request_id,
+            "model": self.spec.model,
+            "usage": usage_of(usage),
+            "results": [
+                {
+                    "index": index,
+                    **({"document": {"text": form.documents[index]}} if form.documents else {}),
+                    "relevance_score": scores[index],
+                }
+                for index in order
+            ],
+        }
+
+
+class ScoreList:
+    """The body of a whole answer."""
+
+    def __init__(self, writer: ScoringWriter) -> None:
+        self._writer = writer
+        self.num_bytes = self.empty_bytes(writer)
+        """See AnswerBody."""
+
+    @staticmethod
+    def empty_bytes(writer: ScoringWriter) -> int:
+        """See AnswerBody."""
+        texts = sum(len(text.encode()) for text in writer.spec.answer.vectors.documents)
+        return _RESULT_BYTES * writer.num_choices + texts
+
+    @staticmethod
+    def size_of(writer: ScoringWriter, run: Run) -> int:
+        """See AnswerBody."""
+        return len(run.embedding)
+
+    def set_fingerprint(self, fingerprint: str) -> None:
+        """See AnswerBody. Scores don't show it, as vLLM's don't."""
+
+    def add(self, run: Run) -> None:
+        """See AnswerBody."""
+        self.num_bytes += self._writer.similarities.add(run)
+
+    def parts(self, end: LogEnd) -> Iterator[bytes]:
+        """See AnswerBody."""
+        yield json.dumps(self._writer.whole(end.usage), ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def parse_score(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest:
+    """Read the body of a score and its headers. Raises InvalidRequest."""
+    body = parse_body(ScoreBody, without_unsupported(document, UNSUPPORTED))
+    query_field, queries = _one_of(body, "text_1", "data_1", "queries")
+    field, documents = _one_of(body, "text_2", "data_2", "documents", "items")
+    if len(queries) not in (1, len(documents)):
+        expected = f"must be one text or as many as {field}, {len(documents)}"
+        raise InvalidRequest(query_field, f"{expected}, got {len(queries)}")
+    texts = _texts(body, queries, documents, (query_field, field))
+    return vector_request(body, headers, document, API_FORM_SCORE, form=VectorForm(), **texts)
+
+
+def parse_rerank(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest:
+    """Read the body of a rerank and its headers. Raises InvalidRequest."""
+    body = parse_body(RerankBody, without_unsupported(document, UNSUPPORTED))
+    query = _text(body.query)
+    if not query:
+        raise InvalidRequest("query", "must not be empty")
+    documents = _listed(body.documents)
+    shown = [] if body.return_documents is False else documents
+    form = VectorForm(top_n=body.top_n or 0, documents=shown)
+    texts = _texts(body, [query], documents, ("query", "documents"))
+    return vector_request(body, headers, document, API_FORM_RERANK, form=form, **texts)
+
+
+def _texts(body: ScoringBody, queries: list[str], documents: list[str], names: tuple[str, str]) -> dict[str, Any]:
+    """Return the arguments of `vector_request` that scores and reranks fill alike; `names`: of both fields."""
+    if not documents:
+        raise InvalidRequest(names[1], "must not be empty")
+    adds = body.add_special_tokens is not False
+    return {
+        "prompts": [TextPrompt(text, adds) for text in (*queries, *documents)],
+        "prompt_field": names[1],
+        "pooling": AskedPooling(
+            normalize=True,
+            activates=body.use_activation,
+            num_query_tokens=body.max_tokens_per_query or 0,
+            num_doc_tokens=body.max_tokens_per_doc or 0,
+            num_queries=len(queries),
+            query_field=names[0],
+        ),
+    }
+
+
+def _one_of(body: ScoreBody, *names: str) -> tuple[str, list[str]]:
+    """Return the name and the texts of a field that has several. Raises InvalidRequest unless exactly one is given."""
+    given = {name: texts for name in names if (texts := getattr(body, name)) is not None}
+    if len(given) != 1:
+        raise InvalidRequest(names[0], f"exactly one of {', '.join(names)} must be given")
+    ((name, texts),) = given.items()
+    return name, _listed(texts)
+
+
+def _text(given: str | TextObject) -> str:
+    return given if isinstance(given, str) else given.text
+
+
+def _listed(given: str | TextObject | list[str | TextObject]) -> list[str]:
+    return [_text(each) for each in given] if isinstance(given, list) else [_text(given)]
+
+
+def router(gateway: Gateway) -> APIRouter:
+    """Return the routes of both resources."""
+    routes = APIRouter(tags=["vectors"])
+
+    @routes.post("/score", openapi_extra=body_of(ScoreBody), summary="Compare texts")
+    @routes.post("/v1/score", openapi_extra=body_of(ScoreBody), summary="Compare texts")
+    async def score(request: Request) -> Response:
+        call = gateway.calls.begin("score", EMBEDDINGS, request.headers)
+        return await generation.generate(gateway, request, call, parse_score, writer=ScoreWriter, body=ScoreList)
+
+    @routes.post("/rerank", openapi_extra=body_of(RerankBody), summary="Order documents by a query")
+    @routes.post("/v2/rerank", openapi_extra=body_of(RerankBody), summary="Order documents by a query")
+    @routes.post("/v1/rerank", openapi_extra=body_of(RerankBody), summary="Order documents by a query")
+    async def rerank(request: Request) -> Response:
+        call = gateway.calls.begin("rerank", EMBEDDINGS, request.headers)
+        return await generation.generate(gateway, request, call, parse_rerank, writer=RerankWriter, body=ScoreList)
+
+    return routes

@@ -1,0 +1,424 @@
+"""The JSON of generated answers that completions and chats write alike, in events and as a whole body."""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol, Self
+
+from pagestream.v1.inference_pb2 import FinishReason, Usage
+from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, RequestSpec
+from pagestream_streams.protocol.records import finish_reason_name
+
+from pagestream_gateway.openai.logprobs import Logprobs, prompt_logprobs_body
+from pagestream_gateway.streams.runs import START, Position, Run, position_after, split_runs
+
+
+def finish_reason_body(reason: FinishReason) -> str | None:
+    """Return the name of a finish reason; None while there is none."""
+    return finish_reason_name(reason) if reason else None
+
+
+def usage_body(usage: Usage) -> dict[str, Any]:
+    """Return OpenAI's usage object."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+class AnswerBody(Protocol):
+    """Collects a log's runs, and gives the body of a whole answer back in parts.
+
+    Args:
+        writer: of the answer; it has written nothing yet.
+    """
+
+    num_bytes: int
+    """Held, about."""
+
+    def __init__(self, writer: Any) -> None: ...
+
+    @staticmethod
+    def empty_bytes(writer: Any) -> int:
+        """Return the bytes that a body has before any run."""
+
+    @staticmethod
+    def size_of(writer: Any, run: Run) -> int:
+        """Return the bytes that a run takes in a body, at most about: a whole body never takes twice as much."""
+
+    def set_fingerprint(self, fingerprint: str) -> None:
+        """Set what the body shows as `system_fingerprint`; "" for unknown."""
+
+    def add(self, run: Run) -> None:
+        """Add a run that is not the log's end."""
+
+    def parts(self, end: LogEnd) -> Iterator[bytes]:
+        """Yield the body of a log that ended so; what is yielded is no longer held here."""
+
+
+class LogWriter(ABC):
+    """Writes one request's runs as the `data` of stream events, and its whole answer as one body."""
+
+    logprobs_form: ClassVar[type[Logprobs]] = Logprobs
+    needs_history: bool = False
+    """Whether a chunk depends on the runs before it, so that a reader's start position is not enough."""
+
+    def __init__(self, spec: RequestSpec) -> None:
+        self.spec = spec
+        self.logprobs = self.logprobs_form(spec)
+        self.num_choices = len(spec.prompts) * max(1, spec.sampling.n)
+        self._fingerprint: str | None = None
+
+    def set_fingerprint(self, fingerprint: str) -> None:
+        """Set the numerics fingerprint of the engine, which answers show as `system_fingerprint`; "" for unknown."""
+        self._fingerprint = fingerprint or None
+
+    def again(self) -> Self:
+        """Return a writer of the same answer that has written nothing yet."""
+        fresh = type(self)(self.spec)
+        fresh.set_fingerprint(self._fingerprint or "")
+        fresh.logprobs.tokens = self.logprobs.tokens
+        return fresh
+
+    def split(self, first_index: int, entries: Sequence[LogEntry]) -> list[Run]:
+        """Return the runs that are written together, of entries whose first has index `first_index`."""
+        return split_runs(first_index, entries)
+
+    def skip(self, run: Run) -> None:  # noqa: B027 - most writers need no history
+        """Take note of a run that the reader has already."""
+
+    def opening(self) -> str | None:
+        """Return the chunk that stands before the first entry; None where there is none."""
+        return None
+
+    @abstractmethod
+    def chunk(self, run: Run) -> str | None:
+        """Return the chunk of a run that is not the log's end; None where it shows nothing."""
+
+    @abstractmethod
+    def usage(self, end: LogEnd, position: Position) -> str | None:
+        """Return the last chunk, if there is one; `position` is the one after the log's end."""
+
+
+class AnswerWriter(LogWriter):
+    """Writes generated answers.
+
+    Methods: one for each part of a chunk or a whole answer that completions and chats spell differently.
+    """
+
+    chunk_object: ClassVar[str]
+    """OpenAI's `object` of a chunk."""
+    whole_object: ClassVar[str]
+    """OpenAI's `object` of a whole answer."""
+    shows_prompts_by_choice: ClassVar[bool] = True
+    """Whether each choice has `prompt_logprobs`, or the answer has them once."""
+
+    def __init__(self, spec: RequestSpec) -> None:
+        super().__init__(spec)
+        answer = spec.answer
+        self._counts = answer.continuous_usage
+        self.needs_history = self._counts or (self.logprobs.is_asked and self.logprobs.depends_on_history)
+        self._num_tokens = [0] * (self.num_choices if self._counts else 0)
+        self._head = self._chunk_head()
+        # With include_usage each chunk says that its usage is still to come.
+        self._tail = '],"usage":null' if answer.include_usage else "]"
+
+    def set_fingerprint(self, fingerprint: str) -> None:
+        super().set_fingerprint(fingerprint)
+        self._head = self._chunk_head()
+
+    def skip(self, run: Run) -> None:
+        self._count(run)
+        if not self.logprobs.is_asked:
+            return
+        if not run.prompt_end:
+            self.logprobs.write(run)
+            return
+        for choice in self.choices_of(run):
+            self.logprobs.echoed(run, choice)
+
+    def note(self, run: Run) -> None:
+        """Take note of a run of a whole answer, for its usage."""
+
+    def prompt_ids(self, choice: int) -> list[int]:
+        """Return the token ids of a choice's prompt."""
+        return list(self.spec.prompts[choice // max(1, self.spec.sampling.n)].ids)
+
+    @abstractmethod
+    def opening_parts(self) -> list[str]:
+        """Return what each choice shows before the first entry, as members of a JSON object; [] for no opening."""
+
+    @abstractmethod
+    def delta(self, run: Run) -> str:
+        """Return a run's text as a member of a JSON object."""
+
+    @abstractmethod
+    def message(self, choice: int, text: str) -> dict[str, Any]:
+        """Return the members of a whole choice that hold its text."""
+
+    def opening(self) -> str | None:
+        choices = [
+            f'{{"index":{number},{part},"logprobs":{_compact(self.logprobs.first(number))},"finish_reason":null}}'
+            for number, part in enumerate(self.opening_parts())
+        ]
+        if not choices:
+            return None
+        return f"{self._head}{','.join(choices)}{self._tail_of(0)}{self._opening_members()}{self._position(START)}"
+
+    def chunk(self, run: Run) -> str:
+        if run.prompt_end:
+            return self._prompt_chunk(run)
+        self._count(run)
+        logprobs = "null"
+        if self.logprobs.is_asked:
+            logprobs = _compact(self.logprobs.write(run))
+        delta, finish = self.delta(run), '"finish_reason":null'
+        if run.finish is not None:
+            stop = json.dumps(self._stop_reason(run.finish))
+            finish = f'"finish_reason":"{self.finish_reason(run.choice, run.finish)}","stop_reason":{stop}'
+        ids = self._token_ids(run) if self.spec.answer.token_ids else ""
+        choice = f'{{"index":{run.choice},{delta},"logprobs":{logprobs},{finish}{ids}}}'
+        return f"{self._head}{choice}{self._tail_of(run.choice)}{self._position(position_after(run))}"
+
+    def _token_ids(self, run: Run) -> str:
+        """Return the members of a chunk's choice that show token ids."""
+        return f',"token_ids":{_compact(run.token_ids)}'
+
+    def _opening_members(self) -> str:
+        """Return what the chunk before the first entry shows beside its choices."""
+        return ""
+
+    def _count(self, run: Run) -> None:
+        if self._counts:
+            self._num_tokens[run.choice] += len(run.token_ids)
+
+    def _tail_of(self, choice: int) -> str:
+        """Return what follows the choices in a chunk of one choice."""
+        if not self._counts:
+            return self._tail
+        prompt = self.spec.prompts[choice // max(1, self.spec.sampling.n)]
+        usage = Usage(prompt_tokens=len(prompt.ids), completion_tokens=self._num_tokens[choice])
+        body = self.usage_body(usage, (choice,))
+        del body["prompt_tokens_details"]  # known at the end
+        return f'],"usage":{_compact(body)}'
+
+    def _prompt_chunk(self, run: Run) -> str:
+        """Return the chunk of log probabilities of a prompt, for all choices of it."""
+        choices, empty = [], self.delta(Run(run.choice, run.next_index, run.digest))
+        shown = _compact(self.prompt_logprobs(run))
+        in_choice = f',"prompt_logprobs":{shown}' if self.shows_prompts_by_choice and self.shows_prompts else ""
+        for choice in self.choices_of(run):
+            logprobs = _compact(self.logprobs.echoed(run, choice))
+            choices.append(f'{{"index":{choice},{empty},"logprobs":{logprobs},"finish_reason":null{in_choice}}}')
+        outside = f',"prompt_logprobs":{shown}' if self.shows_prompts and not in_choice else ""
+        return (
+            f"{self._head}{','.join(choices)}{self._tail_of(run.choice)}{outside}{self._position(position_after(run))}"
+        )
+
+    @property
+    def shows_prompts(self) -> bool:
+        """Whether prompts' log probabilities are shown in vLLM's form."""
+        return self.spec.answer.HasField("prompt_logprobs")
+
+    def prompt_logprobs(self, run: Run) -> list[dict[str, Any] | None]:
+        """Return vLLM's `prompt_logprobs` for a run's tokens of a prompt; [] where they are not shown."""
+        return prompt_logprobs_body(run, self.spec.answer.prompt_logprobs) if self.shows_prompts else []
+
+    def choices_of(self, run: Run) -> range:
+        """Return the choices whose prompt a run's tokens of a prompt are of."""
+        return range(run.choice, run.choice + max(1, self.spec.sampling.n))
+
+    def usage(self, end: LogEnd, position: Position) -> str | None:
+        """Return the chunk with the usage, where it was asked for."""
+        if not self.spec.answer.include_usage:
+            return None
+        return f'{self._head}],"usage":{_compact(self.usage_body(end.usage))}{self._position(position)}'
+
+    def usage_body(self, usage: Usage, choices: Iterable[int] | None = None) -> dict[str, Any]:
+        """Return the usage of what has been written, as bodies show it; of some choices, or of all."""
+        return usage_body(usage)
+
+    def whole(self, usage: Usage) -> dict[str, Any]:
+        """Return the members of an answer that is not streamed, without its choices."""
+        return {
+            "id": self.spec.request_id,
+            "object": self.whole_object,
+            **self._shared(),
+            "choices": [],
+            "usage": self.usage_body(usage),
+        }
+
+    def whole_choice(self, number: int, text: str, finish: ChoiceFinish) -> dict[str, Any]:
+        """Return the members of a choice that is not streamed, without its log probabilities."""
+        return {
+            "index": number,
+            **self.message(number, text),
+            "logprobs": None,
+            "finish_reason": finish_reason_body(finish.reason),
+            "stop_reason": self._stop_reason(finish),
+        }
+
+    def whole_prompt_ids(self, choice: int) -> dict[str, Any]:
+        """Return the members of a whole choice that show its prompt's token ids; {} where the answer shows them."""
+        return {}
+
+    def _shared(self) -> dict[str, Any]:
+        """Return the members that chunks and whole answers have alike."""
+        return {
+            "created": self.spec.answer.created,
+            "model": self.spec.adapter.name or self.spec.model,
+            "system_fingerprint": self._fingerprint,
+            "service_tier": "default",
+        }
+
+    def _chunk_head(self) -> str:
+        members = {"id": self.spec.request_id, "object": self.chunk_object, **self._shared()}
+        return _compact(members)[:-1] + ',"choices":['
+
+    def finish_reason(self, choice: int, finish: ChoiceFinish) -> str:
+        """Return the name of the reason; `choice` has been written up to its end."""
+        return finish_reason_name(finish.reason)
+
+    def _stop_reason(self, finish: ChoiceFinish) -> str | int | None:
+        """Return the stop string that ended a choice, or the stop token's id; None where neither did."""
+        text = finish.stop_reason
+        is_token = text not in self.spec.sampling.stop and text.isdecimal()
+        return int(text) if is_token else text or None
+
+    def _position(self, position: Position) -> str:
+        """Return the end of a chunk: the position after it, from which a reader resumes."""
+        return f',"stream_position":"{position.event_id(self.spec.request_id)}"}}'
+
+
+def _compact(body: dict[str, Any] | list[Any] | None) -> str:
+    return json.dumps(body, separators=(",", ":"))
+
+
+_CHOICE_BYTES = 512  # of an empty choice's buffers, and of its members' names in the body
+# Most bytes of JSON for packed log probabilities: for each token, and for each of their bytes (a text is also a list).
+_TOKEN_BYTES, _JSON_FACTOR = 32, 8
+_ID_BYTES = 8  # of a token id in a list
+
+
+@dataclass
+class _Choice:
+    text: bytearray = field(default_factory=bytearray)
+    logprobs: dict[str, bytearray] = field(default_factory=dict)
+    """The items of each list, as JSON without its brackets."""
+    prompt_logprobs: bytearray = field(default_factory=lambda: bytearray(b"null"))
+    """The items of the list, likewise; those of a prompt of one token are these."""
+    token_ids: bytearray = field(default_factory=bytearray)
+    """The items of the list, likewise."""
+    finish: ChoiceFinish = field(default_factory=ChoiceFinish)
+
+
+class WholeBody:
+    """Collects runs, and gives the body back in parts."""
+
+    def __init__(self, writer: AnswerWriter) -> None:
+        """`writer`: has written nothing yet."""
+        self._writer = writer
+        self._choices = [_Choice() for _ in range(writer.num_choices)]
+        self.num_bytes = self.empty_bytes(writer)
+        """Held, about."""
+        for number, choice in enumerate(self._choices):
+            self._add_logprobs(choice, writer.logprobs.first(number))
+
+    @staticmethod
+    def empty_bytes(writer: AnswerWriter) -> int:
+        """Return the bytes that a body has before any run: each choice repeats what it echoes."""
+        siblings = max(1, writer.spec.sampling.n)
+        echoes = siblings * sum(len(text.encode()) for text in writer.spec.answer.echo_texts)
+        ids = sum(len(prompt.ids) for prompt in writer.spec.prompts) if writer.spec.answer.token_ids else 0
+        return writer.num_choices * _CHOICE_BYTES + echoes + siblings * ids * _ID_BYTES
+
+    @staticmethod
+    def size_of(writer: AnswerWriter, run: Run) -> int:
+        """See AnswerBody. Choices of a prompt each show its log probabilities, maybe in two forms."""
+        logprobs = sum(_TOKEN_BYTES + _JSON_FACTOR * token.ByteSize() for token in run.logprobs)
+        of_prompt = sum(_TOKEN_BYTES + _JSON_FACTOR * token.ByteSize() for token in run.prompt_logprobs)
+        ids = _ID_BYTES * len(run.token_ids) if writer.spec.answer.token_ids else 0
+        return len(run.text.encode()) + ids + logprobs + 2 * max(1, writer.spec.sampling.n) * of_prompt
+
+    def set_fingerprint(self, fingerprint: str) -> None:
+        """Set what the body shows as `system_fingerprint`; "" for unknown."""
+        self._writer.set_fingerprint(fingerprint)
+
+    def add(self, run: Run) -> None:
+        """Add a run that is not the log's end."""
+        if run.prompt_end:
+            self._add_prompt(run)
+            return
+        choice = self._choices[run.choice]
+        text = run.text.encode()
+        choice.text += text
+        self.num_bytes += len(text)
+        self._writer.note(run)
+        if self._writer.spec.answer.token_ids and run.token_ids:
+            ids = _json(run.token_ids)[1:-1]
+            choice.token_ids += b"," + ids if choice.token_ids else ids
+            self.num_bytes += len(ids) + 1
+        if run.finish is not None:
+            choice.finish = run.finish
+        self._add_logprobs(choice, self._writer.logprobs.write(run))
+
+    def _add_prompt(self, run: Run) -> None:
+        shown = _json(self._writer.prompt_logprobs(run))[1:-1]
+        for number in self._writer.choices_of(run):
+            choice = self._choices[number]
+            self._add_logprobs(choice, self._writer.logprobs.echoed(run, number))
+            if shown and (self._writer.shows_prompts_by_choice or number == 0):
+                is_begin = run.prompt_end == len(run.prompt_logprobs)
+                choice.prompt_logprobs = bytearray(shown) if is_begin else choice.prompt_logprobs + b"," + shown
+                self.num_bytes += len(shown) + 1
+
+    def _add_logprobs(self, choice: _Choice, written: dict[str, Any] | None) -> None:
+        for name, items in self._writer.logprobs.lists(written).items():
+            column = choice.logprobs.setdefault(name, bytearray())
+            text = _json(items)[1:-1]
+            column += b"," + text if column else text
+            self.num_bytes += len(text) + 1
+
+    def parts(self, end: LogEnd) -> Iterator[bytes]:
+        """Yield the body, choice by choice; what is yielded is no longer held here."""
+        of_prompt = b"[" + self._choices[0].prompt_logprobs + b"]"
+        self._choices.reverse()
+        opening = b"{"
+        for name, value in self._writer.whole(end.usage).items():
+            yield opening + _json(name) + b":"
+            opening = b","
+            if name != "choices":
+                yield _json(value)
+                continue
+            for number in range(self._writer.num_choices):
+                yield (b"," if number else b"[") + self._choice(number, self._choices.pop())
+            yield b"]"
+        if self._writer.shows_prompts and not self._writer.shows_prompts_by_choice:
+            yield b',"prompt_logprobs":' + of_prompt
+        yield b"}"
+
+    def _choice(self, number: int, choice: _Choice) -> bytes:
+        members = self._writer.whole_choice(number, choice.text.decode(), choice.finish)
+        written = {name: _json(value) for name, value in members.items()}
+        form = self._writer.logprobs
+        if form.is_asked:
+            lists = {name: b"[" + choice.logprobs.get(name, b"") + b"]" for name in form.list_names}
+            written["logprobs"] = _object(lists | {name: _json(value) for name, value in form.other_members.items()})
+        if self._writer.shows_prompts and self._writer.shows_prompts_by_choice:
+            written["prompt_logprobs"] = b"[" + choice.prompt_logprobs + b"]"
+        if self._writer.spec.answer.token_ids:
+            of_prompt = self._writer.whole_prompt_ids(number)
+            written |= {name: _json(ids) for name, ids in of_prompt.items()}
+            written["token_ids"] = b"[" + choice.token_ids + b"]"
+        return _object(written)
+
+
+def _object(members: Mapping[str, bytes]) -> bytes:
+    return b"{" + b",".join(_json(name) + b":" + value for name, value in members.items()) + b"}"
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()

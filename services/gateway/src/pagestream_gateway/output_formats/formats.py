@@ -1,0 +1,269 @@
+"""The formats in which models write tool calls, and which of them a model has.
+
+A model's card or a setting names the format, else its chat template shows it.
+
+Ids of calls have a form of the format, too.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pagestream.v1.records_pb2 import OutputForm
+from pagestream_streams.protocol.output_formats import (
+    BY_TEMPLATE,
+    NONE,
+    REASONING_PARSERS,
+    TOOL_CALL_PARSERS,
+    OutputParsers,
+)
+
+from pagestream_gateway.output_formats import harmony
+from pagestream_gateway.output_formats.deepseek import CALLS_BEGIN, DeepSeek
+from pagestream_gateway.output_formats.harmony import CHANNEL, MESSAGE, Harmony
+from pagestream_gateway.output_formats.hermes import Hermes
+from pagestream_gateway.output_formats.json_calls import JsonCalls, NamedCall, RequiredCalls
+from pagestream_gateway.output_formats.mistral import Mistral
+from pagestream_gateway.output_formats.parts import BlanksAtOnce, OutputParser, PlainText
+from pagestream_gateway.output_formats.pythonic import Pythonic
+from pagestream_gateway.output_formats.reasoning import MARKS, CallsWithin, Marks, Think
+from pagestream_gateway.output_formats.tagged import SEED_CALL, Glm, QwenCoder, SeedOss, TaggedCalls, recorded_types
+
+HARMONY, HARMONY_REASONING = "openai", "openai_gptoss"
+_BY_NAMES: dict[str, Callable[[frozenset[str]], OutputParser]] = {
+    "hermes": Hermes,
+    "llama3_json": JsonCalls,
+    "mistral": Mistral,
+    "pythonic": Pythonic,
+    "deepseek_v3": DeepSeek,
+    "required": RequiredCalls,
+    "named": NamedCall,
+}
+TYPED_FORMATS: dict[str, type[TaggedCalls]] = {"qwen3_coder": QwenCoder, "seed_oss": SeedOss, "glm45": Glm}
+"""Those that spell arguments as text, and need the parameters' types."""
+FORMATS = (*_BY_NAMES, *TYPED_FORMATS, HARMONY)
+"""Names that a request's record has."""
+
+FORCED = ("required", "named")
+"""Those of them that a grammar forces, with any model."""
+_MARKED = ("hermes", "mistral", "deepseek_v3", *TYPED_FORMATS)
+"""Formats whose calls have a mark at their beginning, so that they are found anywhere."""
+
+_CALL_MARKERS: dict[str, tuple[str, ...]] = {
+    "hermes": (Hermes.BEGIN, Hermes.END),
+    "llama3_json": (JsonCalls.MARKER,),
+    "mistral": Mistral.MARKERS,
+    "deepseek_v3": DeepSeek.MARKERS,
+    "qwen3_coder": QwenCoder.MARKERS,
+    "seed_oss": SeedOss.MARKERS,
+    "glm45": Glm.MARKERS,
+    HARMONY: harmony.MARKERS,
+}
+
+
+def markers_of(form: OutputForm) -> tuple[str, ...]:
+    """Return what a format is told by, which the text must show where these are special tokens of a model."""
+    calls = _CALL_MARKERS.get(form.tool_format, ())
+    if form.reasoning_format == HARMONY_REASONING:
+        return (*calls, *harmony.MARKERS)
+    if not form.reasoning_format:
+        return calls
+    within = _CALL_MARKERS.get(_format_within(form), ())
+    return (*calls, *within, *MARKS.get(form.reasoning_marks, MARKS[""]))
+
+
+def parser_of(form: OutputForm) -> OutputParser:
+    """Return a new parser of one choice's text; that of a format which is not known here gives content alone."""
+    parser = _parser_of(form)
+    return parser if isinstance(parser, PlainText) else BlanksAtOnce(parser)
+
+
+def _parser_of(form: OutputForm) -> OutputParser:
+    if form.tool_format == HARMONY:
+        return Harmony(frozenset(form.tool_names), separates=bool(form.reasoning_format), opening=form.opening)
+    calls = _calls_parser(form.tool_format, form)
+    if not form.reasoning_format:
+        return calls
+    name = _format_within(form)
+    within = CallsWithin(lambda: _calls_within(name, form), _CALL_MARKERS[name][0][0]) if name else None
+    return Think(
+        calls,
+        is_open=form.reasoning_format == "open",
+        marks=MARKS.get(form.reasoning_marks, MARKS[""]),
+        keeps_blanks=form.keeps_blanks,
+        calls_within=within,
+        names=frozenset(form.tool_names),
+    )
+
+
+def _calls_parser(name: str, form: OutputForm) -> OutputParser:
+    names = frozenset(form.tool_names)
+    if name in _BY_NAMES:
+        return _BY_NAMES[name](names)
+    return TYPED_FORMATS[name](names, recorded_types(form)) if name in TYPED_FORMATS else PlainText()
+
+
+def _calls_within(name: str, form: OutputForm) -> OutputParser:
+    if name == "mistral":
+        return Mistral(frozenset(form.tool_names), is_marked=True)
+    return _calls_parser(name, form)
+
+
+def _format_within(form: OutputForm) -> str:
+    """Return the format of calls that are looked for in reasoning; "" where none are."""
+    name = form.own_format if form.tool_format in FORCED else form.tool_format
+    return name if name in _MARKED else ""
+
+
+_SWITCHES = ("enable_thinking", "thinking")
+"""Values of templates that ask for reasoning: of Qwen3 and GLM, and of DeepSeek-V3.1."""
+_THINKING = re.compile(r"\bthinking\b")
+_PYTHONIC = re.compile(r"\[func_name\d?\(")
+_BUDGET = "thinking_budget"
+"""Likewise of Seed-OSS, which takes a number of tokens."""
+_ALWAYS_REASON = ("deepseek_r1", "seed_oss")
+"""Parsers that take an output for reasoning until it ends, as vLLM's of these names."""
+
+
+def is_harmony(template: str) -> bool:
+    """Return whether a chat template has the channels of gpt-oss."""
+    return CHANNEL in template and MESSAGE in template
+
+
+def tool_format(template: str, parsers: OutputParsers = BY_TEMPLATE) -> str | None:
+    """Return the format of tool calls, "" for none.
+
+    None where no parser is named and the chat template takes no tools, or in a format that is not known here.
+    """
+    named = parsers.tool_call_parser
+    if named == NONE:
+        return ""
+    return TOOL_CALL_PARSERS.get(named) or _taught_format(template)
+
+
+def _taught_format(template: str) -> str | None:
+    if "tools" not in template:
+        return None
+    if is_harmony(template):
+        return HARMONY
+    for marker, name in (
+        (CALLS_BEGIN, "deepseek_v3"),
+        ("[TOOL_CALLS]", "mistral"),
+        (SEED_CALL, "seed_oss"),
+        ("<function=", "qwen3_coder"),
+        ("<arg_key>", "glm45"),
+        ("<tool_call>", "hermes"),
+    ):
+        if marker in template:
+            return name
+    if _PYTHONIC.search(template):
+        return "pythonic"
+    if "<|python_tag|>" in template or ('"parameters"' in template and "ipython" in template):
+        return "llama3_json"
+    return None
+
+
+def marks_name(template: str, parsers: OutputParsers = BY_TEMPLATE) -> str:
+    """Return whose marks reasoning has, where it has any."""
+    named = parsers.reasoning_parser
+    if named in REASONING_PARSERS:
+        return named if named in MARKS else ""
+    return next((name for name, marks in MARKS.items() if name and _has(template, marks)), "")
+
+
+def reasoning_format(
+    template: str, prompt: str, *, continues: bool = False, parsers: OutputParsers = BY_TEMPLATE
+) -> str:
+    """Return how an output's reasoning is told from its answer; "" where it has none.
+
+    `prompt`: the rendered one, which may open the reasoning; `continues`: whether it ends within a message.
+    """
+    named = parsers.reasoning_parser
+    if named == NONE:
+        return ""
+    if named == HARMONY_REASONING or (named not in REASONING_PARSERS and is_harmony(template)):
+        return HARMONY_REASONING
+    marks = MARKS[marks_name(template, parsers)]
+    if named not in REASONING_PARSERS and not _has(template, marks):
+        return ""
+    is_within = continues and prompt.rfind(marks.begin) > prompt.rfind(marks.end)
+    is_open = is_within or prompt.rstrip().endswith(marks.begin)
+    is_always = named in _ALWAYS_REASON and not is_reasoning_over(prompt, marks, continues=continues)
+    return "open" if is_open or is_always else "think"
+
+
+def is_reasoning_over(prompt: str, marks: Marks = MARKS[""], *, continues: bool = False) -> bool:
+    """Return whether a prompt that leaves no reasoning open leaves no room for it either."""
+    return continues or prompt.rstrip().endswith(marks.end)
+
+
+def reasoning_arguments(template: str, *, reasons: bool) -> dict[str, Any] | None:
+    """Return the values with which a chat template asks for reasoning or for none; None where it can't be asked.
+
+    A template without a switch asks for what it always does.
+    """
+    switch, other = _SWITCHES
+    if switch in template:
+        return {switch: reasons}
+    if is_harmony(template):
+        return {} if reasons else None
+    name = marks_name(template)
+    if name == "seed_oss" and _BUDGET in template:
+        return {} if reasons else {_BUDGET: 0}
+    has_marks = _has(template, MARKS[name])
+    if has_marks and not name and _THINKING.search(template):
+        return {other: reasons}
+    return {} if has_marks is reasons else None
+
+
+def _has(template: str, marks: Marks) -> bool:
+    return marks.begin in template or marks.end in template
+
+
+_LENGTH = 9
+_TAKEN_BY_MISTRAL = re.compile(rf"[A-Za-z0-9]{{{_LENGTH}}}")
+"""Its templates refuse any other id, as mistral-common does."""
+
+
+def call_id(place: str, form: OutputForm) -> str:
+    """Return the id of a call at a place: a request, its choice, and the call's number.
+
+    It is as long as the model's template takes it; where a record doesn't say whose calls a grammar forces, so short
+    that each template does.
+    """
+    own = form.own_format if form.tool_format in FORCED else form.tool_format
+    digest = _digest(place)
+    return digest[:_LENGTH] if own in ("", "mistral") else f"call_{digest[:24]}"
+
+
+def with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return a conversation whose calls and results have ids that Mistral's templates take.
+
+    Those of other servers become their last nine characters, as in vLLM; where that is none, or another call's, they
+    become others that depend on the id alone. A call and its result stay together.
+    """
+    given = [each["id"] for message in messages for each in message.get("tool_calls") or ()]
+    given += [each for message in messages if (each := message.get("tool_call_id")) is not None]
+    short = {each: each for each in given if _TAKEN_BY_MISTRAL.fullmatch(each)}
+    taken = set(short)
+    for each in given:
+        if each not in short:
+            end = each[-_LENGTH:]
+            is_free = _TAKEN_BY_MISTRAL.fullmatch(end) and end not in taken
+            short[each] = end if is_free else _digest(each)[:_LENGTH]
+            taken.add(short[each])
+    return [_with_ids(message, short) for message in messages]
+
+
+def _with_ids(message: Mapping[str, Any], short: Mapping[str, str]) -> Mapping[str, Any]:
+    found = dict(message)
+    if message.get("tool_calls"):
+        found["tool_calls"] = [{**each, "id": short[each["id"]]} for each in message["tool_calls"]]
+    if message.get("tool_call_id") is not None:
+        found["tool_call_id"] = short[message["tool_call_id"]]
+    return found
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,128 @@
+"""Tool calls as Python."""
+
+import ast
+import json
+
+from pagestream_gateway.output_formats.parts import MOST_NAME_CHARS, NAME, Arguments, CallBegin, Content, Part
+
+_MOST_CHARS = 2**16  # of a call, which is held until it is complete
+_OF_JSON = {"true": True, "false": False, "null": None}
+"""Names that models write among Python's literals."""
+
+
+class Pythonic:
+    """`[name(argument=value), ...]` from the output's beginning, with Python's literals: Llama 3.2 and 4.
+
+    Each call is passed on once it is complete.
+    """
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
+        self._state = "begin"
+        self._opening = self._held = ""
+        self._had_call = False
+        self._brackets = _Brackets()
+
+    def feed(self, text: str) -> list[Part]:
+        """See OutputParser."""
+        if self._state == "behind":
+            text = text.lstrip()
+            self._state = "content" if text else "behind"
+        if self._state in ("behind", "content"):
+            return [Content(text)] if text else []
+        self._held += text
+        if self._state == "begin":
+            stripped = self._held.lstrip()
+            if not stripped:
+                return []
+            if stripped[0] != "[":
+                return self._give_up()
+            self._opening = self._held[: len(self._held) - len(stripped) + 1]
+            self._state, self._held = "calls", stripped[1:]
+        return self._calls()
+
+    def end(self) -> list[Part]:
+        """See OutputParser."""
+        return [] if self._had_call else self._give_up()
+
+    def _give_up(self) -> list[Part]:
+        """Return what is held as content, and take all that follows for content."""
+        rest = self._held if self._had_call else self._opening + self._held
+        self._state, self._opening, self._held = "content", "", ""
+        return [Content(rest)] if rest else []
+
+    def _calls(self) -> list[Part]:
+        parts: list[Part] = []
+        while rest := self._held.lstrip(", \t\r\n"):
+            if rest[0] == "]" and self._had_call:
+                self._state, self._held = "behind", ""
+                return parts + self.feed(rest[1:])
+            beginning = rest[: 2 * MOST_NAME_CHARS]
+            if not self._brackets.place and not self._may_be_call(beginning):
+                return parts + self._give_up()
+            end = self._brackets.end(rest) if "(" in beginning else None
+            if end is None and len(rest) <= _MOST_CHARS:
+                break
+            call = None if end is None or end > _MOST_CHARS else self._call(rest[:end])
+            if call is None:
+                return parts + self._give_up()
+            parts += call
+            self._held, self._had_call, self._brackets = rest[end:], True, _Brackets()
+        return parts
+
+    def _may_be_call(self, text: str) -> bool:
+        name = NAME.match(text)
+        if name is None:
+            return False
+        behind = text[name.end() :]
+        if not behind:
+            return any(each.startswith(name.group()) for each in self._names)
+        return name.group() in self._names and behind[0] == "("
+
+    def _call(self, text: str) -> list[Part] | None:
+        try:
+            tree = ast.parse(text, mode="eval").body
+            if not isinstance(tree, ast.Call) or tree.args or any(each.arg is None for each in tree.keywords):
+                return None
+            name = ast.unparse(tree.func)
+            arguments = {str(each.arg): ast.literal_eval(_Constants().visit(each.value)) for each in tree.keywords}
+            written = json.dumps(arguments, allow_nan=False)
+        except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+            return None
+        return [CallBegin(name), Arguments(written)] if name in self._names else None
+
+
+class _Constants(ast.NodeTransformer):
+    """Gives JSON's names their values."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        """Return what a name stands for."""
+        return ast.Constant(_OF_JSON[node.id]) if node.id in _OF_JSON else node
+
+
+class _Brackets:
+    """Finds where the brackets that open in a growing text are all closed; reads each character once."""
+
+    def __init__(self) -> None:
+        self.place = 0
+        self._depth = 0
+        self._quote = ""
+        self._escaped = False
+
+    def end(self, text: str) -> int | None:
+        """Return the place behind the last bracket; None where it is not there yet."""
+        for place in range(self.place, len(text)):
+            char = text[place]
+            if self._quote:
+                self._quote = self._quote if char != self._quote or self._escaped else ""
+                self._escaped = char == "\\" and not self._escaped
+            elif char in "'\"":
+                self._quote = char
+            elif char in "([{":
+                self._depth += 1
+            elif char in ")]}":
+                self._depth -= 1
+                if self._depth <= 0:
+                    return place + 1
+        self.place = len(text)
+        return None

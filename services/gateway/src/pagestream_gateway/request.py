@@ -1,0 +1,184 @@
+"""What a caller asks for, before it is checked against a model: both APIs fill a `Draft`.
+
+Everything after that is shared, so that the APIs can't disagree about what is allowed.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pagestream.v1.inference_pb2 import ON_DISCONNECT_CANCEL, OnDisconnect, SamplingParams
+from pagestream.v1.records_pb2 import AnswerForm, ReasoningMarks
+
+from pagestream_gateway.errors import InvalidRequest
+from pagestream_gateway.output_formats.tools import Tools
+from pagestream_gateway.settings import PRIORITIES, LimitSettings
+
+_COUNTED_CONTEXTS = 4
+"""Contexts of the model whose tokens are counted in a chat that is too long: an agent's next turn is rarely longer."""
+
+
+@dataclass(frozen=True)
+class TextPrompt:
+    """Text that the tokenizer turns into tokens."""
+
+    text: str
+    add_special_tokens: bool = True
+
+
+@dataclass(frozen=True)
+class TokenPrompt:
+    """Token ids, taken as they are."""
+
+    token_ids: Sequence[int]
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation that the model's chat template turns into text."""
+
+    messages: Sequence[Mapping[str, Any]]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    add_special_tokens: bool = False
+    tools: Tools = field(default_factory=Tools)
+    documents: Sequence[Mapping[str, Any]] = ()
+    """That the template shows the model, to answer from."""
+    separate_reasoning: bool = True
+    """Whether reasoning is told from the answer, where the template knows any."""
+    reasons: bool | None = None
+    """Whether the template is to ask for reasoning; None leaves it to the template and `arguments`."""
+    effort: str | None = None
+    """How much reasoning the template is to ask for; None likewise."""
+    shows_reasoning: bool = True
+    """Whether answers show the reasoning that is told from them."""
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt
+WHAT_FITS = -1  # tokens of AskedTruncation
+
+
+@dataclass(frozen=True)
+class AskedTruncation:
+    """To what a caller asks to cut each prompt, before its length is checked."""
+
+    num_tokens: int
+    """Most that are kept, special ones included; WHAT_FITS: as many as the model takes."""
+    side: Literal["left", "right"] | None = None
+    """Where tokens are cut off, be they special or not. None: within the special tokens, at the beginning of a text
+    that an output goes on with, at the end of one that has none.
+    """
+    leaves_room: bool = False
+    """Of WHAT_FITS: whether the output has the room that is asked for it; else it has one token."""
+
+
+@dataclass(frozen=True)
+class AskedPooling:
+    """What a caller asks of vectors; None is as the model's files say."""
+
+    dimensions: int | None = None
+    """Leading numbers that are kept; None is all."""
+    normalize: bool | None = None
+    """Whether they are divided by their length."""
+    classifies: bool = False
+    """Whether probabilities of labels are asked for in place of vectors."""
+    activates: bool | None = None
+    """Whether scores of labels, or of pairs, go through the model's function: False gives the scores themselves."""
+    num_query_tokens: int = 0
+    """To which each query is cut before; 0: it is not."""
+    num_doc_tokens: int = 0
+    """To which each document is cut before; 0: it is not."""
+    num_queries: int = 0
+    """Prompts, from the first on, that the others are compared with; see `VectorForm`. They are texts."""
+    query_field: str = ""
+    """The field that holds these, for error messages."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A request as its caller spelled it."""
+
+    model: str
+    """Served name; empty for that of Models.default_name."""
+    prompts: Sequence[Prompt]
+    prompt_field: str
+    """Field of the API that holds the prompts, for error messages."""
+    sampling: SamplingParams
+    answer: AnswerForm
+    marks: ReasoningMarks = field(default_factory=ReasoningMarks)
+    """Of reasoning before what a grammar holds. Set when its prompt is rendered, as `answer.output` is."""
+    chosen_seed: int | None = None
+    """Seed that a gateway chose when it accepted this request for the first time; None for a new request."""
+    default_max_tokens: int | None = None
+    """max_tokens where neither caller nor model give it; None is what the context leaves."""
+    echo: bool = False
+    is_prompt_alone: bool = False
+    """Whether the echo is all that is asked for: the request ends as soon as it is accepted."""
+    is_counted: bool = False
+    """Whether its tokens are all that is asked for: it may be empty, and longer than the model's context."""
+    truncation: AskedTruncation | None = None
+    """Unset: a prompt that is too long is refused."""
+    pooling: AskedPooling | None = None
+    """Set where vectors of the prompts are asked for, and no output."""
+    on_disconnect: OnDisconnect = ON_DISCONNECT_CANCEL
+    priority: int = 0
+    deadline_ms: int = 0
+    """Milliseconds from acceptance; 0 is no deadline."""
+    client_request_id: str = ""
+    idempotency_key: str = ""
+    cache_salt: str = ""
+    """What the caller adds to the salt of the prefix cache."""
+    is_listed: bool = True
+    """Whether it stands in its tenant's list of requests. A batch's jobs don't: they would push all others out."""
+    body_digest: str = ""
+    """Digest of what was asked; set where there is an idempotency key."""
+
+
+def check_draft(draft: Draft, limits: LimitSettings) -> None:
+    """Check what needs no model. Raises InvalidRequest."""
+    if not draft.prompts:
+        raise InvalidRequest(draft.prompt_field, "must not be empty")
+    most = limits.max_prompts if draft.pooling is None else limits.max_inputs
+    if len(draft.prompts) > most:
+        name = "prompts" if draft.pooling is None else "inputs"
+        raise InvalidRequest(draft.prompt_field, f"at most {most} {name}, got {len(draft.prompts)}")
+    for prompt in draft.prompts:
+        if isinstance(prompt, ChatPrompt) and len(prompt.messages) > limits.max_messages:
+            raise InvalidRequest(
+                draft.prompt_field, f"at most {limits.max_messages} messages, got {len(prompt.messages)}"
+            )
+    for name in ("client_request_id", "idempotency_key", "cache_salt"):
+        if len(getattr(draft, name)) > limits.max_id_chars:
+            raise InvalidRequest(name, f"at most {limits.max_id_chars} characters, got {len(getattr(draft, name))}")
+    if draft.priority not in PRIORITIES:
+        raise InvalidRequest("priority", f"must be 0 (first), 1 or 2, got {draft.priority}")
+
+
+def most_tokens(draft: Draft, max_model_len: int, limits: LimitSettings) -> int:
+    """Return how many tokens one of its prompts may be encoded to: what fits the model, unless it need not fit.
+
+    Of a chat it is more: agents compact one by as many tokens as they are told that it has too many.
+    """
+    most = most_counted_tokens(max_model_len, limits)
+    if not must_fit(draft):
+        return most
+    if any(isinstance(prompt, ChatPrompt) for prompt in draft.prompts):
+        return min(_COUNTED_CONTEXTS * max_model_len, most)
+    return max_model_len - 1  # one of the context is left for the output
+
+
+def must_fit(draft: Draft) -> bool:
+    """Return whether prompts that don't fit the model's context are refused."""
+    return not draft.is_counted and draft.truncation is None
+
+
+def most_counted_tokens(max_model_len: int, limits: LimitSettings) -> int:
+    """Return how many tokens a text may have that need not fit the model."""
+    return max(limits.max_input_tokens, 2 * max_model_len)
+
+
+def now_s() -> int:
+    """Return Unix seconds, for answers that show when they were made; no decision depends on it."""
+    return int(time.time())

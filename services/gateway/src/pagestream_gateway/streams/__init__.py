@@ -1,0 +1,1 @@
+"""Answers from a request's log: events, whole answers, resumption and WebSocket."""

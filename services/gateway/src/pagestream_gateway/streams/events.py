@@ -1,0 +1,411 @@
+"""Answers that follow a request's log while they watch the connection, from any position.
+
+They are written as server-sent events, or as a JSON document a line.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+
+from pagestream.v1.records_pb2 import LogEntry, RequestSpec
+from pagestream_streams.errors import StreamsError
+from pagestream_streams.gateway.read import Sink
+from pagestream_streams.tasks import cancel
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from pagestream_gateway.auth.identity import Identity
+from pagestream_gateway.calls import DISCONNECTED, OK, Call
+from pagestream_gateway.error_codes import error_report, failure, is_failed, rate_headers
+from pagestream_gateway.errors import GatewayError
+from pagestream_gateway.gateway import Gateway
+from pagestream_gateway.openai.errors import error_data
+from pagestream_gateway.openai.writer import AnswerBody, LogWriter, WholeBody
+from pagestream_gateway.streams.accepted import QueuePlace
+from pagestream_gateway.streams.framing import BODY_WRITER, BodyWriter, EventFraming, Framing, LineFraming
+from pagestream_gateway.streams.runs import START, Position, Run, position_after
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What an answer reads, from where, and in which form it writes it."""
+
+    spec: RequestSpec
+    """The request as it was accepted."""
+    identity: Identity
+    call: Call
+    """What is measured; the answer ends it."""
+    writer: LogWriter
+    body: type[AnswerBody] = WholeBody
+    """What collects an answer that is not streamed."""
+    start: Position = START
+    """The position from which the client reads on."""
+    with_opening: bool = True
+    """Whether the chunk before the first entry is still to be sent."""
+    with_ids: bool = True
+    """Whether each event has its position as its `id` too, as an EventSource needs it."""
+    as_lines: bool = False
+    """Whether a stream is NDJSON in place of events."""
+    with_queue_comments: bool = False
+    """Whether comments say where the request stands until an engine's first entry."""
+    is_complete: bool = False
+    """Whether the log has ended at `start`."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Headers of this answer beside those of each answer."""
+
+
+class LogAnswer(Response):
+    """Follows a request's log while it watches the connection.
+
+    A client that leaves ends the reading, and with it the registration as a reader, which is all that the disconnect
+    grace needs.
+    """
+
+    def __init__(self, gateway: Gateway, reading: Reading) -> None:
+        super().__init__()
+        self._gateway = gateway
+        self._reading = reading
+        self._request_id = reading.spec.request_id
+        self._position = reading.start
+        self._writer = reading.writer
+        self._last_send_s = asyncio.get_running_loop().time()
+        self._unserved_due_s = self._last_send_s + gateway.settings.stream.unserved_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = asyncio.create_task(self._counted(scope, receive, send))
+        watcher = asyncio.create_task(self._watch(receive, send))
+        try:
+            await asyncio.wait((writer, watcher), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            try:
+                await cancel(watcher)
+            finally:
+                await cancel(writer)
+
+    def request_headers(self) -> dict[str, str]:
+        """Return the headers of this answer that name its request."""
+        rates = rate_headers(self._reading.call.rates)
+        return {**request_headers(self._reading.spec), **rates, **self._reading.headers}
+
+    def header_pairs(self, **more: str) -> list[tuple[bytes, bytes]]:
+        """Return the same, and `more`, as the server takes them."""
+        headers = {**self.request_headers(), **more}
+        return [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+
+    async def write(self, scope: Scope, receive: Receive, send: Send) -> str:
+        """Write the whole answer; return the outcome for the metrics."""
+        raise NotImplementedError
+
+    @property
+    def silence_s(self) -> float:
+        """Return after how many seconds without anything sent `keep_alive` is called."""
+        return self._gateway.settings.stream.keep_alive_s
+
+    async def keep_alive(self, send: Send) -> None:
+        """Keep the connection alive."""
+
+    async def tell_unserved(self, send: Send) -> None:
+        """Say that the request waits for an engine, where none runs its model; called once, after `unserved_s`."""
+
+    async def learn_tokens(self) -> None:
+        """Let the writer look tokens up in the model's tokenizer, where the answer depends on it."""
+        await learn_tokens(self._gateway, self._writer)
+
+    def follow(
+        self, sink: Sink | None = None, on_engine: Callable[[str], None] | None = None
+    ) -> AsyncGenerator[list[LogEntry], None]:
+        """Yield the log from the start position, in batches; but what the sink takes.
+
+        `on_engine` gets the engine's fingerprint, where the first entries come with it.
+        """
+        position = self._position
+        return self._gateway.requests.follow(
+            self._reading.spec,
+            from_index=position.next_index,
+            digest=position.digest,
+            sink=sink,
+            on_engine=on_engine,
+        )
+
+    async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
+        outcome = DISCONNECTED
+        try:
+            outcome = await self.write(scope, receive, send)
+        finally:
+            self._reading.call.end(outcome)
+            logger.info(
+                "answered",
+                extra={
+                    "request_id": self._request_id,
+                    "tenant": self._reading.identity.tenant,
+                    "api": self._reading.call.api,
+                    "outcome": outcome,
+                },
+            )
+
+    async def _watch(self, receive: Receive, send: Send) -> None:
+        """Return when the client has left; keep the connection alive until then."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due_s = self._last_send_s + self.silence_s
+            if loop.time() >= self._unserved_due_s:
+                self._unserved_due_s = float("inf")
+                await self.tell_unserved(send)
+                continue
+            if loop.time() >= due_s:
+                await self.keep_alive(send)
+                self._note_send()
+                continue
+            try:
+                async with asyncio.timeout_at(min(due_s, self._unserved_due_s)):
+                    message = await receive()
+            except TimeoutError:
+                continue
+            if message["type"] == "http.disconnect":
+                return
+
+    def _note_send(self) -> None:
+        self._last_send_s = asyncio.get_running_loop().time()
+
+    def _advance(self, run: Run) -> None:
+        self._position = position_after(run)
+
+
+async def learn_tokens(gateway: Gateway, writer: LogWriter) -> None:
+    """Let a writer look tokens up in the model's tokenizer, where the answer depends on it."""
+    logprobs = writer.logprobs
+    if not (logprobs.is_asked and logprobs.needs_tokens):
+        return
+    try:
+        model = await gateway.models.resolve(writer.spec.model)
+    except (GatewayError, StreamsError):
+        return  # an answer is worth more than the bytes of its split characters, or exact offsets
+    logprobs.tokens = model.tokens
+
+
+def request_headers(spec: RequestSpec) -> dict[str, str]:
+    """Return the headers of each answer that belongs to an accepted request.
+
+    They are its id, the seed with which it can be accepted again, and the caller's own id, where one was given that a
+    header can hold.
+    """
+    headers = {"X-Request-Id": spec.request_id, "X-Request-Seed": str(spec.sampling.seed)}
+    own = spec.client_request_id
+    if own and own.isascii() and own.isprintable():
+        headers["X-Client-Request-Id"] = own
+    return headers
+
+
+def queue_headers(place: QueuePlace | None) -> dict[str, str]:
+    """Return the headers of a stream whose request is queued: what goes before it, and how long that may take."""
+    if place is None:
+        return {}
+    headers = {"X-Queue-Position": str(place.position)}
+    if place.expected_wait_ms is not None:
+        headers["X-Expected-Wait-Ms"] = str(place.expected_wait_ms)
+    return headers
+
+
+UNSERVED = "no engine runs the model '{model}' now; the request waits for one"
+"""A comment in streams of events, which readers of events skip."""
+_UNSERVED_LIMIT_S = 1.0  # the connection is not watched meanwhile
+
+
+class EventStream(LogAnswer):
+    """An answer of JSON chunks, written while the log grows.
+
+    Each chunk holds the position after its last log entry. A client that lost its connection reads on from there, on
+    any gateway and over any transport.
+    """
+
+    def __init__(self, gateway: Gateway, reading: Reading) -> None:
+        super().__init__(gateway, reading)
+        self._next_index = reading.start.next_index
+        """Of the entry that is read next: `_position` may be before it, where the last runs showed nothing."""
+        self._headers_sent = False
+        self._owes_opening = reading.with_opening
+        self._body: BodyWriter | None = None
+        """What writes events at once, where the answer goes to a connection and not through a wrapper."""
+        self._has_fingerprint = False
+        self._framing: Framing = LineFraming() if reading.as_lines else EventFraming(with_ids=reading.with_ids)
+
+    async def write(self, scope: Scope, receive: Receive, send: Send) -> str:
+        """Write all events; return the outcome for the metrics."""
+        self._body = scope.get("extensions", {}).get(BODY_WRITER)
+        await self._start(send)
+        await self.learn_tokens()
+        try:
+            if not self._reading.is_complete:
+                await self._send_log(send)
+        except (GatewayError, StreamsError) as error:
+            # No [DONE]: a client that sees the end of the body without it resumes from its last position.
+            await self._send(send, (self._opening() + self.event(self.error(error))).encode(), more=False)
+            return error_report(error).code
+        await self._send(send, (self._opening() + self.closing()).encode(), more=False)
+        return OK
+
+    def closing(self) -> str:
+        """Return what stands after the last event."""
+        return self._framing.done(self._place())
+
+    async def keep_alive(self, send: Send) -> None:
+        """Send what readers skip, once the headers are out."""
+        if self._headers_sent:
+            await send({"type": "http.response.body", "body": self.idle_frame, "more_body": True})
+
+    async def tell_unserved(self, send: Send) -> None:
+        if not self._headers_sent or self._has_begun or self._reading.start.next_index:
+            return
+        model = self._reading.spec.model
+        comment = self._framing.comment(UNSERVED.format(model=model))
+        try:
+            async with asyncio.timeout(_UNSERVED_LIMIT_S):
+                is_served = not comment or await self._gateway.models.has_engines(model)
+        except (TimeoutError, StreamsError):
+            return
+        if not is_served and not self._has_begun:
+            await self._send(send, comment.encode())
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether an engine has claimed the request, as far as its log shows."""
+        return self._has_fingerprint or self._next_index > self._reading.start.next_index
+
+    @property
+    def idle_frame(self) -> bytes:
+        """Return the bytes that keep the connection alive."""
+        return self._framing.keep_alive
+
+    async def _start(self, send: Send) -> None:
+        """Send the headers, which name the request and its place in the queue, before there is any event."""
+        is_read_from = self._position.next_index or self._reading.is_complete
+        place = None if is_read_from else await self._gateway.requests.place(self._reading.spec)
+        headers = [
+            (b"content-type", self._framing.media_type.encode()),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+            *self.header_pairs(**queue_headers(place)),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        self._headers_sent = True
+
+    @asynccontextmanager
+    async def _queue_comments(self, send: Send) -> AsyncIterator[asyncio.Task[None] | None]:
+        """Write comments meanwhile, where the reader asks for them; the caller cancels them at the first entry."""
+        if not self._reading.with_queue_comments:
+            yield None
+            return
+        comments = asyncio.create_task(self._write_comments(send), name="queue comments")
+        try:
+            yield comments
+        finally:
+            await cancel(comments)
+
+    async def _write_comments(self, send: Send) -> None:
+        """Write where the request stands, each time that it is asked for, while it is queued."""
+        while True:
+            place = await self._gateway.requests.place(self._reading.spec)
+            if place is not None:
+                await self._send(send, self._framing.queue(place).encode())
+            await asyncio.sleep(self._gateway.settings.stream.queue_comments_s)
+
+    async def _send_log(self, send: Send) -> None:
+        with self._gateway.streams.entered():
+            if self._writer.needs_history and self._position.next_index:
+                await self._read_history()
+            async with self._queue_comments(send) as comments, aclosing(self._live_log()) as batches:
+                async for batch in batches:
+                    if comments is not None:
+                        await cancel(comments)
+                    if not self._has_fingerprint:  # now an engine has claimed the request
+                        self._note_engine(await self._gateway.requests.fingerprint(self._reading.spec))
+                    before = self._position, self._owes_opening
+                    body = self._events(batch).encode()
+                    batch.clear()  # a client that has stopped reading holds the body alone
+                    try:
+                        await self._send(send, body)
+                    except asyncio.CancelledError:  # it waited for the client, which has nothing of the body
+                        self._position, self._owes_opening = before
+                        raise
+
+    def _live_log(self) -> AsyncGenerator[list[LogEntry], None]:
+        """Follow the log; its first token is written at once, unless comments may be written meanwhile."""
+        return self.follow(self._pass_on, None if self._reading.with_queue_comments else self._note_engine)
+
+    def _note_engine(self, fingerprint: str) -> None:
+        self._writer.set_fingerprint(fingerprint)
+        self._has_fingerprint = True
+
+    def _pass_on(self, entries: Sequence[LogEntry]) -> bool:
+        """Write the events of live entries at once, where the client takes them; see Sink."""
+        if self._body is None or not self._has_fingerprint or not self._body.is_ready:
+            return False
+        self._write(self._body, self._events(entries).encode())
+        return True
+
+    def _write(self, to: BodyWriter, body: bytes) -> None:
+        self._note_send()
+        if body:
+            to.write(body)
+
+    async def _read_history(self) -> None:
+        """Read what stands before the start position; wait for it where the log has not come so far."""
+        seen, limit = 0, self._position.next_index
+        async with aclosing(self._gateway.requests.follow(self._reading.spec)) as batches:
+            async for batch in batches:
+                await self._gateway.turns.take()
+                for run in self._writer.split(seen, batch[: limit - seen]):
+                    self._writer.skip(run)
+                seen += len(batch)
+                if seen >= limit:
+                    return
+
+    def _events(self, batch: Sequence[LogEntry]) -> str:
+        events = [self._opening()] if self._owes_opening else []
+        runs = self._writer.split(self._next_index, batch)
+        self._next_index += len(batch)
+        self._reading.call.tokens(sum([len(run.token_ids) for run in runs]))
+        for run in runs:
+            if run.end is None:
+                data: str | None = self._writer.chunk(run)
+            elif is_failed(self._reading.spec, run.end):
+                data = self.error(failure(self._reading.spec, run.end), run)
+            else:
+                data = self._writer.usage(run.end, position_after(run))
+            # An end that shows nothing has no event, so that [DONE] repeats the last id that was sent.
+            if data is not None:
+                self._advance(run)
+                events.append(self.event(data))
+        return "".join(events)
+
+    def _opening(self) -> str:
+        """Return the event before the first log entry, where it was not sent yet.
+
+        It goes out with the first entries, so that the first event marks the first token for those who measure.
+        """
+        if not self._owes_opening:
+            return ""
+        self._owes_opening = False
+        opening = self._writer.opening()
+        return "" if opening is None else self.event(opening)
+
+    def error(self, error: Exception, run: Run | None = None) -> str:
+        """Return the data of an error: that of the log's end where its run is given, else one of this reading."""
+        position = self._position if run is None else position_after(run)
+        return error_data(error, position.event_id(self._request_id))
+
+    def event(self, data: str) -> str:
+        """Return an event with its data, and its `id` where the reader wants one; or a line of NDJSON."""
+        return self._framing.event(data, self._place())
+
+    def _place(self) -> str:
+        return self._position.event_id(self._request_id)
+
+    async def _send(self, send: Send, body: bytes, *, more: bool = True) -> None:
+        self._note_send()
+        if body or not more:
+            await send({"type": "http.response.body", "body": body, "more_body": more})

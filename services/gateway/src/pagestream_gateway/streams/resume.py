@@ -1,0 +1,326 @@
+"""/v1/requests: a tenant's requests, and of each its state, answer, events from any position, end and return."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter
+from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED, RequestState
+from pagestream.v1.records_pb2 import (
+    API_FORM_CHAT_COMPLETIONS,
+    API_FORM_CLASSIFY,
+    API_FORM_EMBEDDINGS,
+    API_FORM_MESSAGES,
+    API_FORM_RERANK,
+    API_FORM_RESPONSES,
+    API_FORM_SCORE,
+    RequestSpec,
+)
+from pagestream_streams import RequestSummary, RequestView
+from pagestream_streams.errors import DigestMismatch, OffsetOutOfRange, RequestNotFound
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from pagestream_gateway.anthropic import body as messages
+from pagestream_gateway.anthropic.answer import MessageStream, MessageWriter
+from pagestream_gateway.auth.identity import Identity
+from pagestream_gateway.calls import DISCONNECTED, OK, RESUME
+from pagestream_gateway.error_codes import error_report
+from pagestream_gateway.errors import InvalidRequest
+from pagestream_gateway.gateway import Gateway
+from pagestream_gateway.http.callers import identify
+from pagestream_gateway.http.documents import body_of
+from pagestream_gateway.openai import completions, embeddings, scoring
+from pagestream_gateway.openai.chat import completions as chat_completions
+from pagestream_gateway.openai.chat.completions import ChatWriter
+from pagestream_gateway.openai.classification import ClassificationWriter
+from pagestream_gateway.openai.completions import CompletionWriter
+from pagestream_gateway.openai.embeddings import EmbeddingWriter
+from pagestream_gateway.openai.errors import error_response
+from pagestream_gateway.openai.generation import ParsedRequest, parsed_request, switch
+from pagestream_gateway.openai.scoring import RerankWriter, ScoreWriter
+from pagestream_gateway.openai.writer import LogWriter, finish_reason_body, usage_body
+from pagestream_gateway.request import Draft
+from pagestream_gateway.streams.events import EventStream, Reading, request_headers
+from pagestream_gateway.streams.finished import kind_of
+from pagestream_gateway.streams.framing import accepts_lines
+from pagestream_gateway.streams.runs import Position
+
+_WRITERS: Mapping[int, type[LogWriter]] = {
+    API_FORM_CHAT_COMPLETIONS: ChatWriter,
+    API_FORM_RESPONSES: ChatWriter,
+    API_FORM_MESSAGES: MessageWriter,
+    API_FORM_EMBEDDINGS: EmbeddingWriter,
+    API_FORM_CLASSIFY: ClassificationWriter,
+    API_FORM_SCORE: ScoreWriter,
+    API_FORM_RERANK: RerankWriter,
+}
+_DEFAULT_LISTED, _MAX_LISTED = 20, 100
+_ANSWER_RETRY_S = "1"  # after which the answer to a request that runs may be asked for again
+
+_EVENTS_PARAMETERS: dict[str, Any] = {
+    "parameters": [
+        {
+            "name": "Last-Event-ID",
+            "in": "header",
+            "schema": {"type": "string"},
+            "description": "The stream_position of the last event that was seen: `<request id>/<next index>/<digest>`.",
+        },
+        {
+            "name": "from",
+            "in": "query",
+            "schema": {"type": "integer", "minimum": 0},
+            "description": "The index of the first log entry wanted. Neither this nor Last-Event-ID: from the start.",
+        },
+        {
+            "name": "queue_comments",
+            "in": "query",
+            "schema": {"type": "boolean", "default": False},
+            "description": "Say where the request stands as comments of the stream, until its first token.",
+        },
+    ]
+}
+LIST_PARAMETERS: dict[str, Any] = {
+    "parameters": [
+        {
+            "name": "limit",
+            "in": "query",
+            "schema": {"type": "integer", "minimum": 1, "maximum": _MAX_LISTED, "default": _DEFAULT_LISTED},
+            "description": "Most requests of the page.",
+        },
+        {
+            "name": "after",
+            "in": "query",
+            "schema": {"type": "string"},
+            "description": "The id of the last request of the page before.",
+        },
+    ]
+}
+_PARSERS: Mapping[str, Callable[[dict[str, Any], Mapping[str, str]], ParsedRequest]] = {
+    "messages": chat_completions.parse,
+    "input": embeddings.parse,
+    "query": scoring.parse_rerank,
+    "text_1": scoring.parse_score,
+    "data_1": scoring.parse_score,
+    "queries": scoring.parse_score,
+}
+_AGAIN: dict[str, Any] = {
+    **body_of(
+        completions.CompletionBody,
+        chat_completions.ChatBody,
+        messages.MessageBody,
+        embeddings.EmbeddingBody,
+        scoring.ScoreBody,
+        scoring.RerankBody,
+    ),
+    "parameters": [
+        {
+            "name": "anthropic-version",
+            "in": "header",
+            "schema": {"type": "string"},
+            "description": "Any value: `messages` are a body of /v1/messages, not of chat completions.",
+        },
+        {
+            "name": "X-Request-Seed",
+            "in": "header",
+            "schema": {"type": "integer"},
+            "description": "This header of the first answer; may be left out where the body has a seed.",
+        },
+    ],
+}
+
+
+def router(gateway: Gateway) -> APIRouter:
+    """Return the resource's routes. The id of another tenant's request is answered as an unknown one: 404."""
+    routes = APIRouter(tags=["requests"])
+
+    @routes.get("/v1/requests", openapi_extra=LIST_PARAMETERS, summary="The caller's requests, newest first")
+    async def list_requests(request: Request) -> Response:
+        tenant = (await identify(gateway, request)).tenant
+        limit, after = listed_limit(request.query_params.get("limit")), request.query_params.get("after", "")
+        try:
+            page = await gateway.requests.list(tenant, limit=limit, after=after)
+        except RequestNotFound as error:
+            raise InvalidRequest("after", f"{after[:100]!r} is not in the list; begin with its first page") from error
+        return JSONResponse(
+            {"object": "list", "data": [summary_body(each) for each in page.requests], "has_more": page.has_more}
+        )
+
+    @routes.get("/v1/requests/{request_id}", summary="Where a request stands")
+    async def get_request(request: Request, request_id: str) -> Response:
+        tenant = (await identify(gateway, request)).tenant
+        return _view_answer(await gateway.requests.view(request_id, tenant))
+
+    @routes.put(
+        "/v1/requests/{request_id}",
+        openapi_extra=_AGAIN,
+        summary="Accept a request again that Redis has lost; one that is there stays as it is",
+    )
+    async def accept_again(request: Request, request_id: str) -> Response:
+        call = gateway.calls.begin("accept_again", "", request.headers)
+        outcome = DISCONNECTED
+        try:
+            identity = await identify(gateway, request)
+            call.identified(identity)
+            async with parsed_request(gateway, request, _parse_any) as parsed:
+                draft = replace(parsed.draft, chosen_seed=_seed(request.headers.get("x-request-seed"), parsed.draft))
+                await gateway.submission.submit_again(draft, identity, request_id, call, is_compared=True)
+            view = await gateway.requests.view(request_id, identity.tenant)
+            outcome = OK
+        except Exception as error:
+            outcome = error_report(error).code
+            raise
+        finally:
+            call.end(outcome)
+        return _view_answer(view)
+
+    @routes.delete("/v1/requests/{request_id}", summary="End a request")
+    async def cancel_request(request: Request, request_id: str) -> Response:
+        identity = await identify(gateway, request)
+        await gateway.cancel(request_id, identity)
+        return _view_answer(await gateway.requests.view(request_id, identity.tenant))
+
+    @routes.get(
+        "/v1/requests/{request_id}/answer",
+        summary="A finished request's whole answer, in the form of the API that accepted it",
+    )
+    async def whole_answer(request: Request, request_id: str) -> Response:
+        identity = await identify(gateway, request)
+        return _whole_answer(gateway, request, identity, await gateway.requests.view(request_id, identity.tenant))
+
+    @routes.get(
+        "/v1/requests/{request_id}/events",
+        openapi_extra=_EVENTS_PARAMETERS,
+        summary="A request's events from an offset",
+    )
+    async def events(request: Request, request_id: str) -> Response:
+        identity = await identify(gateway, request)
+        position = _position(request, request_id)
+        with_comments = switch(request.query_params, "queue_comments")
+        try:
+            view, is_complete = await gateway.requests.resume(
+                request_id, identity.tenant, from_index=position.next_index, digest=position.digest
+            )
+            if position.digest and not position.next_index:  # nothing is before the start
+                raise DigestMismatch(request_id, 0)
+        except (OffsetOutOfRange, DigestMismatch) as error:
+            return error_response(error, field=position.source)
+        with_opening = request.headers.get("last-event-id") is None and position.next_index == 0
+        call = gateway.calls.begin("resume", RESUME, request.headers)
+        call.identified(identity)
+        call.resumed(view.spec)
+        reading = Reading(
+            view.spec,
+            identity,
+            call,
+            writer_of(view.spec),
+            start=position,
+            with_opening=with_opening,
+            as_lines=accepts_lines(request.headers.get("accept")),
+            with_queue_comments=with_comments,
+            is_complete=is_complete,
+            headers={"X-Stream-Verified": "true" if position.is_verified else "false"},
+        )
+        stream = MessageStream if view.spec.answer.api == API_FORM_MESSAGES else EventStream
+        return stream(gateway, reading)
+
+    return routes
+
+
+def _whole_answer(gateway: Gateway, request: Request, identity: Identity, view: RequestView) -> Response:
+    if view.state != REQUEST_STATE_FINISHED:
+        return _view_answer(view, 202, {"Retry-After": _ANSWER_RETRY_S})
+    call = gateway.calls.begin("resume", RESUME, request.headers)
+    call.identified(identity)
+    call.resumed(view.spec)
+    kind = kind_of(view.spec)
+    return kind.whole(gateway, Reading(view.spec, identity, call, kind.writer(view.spec), kind.body))
+
+
+def writer_of(spec: RequestSpec) -> LogWriter:
+    """Return what writes a request's answer in the form that it was asked for in; gRPC's is read as a completion."""
+    return _WRITERS.get(spec.answer.api, CompletionWriter)(spec)
+
+
+def _position(request: Request, request_id: str) -> Position:
+    """Return where to read on. Last-Event-ID wins: a reconnecting EventSource adds it to the URL it began with."""
+    last_event_id = request.headers.get("last-event-id")
+    if last_event_id is not None:
+        return Position.parse(last_event_id, request_id)
+    text = request.query_params.get("from")
+    return Position() if text is None else Position.parse_index(text)
+
+
+def listed_limit(text: str | None) -> int:
+    """Return the number of listed requests that a query asks for. Raises InvalidRequest."""
+    if text is None:
+        return _DEFAULT_LISTED
+    number = int(text) if text.isascii() and text.isdigit() and len(text) <= len(str(_MAX_LISTED)) else 0
+    if not 1 <= number <= _MAX_LISTED:
+        raise InvalidRequest("limit", f"expected a number from 1 to {_MAX_LISTED}, got {text[:40]!r}")
+    return number
+
+
+def _parse_any(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest:
+    """Read a body of any resource, which is known by a field that it alone has, or by Anthropic's header."""
+    if "messages" in document and "anthropic-version" in headers:
+        return messages.parse(document, headers)
+    for name, parse in _PARSERS.items():
+        if name in document:
+            return parse(document, headers)
+    return completions.parse(document, headers)
+
+
+def _seed(text: str | None, draft: Draft) -> int | None:
+    """Return the seed that a gateway chose: None where the body has its own."""
+    own = draft.sampling.seed if draft.sampling.HasField("seed") else None
+    if text is None:
+        if own is None:
+            raise InvalidRequest("X-Request-Seed", "is needed: repeat this header of the first answer")
+        return None
+    try:
+        seed = int(text[:40])
+    except ValueError as error:
+        raise InvalidRequest("X-Request-Seed", f"must be a whole number, got {text[:40]!r}") from error
+    if not -(2**63) <= seed < 2**63 or own not in (None, seed):
+        expected = "a number of 64 bits" if own is None else f"the body's seed, {own}"
+        raise InvalidRequest("X-Request-Seed", f"must be {expected}, got {seed}")
+    return seed if own is None else None
+
+
+def view_body(view: RequestView) -> dict[str, Any]:
+    """Return what shows where a request stands."""
+    return {
+        "id": view.request_id,
+        "model": view.model,
+        "state": _state_name(view.state),
+        "queue_position": view.queue_position,
+        "expected_wait_ms": view.expected_wait_ms,
+        "finish_reason": finish_reason_body(view.finish_reason),
+        "next_index": view.next_index,
+        "usage": usage_body(view.usage),
+        "attempts": view.attempts,
+        "client_request_id": view.spec.client_request_id or None,
+    }
+
+
+def _view_answer(view: RequestView, status: int = 200, more_headers: Mapping[str, str] | None = None) -> Response:
+    return JSONResponse(view_body(view), status, {**request_headers(view.spec), **(more_headers or {})})
+
+
+def summary_body(summary: RequestSummary) -> dict[str, Any]:
+    """Return what a list shows of a request."""
+    return {
+        "id": summary.request_id,
+        "model": summary.model,
+        "created": int(summary.accepted_at),
+        "state": _state_name(summary.state),
+        "finish_reason": finish_reason_body(summary.finish_reason),
+        "next_index": summary.next_index,
+        "usage": usage_body(summary.usage),
+        "attempts": summary.attempts,
+    }
+
+
+def _state_name(state: RequestState) -> str:
+    return RequestState.Name(state).removeprefix("REQUEST_STATE_").lower()
