@@ -6,7 +6,7 @@ import sys
 import pytest
 
 HEAVY = {"torch", "triton", "transformers", "redis", "grpc", "google", "opentelemetry", "pagestream_streams"}
-CORE = "cache", "engine", "native_build", "models.folder", "request", "scheduler", "step", "text"
+CORE = "kv_cache", "engine", "native_build", "models.folder", "request", "scheduler", "steps", "detokenizer"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from pagestream_engine.executor.select import make_executor
 from pagestream_engine.features.beams import Searches, SearchLimits, make_search
 from pagestream_engine.features.best_of import BestOf, make_candidates
 from pagestream_engine.features.grammar.gate import GrammarGate
-from pagestream_engine.features.lora.pool import AdapterRegistry
+from pagestream_engine.features.lora.registry import AdapterRegistry
 from pagestream_engine.features.sleep import Sleep, forget_prefixes
 from pagestream_engine.intake import Intake
 from pagestream_engine.kv_cache.block_pool import BlockPool
