@@ -22,8 +22,8 @@ from pagestream_operator.kube.apply import Applier
 from pagestream_operator.kube.client import KubeClient
 from pagestream_operator.kube.events import Recorder
 from pagestream_operator.kube.lease import Leadership, LeaseSettings
-from pagestream_operator.kube.sight import Sight
 from pagestream_operator.kube.store import ObjectStore
+from pagestream_operator.kube.watch import Sight
 from pagestream_operator.manager import Manager, Observer
 from pagestream_operator.memory import keep_memory_small
 from pagestream_operator.metrics import (
@@ -36,8 +36,8 @@ from pagestream_operator.metrics import (
     SinkSettings,
     SteadyClock,
 )
-from pagestream_operator.pool.budgets import Budgets
-from pagestream_operator.pool.finalizer import Finalizers, Home
+from pagestream_operator.pool.contest import Budgets
+from pagestream_operator.pool.deletion import Finalizers, Home
 from pagestream_operator.pool.reconciler import Context
 from pagestream_operator.settings import Settings
 from pagestream_operator.supervision import sleep_until, supervised, wait_for_stop

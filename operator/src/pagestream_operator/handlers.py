@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import kopf
 
 from pagestream_operator.errors import SettingsError
-from pagestream_operator.kube.access import find_access, open_session
+from pagestream_operator.kube.client import find_access, open_session
 from pagestream_operator.kube.kinds import WATCHED, Kind
 
 REGISTRY = kopf.OperatorRegistry()

@@ -10,7 +10,7 @@ from pagestream_telemetry.instruments import Registry
 
 from pagestream_operator.kube.client import KubeClient
 from pagestream_operator.kube.lease import Leadership
-from pagestream_operator.kube.sight import Sight
+from pagestream_operator.kube.watch import Sight
 from pagestream_operator.manager import Manager
 from pagestream_operator.metrics import MetricsStore
 

@@ -1,9 +1,8 @@
 """EnginePool as pydantic models. `pagestream_operator.crd` generates the CustomResourceDefinition from them."""
 
-from pagestream_operator.api.adapters import AdapterStatus, PoolAdapter
 from pagestream_operator.api.base import API_VERSION, GROUP, KIND, PLURAL, VERSION, ApiModel
 from pagestream_operator.api.pool import EnginePool
-from pagestream_operator.api.spec import EnginePoolSpec
+from pagestream_operator.api.spec import AdapterStatus, EnginePoolSpec, PoolAdapter
 from pagestream_operator.api.status import Condition, ConditionType, EnginePoolStatus, LearnedStatus, ScalingStatus
 
 __all__ = [

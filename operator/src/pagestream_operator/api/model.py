@@ -6,8 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from pagestream_operator.api.base import ApiModel, Rule
-from pagestream_operator.api.names import ObjectName
+from pagestream_operator.api.base import ApiModel, ObjectName, Rule
 
 Path = Annotated[str, Field(max_length=512)]
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from pagestream_operator.api.adapters import AdapterStatus
 from pagestream_operator.api.base import ApiModel
+from pagestream_operator.api.spec import AdapterStatus
 
 _ROUNDS = 4
 

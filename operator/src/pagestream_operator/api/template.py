@@ -7,14 +7,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from pagestream_operator.api.base import ApiModel, Rule
-from pagestream_operator.api.names import (
+from pagestream_operator.api.base import (
     QUALIFIED_NAME,
+    ApiModel,
     LabelValue,
     ObjectName,
     QualifiedName,
     Quantity,
     ResourceName,
+    Rule,
     VariableName,
 )
 

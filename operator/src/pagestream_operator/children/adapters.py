@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pagestream_operator.api import EnginePool
-from pagestream_operator.children.job import job_container, job_labels, job_template
 from pagestream_operator.children.manifest import CLASS_ANNOTATION, LABEL_CHARACTERS, Manifest, digest, manifest
+from pagestream_operator.children.unpublish import job_container, job_labels, job_template
 from pagestream_operator.settings import EngineDefaults
 
 TERMINATION_LOG = "/dev/termination-log"

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from pagestream_operator.api import GROUP, EnginePool
-from pagestream_operator.children.container import engine_container, overlaid
+from pagestream_operator.children.container import chat_template_volumes, engine_container, model_volumes, overlaid
 from pagestream_operator.children.manifest import Manifest, engine_name, labels, manifest, selector
-from pagestream_operator.children.model_files import chat_template_volumes, model_volumes
 from pagestream_operator.children.nodes import leader_labels, secret_volumes
 from pagestream_operator.settings import EngineDefaults
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pagestream_operator.api import EnginePool
-from pagestream_operator.children.container import METRICS_PORT
+from pagestream_operator.children.container import METRICS_PORT, chat_template_options
 from pagestream_operator.children.manifest import (
     HASH_ANNOTATION,
     Manifest,
@@ -14,7 +14,6 @@ from pagestream_operator.children.manifest import (
     selector,
     service_name,
 )
-from pagestream_operator.children.model_files import chat_template_options
 from pagestream_operator.children.nodes import node_options
 from pagestream_operator.settings import EngineDefaults
 

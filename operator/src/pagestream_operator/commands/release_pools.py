@@ -9,8 +9,8 @@ from pagestream_operator.commands.once import report, run_once
 from pagestream_operator.errors import Gone
 from pagestream_operator.kube.client import KubeClient
 from pagestream_operator.kube.kinds import POOL
-from pagestream_operator.pool.claim import is_claimed
-from pagestream_operator.pool.finalizer import FINALIZER, remove_finalizer
+from pagestream_operator.pool.contest import is_claimed
+from pagestream_operator.pool.deletion import FINALIZER, remove_finalizer
 
 
 def release_pools(arguments: Sequence[str]) -> None:

@@ -1,9 +1,16 @@
 """The API server: calls, watches, leadership, and a store of the objects as they were last seen."""
 
-from pagestream_operator.kube.access import find_access
-from pagestream_operator.kube.apply import Applier, Outcome
-from pagestream_operator.kube.client import KubeClient, failure_of
-from pagestream_operator.kube.compare import differs, fingerprint, projection
+from pagestream_operator.kube.apply import (
+    SCALER,
+    Applier,
+    Outcome,
+    differs,
+    fingerprint,
+    owns_replicas,
+    projection,
+    taken_over,
+)
+from pagestream_operator.kube.client import KubeClient, failure_of, find_access
 from pagestream_operator.kube.events import Recorder
 from pagestream_operator.kube.kinds import (
     BUDGET,
@@ -21,11 +28,9 @@ from pagestream_operator.kube.kinds import (
     Kind,
 )
 from pagestream_operator.kube.lease import Leadership, LeaseSettings, Sees
-from pagestream_operator.kube.ownership import SCALER, owns_replicas, taken_over
 from pagestream_operator.kube.pods import DELETION_COST, Pod
-from pagestream_operator.kube.sight import Sight
 from pagestream_operator.kube.store import ObjectStore, PoolKey, Settled
-from pagestream_operator.kube.watch import Watcher
+from pagestream_operator.kube.watch import Sight, Watcher
 
 __all__ = [
     "BUDGET",

@@ -22,13 +22,16 @@ from typing import Any
 import aiohttp
 
 from pagestream_operator.errors import SourceUnavailable
-from pagestream_operator.metrics.names import (
+from pagestream_operator.metrics.points import (
     ENGINE_COUNTERS,
     MODEL_ATTRIBUTE,
+    Attributes,
     Engine,
+    Histogram,
+    Number,
     Queue,
+    Source,
 )
-from pagestream_operator.metrics.points import Attributes, Histogram, Number, Source
 from pagestream_operator.metrics.store import MetricsStore
 
 _NAMES: dict[str, str] = {

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pagestream_operator.metrics.names import Combine
-from pagestream_operator.metrics.points import Attributes
+from pagestream_operator.metrics.points import Attributes, Combine
 
 _SAME_EXPORT_S = 0.5
 """Seconds by which the times of one export's points may differ."""

@@ -12,15 +12,17 @@ from pagestream_scaling import LatencyWindow, PodSample, QueueSample
 
 from pagestream_operator.metrics.clocks import SenderClocks
 from pagestream_operator.metrics.latencies import Latencies
-from pagestream_operator.metrics.names import (
+from pagestream_operator.metrics.points import (
     ENGINE_COUNTERS,
     ENGINE_GAUGES,
     MODEL_ATTRIBUTE,
     QUEUE_GAUGES,
     Engine,
+    Histogram,
+    Number,
+    Source,
 )
-from pagestream_operator.metrics.points import Histogram, Number, Source
-from pagestream_operator.metrics.queue_reports import queue_sample
+from pagestream_operator.metrics.queues import queue_sample
 from pagestream_operator.metrics.series import Counter, Gauge, Taken
 
 _SWEEP_S = 10.0

@@ -1,20 +1,20 @@
 """One pool: its view, the scaling decision, the pass that acts on it, its status."""
 
-from pagestream_operator.pool.budgets import Budgets
-from pagestream_operator.pool.claim import Claim, claim_on
 from pagestream_operator.pool.conditions import Finding, Trouble, findings, stamped
-from pagestream_operator.pool.deletion_cost import DeletionCost, deletion_costs
-from pagestream_operator.pool.finalizer import Finalizers, Home
+from pagestream_operator.pool.contest import Budgets, Claim, claim_on
+from pagestream_operator.pool.deletion import Finalizers, Home
 from pagestream_operator.pool.reconciler import Context, Reconciler
 from pagestream_operator.pool.scaler import (
+    DeletionCost,
     Scaler,
+    Shares,
     Verdict,
+    deletion_costs,
     first_replicas,
     mean_utilization,
     wanted_replicas,
     without_spares,
 )
-from pagestream_operator.pool.shares import Shares
 from pagestream_operator.pool.status import api_time, changed, differs, differs_in_substance, pool_status
 from pagestream_operator.pool.view import PoolView
 

@@ -21,7 +21,7 @@ from pagestream_operator.children import HASH_ANNOTATION, Manifest, children
 from pagestream_operator.children.manifest import engine_name, service_name
 from pagestream_operator.errors import ApiFailure, Conflict, Gone, PoolInvalid, Rejected
 from pagestream_operator.fields import part, seconds
-from pagestream_operator.kube.apply import Applier, Outcome
+from pagestream_operator.kube.apply import SCALER, Applier, Outcome
 from pagestream_operator.kube.client import KubeClient
 from pagestream_operator.kube.events import Recorder
 from pagestream_operator.kube.kinds import (
@@ -36,33 +36,30 @@ from pagestream_operator.kube.kinds import (
     kind_of,
 )
 from pagestream_operator.kube.lease import Leadership
-from pagestream_operator.kube.ownership import SCALER
 from pagestream_operator.kube.pods import DELETION_COST
 from pagestream_operator.kube.store import ObjectStore, PoolKey
 from pagestream_operator.metrics import MetricsStore
 from pagestream_operator.pool.adapters import Adapters
-from pagestream_operator.pool.budgets import Budgets
-from pagestream_operator.pool.claim import REFUSED, Claim, claim_on, contested
 from pagestream_operator.pool.conditions import Finding, Trouble, findings, stamped
-from pagestream_operator.pool.deletion_cost import deletion_costs
-from pagestream_operator.pool.finalizer import (
+from pagestream_operator.pool.contest import REFUSED, Budgets, Claim, Rivals, claim_on, contest, contested
+from pagestream_operator.pool.deletion import (
     FINALIZER,
     FOREGROUND,
+    Unpublishing,
     is_orphaning,
     is_terminating,
+    models_to_remove,
+    removal_commands,
     remove_finalizer,
     report_left,
 )
+from pagestream_operator.pool.deletion import Outcome as Unpublished
 from pagestream_operator.pool.groups import Groups
 from pagestream_operator.pool.old_config_maps import OldConfigMaps
 from pagestream_operator.pool.parts import Parts
 from pagestream_operator.pool.publication import card_digest, has_published
-from pagestream_operator.pool.rivals import Rivals, contest
-from pagestream_operator.pool.scaler import Scaler, Verdict, first_replicas, wanted_replicas
-from pagestream_operator.pool.shares import Shares
+from pagestream_operator.pool.scaler import Scaler, Shares, Verdict, deletion_costs, first_replicas, wanted_replicas
 from pagestream_operator.pool.status import api_time, changed, differs, differs_in_substance, pool_status
-from pagestream_operator.pool.unpublishing import Outcome as Unpublished
-from pagestream_operator.pool.unpublishing import Unpublishing, models_to_remove, removal_commands
 from pagestream_operator.pool.view import PoolView
 from pagestream_operator.settings import EngineDefaults
 

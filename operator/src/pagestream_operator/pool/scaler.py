@@ -1,15 +1,19 @@
-"""Runs the scaling law for one pool. Every replica of the operator does, so that a new leader has the law's memory;
-only the leader carries the decision out. What takes long to learn is in the pool's status as well.
+"""The scaling law of one pool: its observation, its memory and its decision.
+
+Every replica of the operator runs it, so that a new leader has the law's memory; only the leader carries the decision
+out. What takes long to learn is in the pool's status as well. Pools of one served name divide its queue by what their
+pods can do. When a pool shrinks, the ReplicaSet deletes the pods with the lowest deletion cost first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from pagestream_scaling import (
     Decision,
+    Learned,
     PodObservation,
     PodState,
     PoolObservation,
@@ -17,6 +21,7 @@ from pagestream_scaling import (
     ScalingMemory,
     ScalingPolicy,
     decide,
+    drain_order,
     resumed,
     without_capacity,
 )
@@ -24,13 +29,101 @@ from pagestream_scaling.samples import valid_samples
 from pagestream_scaling.workload import work_capacity
 
 from pagestream_operator.api import EnginePool, LearnedStatus
+from pagestream_operator.fields import seconds
+from pagestream_operator.kube.pods import Pod
 from pagestream_operator.kube.store import PoolKey
 from pagestream_operator.metrics import MetricsStore, PodRef, PoolMetrics
-from pagestream_operator.metrics.several_models import share_of_all, total_latencies, total_queue
-from pagestream_operator.pool.learned import learned_of, learned_status
+from pagestream_operator.metrics.queues import share_of_all, total_latencies, total_queue
 from pagestream_operator.pool.publication import awaits_card, card_digest
-from pagestream_operator.pool.shares import Shares
+from pagestream_operator.pool.status import api_time
 from pagestream_operator.pool.view import PoolView
+
+_FRESH_S = 10.0
+"""A pool that was not decided about for so long is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Capacity:
+    models: tuple[str, ...]
+    pods: int
+    """That serve, or are expected to soon."""
+    each: float | None
+    """Work per second of one; None before it was measured."""
+    is_at_limit: bool
+    """Whether it needs more pods than it may have."""
+    time_s: float
+
+
+@dataclass
+class Shares:
+    """The capacities of all pools, as their scalers have reported them."""
+
+    _known: dict[PoolKey, _Capacity] = field(default_factory=dict)
+
+    def report(
+        self, key: PoolKey, *models: str, pods: int, each: float | None, now_s: float, is_at_limit: bool = False
+    ) -> None:
+        """Replace what is known of a pool with these served names, and forget those that are gone."""
+        self._known = {name: pool for name, pool in self._known.items() if abs(now_s - pool.time_s) <= _FRESH_S}
+        self._known[key] = _Capacity(models, pods, each, is_at_limit, now_s)
+
+    def share(self, key: PoolKey, model: str, now_s: float) -> float:
+        """Return the part of the model's queue that falls to a pool.
+
+        A pool whose pods were not measured yet counts as able as the others. A pool without pods has no share, unless
+        all that have pods need more than they may have: then it counts as one pod. Where no pool has pods, all get the
+        same.
+        """
+        there = {
+            name: pool
+            for name, pool in self._known.items()
+            if model in pool.models and (name == key or abs(now_s - pool.time_s) <= _FRESH_S)
+        }
+        if key not in there:  # before its first decision
+            return 0.0 if there else 1.0
+        measured = [pool.each for pool in there.values() if pool.each]
+        usual = fmean(measured) if measured else 1.0
+        serving = [pool for pool in there.values() if pool.pods > 0]
+        is_short = bool(serving) and all(pool.is_at_limit for pool in serving)
+        capacity = {name: max(pool.pods, int(is_short)) * (pool.each or usual) for name, pool in there.items()}
+        total = sum(capacity.values())
+        return capacity[key] / total if total > 0 else 1 / len(there)
+
+
+_DIGITS = 3
+"""Decimal places, as of the numbers of a decision."""
+
+
+def learned_status(memory: ScalingMemory, card: str) -> LearnedStatus:
+    """Return what is to be kept of a memory about engines with this card."""
+    known = Learned.of(memory)
+    return LearnedStatus(
+        card=card,
+        capacity=None if known.capacity is None else round(known.capacity, _DIGITS),
+        believed=None if known.capacity is None else round(known.believed, _DIGITS),
+        capacity_time=None if known.capacity_s is None else api_time(known.capacity_s),
+        rise=None if known.rise is None else round(known.rise, _DIGITS),
+        rise_time=None if known.rise_s is None else api_time(known.rise_s),
+    )
+
+
+def learned_of(status: LearnedStatus | None, card: str) -> Learned:
+    """Return what a status says about engines with this card; nothing where it is about others."""
+    if status is None or status.card != card:
+        return Learned()
+    return Learned(
+        status.capacity,
+        _seconds(status.capacity_time),
+        1.0 if status.believed is None else status.believed,
+        status.rise,
+        _seconds(status.rise_time),
+    )
+
+
+def _seconds(time: str | None) -> float | None:
+    """A time of a status, which may be written by others; None where it is none, as year 1, the zero time of Go."""
+    found = seconds(time)
+    return found if found is not None and found > 0 else None
 
 
 @dataclass(frozen=True)
@@ -192,3 +285,34 @@ def without_spares(pool: EnginePool, replicas: int) -> int:
 def fewest_replicas(pool: EnginePool) -> int:
     """The fewest pods of a pool that scales with its load: one, until its model is known to gateways."""
     return 1 if awaits_card(pool) else pool.spec.min_replicas
+
+
+_LOWEST_COST = -1_000_000
+
+
+@dataclass(frozen=True)
+class DeletionCost:
+    """A pod's annotation `controller.kubernetes.io/pod-deletion-cost`; None removes it."""
+
+    pod: str
+    cost: str | None
+
+
+def deletion_costs(pods: Sequence[Pod], observed: Sequence[PodObservation], excess: int) -> list[DeletionCost]:
+    """Choose the `excess` pods that are cheapest to drain; returns the annotations that have to be written.
+
+    All other pods have no cost, which counts as 0: costs of an earlier decision that was not carried out are removed.
+    """
+    active = {pod.name: pod for pod in pods if not pod.is_terminating and not pod.is_terminated}
+    ordered = [pod.name for pod in drain_order(pod for pod in observed if pod.name in active)]
+    wanted = {name: str(_LOWEST_COST + rank) for rank, name in enumerate(ordered[:excess])}
+    return [
+        DeletionCost(name, wanted.get(name))
+        for name, pod in active.items()
+        if pod.deletion_cost != wanted.get(name) and (name in wanted or _is_ours(pod.deletion_cost))
+    ]
+
+
+def _is_ours(cost: str | None) -> bool:
+    """Whether the operator has written a cost. Those of others are kept."""
+    return cost is not None and cost.startswith("-") and cost[1:].isdecimal() and int(cost) < _LOWEST_COST / 2

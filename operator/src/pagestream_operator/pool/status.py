@@ -16,8 +16,8 @@ from pagestream_operator.api import (
 )
 from pagestream_operator.children.manifest import selector
 from pagestream_operator.fields import seconds
-from pagestream_operator.pool.claim import REFUSED
 from pagestream_operator.pool.conditions import Finding, stamped
+from pagestream_operator.pool.contest import REFUSED
 from pagestream_operator.pool.publication import published_card
 from pagestream_operator.pool.view import PoolView
 

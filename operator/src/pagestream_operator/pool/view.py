@@ -8,8 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from pagestream_operator.fields import conditions, mapping, part, text, whole
-from pagestream_operator.kube.pods import Pod
-from pagestream_operator.kube.restarts import RECENT_S
+from pagestream_operator.kube.pods import RECENT_S, Pod
 
 _APART_S = 20.0
 """Seconds between the ends of pods, from which on others are expected to end, too."""
