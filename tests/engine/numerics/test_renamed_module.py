@@ -60,7 +60,7 @@ def renamed(folder: Path, package: str, module: str, new: str) -> None:
 
 
 def test_a_renamed_module_has_the_same_fingerprint(tmp_path: Path) -> None:
-    renamed(tmp_path, "sampler", "noise", "random_numbers")
+    renamed(tmp_path, "sampler", "stages", "logits_stages")
     here, there = fingerprints(str(SOURCES.parent), *NUMERICS), fingerprints(str(tmp_path))
     assert there[""] == here[""]
     # What a CPU computes with names its engine; the Triton kernels do not.
