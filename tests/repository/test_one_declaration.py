@@ -16,8 +16,8 @@ ALLOWED = {
     "services/options/src/pagestream_options",
     "services/engine/src/pagestream_engine/runner/fingerprint.py",  # hashes what was settled, not what was given
     "services/pagestream/src/pagestream_cli/serve/vllm_flags.py",  # flags of vLLM's, with what becomes of each
-    "services/gateway/src/pagestream_gateway/api/anthropic/body.py",  # what messages don't have
-    "services/gateway/src/pagestream_gateway/api/openai/responses/body.py",  # what responses don't have
+    "services/gateway/src/pagestream_gateway/anthropic/body.py",  # what messages don't have
+    "services/gateway/src/pagestream_gateway/openai/responses/body.py",  # what responses don't have
     "services/client/src/pagestream_client/requests.py",  # needs the wire contract alone; compared below
 }
 
