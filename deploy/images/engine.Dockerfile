@@ -32,6 +32,7 @@ COPY services/engine/src/pagestream_engine/attention/native /src/pagestream_engi
 COPY services/engine/src/pagestream_engine/layers/native /src/pagestream_engine/layers/native
 COPY services/engine/src/pagestream_engine/sampler/native /src/pagestream_engine/sampler/native
 COPY services/worker/src/pagestream_worker/logs /src/pagestream_worker/logs
+COPY services/options/src/pagestream_options/errors.py /src/pagestream_options/
 COPY services/engine/src/pagestream_engine/cpu.py services/engine/src/pagestream_engine/errors.py \
      services/engine/src/pagestream_engine/native_build.py services/engine/src/pagestream_engine/native_levels.py \
      services/engine/src/pagestream_engine/native_prebuild.py /src/pagestream_engine/

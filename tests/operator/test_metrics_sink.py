@@ -124,9 +124,14 @@ async def test_the_sdk_s_metrics_arrive(
     assert set(store.outcomes) <= {"accepted", "unknown"}
 
 
-async def call(listening: MetricsSink, body: bytes, compression: grpc.Compression | None = None) -> bytes:
+async def call(
+    listening: MetricsSink, body: bytes, compression: grpc.Compression | None = None, *, waits: bool = False
+) -> bytes:
+    """Export. `waits`: try again while nobody listens, as channels of a process share what they know of an address."""
     async with grpc.aio.insecure_channel(f"127.0.0.1:{listening.port}") as channel:
-        answer: bytes = await channel.unary_unary(EXPORT)(body, compression=compression, timeout=20)
+        answer: bytes = await channel.unary_unary(EXPORT)(
+            body, compression=compression, wait_for_ready=waits, timeout=20
+        )
         return answer
 
 
@@ -206,7 +211,7 @@ async def test_a_stopped_sink_is_gone_and_starts_again() -> None:
         await call(listening, ExportMetricsServiceRequest().SerializeToString())
     again = MetricsSink(store, SinkSettings(host="127.0.0.1", port=port))
     async with again:
-        await call(again, ExportMetricsServiceRequest().SerializeToString())
+        await call(again, ExportMetricsServiceRequest().SerializeToString(), waits=True)
 
 
 async def test_connections_outlive_a_sink_that_restarts(sink: tuple[MetricsSink, MetricsStore]) -> None:
