@@ -47,8 +47,11 @@ def test_who_else_scales_a_deployment_is_named(
     world.create(name, minReplicas=1, maxReplicas=8)
     world.wait_replicas(1, name)
     place = f"{world.path('deployments', f'{name}-engine')}/scale?fieldManager={manager}"
-    for number in range(writes):
-        assert not world.condition("Contested", name)
+    for number in range(2 * writes):  # of two writes within one pass only the second is seen
+        is_contested = bool(world.condition("Contested", name))
+        assert number >= writes or not is_contested
+        if is_contested:
+            break
         world.kube.merge(place, {"spec": {"replicas": 2 + number}})
         eventually(partial(is_desired, world, name, 2 + number), "the operator has seen it")
     contested = world.wait_condition("Contested", "ScaledByAnother", name)
