@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from pagestream_engine import LLM, ModelFileError, UnsupportedModel
-from pagestream_engine.features.pooling import IDENTITY, SIGMOID, SOFTMAX, activation_of
+from pagestream_engine.features.pooling.config import IDENTITY, SIGMOID, SOFTMAX, activation_of
 from pagestream_engine.models.config import ConfigFile
 from pagestream_engine.models.decoder_config import DecoderConfig
 from pagestream_engine.models.families.llama import Llama

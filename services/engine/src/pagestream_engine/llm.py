@@ -13,7 +13,7 @@ from pagestream_engine.config import EngineConfig
 from pagestream_engine.engine import Engine
 from pagestream_engine.errors import InvalidRequest
 from pagestream_engine.executor.base import RunnerFactory, make_model_runner
-from pagestream_engine.features.pooling import PoolingConfig, read_pooling
+from pagestream_engine.features.pooling.config import PoolingConfig, read_pooling
 from pagestream_engine.models.defaults import read_generation_config, sampling_defaults
 from pagestream_engine.offline import pooling
 from pagestream_engine.offline.chats import ChatTemplate, Message, as_conversations

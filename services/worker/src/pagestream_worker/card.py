@@ -18,7 +18,7 @@ from pagestream.v1.records_pb2 import (
     ModelCard,
     Pooling,
 )
-from pagestream_engine.features.pooling import IDENTITY, SIGMOID, SOFTMAX, read_pooling
+from pagestream_engine.features.pooling.config import IDENTITY, SIGMOID, SOFTMAX, read_pooling
 from pagestream_engine.models.chat_template import folder_template as _chat_template
 from pagestream_engine.models.chat_template import special_tokens
 from pagestream_engine.models.defaults import read_generation_config, sampling_defaults

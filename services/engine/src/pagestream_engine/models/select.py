@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pagestream_engine.features.pooling import CLASSIFIER, labels_of
+from pagestream_engine.features.pooling.config import CLASSIFIER, labels_of
 from pagestream_engine.models.config import ConfigFile, ModelInfo
 from pagestream_engine.models.family_source import FamilySource
 from pagestream_engine.models.registry import find_family

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from pagestream_engine.features.pooling import PooledStates
+from pagestream_engine.features.pooling.rows import PooledStates
 from pagestream_engine.plan import Int32Array, PendingResult, StepLogprobs, StepPooled, StepPromptLogprobs, StepResult
 from pagestream_engine.sampler import LogprobTensors, Sampled
 from pagestream_engine.sampler.logprobs import RankedTokens
