@@ -1,8 +1,10 @@
 """Traces that reach the engine in the request's record, with and without spans, and the gateway's own metrics."""
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import AsyncIterable, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
+from typing import TypeVar
 
 import httpx
 import pytest
@@ -20,6 +22,7 @@ from support.redis.topologies import ask_all
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
 
 Another = Callable[[Settings], AbstractAsyncContextManager[Address]]
+Answer = TypeVar("Answer")
 PARENT, STATE = f"00-{'a' * 32}-{'b' * 16}-01", "vendor=1"
 
 
@@ -69,16 +72,34 @@ async def figures(client: httpx.AsyncClient) -> Figures:
     return Figures((await client.get("/metrics")).text)
 
 
+async def whole_answer(call: AsyncIterable[api.GenerateResponse]) -> list[api.GenerateResponse]:
+    return [each async for each in call]
+
+
 async def test_figures_of_calls(engine: SyntheticEngine, settings: Settings, another: Another) -> None:
     body = {"model": MODEL, "prompt": "hello", "max_tokens": 4}
     quick = replace(settings, stream=StreamSettings(disconnect_grace_s=0.2))
     async with another(quick) as address, httpx.AsyncClient(base_url=address.url, timeout=60.0) as http:
-        made = await http.post("/v1/completions", json=body)
         messages = [{"role": "user", "content": "hello"}]
-        await http.post("/v1/chat/completions", json={"model": MODEL, "messages": messages, "max_tokens": 4})
+        chat = {"model": MODEL, "messages": messages, "max_tokens": 4}
         request = api.GenerateRequest(model=MODEL, prompt="hello", sampling=api.SamplingParams(max_tokens=4))
+
+        async def in_two_reads(answer: Awaitable[Answer], *, read: int) -> Answer:
+            """Let the log grow only when the first token, number `read` of all, was read: a time between two is one."""
+            engine.hold_at = 1
+            task = asyncio.ensure_future(answer)
+
+            async def is_read() -> bool:
+                return (await figures(http)).value("pagestream_gateway_tokens_total") == read
+
+            await eventually(is_read)
+            engine.go_on()
+            return await task
+
+        made = await in_two_reads(http.post("/v1/completions", json=body), read=1)
+        await in_two_reads(http.post("/v1/chat/completions", json=chat), read=5)
         async with grpc_stub(address) as stub:
-            assert [answer.chunk async for answer in stub.Generate(request)]
+            assert await in_two_reads(whole_answer(stub.Generate(request)), read=9)
         assert (await http.get(f"/v1/requests/{made.headers['X-Request-Id']}/events")).status_code == 200
         assert (await http.post("/v1/completions", json=body | {"n": 0})).status_code == 400
         assert (await http.post("/v1/completions", json=body | {"prompt": [FAILING_TOKEN]})).status_code == 500
