@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+# Raise only where bits, tokens or text change: streams of the old version wait fingerprint_grace_ms in a rollout.
 NUMERICS: Mapping[str, int] = {
     # The C++ of a CPU: attention, the small operators beside it, linears, adapters.
     "native": 1,

@@ -61,6 +61,7 @@ class PackedUpload:
         total = sum(sizes)
         self._turn = turn = 1 - self._turn
         copied = self._copied[turn]
+        # Has occurred already: the host collected a later step's result before this buffer's turn came again.
         if copied is not None:
             copied.synchronize()
         if total > len(self._buffers[turn]):

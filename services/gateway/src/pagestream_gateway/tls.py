@@ -112,6 +112,7 @@ class Certificate:
         return _Files(self._certificate_file.read_bytes(), self._key_file.read_bytes(), client_ca)
 
     def _loaded(self, files: _Files) -> ssl.SSLContext:
+        # A new one for each load: OpenSSL adds authorities to a context and never removes one.
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])

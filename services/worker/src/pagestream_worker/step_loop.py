@@ -54,6 +54,7 @@ QueuedCommand = AddGroup | AbortSequences | SetLimits | ReadBlocks | FallAsleep 
 LoopCommand = QueuedCommand | StepMarked
 
 
+# Counted in steps, not bytes: a step's report has 0.7 to 20 kB, so a bound of bytes alone bounds nothing.
 STEPS_AHEAD = 8
 """Step reports that a worker may have before it without having taken them. Then the engine waits."""
 

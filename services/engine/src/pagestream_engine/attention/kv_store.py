@@ -166,6 +166,7 @@ class KVStore:
     def _allocate(self, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if self.device.type == "cpu":
             return host_tensor(size, dtype)
+        # Undefined until written, maybe NaN, and 0 * NaN is NaN: attention must not read what no query sees.
         return torch.empty(size, dtype=dtype, device=self.device)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:

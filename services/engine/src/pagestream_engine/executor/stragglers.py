@@ -72,6 +72,7 @@ class Stragglers:
         stage = range(first, first + self._stage_size)
         count, rank = min((counts[rank], rank) for rank in waiting if rank in stage)
         is_behind = any(each not in waiting or counts[each] > count for each in stage)
+        # Begins and ends both count: a rank that stopped within a collective is behind no other rank.
         is_in_collective = count % 2 == 1
         is_waited_for = len(counts) > self._stage_size
         is_remote = self._num_local is not None and rank >= self._num_local

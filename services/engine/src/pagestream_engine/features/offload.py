@@ -246,6 +246,7 @@ class CudaCopier:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def begin(self, target: Tensor, source: Tensor) -> Wait:
+        # The layer that had the buffer is launched and may still compute: overwrite it only after that.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):

@@ -251,6 +251,7 @@ class CacheManager:
         for cache in self._with_window:
             first_read = cache.group.first_block(seq.num_computed_tokens) * cache.group.block_size
             self._cache_full_blocks(seq, first_read // self.block_size)
+            # Only for a step that was collected: one in flight still reads these blocks.
             cache.drop_behind_window(seq)
 
     def cache_queued_blocks(self, num_tokens: int) -> None:

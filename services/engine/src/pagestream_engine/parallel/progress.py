@@ -93,6 +93,7 @@ class StreamProgress:
         self._marks.put((kind, self._mark()))
 
     def _count(self) -> None:
+        # A thread of CUDA begins with GPU 0, where a context takes half a gigabyte that another rank counts on.
         self._prepare_thread()
         while True:
             kind, mark = self._marks.get()

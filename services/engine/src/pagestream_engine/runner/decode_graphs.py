@@ -86,6 +86,7 @@ class DecodeGraphs:
     def _write_inputs(self, rows: Int32Array | Int64Array, positions: Int64Array, size: int) -> None:
         """Send them, padded to `size`, with what the batch has to edit."""
         numbers = np.zeros(2 * size, np.int64)
+        # The padding row's token goes to a block beyond the pool's: no sequence reads it.
         numbers[:size] = self._batch.padding_row
         numbers[: len(rows)], numbers[size : size + len(rows)] = rows, positions
         (sent,) = self._batch.send([numbers])
@@ -93,6 +94,7 @@ class DecodeGraphs:
 
     def _compute(self, size: int) -> None:
         if self._hidden is not None:
+            # Copied out: all sizes share the graphs' memory pool, which the next replay overwrites.
             self._hidden[:size].copy_(self._forward(size))
 
     def _forward(self, size: int) -> Tensor:

@@ -322,6 +322,7 @@ class ModelRunner:
 
         Whatever holds addresses of this memory is emptied here, and filled again by the first step that needs it.
         """
+        # First whatever holds an address: after waking, its kernels would read freed memory.
         self._graphs = None
         if self.adapters is not None:
             self.adapters.empty_slots()

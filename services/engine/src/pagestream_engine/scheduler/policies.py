@@ -101,6 +101,7 @@ class WaitingQueue:
     def push(self, group: SequenceGroup) -> None:
         """Add a group, all of whose members wait."""
         first = group.members[0]
+        # The heap keeps this rank: it may change only while the sequence is outside (`arrived`, `preempted`).
         heappush(self._heap, (self._policy.rank(first), first.arrival, group))
         self._num_groups += 1
         self.num_sequences += len(group.members)

@@ -21,6 +21,7 @@ from pagestream_gateway.grpc.service import SERVICE_NAME, InferenceServicer
 _UNIMPLEMENTED: int = grpc.StatusCode.UNIMPLEMENTED.value[0]
 
 
+# grpcio 1.85 ends its server at a path that is not UTF-8; these are private names, so its version stays pinned.
 class _Core(cygrpc.AioServer):  # type: ignore[misc]
     """Takes calls. The name of the overridden method is grpcio's own; a test shows that it is still called."""
 

@@ -39,6 +39,7 @@ class BudgetShare:
         if self.budget.try_take(num_bytes - self.num_bytes):
             self.num_bytes = num_bytes
             return True
+        # Wait for room with none held: two answers that each hold a part would wait for each other for ever.
         self.release()
         return False
 

@@ -155,6 +155,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def _check_growth(self, name: str, value: Any, given: list[Any]) -> None:
         """Check what a filter, or a method of a text, makes of `value`."""
+        # A new filter or method that multiplies its input needs a branch below.
         size, sizes = self._size(value), [self._size(each) for each in given]
         most = max(sizes, default=0)
         _check_chars(size + sum(sizes))

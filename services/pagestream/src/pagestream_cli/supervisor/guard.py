@@ -17,6 +17,7 @@ def die_with_parent() -> None:
     """Have the kernel kill this process when its parent dies (prctl(2)); the setting survives exec."""
     import ctypes
 
+    # Fires when the thread that started this process ends: start parts from the supervisor's main thread.
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 

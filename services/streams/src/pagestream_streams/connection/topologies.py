@@ -278,6 +278,7 @@ class ClusterTopology:
 
     async def execute(self, *command: Argument) -> Any:
         """Run one command; see Topology."""
+        # Not gathered with others' commands: one silent node must not hold up what other nodes answer.
         [reply] = await self.pipeline([command])
         if isinstance(reply, Exception):
             raise reply

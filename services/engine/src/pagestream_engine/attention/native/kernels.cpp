@@ -560,6 +560,7 @@ inline const T* sixteen(const Half<S>& half, const Cache& cache, int64_t table_r
     return scratch;
   }
   for (int64_t t = 0; t < W; ++t) {
+    // Clamp: a weight of 0 does not protect from a NaN in a foreign block.
     const int64_t token = std::max(begin, std::min(first + t, end - 1));
     const S* row = half.elements + cache.place(table_row, token, kv_head);
     if constexpr (std::is_same_v<S, T>)
@@ -625,6 +626,7 @@ struct WideMath {
     for (int64_t i = 0; i < V; ++i) store(to + i * W, load(from + i * W));
   }
 
+  // Adds in the same order as `score_rows`, for equal bits with any number of rows: change both together.
   // Lane sums of R query rows and each of 16 keys.
   template <int64_t R, typename S>
   static void score_keys(Vec (*total)[W], const float* query, const float* keys, const S* next) {

@@ -175,6 +175,7 @@ class ConstrainedSampling:
             nothing = torch.zeros(len(rows), device=logits.device)
             return Sampled(nothing.long(), nothing, left_out=tuple(left_out))
         masks = self._masks(masked)
+        # A row that is left out must not be sampled at all: its noise position and penalties would move.
         own_masks = None if masks is None else masks.of(kept)
         own_logits = logits.index_select(0, to_device(torch.from_numpy(kept), logits.device))
         sampled = self._batch.sample(own_logits, rows[kept], own_masks)
