@@ -275,6 +275,38 @@ async def test_an_unreadable_status_costs_the_part_that_cannot_be_read() -> None
     assert passes.replicas == 5, "as large as it was"
 
 
+@pytest.mark.parametrize(
+    ("odd", "what"),
+    [
+        ({"capacity": "512"}, "status.learned.capacity: Input should be a valid number"),
+        ({"capacity": -1}, "status.learned.capacity: Input should be greater than or equal to 0"),
+        ({"capacity": float("inf")}, "status.learned.capacity: Input should be a finite number"),
+        ({"capacity": 1e9}, "status.learned.capacity: it isn't within 2 to 2e+06 tokens/s"),
+        ({"capacityTime": "yesterday"}, "status.learned.capacity: it has no time"),
+        ({"believed": True}, "status.learned.believed: Input should be a valid number"),
+        ({"rise": 1e12}, "status.learned.rise: it isn't within 0 to 1.6e+07 tokens/s"),
+    ],
+)
+async def test_what_can_not_have_been_learnt_is_dropped_counted_and_logged_once(
+    caplog: pytest.LogCaptureFixture, odd: dict[str, Any], what: str
+) -> None:
+    passes = PoolPasses(maxReplicas=8)
+    await passes.run(seconds=2)
+    body = copy.deepcopy(passes.client.objects[(POOL.name, "demo")])
+    known = {"capacity": 512.5, "believed": 0.0, "capacityTime": "2027-01-15T07:59:00Z"}
+    body["status"]["learned"] |= {**known, "rise": 5.0, "riseTime": "2027-01-15T07:59:00Z", **odd}
+    passes.reconciler = Reconciler(PoolKey("default", "demo"), passes.reconciler.context)
+    passes.show(POOL, body)
+    caplog.clear()
+    await passes.run(seconds=60)
+    [warning] = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert what in warning
+    assert passes.store.unreadable["EnginePool"] == 1
+    field, learned = next(iter(odd)), passes.client.objects[(POOL.name, "demo")]["status"]["learned"]
+    assert learned.get("capacity") == (None if field.startswith("capacity") else 512.5)
+    assert learned.get("believed") == {"believed": 1.0, "rise": 0.0}.get(field)
+
+
 async def test_a_status_without_what_is_measured_is_not_written_for_ever() -> None:
     """As under a definition that an older operator's chart has applied."""
     passes = PoolPasses(maxReplicas=8)

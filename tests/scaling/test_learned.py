@@ -78,7 +78,7 @@ def test_a_restart_with_what_was_measured_removes_no_more_than_no_restart() -> N
     world = computing(10, 14_000.0)
     world.run(900)
     before = len(world.created)
-    world.memory = resumed(ScalingMemory(), Learned.of(world.memory), POLICY.backlog, world.now)
+    world.memory = resumed(ScalingMemory(), Learned.of(world.memory), POLICY, world.now).memory
     assert late_seconds(world, 300) <= 3
     assert len(world.created) >= before - 1
 
@@ -165,7 +165,7 @@ def test_one_long_prompt_that_waits_is_no_saturation() -> None:
 
 def test_a_capacity_that_no_longer_holds_is_replaced_as_well() -> None:
     policy = replace(POLICY, backlog=BacklogPolicy(forget_s=100.0))
-    memory = resumed(ScalingMemory(), Learned(2500.0, NOW - 200), policy.backlog, NOW)
+    memory = resumed(ScalingMemory(), Learned(2500.0, NOW - 200), policy, NOW).memory
     for second in range(40, -12, -2):
         _, memory = decide(policy, at(LIGHT if second > 0 else FULL, NOW - second), memory)
     assert Learned.of(memory).capacity == pytest.approx(700.0)
@@ -174,7 +174,7 @@ def test_a_capacity_that_no_longer_holds_is_replaced_as_well() -> None:
 def test_the_sentence_says_whether_capacity_was_measured() -> None:
     busy = working(0.4, 700.0, tokens=30_000.0, age_s=0.1)
     for known, word in ((Learned(), "believed"), (KNOWN, "measured")):
-        memory = resumed(ScalingMemory(), known, POLICY.backlog, NOW)
+        memory = resumed(ScalingMemory(), known, POLICY, NOW).memory
         assert f"/s ({word})" in decide(POLICY, busy, memory)[0].reason
 
 
@@ -186,7 +186,7 @@ def test_what_is_kept_is_measured_and_comes_back() -> None:
     known = Learned.of(memory)
     assert known.capacity == pytest.approx(700.0)
     assert known.capacity_s == known.rise_s == NOW - 2
-    again = resumed(ScalingMemory(), known, POLICY.backlog, NOW)
+    again = resumed(ScalingMemory(), known, POLICY, NOW).memory
     assert capacity(LIGHT, again) == pytest.approx(700.0)
     assert Learned.of(seen(LIGHT, 120)).capacity is None, "an estimate from load is a belief"
 
@@ -194,40 +194,97 @@ def test_what_is_kept_is_measured_and_comes_back() -> None:
 def test_the_first_sample_of_a_process_counts_less_than_what_was_measured() -> None:
     """Its pods may be new: what they drain is not yet what they could."""
     young = working(0.1, 50.0, tokens=5000.0, age_s=1.0)
-    _, memory = decide(POLICY, young, resumed(ScalingMemory(), KNOWN, POLICY.backlog, NOW))
+    _, memory = decide(POLICY, young, resumed(ScalingMemory(), KNOWN, POLICY, NOW).memory)
     assert Learned.of(memory).capacity == 700.0
 
 
 def test_a_later_measurement_of_another_process_counts_and_an_earlier_one_does_not() -> None:
     memory = seen(FULL, 120)
     for known, expected in ((Learned(500.0, NOW - 600), 700.0), (Learned(500.0, NOW - 1), 500.0)):
-        later = resumed(memory, known, POLICY.backlog, NOW)
+        later = resumed(memory, known, POLICY, NOW).memory
         assert Learned.of(later).capacity == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("number", [math.nan, math.inf, -1.0, None])
-def test_numbers_that_can_not_be_true_are_ignored(number: float | None) -> None:
-    for known in (Learned(number, NOW), Learned(0.0, NOW), Learned(rise=number, rise_s=NOW)):
-        assert resumed(ScalingMemory(), known, POLICY.backlog, NOW) == ScalingMemory()
+PRIOR = POLICY.backlog.prior_tokens_per_s
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -1.0])
+def test_numbers_that_can_not_be_true_are_dropped_by_name(number: float) -> None:
+    assert resumed(ScalingMemory(), Learned(), POLICY, NOW) == (ScalingMemory(), {})
+    for known, name in ((Learned(number, NOW), "capacity"), (Learned(rise=number, rise_s=NOW), "rise")):
+        memory, dropped = resumed(ScalingMemory(), known, POLICY, NOW)
+        assert (memory, list(dropped)) == (ScalingMemory(), [name])
+
+
+@pytest.mark.parametrize(
+    ("capacity", "is_kept"),
+    [(0.0, False), (PRIOR / 1001, False), (PRIOR / 999, True), (PRIOR * 999, True), (PRIOR * 1001, False)],
+)
+def test_a_capacity_that_is_a_thousand_times_what_is_usual_is_dropped(capacity: float, is_kept: bool) -> None:
+    memory, dropped = resumed(ScalingMemory(), Learned(capacity, NOW - 1), POLICY, NOW)
+    assert (memory.capacity == capacity, not dropped) == (is_kept, is_kept)
+
+
+def test_a_part_of_belief_that_is_no_part_makes_the_capacity_a_belief() -> None:
+    for part in (math.nan, -0.1, 1.1):
+        memory, dropped = resumed(ScalingMemory(), Learned(700.0, NOW - 1, part), POLICY, NOW)
+        assert (memory.capacity, memory.believed, list(dropped)) == (700.0, 1.0, ["believed"])
 
 
 @pytest.mark.parametrize("time_s", [math.nan, math.inf, None])
 def test_without_a_time_nothing_counts(time_s: float | None) -> None:
-    assert (
-        resumed(ScalingMemory(), Learned(700.0, time_s, rise=100.0, rise_s=time_s), POLICY.backlog, NOW)
-        == ScalingMemory()
-    )
+    known = Learned(700.0, time_s, rise=100.0, rise_s=time_s)
+    memory, dropped = resumed(ScalingMemory(), known, POLICY, NOW)
+    assert (memory, sorted(dropped)) == (ScalingMemory(), ["capacity", "rise"])
 
 
-def test_a_time_of_a_clock_that_is_ahead_is_now() -> None:
-    ahead = resumed(ScalingMemory(), Learned(700.0, NOW + 3600), POLICY.backlog, NOW)
-    assert ahead.capacity_s == NOW
+def test_a_time_of_a_clock_that_is_ahead_is_now_where_nothing_was_measured() -> None:
+    ahead = Learned(900.0, NOW + 3600)
+    memory, dropped = resumed(ScalingMemory(), ahead, POLICY, NOW)
+    assert (memory.capacity, memory.capacity_s, dropped) == (900.0, NOW, {})
+    own = seen(FULL, 120)
+    memory, dropped = resumed(own, ahead, POLICY, NOW)
+    assert (memory, list(dropped)) == (own, ["capacity"])
+    memory, dropped = resumed(own, Learned(900.0, NOW + 3), POLICY, NOW)
+    assert (memory.capacity, memory.capacity_s, dropped) == (900.0, NOW, {}), "clocks are a few seconds apart"
+
+
+def test_a_rise_that_no_number_of_pods_could_serve_is_dropped_and_others_are_bounded() -> None:
+    def held(rise: float, known: Learned, share: float = 1.0) -> tuple[float, list[str]]:
+        memory, dropped = resumed(
+            ScalingMemory(), replace(known, rise=rise, rise_s=NOW - 1), POLICY, NOW - 1, share=share
+        )
+        for second in (-1, 1):
+            decision, memory = decide(POLICY, at(LIGHT, NOW + second), memory)
+        return decision.inputs["arrivals_high"] - decision.inputs["arrivals"], list(dropped)
+
+    most = POLICY.max_replicas * PRIOR * 1000
+    assert held(1.001 * most, KNOWN) == (pytest.approx(2400 / POLICY.backlog.busy - 2400), ["rise"])
+    assert held(0.999 * most, KNOWN) == (pytest.approx(POLICY.max_replicas * 700.0), [])
+    assert held(1e5, KNOWN, share=0.25)[0] == pytest.approx(1e5), "of all pools with the model, and it has one in four"
+    assert held(1e5, Learned()) == (pytest.approx(1e5), []), "what a pod can do is unknown"
+
+
+@pytest.mark.parametrize(("factor", "is_replaced"), [(3.5, False), (4.5, True), (900.0, True), (0.2, True)])
+def test_a_saturation_that_contradicts_what_another_process_measured_replaces_it(
+    factor: float, is_replaced: bool
+) -> None:
+    memory = resumed(ScalingMemory(), Learned(700.0 * factor, NOW - 100), POLICY, NOW - 90).memory
+    memory = seen(FULL, 16, seen(LIGHT, 60, memory, ago=16))
+    assert (measured(memory) == pytest.approx(700.0)) == is_replaced
+
+
+def test_what_this_process_has_measured_is_smoothed_and_not_replaced() -> None:
+    """All pods may be slow for ten seconds, such as behind a slow disk: no reason to order four times as many."""
+    slow = working(0.4, 70.0, tokens=5000.0, age_s=1.0)
+    memory = seen(slow, 12, seen(FULL, 60, ago=12))
+    assert 350 < (measured(memory) or 0) < 700
 
 
 def test_rises_of_before_are_held_until_a_window_was_watched() -> None:
     """Bursts of 4,000 tokens/s came. A process that starts between two of them holds capacity for the next."""
     known = Learned(rise=4000.0, rise_s=NOW - 100)
-    memory, held = resumed(ScalingMemory(), known, POLICY.backlog, NOW - 100), []
+    memory, held = resumed(ScalingMemory(), known, POLICY, NOW - 100).memory, []
     for second in range(-98, 300, 2):
         decision, memory = decide(POLICY, at(LIGHT, NOW + second), memory)
         held.append((second, decision.inputs["arrivals_high"]))
@@ -239,7 +296,7 @@ def test_a_silence_after_a_restart_does_not_hide_the_bursts_before() -> None:
     """As many pods as requests of late are enough; a process that saw none of these requests doesn't know how many."""
     silent = working(0.0, 0.0, count=6)
     known = replace(KNOWN, rise=3000.0, rise_s=NOW - 100)
-    memory = resumed(ScalingMemory(), known, POLICY.backlog, NOW - 100)
+    memory = resumed(ScalingMemory(), known, POLICY, NOW - 100).memory
     for second in range(-100, 0, 2):
         decision, memory = decide(POLICY, at(silent, NOW + second), memory)
     assert decision.inputs["need"] == math.ceil(3000.0 / 700.0)

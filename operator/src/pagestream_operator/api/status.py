@@ -14,6 +14,10 @@ from pagestream_operator.api.spec import AdapterStatus
 _ROUNDS = 4
 
 
+_MEASURED = Field(ge=0, strict=True, allow_inf_nan=False)
+"""A number, and no text that looks like one. What of it can be true is up to the scaling law."""
+
+
 class ConditionType(StrEnum):
     """Types of a pool's conditions."""
 
@@ -68,13 +72,13 @@ class LearnedStatus(ApiModel):
 
     card: str
     """Hash of the models and the engine's options that were measured. For others it doesn't count."""
-    capacity: Annotated[float, Field(ge=0)] | None = None
+    capacity: Annotated[float, _MEASURED] | None = None
     """Work that an engine was seen to do per second while requests waited, in prompt tokens."""
-    believed: Annotated[float, Field(ge=0, le=1)] | None = None
+    believed: Annotated[float, _MEASURED, Field(le=1)] | None = None
     """The part of it that is still what was believed before."""
     capacity_time: Annotated[str, Field(json_schema_extra={"format": "date-time"})] | None = None
     """When it was last seen."""
-    rise: Annotated[float, Field(ge=0)] | None = None
+    rise: Annotated[float, _MEASURED] | None = None
     """How far arrivals rose above their level of late, in prompt tokens per second."""
     rise_time: Annotated[str, Field(json_schema_extra={"format": "date-time"})] | None = None
     """When the last of these arrivals was measured."""
@@ -131,7 +135,7 @@ def as_status(given: object) -> tuple[EnginePoolStatus, str]:
     """
     status = dict(given) if isinstance(given, Mapping) else {}
     left_out = "" if given is None or status == given else f"status is {given!r:.64}"
-    # An entry of a list goes before the list, and a field before the whole.
+    # An entry of a list goes before the list, a field of an object before the object, and a field before the whole.
     for _ in range(_ROUNDS):
         try:
             return EnginePoolStatus.model_validate(status), left_out
@@ -144,13 +148,19 @@ def as_status(given: object) -> tuple[EnginePoolStatus, str]:
 
 
 def _without(status: dict[str, Any], places: list[tuple[int | str, ...]]) -> dict[str, Any]:
-    """The status without entries of lists, or else fields, that have these places."""
-    entries = {(place[0], place[1]) for place in places if len(place) > 1 and isinstance(place[1], int)}
-    fields = {place[0] for place in places if place[:2] not in entries}
-    return {
-        name: [each for index, each in enumerate(value) if (name, index) not in entries]
-        if isinstance(value, list)
-        else value
-        for name, value in status.items()
-        if name not in fields
-    }
+    """The status without entries of lists, fields of objects, or else whole fields, that have these places."""
+    inner = {place[:2] for place in places if len(place) > 1 and _has(status.get(str(place[0])), place[1])}
+    whole = {place[0] for place in places if place[:2] not in inner}
+    return {name: _pruned(name, value, inner) for name, value in status.items() if name not in whole}
+
+
+def _has(value: object, place: int | str) -> bool:
+    return isinstance(place, int) if isinstance(value, list) else isinstance(value, Mapping) and place in value
+
+
+def _pruned(name: str, value: Any, places: set[tuple[int | str, ...]]) -> Any:
+    if isinstance(value, list):
+        return [each for index, each in enumerate(value) if (name, index) not in places]
+    if isinstance(value, Mapping):
+        return {each: kept for each, kept in value.items() if (name, each) not in places}
+    return value

@@ -212,16 +212,24 @@ class Reconciler:
             made.append(self._scaler.decide(pool, policy, view, now_s, ahead_s=ahead_s))
 
         await self._parts.run(_DECISION, decide)
-        return made[0] if made else None
+        if not made:
+            return None
+        if made[0].dropped:
+            self._note_oddities(made[0].dropped)
+        return made[0]
 
     def _read(self, body: Mapping[str, Any]) -> _Reading:
         # By the object itself: a restored API server gives the same version to another content.
         if self._reading is None or self._reading.body is not body:
             self._reading = _reading_of(body)
             if self._reading.pool is not None and self._reading.pool.status_oddities:
-                oddities = self._reading.pool.status_oddities
-                logger.warning("a part of a pool's status can't be read: %s", oddities, extra={"pool": self._name})
+                self._note_oddities(self._reading.pool.status_oddities)
         return self._reading
+
+    def _note_oddities(self, oddities: str) -> None:
+        """Log and count that a part of the pool's status isn't used. The next status that is written has none."""
+        self.context.store.unreadable[POOL.name] += 1
+        logger.warning("a part of a pool's status can't be used: %s", oddities, extra={"pool": self._name})
 
     @property
     def _name(self) -> str:

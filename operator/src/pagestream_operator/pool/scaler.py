@@ -136,6 +136,8 @@ class Verdict:
     """Mean of the ready pods that don't drain, by samples that the law believes; None without any."""
     learned: LearnedStatus
     """What the next process that decides has to know."""
+    dropped: str = ""
+    """What `status.learned` says that can't be true and isn't used; only in the first verdict after it was read."""
 
 
 class Scaler:
@@ -148,6 +150,7 @@ class Scaler:
         self._is_first = True
         self._pool: EnginePool | None = None
         self._card = ""
+        self._dropped: dict[str, str] = {}
 
     def decide(
         self, pool: EnginePool, policy: ScalingPolicy, view: PoolView, now_s: float, *, ahead_s: float = 0.0
@@ -163,21 +166,27 @@ class Scaler:
             ready = tuple(sorted(pod.name for pod in observation.pods if pod.ready_s is not None))
             self._memory = replace(self._memory, lost=ready)
         self._is_first = False
-        self._resume(pool, policy, now_s)
+        dropped = self._resume(pool, policy, now_s, observation.share)
         decision, self._memory = decide(policy, observation, self._memory)
         self._report(pool, policy, decision, now_s)
         utilization = mean_utilization(observation, policy.samples)
-        return Verdict(decision, observation, utilization, learned_status(self._memory, self._card))
+        return Verdict(decision, observation, utilization, learned_status(self._memory, self._card), dropped)
 
-    def _resume(self, pool: EnginePool, policy: ScalingPolicy, now_s: float) -> None:
-        """Learn from the pool's status, whenever that has changed, what this process hasn't measured itself."""
+    def _resume(self, pool: EnginePool, policy: ScalingPolicy, now_s: float, share: float) -> str:
+        """Learn from the pool's status, whenever that has changed, what this process hasn't measured itself.
+
+        Returns a sentence about what can't be true, once; "" for nothing new.
+        """
         if pool is self._pool:
-            return
+            return ""
         card = card_digest(pool)
         if self._card not in ("", card):  # other engines than those that were measured
             self._memory = without_capacity(self._memory)
         self._pool, self._card = pool, card
-        self._memory = resumed(self._memory, learned_of(pool.status.learned, card), policy.backlog, now_s)
+        known = learned_of(pool.status.learned, card)
+        self._memory, dropped = resumed(self._memory, known, policy, now_s, share=share)
+        before, self._dropped = self._dropped, dropped
+        return "" if dropped == before else "; ".join(f"status.learned.{name}: {why}" for name, why in dropped.items())
 
     def _report(self, pool: EnginePool, policy: ScalingPolicy, decision: Decision, now_s: float) -> None:
         if "ready" not in decision.inputs:

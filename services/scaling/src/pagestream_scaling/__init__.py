@@ -3,7 +3,7 @@
 from pagestream_scaling.decision import Decision, Limit
 from pagestream_scaling.drain import drain_order
 from pagestream_scaling.law import decide
-from pagestream_scaling.learned import Learned, resumed, without_capacity
+from pagestream_scaling.learned import Learned, Resumed, resumed, without_capacity
 from pagestream_scaling.memory import ScalingMemory
 from pagestream_scaling.observation import (
     ClassSample,
@@ -46,6 +46,7 @@ __all__ = [
     "PoolObservation",
     "QueueSample",
     "RatePolicy",
+    "Resumed",
     "SamplesPolicy",
     "ScalingError",
     "ScalingMemory",

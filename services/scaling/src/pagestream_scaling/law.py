@@ -87,6 +87,7 @@ def _without_times(memory: ScalingMemory, now_s: float) -> ScalingMemory:
         capacity=memory.capacity,
         capacity_s=capacity_s,
         believed=memory.believed,
+        inherited=memory.inherited,
         work_high=memory.work_high,
     )
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import NamedTuple, Self
 
 from pagestream_scaling.memory import ScalingMemory
-from pagestream_scaling.policy import BacklogPolicy
+from pagestream_scaling.policy import ScalingPolicy
 from pagestream_scaling.workload import CAPACITY_MIN
+
+_CAPACITY_FACTOR = 1000.0
+"""How far a capacity may be from the policy's prior, up or down: a wider one is a mistake and no engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +41,81 @@ class Learned:
         return replace(known, rise=memory.rise, rise_s=memory.arrivals[-1][0])
 
 
-def resumed(memory: ScalingMemory, known: Learned, policy: BacklogPolicy, now_s: float) -> ScalingMemory:
-    """Return a memory that knows what was learnt elsewhere, as far as that is newer.
+class Resumed(NamedTuple):
+    """A memory with what was learnt elsewhere."""
 
-    A capacity counts where it was measured later than the memory's own. Rises count for a memory without a decision,
-    until it has watched arrivals for as long itself. Numbers that can't be true are ignored; a time in the future, from
-    another clock, is now.
+    memory: ScalingMemory
+    dropped: dict[str, str]
+    """Fields that can't be true and were left out, with the reason, which is the same at each call."""
+
+
+def resumed(
+    memory: ScalingMemory, known: Learned, policy: ScalingPolicy, now_s: float, *, share: float = 1.0
+) -> Resumed:
+    """Add to a memory what was learnt elsewhere, as far as it is newer and can be true.
+
+    A capacity counts where it was measured later than the memory's own, and within a factor of 1,000 of the policy's
+    prior. Rises count for a memory without a decision, until it has watched arrivals for as long itself, and up to what
+    `max_replicas` pods can do. A time in the future, from another clock, is now; a capacity from more than
+    `samples.future_s` ahead counts only where none was measured here.
+
+    Args:
+        share: the part of arrivals that falls to the pool, 0 to 1.
     """
-    capacity, capacity_s = known.capacity, _time(known.capacity_s, now_s)
-    if capacity is not None and capacity_s is not None and CAPACITY_MIN <= capacity < math.inf:
-        is_newer = memory.capacity_s is None or capacity_s > memory.capacity_s
-        if is_newer and 0 <= known.believed <= 1:
-            memory = replace(memory, capacity=capacity, capacity_s=capacity_s, believed=known.believed)
-    rise, rise_s = known.rise, _time(known.rise_s, now_s)
-    if memory.time_s is None and rise is not None and rise_s is not None and 0 <= rise < math.inf:
-        memory = replace(memory, earlier_rise=rise, earlier_rise_until_s=rise_s + policy.arrival_window_s)
-    return memory
+    memory, dropped = _with_capacity(memory, known, policy, now_s)
+    if memory.time_s is not None or known.rise is None:
+        return Resumed(memory, dropped)
+    trouble = _rise_trouble(known, policy)
+    if trouble is not None:
+        return Resumed(memory, dropped | {"rise": trouble})
+    rise, rise_s = known.rise, now_s if known.rise_s is None else min(known.rise_s, now_s)
+    if memory.capacity is not None and share > 0:
+        rise = min(rise, policy.max_replicas * memory.capacity / share)
+    until_s = rise_s + policy.backlog.arrival_window_s
+    return Resumed(replace(memory, earlier_rise=rise, earlier_rise_until_s=until_s), dropped)
+
+
+def _with_capacity(
+    memory: ScalingMemory, known: Learned, policy: ScalingPolicy, now_s: float
+) -> tuple[ScalingMemory, dict[str, str]]:
+    if known.capacity is None:
+        return memory, {}
+    trouble = _time_trouble(known.capacity_s) or _capacity_trouble(known.capacity, policy)
+    if trouble is not None:
+        return memory, {"capacity": trouble}
+    measured_s = now_s if known.capacity_s is None else known.capacity_s
+    if memory.capacity_s is not None and measured_s > now_s + policy.samples.future_s:
+        return memory, {"capacity": "its time is in the future"}
+    if memory.capacity_s is not None and min(measured_s, now_s) <= memory.capacity_s:
+        return memory, {}
+    is_part = 0 <= known.believed <= 1
+    added = replace(
+        memory,
+        capacity=known.capacity,
+        inherited=known.capacity,
+        capacity_s=min(measured_s, now_s),
+        believed=known.believed if is_part else 1.0,
+    )
+    return added, {} if is_part else {"believed": "it is no number from 0 to 1"}
+
+
+def _capacity_trouble(capacity: float, policy: ScalingPolicy) -> str | None:
+    prior = policy.backlog.prior_tokens_per_s
+    low, high = max(CAPACITY_MIN, prior / _CAPACITY_FACTOR), prior * _CAPACITY_FACTOR
+    if low <= capacity <= high:  # also refuses NaN
+        return None
+    return f"it isn't within {low:g} to {high:g} tokens/s, the prior of {prior:g} divided and multiplied by 1,000"
+
+
+def _rise_trouble(known: Learned, policy: ScalingPolicy) -> str | None:
+    most = policy.max_replicas * policy.backlog.prior_tokens_per_s * _CAPACITY_FACTOR
+    if known.rise is None or not 0 <= known.rise <= most:
+        return f"it isn't within 0 to {most:g} tokens/s, the most that so many pods could do"
+    return _time_trouble(known.rise_s)
+
+
+def _time_trouble(time_s: float | None) -> str | None:
+    return "it has no time" if time_s is None or not math.isfinite(time_s) else None
 
 
 def without_capacity(memory: ScalingMemory) -> ScalingMemory:
@@ -62,12 +124,9 @@ def without_capacity(memory: ScalingMemory) -> ScalingMemory:
         memory,
         capacity=None,
         capacity_s=None,
+        inherited=None,
         believed=1.0,
         saturated_since_s=None,
         saturated_samples=0,
         work_high=None,
     )
-
-
-def _time(time_s: float | None, now_s: float) -> float | None:
-    return None if time_s is None or not math.isfinite(time_s) else min(time_s, now_s)

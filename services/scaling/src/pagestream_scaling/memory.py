@@ -52,6 +52,8 @@ class ScalingMemory:
     """When that was last seen at saturation; None: it is estimated from load."""
     believed: float = 1.0
     """The part of it that is still what was believed before, 0 to 1."""
+    inherited: float | None = None
+    """What another process had measured, until a saturation that lasted has confirmed or replaced it."""
     saturated_since_s: float | None = None
     """Since when every sample was one at saturation; None: the last wasn't."""
     saturated_samples: int = 0

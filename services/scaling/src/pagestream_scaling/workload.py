@@ -16,6 +16,9 @@ _ARRIVALS_KEPT = 512
 """Entries, whatever the window, for exporters that report many times a second."""
 CAPACITY_MIN = 1.0
 """Prompt tokens per second. A pod that does less is stuck, and dividing by it would order the whole cluster."""
+_CONTRADICTION = 4.0
+"""Between what another process had measured and what is seen: smoothing would take minutes to come from one to the
+other."""
 _BELIEVED_MAX = 0.2
 """Part of a capacity that may be belief where it counts as measured."""
 
@@ -191,7 +194,8 @@ def _with_saturated(memory: ScalingMemory, each: float, weight: float, policy: B
     samples = memory.saturated_samples + 1
     mean = _mixed(memory.saturated_mean if memory.saturated_samples else None, each, 1 / samples)
     holds = _holds(memory, policy)
-    replaced = now_s - since_s >= policy.measure_s and not is_measured(memory, policy)
+    lasts = now_s - since_s >= policy.measure_s
+    replaced = lasts and (not is_measured(memory, policy) or _contradicts(mean, memory.inherited))
     return replace(
         memory,
         saturated_since_s=since_s,
@@ -200,7 +204,13 @@ def _with_saturated(memory: ScalingMemory, each: float, weight: float, policy: B
         capacity=mean if replaced else _mixed(memory.capacity, each, weight),
         capacity_s=now_s,
         believed=0.0 if replaced else (memory.believed if holds else 1.0) * (1 - weight),
+        inherited=None if lasts else memory.inherited,
     )
+
+
+def _contradicts(mean: float, inherited: float | None) -> bool:
+    """Whether what pods do at saturation can't be what another process had measured."""
+    return inherited is not None and not inherited / _CONTRADICTION < mean < inherited * _CONTRADICTION
 
 
 def is_measured(memory: ScalingMemory, policy: BacklogPolicy) -> bool:

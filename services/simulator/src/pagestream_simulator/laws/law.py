@@ -43,7 +43,7 @@ class PagestreamLaw:
 
     def desired(self, observation: PoolObservation) -> int:
         """Return the decision's replicas."""
-        memory = resumed(self._memory, self._status, self._policy.backlog, observation.time_s)
+        memory = resumed(self._memory, self._status, self._policy, observation.time_s).memory
         decision, self._memory = decide(self._policy, observation, memory)
         self._status = Learned.of(self._memory)
         return decision.desired
