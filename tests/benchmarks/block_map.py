@@ -18,7 +18,7 @@ from pagestream_engine.kv_cache.inspection import BlockMap, block_map
 from pagestream_engine.request import Request, TokenSequence
 from pagestream_engine.sampling_params import SamplingParams
 from pagestream_engine.stats import EngineStats
-from pagestream_worker.block_maps import record_of
+from pagestream_worker.telemetry import record_of
 
 SHARED_BLOCKS = 64
 REPEATS = 20

@@ -7,13 +7,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pagestream_worker.active_requests import ActiveRequests
     from pagestream_worker.card import build_card
     from pagestream_worker.claim_budget import UNLIMITED_TOKENS, ClaimBudget
     from pagestream_worker.core_process import TITLE
     from pagestream_worker.engine_core import EngineCore, EngineCoreError, EngineProcess, EngineThread, is_link_lost
-    from pagestream_worker.gauges import EngineGauges, EngineReaders
-    from pagestream_worker.health import EXIT_STALLED, Health
     from pagestream_worker.load_shedding import (
         BETWEEN_MARKS,
         TOP,
@@ -68,12 +65,18 @@ if TYPE_CHECKING:
         read_duties,
     )
     from pagestream_worker.pool_adapters import MOST_RESULT_BYTES
-    from pagestream_worker.request_messages import PART_BYTES, child_of, sampling_of, sampling_of_child
-    from pagestream_worker.running_request import RunningRequest
+    from pagestream_worker.requests import (
+        PART_BYTES,
+        ActiveRequests,
+        RunningRequest,
+        child_of,
+        sampling_of,
+        sampling_of_child,
+    )
     from pagestream_worker.serving_models import Cores, EngineStuckError, Loader, LoadTimeoutError
     from pagestream_worker.settings import ProcessSettings, WorkerSettings, build_parser, engine_config, load_settings
     from pagestream_worker.step_loop import STEPS_AHEAD, PlainSequences
-    from pagestream_worker.telemetry import WorkerTelemetry
+    from pagestream_worker.telemetry import EXIT_STALLED, EngineGauges, EngineReaders, Health, WorkerTelemetry
     from pagestream_worker.worker import EngineFailed, StepOutputs, Worker
 
 __all__ = [
@@ -164,13 +167,13 @@ __all__ = [
 ]
 
 _MODULES = {
-    "ActiveRequests": "active_requests",
+    "ActiveRequests": "requests",
     "build_card": "card",
     **dict.fromkeys(("ClaimBudget", "UNLIMITED_TOKENS"), "claim_budget"),
     "TITLE": "core_process",
     **dict.fromkeys(("EngineCore", "EngineCoreError", "EngineProcess", "EngineThread", "is_link_lost"), "engine_core"),
-    **dict.fromkeys(("EngineGauges", "EngineReaders"), "gauges"),
-    **dict.fromkeys(("EXIT_STALLED", "Health"), "health"),
+    **dict.fromkeys(("EngineGauges", "EngineReaders"), "telemetry"),
+    **dict.fromkeys(("EXIT_STALLED", "Health"), "telemetry"),
     **dict.fromkeys(
         (
             "BETWEEN_MARKS",
@@ -229,8 +232,8 @@ _MODULES = {
         "model_sharing",
     ),
     "MOST_RESULT_BYTES": "pool_adapters",
-    **dict.fromkeys(("PART_BYTES", "child_of", "sampling_of", "sampling_of_child"), "request_messages"),
-    "RunningRequest": "running_request",
+    **dict.fromkeys(("PART_BYTES", "child_of", "sampling_of", "sampling_of_child"), "requests"),
+    "RunningRequest": "requests",
     **dict.fromkeys(("Cores", "EngineStuckError", "LoadTimeoutError", "Loader"), "serving_models"),
     **dict.fromkeys(
         ("ProcessSettings", "WorkerSettings", "build_parser", "engine_config", "load_settings"), "settings"

@@ -1,8 +1,10 @@
 """The model card: everything a gateway needs to know about a model, read from the model's folder."""
 
 import json
+import logging
 import zlib
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from pagestream.v1.records_pb2 import (
     ModelCard,
     Pooling,
 )
+from pagestream.v1.records_pb2 import ChatShapes as ChatShapesMessage
 from pagestream_engine.features.pooling.config import IDENTITY, SIGMOID, SOFTMAX, read_pooling
 from pagestream_engine.models.chat_template import folder_template as _chat_template
 from pagestream_engine.models.chat_template import special_tokens
@@ -25,8 +28,10 @@ from pagestream_engine.models.defaults import read_generation_config, sampling_d
 from pagestream_engine.models.tokenizer import tokenizer_json
 from pagestream_streams.protocol.output_formats import BY_TEMPLATE, OutputParsers
 
-from pagestream_worker.chat_templates import ChatTemplateOptions, shapes_message
 from pagestream_worker.messages import ModelFacts
+from pagestream_worker.settings import ChatTemplateOptions
+
+logger = logging.getLogger(__name__)
 
 POOLING_KINDS = {"last": POOLING_KIND_LAST, "mean": POOLING_KIND_MEAN, "cls": POOLING_KIND_CLS}
 _ACTIVATIONS = {
@@ -114,7 +119,7 @@ def build_card(
         tokenizer_json_zlib=zlib.compress(tokenizer, level=6),
         chat_template=template,
         special_tokens=tokens,
-        chat_shapes=shapes_message(template, tokens, chat.arguments) if template else None,
+        chat_shapes=_shapes_message(template, tokens, chat.arguments) if template else None,
         chat_template_kwargs=chat.arguments,
         max_model_len=engine.max_model_len,
         vocab_size=engine.vocab_size,
@@ -129,3 +134,21 @@ def build_card(
         takes_output_constraints=True,
         default_sampling=_default_sampling(read_generation_config(folder)),
     )
+
+
+def _shapes_message(template: str, tokens: Mapping[str, str], arguments: str) -> ChatShapesMessage | None:
+    """Return the shapes of messages that a template takes; None for one that is broken, which gateways will say."""
+    from pagestream_grammars.templates import ChatShapes, Template, shapes_of, template_fault
+
+    if (fault := template_fault(template)) is not None:
+        logger.warning("the model's chat template is broken: %s", fault)
+        return None
+    shapes = shapes_of(Template(template, tokens), json.loads(arguments or "{}"))
+    message = ChatShapesMessage()
+    for name in (each.name for each in fields(ChatShapes)):
+        value = getattr(shapes, name)
+        if isinstance(value, frozenset):
+            getattr(message, name).extend(sorted(value))
+        else:
+            setattr(message, name, value)
+    return message

@@ -25,9 +25,9 @@ from pagestream_telemetry.environment import fields_of, out_of_range, read_envir
 if TYPE_CHECKING:
     from pagestream_streams import EngineSession
 
-    from pagestream_worker.active_requests import ActiveRequests
     from pagestream_worker.claim_budget import ClaimBudget
     from pagestream_worker.engine_core import EngineCore
+    from pagestream_worker.requests import ActiveRequests
     from pagestream_worker.telemetry import WorkerTelemetry
 
 

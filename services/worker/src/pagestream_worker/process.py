@@ -1,10 +1,15 @@
-"""The engine process: model, Redis, session, worker, probes and telemetry, from start to SIGTERM."""
+"""The engine process: model, Redis, session, worker, probes and telemetry, from start to SIGTERM.
+
+A warm spare starts likewise, and joins once its supervisor asks it to (`stand_by`).
+"""
 
 import asyncio
 import logging
 import os
 import signal
+import sys
 import threading
+import time
 from contextlib import ExitStack, suppress
 
 from pagestream_engine.engine import Engine
@@ -15,9 +20,9 @@ from pagestream_telemetry.process import process_age_s, running_telemetry
 
 from pagestream_worker.card import build_card
 from pagestream_worker.core_process import EngineFactory
-from pagestream_worker.health import Health
+from pagestream_worker.engine_core import EngineCore
 from pagestream_worker.logs.library import load_library
-from pagestream_worker.model_host import ModelHost
+from pagestream_worker.model_sharing import ModelHost
 from pagestream_worker.serving_models import (
     Cores,
     Instruments,
@@ -28,9 +33,8 @@ from pagestream_worker.serving_models import (
     unless_stopped,
     when_redis_answers,
 )
-from pagestream_worker.settings import ProcessSettings, WorkerSettings
-from pagestream_worker.standby import IMPORTED, LOADED, StandbyAbandoned, stand_by
-from pagestream_worker.telemetry import SERVICE
+from pagestream_worker.settings import IMPORTED, LOADED, ProcessSettings, WorkerSettings
+from pagestream_worker.telemetry import SERVICE, Health
 
 logger = logging.getLogger(__name__)
 
@@ -136,3 +140,59 @@ async def _load(cores: Cores, settings: WorkerSettings, instruments: Instruments
         instruments.health.stand_by()
         stood_by_s = await stand_by(core, settings.standby)
     return LoadedModel(settings.served_model_name, core, facts, card, 0.0, age_s, stood_by_s)
+
+
+STANDING_BY = "standing by"
+"""Message of the log record by which a supervisor knows that a spare waits."""
+_READ_BYTES = 64
+
+
+class StandbyAbandoned(Exception):  # noqa: N818 - reads as what happened
+    """Standard input has ended before a line came: its supervisor is gone."""
+
+
+async def stand_by(core: EngineCore, state: str) -> float:
+    """Wait for a line on standard input. A pipe keeps the line until it is read, so that it may be sent at any time.
+
+    Args:
+        state: how far the engine has started, for the log.
+
+    Returns:
+        The seconds of the wait.
+
+    Raises:
+        StandbyAbandoned: standard input has ended.
+        EngineCoreError: the engine has.
+        OSError: standard input is nothing that can be waited for, such as a file.
+    """
+    began = time.monotonic()
+    asked = asyncio.ensure_future(_read_line(sys.stdin.fileno()))
+    ended = asyncio.wrap_future(core.ended)
+    ended.add_done_callback(lambda future: future.cancelled() or future.exception())  # it may end after the wait
+    logger.info(STANDING_BY, extra={"state": state})
+    try:
+        done, _ = await asyncio.wait({asked, ended}, return_when=asyncio.FIRST_COMPLETED)
+        for each in done:
+            each.result()
+    finally:
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+    return time.monotonic() - began
+
+
+async def _read_line(descriptor: int) -> None:
+    loop = asyncio.get_running_loop()
+    line: asyncio.Future[None] = loop.create_future()
+
+    def read() -> None:
+        data = os.read(descriptor, _READ_BYTES)
+        if not data and not line.done():
+            line.set_exception(StandbyAbandoned("standard input has ended"))
+        elif b"\n" in data and not line.done():
+            line.set_result(None)
+
+    loop.add_reader(descriptor, read)
+    try:
+        await line
+    finally:
+        loop.remove_reader(descriptor)

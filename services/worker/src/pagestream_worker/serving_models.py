@@ -24,13 +24,10 @@ from pagestream_telemetry.process import Telemetry, process_age_s
 from pagestream_worker.card import build_card
 from pagestream_worker.core_process import EngineFactory, load_engine, spare_what_lives
 from pagestream_worker.engine_core import EngineCore, EngineCoreError, EngineProcess, EngineThread
-from pagestream_worker.gauges import EngineGauges, EngineReaders
-from pagestream_worker.health import Health
 from pagestream_worker.messages import EngineFacts, ModelFacts, Program
 from pagestream_worker.profiler import StepProfiler
-from pagestream_worker.settings import ProcessSettings, WorkerSettings
-from pagestream_worker.standby import IMPORTED
-from pagestream_worker.telemetry import WorkerTelemetry
+from pagestream_worker.settings import IMPORTED, ProcessSettings, WorkerSettings
+from pagestream_worker.telemetry import EngineGauges, EngineReaders, Health, WorkerTelemetry
 from pagestream_worker.worker import Worker
 
 logger = logging.getLogger(__name__)

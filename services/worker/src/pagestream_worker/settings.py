@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import Any
 from pagestream_engine.config import ENGINE_OPTIONS, EngineConfig, EngineOptions
 from pagestream_engine.errors import ConfigError
 from pagestream_options.arguments import add_flags, given_flags
-from pagestream_options.worker import WORKER_OPTIONS, WorkerOptions
+from pagestream_options.worker import STANDBY_STATES, WORKER_OPTIONS, WorkerOptions
 from pagestream_streams import StreamsSettings, settings_from_environment
 from pagestream_streams.protocol.output_formats import (
     BY_TEMPLATE,
@@ -22,10 +23,60 @@ from pagestream_telemetry.environment import fields_of, out_of_range, read_envir
 from pagestream_telemetry.errors import VariableError
 from pagestream_telemetry.settings import TelemetrySettings, telemetry_settings
 
-from pagestream_worker.chat_templates import ChatTemplateError, ChatTemplateOptions, given_arguments, given_template
 from pagestream_worker.load_shedding import DegradationSettings, degradation_settings
 
 WORKER, ENGINE = "WORKER", "ENGINE"
+IMPORTED, LOADED = STANDBY_STATES
+"""How far a spare starts: its modules are imported, or its model is loaded too."""
+
+
+_OF_JINJA = ("{{", "{%", "{#", "\n")
+
+
+class ChatTemplateError(ValueError):
+    """A chat template can't be read, or is broken."""
+
+
+@dataclass(frozen=True)
+class ChatTemplateOptions:
+    """What options say of a model's chat template."""
+
+    text: str = ""
+    """In place of the folder's; empty for that."""
+    arguments: str = ""
+    """Values that it gets where a request gives none, as a JSON object; empty for none."""
+
+
+def given_template(given: str) -> str:
+    """Return the text of a template, given as a file or, as in vLLM, as the text itself.
+
+    Raises:
+        ChatTemplateError: it is neither, or no template.
+    """
+    text = given
+    if not any(mark in given for mark in _OF_JINJA):
+        try:
+            text = Path(given).expanduser().read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ChatTemplateError(f"{given!r:.200} was given, a file with a Jinja template is expected") from error
+    from pagestream_grammars.templates import template_fault
+
+    if (fault := template_fault(text)) is not None:
+        raise ChatTemplateError(f"{given!r:.200} was given, which is no Jinja template: {fault}")
+    return text
+
+
+def given_arguments(given: str) -> str:
+    """Return values for templates as they were given. Raises ChatTemplateError where they are no JSON object."""
+    try:
+        is_object = isinstance(json.loads(given), dict)
+    except ValueError:
+        is_object = False
+    if not is_object:
+        raise ChatTemplateError(
+            f'{given!r:.200} was given, a JSON object like {{"enable_thinking": false}} is expected'
+        )
+    return given
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,39 @@
-"""The counters, histograms and spans of an engine process.
+"""What an engine process shows of itself: counters, histograms and spans (`WorkerTelemetry`), gauges read from the
+engine's latest figures (`EngineGauges`), what probes read and the watchdog (`Health`), and the map of its KV blocks.
 
 A request has one span for each phase and none for a token: queue (until this claim), prefill (until its first token
 here), decode. All are children of the span that accepted the request, so that an engine that is killed leaves no broken
 tree: its last phase is missing, and the next engine's phases follow with the next attempt.
 """
 
-import logging
-import time
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from __future__ import annotations
 
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pagestream.v1.records_pb2 import BlockHolders, RunningSequence
+from pagestream.v1.records_pb2 import BlockMap as Record
+from pagestream_engine.kv_cache.inspection import BlockMap
+from pagestream_engine.request import sibling_id
+from pagestream_engine.stats import EngineStats
+from pagestream_streams import EngineSession
+from pagestream_streams.tasks import Periodic, within
 from pagestream_telemetry import catalog
+from pagestream_telemetry.instruments import Registry
 from pagestream_telemetry.process import Telemetry, process_age_s
 from pagestream_telemetry.tracing import Span, SpanKind, TraceContext
 
-from pagestream_worker.running_request import RunningRequest
+from pagestream_worker.engine_core import EngineCore, EngineCoreError
+from pagestream_worker.load_shedding import Rung, Shares
+from pagestream_worker.messages import Figures, request_id_of
+
+if TYPE_CHECKING:
+    from pagestream_worker.requests import RunningRequest
 
 logger = logging.getLogger(__name__)
 
@@ -183,3 +202,291 @@ class WorkerTelemetry:
         phases.span.set({"pagestream.outcome": outcome, **(more or {})})
         phases.span.end()
         return True
+
+
+_OF_MODELS = (
+    catalog.KV_UTILIZATION,
+    catalog.KV_FRAGMENTATION,
+    catalog.PREFIX_QUERIES,
+    catalog.PREFIX_HITS,
+    catalog.HOST_TIER_HITS,
+    catalog.REQUESTS_RUNNING,
+    catalog.REQUESTS_WAITING,
+    catalog.TOKENS_PROMPT,
+    catalog.TOKENS_GENERATED,
+    catalog.PREEMPTIONS,
+    catalog.DISPLACEMENTS,
+    catalog.LATE_MASKS,
+    catalog.DRAFTED,
+    catalog.DRAINING,
+    catalog.KV_BLOCKS,
+    catalog.HOST_TIER_PAGES,
+    catalog.HOST_TIER_COPIES,
+    catalog.DEGRADATION_RUNG,
+    catalog.DEGRADATION_SHARE,
+    catalog.ACCEPTED,
+    catalog.MEMORY_USAGE,
+    catalog.GPU_MEMORY_USAGE,
+    catalog.GPU_UTILIZATION,
+)
+"""What has the model as its first attribute."""
+
+
+@dataclass(frozen=True)
+class EngineReaders:
+    """Functions that return an engine's current figures. All are called on the thread that collects."""
+
+    figures: Callable[[], Figures]
+    memory_bytes: Mapping[str, int]
+    """Device memory by use; fixed once the model is loaded."""
+    num_reclaimed: Callable[[], int]
+    degradation: Callable[[], tuple[Rung, Shares]]
+    """The rung in force, and what is in use of each resource."""
+
+
+class EngineGauges:
+    """Sets the gauges, and the counters that the engine keeps."""
+
+    def __init__(self, registry: Registry, model: str, readers: EngineReaders, health: Health) -> None:
+        self._readers = readers
+        self._health = health
+        self._model = model
+        self._number = registry.number
+        self._is_retired = False
+
+    def update(self) -> None:
+        """Read everything once. For `Registry.on_collect`."""
+        if not self._is_retired:
+            self._update()
+
+    def retire(self) -> None:
+        """Set nothing more, and remove what was set: the engine has another model."""
+        self._is_retired = True
+        for metric in _OF_MODELS:
+            instrument = self._number(metric)
+            instrument.forget_others({values for values, _ in instrument.items() if values[0] != self._model})
+
+    def _update(self) -> None:
+        figures = self._readers.figures()
+        stats = figures.stats
+        for metric, value in (
+            (catalog.KV_UTILIZATION, stats.kv_utilization),
+            (catalog.KV_FRAGMENTATION, figures.fragmentation),
+            (catalog.PREFIX_QUERIES, stats.prefix_query_tokens),
+            (catalog.PREFIX_HITS, stats.prefix_hit_tokens),
+            (catalog.HOST_TIER_HITS, stats.host_hit_tokens),
+            (catalog.REQUESTS_RUNNING, stats.num_running),
+            (catalog.REQUESTS_WAITING, stats.num_waiting),
+            (catalog.TOKENS_PROMPT, stats.num_prompt_tokens),
+            (catalog.TOKENS_GENERATED, stats.num_generated_tokens),
+            (catalog.PREEMPTIONS, stats.num_preemptions),
+            (catalog.DISPLACEMENTS, stats.num_displaced),
+            (catalog.LATE_MASKS, stats.num_late_masks),
+            (catalog.DRAFTED, stats.num_draft_tokens),
+            (catalog.DRAINING, int(self._health.is_draining)),
+        ):
+            self._number(metric).series(self._model).set(value)
+        self._number(catalog.RECLAIMS).series().set(self._readers.num_reclaimed())
+        blocks = {
+            "used": stats.num_blocks - stats.num_free_blocks,
+            "cached": stats.num_cached_blocks,
+            "free": stats.num_free_blocks - stats.num_cached_blocks,
+        }
+        for state, count in blocks.items():
+            self._number(catalog.KV_BLOCKS).series(self._model, state).set(count)
+        pages = {"cached": stats.num_used_host_pages, "free": stats.num_host_pages - stats.num_used_host_pages}
+        for state, count in pages.items():
+            self._number(catalog.HOST_TIER_PAGES).series(self._model, state).set(count)
+        for direction, size in (("saved", stats.saved_bytes), ("loaded", stats.loaded_bytes)):
+            self._number(catalog.HOST_TIER_COPIES).series(self._model, direction).set(size)
+        rung, shares = self._readers.degradation()
+        for each in Rung:
+            if each is not Rung.NORMAL:
+                self._number(catalog.DEGRADATION_RUNG).series(self._model, each.name.lower()).set(int(each <= rung))
+        for resource, share in shares.items():
+            if share is not None:
+                self._number(catalog.DEGRADATION_SHARE).series(self._model, resource.value).set(share)
+        for position, count in enumerate(stats.accepted_by_position, 1):
+            self._number(catalog.ACCEPTED).series(self._model, str(position)).set(count)
+        for kind, size in self._readers.memory_bytes.items():
+            self._number(catalog.MEMORY_USAGE).series(self._model, kind).set(size)
+        if figures.gpu is not None:
+            self._number(catalog.GPU_MEMORY_USAGE).series(self._model).set(figures.gpu.memory_bytes)
+            self._number(catalog.GPU_UTILIZATION).series(self._model).set(figures.gpu.utilization)
+
+
+EXIT_STALLED = 70  # EX_SOFTWARE: the engine made no progress
+BEATS = 10
+"""Heartbeats of the event loop in a stall timeout. A pause of two is one in which the process did not run."""
+NAMING_LIMIT_S = 2.0
+"""For the marks of the requests in a step that has stalled, before the process exits."""
+_DRAINING = "the process is ending"
+
+
+class Health:
+    """Written by the worker, read by the probe endpoint's threads.
+
+    Args:
+        stall_timeout_s: seconds without progress after which the liveness probe fails.
+    """
+
+    def __init__(self, stall_timeout_s: float) -> None:
+        self.stall_timeout_s = stall_timeout_s
+        self._stalled_s = 0.0
+        self._step_age_s: Callable[[], float] | None = None
+        self._beat_at = time.monotonic()
+        self._unready = "the model is being loaded"
+
+    def serve(self, step_age_s: Callable[[], float]) -> None:
+        """Become ready. From now on steps must end, and `beat` must be called, within the stall timeout.
+
+        Args:
+            step_age_s: returns the seconds that the current step has run.
+        """
+        self._step_age_s = step_age_s
+        self._beat_at = time.monotonic()
+        self._unready = ""
+
+    def stand_by(self) -> None:
+        """Note that the model is loaded, and that the engine waits to be asked to join."""
+        self._unready = "it stands by, and has not been asked to join"
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds at the last `beat` since when the engine has reported nothing though it has work.
+
+        Only those in which the event loop ran: while the whole process is stopped (SIGSTOP, a frozen container) no
+        report is read, and its engine may work. A pause between two beats counts as two periods at most.
+        """
+        return self._stalled_s
+
+    def beat(self) -> None:
+        """Note that the event loop works. To be called BEATS times in a stall timeout."""
+        if self._step_age_s is None:
+            return
+        now = time.monotonic()
+        elapsed_s, self._beat_at = now - self._beat_at, now
+        age_s, ran_s = self._step_age_s(), min(elapsed_s, 2 * self.stall_timeout_s / BEATS)
+        before_s = self._stalled_s if age_s >= elapsed_s else 0.0  # no report since the last beat
+        self._stalled_s = min(age_s, before_s + ran_s)
+
+    def change(self) -> None:
+        """Become unready until `serve` or `rest`: the process loads another model."""
+        self._step_age_s = None
+        self._stalled_s = 0.0
+        self._unready = "another model is being loaded"
+
+    def rest(self) -> None:
+        """Become ready without a model, or with one that sleeps: requests may wake it."""
+        self.change()
+        self._unready = ""
+
+    def drain(self) -> None:
+        """Become unready for good: no more requests are taken."""
+        self._unready = _DRAINING
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether `drain` was called."""
+        return self._unready == _DRAINING
+
+    def problem(self) -> str:
+        """Return why the process should be restarted; "" while it loads, works or drains."""
+        if self._step_age_s is None:
+            return ""
+        if self._stalled_s > self.stall_timeout_s:
+            return f"a step has run for {self._stalled_s:.0f} s"
+        silence = time.monotonic() - self._beat_at
+        if silence > self.stall_timeout_s:
+            return f"the event loop has not moved for {silence:.0f} s"
+        return ""
+
+    def unreadiness(self) -> str:
+        """Return why no requests are taken; "" when ready."""
+        return self._unready or self.problem()
+
+
+async def watchdog(health: Health, on_stall: Callable[[], Awaitable[None]]) -> None:
+    """Exit the process with EXIT_STALLED when a step has run longer than the stall timeout: its lease lapses, and other
+    engines go on with its requests.
+
+    `on_stall`: says before, in NAMING_LIMIT_S, which requests may be the cause.
+    """
+    while True:
+        await asyncio.sleep(health.stall_timeout_s / BEATS)
+        health.beat()
+        if health.stalled_s > health.stall_timeout_s:
+            logger.critical(
+                "a step has run for %.0f s: exiting, so that other engines go on with its requests", health.stalled_s
+            )
+            try:
+                async with asyncio.timeout(NAMING_LIMIT_S):
+                    await on_stall()
+            except Exception as error:  # noqa: BLE001 - the process ends in any case
+                logger.warning("the requests of the step that stalled could not be marked: %r", error)
+            os._exit(EXIT_STALLED)
+
+
+PERIOD_S = 1.0
+"""Between two looks at whether somebody looks, one GET each, and between two maps."""
+_ANSWER_S = 2.0
+"""Seconds after which a map is given up: a step may take longer."""
+
+
+def block_maps(core: EngineCore, session: EngineSession, block_size: int) -> Periodic:
+    """Return the task that publishes maps while they are wanted, once it is started.
+
+    Args:
+        core: whose engine makes the maps.
+        block_size: of the engine's blocks, in tokens.
+    """
+    return Periodic("block maps", PERIOD_S, lambda: _publish(core, session, block_size))
+
+
+async def _publish(core: EngineCore, session: EngineSession, block_size: int) -> None:
+    maps, identity = session.block_maps, session.identity
+    async with within(_ANSWER_S, "a map of the blocks"):
+        if not await maps.is_watched(identity.model):
+            return
+        try:
+            found = await asyncio.shield(asyncio.wrap_future(core.read_blocks()))
+        except EngineCoreError as error:
+            logger.debug("no map of the blocks: %s", error)
+            return
+        await maps.publish(identity.engine_id, record_of(found, core.figures.stats, block_size))
+
+
+def record_of(found: BlockMap, stats: EngineStats, block_size: int) -> Record:
+    """Return a map as Redis gets it."""
+    return Record(
+        num_blocks=found.num_blocks,
+        num_free=found.num_free,
+        num_cached=found.num_cached,
+        block_size=block_size,
+        cells=found.cells,
+        holders=[BlockHolders(sequences=each.sequences, num_references=each.num_references) for each in found.holders],
+        sequences=[
+            RunningSequence(
+                request_id=request_id_of(each.seq_id),
+                choice=_choice_of(each.seq_id),
+                tenant=each.tenant,
+                num_prompt_tokens=each.num_prompt_tokens,
+                num_tokens=each.num_tokens,
+                num_computed_tokens=each.num_computed_tokens,
+                num_blocks=each.num_blocks,
+                is_prefill=each.is_prefill,
+            )
+            for each in found.sequences
+        ],
+        num_running=found.num_running,
+        num_waiting=found.num_waiting,
+        num_prompt_tokens=stats.num_prompt_tokens,
+        num_generated_tokens=stats.num_generated_tokens,
+        at_ms=round(time.monotonic() * 1000),
+    )
+
+
+def _choice_of(seq_id: str) -> int:
+    """Return the choice of `<request id>/<nonce>/<choice>`; a beam's is that of its search."""
+    choice = sibling_id(seq_id).rpartition("/")[2]
+    return int(choice) if choice.isdecimal() else 0

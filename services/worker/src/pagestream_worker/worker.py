@@ -22,17 +22,15 @@ from pagestream_streams.errors import Unavailable
 from pagestream_streams.fault_points import FaultPoint, reach
 from pagestream_streams.protocol.records import LENGTHS_FIELD
 
-from pagestream_worker.active_requests import ActiveRequests, hand_back
-from pagestream_worker.block_maps import block_maps
 from pagestream_worker.claim_budget import ClaimBudget
 from pagestream_worker.engine_core import EngineCore, is_link_lost
-from pagestream_worker.health import Health, watchdog
 from pagestream_worker.load_shedding import Degradation, DegradationSettings, HostShare, host_share
 from pagestream_worker.logs.native_logs import open_logs
 from pagestream_worker.logs.token_logs import TokenBatch
 from pagestream_worker.messages import NO_TOKENS, StepBegun, StepMarked, Stop, TokenColumns, request_id_of
+from pagestream_worker.requests import ActiveRequests, hand_back
 from pagestream_worker.settings import WorkerSettings
-from pagestream_worker.telemetry import WorkerTelemetry
+from pagestream_worker.telemetry import Health, WorkerTelemetry, block_maps, watchdog
 
 logger = logging.getLogger(__name__)
 

@@ -110,7 +110,7 @@ def offline(spec: RequestSpec, folder: str, *, dtype: str, deterministic: bool) 
 
 
 def _params(spec: RequestSpec, num_choices: int) -> list[SamplingParams]:
-    from pagestream_worker.request_messages import child_of, sampling_of, sampling_of_child
+    from pagestream_worker.requests import child_of, sampling_of, sampling_of_child
 
     of_all = sampling_of(spec)
     return [sampling_of_child(of_all, child_of(spec, choice)) for choice in range(num_choices)]
