@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 from pagestream_simulator.fleet.profile import packaged_profile, read_profile
+from pagestream_simulator.laws.settings import make_law
+from pagestream_simulator.peak import scaled_load
 from pagestream_simulator.simulation import simulate
-from pagestream_simulator.study.peak import scaled_load
-from pagestream_simulator.study.spaces import spaces
 from pagestream_simulator.terms import Terms
 from pagestream_simulator.traces.files import read_trace
 from pagestream_simulator.traces.load import Load
@@ -49,12 +49,11 @@ def main() -> None:
     for path in parser.parse_args().traces:
         rows, factor = read_trace(path), factors[f"factor {path.name}"]["factor"]
         loads |= {(path.stem, seed): scaled_load(rows, factor, terms, seed) for seed in terms.load.seeds}
-    space = spaces(terms)["pagestream"]
     for (name, seed), load in loads.items():
         for startup_s in terms.fleet.startup_s:
             found = []
             for most in (1.0, 2.0):
-                law = space.make({**space.default, "backlog.output_factor_max": most})
+                law = make_law("pagestream", terms, setting={"backlog.output_factor_max": most})
                 outcome = simulate(load, profile, law, terms, startup_s=startup_s, seed=seed)
                 found.append(f"{100 * outcome.attainment:.2f} % in {outcome.pod_hours:.2f} pod-hours")
             print(f"{name}, seed {seed}, start-up {startup_s:g} s: without {found[0]}, with {found[1]}", flush=True)

@@ -64,7 +64,6 @@ PARTS = {
     "pagestream_scaling.terms.term": "the law: whole pods of an amount",
     "pagestream_scaling.terms.ttft": "the law: requests that miss an objective, by buckets",
     "pagestream_scaling.workload": "the law: tokens that can be divided between pods",
-    "pagestream_simulator.study": "studies, which are programs; their figures stand in docs/benchmarks",
     "pagestream_streams.admin.queue_positions": "the estimate of places in a queue",
     "pagestream_streams.connection.connection": "durability, lost connections, wake-ups on their way",
     "pagestream_streams.connection.topologies": "commands that share a round trip; less work than redis-py's",

@@ -1,33 +1,31 @@
-"""What a study is made of: laws on the packaged trace, the optimum, the search, measured steps, terms and tables."""
+"""Laws on the packaged trace, the optimum, arrivals that are scaled, policies and terms."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from pagestream_scaling import PolicyInvalid, ScalingPolicy
+from pagestream_scaling import ScalingPolicy
 from pagestream_simulator import (
     Course,
     FleetTerms,
     InputFileInvalidError,
     LoadTerms,
     Outcome,
+    Planner,
     SettingInvalidError,
     Terms,
+    lower_bound,
+    peak_factor,
+    planned,
     read_terms,
+    scaled_load,
     simulate,
+    smallest_fleet,
 )
-from pagestream_simulator.engine import StepContents
-from pagestream_simulator.fleet import EngineProfile, StepCost, packaged_profile, read_profile
-from pagestream_simulator.laws import FixedLaw
-from pagestream_simulator.study.measure import MeasuredStep, fit, residuals
-from pagestream_simulator.study.optimum import Planner, lower_bound, planned
-from pagestream_simulator.study.overview import SYNTHETIC, TRACES, Overview, restarts_table, starts_table, table
-from pagestream_simulator.study.peak import peak_factor, scaled_load, smallest_fleet
-from pagestream_simulator.study.search import search
-from pagestream_simulator.study.spaces import Setting, read_policy, spaces
-from pagestream_simulator.study.tables import tables
-from pagestream_simulator.traces import SAMPLE, ConstantArrivals, Load, read_trace, scale_arrivals
+from pagestream_simulator.fleet import EngineProfile, packaged_profile, read_profile
+from pagestream_simulator.laws import FixedLaw, make_law, read_policy
+from pagestream_simulator.traces import SAMPLE, Load, read_trace, scale_arrivals
 
 # -- Laws, the optimum and the search on the packaged trace
 
@@ -50,8 +48,8 @@ def load(profile: EngineProfile) -> Load:
 
 def run_all(load: Load, profile: EngineProfile) -> dict[str, Outcome]:
     return {
-        name: simulate(load, profile, space.make(space.default), TERMS, startup_s=5.0)
-        for name, space in spaces(TERMS).items()
+        name: simulate(load, profile, make_law(name, TERMS), TERMS, startup_s=5.0)
+        for name in ("pagestream", "hpa", "keda")
     }
 
 
@@ -88,10 +86,9 @@ def test_pods_cost_from_their_order_to_their_end(load: Load, profile: EngineProf
 
 
 def test_recording_the_course_changes_no_outcome(load: Load, profile: EngineProfile) -> None:
-    space = spaces(TERMS)["pagestream"]
     courses: list[Course] = []
-    seen = simulate(load, profile, space.make(space.default), TERMS, startup_s=5.0, on_course=courses.append)
-    assert seen == simulate(load, profile, space.make(space.default), TERMS, startup_s=5.0)
+    seen = simulate(load, profile, make_law("pagestream", TERMS), TERMS, startup_s=5.0, on_course=courses.append)
+    assert seen == simulate(load, profile, make_law("pagestream", TERMS), TERMS, startup_s=5.0)
     course = courses[0]
     assert (course.ready <= course.pods).all()
     assert ((course.kv_utilization >= 0) & (course.kv_utilization <= 1)).all()
@@ -113,21 +110,6 @@ def test_a_scaled_trace_has_copies_near_the_first_arrivals() -> None:
     assert list(once.prompt_tokens) == [row.input_tokens for row in rows]
 
 
-def test_a_search_repeats_by_seed_and_returns_the_best_first() -> None:
-    space = spaces(TERMS)["hpa"]
-
-    def attempt(setting: Setting) -> list[Outcome]:
-        attained = 0.99 if setting["target"] <= 0.5 else 0.5
-        return [Outcome(1, attained, 0.0, 0.0, 1 + setting["target"], 0, 0, 0)]
-
-    trials = search(space, attempt, trials=30, attainment=0.99, seed=0)
-    assert len(trials) == 30
-    assert trials == search(space, attempt, trials=30, attainment=0.99, seed=0)
-    assert trials[0].setting["target"] == min(trial.setting["target"] for trial in trials)
-    assert trials[-1].outcomes[0].attainment == 0.5
-    assert any(trial.setting == space.default for trial in trials)
-
-
 # -- The clairvoyant optimum has plans of one size among its plans
 
 
@@ -136,7 +118,11 @@ TWELVE = Terms(fleet=FleetTerms(max_engines=12))
 
 @pytest.mark.parametrize("startup_s", [8.0, 60.0])
 def test_on_constant_arrivals_no_plan_costs_more_than_the_smallest_fixed_fleet(startup_s: float) -> None:
-    load = ConstantArrivals(4.0, 200, 200, seconds=300.0).load(TWELVE.fleet.partitions, seed=0)
+    rng = np.random.default_rng(0)
+    count, partitions = 1200, TWELVE.fleet.partitions
+    lengths = np.full(count, 200, dtype=np.int32)
+    partition = rng.integers(0, partitions, count, dtype=np.int32)
+    load = Load(np.sort(rng.uniform(0.0, 300.0, count)), lengths, lengths, partition)
     profile = read_profile(packaged_profile())
     engines = smallest_fleet(load, profile, TWELVE)
     assert engines is not None
@@ -144,60 +130,6 @@ def test_on_constant_arrivals_no_plan_costs_more_than_the_smallest_fixed_fleet(s
     plan = Planner(load, profile, TWELVE, startup_s, seed=0).optimum(changes=0)
     assert plan.outcome.attainment >= TWELVE.objective.attainment
     assert plan.outcome.pod_hours <= engines * load.duration_s / 3600 + 1e-6
-
-
-def test_the_overview_has_a_row_for_each_law_with_means_over_seeds() -> None:
-    outcome = {"attainment": 0.99, "pod_hours": 4.0, "pods_up": 3}
-    load, kept = "azure_llm_2023_code.csv", {}
-    for seed in Terms().load.seeds:
-        kept[f"fleet: {load} seed {seed}"] = {"engines": 20 + seed}
-        for startup in ("8", "60"):
-            place = f"{load} seed {seed} startup {startup}"
-            kept |= {f"fixed: {place}": outcome, f"optimum: {place}": outcome | {"pod_hours": 2.0}}
-            kept[f"pagestream: {place}"] = outcome | {"attainment": 0.98 + 0.01 * (seed > 0)}
-    rows = [line for line in table(kept, Terms()) if line.startswith("| code |")]
-    assert len(rows) == 3
-    assert "fixed fleet of 20, 21, 22 | 99.00 / 99.00 | 4.00 | 2.00 | 3" in rows[0]
-    assert "pagestream | 98.67 / 98.00" in rows[2]
-
-
-def test_the_overview_begins_with_enough_engines_and_restarts(profile: EngineProfile) -> None:
-    """On a load of a minute: what it keeps can be resumed, and has a row in each table."""
-    rows = read_trace(SAMPLE)
-    traces = dict.fromkeys(TRACES, rows) | {SYNTHETIC: rows}
-    terms = replace(TERMS, load=replace(TERMS.load, seeds=(0,)))
-    kept: dict[str, object] = {f"factor {name}": {"factor": 2.0} for name in traces}
-    saved: list[int] = []
-    study = Overview(terms, profile, traces, kept, lambda content: saved.append(len(content)))
-    study.run([SYNTHETIC])
-    assert saved == sorted(set(saved))
-    study.run([SYNTHETIC])
-    assert len(saved) == len(kept) - len(traces)
-    for made, cells in ((table, 10), (starts_table, 5), (restarts_table, 7)):
-        lines = [line for line in made(kept, terms) if line.startswith("| Mooncake, synthetic")]
-        assert lines
-        assert {line.count("|") - 1 for line in lines} == {cells}
-    restarts = [found for name, found in kept.items() if name.startswith("restart")]
-    assert len(restarts) == 6
-    assert all(0 <= found["late_restarted"] <= 1 for found in restarts if isinstance(found, dict))
-
-
-COST = StepCost(0.01, 0.0005, 1e-7, 0.0002, 1e-6)
-
-
-def test_fit_recovers_the_costs_of_exact_steps() -> None:
-    contents = [StepContents(p, p * p // 2, d, d * 100) for p in (0, 50, 400) for d in (0, 1, 20, 64) if p or d]
-    exact = [MeasuredStep(each, each.seconds(COST)) for each in contents]
-    found = fit(exact)
-    assert max(abs(step.contents.seconds(found) / step.seconds - 1) for step in exact) < 1e-9
-    assert residuals(found, exact)["relative_error_p90"] < 1e-9
-
-
-def test_fit_gives_no_negative_cost() -> None:
-    steps = [MeasuredStep(StepContents(0, 0, d, d * 50), 0.02 - 0.0001 * d) for d in range(1, 40)]
-    found = fit(steps)
-    assert found.decode_s == found.decode_context_s == 0
-    assert found.fixed_s > 0
 
 
 def test_a_policy_file_changes_only_what_it_names(tmp_path: Path) -> None:
@@ -212,43 +144,6 @@ def test_a_policy_file_changes_only_what_it_names(tmp_path: Path) -> None:
     path.write_text('{"backlog": {"busy": 5}}')
     with pytest.raises(SettingInvalidError, match="busy"):
         read_policy(path)
-
-
-def test_every_value_of_a_space_makes_a_law_or_is_refused() -> None:
-    for space in spaces(Terms()).values():
-        assert set(space.default) == set(space.values)
-        refused = set()
-        for name, values in space.values.items():
-            for value in values:
-                try:
-                    space.make(dict(space.default) | {name: value})
-                except PolicyInvalid:
-                    refused.add(name)
-        assert refused <= {"kv_utilization.target", "kv_utilization.low"}  # low must lie below target
-
-
-OUTCOME = {"attainment": 0.99, "ttft_p50_s": 0.2, "ttft_p99_s": 2.0, "pod_hours": 4.0, "pods_up": 3}
-
-
-def test_each_label_has_a_row_with_the_mean_and_names_missing_seeds() -> None:
-    other = OUTCOME | {"attainment": 0.97, "pod_hours": 8.0}
-    kept = {
-        f"reference t.csv seed {seed} startup 8": {
-            "requests": 10,
-            "fixed": OUTCOME,
-            "optimum": OUTCOME,
-            "lower_bound_pod_hours": 1.0,
-        }
-        for seed in (0, 1)
-    }
-    kept |= {f"hpa tuned on t.csv: t.csv seed {seed} startup 8": each for seed, each in ((0, OUTCOME), (1, other))}
-    kept |= {"pagestream default: t.csv seed 1 startup 8": OUTCOME}
-    kept |= {"earlier pagestream default: t.csv seed 0 startup 8": other}
-    text = "\n".join(tables(kept))
-    assert "| hpa tuned on t.csv | 98.00 % (97.00 %) | 0.20 s | 2.00 s | 6.00 | 1.50 | 3 |" in text
-    assert "| pagestream default (seed 1) | 99.00 % (99.00 %) |" in text
-    assert "| earlier pagestream default (seed 0) | 97.00 % (97.00 %) | 0.20 s | 2.00 s | 8.00 | 2.00 | 3 |" in text
-    assert "keda" not in text
 
 
 def test_the_studys_terms_can_be_read_and_wrong_names_are_refused(tmp_path: Path) -> None:

@@ -2,22 +2,15 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pagestream_simulator import InputFileInvalidError, SettingInvalidError
 from pagestream_simulator.traces import (
-    REQUESTS,
-    MixedArrivals,
     TraceRow,
     read_trace,
-    sample_path,
-    sample_rows,
     scale_factor,
     scale_to_context,
-    synthetic_rows,
-    write_csv,
 )
 
 
@@ -128,50 +121,7 @@ def test_a_missing_or_binary_file_is_refused(tmp_path: Path) -> None:
         read_trace(str(tmp_path / "b.csv"))
 
 
-def test_the_packaged_sample_is_what_its_generator_makes(tmp_path: Path) -> None:
-    write_csv(sample_rows(), tmp_path / "again.csv")
-    assert (tmp_path / "again.csv").read_bytes() == sample_path().read_bytes()
+def test_the_packaged_sample_is_read_from_zero() -> None:
     rows = read_trace("sample")
-    assert len(rows) == REQUESTS
+    assert len(rows) == 400
     assert rows[0].arrival_s == 0.0
-    assert len({row.input_tokens for row in rows}) > REQUESTS / 2
-
-
-def test_the_sample_depends_on_its_seed() -> None:
-    assert list(sample_rows(20, seed=1)) == list(sample_rows(20, seed=1))
-    assert list(sample_rows(20, seed=1)) != list(sample_rows(20, seed=2))
-
-
-def test_the_stand_in_for_mooncakes_synthetic_trace_has_its_rate_and_lengths() -> None:
-    rows = synthetic_rows()
-    assert rows == synthetic_rows()
-    assert rows != synthetic_rows(seed=1)
-    assert len(rows) / rows[-1].arrival_s == pytest.approx(3.9, rel=0.05)
-    assert np.mean([row.input_tokens for row in rows]) == pytest.approx(15_325, rel=0.25)
-    assert np.mean([row.output_tokens for row in rows]) == pytest.approx(149, rel=0.25)
-
-
-CHATS, CODE = rows_of(*[(100, 50)] * 10), rows_of(*[(900, 10)] * 10)
-
-
-def test_mixed_arrivals_have_the_lengths_of_both_traces() -> None:
-    load = MixedArrivals(20.0, 0.5).load(CHATS, CODE, context_tokens=1024, partitions=4, seed=0)
-    assert len(load) == pytest.approx(20 * 1800, rel=0.02)
-    assert (np.diff(load.arrival_s) >= 0).all()
-    assert np.mean(load.prompt_tokens == 900) == pytest.approx(0.3, abs=0.02)
-    assert set(load.partition) == {0, 1, 2, 3}
-    again = MixedArrivals(20.0, 0.5).load(CHATS, CODE, context_tokens=1024, partitions=4, seed=0)
-    assert (again.arrival_s == load.arrival_s).all()
-
-
-def test_a_day_rises_falls_and_has_bursts() -> None:
-    def by_minute(*, has_bursts: bool) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-        day = MixedArrivals(4.0, 2.0, swing=5.0, has_bursts=has_bursts)
-        load = day.load(CHATS, CODE, context_tokens=1024, partitions=4, seed=3)
-        return np.bincount((load.arrival_s // 60).astype(int), minlength=120)
-
-    calm, burst = by_minute(has_bursts=False), by_minute(has_bursts=True)
-    assert calm[:5].mean() == pytest.approx(4 * 60, rel=0.1)
-    assert calm[57:63].mean() == pytest.approx(5 * 4 * 60, rel=0.1)
-    assert burst.sum() > calm.sum()
-    assert (burst / calm).max() > 1.3

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pagestream_simulator.errors import InputFileInvalidError, SettingInvalidError, SimulatorError
+    from pagestream_simulator.optimum import Planner, lower_bound, planned
+    from pagestream_simulator.peak import peak_factor, scaled_load, smallest_fleet
     from pagestream_simulator.simulation import Course, Outcome, simulate
     from pagestream_simulator.terms import FleetTerms, LoadTerms, Terms, read_terms
 
@@ -17,15 +19,23 @@ __all__ = [
     "InputFileInvalidError",
     "LoadTerms",
     "Outcome",
+    "Planner",
     "SettingInvalidError",
     "SimulatorError",
     "Terms",
+    "lower_bound",
+    "peak_factor",
+    "planned",
     "read_terms",
+    "scaled_load",
     "simulate",
+    "smallest_fleet",
 ]
 
 _MODULES = {
     **dict.fromkeys(("InputFileInvalidError", "SettingInvalidError", "SimulatorError"), "errors"),
+    **dict.fromkeys(("Planner", "lower_bound", "planned"), "optimum"),
+    **dict.fromkeys(("peak_factor", "scaled_load", "smallest_fleet"), "peak"),
     **dict.fromkeys(("Course", "Outcome", "simulate"), "simulation"),
     **dict.fromkeys(("FleetTerms", "LoadTerms", "Terms", "read_terms"), "terms"),
 }

@@ -12,10 +12,10 @@ from pagestream_scaling import ScalingPolicy
 from pagestream_simulator.errors import SettingInvalidError
 from pagestream_simulator.fleet.profile import EngineProfile, packaged_profile, read_profile
 from pagestream_simulator.laws import FixedLaw, Law
+from pagestream_simulator.laws.settings import make_law, read_policy
+from pagestream_simulator.optimum import Planner, lower_bound, planned
+from pagestream_simulator.peak import peak_factor, scaled_load
 from pagestream_simulator.simulation import Course, Outcome, simulate
-from pagestream_simulator.study.optimum import Planner, lower_bound, planned
-from pagestream_simulator.study.peak import peak_factor, scaled_load
-from pagestream_simulator.study.spaces import read_policy, spaces
 from pagestream_simulator.terms import LAWS, Terms, read_terms
 from pagestream_simulator.traces.files import read_trace
 from pagestream_simulator.traces.load import Load
@@ -132,5 +132,4 @@ def _law(
     if name == "optimum":
         plan = Planner(load, profile, terms, options.startup_s, options.seed).optimum(options.plan_changes)
         return planned(plan.needed, options.startup_s)
-    space = spaces(terms, policy)[name]
-    return space.make(space.default)
+    return make_law(name, terms, policy)

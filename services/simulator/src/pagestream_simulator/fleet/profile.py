@@ -61,7 +61,7 @@ def read_profile(path: Path) -> EngineProfile:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputFileInvalidError(
             f"{path} is not an engine profile: {error}",
-            hint="measure one: python -m pagestream_simulator.study.measure",
+            hint="measure one with research/autoscaling/measure.py of the source repository",
         ) from error
     _check(profile, path)
     return profile

@@ -4,6 +4,7 @@ from pagestream_simulator.laws.fixed import FixedLaw, PlannedLaw
 from pagestream_simulator.laws.hpa import HpaBehavior, HpaLaw, HpaSettings
 from pagestream_simulator.laws.keda import KedaLaw, KedaSettings
 from pagestream_simulator.laws.law import Law, PagestreamLaw, RestartedLaw
+from pagestream_simulator.laws.settings import make_law, read_policy
 
 __all__ = [
     "FixedLaw",
@@ -16,4 +17,6 @@ __all__ = [
     "PagestreamLaw",
     "PlannedLaw",
     "RestartedLaw",
+    "make_law",
+    "read_policy",
 ]

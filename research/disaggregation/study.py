@@ -1,4 +1,4 @@
-"""The study of disaggregation: `python -m pagestream_simulator.study.disaggregation --traces DIR --output FILE`.
+"""The study of disaggregation: `python -m research.disaggregation.study --traces DIR --output FILE`.
 
 Four engines serve a trace on virtual time, each with the engine's own scheduler and cache: as one mixed pool, with and
 without a bound on inter-token latency, or some as prefill engines that hand each prompt over to the others, which
@@ -24,18 +24,16 @@ from pagestream_engine.config import DEFAULT_BLOCK_SIZE, SchedulerConfig
 from pagestream_engine.kv_cache.block_pool import BlockPool
 from pagestream_engine.kv_cache.manager import CacheManager
 from pagestream_engine.plan import ScheduledStep, full_attention
-
-from pagestream_simulator.engine.measured import LLAMA_3_1_8B_ON_TWO_A100
-from pagestream_simulator.engine.received_blocks import ReceivedBlocks
-from pagestream_simulator.engine.roofline import H100_SXM, LLAMA_3_1_8B, Roofline
 from pagestream_simulator.engine.step_contents import StepContents
 from pagestream_simulator.engine.virtual_engine import Floats, VirtualEngine, VirtualRequest
-from pagestream_simulator.engine.virtual_pool import Handover, VirtualPool
 from pagestream_simulator.fleet.profile import packaged_profile, read_profile
-from pagestream_simulator.study.disaggregation_report import tables, write_plot
-from pagestream_simulator.study.policies import figures, thinned
 from pagestream_simulator.traces.context import scale_to_context
 from pagestream_simulator.traces.files import TraceRow, read_trace
+
+from research.disaggregation.gpu_steps import H100_SXM, LLAMA_3_1_8B, LLAMA_3_1_8B_ON_TWO_A100, Roofline
+from research.disaggregation.pool import Handover, ReceivedBlocks, VirtualPool
+from research.disaggregation.report import tables, write_plot
+from research.scheduling_policies.study import figures, thinned
 
 TRACES = ("mooncake_conversation.jsonl", "azure_llm_2023_code.csv")
 REQUESTS = 500

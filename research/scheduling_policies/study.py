@@ -1,4 +1,4 @@
-"""The study of scheduling policies: `python -m pagestream_simulator.study.policies --traces DIR --output FILE`.
+"""The study of scheduling policies: `python -m research.scheduling_policies.study --traces DIR --output FILE`.
 
 One engine serves a trace under each policy, on virtual time: its own scheduler, cache and policies, with step times of
 a measured profile. All requests that wait are the engine's, so that its policy orders them all. A trace is thinned in
@@ -23,12 +23,12 @@ from pagestream_engine.config import SchedulerConfig
 from pagestream_engine.kv_cache.block_pool import BlockPool
 from pagestream_engine.kv_cache.manager import CacheManager
 from pagestream_engine.plan import full_attention
-
 from pagestream_simulator.engine.step_contents import StepContents
 from pagestream_simulator.engine.virtual_engine import Floats, VirtualEngine, VirtualRequest
 from pagestream_simulator.fleet.profile import EngineProfile, packaged_profile, read_profile
-from pagestream_simulator.study.policy_report import tables, write_plot
 from pagestream_simulator.traces.files import TraceRow, read_trace
+
+from research.scheduling_policies.report import tables, write_plot
 
 TRACES = ("azure_llm_2023_conv.csv", "azure_llm_2023_code.csv")
 POLICIES = ("fcfs", "priority", "shortest_first", "round_robin", "fair")

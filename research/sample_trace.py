@@ -1,4 +1,4 @@
-"""Generates this package's small trace: `python -m pagestream_simulator.traces.sample [FILE]`.
+"""Generates this package's small trace: `python -m research.sample_trace [FILE]`.
 
 Its rows are drawn, not recorded. Arrivals are a Poisson process whose rate follows a sine (a burst each minute);
 lengths are log-normal, the output's independent of the prompt's, with the medians and spreads below: short chats and a

@@ -3,11 +3,12 @@
 from pathlib import Path
 
 import pytest
-from pagestream_simulator.study.disaggregation import LOADS, SHAPES, Machine, drawn, objectives, outcome, serve, study
-from pagestream_simulator.study.disaggregation_report import goodput, tables, write_plot
-from pagestream_simulator.study.policies import thinned
 from pagestream_simulator.traces import TraceRow, read_trace
 from support import traces
+
+from research.disaggregation.report import goodput, tables, write_plot
+from research.disaggregation.study import LOADS, SHAPES, Machine, drawn, objectives, outcome, serve, study
+from research.scheduling_policies.study import thinned
 
 pytestmark = pytest.mark.served
 

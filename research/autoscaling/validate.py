@@ -1,4 +1,4 @@
-"""Compares a simulated engine with the real one: `python -m pagestream_simulator.study.validate MODEL TRACE`.
+"""Compares a simulated engine with the real one: `python -m research.autoscaling.validate MODEL TRACE`.
 
 The real `Engine` computes the first requests of a trace on virtual time: a step takes the CPU time that it took on one
 thread, and a request is added before the first step that begins after its arrival. The simulated engine gets the same
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from pagestream_simulator.fleet.fleet import Fleet
 from pagestream_simulator.fleet.profile import EngineProfile, packaged_profile, read_profile
 from pagestream_simulator.simulation import Floats

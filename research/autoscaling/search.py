@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pagestream_scaling import PolicyInvalid
-
 from pagestream_simulator.simulation import Outcome
-from pagestream_simulator.study.spaces import Setting, Space
+
+from research.autoscaling.spaces import Setting, Space
 
 _KEEP = 0.5
 """Probability that a drawn setting keeps a value's default."""

@@ -1,4 +1,4 @@
-"""One table of all loads: `python -m pagestream_simulator.study.overview --traces DIR --output FILE`.
+"""One table of all loads: `python -m research.autoscaling.overview --traces DIR --output FILE`.
 
 It runs four traces, constant arrivals, a mix of requests and a day with bursts, each with the seeds and start-up times
 of the terms, through the best fixed fleet, the optimum, Pagestream's law with its defaults and HPA's with its own and
@@ -21,19 +21,17 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
 from pagestream_simulator.fleet.profile import EngineProfile, packaged_profile, read_profile
 from pagestream_simulator.laws import FixedLaw, Law, PagestreamLaw, RestartedLaw
+from pagestream_simulator.laws.settings import Setting, default_policy, make_law
+from pagestream_simulator.optimum import Planner
+from pagestream_simulator.peak import peak_factor, scaled_load, smallest_fleet
 from pagestream_simulator.simulation import Floats, simulate
-from pagestream_simulator.study.optimum import Planner
-from pagestream_simulator.study.peak import peak_factor, scaled_load, smallest_fleet
-from pagestream_simulator.study.spaces import Setting, default_policy, spaces
 from pagestream_simulator.terms import Terms
-from pagestream_simulator.traces.constant import ConstantArrivals
 from pagestream_simulator.traces.files import TraceRow, read_trace
 from pagestream_simulator.traces.load import Load
-from pagestream_simulator.traces.mixed import MixedArrivals
-from pagestream_simulator.traces.mooncake import synthetic_rows
+
+from research.autoscaling.loads import ConstantArrivals, MixedArrivals, synthetic_rows
 
 CODE, CONVERSATIONS = "azure_llm_2023_code.csv", "azure_llm_2023_conv.csv"
 TRACES = (CODE, CONVERSATIONS, "mooncake_conversation.jsonl")
@@ -179,8 +177,7 @@ class Overview:
         return asdict(Planner(load, self._profile, self._terms, startup_s, seed).optimum(changes=0).outcome)
 
     def _attempt(self, law: str, changes: Setting, load: Load, seed: int, startup_s: float) -> Kept:
-        space = spaces(self._terms)[law]
-        made = space.make({**space.default, **changes})
+        made = make_law(law, self._terms, setting=changes)
         return asdict(simulate(load, self._profile, made, self._terms, startup_s=startup_s, seed=seed))
 
 

@@ -1,4 +1,4 @@
-"""Prints the study's results as Markdown tables: `python -m pagestream_simulator.study.tables autoscaling.json`."""
+"""Prints the study's results as Markdown tables: `python -m research.autoscaling.tables autoscaling.json`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The autoscaling study: `python -m pagestream_simulator.study.study --terms FILE --traces DIR --output FILE`.
+"""The autoscaling study: `python -m research.autoscaling.study --terms FILE --traces DIR --output FILE`.
 
 It tunes every law on one trace of the terms and judges all of them on the other, then the other way round. The second
 way is not part of the goal: it shows how much the choice of the trace matters. Results are written as they come, and an
@@ -17,14 +17,15 @@ from typing import Any
 
 from pagestream_simulator.fleet.profile import EngineProfile, packaged_profile, read_profile
 from pagestream_simulator.laws import FixedLaw
+from pagestream_simulator.optimum import Planner, lower_bound
+from pagestream_simulator.peak import peak_factor, scaled_load
 from pagestream_simulator.simulation import Outcome, simulate
-from pagestream_simulator.study.optimum import Planner, lower_bound
-from pagestream_simulator.study.peak import peak_factor, scaled_load
-from pagestream_simulator.study.search import search
-from pagestream_simulator.study.spaces import Setting, Space, spaces
 from pagestream_simulator.terms import Terms, read_terms
 from pagestream_simulator.traces.files import TraceRow, read_trace
 from pagestream_simulator.traces.load import Load
+
+from research.autoscaling.search import search
+from research.autoscaling.spaces import Setting, Space, spaces
 
 PLAN_CHANGES = 0
 """Changes of a plan to try for the optimum."""

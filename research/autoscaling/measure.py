@@ -1,4 +1,4 @@
-"""Measures an engine's profile: `python -m pagestream_simulator.study.measure MODEL --output FILE`.
+"""Measures an engine's profile: `python -m research.autoscaling.measure MODEL --output FILE`.
 
 The real `Engine` runs requests of random lengths at changing concurrency, on one thread. Each step's contents and CPU
 time are recorded: on one thread, CPU time is what the step takes on a core of its own, whatever else the machine runs.
@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
 from pagestream_simulator.engine.step_contents import StepContents
 from pagestream_simulator.fleet.profile import EngineProfile, StepCost, write_profile
 

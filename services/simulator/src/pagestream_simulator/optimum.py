@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from pagestream_simulator.fleet.profile import EngineProfile
 from pagestream_simulator.laws import PlannedLaw
+from pagestream_simulator.peak import smallest_fleet
 from pagestream_simulator.simulation import Outcome, simulate
-from pagestream_simulator.study.peak import smallest_fleet
 from pagestream_simulator.terms import Terms
 from pagestream_simulator.traces.load import Load
 

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 from pagestream_simulator.fleet import EngineProfile, StepCost
-from pagestream_simulator.study.policies import POLICIES, drawn, outcome, serve, study, thinned
-from pagestream_simulator.study.policy_report import tables, write_plot
 from pagestream_simulator.traces import read_trace
 from support import traces
+
+from research.scheduling_policies.report import tables, write_plot
+from research.scheduling_policies.study import POLICIES, drawn, outcome, serve, study, thinned
 
 pytestmark = pytest.mark.served
 

@@ -1,16 +1,50 @@
-"""Loads by rule with lengths of recorded requests: Poisson arrivals, and a day with bursts."""
+"""Loads by rule: equal requests at a constant rate, recorded lengths at a drawn rate, and Mooncake's synthetic trace.
+
+`synthetic_rows` stands in for Mooncake's `synthetic_trace.jsonl` (FAST 2025) where that file can't be had. Arrivals are
+a Poisson process of its rate. Its requests come from public sets of data, chats and long documents; lengths here are
+log-normal with its medians and spreads. Blocks are unknown: fleets are simulated without prefix hits.
+"""
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-
 from pagestream_simulator.traces.context import scale_to_context
 from pagestream_simulator.traces.files import TraceRow
 from pagestream_simulator.traces.load import Load
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantArrivals:
+    """Equal requests that arrive independently of each other."""
+
+    rate: float
+    """Requests a second."""
+    prompt_tokens: int
+    output_tokens: int
+    seconds: float = 3600.0
+
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+        return f"{self.rate:g}/s of {self.prompt_tokens} + {self.output_tokens}"
+
+    def load(self, partitions: int, seed: int) -> Load:
+        """Draw arrivals and partitions."""
+        rng = np.random.default_rng(seed)
+        count = int(rng.poisson(self.rate * self.seconds))
+        return Load(
+            arrival_s=np.sort(rng.uniform(0.0, self.seconds, count)),
+            prompt_tokens=np.full(count, self.prompt_tokens, dtype=np.int32),
+            output_tokens=np.full(count, self.output_tokens, dtype=np.int32),
+            partition=rng.integers(0, partitions, count, dtype=np.int32),
+        )
+
 
 CODE_SHARE = 0.3
 """Of requests that have the lengths of code completions; the others have those of conversations."""
@@ -78,3 +112,28 @@ def _lengths(
         known = np.array([(row.input_tokens, row.output_tokens) for row in scale_to_context(rows, context)], np.int32)
         drawn.append(known[rng.integers(0, len(known), count)])
     return np.where(is_code[:, None], drawn[1], drawn[0])
+
+
+REQUESTS = 3993
+MEAN_GAP_S = 0.256
+CHAT_SHARE = 0.3
+"""Of requests whose prompt has fewer than 1,000 tokens."""
+CHAT_PROMPT, CHAT_OUTPUT = (46.0, 1.4, 991), (250.0, 1.0, 842)
+"""Median, standard deviation of the logarithm, and most tokens."""
+DOCUMENT_PROMPT, DOCUMENT_OUTPUT = (17_661.0, 0.9, 191_378), (27.0, 1.7, 893)
+
+
+def synthetic_rows(count: int = REQUESTS, seed: int = 0) -> list[TraceRow]:
+    """Return requests by this rule; a seed always gives the same."""
+    rng = random.Random(seed)
+    now_s, rows = 0.0, []
+    for _ in range(count):
+        is_chat = rng.random() < CHAT_SHARE
+        prompt, output = (CHAT_PROMPT, CHAT_OUTPUT) if is_chat else (DOCUMENT_PROMPT, DOCUMENT_OUTPUT)
+        rows.append(TraceRow(now_s, _length(rng, *prompt), _length(rng, *output)))
+        now_s += rng.expovariate(1 / MEAN_GAP_S)
+    return rows
+
+
+def _length(rng: random.Random, median: float, sigma: float, most: int) -> int:
+    return min(max(round(rng.lognormvariate(math.log(median), sigma)), 1), most)

@@ -1,1 +1,0 @@
-"""The autoscaling study: the clairvoyant optimum, searches of settings, and measurements of the real engine."""
