@@ -15,7 +15,6 @@ from pagestream_grammars import (
 )
 from pydantic import Field
 
-from pagestream_gateway.core.sampling.checks import CheckContext
 from pagestream_gateway.core.sampling.json_types import Items, StrictModel, expects
 from pagestream_gateway.errors import InvalidRequest
 
@@ -71,9 +70,12 @@ def schema_text(schema: object, field: str) -> str:
     return text
 
 
-def constraint(value: StructuredOutputs, context: CheckContext) -> str | None:
-    """Accept a constraint that engines can hold an output to. This is CPU work where its like has not been asked for
-    before: some milliseconds, up to seconds for the largest schemas."""
+def constraint_fault(value: StructuredOutputs, max_bytes: int) -> str | None:
+    """Return what keeps engines from holding an output to a constraint; None where nothing does.
+
+    This is CPU work where its like has not been asked for before: some milliseconds, up to seconds for the largest
+    schemas.
+    """
     kind = value.WhichOneof("constraint")
     if kind is None or (kind == "json_object" and not value.json_object):
         return f"must have one of {', '.join(_NAMES)}"
@@ -83,9 +85,9 @@ def constraint(value: StructuredOutputs, context: CheckContext) -> str | None:
         grammar = _grammar(value, kind)
     except GrammarError as error:
         return str(error)
-    num_bytes, most = len(grammar.text.encode()), context.limits.max_grammar_bytes
-    if num_bytes > most:
-        return f"{kind} has {num_bytes} bytes, must have at most {most}"
+    num_bytes = len(grammar.text.encode())
+    if num_bytes > max_bytes:
+        return f"{kind} has {num_bytes} bytes, must have at most {max_bytes}"
     found = fault(grammar)
     return None if found is None else str(found)
 

@@ -29,7 +29,11 @@ from pagestream_gateway.core.sampling.checks import (
     texts,
     tokens,
 )
-from pagestream_gateway.core.sampling.constraints import StructuredOutputsBody, constraint, constraint_message
+from pagestream_gateway.core.sampling.constraints import (
+    StructuredOutputsBody,
+    constraint_fault,
+    constraint_message,
+)
 from pagestream_gateway.core.sampling.json_types import Biases, EarlyStops, Items, Strings, Token
 from pagestream_gateway.errors import InvalidRequest
 
@@ -84,6 +88,10 @@ _OWN_CHECKS: Mapping[str, Check] = {
 """Of parameters that are bounded by others."""
 
 
+def _structured(_: Option) -> Check:
+    return lambda value, context: constraint_fault(value, context.limits.max_grammar_bytes)
+
+
 class _Form(NamedTuple):
     """A type of parameters, in bodies."""
 
@@ -101,7 +109,7 @@ _FORMS: tuple[tuple[Any, _Form], ...] = (
     (str | Sequence[str], _Form(Strings, texts, _texts)),
     (Mapping[int, float], _Form(Biases, biases, _biases_by_token)),
     (bool | str, _Form(EarlyStops, anything, _early_stopping)),
-    (Any, _Form(StructuredOutputsBody, lambda _: constraint, constraint_message)),
+    (Any, _Form(StructuredOutputsBody, _structured, constraint_message)),
 )
 """By the types of `SamplingFields`."""
 
