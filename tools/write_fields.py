@@ -20,8 +20,9 @@ from openai.types import batch_create_params, completion_create_params, embeddin
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 from pagestream_gateway.anthropic import body as messages
-from pagestream_gateway.openai import batches, classification, completions, embeddings, scoring, tokens
-from pagestream_gateway.openai.chat import completions as chat_completions
+from pagestream_gateway.batches import routes as batches
+from pagestream_gateway.openai import completions, embeddings, scoring, tokens
+from pagestream_gateway.openai.chat import body as chat_completions
 from pagestream_gateway.openai.responses import body as responses
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -110,11 +111,9 @@ RESOURCES = (
         getattr(embeddings, "UNSUPPORTED", {}),
         _names(embedding_create_params.EmbeddingCreateParams),
     ),
-    Resource(
-        "POST /classify, /v1/classify", classification.ClassificationBody, classification.UNSUPPORTED, frozenset()
-    ),
-    Resource("POST /score, /v1/score", scoring.ScoreBody, scoring.UNSUPPORTED, frozenset()),
-    Resource("POST /rerank, /v1/rerank, /v2/rerank", scoring.RerankBody, scoring.UNSUPPORTED, frozenset()),
+    Resource("POST /classify, /v1/classify", scoring.ClassificationBody, embeddings.UNSUPPORTED, frozenset()),
+    Resource("POST /score, /v1/score", scoring.ScoreBody, embeddings.UNSUPPORTED, frozenset()),
+    Resource("POST /rerank, /v1/rerank, /v2/rerank", scoring.RerankBody, embeddings.UNSUPPORTED, frozenset()),
     Resource("POST /v1/batches", batches.BatchBody, {}, _names(batch_create_params.BatchCreateParams)),
     Resource("POST /tokenize", tokens.TokenizeBody, tokens.UNSUPPORTED, frozenset()),
     Resource("POST /detokenize", tokens.DetokenizeBody, {}, frozenset()),

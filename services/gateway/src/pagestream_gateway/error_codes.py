@@ -16,8 +16,8 @@ from pagestream_streams.protocol.records import INVALID_REQUEST, finish_reason_n
 from pagestream_streams.rates import Rate
 
 from pagestream_gateway import errors
-from pagestream_gateway.core.sampling.parameters import PARAMETER_NAMES
 from pagestream_gateway.errors import GenerationFailed, NoEngine, RequestFailed
+from pagestream_gateway.sampling import PARAMETER_NAMES
 
 _NAMES = {
     "requests_per_minute": "requests",

@@ -15,7 +15,7 @@ from pagestream_telemetry.process import Telemetry
 from pagestream_gateway.auth.audit import Audit
 from pagestream_gateway.auth.authenticator import Authenticator, Reload
 from pagestream_gateway.auth.identity import Administrator, Credentials, Identity
-from pagestream_gateway.batches.files import Batches
+from pagestream_gateway.batches.uploads import Batches
 from pagestream_gateway.calls import Calls
 from pagestream_gateway.errors import GatewayStopping, Unauthenticated, WrongCredential
 from pagestream_gateway.models import Models

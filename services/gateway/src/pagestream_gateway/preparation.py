@@ -18,18 +18,18 @@ from pagestream.v1.records_pb2 import API_FORM_GRPC, Adapter, Pooling, RequestSp
 from pagestream_streams.protocol.records import num_sequences
 from pagestream_telemetry.tracing import NO_TRACE, TraceContext
 
-from pagestream_gateway.core.sampling.pooling import (
+from pagestream_gateway.errors import InvalidRequest, Overloaded, UnsupportedField
+from pagestream_gateway.models import LoadedModel
+from pagestream_gateway.output_formats.formats import may_call, shows_special_tokens
+from pagestream_gateway.output_formats.grammar import with_calls
+from pagestream_gateway.pooling import (
     check_inputs,
     is_cross_encoder,
     resolve_pooling,
     sampling_of_vectors,
 )
-from pagestream_gateway.core.sampling.resolution import fit_context, resolve_sampling
-from pagestream_gateway.errors import InvalidRequest, Overloaded, UnsupportedField
-from pagestream_gateway.models import LoadedModel
-from pagestream_gateway.output_formats.form import may_call, shows_special_tokens
-from pagestream_gateway.output_formats.grammar import with_calls
 from pagestream_gateway.request import ChatPrompt, Draft, TextPrompt, most_tokens
+from pagestream_gateway.sampling import fit_context, resolve_sampling
 from pagestream_gateway.settings import LimitSettings
 from pagestream_gateway.text.encoder import PIECE_CHARS, Encoded, EncodingCache, EncodingJob, TextEncoder
 from pagestream_gateway.text.prompts import begin, cut_prompts, echo_of, encoding_pairs, truncation_of, with_short_texts

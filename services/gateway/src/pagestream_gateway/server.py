@@ -22,16 +22,15 @@ from pagestream_telemetry.process import Telemetry, running_telemetry
 from pagestream_gateway.auth.audit import Audit
 from pagestream_gateway.auth.authenticator import Identities, Reload
 from pagestream_gateway.batches.driver import BatchDispatcher
-from pagestream_gateway.batches.files import Batches
-from pagestream_gateway.batches.http_jobs import HttpJobApi
+from pagestream_gateway.batches.jobs import JobApi
+from pagestream_gateway.batches.uploads import Batches
 from pagestream_gateway.calls import Calls, Metrics
 from pagestream_gateway.errors import StartupError
 from pagestream_gateway.gateway import Gateway
 from pagestream_gateway.grpc.server import GrpcServer
 from pagestream_gateway.http.app import build_admin_app, build_app, build_metrics_app
-from pagestream_gateway.http.origins import CorsHeaders
-from pagestream_gateway.http.protocol import ConnectionLimits
-from pagestream_gateway.http.server import HttpServer
+from pagestream_gateway.http.callers import CorsHeaders
+from pagestream_gateway.http.server import ConnectionLimits, HttpServer
 from pagestream_gateway.limits import LimitFile, TenantLimits, TenantMetrics
 from pagestream_gateway.models import Models
 from pagestream_gateway.monitors import EngineMonitor, MemoryMonitor, QueueMonitor
@@ -246,7 +245,7 @@ async def _servers(
         ]
         timers.append(Periodic("preload models", _PRELOAD_PERIOD_S, gateway.models.preload))
         timers += watches
-        timers.append(BatchDispatcher(gateway, HttpJobApi(gateway)))
+        timers.append(BatchDispatcher(gateway, JobApi(gateway)))
         timers.append(UnservedRequests(gateway.broker, gateway.settings.limits.no_engine_deadline_s))
         if gateway.settings.telemetry.exports:
             interval_s = gateway.settings.telemetry.export_interval_s

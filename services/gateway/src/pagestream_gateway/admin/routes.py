@@ -16,7 +16,7 @@ from pagestream_gateway.admin.routing import admin_router
 from pagestream_gateway.auth.identity import is_tenant
 from pagestream_gateway.errors import InvalidRequest
 from pagestream_gateway.gateway import Gateway
-from pagestream_gateway.streams.resume import LIST_PARAMETERS, listed_limit, summary_body, view_body
+from pagestream_gateway.streams.requests import LIST_PARAMETERS, listed_limit, summary_body, view_body
 
 
 def _add_deployment_routes(routes: APIRouter, gateway: Gateway) -> None:

@@ -12,10 +12,6 @@ from pagestream.v1.inference_pb2 import SamplingParams, StructuredOutputs
 from pagestream.v1.records_pb2 import API_FORM_MESSAGES, AnswerForm
 from pydantic import Field
 
-from pagestream_gateway.core.sampling import parameters
-from pagestream_gateway.core.sampling.json_types import Items, expects
-from pagestream_gateway.core.sampling.resolution import sampling_from_json
-from pagestream_gateway.core.sampling.response_format import JsonSchema, JsonSchemaFormat, constraint_of
 from pagestream_gateway.errors import InvalidRequest, UnsupportedField, UnsupportedThread
 from pagestream_gateway.http.body import (
     SERVED_NAME,
@@ -26,6 +22,7 @@ from pagestream_gateway.http.body import (
     with_parameters,
     within,
 )
+from pagestream_gateway.json_types import Items, expects
 from pagestream_gateway.openai import generation
 from pagestream_gateway.openai.chat.tools import (
     Effort,
@@ -45,6 +42,8 @@ from pagestream_gateway.openai.generation import (
     without_unsupported,
 )
 from pagestream_gateway.request import ChatPrompt, Draft, now_s
+from pagestream_gateway.sampling import PARAMETERS, sampling_from_json
+from pagestream_gateway.structured_outputs import JsonSchema, JsonSchemaFormat, constraint_of
 
 _MARK = "pagestream."
 
@@ -420,7 +419,7 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest
     field_names = dict(_FIELD_NAMES)
     with named_as(field_names):
         prompt = body.prompt(add_special_tokens=bool(body.add_special_tokens))
-        given = {each.name: getattr(body, each.name, None) for each in parameters.PARAMETERS if each.json_type}
+        given = {each.name: getattr(body, each.name, None) for each in PARAMETERS if each.json_type}
         sampling = sampling_from_json({**given, "max_tokens": body.max_tokens, "stop": body.stop_sequences})
         if (constraint := body.constraint()) is not None:
             if sampling.HasField("structured_outputs"):

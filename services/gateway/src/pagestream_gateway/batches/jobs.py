@@ -1,7 +1,7 @@
 """The jobs of a batch: lines are read in slices and checked before any runs; each goes from its line to its result.
 
-Waits of a batch for what refuses it now (Redis, the queue, a limit) and for the ends of requests that have no reader
-stand here, too.
+A line is a call of the HTTP API, and its result what that would have answered. Waits of a batch for what refuses it now
+(Redis, the queue, a limit) and for the ends of requests that have no reader stand here, too.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from codecs import BOM_UTF8
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from pagestream.v1.inference_pb2 import (
     FINISH_REASON_CANCELLED,
@@ -27,15 +27,24 @@ from pagestream_streams import Broker
 from pagestream_streams.admin.broker import summaries_of
 from pagestream_streams.errors import RequestNotFound, StreamsError, Unavailable
 from pagestream_streams.gateway.accept import reserved_id
+from pydantic import Field
 
 from pagestream_gateway.auth.identity import Identity
 from pagestream_gateway.calls import DISCONNECTED, OK
-from pagestream_gateway.errors import GatewayError, InvalidRequest
+from pagestream_gateway.error_codes import ErrorReport, error_report
+from pagestream_gateway.errors import GatewayError, InvalidRequest, UnsupportedField
 from pagestream_gateway.gateway import Gateway
+from pagestream_gateway.http.body import Body, RequestWarnings, collecting, parse_body, parse_json, within
 from pagestream_gateway.models import LoadedModel
+from pagestream_gateway.openai import completions, embeddings
+from pagestream_gateway.openai.chat import body as chat_completions
+from pagestream_gateway.openai.errors import error_body
+from pagestream_gateway.openai.generation import ParsedRequest
+from pagestream_gateway.openai.responses import body as responses
 from pagestream_gateway.preparation import check_parameters
 from pagestream_gateway.request import Draft, check_draft
 from pagestream_gateway.settings import PRIORITIES, LimitSettings
+from pagestream_gateway.streams.requests import collect
 
 
 @dataclass(frozen=True)
@@ -102,34 +111,105 @@ class Problem:
     line: int | None
 
 
-class JobApi(Protocol):
+_MAX_NAME_CHARS = 512
+_ANSWERS_AT_ONCE = 4  # are read from their logs: callers' own answers need the same memory
+_Parser = Callable[[dict[str, Any], Mapping[str, str]], ParsedRequest]
+
+
+class JobLine(Body):
+    """A line of a batch's file, or an item of `requests`."""
+
+    custom_id: str = Field(
+        min_length=1, max_length=_MAX_NAME_CHARS, description="The caller's name for it, which no other line has."
+    )
+    method: Literal["POST"] = "POST"
+    url: str | None = Field(None, description="The batch's endpoint.")
+    body: dict[str, Any] = Field(description="The body of a call of the endpoint; it is not streamed.")
+
+
+def _response(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest:
+    parsed = responses.parse(document, headers)
+    if parsed.previous_id:
+        raise UnsupportedField("previous_response_id", "a job has its whole conversation in `input`")
+    return ParsedRequest(parsed.going_on((), _ANY_BYTES), parsed.stream, parsed.field_names)
+
+
+_ANY_BYTES = 2**31  # the line is bounded already
+PARSERS: Mapping[str, _Parser] = {
+    "/v1/chat/completions": chat_completions.parse,
+    "/v1/completions": completions.parse,
+    "/v1/embeddings": embeddings.parse,
+    "/v1/responses": _response,
+}
+"""By endpoint."""
+
+
+class JobApi:
     """Reads jobs, and writes their results, as calls of the endpoint would be read and answered."""
 
+    def __init__(self, gateway: Gateway) -> None:
+        self.gateway = gateway
+        self._turns = asyncio.Semaphore(_ANSWERS_AT_ONCE)
+
     def parse(self, endpoint: str, data: bytes) -> ParsedJob:
-        """Read a line. Raises InvalidRequest. This is CPU work."""
+        """Read a line. This is CPU work.
+
+        Raises InvalidRequest that names a field of the line: "custom_id", "body.max_tokens".
+        """
+        with collecting(RequestWarnings(ignores_unknown=self.gateway.settings.gateway.ignores_unknown_fields)):
+            line = parse_body(JobLine, parse_json(data))
+            if line.url not in (None, endpoint):
+                raise InvalidRequest("url", f"must be the batch's endpoint, {endpoint}, got {line.url[:100]!r}")
+            with within("body"):
+                parsed = PARSERS[endpoint](line.body, {})
+                if parsed.stream:
+                    raise UnsupportedField("stream", "the answers of a batch are in its output file")
+        return ParsedJob(line.custom_id, parsed.draft, parsed.field_names)
 
     def custom_id(self, data: bytes) -> str:
         """Return the name of a job whose line has been parsed before. This is CPU work."""
+        return str(json.loads(data)["custom_id"])
 
     async def answer(self, request_id: str, identity: Identity) -> JobResult:
         """Return the answer of a request that has ended. Raises the request's own error, RequestNotFound, Unavailable,
         Overloaded.
         """
+        view = await self.gateway.requests.view(request_id, identity.tenant)
+        most = self.gateway.settings.batches.max_answer_bytes
+        async with self._turns:
+            body, usage = await collect(self.gateway, view.spec, max_bytes=most)
+        tokens = Tokens(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+        return JobResult(200, body, request_id, tokens)
 
     def refusal(self, error: Exception, job: ParsedJob | None = None, request_id: str = "") -> JobResult:
         """Return what the call would have been refused with."""
+        report = _report(error, job)
+        return JobResult(report.http_status, json.dumps(error_body(report)).encode(), request_id)
 
     def problem(self, error: Exception, line: int, job: ParsedJob | None = None) -> Problem:
         """Return what is wrong with a line, which `parse` has refused or made this job of."""
+        report = _report(error, job)
+        field = report.field if job is None or report.field is None else f"body.{report.field}"
+        return Problem(report.code, report.message, field, line)
 
     def code(self, error: Exception) -> str:
         """Return the code of an error."""
+        return error_report(error).code
 
     def wait_s(self, error: Exception) -> float | None:
         """Return the seconds after which a retry may succeed; None where a retry changes nothing."""
+        return error_report(error).retry_after_s
+
+
+def _report(error: Exception, job: ParsedJob | None) -> ErrorReport:
+    """Return how an error is reported, with the names that a job's body has for its fields."""
+    if isinstance(error, InvalidRequest) and error.field is not None and job is not None:
+        error.field = job.field_names.get(error.field, error.field)
+    return error_report(error)
 
 
 logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 _LEAST_S, _MOST_S = 0.1, 60.0
 

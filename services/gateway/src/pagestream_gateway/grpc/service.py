@@ -18,16 +18,17 @@ from pagestream_gateway.calls import CHAT, DISCONNECTED, EMBEDDINGS, OK, RESUME,
 from pagestream_gateway.error_codes import INTERNAL_ERROR, error_report, rate_headers
 from pagestream_gateway.errors import GatewayError, InvalidRequest
 from pagestream_gateway.gateway import Gateway
-from pagestream_gateway.grpc.answers import (
+from pagestream_gateway.grpc.messages import (
     ChunkStream,
     Context,
     embed_draft,
     embed_response,
+    generate_draft,
     score_draft,
     score_response,
+    with_message_path,
 )
 from pagestream_gateway.grpc.receiving import Receiver, abort, drop_frames, parse_message
-from pagestream_gateway.grpc.request import generate_draft, with_message_path
 
 logger = logging.getLogger(__name__)
 

@@ -11,19 +11,22 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pagestream_gateway.admin import adapters
 from pagestream_gateway.admin import models as model_changes
 from pagestream_gateway.admin import routes as administration
+from pagestream_gateway.anthropic import answer as messages_answer
 from pagestream_gateway.anthropic import body as messages_body
-from pagestream_gateway.anthropic import errors as messages_errors
 from pagestream_gateway.anthropic import routes as messages
+from pagestream_gateway.batches import files
+from pagestream_gateway.batches import routes as batches
 from pagestream_gateway.gateway import Gateway
 from pagestream_gateway.http import documents, health, page
 from pagestream_gateway.http.body import Lenient, WithWarnings
-from pagestream_gateway.http.origins import allow_origins, limit_hosts
-from pagestream_gateway.openai import batches, classification, completions, embeddings, files, models, scoring, tokens
-from pagestream_gateway.openai.chat import completions as chat_completions
+from pagestream_gateway.http.callers import allow_origins, limit_hosts
+from pagestream_gateway.openai import completions, embeddings, models, scoring, tokens
+from pagestream_gateway.openai.chat import body as chat_body
+from pagestream_gateway.openai.chat import routes as chat_completions
 from pagestream_gateway.openai.errors import install_error_handlers
 from pagestream_gateway.openai.responses import body as responses_body
 from pagestream_gateway.openai.responses import routes as responses
-from pagestream_gateway.streams import resume as requests
+from pagestream_gateway.streams import requests
 
 
 class Paced:
@@ -49,13 +52,13 @@ _ABOUT = (
 def build_app(gateway: Gateway) -> FastAPI:
     """Return the application of the HTTP port."""
     app = _app_for_callers(gateway)
-    generations = (completions, chat_completions, responses, messages, embeddings, scoring, classification)
+    generations = (completions, chat_completions, responses, messages, embeddings, scoring)
     for resource in (*generations, models, requests, files, batches, tokens):
         app.include_router(resource.router(gateway))
     app.include_router(health.router(gateway, is_for_callers=True))
     bodies: list[type[BaseModel]] = [
         completions.CompletionBody,
-        chat_completions.ChatBody,
+        chat_body.ChatBody,
         responses_body.ResponseBody,
         messages_body.MessageBody,
         messages_body.CountBody,
@@ -81,7 +84,7 @@ def build_app(gateway: Gateway) -> FastAPI:
         embeddings.EmbeddingBody,
         scoring.ScoreBody,
         scoring.RerankBody,
-        classification.ClassificationBody,
+        scoring.ClassificationBody,
     )
     documents.install(app, [*bodies, *vectors], asks_for_credentials=settings.asks_for_credentials)
     return app
@@ -120,5 +123,5 @@ def _bare_app(gateway: Gateway, *, address: str, asks_for_credentials: bool) -> 
     app.add_middleware(WithWarnings, ignores_unknown=gateway.settings.gateway.ignores_unknown_fields)
     app.add_middleware(Lenient)
     limit_hosts(app, gateway.settings.gateway, address, asks_for_credentials=asks_for_credentials)
-    install_error_handlers(app, {messages.PATH: messages_errors.respond})
+    install_error_handlers(app, {messages.PATH: messages_answer.respond})
     return app

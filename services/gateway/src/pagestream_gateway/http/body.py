@@ -21,10 +21,10 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pagestream_gateway.core.sampling.json_types import HALF_SURROGATE, UNION, Items, StrictModel, Token, expects
-from pagestream_gateway.core.sampling.parameters import PARAMETERS
 from pagestream_gateway.errors import BodyTooLarge, InvalidRequest, UnknownField, WrongContentType
+from pagestream_gateway.json_types import HALF_SURROGATE, UNION, Items, StrictModel, Token, expects
 from pagestream_gateway.request import AskedTruncation, Prompt, TextPrompt, TokenPrompt
+from pagestream_gateway.sampling import PARAMETERS
 
 HEADER = "X-Request-Warnings"
 _MOST = 16

@@ -1,11 +1,22 @@
-"""Who makes an HTTP call."""
+"""Who calls over HTTP: credentials, web pages that may call from a browser, names that a Host header may have."""
 
-from pagestream_telemetry import unmapped
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
+
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+from pagestream_telemetry import is_loopback, unmapped
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
-from starlette.types import Scope
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pagestream_gateway.auth.identity import Credentials, Identity
+from pagestream_gateway.error_codes import HEADERS
+from pagestream_gateway.errors import HostNotAllowed, OriginNotAllowed
 from pagestream_gateway.gateway import Gateway
+from pagestream_gateway.http.body import HEADER as WARNINGS
+from pagestream_gateway.openai.errors import error_response
+from pagestream_gateway.settings import LOCALHOST, GatewaySettings
 
 _ASKED = "asked"
 """Code in the audit log of an administrator's call whose outcome is not noted."""
@@ -36,3 +47,132 @@ def _certificate(scope: Scope) -> str | None:
     """Return the client's certificate as the TLS extension of ASGI has it."""
     chain = scope.get("extensions", {}).get("tls", {}).get("client_cert_chain", ())
     return next(iter(chain), None)
+
+
+_LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?"
+_READABLE = [
+    "X-Request-Id",
+    "request-id",
+    "X-Request-Seed",
+    "X-Client-Request-Id",
+    "X-Queue-Position",
+    "X-Expected-Wait-Ms",
+    "X-Stream-Verified",
+    WARNINGS,
+    "Retry-After",
+    "retry-after-ms",
+    *HEADERS,
+]
+_KEPT_S = 600
+
+
+class _Rule(TypedDict):
+    """Arguments of CORSMiddleware."""
+
+    allow_origins: list[str]
+    allow_origin_regex: str | None
+    allow_methods: list[str]
+    allow_headers: list[str]
+    expose_headers: list[str]
+    max_age: int
+
+
+def allow_origins(app: FastAPI, origins: Sequence[str]) -> None:
+    """Let pages of these origins call the API: https://app.example.com, LOCALHOST, or * for every page."""
+    app.add_middleware(NoForeignForms, origins=origins)
+    if origins:
+        app.add_middleware(CORSMiddleware, **_rule(origins))
+
+
+class NoForeignForms:
+    """ASGI middleware: 403 where a page of another origin changes something without a key.
+
+    A browser sends forms, and bodies of a form's types, for any page and asks nobody before: CORS only keeps the answer
+    from it. It sends them with a client's certificate, and to servers of its own machine; with a key it asks before.
+    """
+
+    def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
+        self._app = app
+        self._cors = CorsHeaders(origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] not in ("GET", "HEAD", "OPTIONS"):
+            headers = Headers(scope=scope)
+            origin = headers.get("origin", "")
+            is_own = origin.partition("://")[2].lower() == headers.get("host", "").lower()
+            has_key = "authorization" in headers or "x-api-key" in headers
+            if origin and not is_own and not has_key and not self._cors.allows(origin):
+                await error_response(OriginNotAllowed(origin))(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class CorsHeaders:
+    """The same rule for answers that are written without the application: the headers that let a page read them."""
+
+    def __init__(self, origins: Sequence[str]) -> None:
+        self._rule = CORSMiddleware(_no_application, **_rule(origins)) if origins else None
+
+    def allows(self, origin: str) -> bool:
+        """Return whether pages of this origin may call the API."""
+        return self._rule is not None and (self._rule.allow_all_origins or self._rule.is_allowed_origin(origin))
+
+    def of(self, origin: str | None) -> Mapping[str, str]:
+        """Return the headers of an answer to a request with this Origin; None where it has none."""
+        if self._rule is None:
+            return {}
+        headers = MutableHeaders({} if origin is None else self._rule.simple_headers)
+        if origin is None or self._rule.allow_all_origins or not self._rule.is_allowed_origin(origin):
+            headers["Vary"] = "Origin"
+        else:
+            self._rule.allow_explicit_origin(headers, origin)
+        return headers
+
+
+def _rule(origins: Sequence[str]) -> _Rule:
+    return {
+        "allow_origins": [each for each in origins if each != LOCALHOST],
+        "allow_origin_regex": _LOCAL_ORIGIN if LOCALHOST in origins else None,
+        "allow_methods": ["GET", "HEAD", "POST", "PUT", "DELETE"],
+        "allow_headers": ["*"],
+        "expose_headers": _READABLE,
+        "max_age": _KEPT_S,
+    }
+
+
+async def _no_application(scope: Scope, receive: Receive, send: Send) -> None:
+    raise NotImplementedError
+
+
+_ANY = "*"
+
+
+def limit_hosts(app: FastAPI, settings: GatewaySettings, address: str, *, asks_for_credentials: bool) -> None:
+    """Refuse other hosts than this machine's where the address is loopback and no credential is asked for."""
+    if not asks_for_credentials and is_loopback(address) and _ANY not in settings.hosts:
+        app.add_middleware(LimitedHosts, more=[address, *settings.hosts])
+
+
+class LimitedHosts:
+    """ASGI middleware: 403 where the Host header is neither a name of this machine's own nor one of `more`."""
+
+    def __init__(self, app: ASGIApp, more: Sequence[str]) -> None:
+        self._app = app
+        self._more = {each.lower() for each in more}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            for name, value in scope["headers"]:
+                if name == b"host" and not self._is_allowed(host := _without_port(value.decode("latin-1"))):
+                    await error_response(HostNotAllowed(host))(scope, receive, send)
+                    return
+        await self._app(scope, receive, send)
+
+    def _is_allowed(self, host: str) -> bool:
+        return host in self._more or is_loopback(host)
+
+
+def _without_port(host: str) -> str:
+    name, colon, port = host.rpartition(":")
+    has_port = bool(colon) and (not port or port.isdecimal()) and (":" not in name or name.endswith("]"))
+    return (name if has_port else host).lower().removesuffix(".")

@@ -18,7 +18,7 @@ from pagestream_gateway.error_codes import HEADERS as LIMIT_HEADERS
 from pagestream_gateway.http import viewer
 from pagestream_gateway.http.schemas import generation, resources, vectors
 from pagestream_gateway.http.schemas.errors import ErrorAnswer, ErrorEvent, MessageError
-from pagestream_gateway.streams.framing import NDJSON, SSE
+from pagestream_gateway.streams.events import NDJSON, SSE
 
 MODEL = "my-model"
 _MESSAGES = [{"role": "user", "content": "Who lives in the lighthouse?"}]

@@ -28,8 +28,8 @@ from pagestream_gateway.http.documents import body_of
 from pagestream_gateway.openai import generation
 from pagestream_gateway.openai.generation import ParsedRequest, queued_arguments, without_unsupported
 from pagestream_gateway.openai.writer import LogWriter
+from pagestream_gateway.pooling import numbers_of
 from pagestream_gateway.request import AskedPooling, Draft, Prompt, now_s
-from pagestream_gateway.similarities import numbers_of
 from pagestream_gateway.streams.runs import Position, Run, position_after
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {

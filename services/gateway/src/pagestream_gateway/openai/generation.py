@@ -16,9 +16,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagestream_gateway.calls import DISCONNECTED, Call
-from pagestream_gateway.core.sampling import parameters
-from pagestream_gateway.core.sampling.resolution import sampling_from_json
-from pagestream_gateway.core.sampling.response_format import ResponseFormat, constraint_of
 from pagestream_gateway.error_codes import error_report
 from pagestream_gateway.errors import InvalidRequest, UnsupportedField
 from pagestream_gateway.gateway import Gateway
@@ -37,15 +34,16 @@ from pagestream_gateway.http.callers import identify
 from pagestream_gateway.models import check_unicode
 from pagestream_gateway.openai.writer import AnswerBody, LogWriter, WholeBody
 from pagestream_gateway.request import Draft, now_s
-from pagestream_gateway.streams.events import EventStream, Reading
-from pagestream_gateway.streams.framing import accepts_lines
+from pagestream_gateway.sampling import PARAMETERS, UNSUPPORTED_PARAMETERS, sampling_from_json
+from pagestream_gateway.streams.events import EventStream, Reading, accepts_lines
 from pagestream_gateway.streams.whole_answer import WholeAnswer
+from pagestream_gateway.structured_outputs import ResponseFormat, constraint_of
 from pagestream_gateway.text.tokenization import SMALL_BYTES
 
 _MAX_TIMEOUT_S = 7 * 24 * 3600.0
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    **parameters.UNSUPPORTED,
+    **UNSUPPORTED_PARAMETERS,
     "return_token_offsets": (False,),
     "return_mm_kwargs": (False,),
     "mm_payload": ("tensors",),
@@ -139,7 +137,7 @@ def shared_draft(
 
     `own` are sampling parameters that the resource has in a form of its own. Raises InvalidRequest.
     """
-    shared = {each.name: getattr(body, each.name) for each in parameters.PARAMETERS if each.json_type is not None}
+    shared = {each.name: getattr(body, each.name) for each in PARAMETERS if each.json_type is not None}
     sampling = sampling_from_json(shared | own)
     _set_response_format(sampling, body.response_format)
     options = body.stream_options or StreamOptions()

@@ -1,6 +1,7 @@
-"""POST /v1/score, POST /v1/rerank and their other paths, as vLLM's: their bodies, routes and answers.
+"""POST /v1/classify, /v1/score and /v1/rerank, and their other paths, as vLLM's: their bodies, routes and answers.
 
-Scores are cosines of vectors, or what a model says that reads a query and a document together.
+An engine computes the probabilities of labels. Scores are cosines of vectors, or what a model says that reads a query
+and a document together.
 """
 
 import json
@@ -10,23 +11,37 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter
 from pagestream.v1.inference_pb2 import Usage
-from pagestream.v1.records_pb2 import API_FORM_RERANK, API_FORM_SCORE, LogEnd, RequestSpec, VectorForm
+from pagestream.v1.records_pb2 import (
+    API_FORM_CLASSIFY,
+    API_FORM_RERANK,
+    API_FORM_SCORE,
+    LogEnd,
+    RequestSpec,
+    VectorForm,
+)
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from pagestream_gateway.calls import EMBEDDINGS
-from pagestream_gateway.core.sampling.json_types import Items, StrictModel, expects
 from pagestream_gateway.errors import InvalidRequest
 from pagestream_gateway.gateway import Gateway
-from pagestream_gateway.http.body import parse_body
+from pagestream_gateway.http.body import Prompts, parse_body, prompts_of
 from pagestream_gateway.http.documents import body_of
+from pagestream_gateway.json_types import Items, StrictModel, expects
 from pagestream_gateway.openai import generation
-from pagestream_gateway.openai.embeddings import UNSUPPORTED, VectorBody, usage_of, vector_request
+from pagestream_gateway.openai.embeddings import (
+    UNSUPPORTED,
+    EmbeddingList,
+    EmbeddingWriter,
+    VectorBody,
+    usage_of,
+    vector_request,
+)
 from pagestream_gateway.openai.generation import ParsedRequest, without_unsupported
 from pagestream_gateway.openai.writer import LogWriter
+from pagestream_gateway.pooling import Similarities, numbers_of
 from pagestream_gateway.request import AskedPooling, TextPrompt
-from pagestream_gateway.similarities import Similarities
 from pagestream_gateway.streams.runs import Position, Run
 
 _RESULT_BYTES = 128  # of a result's object, without a document's text
@@ -40,6 +55,12 @@ class TextObject(StrictModel):
 
 Text = Annotated[str | TextObject, expects("must be a string, or an object with its text")]
 Texts = Annotated[str | TextObject | Items[str | TextObject], expects("must be a string or a list of strings")]
+
+
+class ClassificationBody(VectorBody):
+    """POST /classify."""
+
+    input: Prompts = Field(description="Text, token ids, or a list of either; each gets a label.")
 
 
 class ScoringBody(VectorBody):
@@ -72,6 +93,19 @@ class RerankBody(ScoringBody):
     documents: Texts = Field(description="The texts that are ordered by their scores: strings, or objects with `text`.")
     top_n: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(None, description="Most results; 0 (default): all.")
     return_documents: bool | None = Field(None, description="Whether results hold the documents' texts. Default true.")
+
+
+class ClassificationWriter(EmbeddingWriter):
+    """Writes probabilities of labels; those of an input are an event of a stream."""
+
+    def item(self, run: Run) -> str:
+        """Return an input's classification, without its last brace: the likeliest label, and all probabilities."""
+        probabilities = numbers_of(run.embedding)
+        labels = self.spec.answer.vectors.labels
+        best = max(range(len(labels)), key=lambda number: (probabilities[number], -number))
+        shown = ",".join(f"{number:.9g}" for number in probabilities)
+        label = json.dumps(labels[best])
+        return f'{{"index":{run.choice},"label":{label},"probs":[{shown}],"num_classes":{len(labels)}'
 
 
 class ScoringWriter(LogWriter):
@@ -165,6 +199,21 @@ class ScoreList:
         yield json.dumps(self._writer.whole(end.usage), ensure_ascii=False, separators=(",", ":")).encode()
 
 
+def parse_classification(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest:
+    """Read the body of a classification and its headers. Raises InvalidRequest."""
+    body = parse_body(ClassificationBody, without_unsupported(document, UNSUPPORTED))
+    return vector_request(
+        body,
+        headers,
+        document,
+        API_FORM_CLASSIFY,
+        prompts=prompts_of(body.input, body.add_special_tokens is not False),
+        prompt_field="input",
+        form=VectorForm(),
+        pooling=AskedPooling(classifies=True, activates=body.use_activation),
+    )
+
+
 def parse_score(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest:
     """Read the body of a score and its headers. Raises InvalidRequest."""
     body = parse_body(ScoreBody, without_unsupported(document, UNSUPPORTED))
@@ -227,7 +276,7 @@ def _listed(given: str | TextObject | list[str | TextObject]) -> list[str]:
 
 
 def router(gateway: Gateway) -> APIRouter:
-    """Return the routes of both resources."""
+    """Return the routes of the three resources."""
     routes = APIRouter(tags=["vectors"])
 
     @routes.post("/score", openapi_extra=body_of(ScoreBody), summary="Compare texts")
@@ -242,5 +291,13 @@ def router(gateway: Gateway) -> APIRouter:
     async def rerank(request: Request) -> Response:
         call = gateway.calls.begin("rerank", EMBEDDINGS, request.headers)
         return await generation.generate(gateway, request, call, parse_rerank, writer=RerankWriter, body=ScoreList)
+
+    @routes.post("/classify", openapi_extra=body_of(ClassificationBody), summary="Give texts labels")
+    @routes.post("/v1/classify", openapi_extra=body_of(ClassificationBody), summary="Give texts labels")
+    async def classify(request: Request) -> Response:
+        call = gateway.calls.begin("classify", EMBEDDINGS, request.headers)
+        return await generation.generate(
+            gateway, request, call, parse_classification, writer=ClassificationWriter, body=EmbeddingList
+        )
 
     return routes

@@ -11,14 +11,14 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from pagestream_gateway.core.sampling.json_types import Items, Token
 from pagestream_gateway.errors import InvalidRequest
 from pagestream_gateway.gateway import Gateway
 from pagestream_gateway.http.body import SERVED_NAME, Body, PromptedBody, parse_body
 from pagestream_gateway.http.callers import identify
 from pagestream_gateway.http.documents import body_of
+from pagestream_gateway.json_types import Items, Token
 from pagestream_gateway.models import LoadedModel
-from pagestream_gateway.openai.chat.completions import Message
+from pagestream_gateway.openai.chat.body import Message
 from pagestream_gateway.openai.chat.tools import Tool, chat_tools, tools_of
 from pagestream_gateway.openai.generation import parsed_request, without_unsupported
 from pagestream_gateway.request import ChatPrompt, Draft, Prompt, TextPrompt, most_counted_tokens

@@ -9,7 +9,6 @@ from typing import Any
 from pagestream.v1.inference_pb2 import StructuredOutputs
 from pagestream_grammars import GrammarError, TokenTable, json_grammar, stripped
 
-from pagestream_gateway.core.sampling.constraints import schema_text
 from pagestream_gateway.errors import InvalidRequest, UnsupportedField
 from pagestream_gateway.models import LoadedModel
 from pagestream_gateway.output_formats import deepseek, harmony
@@ -19,6 +18,7 @@ from pagestream_gateway.output_formats.json_calls import JsonCalls
 from pagestream_gateway.output_formats.mistral import Mistral
 from pagestream_gateway.output_formats.tagged import STRING, Glm, QwenCoder, SeedOss, types_of
 from pagestream_gateway.output_formats.tools import Tools, call_schema, moved_schema
+from pagestream_gateway.structured_outputs import schema_text
 
 _WHITESPACE = r"[ \n\r\t]{0,16}"
 """Between the parts of JSON, as of other constraints in engines: without a bound a model may write blanks forever."""

@@ -6,8 +6,8 @@ from typing import Any
 
 from pagestream.v1.inference_pb2 import StructuredOutputs
 
-from pagestream_gateway.core.sampling.constraints import schema_text
 from pagestream_gateway.errors import InvalidRequest
+from pagestream_gateway.structured_outputs import schema_text
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl
 
 from starlette.types import ASGIApp, Message, Scope
 
-from pagestream_gateway.streams.framing import NDJSON, LineFraming
+from pagestream_gateway.streams.events import NDJSON, LineFraming
 
 _GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 _VERSION = "13"

@@ -14,11 +14,16 @@ from typing import Any, Literal
 from pagestream_grammars.templates import ChatShapes, shaped, text_of
 from tokenizers import Tokenizer
 
-from pagestream_gateway.core.sampling.pooling import check_num_tokens
 from pagestream_gateway.errors import InvalidRequest, PromptTooLong, UnsupportedField
 from pagestream_gateway.models import LoadedModel, check_unicode, unbroken_text
-from pagestream_gateway.output_formats.form import set_output_form
-from pagestream_gateway.output_formats.formats import is_harmony, reasoning_arguments, tool_format, with_short_ids
+from pagestream_gateway.output_formats.formats import (
+    is_harmony,
+    reasoning_arguments,
+    set_output_form,
+    tool_format,
+    with_short_ids,
+)
+from pagestream_gateway.pooling import check_num_tokens
 from pagestream_gateway.request import (
     WHAT_FITS,
     AskedPooling,

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pagestream_gateway.core.sampling.json_types import Items, expects
 from pagestream_gateway.errors import InvalidRequest, UnsupportedField
 from pagestream_gateway.http.body import Body, current_warnings, parse_body, within
+from pagestream_gateway.json_types import Items, expects
 from pagestream_gateway.output_formats.tools import Tools
 
 _MOST_TOOLS = 1024  # OpenAI takes 128; those who gather them from many servers have more

@@ -14,12 +14,11 @@ from starlette.types import Receive, Scope, Send
 from pagestream_gateway.error_codes import error_report, failure, is_failed
 from pagestream_gateway.errors import InvalidRequest, Overloaded
 from pagestream_gateway.gateway import Gateway
-from pagestream_gateway.openai.chat.parts import ChoiceReader
+from pagestream_gateway.openai.chat.answer import ChoiceReader
 from pagestream_gateway.openai.logprobs import ChatLogprobs, Logprobs
 from pagestream_gateway.openai.writer import LogWriter
 from pagestream_gateway.output_formats.parts import Arguments, CallBegin, Content, Part, Reasoning
-from pagestream_gateway.streams.events import EventStream, Reading
-from pagestream_gateway.streams.framing import BodyWriter
+from pagestream_gateway.streams.events import BodyWriter, EventStream, Reading
 from pagestream_gateway.streams.runs import START, Position, Run, position_after, split_runs
 from pagestream_gateway.streams.whole_answer import RETRY_AFTER_S, BudgetShare, WholeAnswer
 

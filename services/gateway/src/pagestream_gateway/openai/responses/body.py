@@ -10,18 +10,9 @@ from pagestream.v1.inference_pb2 import ON_DISCONNECT_CONTINUE
 from pagestream.v1.records_pb2 import API_FORM_RESPONSES, AnswerForm, ResponseForm
 from pydantic import Field, model_validator
 
-from pagestream_gateway.core.sampling import parameters
-from pagestream_gateway.core.sampling.json_types import Items, expects
-from pagestream_gateway.core.sampling.resolution import sampling_from_json
-from pagestream_gateway.core.sampling.response_format import (
-    JsonObjectFormat,
-    JsonSchema,
-    JsonSchemaFormat,
-    TextFormat,
-    constraint_of,
-)
 from pagestream_gateway.errors import InvalidRequest, UnsupportedField
 from pagestream_gateway.http.body import Body, QueuedBody, current_warnings, parse_body, with_parameters, within
+from pagestream_gateway.json_types import Items, expects
 from pagestream_gateway.models import check_unicode
 from pagestream_gateway.openai import generation
 from pagestream_gateway.openai.chat.tools import (
@@ -42,6 +33,14 @@ from pagestream_gateway.openai.chat.tools import (
 )
 from pagestream_gateway.openai.generation import named_as, queued_arguments, without_unsupported
 from pagestream_gateway.request import WHAT_FITS, AskedTruncation, ChatPrompt, Draft, now_s
+from pagestream_gateway.sampling import PARAMETERS, sampling_from_json
+from pagestream_gateway.structured_outputs import (
+    JsonObjectFormat,
+    JsonSchema,
+    JsonSchemaFormat,
+    TextFormat,
+    constraint_of,
+)
 
 _Id = Annotated[str, Field(max_length=512)]
 _Ignored = Annotated[Any, Field(exclude=True)]
@@ -426,7 +425,7 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRespons
     functions, shown_tools = _chat_tools(body.tools or ())
     tools = tools_of(functions, _chat_choice(body.tool_choice), body.parallel_tool_calls)
     with named_as(field_names):
-        given = {each.name: getattr(body, each.name, None) for each in parameters.PARAMETERS if each.json_type}
+        given = {each.name: getattr(body, each.name, None) for each in PARAMETERS if each.json_type}
         sampling = sampling_from_json({**given, "max_tokens": body.max_output_tokens, "logprobs": _num_logprobs(body)})
         constraint = constraint_of(_chat_format(body.text))
         if constraint is not None and sampling.HasField("structured_outputs"):

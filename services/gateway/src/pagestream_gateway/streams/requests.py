@@ -1,11 +1,16 @@
-"""/v1/requests: a tenant's requests, and of each its state, answer, events from any position, end and return."""
+"""/v1/requests: a tenant's requests, and of each its state, answer, events from any position, end and return.
 
+An answer has the form of the API that accepted its request.
+"""
+
+import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import APIRouter
-from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED, RequestState
+from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED, RequestState, Usage
 from pagestream.v1.records_pb2 import (
     API_FORM_CHAT_COMPLETIONS,
     API_FORM_CLASSIFY,
@@ -22,39 +27,110 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from pagestream_gateway.anthropic import body as messages
-from pagestream_gateway.anthropic.answer import MessageStream, MessageWriter
+from pagestream_gateway.anthropic.answer import MessageStream, MessageWriter, WholeMessage, WholeMessageAnswer
 from pagestream_gateway.auth.identity import Identity
 from pagestream_gateway.calls import DISCONNECTED, OK, RESUME
-from pagestream_gateway.error_codes import error_report
-from pagestream_gateway.errors import InvalidRequest
+from pagestream_gateway.error_codes import error_report, failure, is_failed
+from pagestream_gateway.errors import AnswerTooLarge, GenerationFailed, InvalidRequest, Overloaded
 from pagestream_gateway.gateway import Gateway
 from pagestream_gateway.http.callers import identify
 from pagestream_gateway.http.documents import body_of
 from pagestream_gateway.openai import completions, embeddings, scoring
-from pagestream_gateway.openai.chat import completions as chat_completions
-from pagestream_gateway.openai.chat.completions import ChatWriter
-from pagestream_gateway.openai.classification import ClassificationWriter
+from pagestream_gateway.openai.chat import body as chat_completions
+from pagestream_gateway.openai.chat.answer import ChatWriter
 from pagestream_gateway.openai.completions import CompletionWriter
-from pagestream_gateway.openai.embeddings import EmbeddingWriter
+from pagestream_gateway.openai.embeddings import EmbeddingList, EmbeddingWriter
 from pagestream_gateway.openai.errors import error_response
 from pagestream_gateway.openai.generation import ParsedRequest, parsed_request, switch
-from pagestream_gateway.openai.scoring import RerankWriter, ScoreWriter
-from pagestream_gateway.openai.writer import LogWriter, finish_reason_body, usage_body
+from pagestream_gateway.openai.responses.answer import ResponseWriter, StoredAnswer, WholeResponse
+from pagestream_gateway.openai.scoring import ClassificationWriter, RerankWriter, ScoreList, ScoreWriter
+from pagestream_gateway.openai.writer import AnswerBody, LogWriter, WholeBody, finish_reason_body, usage_body
 from pagestream_gateway.request import Draft
-from pagestream_gateway.streams.events import EventStream, Reading, request_headers
-from pagestream_gateway.streams.finished import kind_of
-from pagestream_gateway.streams.framing import accepts_lines
+from pagestream_gateway.streams.events import EventStream, Reading, accepts_lines, learn_tokens, request_headers
 from pagestream_gateway.streams.runs import Position
+from pagestream_gateway.streams.whole_answer import WholeAnswer
 
-_WRITERS: Mapping[int, type[LogWriter]] = {
-    API_FORM_CHAT_COMPLETIONS: ChatWriter,
-    API_FORM_RESPONSES: ChatWriter,
-    API_FORM_MESSAGES: MessageWriter,
-    API_FORM_EMBEDDINGS: EmbeddingWriter,
-    API_FORM_CLASSIFY: ClassificationWriter,
-    API_FORM_SCORE: ScoreWriter,
-    API_FORM_RERANK: RerankWriter,
+
+class AnswerKind(NamedTuple):
+    """The classes that make the answer of an API."""
+
+    writer: type[LogWriter]
+    """Of the whole answer."""
+    body: type[AnswerBody]
+    events: type[LogWriter]
+    """The writer of its events when it is read on."""
+    whole: type[WholeAnswer] = WholeAnswer
+
+
+_KINDS: Mapping[int, AnswerKind] = {
+    API_FORM_CHAT_COMPLETIONS: AnswerKind(ChatWriter, WholeBody, ChatWriter),
+    API_FORM_RESPONSES: AnswerKind(ResponseWriter, WholeResponse, ChatWriter, StoredAnswer),
+    API_FORM_MESSAGES: AnswerKind(MessageWriter, WholeMessage, MessageWriter, WholeMessageAnswer),
+    API_FORM_EMBEDDINGS: AnswerKind(EmbeddingWriter, EmbeddingList, EmbeddingWriter),
+    API_FORM_CLASSIFY: AnswerKind(ClassificationWriter, EmbeddingList, ClassificationWriter),
+    API_FORM_SCORE: AnswerKind(ScoreWriter, ScoreList, ScoreWriter),
+    API_FORM_RERANK: AnswerKind(RerankWriter, ScoreList, RerankWriter),
 }
+
+
+def kind_of(spec: RequestSpec) -> AnswerKind:
+    """Return what makes a request's answer; that of gRPC is read as a completion."""
+    return _KINDS.get(spec.answer.api, AnswerKind(CompletionWriter, WholeBody, CompletionWriter))
+
+
+_RETRY_AFTER_S = 5.0
+
+
+async def collect(gateway: Gateway, spec: RequestSpec, *, max_bytes: int) -> tuple[bytes, Usage]:
+    """Return a request's answer as its API would have given it, and its usage. It follows a log that has not ended.
+
+    The bytes are part of what whole answers may take in this process; they are waited for.
+
+    Raises:
+        GenerationFailed: the log ended with an error.
+        AnswerTooLarge: the answer has more than `max_bytes` bytes, about.
+        Overloaded: other answers take the memory.
+        RequestNotFound, Unavailable: as the log's reader.
+    """
+    budget = gateway.answer_budget
+    num_bytes = min(max_bytes, budget.limit_bytes)
+    kind = kind_of(spec)
+    writer = kind.writer(spec)
+    await learn_tokens(gateway, writer)
+    limit_s = gateway.settings.stream.whole_answer_wait_s
+    try:
+        async with asyncio.timeout(limit_s):
+            await budget.take(num_bytes)
+    except TimeoutError as error:
+        raise Overloaded(f"other answers have used this gateway's memory for {limit_s:g} s", _RETRY_AFTER_S) from error
+    try:
+        return await _collect(gateway, spec, writer, kind.body, num_bytes)
+    finally:
+        budget.give(num_bytes)
+
+
+async def _collect(
+    gateway: Gateway, spec: RequestSpec, writer: LogWriter, kind: type[AnswerBody], max_bytes: int
+) -> tuple[bytes, Usage]:
+    body, next_index = kind(writer), 0
+    async with aclosing(gateway.requests.follow(spec)) as batches:
+        async for batch in batches:
+            for run in writer.split(next_index, batch):
+                next_index = run.next_index
+                if run.end is None:
+                    body.add(run)
+                    continue
+                if is_failed(spec, run.end):
+                    raise failure(spec, run.end)
+                fingerprint = await gateway.requests.fingerprint(spec)
+                writer.set_fingerprint(fingerprint)
+                body.set_fingerprint(fingerprint)
+                return b"".join(body.parts(run.end)), run.end.usage
+            if body.num_bytes > max_bytes:
+                raise AnswerTooLarge(spec.request_id, max_bytes)
+    raise GenerationFailed("log_without_end", "the log ended without its finish record")
+
+
 _DEFAULT_LISTED, _MAX_LISTED = 20, 100
 _ANSWER_RETRY_S = "1"  # after which the answer to a request that runs may be asked for again
 
@@ -239,7 +315,7 @@ def _whole_answer(gateway: Gateway, request: Request, identity: Identity, view: 
 
 def writer_of(spec: RequestSpec) -> LogWriter:
     """Return what writes a request's answer in the form that it was asked for in; gRPC's is read as a completion."""
-    return _WRITERS.get(spec.answer.api, CompletionWriter)(spec)
+    return kind_of(spec).events(spec)
 
 
 def _position(request: Request, request_id: str) -> Position:

@@ -25,13 +25,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from pagestream_gateway.auth.identity import Identity
+from pagestream_gateway.batches.files import PURPOSE, ExpiresAfter, list_body, listed
 from pagestream_gateway.batches.jobs import BatchAbout, about_of
 from pagestream_gateway.errors import InvalidRequest
 from pagestream_gateway.gateway import Gateway
 from pagestream_gateway.http.body import Body, parse_body
 from pagestream_gateway.http.callers import identify
 from pagestream_gateway.http.documents import body_of
-from pagestream_gateway.openai.files import PURPOSE, ExpiresAfter, list_body, listed
 from pagestream_gateway.openai.generation import parsed_request
 
 _DEFAULT_LISTED, _MAX_LISTED = 20, 100

@@ -1,14 +1,97 @@
-"""One choice of a chat: its text as OpenAI's content, reasoning and tool_calls, whole or in deltas."""
+"""Chat completions: a choice's text as content, reasoning and tool calls, in chunks and as a whole message."""
 
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from json.encoder import encode_basestring_ascii
 from typing import Any
 
-from pagestream.v1.inference_pb2 import FINISH_REASON_STOP
-from pagestream.v1.records_pb2 import ChoiceFinish, RequestSpec
+from pagestream.v1.inference_pb2 import FINISH_REASON_STOP, Usage
+from pagestream.v1.records_pb2 import ChoiceFinish, LogEntry, RequestSpec
 from pagestream_streams.protocol.records import finish_reason_name
 
+from pagestream_gateway.openai.logprobs import ChatLogprobs
+from pagestream_gateway.openai.writer import AnswerWriter
 from pagestream_gateway.output_formats.formats import call_id, parser_of
 from pagestream_gateway.output_formats.parts import Arguments, CallBegin, Content, Part, Reasoning
+from pagestream_gateway.streams.runs import Run, split_runs
+
+
+class ChatWriter(AnswerWriter):
+    """Writes answers as chat completions."""
+
+    chunk_object = "chat.completion.chunk"
+    whole_object = "chat.completion"
+    logprobs_form = ChatLogprobs
+    shows_prompts_by_choice = False
+
+    def __init__(self, spec: RequestSpec) -> None:
+        super().__init__(spec)
+        self._is_parted = spec.answer.HasField("output")
+        self._parts: dict[int, ChoiceParts] = {}
+        self._reasons = bool(spec.answer.output.reasoning_format)
+        self.needs_history = self.needs_history or self._is_parted
+
+    def skip(self, run: Run) -> None:
+        super().skip(run)
+        if self._is_parted and not run.prompt_end:
+            self._delta(run)
+
+    def split(self, first_index: int, entries: Sequence[LogEntry]) -> list[Run]:
+        """Return a run for each entry where tokens of reasoning are counted, whatever came together."""
+        if not self._reasons:
+            return super().split(first_index, entries)
+        return [run for index, entry in enumerate(entries, first_index) for run in split_runs(index, [entry])]
+
+    def note(self, run: Run) -> None:
+        if self._reasons and not run.prompt_end:
+            self._delta(run)
+
+    def usage_body(self, usage: Usage, choices: Iterable[int] | None = None) -> dict[str, Any]:
+        body = super().usage_body(usage)
+        if self._reasons:
+            parts = [self._parts[each] for each in (self._parts if choices is None else choices) if each in self._parts]
+            body["completion_tokens_details"] = {"reasoning_tokens": sum(each.num_reasoning_tokens for each in parts)}
+        return body
+
+    def whole(self, usage: Usage) -> dict[str, Any]:
+        members = super().whole(usage)
+        return {**members, "prompt_token_ids": self.prompt_ids(0)} if self.spec.answer.token_ids else members
+
+    def _opening_members(self) -> str:
+        ids = self.prompt_ids(0) if self.spec.answer.token_ids else None
+        return "" if ids is None else f',"prompt_token_ids":{json.dumps(ids, separators=(",", ":"))}'
+
+    def opening_parts(self) -> list[str]:
+        """Return the roles."""
+        return ['"delta":{"role":"assistant","content":""}'] * self.num_choices
+
+    def delta(self, run: Run) -> str:
+        """Return a run's text; a finish without text has an empty delta."""
+        if self._is_parted:
+            return f'"delta":{json.dumps(self._delta(run), separators=(",", ":"))}'
+        if run.finish is not None and not run.text:
+            return '"delta":{}'
+        return f'"delta":{{"content":{encode_basestring_ascii(run.text)}}}'
+
+    def finish_reason(self, choice: int, finish: ChoiceFinish) -> str:
+        return self._parts[choice].finish_reason(finish) if self._is_parted else super().finish_reason(choice, finish)
+
+    def message(self, choice: int, text: str) -> dict[str, Any]:
+        """Return the assistant's message."""
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def whole_choice(self, number: int, text: str, finish: ChoiceFinish) -> dict[str, Any]:
+        members = super().whole_choice(number, text, finish)
+        if self._is_parted:
+            members["message"], members["finish_reason"] = whole_message(self.spec, number, text, finish)
+        return members
+
+    def _delta(self, run: Run) -> dict[str, Any]:
+        parts = self._parts.get(run.choice)
+        if parts is None:
+            parts = self._parts[run.choice] = ChoiceParts(self.spec, run.choice)
+        return parts.delta(run.text, is_last=run.finish is not None, num_tokens=len(run.token_ids))
+
 
 _PIECE_CHARS = 4096  # at once: looking for calls takes time by its square
 _REASONING, _OLD_REASONING = "reasoning", "reasoning_content"

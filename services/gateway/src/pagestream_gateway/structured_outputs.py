@@ -1,4 +1,4 @@
-"""What an output must match: its forms in bodies, its message, and whether it can be compiled."""
+"""What an output must match: its forms in bodies, vLLM's and OpenAI's, its message, and whether it can be compiled."""
 
 import json
 from typing import Annotated, Any, Literal
@@ -15,8 +15,8 @@ from pagestream_grammars import (
 )
 from pydantic import Field
 
-from pagestream_gateway.core.sampling.json_types import Items, StrictModel, expects
 from pagestream_gateway.errors import InvalidRequest
+from pagestream_gateway.json_types import Items, StrictModel, expects
 
 _HALF_PAIR = "holds half of a surrogate pair, which is not text"
 _NAMES = ("json", "regex", "choice", "grammar", "json_object")
@@ -102,3 +102,44 @@ def _grammar(value: StructuredOutputs, kind: str) -> Grammar:
             return choice_grammar(list(value.choice.texts))
         case _:
             return rules_grammar(value.grammar)
+
+
+class TextFormat(StrictModel):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(StrictModel):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchema(StrictModel):
+    """A schema; name and description are for the reader. The output matches it whatever `strict` says."""
+
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema", description="None: any JSON object.")
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(StrictModel):
+    """JSON that validates against a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+def constraint_of(form: ResponseFormat | None) -> StructuredOutputs | None:
+    """Return what the output must match; None for any text. Raises InvalidRequest."""
+    match form:
+        case JsonSchemaFormat(json_schema=JsonSchema(schema_=schema)) if schema is not None:
+            return StructuredOutputs(json=schema_text(schema, "response_format"))
+        case JsonSchemaFormat() | JsonObjectFormat():
+            return StructuredOutputs(json_object=True)
+    return None

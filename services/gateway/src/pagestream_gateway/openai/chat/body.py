@@ -1,25 +1,15 @@
-"""POST /v1/chat/completions: its body, its route and its answers."""
+"""The body of POST /v1/chat/completions, and the draft of what it asks for."""
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from json.encoder import encode_basestring_ascii
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from fastapi import APIRouter
-from pagestream.v1.inference_pb2 import Usage
-from pagestream.v1.records_pb2 import API_FORM_CHAT_COMPLETIONS, ChoiceFinish, LogEntry, RequestSpec
+from pagestream.v1.records_pb2 import API_FORM_CHAT_COMPLETIONS
 from pydantic import Field
-from starlette.requests import Request
-from starlette.responses import Response
 
-from pagestream_gateway.calls import CHAT
-from pagestream_gateway.core.sampling.json_types import Items, expects
 from pagestream_gateway.errors import InvalidRequest, UnsupportedField
-from pagestream_gateway.gateway import Gateway
 from pagestream_gateway.http.body import Body, parse_body, with_sampling_parameters
-from pagestream_gateway.http.documents import stream_body_of
+from pagestream_gateway.json_types import Items, expects
 from pagestream_gateway.openai import generation
-from pagestream_gateway.openai.chat.parts import ChoiceParts, whole_message
 from pagestream_gateway.openai.chat.tools import (
     AllowedToolsChoice,
     Effort,
@@ -38,10 +28,7 @@ from pagestream_gateway.openai.generation import (
     shared_draft,
     without_unsupported,
 )
-from pagestream_gateway.openai.logprobs import ChatLogprobs
-from pagestream_gateway.openai.writer import AnswerWriter
 from pagestream_gateway.request import ChatPrompt, Draft
-from pagestream_gateway.streams.runs import Run, split_runs
 
 UNSUPPORTED = {
     **generation.UNSUPPORTED,
@@ -154,83 +141,6 @@ class ChatBody(GenerationBody):
     )
 
 
-class ChatWriter(AnswerWriter):
-    """Writes answers as chat completions."""
-
-    chunk_object = "chat.completion.chunk"
-    whole_object = "chat.completion"
-    logprobs_form = ChatLogprobs
-    shows_prompts_by_choice = False
-
-    def __init__(self, spec: RequestSpec) -> None:
-        super().__init__(spec)
-        self._is_parted = spec.answer.HasField("output")
-        self._parts: dict[int, ChoiceParts] = {}
-        self._reasons = bool(spec.answer.output.reasoning_format)
-        self.needs_history = self.needs_history or self._is_parted
-
-    def skip(self, run: Run) -> None:
-        super().skip(run)
-        if self._is_parted and not run.prompt_end:
-            self._delta(run)
-
-    def split(self, first_index: int, entries: Sequence[LogEntry]) -> list[Run]:
-        """Return a run for each entry where tokens of reasoning are counted, whatever came together."""
-        if not self._reasons:
-            return super().split(first_index, entries)
-        return [run for index, entry in enumerate(entries, first_index) for run in split_runs(index, [entry])]
-
-    def note(self, run: Run) -> None:
-        if self._reasons and not run.prompt_end:
-            self._delta(run)
-
-    def usage_body(self, usage: Usage, choices: Iterable[int] | None = None) -> dict[str, Any]:
-        body = super().usage_body(usage)
-        if self._reasons:
-            parts = [self._parts[each] for each in (self._parts if choices is None else choices) if each in self._parts]
-            body["completion_tokens_details"] = {"reasoning_tokens": sum(each.num_reasoning_tokens for each in parts)}
-        return body
-
-    def whole(self, usage: Usage) -> dict[str, Any]:
-        members = super().whole(usage)
-        return {**members, "prompt_token_ids": self.prompt_ids(0)} if self.spec.answer.token_ids else members
-
-    def _opening_members(self) -> str:
-        ids = self.prompt_ids(0) if self.spec.answer.token_ids else None
-        return "" if ids is None else f',"prompt_token_ids":{json.dumps(ids, separators=(",", ":"))}'
-
-    def opening_parts(self) -> list[str]:
-        """Return the roles."""
-        return ['"delta":{"role":"assistant","content":""}'] * self.num_choices
-
-    def delta(self, run: Run) -> str:
-        """Return a run's text; a finish without text has an empty delta."""
-        if self._is_parted:
-            return f'"delta":{json.dumps(self._delta(run), separators=(",", ":"))}'
-        if run.finish is not None and not run.text:
-            return '"delta":{}'
-        return f'"delta":{{"content":{encode_basestring_ascii(run.text)}}}'
-
-    def finish_reason(self, choice: int, finish: ChoiceFinish) -> str:
-        return self._parts[choice].finish_reason(finish) if self._is_parted else super().finish_reason(choice, finish)
-
-    def message(self, choice: int, text: str) -> dict[str, Any]:
-        """Return the assistant's message."""
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
-
-    def whole_choice(self, number: int, text: str, finish: ChoiceFinish) -> dict[str, Any]:
-        members = super().whole_choice(number, text, finish)
-        if self._is_parted:
-            members["message"], members["finish_reason"] = whole_message(self.spec, number, text, finish)
-        return members
-
-    def _delta(self, run: Run) -> dict[str, Any]:
-        parts = self._parts.get(run.choice)
-        if parts is None:
-            parts = self._parts[run.choice] = ChoiceParts(self.spec, run.choice)
-        return parts.delta(run.text, is_last=run.finish is not None, num_tokens=len(run.token_ids))
-
-
 def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest:
     """Read a body and its headers. Raises InvalidRequest."""
     _check_messages(document.get("messages"))
@@ -267,18 +177,6 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest
     shared["answer"].constraint_field = field_names.get("structured_outputs", "")
     draft = Draft(prompts=[prompt], prompt_field="messages", **shared)
     return ParsedRequest(draft, stream=bool(body.stream), field_names=field_names)
-
-
-def router(gateway: Gateway) -> APIRouter:
-    """Return the resource's route."""
-    routes = APIRouter(tags=["generation"])
-
-    @routes.post("/v1/chat/completions", openapi_extra=stream_body_of(ChatBody), summary="Answer a conversation")
-    async def chat_completions(request: Request) -> Response:
-        call = gateway.calls.begin("chat", CHAT, request.headers)
-        return await generation.generate(gateway, request, call, parse, writer=ChatWriter)
-
-    return routes
 
 
 def _check_messages(messages: object) -> None:

@@ -1,1 +1,0 @@
-"""What both APIs share: submission, models, tokenization, authentication and limits."""

@@ -1,1 +1,0 @@
-"""Sampling parameters: their definitions, and how a request's message is completed."""
