@@ -9,7 +9,7 @@ from pagestream_engine.sampling_params import SamplingParams
 from pagestream_engine.scheduler import MOST_PASSING, AdapterResidency, FirstComeFirstServed, WaitingQueue
 from pagestream_engine.scheduler.admission import Admission
 from pagestream_engine.scheduler.lora import AdapterTurns
-from pagestream_engine.scheduler.running import DecodeSet, PrefillSet
+from pagestream_engine.scheduler.running import RunningSequences
 from pagestream_worker import UNLIMITED_TOKENS, ClaimBudget
 
 STEP_TOKENS, BLOCK, MOST, BLOCKS = 128, 16, 8, 100
@@ -131,12 +131,12 @@ def test_a_claim_is_admitted_at_once_however_its_tokens_are_divided(name: str) -
     for _ in range(200):
         num_blocks, num_running = dice.randint(10, 300), dice.randint(1, MOST - 1)
         cache = CacheManager(BlockPool(num_blocks), layout_of(name), enable_prefix_caching=False)
-        prefill, budget = PrefillSet(cache), new_budget(cache.layout)
+        running, budget = RunningSequences(cache), new_budget(cache.layout)
         config = SchedulerConfig(max_num_seqs=MOST, max_num_batched_tokens=STEP_TOKENS)
         waiting = WaitingQueue(policy := FirstComeFirstServed())
-        turns = AdapterTurns(1, AdapterResidency(1), waiting, lambda: ())
+        turns = AdapterTurns(1, AdapterResidency(1), waiting, running)
         admission = Admission(
-            config, cache, waiting, prefill, DecodeSet(cache), restore_cost=None, turns=turns, on_start=policy.scheduled
+            config, cache, waiting, running, restore_cost=None, turns=turns, on_start=policy.scheduled
         )
         for number in range(num_running + dice.randint(0, 20)):  # the mean size of requests falls
             budget.reserve(8, [(str(number), 0)])
@@ -153,7 +153,7 @@ def test_a_claim_is_admitted_at_once_however_its_tokens_are_divided(name: str) -
             seq = TokenSequence(
                 str(begin), [1] * (end - begin), SamplingParams(), seed=0, arrival=0, max_total_tokens=4096
             )
-            wanted += admission.num_wanted_blocks(seq.group, seq, prefill.get_computed_blocks(seq.group, seq))
+            wanted += admission.num_wanted_blocks(seq.group, seq, running.get_computed_blocks(seq.group, seq))
         assert wanted + admission.num_reserved_blocks(num_running + count - 1) <= num_blocks, (
             num_blocks,
             count,

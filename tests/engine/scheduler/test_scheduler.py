@@ -230,8 +230,7 @@ def test_a_policy_chooses_whom_to_preempt() -> None:
 
 
 def num_claimable_blocks(harness: Harness) -> int:
-    admission = harness.scheduler.admission
-    return admission.num_claimable_blocks(admission.num_preempted_blocks)
+    return harness.scheduler.load().num_claimable_blocks
 
 
 def test_blocks_that_a_preempted_sequence_needs_again_are_not_claimable() -> None:

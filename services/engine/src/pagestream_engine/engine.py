@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from pagestream_engine.capacity import fit_model_len
@@ -29,13 +30,13 @@ from pagestream_engine.kv_cache.manager import CacheManager
 from pagestream_engine.models.folder import resolve_model
 from pagestream_engine.models.tokenizer import load_tokenizer
 from pagestream_engine.output import Generation, OutputProcessor, Taken, failed_output
-from pagestream_engine.plan import ScheduledStep
+from pagestream_engine.plan import ScheduledStep, StepResult
 from pagestream_engine.plugins import import_plugins
 from pagestream_engine.request import Request, SequenceState, Sibling, StepOutput, TokenSequence
 from pagestream_engine.sampling_params import SamplingParams
 from pagestream_engine.scheduler.policies import make_policy
 from pagestream_engine.scheduler.scheduler import Scheduler, check_groups
-from pagestream_engine.stats import EngineStats, StepCounts
+from pagestream_engine.stats import EngineStats
 from pagestream_engine.steps import PlanBuilder, StepPipeline
 
 _log = logging.getLogger(__name__)
@@ -135,7 +136,7 @@ class Engine:
         )
         self.on_schedule: Callable[[ScheduledStep], None] | None = None
         """Gets each step before it runs, and must not keep it; on the thread that steps."""
-        self._counts = StepCounts()
+        self._counts = _StepCounts()
 
     # -- requests --
 
@@ -283,12 +284,12 @@ class Engine:
             An output for each new token, after those without one: the ends of requests whose output was complete when
             they were added, and prompts' log probabilities. A sequence that failed may end without a token.
         """
-        steps, counts = self._steps, self._counts
-        counts.begin_step()
+        steps, began = self._steps, perf_counter()
         for prepare in self._before_steps:
             prepare()
-        with counts.scheduling:
-            launched = steps.launch_next(self.on_schedule)
+        before = perf_counter()
+        launched = steps.launch_next(self.on_schedule)
+        schedule_s = perf_counter() - before
         outputs = self._already_ended
         if steps.should_collect(launched):
             try:
@@ -298,15 +299,18 @@ class Engine:
                 self._fail(steps.unfit, f"out of memory, although it ran alone: {error}")
                 ended, self._already_ended = self._already_ended, []
                 return self._finished(ended) if self._after_steps else ended
-            with counts.scheduling:
-                tokens = result.tokens()
-                self._scheduler.update_from_output(step, tokens)
+            before = perf_counter()
+            tokens = result.tokens()
+            self._scheduler.update_from_output(step, tokens)
+            schedule_s += perf_counter() - before
             taken = self._outputs.process(step, tokens, result)
             if result.num_drafts is not None or not result.has_one_each:
-                counts.note_result(result)
-            counts.end_step(step, len([output for output in taken if output.token_id is not None]))
+                self._counts.note_result(result)
+            num_generated = len([output for output in taken if output.token_id is not None])
+            step_s = perf_counter() - began
+            self._counts.note_step(step, num_generated, step_s, schedule_s)
             for learn in self._scheduler.learners:
-                learn(step, counts.last_step_s)
+                learn(step, step_s)
             outputs = outputs + taken
         elif (
             not launched
@@ -357,17 +361,16 @@ class Engine:
         host = self._steps.executor.facts.host_memory
         page_bytes = 0 if host is None else host.page_bytes
         num_held = len(self._gate) if self._before_steps else 0
-        num_waiting = self._scheduler.num_waiting
-        num_preempted_blocks = self._scheduler.admission.num_preempted_blocks if num_waiting else 0
+        load = self._scheduler.load()
         return EngineStats(
-            num_running=self._scheduler.num_running,
-            num_waiting=num_waiting + num_held,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting + num_held,
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,
             num_cached_blocks=pool.num_cached,
-            num_claimable_blocks=self._scheduler.admission.num_claimable_blocks(num_preempted_blocks),
+            num_claimable_blocks=load.num_claimable_blocks,
             kv_utilization=1.0 - pool.num_free / pool.num_blocks,
-            kv_demand=1.0 + (num_preempted_blocks - pool.num_free) / pool.num_blocks,
+            kv_demand=1.0 + (load.num_preempted_blocks - pool.num_free) / pool.num_blocks,
             prefix_query_tokens=self._cache.num_query_tokens,
             prefix_hit_tokens=self._cache.num_hit_tokens,
             host_hit_tokens=self._cache.num_host_hit_tokens,
@@ -469,3 +472,48 @@ class Engine:
                 del self._generations[seq.seq_id]
                 self._scheduler.abort(seq)
                 self._already_ended.append(failed_output(seq, reason))
+
+
+class _StepCounts:
+    """Counts of the collected steps from the engine's start, and times of the last one, in seconds."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.num_prompt_tokens = 0
+        self.num_generated_tokens = 0
+        self.num_drafts = 0
+        self.num_draft_tokens = 0
+        self.accepted_by_position: list[int] = []
+        self.num_late_masks = 0
+        self.last_step_sequences = 0
+        self.last_step_prompt_tokens = 0
+        self.last_step_s = 0.0
+        self.last_schedule_s = 0.0
+        self.total_step_s = 0.0
+        self.total_schedule_s = 0.0
+
+    def note_result(self, result: StepResult) -> None:
+        """Count what a step has drafted, what of it held, and the rows that sat the step out."""
+        if not result.has_one_each:
+            has_none = result.counts == 0
+            self.num_late_masks += int(has_none.sum()) - int(has_none[list(result.errors)].sum())
+        if result.num_drafts is None:
+            return
+        self.num_drafts += int((result.num_drafts > 0).sum())
+        self.num_draft_tokens += int(result.num_drafts.sum())
+        num_accepted = result.counts[result.num_drafts > 0] - 1
+        most = int(result.num_drafts.max())
+        self.accepted_by_position += [0] * (most - len(self.accepted_by_position))
+        for position in range(most):
+            self.accepted_by_position[position] += int((num_accepted > position).sum())
+
+    def note_step(self, step: ScheduledStep, num_generated_tokens: int, step_s: float, schedule_s: float) -> None:
+        """Count a collected step: the tokens that went out, its seconds, and the scheduler's share of these."""
+        self.num_steps += 1
+        self.last_step_sequences = len(step.decodes) + sum(1 + len(chunk.siblings) for chunk in step.prefills)
+        self.last_step_prompt_tokens = sum(chunk.num_scheduled_tokens for chunk in step.prefills)
+        self.num_prompt_tokens += self.last_step_prompt_tokens
+        self.num_generated_tokens += num_generated_tokens
+        self.last_step_s, self.last_schedule_s = step_s, schedule_s
+        self.total_step_s += step_s
+        self.total_schedule_s += schedule_s

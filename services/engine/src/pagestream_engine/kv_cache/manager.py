@@ -88,7 +88,7 @@ class CacheManager:
         return sum([cache.num_missing_blocks(seq, num_tokens) for cache in self.groups])
 
     def num_next_blocks(self, sequences: list[TokenSequence]) -> int:
-        """Blocks that `allocate_next_slots` takes for sequences that need a block (see `DecodeSet.needing_block`)."""
+        """Blocks that `allocate_next_slots` takes for sequences that need a block (see `Scheduler.schedule`)."""
         if len(self.groups) == 1:
             return len(sequences)
         return sum([self.num_missing_blocks(seq, seq.num_sent_tokens + 1) for seq in sequences])

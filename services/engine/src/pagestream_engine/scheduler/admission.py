@@ -25,7 +25,7 @@ from pagestream_engine.request import SequenceGroup, TokenSequence
 from pagestream_engine.scheduler.budget import ChunkBudget, RestoreCost
 from pagestream_engine.scheduler.lora import AdapterTurns
 from pagestream_engine.scheduler.policies import WaitingQueue
-from pagestream_engine.scheduler.running import DecodeSet, PrefillSet
+from pagestream_engine.scheduler.running import RunningSequences
 
 RESERVE_SHARE = 4
 """Blocks are kept free for one in so many running sequences when another is admitted: a few steps of growth, so that
@@ -100,22 +100,20 @@ class Admission:
         config: SchedulerConfig,
         cache: CacheManager,
         waiting: WaitingQueue,
-        prefill: PrefillSet,
-        decode: DecodeSet,
+        running: RunningSequences,
         *,
         restore_cost: RestoreCost | None,
         turns: AdapterTurns,
         on_start: Callable[[TokenSequence], None],
     ) -> None:
-        """Take groups from `waiting` and start them in `prefill`, within the limits of `config` and as `turns` lets
+        """Take groups from `waiting` and start them in `running`, within the limits of `config` and as `turns` lets
         them; call `on_start` for each sequence."""
         self._on_start = on_start
         self.seats = Seats(config.max_num_seqs)
         self._max_chunk = config.max_num_batched_tokens
         self._cache = cache
         self._waiting = waiting
-        self._prefill = prefill
-        self._decode = decode
+        self._running = running
         self._restore_cost = restore_cost
         self._turns = turns
         self._shortages: dict[int, Shortage] = {}
@@ -134,7 +132,7 @@ class Admission:
                     return
                 start = self._find_start(group, promised, coming, budget)
                 if isinstance(start, Start) and num_seen[Obstacle.BLOCKS]:
-                    free = pool.num_free - promised - self.num_reserved_blocks(self._num_running)
+                    free = pool.num_free - promised - self.num_reserved_blocks(self._running.count)
                     if PASSING_SHARE * (start.num_blocks - promised) > free:
                         start = Obstacle.BLOCKS
                 if isinstance(start, Obstacle):
@@ -153,9 +151,9 @@ class Admission:
 
     def num_missing(self, group: SequenceGroup, count: int) -> tuple[int, int]:
         """Return the seats and the free blocks that a waiting group lacks for `count` members; 0 or less: none."""
-        num_running, leader = self._num_running, group.choose_leader()
+        num_running, leader = self._running.count, group.choose_leader()
         members = _first(group, leader, count)
-        prefix = self._prefill.get_computed_blocks(group, leader, count=count)
+        prefix = self._running.get_computed_blocks(group, leader, count=count)
         wanted = self.num_wanted_blocks(group, leader, prefix, members)
         wanted += self._num_promised_blocks() + self.num_reserved_blocks(num_running)
         num_seats = max(self.seats.limit_for(group), num_running)
@@ -174,28 +172,18 @@ class Admission:
                 num_blocks += self._cache.layout.num_blocks_for(len(leader)) - self._num_own_blocks(leader)
         return num_blocks
 
-    def num_claimable_blocks(self, num_preempted_blocks: int) -> int:
-        """Return the free blocks that a sequence from outside would get: those of preempted sequences come before it,
-        and so does what is kept free for the growth of all."""
-        kept = self.num_reserved_blocks(self._num_running + self._waiting.num_sequences)
-        return max(0, self._cache.pool.num_free - num_preempted_blocks - kept)
-
     def num_reserved_blocks(self, num_running: int) -> int:
         """Blocks to keep free when another is admitted."""
         return -(-num_running // RESERVE_SHARE)
 
-    @property
-    def _num_running(self) -> int:
-        return len(self._decode) + len(self._prefill)
-
     def _num_free_seats(self, group: SequenceGroup) -> int:
-        return self.seats.limit_for(group) - self._num_running
+        return self.seats.limit_for(group) - self._running.count
 
     def _find_start(
         self, group: SequenceGroup, promised: int, coming: set[bytes | None], budget: ChunkBudget
     ) -> Start | Obstacle:
         """Return the members of the next group that can start, or why none can."""
-        num_running, count = self._num_running, len(group.members)
+        num_running, count = self._running.count, len(group.members)
         if not group.is_search:
             count = self._most_to_start(group)
         elif num_running and count > self._num_free_seats(group):
@@ -204,14 +192,14 @@ class Admission:
         if num_running and self._least_wanted_blocks(group) > room:
             return Obstacle.BLOCKS  # Whatever is cached of it: told without a lookup.
         leader = group.choose_leader()
-        found = self._prefill.get_computed_blocks(group, leader, count=count)
+        found = self._running.get_computed_blocks(group, leader, count=count)
         prefix = self._with_host_pages(group, leader, found, count)
         members = _first(group, leader, count)
         wanted = self.num_wanted_blocks(group, leader, prefix, members)
         if wanted > room and not group.is_search:
             members = self._that_fit(members, leader, wanted, room)
             if len(members) == 1 and leader.num_output_tokens:  # What is cached of its own output can be used as well.
-                found = self._prefill.get_computed_blocks(group, leader, count=1)
+                found = self._running.get_computed_blocks(group, leader, count=1)
                 prefix = self._with_host_pages(group, leader, found, 1)
             wanted = self.num_wanted_blocks(group, leader, prefix, members)
         if wanted > room and num_running:
@@ -239,7 +227,7 @@ class Admission:
             wanted: blocks of all of them.
             room: free blocks.
         """
-        members, num_running = list(members), self._num_running
+        members, num_running = list(members), self._running.count
         num_reserved = self.num_reserved_blocks(num_running)
         while len(members) > 1:
             # Beside others they leave as much as if they had come one by one, and a block for the leader's next token.
@@ -253,7 +241,7 @@ class Admission:
     def _coming_hashes(self) -> set[bytes | None]:
         """Hashes of the blocks that running sequences compute next, and that are not cached yet."""
         cache = self._cache
-        computing = [*self._prefill.sequences, *self._decode.with_chunk_in_flight()]
+        computing = [*self._running.prefills, *self._running.with_chunk_in_flight()]
         return {cache.next_block_hash(seq, seq.num_cached_blocks * cache.block_size) for seq in computing}
 
     def _waits_for_another(self, leader: TokenSequence, prefix: CachedPrefix, coming: set[bytes | None]) -> bool:
@@ -271,7 +259,7 @@ class Admission:
         cost = self._restore_cost
         if cost is None:
             return found
-        longer = self._prefill.get_computed_blocks(group, leader, count=count, may_load=True)
+        longer = self._running.get_computed_blocks(group, leader, count=count, may_load=True)
         if longer.num_tokens <= found.num_tokens:
             return found
         return longer if cost.pays(longer.num_to_load, longer.num_tokens - found.num_tokens) else found
@@ -289,22 +277,22 @@ class Admission:
         group.num_passed = 0
         self._turns.note_start(group)
         leader, prefix = start.leader, start.prefix
-        self._prefill.start(group, leader, prefix)
+        self._running.start(group, leader, prefix)
         for seq in group.members:
             self._on_start(seq)
         if self._cache.tier is not None and self._cache.tier.is_loading(leader):
             # A token that is copied counts as one that is computed, so that a step's copies have a bound as well.
             budget.num_tokens = max(0, budget.num_tokens - prefix.num_to_load * self._cache.block_size)
             return
-        chunk = self._prefill.next_chunk(leader, budget)
+        chunk = self._running.next_chunk(leader, budget)
         if chunk is None:
             raise InvariantViolation(f"{leader!r} was admitted without room for a token")
         chunks.append(chunk)
 
     def _num_promised_blocks(self) -> int:
         """Blocks promised to all that were admitted."""
-        own = sum(self._num_own_blocks(seq) for seq in self._prefill.followers())
-        return own + sum(self._cache.num_promised_blocks(seq, self._max_chunk) for seq in self._prefill.sequences)
+        own = sum(self._num_own_blocks(seq) for seq in self._running.followers())
+        return own + sum(self._cache.num_promised_blocks(seq, self._max_chunk) for seq in self._running.prefills)
 
     def num_wanted_blocks(
         self,

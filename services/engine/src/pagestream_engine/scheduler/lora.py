@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 
 from pagestream_engine.plan import AdapterLoad, LoadedAdapter
 from pagestream_engine.request import Adapter, SequenceGroup, TokenSequence
@@ -28,9 +28,9 @@ class AdapterTurns:
         max_loras: int,
         residency: AdapterResidency,
         waiting: WaitingQueue,
-        running: Callable[[], Iterable[TokenSequence]],
+        running: Iterable[TokenSequence],
     ) -> None:
-        """Take groups from `waiting`; `running` returns all admitted sequences."""
+        """Take groups from `waiting`; `running` has all admitted sequences."""
         self._max_loras = max_loras
         self._residency = residency
         self._waiting = waiting
@@ -104,7 +104,7 @@ class AdapterTurns:
 
     def _find_active(self) -> set[str]:
         if self._active is None:
-            running = {seq.adapter_revision for seq in self._running()}
+            running = {seq.adapter_revision for seq in self._running}
             loading = {revision for revision in self._waiting.lanes() if self._residency.is_loading(revision)}
             self._active = {revision for revision in running if revision is not None} | loading
         return self._active

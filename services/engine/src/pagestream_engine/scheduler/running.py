@@ -12,90 +12,25 @@ from pagestream_engine.request import NO_ROW, SequenceGroup, SequenceState, Toke
 from pagestream_engine.scheduler.budget import ChunkBudget
 
 
-class DecodeSet:
-    """Running sequences that are sent but for their next token: they enter when the last chunk of their prompt is sent.
-
-    Their entries are made once and live as long as they decode.
+class RunningSequences:
+    """What is admitted. A sequence decodes from when the last chunk of its prompt is sent; before, it computes chunks,
+    or follows a leader that computes them for both.
     """
 
     def __init__(self, cache: CacheManager) -> None:
-        self.entries: list[ScheduledSequence] = []
-        self._cache = cache
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    def add(self, seq: TokenSequence) -> None:
-        """Add a sequence with one unsent token: its last one, or the one that a step in flight samples."""
-        self.entries.append(ScheduledSequence(seq, num_scheduled_tokens=1, needs_sample=True))
-
-    def drop_stopped(self) -> None:
-        """Forget the sequences that no longer run, in one pass."""
-        running = SequenceState.RUNNING
-        self.entries = [entry for entry in self.entries if entry.seq.state is running]
-
-    def with_next_token(self) -> list[ScheduledSequence]:
-        """Return those that have another token to compute: not the ones whose last token a step in flight samples."""
-        # `len(seq)` is inlined: it runs for every decode in every step.
-        return [
-            entry
-            for entry in self.entries
-            if len(entry.seq.token_ids) + entry.seq.num_output_placeholders < entry.seq.max_total_tokens
-        ]
-
-    def with_chunk_in_flight(self) -> list[TokenSequence]:
-        """Return those whose last chunk a step in flight computes: its blocks are not cached yet."""
-        return [entry.seq for entry in self.entries if entry.seq.num_in_flight_tokens > 1]
-
-    def with_drafts(self, entries: list[ScheduledSequence], num_drafts: int, budget: int) -> list[ScheduledSequence]:
-        """Return entries with drafts, as far as they may still grow, and budget and free blocks allow.
-
-        Args:
-            entries: whose next token is covered by their blocks already.
-            num_drafts: most of each.
-            budget: most of all.
-        """
-        drafted = []
-        for entry in entries:
-            seq = entry.seq
-            if seq.params.use_beam_search:
-                drafted.append(entry)  # Its next token is chosen by the host.
-                continue
-            most = min(num_drafts, budget, seq.max_total_tokens - len(seq) - 1)
-            count = self._cache.num_fitting_tokens(seq, 1 + most)
-            self._cache.allocate_slots(seq, seq.num_sent_tokens + count)
-            budget -= count - 1
-            drafted.append(ScheduledSequence(seq, count, needs_sample=True))
-        return drafted
-
-    def needing_block(self, entries: list[ScheduledSequence]) -> list[TokenSequence]:
-        """Return those of `entries` that need a new block for their next token."""
-        block_size, group = self._cache.block_size, self._cache.finest_group
-        # `num_sent_tokens` is inlined for the same reason.
-        return [
-            seq
-            for entry in entries
-            if (seq := entry.seq).num_computed_tokens + seq.num_in_flight_tokens
-            == len(seq.block_tables[group]) * block_size
-        ]
-
-
-class PrefillSet:
-    """Admitted sequences before the last chunk of their tokens is sent, and followers that wait for their leader's."""
-
-    def __init__(self, cache: CacheManager) -> None:
-        self.sequences: list[TokenSequence] = []
-        """Those that compute: alone, as the leader of a group, or on from a prompt that a leader has computed."""
+        self.decodes: list[ScheduledSequence] = []
+        """Sent but for their next token; their entries are made once, and live as long as they decode."""
+        self.prefills: list[TokenSequence] = []
+        """Those that compute chunks: alone, as a group's leader, or on from a prompt that a leader has computed."""
+        self.count = 0
+        """All of them, followers included."""
         self._groups_with_followers: list[SequenceGroup] = []
         self._cache = cache
 
-    def __len__(self) -> int:
-        """Followers are counted too."""
-        return len(self.sequences) + sum(len(group.followers) for group in self._groups_with_followers)
-
     def __iter__(self) -> Iterator[TokenSequence]:
-        yield from self.sequences
+        yield from self.prefills
         yield from self.followers()
+        yield from (entry.seq for entry in self.decodes)
 
     def followers(self) -> Iterator[TokenSequence]:
         """Those that wait until their leader has computed the prompt, to share it."""
@@ -114,6 +49,7 @@ class PrefillSet:
         """Start a group: its leader from its cached prefix, the others when the leader has computed the prompt."""
         for seq in group.members:
             seq.state = SequenceState.RUNNING
+        self.count += len(group.members)
         group.followers = [seq for seq in group.members if seq is not leader]
         if group.followers:
             self._groups_with_followers.append(group)
@@ -137,25 +73,10 @@ class PrefillSet:
             else:
                 self._cache.fork(leader, seq, seq.num_prompt_tokens)
             if seq.num_unsent_tokens > 1:
-                self.sequences.append(seq)
+                self.prefills.append(seq)
             else:
                 ready.append(seq)
         return ready
-
-    def leave_group(self, seq: TokenSequence) -> None:
-        """Take a sequence that has ended, decoding or not, out of its group; the followers of a leader get another."""
-        group = seq.group
-        was_leader = bool(group.followers) and seq not in group.followers
-        group.drop(seq)
-        if was_leader:
-            leader = group.choose_leader()
-            group.followers.remove(leader)
-            leader.row = NO_ROW  # It may have one, to sample from the leader's logits: now it computes itself.
-            self._start_one(leader, self.get_computed_blocks(group, leader))
-
-    def _start_one(self, seq: TokenSequence, prefix: CachedPrefix) -> None:
-        self._cache.touch_prefix(seq, prefix)
-        self.sequences.append(seq)
 
     def next_chunk(self, seq: TokenSequence, budget: ChunkBudget) -> ScheduledSequence | None:
         """Take blocks and budget for as many of its next tokens as both allow; None if that is not one."""
@@ -170,7 +91,54 @@ class PrefillSet:
         siblings = [other for other in seq.group.followers if not other.num_output_tokens] if needs_sample else ()
         return ScheduledSequence(seq, num_tokens, needs_sample, siblings)
 
-    def drop_stopped(self) -> None:
-        """Forget the sequences that no longer run."""
-        self.sequences = [seq for seq in self.sequences if seq.state is SequenceState.RUNNING]
+    def decode(self, seq: TokenSequence) -> None:
+        """Let a sequence decode that has one unsent token: its last one, or the one that a step in flight samples."""
+        self.decodes.append(ScheduledSequence(seq, num_scheduled_tokens=1, needs_sample=True))
+
+    def with_drafts(self, entries: list[ScheduledSequence], num_drafts: int, budget: int) -> list[ScheduledSequence]:
+        """Return entries with drafts, as far as they may still grow, and budget and free blocks allow.
+
+        Args:
+            entries: whose next token is covered by their blocks already.
+            num_drafts: most of each.
+            budget: most of all.
+        """
+        drafted = []
+        for entry in entries:
+            seq = entry.seq
+            if seq.params.use_beam_search:
+                drafted.append(entry)  # Its next token is chosen by the host.
+                continue
+            most = min(num_drafts, budget, seq.max_total_tokens - len(seq) - 1)
+            count = self._cache.num_fitting_tokens(seq, 1 + most)
+            self._cache.allocate_slots(seq, seq.num_sent_tokens + count)
+            budget -= count - 1
+            drafted.append(ScheduledSequence(seq, count, needs_sample=True))
+        return drafted
+
+    def with_chunk_in_flight(self) -> list[TokenSequence]:
+        """Return the decodes whose last chunk a step in flight computes: its blocks are not cached yet."""
+        return [entry.seq for entry in self.decodes if entry.seq.num_in_flight_tokens > 1]
+
+    def leave_group(self, seq: TokenSequence) -> None:
+        """Take a sequence that has ended, decoding or not, out of its group; the followers of a leader get another."""
+        group = seq.group
+        was_leader = bool(group.followers) and seq not in group.followers
+        group.drop(seq)
+        if was_leader:
+            leader = group.choose_leader()
+            group.followers.remove(leader)
+            leader.row = NO_ROW  # It may have one, to sample from the leader's logits: now it computes itself.
+            self._start_one(leader, self.get_computed_blocks(group, leader))
+
+    def _start_one(self, seq: TokenSequence, prefix: CachedPrefix) -> None:
+        self._cache.touch_prefix(seq, prefix)
+        self.prefills.append(seq)
+
+    def drop_stopped(self, count: int) -> None:
+        """Forget `count` sequences that no longer run, in one pass."""
+        running = SequenceState.RUNNING
+        self.count -= count
+        self.decodes = [entry for entry in self.decodes if entry.seq.state is running]
+        self.prefills = [seq for seq in self.prefills if seq.state is running]
         self._groups_with_followers = [group for group in self._groups_with_followers if group.followers]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 from pagestream_engine.config import AdapterConfig, SchedulerConfig
 from pagestream_engine.errors import InvariantViolation
@@ -12,11 +13,23 @@ from pagestream_engine.kv_cache.block_pool import BlockPool
 from pagestream_engine.kv_cache.manager import CacheManager
 from pagestream_engine.plan import NO_BLOCK, ScheduledSequence, ScheduledStep
 from pagestream_engine.request import NO_ROW, ChoiceSet, SequenceGroup, SequenceState, TokenSequence
-from pagestream_engine.scheduler.admission import Admission
+from pagestream_engine.scheduler.admission import RESERVE_SHARE, Admission
 from pagestream_engine.scheduler.budget import ChunkBudget, PrefillBudget, RestoreCost
 from pagestream_engine.scheduler.lora import AdapterResidency, AdapterTurns
 from pagestream_engine.scheduler.policies import SchedulingPolicy, WaitingQueue
-from pagestream_engine.scheduler.running import DecodeSet, PrefillSet
+from pagestream_engine.scheduler.running import RunningSequences
+
+
+class Load(NamedTuple):
+    """What runs and waits, and the blocks that this leaves."""
+
+    num_running: int
+    num_waiting: int
+    num_preempted_blocks: int
+    """That preempted sequences need again."""
+    num_claimable_blocks: int
+    """Free ones that a sequence from outside would get: those of preempted sequences come before it, and so does what
+    is kept free for the growth of all."""
 
 
 class Scheduler:
@@ -55,18 +68,16 @@ class Scheduler:
         self._cache = cache
         self._policy = policy
         self._waiting = WaitingQueue(policy)
-        self._prefill = PrefillSet(cache)
-        self._decode = DecodeSet(cache)
+        self._running = RunningSequences(cache)
         self.residency = AdapterResidency(adapters.max_cpu_loras)
         """Says which adapters the executor is to read, and wants to know which it has read."""
-        self._turns = AdapterTurns(adapters.max_loras, self.residency, self._waiting, self.running)
+        self._turns = AdapterTurns(adapters.max_loras, self.residency, self._waiting, self._running)
         cost = None if cache.tier is None else RestoreCost(cache.tier.load_page_s)
         self.admission = Admission(
             config,
             cache,
             self._waiting,
-            self._prefill,
-            self._decode,
+            self._running,
             restore_cost=cost,
             turns=self._turns,
             on_start=policy.scheduled,
@@ -90,7 +101,15 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Sequences that are admitted: those that hold blocks, and followers that wait for their leader's."""
-        return len(self._decode) + len(self._prefill)
+        return self._running.count
+
+    def load(self) -> Load:
+        """Return what runs and waits now."""
+        num_running, num_waiting = self._running.count, self._waiting.num_sequences
+        num_preempted_blocks = self.admission.num_preempted_blocks if num_waiting else 0
+        num_kept = -(-(num_running + num_waiting) // RESERVE_SHARE)  # as Admission.num_reserved_blocks
+        num_claimable_blocks = max(0, self._cache.pool.num_free - num_preempted_blocks - num_kept)
+        return Load(num_running, num_waiting, num_preempted_blocks, num_claimable_blocks)
 
     @property
     def waits_for_adapters(self) -> bool:
@@ -104,8 +123,7 @@ class Scheduler:
 
     def running(self) -> Iterator[TokenSequence]:
         """The sequences that are admitted."""
-        yield from self._prefill
-        yield from (entry.seq for entry in self._decode.entries)
+        return iter(self._running)
 
     # -- from outside --
 
@@ -141,16 +159,15 @@ class Scheduler:
         step = ScheduledStep()
         if self._policy.displaces and not self._displace():
             return step
-        decodes = self._decode.with_next_token()
-        needing_block = self._decode.needing_block(decodes)
+        decodes, needing_block = self._choose_decodes()
         forks = self._cache.copy_on_write
         preempts = bool(needing_block or forks.is_pending) and self._lacks_blocks(needing_block)
         # Preempt nothing while a step is in flight: a waiting sequence must have no placeholder for its token.
         if preempts and self._num_in_flight:
             return step  # The step in flight is waited for: it may end sequences, or free blocks behind windows.
         if preempts:
-            needing_block = self._preempt_until_fits(needing_block)
-            decodes = self._decode.with_next_token()
+            self._preempt_until_fits(needing_block)
+            decodes, needing_block = self._choose_decodes()
         if needing_block:
             self._cache.allocate_next_slots(needing_block)
         if forks.is_pending:
@@ -158,10 +175,10 @@ class Scheduler:
         step.decodes = decodes
         num_tokens = self._config.max_num_batched_tokens - len(step.decodes)
         if self._num_speculative_tokens:
-            step.decodes = self._decode.with_drafts(step.decodes, self._num_speculative_tokens, num_tokens)
+            step.decodes = self._running.with_drafts(step.decodes, self._num_speculative_tokens, num_tokens)
             step.has_drafts = True
             num_tokens = self._config.max_num_batched_tokens - step.num_tokens
-        if self._prefill.sequences or self._waiting.num_sequences:
+        if self._running.prefills or self._waiting.num_sequences:
             self._fill_with_prompts(step, num_tokens, preempts=preempts)
         if forks.is_pending:
             step.copies = forks.copies
@@ -181,8 +198,8 @@ class Scheduler:
         for chunk in step.prefills:
             chunk.seq.num_in_flight_tokens += chunk.num_scheduled_tokens
             if chunk.needs_sample:
-                self._prefill.sequences.remove(chunk.seq)
-                self._decode.add(chunk.seq)
+                self._running.prefills.remove(chunk.seq)
+                self._running.decode(chunk.seq)
                 for seq in (chunk.seq, *chunk.siblings):
                     seq.num_output_placeholders += 1
         for entry in step.decodes:
@@ -225,19 +242,35 @@ class Scheduler:
 
     def finish_requests(self, sequences: Iterable[TokenSequence], *, is_complete: bool = True) -> None:
         """Free the blocks of running sequences that are complete, or aborted, and forget them."""
-        stopped = False
+        count = 0
         for seq in sequences:
             self._policy.ended(seq, is_complete=is_complete)
             self._cache.free(seq)
             seq.state = SequenceState.FINISHED
             seq.row = NO_ROW
-            self._prefill.leave_group(seq)
-            stopped = True
-        if stopped:
-            self._decode.drop_stopped()
-            self._prefill.drop_stopped()
+            self._running.leave_group(seq)
+            count += 1
+        if count:
+            self._running.drop_stopped(count)
 
     # -- inside --
+
+    def _choose_decodes(self) -> tuple[list[ScheduledSequence], list[TokenSequence]]:
+        """Return the decodes that have another token to compute, not those whose last token a step in flight samples;
+        and the sequences of them that need a new block for it."""
+        block_size, group = self._cache.block_size, self._cache.finest_group
+        # `len(seq)` and `num_sent_tokens` are inlined: they run for every decode in every step.
+        decodes = [
+            entry
+            for entry in self._running.decodes
+            if len(entry.seq.token_ids) + entry.seq.num_output_placeholders < entry.seq.max_total_tokens
+        ]
+        return decodes, [
+            seq
+            for entry in decodes
+            if (seq := entry.seq).num_computed_tokens + seq.num_in_flight_tokens
+            == len(seq.block_tables[group]) * block_size
+        ]
 
     def _update_decodes(self, decodes: Sequence[ScheduledSequence], samples: Iterator[Sequence[int]]) -> None:
         """Append each decode's tokens. It has computed one for each: its last one, then the drafts that hold."""
@@ -268,7 +301,7 @@ class Scheduler:
                 if not token_ids and seq is not chunk.seq:
                     seq.num_computed_tokens -= 1
         for follower in ready:
-            self._decode.add(follower)
+            self._running.decode(follower)
 
     def _count_chunk(self, chunk: ScheduledSequence, num_again: int) -> Iterable[TokenSequence]:
         """Count a chunk as computed, but for so many tokens that are computed again. Return the followers that can
@@ -279,7 +312,7 @@ class Scheduler:
         seq.num_in_flight_tokens -= chunk.num_scheduled_tokens
         ready: Iterable[TokenSequence] = ()
         if seq.group.followers and seq.num_computed_tokens + num_again >= seq.num_prompt_tokens:
-            ready = self._prefill.follow(seq)
+            ready = self._running.follow(seq)
         if seq.num_computed_tokens // self._cache.block_size > before:
             # After its followers have taken what they share: it may release some of it.
             self._cache.note_full_block(seq)
@@ -291,9 +324,9 @@ class Scheduler:
     def _fill_with_prompts(self, step: ScheduledStep, num_tokens: int, *, preempts: bool) -> None:
         """Add chunks of admitted prompts, then, unless the step preempts, of newly admitted ones."""
         budget = self.prefill_budget.begin(len(step.decodes), num_tokens)
-        if self._prefill.sequences:
+        if self._running.prefills:
             self._continue_prefills(step.prefills, budget)
-            while step.is_empty and self._prefill.sequences and not self._num_in_flight:
+            while step.is_empty and self._running.prefills and not self._num_in_flight:
                 # Nothing that runs frees a block for these prompts. Admission has counted a block that siblings share
                 # as held by each; when one of them leaves it to another, it needs one more than was reckoned with.
                 self._preempt_last(self._by_victim_rank())
@@ -325,25 +358,24 @@ class Scheduler:
         wanted = self._cache.num_next_blocks(needing_block) + self._cache.copy_on_write.num_blocks_wanted()
         return wanted > self._cache.pool.num_free
 
-    def _preempt_until_fits(self, needing_block: list[TokenSequence]) -> list[TokenSequence]:
-        """Preempt the highest victim rank until enough blocks are free. Return the sequences that still run."""
+    def _preempt_until_fits(self, needing_block: list[TokenSequence]) -> None:
+        """Preempt the highest victim rank until enough blocks are free."""
         by_rank = self._by_victim_rank()
         while self._lacks_blocks(needing_block):
             self._preempt_last(by_rank)
             needing_block = [seq for seq in needing_block if seq.state is SequenceState.RUNNING]
-        return needing_block
 
     def _continue_prefills(self, chunks: list[ScheduledSequence], budget: ChunkBudget) -> None:
         """Schedule the next chunks of admitted sequences, by rank."""
         tier = self._cache.tier
-        for seq in sorted(self._prefill.sequences, key=lambda seq: (self._policy.rank(seq), seq.arrival)):
+        for seq in sorted(self._running.prefills, key=lambda seq: (self._policy.rank(seq), seq.arrival)):
             if budget.num_tokens == 0:
                 break
             if tier is not None and tier.is_loading(seq):
                 continue
             if seq.num_output_placeholders:
                 continue  # Its leader was aborted before its first token has come.
-            chunk = self._prefill.next_chunk(seq, budget)
+            chunk = self._running.next_chunk(seq, budget)
             if chunk is not None:
                 chunks.append(chunk)
 
@@ -399,8 +431,7 @@ class Scheduler:
         else:
             self._waiting.merge(waiting, group)
         self.num_requeues += 1
-        self._decode.drop_stopped()
-        self._prefill.drop_stopped()
+        self._running.drop_stopped(len(unit))
 
 
 Unit = Sequence[TokenSequence]
