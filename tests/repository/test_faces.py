@@ -45,7 +45,7 @@ PARTS = {
     "pagestream_engine.sampling_params": "the ground: parameters",
     "pagestream_engine.sampler.native": "native CPU code, beside the same in torch",
     "pagestream_engine.sampler.stages": "the stages of a sampled row, beside vLLM's",
-    "pagestream_engine.scheduler.lora": "the count at admission that the claim budget has to match",
+    "pagestream_engine.features.lora.scheduling": "the count at admission that the claim budget has to match",
     "pagestream_engine.scheduler.admission": "as above",
     "pagestream_engine.scheduler.policies": "the length that shortest_first expects",
     "pagestream_engine.scheduler.running": "as above",

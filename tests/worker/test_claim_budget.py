@@ -2,13 +2,13 @@ import random
 
 import pytest
 from pagestream_engine import SchedulerConfig
+from pagestream_engine.features.lora.scheduling import AdapterTurns
 from pagestream_engine.kv_cache import BlockPool, CacheManager
 from pagestream_engine.plan import KVLayout, KVSpec, full_attention, make_layout
 from pagestream_engine.request import TokenSequence
 from pagestream_engine.sampling_params import SamplingParams
 from pagestream_engine.scheduler import MOST_PASSING, AdapterResidency, FirstComeFirstServed, WaitingQueue
 from pagestream_engine.scheduler.admission import Admission
-from pagestream_engine.scheduler.lora import AdapterTurns
 from pagestream_engine.scheduler.running import RunningSequences
 from pagestream_worker import UNLIMITED_TOKENS, ClaimBudget
 

@@ -1,8 +1,8 @@
 """Sequences to steps: admission, chunked prefill, decode, preemption."""
 
+from pagestream_engine.features.lora.scheduling import PASS_LIMIT, AdapterResidency
 from pagestream_engine.scheduler.admission import MOST_PASSING
 from pagestream_engine.scheduler.budget import LEAST_SHARE, LOOK_EVERY, PrefillBudget, RestoreCost
-from pagestream_engine.scheduler.lora import PASS_LIMIT, AdapterResidency
 from pagestream_engine.scheduler.policies import (
     FairByTenant,
     FirstComeFirstServed,

@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 from pagestream_engine.config import SchedulerConfig
 from pagestream_engine.errors import InvariantViolation
+from pagestream_engine.features.lora.scheduling import AdapterTurns
 from pagestream_engine.kv_cache.manager import CachedPrefix, CacheManager
 from pagestream_engine.plan import ScheduledSequence
 from pagestream_engine.request import SequenceGroup, TokenSequence
 from pagestream_engine.scheduler.budget import ChunkBudget, RestoreCost
-from pagestream_engine.scheduler.lora import AdapterTurns
 from pagestream_engine.scheduler.policies import WaitingQueue
 from pagestream_engine.scheduler.running import RunningSequences
 
@@ -103,11 +103,11 @@ class Admission:
         running: RunningSequences,
         *,
         restore_cost: RestoreCost | None,
-        turns: AdapterTurns,
+        turns: AdapterTurns | None,
         on_start: Callable[[TokenSequence], None],
     ) -> None:
-        """Take groups from `waiting` and start them in `running`, within the limits of `config` and as `turns` lets
-        them; call `on_start` for each sequence."""
+        """Take groups from `waiting` and start them in `running`, within the limits of `config` and where there are
+        adapters as `turns` lets them; call `on_start` for each sequence."""
         self._on_start = on_start
         self.seats = Seats(config.max_num_seqs)
         self._max_chunk = config.max_num_batched_tokens
@@ -121,13 +121,15 @@ class Admission:
 
     def admit(self, chunks: list[ScheduledSequence], budget: ChunkBudget) -> None:
         """Admit sequences, and append their first chunks to `chunks`, within a budget for all of them."""
-        self._turns.begin()
+        turns = self._turns
+        if turns is not None:
+            turns.begin()
         promised, coming = self._num_promised_blocks(), self._coming_hashes()
         num_seen = Counter[Obstacle]()
         pool = self._cache.pool
         try:
             while budget.limit(0) > 0:
-                group = self._turns.head()
+                group = self._waiting.peek() if turns is None else turns.head()
                 if group is None or self._num_free_seats(group) <= 0:
                     return
                 start = self._find_start(group, promised, coming, budget)
@@ -275,7 +277,8 @@ class Admission:
         for passed in self._waiting.held_back:
             passed.num_passed += len(start.members)
         group.num_passed = 0
-        self._turns.note_start(group)
+        if self._turns is not None:
+            self._turns.note_start(group)
         leader, prefix = start.leader, start.prefix
         self._running.start(group, leader, prefix)
         for seq in group.members:

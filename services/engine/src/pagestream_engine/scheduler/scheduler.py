@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 from pagestream_engine.config import AdapterConfig, SchedulerConfig
 from pagestream_engine.errors import InvariantViolation
+from pagestream_engine.features.lora.scheduling import AdapterResidency, AdapterTurns
 from pagestream_engine.kv_cache.block_pool import BlockPool
 from pagestream_engine.kv_cache.manager import CacheManager
 from pagestream_engine.plan import NO_BLOCK, ScheduledSequence, ScheduledStep
 from pagestream_engine.request import NO_ROW, ChoiceSet, SequenceGroup, SequenceState, TokenSequence
 from pagestream_engine.scheduler.admission import RESERVE_SHARE, Admission
 from pagestream_engine.scheduler.budget import ChunkBudget, PrefillBudget, RestoreCost
-from pagestream_engine.scheduler.lora import AdapterResidency, AdapterTurns
 from pagestream_engine.scheduler.policies import SchedulingPolicy, WaitingQueue
 from pagestream_engine.scheduler.running import RunningSequences
 
@@ -71,7 +71,9 @@ class Scheduler:
         self._running = RunningSequences(cache)
         self.residency = AdapterResidency(adapters.max_cpu_loras)
         """Says which adapters the executor is to read, and wants to know which it has read."""
-        self._turns = AdapterTurns(adapters.max_loras, self.residency, self._waiting, self._running)
+        self._turns: AdapterTurns | None = None
+        if adapters.enable_lora:
+            self._turns = AdapterTurns(adapters.max_loras, self.residency, self._waiting, self._running)
         cost = None if cache.tier is None else RestoreCost(cache.tier.load_page_s)
         self.admission = Admission(
             config,
@@ -338,8 +340,9 @@ class Scheduler:
     def _displace(self) -> bool:
         """Requeue the sequences whose places the first waiting group takes; return False where steps in flight must end
         before."""
-        self._turns.begin()
-        head = self._turns.head()
+        if self._turns is not None:
+            self._turns.begin()
+        head = self._waiting.peek() if self._turns is None else self._turns.head()
         if head is None:
             return True
         by_rank, pool = self._by_victim_rank(parts_followers=True), self._cache.pool

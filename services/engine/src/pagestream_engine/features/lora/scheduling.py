@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
 
 from pagestream_engine.plan import AdapterLoad, LoadedAdapter
 from pagestream_engine.request import Adapter, SequenceGroup, TokenSequence
-from pagestream_engine.scheduler.policies import Place, WaitingQueue
+
+if TYPE_CHECKING:
+    from pagestream_engine.scheduler.policies import Place, WaitingQueue
 
 PASS_LIMIT = 64
 """Groups with adapters that start past a set-aside one before it closes the way to those that rank behind it."""
