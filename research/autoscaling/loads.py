@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from pagestream_simulator.traces.context import scale_to_context
-from pagestream_simulator.traces.files import TraceRow
-from pagestream_simulator.traces.load import Load
+from pagestream_simulator.load import Load
+from pagestream_simulator.traces import TraceRow, scale_to_context
 
 
 @dataclass(frozen=True, slots=True)

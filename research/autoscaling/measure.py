@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pagestream_simulator.engine.step_contents import StepContents
-from pagestream_simulator.fleet.profile import EngineProfile, StepCost, write_profile
+from pagestream_simulator.profile import EngineProfile, StepCost, write_profile
+from pagestream_simulator.virtual_engine import StepContents
 
 Matrix = npt.NDArray[np.float64]
 

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 
 from pagestream_scaling import ScalingPolicy
-from pagestream_simulator.laws.law import Law
-from pagestream_simulator.laws.settings import Setting, default_settings, flattened, make_law
+from pagestream_simulator.laws import Law, Setting, default_settings, flattened, make_law
 from pagestream_simulator.terms import Terms
 
 _WINDOWS_S = (15.0, 30.0, 60.0, 120.0, 300.0, 600.0, 900.0)

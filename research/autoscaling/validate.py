@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pagestream_simulator.fleet.fleet import Fleet
-from pagestream_simulator.fleet.profile import EngineProfile, packaged_profile, read_profile
+from pagestream_simulator.fleet import Fleet
+from pagestream_simulator.load import Load, scale_arrivals
+from pagestream_simulator.profile import EngineProfile, packaged_profile, read_profile
 from pagestream_simulator.simulation import Floats
-from pagestream_simulator.traces.files import read_trace
-from pagestream_simulator.traces.load import Load, scale_arrivals
+from pagestream_simulator.traces import read_trace
 
 
 def run_engine(engine: Any, vocab_size: int, load: Load) -> tuple[Floats, Floats]:

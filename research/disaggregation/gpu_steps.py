@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagestream_simulator.engine.step_contents import StepContents
+from pagestream_simulator.virtual_engine import StepContents
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ import numpy as np
 from pagestream_engine.kv_cache.block_pool import BlockPool
 from pagestream_engine.kv_cache.host_tier import HostTier
 from pagestream_engine.request import TokenSequence
-from pagestream_simulator.engine.virtual_engine import Floats, VirtualEngine, VirtualRequest
 from pagestream_simulator.errors import SettingInvalidError
+from pagestream_simulator.virtual_engine import Floats, VirtualEngine, VirtualRequest
 
 
 class ReceivedBlocks(HostTier):

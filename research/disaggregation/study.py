@@ -24,11 +24,9 @@ from pagestream_engine.config import DEFAULT_BLOCK_SIZE, SchedulerConfig
 from pagestream_engine.kv_cache.block_pool import BlockPool
 from pagestream_engine.kv_cache.manager import CacheManager
 from pagestream_engine.plan import ScheduledStep, full_attention
-from pagestream_simulator.engine.step_contents import StepContents
-from pagestream_simulator.engine.virtual_engine import Floats, VirtualEngine, VirtualRequest
-from pagestream_simulator.fleet.profile import packaged_profile, read_profile
-from pagestream_simulator.traces.context import scale_to_context
-from pagestream_simulator.traces.files import TraceRow, read_trace
+from pagestream_simulator.profile import packaged_profile, read_profile
+from pagestream_simulator.traces import TraceRow, read_trace, scale_to_context
+from pagestream_simulator.virtual_engine import Floats, StepContents, VirtualEngine, VirtualRequest
 
 from research.disaggregation.gpu_steps import H100_SXM, LLAMA_3_1_8B, LLAMA_3_1_8B_ON_TWO_A100, Roofline
 from research.disaggregation.pool import Handover, ReceivedBlocks, VirtualPool

@@ -6,11 +6,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 from pagestream_scaling import PolicyInvalid
-from pagestream_simulator import FleetTerms, LoadTerms, Outcome, Terms
-from pagestream_simulator.engine import StepContents
-from pagestream_simulator.fleet import EngineProfile, StepCost, packaged_profile, read_profile
-from pagestream_simulator.laws.settings import Setting
-from pagestream_simulator.traces import SAMPLE, TraceRow, read_trace, sample_path, write_csv
+from pagestream_simulator import (
+    SAMPLE,
+    EngineProfile,
+    FleetTerms,
+    LoadTerms,
+    Outcome,
+    StepContents,
+    StepCost,
+    Terms,
+    TraceRow,
+    packaged_profile,
+    read_profile,
+    read_trace,
+)
+from pagestream_simulator.laws import Setting
+from pagestream_simulator.traces import sample_path, write_csv
 
 from research.autoscaling.loads import ConstantArrivals, MixedArrivals, synthetic_rows
 from research.autoscaling.measure import MeasuredStep, fit, residuals

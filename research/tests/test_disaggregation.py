@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from pagestream_simulator.traces import TraceRow, read_trace
+from pagestream_simulator import TraceRow, read_trace
 from support import traces
 
 from research.disaggregation.report import goodput, tables, write_plot

@@ -5,8 +5,7 @@ import pytest
 from pagestream_engine import SchedulerConfig
 from pagestream_engine.kv_cache import BlockPool, CacheManager
 from pagestream_engine.plan import full_attention
-from pagestream_simulator import SettingInvalidError
-from pagestream_simulator.engine import StepContents, VirtualEngine, VirtualRequest
+from pagestream_simulator import SettingInvalidError, StepContents, VirtualEngine, VirtualRequest
 
 from research.disaggregation.gpu_steps import H100_SXM, LLAMA_3_1_8B, Roofline
 from research.disaggregation.pool import Handover, ReceivedBlocks, VirtualPool

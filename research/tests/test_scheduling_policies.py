@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import pytest
-from pagestream_simulator.fleet import EngineProfile, StepCost
-from pagestream_simulator.traces import read_trace
+from pagestream_simulator import EngineProfile, StepCost, read_trace
 from support import traces
 
 from research.scheduling_policies.report import tables, write_plot

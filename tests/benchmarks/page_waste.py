@@ -17,10 +17,9 @@ from pagestream_engine import SchedulerConfig
 from pagestream_engine.kv_cache import BlockPool, CacheManager
 from pagestream_engine.kv_cache.inspection import fragmentation
 from pagestream_engine.plan import full_attention
-from pagestream_simulator.engine.step_contents import StepContents
-from pagestream_simulator.engine.virtual_engine import VirtualEngine, VirtualRequest
-from pagestream_simulator.fleet.profile import packaged_profile, read_profile
-from pagestream_simulator.traces.files import SAMPLE, TraceRow, read_trace
+from pagestream_simulator.profile import packaged_profile, read_profile
+from pagestream_simulator.traces import SAMPLE, TraceRow, read_trace
+from pagestream_simulator.virtual_engine import StepContents, VirtualEngine, VirtualRequest
 
 BLOCK_SIZES = (16, 32, 64, 128)
 SHORT_REQUESTS = 200

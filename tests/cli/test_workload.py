@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 from pagestream_cli.bench import LengthRange, from_prompts, from_random, from_trace, poisson, with_poisson
-from pagestream_simulator import InputFileInvalidError
-from pagestream_simulator.traces import TraceRow
+from pagestream_simulator import InputFileInvalidError, TraceRow
 
 OUTPUT = LengthRange(8, 8)
 

@@ -15,7 +15,7 @@ LEFT_OUT = {
     "pagestream_gateway.__main__": MODELS | EXPORTERS,
     "pagestream_worker.__main__": EXPORTERS,
     "pagestream_streams.protocol.keys": {"redis"},
-    "pagestream_simulator.comparison.comparison pagestream_simulator.engine": {
+    "pagestream_simulator.comparison pagestream_simulator.virtual_engine": {
         *("torch", "triton", "transformers", "matplotlib", "kopf", "pagestream_cli", "pagestream_operator")
     },
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from pagestream_scaling import ScalingPolicy
-from pagestream_simulator.traces import read_trace
+from pagestream_simulator import read_trace
 from scaling.worlds import FluidPool
 
 pytestmark = pytest.mark.served

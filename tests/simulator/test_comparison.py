@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from pagestream_cli.__main__ import main
-from pagestream_simulator.traces import SAMPLE
+from pagestream_simulator import SAMPLE
 
 pytestmark = pytest.mark.served
 

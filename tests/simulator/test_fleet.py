@@ -4,9 +4,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pagestream_simulator import InputFileInvalidError
-from pagestream_simulator.fleet import EngineProfile, Fleet, StepCost, packaged_profile, read_profile, write_profile
-from pagestream_simulator.traces import Load
+from pagestream_simulator import (
+    EngineProfile,
+    Fleet,
+    InputFileInvalidError,
+    Load,
+    StepCost,
+    packaged_profile,
+    read_profile,
+    write_profile,
+)
 
 pytestmark = pytest.mark.builds
 

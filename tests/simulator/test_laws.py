@@ -2,7 +2,7 @@ from collections.abc import Sequence
 
 import pytest
 from pagestream_scaling import PodObservation, PodSample, PodState, PoolObservation, QueueSample
-from pagestream_simulator.laws import FixedLaw, HpaBehavior, HpaLaw, HpaSettings, KedaLaw, KedaSettings, PlannedLaw
+from pagestream_simulator import FixedLaw, HpaBehavior, HpaLaw, HpaSettings, KedaLaw, KedaSettings, PlannedLaw
 
 pytestmark = pytest.mark.builds
 

@@ -7,10 +7,7 @@ import numpy as np
 from pagestream_engine import EngineConfig
 from pagestream_operator import OperatorVariables
 from pagestream_scaling import KvUtilizationPolicy, TtftPolicy
-from pagestream_simulator import Terms, read_terms
-from pagestream_simulator.fleet import EngineProfile, Fleet, StepCost
-from pagestream_simulator.laws import HpaSettings
-from pagestream_simulator.traces import Load
+from pagestream_simulator import EngineProfile, Fleet, HpaSettings, Load, StepCost, Terms, read_terms
 from pagestream_streams import Broker, StreamsSettings
 from pagestream_telemetry import TelemetrySettings
 

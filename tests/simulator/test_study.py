@@ -7,25 +7,32 @@ import numpy as np
 import pytest
 from pagestream_scaling import ScalingPolicy
 from pagestream_simulator import (
+    SAMPLE,
     Course,
+    EngineProfile,
+    FixedLaw,
     FleetTerms,
     InputFileInvalidError,
+    Load,
     LoadTerms,
     Outcome,
     Planner,
     SettingInvalidError,
     Terms,
     lower_bound,
+    make_law,
+    packaged_profile,
     peak_factor,
     planned,
+    read_policy,
+    read_profile,
     read_terms,
+    read_trace,
+    scale_arrivals,
     scaled_load,
     simulate,
     smallest_fleet,
 )
-from pagestream_simulator.fleet import EngineProfile, packaged_profile, read_profile
-from pagestream_simulator.laws import FixedLaw, make_law, read_policy
-from pagestream_simulator.traces import SAMPLE, Load, read_trace, scale_arrivals
 
 # -- Laws, the optimum and the search on the packaged trace
 

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pagestream_simulator import InputFileInvalidError, SettingInvalidError
-from pagestream_simulator.traces import (
+from pagestream_simulator import (
+    InputFileInvalidError,
+    SettingInvalidError,
     TraceRow,
     read_trace,
     scale_factor,

@@ -7,13 +7,15 @@ import pytest
 from pagestream_engine import SchedulerConfig
 from pagestream_engine.kv_cache import BlockPool, CacheManager
 from pagestream_engine.plan import full_attention
-from pagestream_simulator.engine import (
+from pagestream_simulator import (
+    EngineProfile,
+    Fleet,
+    Load,
     StepContents,
+    StepCost,
     VirtualEngine,
     VirtualRequest,
 )
-from pagestream_simulator.fleet import EngineProfile, Fleet, StepCost
-from pagestream_simulator.traces import Load
 from support.engines.measured_steps import DECODES_S, MeasuredMachine, run_beside_streams
 
 # -- The real scheduler on virtual time, and the fleet's C++ beside it, which follows the same rules in its own words

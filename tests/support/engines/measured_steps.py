@@ -9,7 +9,7 @@ import numpy as np
 from pagestream_engine import SchedulerConfig
 from pagestream_engine.kv_cache import BlockPool, CacheManager
 from pagestream_engine.plan import ScheduledStep, full_attention
-from pagestream_simulator.engine import VirtualEngine, VirtualRequest
+from pagestream_simulator import VirtualEngine, VirtualRequest
 
 NUM_STREAMS = 32
 STREAM_PROMPT_TOKENS = 64

@@ -62,8 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         SimulatorError: a file can't be read, a value is out of range, or there is no compiler.
     """
-    from pagestream_simulator.comparison.comparison import ComparisonOptions, compare
-    from pagestream_simulator.comparison.report import as_text, write_json
+    from pagestream_simulator.comparison import ComparisonOptions, as_text, compare, write_json
 
     from pagestream_cli.bench.plot import require_matplotlib
 
@@ -85,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         write_json(comparison, arguments.output)
     if arguments.plot is not None:
-        from pagestream_simulator.comparison.plot import write_plot
+        from pagestream_simulator.comparison import write_plot
 
         write_plot(comparison, arguments.plot)
     return 0

@@ -8,36 +8,85 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pagestream_simulator.errors import InputFileInvalidError, SettingInvalidError, SimulatorError
-    from pagestream_simulator.optimum import Planner, lower_bound, planned
-    from pagestream_simulator.peak import peak_factor, scaled_load, smallest_fleet
+    from pagestream_simulator.fleet import Fleet
+    from pagestream_simulator.laws import (
+        FixedLaw,
+        HpaBehavior,
+        HpaLaw,
+        HpaSettings,
+        KedaLaw,
+        KedaSettings,
+        PlannedLaw,
+        make_law,
+        read_policy,
+    )
+    from pagestream_simulator.load import Load, scale_arrivals
+    from pagestream_simulator.optimum import Planner, lower_bound, peak_factor, planned, scaled_load, smallest_fleet
+    from pagestream_simulator.profile import EngineProfile, StepCost, packaged_profile, read_profile, write_profile
     from pagestream_simulator.simulation import Course, Outcome, simulate
     from pagestream_simulator.terms import FleetTerms, LoadTerms, Terms, read_terms
+    from pagestream_simulator.traces import SAMPLE, TraceRow, read_trace, scale_factor, scale_to_context
+    from pagestream_simulator.virtual_engine import StepContents, VirtualEngine, VirtualRequest
 
 __all__ = [
+    "SAMPLE",
     "Course",
+    "EngineProfile",
+    "FixedLaw",
+    "Fleet",
     "FleetTerms",
+    "HpaBehavior",
+    "HpaLaw",
+    "HpaSettings",
     "InputFileInvalidError",
+    "KedaLaw",
+    "KedaSettings",
+    "Load",
     "LoadTerms",
     "Outcome",
+    "PlannedLaw",
     "Planner",
     "SettingInvalidError",
     "SimulatorError",
+    "StepContents",
+    "StepCost",
     "Terms",
+    "TraceRow",
+    "VirtualEngine",
+    "VirtualRequest",
     "lower_bound",
+    "make_law",
+    "packaged_profile",
     "peak_factor",
     "planned",
+    "read_policy",
+    "read_profile",
     "read_terms",
+    "read_trace",
+    "scale_arrivals",
+    "scale_factor",
+    "scale_to_context",
     "scaled_load",
     "simulate",
     "smallest_fleet",
+    "write_profile",
 ]
 
 _MODULES = {
-    **dict.fromkeys(("InputFileInvalidError", "SettingInvalidError", "SimulatorError"), "errors"),
-    **dict.fromkeys(("Planner", "lower_bound", "planned"), "optimum"),
-    **dict.fromkeys(("peak_factor", "scaled_load", "smallest_fleet"), "peak"),
-    **dict.fromkeys(("Course", "Outcome", "simulate"), "simulation"),
-    **dict.fromkeys(("FleetTerms", "LoadTerms", "Terms", "read_terms"), "terms"),
+    name: module
+    for module, names in {
+        "errors": "InputFileInvalidError SettingInvalidError SimulatorError",
+        "fleet": "Fleet",
+        "laws": "FixedLaw HpaBehavior HpaLaw HpaSettings KedaLaw KedaSettings PlannedLaw make_law read_policy",
+        "load": "Load scale_arrivals",
+        "optimum": "Planner lower_bound peak_factor planned scaled_load smallest_fleet",
+        "profile": "EngineProfile StepCost packaged_profile read_profile write_profile",
+        "simulation": "Course Outcome simulate",
+        "terms": "FleetTerms LoadTerms Terms read_terms",
+        "traces": "SAMPLE TraceRow read_trace scale_factor scale_to_context",
+        "virtual_engine": "StepContents VirtualEngine VirtualRequest",
+    }.items()
+    for name in names.split()
 }
 """The module that defines each exported name."""
 

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pagestream_simulator.fleet.fleet import Fleet
-from pagestream_simulator.fleet.pods import Pods
-from pagestream_simulator.fleet.profile import EngineProfile
-from pagestream_simulator.fleet.signals import Signals
+from pagestream_simulator.fleet import Fleet
 from pagestream_simulator.laws import FixedLaw, Law, PlannedLaw
+from pagestream_simulator.load import Load
+from pagestream_simulator.pods import Pods, Signals
+from pagestream_simulator.profile import EngineProfile
 from pagestream_simulator.terms import Terms
-from pagestream_simulator.traces.load import Load
 
 Floats = npt.NDArray[np.float64]
 

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pagestream_simulator.traces.context import scale_factor, scale_to_context
-from pagestream_simulator.traces.files import read_trace
+from pagestream_simulator.traces import read_trace, scale_factor, scale_to_context
 
 from pagestream_cli.bench.http_client import HttpClient
 from pagestream_cli.bench.load import run_load

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pagestream_simulator.errors import InputFileInvalidError
-from pagestream_simulator.traces.files import TraceRow
+from pagestream_simulator.traces import TraceRow
 
 from pagestream_cli.bench.options import LengthRange
 

@@ -75,7 +75,7 @@ def write_profile(profile: EngineProfile, path: Path) -> None:
 
 def packaged_profile() -> Path:
     """Return the path of this package's profile: the reference model on one core."""
-    return Path(__file__).resolve().parents[1] / "data" / "engine_profile.json"
+    return Path(__file__).resolve().parent / "data" / "engine_profile.json"
 
 
 def _check(profile: EngineProfile, path: Path) -> None:

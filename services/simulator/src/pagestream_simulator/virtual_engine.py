@@ -1,10 +1,10 @@
-"""The engine's own scheduler and cache on virtual time: a step takes what a function of it says."""
+"""One engine on virtual time: the engine's own scheduler and cache; a function of its contents times a step."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,8 @@ from pagestream_engine.request import Request, TokenSequence
 from pagestream_engine.sampling_params import SamplingParams
 from pagestream_engine.scheduler.policies import make_policy
 from pagestream_engine.scheduler.scheduler import Scheduler
+
+from pagestream_simulator.profile import StepCost
 
 Floats = npt.NDArray[np.float64]
 
@@ -144,3 +146,36 @@ class VirtualEngine:
             del self._ends_at[seq]
         self.scheduler.finish_requests(ended)
         return Collected(step, sampled, ended)
+
+
+class StepContents(NamedTuple):
+    """The contents that `StepCost` has costs for, in the order of its fields, without the step itself."""
+
+    prefill_tokens: int
+    prefill_pairs: int
+    """Pairs of a chunk's token and a token that it attends to."""
+    decodes: int
+    decode_context: int
+    """Tokens that decoding sequences attend to."""
+
+    @classmethod
+    def of(cls, step: ScheduledStep) -> Self:
+        """Return the contents of a step that is scheduled and not sent."""
+        tokens = pairs = 0
+        for chunk in step.prefills:
+            new = chunk.num_scheduled_tokens
+            tokens += new
+            pairs += new * chunk.seq.num_sent_tokens + new * (new + 1) // 2
+        # `num_sent_tokens` is inlined: this runs for every decode in every step.
+        context = sum([e.seq.num_computed_tokens + e.seq.num_in_flight_tokens for e in step.decodes])
+        return cls(tokens, pairs, len(step.decodes), context + len(step.decodes))
+
+    def seconds(self, cost: StepCost) -> float:
+        """Return what a step of these contents takes."""
+        return (
+            cost.fixed_s
+            + self.prefill_tokens * cost.prefill_token_s
+            + self.prefill_pairs * cost.prefill_pair_s
+            + self.decodes * cost.decode_s
+            + self.decode_context * cost.decode_context_s
+        )

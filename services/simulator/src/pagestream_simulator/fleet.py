@@ -19,18 +19,22 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
+from pagestream_engine.errors import CompilerNotFound, NativeBuildError
+from pagestream_engine.native_build import NativeLibrary, cached
 from pagestream_engine.scheduler.admission import RESERVE_SHARE
 from pagestream_streams.engine.claim_order import SLACK_MS
 from pagestream_streams.settings import StreamsSettings
 
-from pagestream_simulator.fleet.native import load_library
-from pagestream_simulator.fleet.profile import EngineProfile
-from pagestream_simulator.traces.load import Load, expected_outputs
+from pagestream_simulator.errors import CompilerMissingError
+from pagestream_simulator.load import Load, expected_outputs
+from pagestream_simulator.profile import EngineProfile
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int32]
@@ -183,3 +187,23 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
         function = getattr(library, name)
         function.argtypes, function.restype = list(takes), gives
     return library
+
+
+_LIBRARY = NativeLibrary("fleet", Path(__file__).parent / "fleet.cpp", ("-O2", "-std=c++17", "-shared", "-fPIC"))
+
+
+@cache
+def load_library() -> ctypes.CDLL:
+    """Load the compiled fleet.
+
+    Raises:
+        CompilerMissingError: there is no C++ compiler, or it failed.
+    """
+    try:
+        return ctypes.CDLL(str(cached(_LIBRARY)))
+    except CompilerNotFound as error:
+        raise CompilerMissingError(
+            "simulate needs a C++ compiler", hint="install g++ or clang++, or set CXX to the path of one"
+        ) from error
+    except (OSError, NativeBuildError) as error:
+        raise CompilerMissingError(f"the simulation can't be compiled: {error}") from error

@@ -1,7 +1,12 @@
-"""Reads and writes request traces: arrival times and lengths.
+"""Request traces: arrival times and lengths, read, written, and shrunk to a model's context.
 
 Two published formats are read: the Azure LLM inference traces (csv with TIMESTAMP, ContextTokens, GeneratedTokens) and
 the Mooncake traces (jsonl with timestamp in milliseconds, input_length, output_length, hash_ids).
+
+`scale_to_context` lets a small model see the shape of a large one's traffic. All lengths are multiplied by one factor,
+context / (99th percentile of prompt + output), never above 1: the proportions between requests and between prompt and
+output stay. The one request in a hundred that is still too long is shrunk further, to the context. No length falls
+below one token.
 """
 
 from __future__ import annotations
@@ -9,11 +14,13 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from pagestream_simulator.errors import InputFileInvalidError
+import numpy as np
+
+from pagestream_simulator.errors import InputFileInvalidError, SettingInvalidError
 
 CSV_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 MOONCAKE_BLOCK_TOKENS = 512
@@ -37,7 +44,7 @@ class TraceRow:
 
 def sample_path() -> Path:
     """Return the path of this package's own trace."""
-    return Path(__file__).resolve().parents[1] / "data" / "sample_trace.csv"
+    return Path(__file__).resolve().parent / "data" / "sample_trace.csv"
 
 
 def read_trace(name: str, limit: int | None = None) -> list[TraceRow]:
@@ -125,3 +132,37 @@ def _from_zero(rows: Sequence[TraceRow]) -> list[TraceRow]:
         TraceRow(row.arrival_s - first, row.input_tokens, row.output_tokens, row.blocks, row.block_tokens)
         for row in ordered
     ]
+
+
+PERCENTILE = 99.0
+"""With the maximum instead, one outlier would make all others tiny: in the Azure conversation trace it is 3.3 times
+this percentile.
+"""
+
+
+def scale_factor(rows: Sequence[TraceRow], context: int) -> float:
+    """Return the factor for all lengths, at most 1."""
+    return min(1.0, context / float(np.percentile([row.input_tokens + row.output_tokens for row in rows], PERCENTILE)))
+
+
+def scale_to_context(rows: Sequence[TraceRow], context: int) -> list[TraceRow]:
+    """Return the requests with prompt + output within `context` tokens.
+
+    Raises:
+        SettingInvalidError: `context` has no room for a prompt and an output.
+    """
+    if context < 2:
+        raise SettingInvalidError(
+            f"a context of {context} tokens has no room for a prompt and an output; at least 2 are expected"
+        )
+    factor = scale_factor(rows, context)
+    return [_fit(row, factor, context) for row in rows]
+
+
+def _fit(row: TraceRow, factor: float, context: int) -> TraceRow:
+    own = min(factor, context / (row.input_tokens + row.output_tokens))
+    output = min(max(round(row.output_tokens * own), 1), context - 1)
+    prompt = min(max(round(row.input_tokens * own), 1), context - output)
+    return replace(
+        row, input_tokens=prompt, output_tokens=output, block_tokens=max(round(row.block_tokens * factor), 1)
+    )

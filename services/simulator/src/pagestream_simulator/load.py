@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from pagestream_engine.scheduler.policies import LengthPredictor, RequestShape
 
-from pagestream_simulator.traces.context import scale_to_context
-from pagestream_simulator.traces.files import TraceRow
+from pagestream_simulator.traces import TraceRow, scale_to_context
 
 LEARNT_S = 30.0
 """Seconds from a request's arrival to the time at which gateways know its length: what an answer takes, about."""
