@@ -20,12 +20,9 @@ import torch
 from engine_throughput import DTYPES
 from pagestream_engine.cpu import read_cpuinfo
 from pagestream_engine.errors import NativeBuildError
-from pagestream_engine.layers.exact_methods import NativeMethod
-from pagestream_engine.layers.linear_methods import LinearMethod
+from pagestream_engine.layers.linear import LinearMethod, NativeLinears, NativeMethod, choose_method, load_level
 from pagestream_engine.layers.linear_times import time_methods
 from pagestream_engine.layers.native.levels import usable_levels
-from pagestream_engine.layers.native.library import NativeLinears, load_level
-from pagestream_engine.layers.select import choose_method
 from torch import Tensor
 
 Maker = Callable[[Tensor], LinearMethod]

@@ -8,7 +8,7 @@ from typing import Any
 
 from machine_limits import clock
 from pagestream_engine.attention import AttentionBatch, AttentionSpec
-from pagestream_engine.layers.linear_methods import Activation, LinearMethod
+from pagestream_engine.layers.linear import Activation, LinearMethod
 from pagestream_engine.runner import ModelRunner
 from pagestream_engine.runner.persistent_batch import PersistentBatch
 from pagestream_engine.sampler import SamplingBatch

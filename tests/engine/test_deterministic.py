@@ -18,8 +18,7 @@ import pytest
 import torch
 from pagestream_engine import EngineConfig, SamplingParams, TokenSequence
 from pagestream_engine.cpu import instruction_sets, read_cpuinfo, usable_instruction_sets
-from pagestream_engine.layers.linear_methods import OnednnMethod, PlainMethod
-from pagestream_engine.layers.native.library import native_linears
+from pagestream_engine.layers.linear import OnednnMethod, PlainMethod, native_linears
 from pagestream_engine.native_build import find_compiler
 from pagestream_engine.plan import ScheduledSequence, ScheduledStep
 from pagestream_engine.runner import ModelRunner
@@ -257,7 +256,7 @@ SMALL = {
 
 def compare_by_triton(folder: str) -> dict[str, dict[str, int]]:
     """Compare in float32 on a model that is `SMALL`, with a pool that is too small for both requests to end in."""
-    from pagestream_engine.attention.triton.deterministic_attention import DeterministicTritonAttention
+    from pagestream_engine.attention.triton import DeterministicTritonAttention
 
     DeterministicTritonAttention.split_tokens = 64  # so that few tokens have two splits
     options = {"attention_backend": "triton", "device": "cpu", "dtype": "float32", "max_model_len": 72}

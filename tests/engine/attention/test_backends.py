@@ -39,8 +39,8 @@ from pagestream_engine.attention import (
     select,
     select_backend,
 )
-from pagestream_engine.attention.kv_store import LayerCache
-from pagestream_engine.attention.native.calls import NativeKernels, PagedLayer
+from pagestream_engine.attention.base import LayerCache
+from pagestream_engine.attention.native.attention import NativeKernels, PagedLayer
 from pagestream_engine.attention.native.levels import LEVELS, AttentionLevel, library_for
 from pagestream_engine.cpu import instruction_sets, read_cpuinfo
 from pagestream_engine.layers import PagedAttention

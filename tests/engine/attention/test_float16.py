@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from pagestream_engine.attention import Rotation
-from pagestream_engine.attention.kv_store import LayerCache
-from pagestream_engine.attention.native.calls import NativeKernels, Write
+from pagestream_engine.attention.base import LayerCache
+from pagestream_engine.attention.native.attention import NativeKernels, Write
 from pagestream_engine.attention.native.levels import LEVELS, AttentionLevel, library_for
 from pagestream_engine.cpu import instruction_sets, read_cpuinfo
 from pagestream_engine.native_build import compile_into, find_compiler

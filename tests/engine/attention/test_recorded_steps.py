@@ -96,7 +96,7 @@ def watch_steps(base: str, names: list[str]) -> dict[str, Any]:
         config = EngineConfig.from_options({**OPTIONS, **served.options})
         recorder, fault = ForbiddingRecorder(), ""
         # Linears as a GPU has them.
-        with without_kernels(), patch("pagestream_engine.layers.select.runs_onednn", lambda *_: False):
+        with without_kernels(), patch("pagestream_engine.layers.linear.runs_onednn", lambda *_: False):
             try:
                 runner = ModelRunner(folder, config, _CPU, recorder)
                 runner.allocate_kv_cache(24)

@@ -14,10 +14,8 @@ import numpy as np
 import pytest
 import torch
 from pagestream_engine import ConfigError, Engine, EngineConfig, SamplingParams
-from pagestream_engine.attention import AttentionBatch, CacheShape, KVStore
-from pagestream_engine.attention.triton import deterministic_attention
-from pagestream_engine.attention.triton.attention import TritonMetadata, check_supported
-from pagestream_engine.attention.triton.deterministic_attention import DeterministicTritonAttention
+from pagestream_engine.attention import AttentionBatch, CacheShape, KVStore, triton
+from pagestream_engine.attention.triton import DeterministicTritonAttention, TritonMetadata, check_supported
 from pagestream_engine.runner import ModelRunner, Step
 from support.engines.forbidding_recorder import ForbiddingRecorder
 from support.engines.tiny_models import make_model, random_prompts
@@ -31,7 +29,7 @@ pytestmark = pytest.mark.builds
 
 def copy_in_one_launch() -> None:
     """The store copies blocks by one launch; where a source is a target, too, it reads all of them before."""
-    from pagestream_engine.attention.triton.kv_store import TritonKVStore
+    from pagestream_engine.attention.triton import TritonKVStore
     from pagestream_kernels.launcher import recorded_launches
 
     store = TritonKVStore([CacheShape((0, 1), 2, 8, 16, torch.float16)], torch.device("cpu"))
@@ -52,9 +50,12 @@ def test_blocks_are_copied_in_one_launch(interpreter: KernelWorker) -> None:
 
 def multiply_by_int4() -> None:
     """The method of int4 with zeros and an order of inputs by this kernel."""
-    from pagestream_engine.layers.quantised.methods import TritonQuantisedMethod
-    from pagestream_engine.layers.quantised.select import choose_quantised_method
-    from pagestream_engine.layers.quantised.weight import QuantisedWeight, Storage
+    from pagestream_engine.layers.quantised import (
+        QuantisedWeight,
+        Storage,
+        TritonQuantisedMethod,
+        choose_quantised_method,
+    )
 
     for dtype, tolerance in ((torch.float32, 2e-5), (torch.bfloat16, 2.4e-2)):
         weight = QuantisedWeight(
@@ -164,7 +165,7 @@ def _prepare(spans: list[tuple[int, int, int]], num_prefills: int) -> TritonMeta
 
 @pytest.mark.parametrize("most_pieces", [4096, 32])
 def test_each_token_goes_to_the_kernel_of_its_kind(monkeypatch: pytest.MonkeyPatch, most_pieces: int) -> None:
-    monkeypatch.setattr(deterministic_attention, "_MAX_PIECES", most_pieces)
+    monkeypatch.setattr(triton, "_MAX_PIECES", most_pieces)
     found = _prepare(SPANS, 4)
     packed = [(seq, place) for seq, (start, count, _) in enumerate(SPANS) for place in range(start, start + count)]
     assert found.order is not None

@@ -21,13 +21,23 @@ from pagestream_engine import InvariantViolation
 from pagestream_engine.attention import CacheShape, select_backend
 from pagestream_engine.cpu import instruction_sets, read_cpuinfo
 from pagestream_engine.layers import GatedMlp, Linear
-from pagestream_engine.layers.exact_methods import NativeMethod, RowByRowMethod
-from pagestream_engine.layers.linear_methods import Activation, LinearMethod
+from pagestream_engine.layers.linear import (
+    Activation,
+    LinearMethod,
+    NativeLinears,
+    NativeMethod,
+    RowByRowMethod,
+    load_level,
+)
 from pagestream_engine.layers.native.levels import LEVELS, LinearLevel
-from pagestream_engine.layers.native.library import NativeLinears, load_level
-from pagestream_engine.layers.quantised.methods import NativeQuantisedMethod, TorchQuantisedMethod
-from pagestream_engine.layers.quantised.native import QuantisedLinears
-from pagestream_engine.layers.quantised.weight import QuantisedWeight, Storage, quantise_int8
+from pagestream_engine.layers.quantised import (
+    NativeQuantisedMethod,
+    QuantisedLinears,
+    QuantisedWeight,
+    Storage,
+    TorchQuantisedMethod,
+    quantise_int8,
+)
 from pagestream_engine.native_build import find_compiler
 from torch import Tensor
 

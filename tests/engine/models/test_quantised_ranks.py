@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from pagestream_engine import ConfigError
-from pagestream_engine.layers.quantised.weight import QuantisedWeight, Storage
+from pagestream_engine.layers.quantised import QuantisedWeight, Storage
 from pagestream_engine.models.config import ConfigFile
 from pagestream_engine.models.division.sharding import shard_weights
 from pagestream_engine.models.families.qwen2 import Qwen2

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from pagestream_engine import LLM, SamplingParams
-from pagestream_engine.layers.native.library import native_linears
+from pagestream_engine.layers.linear import native_linears
 from pagestream_engine.models.shared_weights import Named, SharedWeights, map_or_write
 from support.engines.tiny_models import make_model, random_prompts
 

@@ -20,7 +20,7 @@ from pagestream_engine import (
     UnsupportedOption,
     WeightsError,
 )
-from pagestream_engine.layers.quantised.weight import quantise_int8
+from pagestream_engine.layers.quantised import quantise_int8
 from pagestream_engine.models.config import ConfigFile
 from pagestream_engine.models.decoder_config import DecoderConfig
 from pagestream_engine.models.division.sharding import shard_config, shard_weights
@@ -120,7 +120,7 @@ def test_damaged_files_are_errors_of_the_folder(folder: Path, tmp_path: Path, da
 _MEASURE = """
 import re, sys, torch
 from pathlib import Path
-from pagestream_engine.layers.select import lays_out_anew
+from pagestream_engine.layers.linear import lays_out_anew
 from pagestream_engine.models.config import ConfigFile
 from pagestream_engine.models.families.llama import Llama
 from pagestream_engine.models.loader import load_parameters

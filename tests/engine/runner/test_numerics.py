@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from pagestream_engine import EngineConfig
-from pagestream_engine.layers.exact_methods import NativeMethod, RowByRowMethod
+from pagestream_engine.layers.linear import NativeLinears, NativeMethod, RowByRowMethod, load_level
 from pagestream_engine.layers.native.levels import LEVELS
-from pagestream_engine.layers.native.library import NativeLinears, load_level
 from pagestream_engine.models import loader
 from pagestream_engine.native_build import find_compiler
 from pagestream_engine.runner import ModelRunner, fingerprint, numerics

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from pagestream_engine.attention.kv_store import block_bytes
+from pagestream_engine.attention.base import block_bytes
 from pagestream_engine.config import TRITON_BLOCK_SIZE, EngineConfig, ParallelConfig
 from pagestream_engine.errors import ConfigError, UnsupportedModel
 from pagestream_engine.features.offload import plan_offload

@@ -1,9 +1,19 @@
 """What a model computes between its matrix products: KV store, attention and operators, for each kind of device."""
 
-from pagestream_engine.attention.backend import Backend
-from pagestream_engine.attention.base import AttentionBatch, AttentionSpec, DecodeBatch, DeviceLengths, StepContext
-from pagestream_engine.attention.kv_store import CacheShape, KVStore
-from pagestream_engine.attention.operators import Angles, HeadNorm, Operators, Rotation
+from pagestream_engine.attention.base import (
+    Angles,
+    AttentionBatch,
+    AttentionSpec,
+    Backend,
+    CacheShape,
+    DecodeBatch,
+    DeviceLengths,
+    HeadNorm,
+    KVStore,
+    Operators,
+    Rotation,
+    StepContext,
+)
 from pagestream_engine.attention.select import prefers_triton, select_backend
 
 __all__ = [

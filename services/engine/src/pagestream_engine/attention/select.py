@@ -8,17 +8,21 @@ from pathlib import Path
 
 import torch
 
-from pagestream_engine.attention.backend import Backend
-from pagestream_engine.attention.kv_store import CacheShape, KVStore
-from pagestream_engine.attention.native.attention import NativeAttention
-from pagestream_engine.attention.native.calls import NativeKernels, supports
-from pagestream_engine.attention.native.kv_store import NativeKVStore
-from pagestream_engine.attention.native.library import load_library
-from pagestream_engine.attention.native.operators import NativeOperators
-from pagestream_engine.attention.torch.attention import TorchAttention
-from pagestream_engine.attention.torch.deterministic_attention import DeterministicTorchAttention
-from pagestream_engine.attention.torch.deterministic_operators import DeterministicTorchOperators
-from pagestream_engine.attention.torch.operators import TorchOperators
+from pagestream_engine.attention.base import Backend, CacheShape, KVStore
+from pagestream_engine.attention.native.attention import (
+    NativeAttention,
+    NativeKernels,
+    NativeKVStore,
+    NativeOperators,
+    load_library,
+    supports,
+)
+from pagestream_engine.attention.torch import (
+    DeterministicTorchAttention,
+    DeterministicTorchOperators,
+    TorchAttention,
+    TorchOperators,
+)
 from pagestream_engine.errors import ConfigError
 from pagestream_engine.native_build import toolchain_of
 
@@ -91,10 +95,14 @@ def _triton(shapes: Sequence[CacheShape], device: torch.device, *, deterministic
     from pagestream_kernels.prebuild import take_prebuilt
     from triton.errors import TritonError
 
-    from pagestream_engine.attention.triton.attention import TritonAttention, check_supported
-    from pagestream_engine.attention.triton.deterministic_attention import DeterministicTritonAttention
-    from pagestream_engine.attention.triton.kv_store import TritonKVStore
-    from pagestream_engine.attention.triton.operators import DeterministicTritonOperators, TritonOperators
+    from pagestream_engine.attention.triton import (
+        DeterministicTritonAttention,
+        DeterministicTritonOperators,
+        TritonAttention,
+        TritonKVStore,
+        TritonOperators,
+        check_supported,
+    )
 
     check_supported(shapes, device)
     store, dtype = TritonKVStore(shapes, device), shapes[0].dtype

@@ -9,8 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pagestream_engine.layers.linear_methods import LinearMethod
-from pagestream_engine.layers.select import choose_method
+from pagestream_engine.layers.linear import LinearMethod, choose_method
 
 _COLD_BYTES = 64 << 20
 """Of all copies of a weight, which are multiplied in turn: a step finds its weights in memory."""

@@ -1,4 +1,6 @@
-"""The part of a decoder layer that treats each token by itself: a gated MLP, or a mixture of them."""
+"""The parts of a decoder layer that treat each token by itself: RMS norms (Zhang and Sennrich 2019, arXiv:1910.07467),
+alone and fused with the residual's addition, and a gated MLP, or a mixture of them.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,7 @@ import torch
 from torch import Tensor
 
 from pagestream_engine.attention import Operators
-from pagestream_engine.layers.linear import Linear
-from pagestream_engine.layers.linear_methods import Activation
+from pagestream_engine.layers.linear import Activation, Linear
 
 Mlp = Callable[[Tensor], Tensor]
 """(tokens, hidden_size) -> (tokens, hidden_size), each token by itself."""
@@ -61,3 +62,22 @@ def _gated(activation: Activation, operators: Operators) -> Callable[[Tensor], T
     if activation == "silu":
         return operators.silu_and_mul
     return partial(operators.gelu_and_mul, tanh=activation == "gelu_tanh")
+
+
+class RmsNorm:
+    """x / rms(x) * weight over the last dimension; the weight's dtype decides where it rounds: see `Operators`."""
+
+    __slots__ = ("_operators", "eps", "weight")
+
+    def __init__(self, weight: Tensor, eps: float, operators: Operators) -> None:
+        self.weight = weight
+        self.eps = eps
+        self._operators = operators
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(..., size) -> (..., size)."""
+        return self._operators.rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of `x + residual`, and that sum; both arguments may be overwritten."""
+        return self._operators.add_rms_norm(x, residual, self.weight, self.eps)

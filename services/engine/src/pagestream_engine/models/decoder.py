@@ -14,8 +14,7 @@ from pagestream_engine.attention import Angles, HeadNorm, Operators, Rotation, S
 from pagestream_engine.errors import InvariantViolation
 from pagestream_engine.layers.attention import PagedAttention
 from pagestream_engine.layers.linear import Linear
-from pagestream_engine.layers.mlp import Mlp
-from pagestream_engine.layers.norm import RmsNorm
+from pagestream_engine.layers.mlp import Mlp, RmsNorm
 from pagestream_engine.models.decoder_config import DecoderConfig
 from pagestream_engine.models.model import Model
 from pagestream_engine.models.weights import SCORES, Parameters, Turn

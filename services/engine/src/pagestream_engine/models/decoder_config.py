@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagestream_engine.errors import ModelFileError, UnsupportedModel
-from pagestream_engine.layers.linear_methods import Activation
+from pagestream_engine.layers.linear import Activation
 from pagestream_engine.layers.rope import ROPE_KINDS, Rope
 from pagestream_engine.models.config import ConfigFile, ModelInfo
 

@@ -14,11 +14,14 @@ from torch import Tensor
 
 from pagestream_engine.errors import DOWNLOAD_AGAIN, InvariantViolation, NativeBuildError, WeightsError
 from pagestream_engine.features.offload import OffloadedWeights, plan_offload
-from pagestream_engine.layers.linear import Linear
-from pagestream_engine.layers.linear_methods import LinearMethod
-from pagestream_engine.layers.quantised.select import choose_quantised_method, from_parts, parts_of
-from pagestream_engine.layers.quantised.weight import QuantisedWeight, quantise_int8
-from pagestream_engine.layers.select import choose_method, kernel_build, lays_out_anew, panels_of
+from pagestream_engine.layers.linear import Linear, LinearMethod, choose_method, kernel_build, lays_out_anew, panels_of
+from pagestream_engine.layers.quantised import (
+    QuantisedWeight,
+    choose_quantised_method,
+    from_parts,
+    parts_of,
+    quantise_int8,
+)
 from pagestream_engine.models.division.staging import part_names
 from pagestream_engine.models.folder import model_revision
 from pagestream_engine.models.quantised.linears import read_quantised

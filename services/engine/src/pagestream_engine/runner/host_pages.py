@@ -11,7 +11,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from pagestream_engine.attention.kv_store import KVStore, host_tensor
+from pagestream_engine.attention.base import KVStore, host_tensor
 
 _TRIALS = 5
 _TRIAL_PAGES = 8

@@ -11,7 +11,7 @@ import torch
 from pagestream_engine.attention import Backend
 from pagestream_engine.cpu import computes_bfloat16_on_amx, read_cpuinfo
 from pagestream_engine.errors import ConfigError
-from pagestream_engine.layers.native.library import native_linears
+from pagestream_engine.layers.linear import native_linears
 from pagestream_engine.models.model import Model
 from pagestream_engine.models.source import ModelSource
 

@@ -16,8 +16,8 @@ def check_determinism() -> Iterator[Finding]:
     """Report the default mode of each dtype, and time its linears beside the fastest ones; nothing without torch."""
     try:
         import torch
+        from pagestream_engine.layers.linear import native_linears
         from pagestream_engine.layers.linear_times import time_linears
-        from pagestream_engine.layers.native.library import native_linears
         from pagestream_engine.runner.numerics import wants_exact_linears
     except (ImportError, OSError):
         return

@@ -3,7 +3,7 @@
 // Plain C++ on the compilers' vector extensions (GCC >= 9, Clang), so that one source serves AVX2, AVX-512 and NEON.
 // All arithmetic is in float32; bfloat16 and float16 are widened on load and rounded to nearest even on store. Every
 // sequence (and every query row) is reduced in a fixed order, whatever else is in the batch, wherever a chunk of its
-// prompt begins, and by decode as by prefill. Layouts are those of attention/kv_store.py: a block of a layer's cache is
+// prompt begins, and by decode as by prefill. Layouts are those of attention/base.py: a block of a layer's cache is
 // (num_kv_heads, block_size, head_dim), contiguous.
 
 #include <algorithm>

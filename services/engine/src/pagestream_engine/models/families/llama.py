@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from pagestream_engine.attention import AttentionSpec, HeadNorm
 from pagestream_engine.layers.attention import PagedAttention
-from pagestream_engine.layers.mlp import GatedMlp, Mlp
-from pagestream_engine.layers.norm import RmsNorm
+from pagestream_engine.layers.mlp import GatedMlp, Mlp, RmsNorm
 from pagestream_engine.models.config import ConfigFile
 from pagestream_engine.models.decoder import DecoderLayer, DecoderModel, PreNormLayer, SelfAttention
 from pagestream_engine.models.decoder_config import (

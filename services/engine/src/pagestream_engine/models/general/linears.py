@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from pagestream_engine.layers.linear import Linear
-from pagestream_engine.layers.quantised.select import choose_quantised_method
-from pagestream_engine.layers.quantised.weight import quantise_int8
-from pagestream_engine.layers.select import choose_method, lays_out_anew
+from pagestream_engine.layers.linear import Linear, choose_method, lays_out_anew
+from pagestream_engine.layers.quantised import choose_quantised_method, quantise_int8
 
 
 class EngineLinear(nn.Module):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from pagestream_engine.errors import ConfigError, UnsupportedModel
-from pagestream_engine.layers.quantised.weight import QuantisedWeight, stack
+from pagestream_engine.layers.quantised import QuantisedWeight, stack
 from pagestream_engine.models.quantised.scheme import Scheme
 from pagestream_engine.models.quantised.tensors import TensorSource, is_quantised, read_projection
 from pagestream_engine.models.weights import LinearWeight, Part

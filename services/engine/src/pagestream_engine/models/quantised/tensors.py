@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pagestream_engine.errors import UnsupportedModel, WeightsError
-from pagestream_engine.layers.quantised.weight import QuantisedWeight, Storage
+from pagestream_engine.layers.quantised import QuantisedWeight, Storage
 from pagestream_engine.models.quantised.scheme import Scheme
 
 _NIBBLES = 8

@@ -1,4 +1,9 @@
-"""Attention by the Triton kernels: on a GPU, or on a CPU under Triton's interpreter (`TRITON_INTERPRET=1`)."""
+"""Attention, KV store and operators by the Triton kernels: on a GPU, or on a CPU with `TRITON_INTERPRET=1`.
+
+In the deterministic ones prefill and decode add in different orders, each the same for a token in any batch and any
+chunk. So what decides is which of them computes a token: prompts are computed by prefill, outputs by decode, also where
+they are computed again.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +11,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import numpy as np
 import pagestream_kernels as kernels
 import torch
-from pagestream_kernels.decode_plan import MAX_QUERY_LEN
+from pagestream_kernels.decode_plan import FIXED_SPLIT_TOKENS, MAX_QUERY_LEN
 from pagestream_kernels.paging import BLOCK_SIZES, FLOAT8_BLOCK_SIZES, MAX_HEAD_DIM
 from pagestream_kernels.runtime import can_launch
 from torch import Tensor
 
-from pagestream_engine.attention.base import Attention, AttentionBatch, AttentionSpec, DecodeBatch
-from pagestream_engine.attention.kv_store import CacheShape
+from pagestream_engine.attention.base import (
+    Angles,
+    Attention,
+    AttentionBatch,
+    AttentionSpec,
+    CacheShape,
+    DecodeBatch,
+    HeadNorm,
+    KVStore,
+    Rotation,
+)
+from pagestream_engine.attention.torch import DeterministicTorchOperators, TorchOperators
 from pagestream_engine.errors import ConfigError
+from pagestream_engine.plan import Int64Array
 from pagestream_engine.transfers import to_device
 
 FLOAT8_CAPABILITY = (8, 9)
@@ -234,3 +251,222 @@ def check_supported(shapes: Sequence[CacheShape], device: torch.device) -> None:
                 "torch",
                 f"heads have {shape.head_dim} elements, the kernels take {MAX_HEAD_DIM}",
             )
+
+
+class TritonKVStore(KVStore):
+    """Norms, rotates and writes in one pass, and copies blocks of all layers in one launch. Values of float8 lie
+    transposed in their pages."""
+
+    def __init__(self, shapes: Sequence[CacheShape], device: torch.device) -> None:
+        super().__init__(shapes, device)
+        self._still: Rotation | None = None
+        if self.has_scales:  # made here: a recorded step sends nothing from the host
+            self._still = Rotation(torch.tensor([[1.0, 0.0]], device=device))
+
+    def _view_values(self, pages: Tensor, shape: CacheShape) -> Tensor:
+        if not shape.has_scales:
+            return super()._view_values(pages, shape)
+        return pages.view(len(pages), shape.num_kv_heads, shape.head_dim, shape.block_size).transpose(2, 3)
+
+    def write(self, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        if self._still is None:
+            super().write(layer, key, value, slots)
+            return
+        # The kernel that quantises turns on its way: by no angle, and a query that nobody reads.
+        key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (key, value))
+        self._quantise(layer, (key.clone(), key, value), slots, Angles(self._still, torch.zeros_like(slots)))
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        sources, targets = zip(*copies, strict=True)
+        if not set(sources).isdisjoint(targets):  # the kernel reads and writes at once
+            super().copy_blocks(copies)
+            return
+        pairs = to_device(torch.tensor(copies), self.device)
+        for part in self.parts:
+            layers = part.flatten(0, 1)
+            kernels.copy_blocks(layers, layers, pairs)
+
+    def rotates(self, rotation: Rotation, head_dim: int, norm: HeadNorm | None) -> bool:
+        # The kernels multiply by weights of the heads' dtype alone.
+        return rotation.rotary_dim <= head_dim and (norm is None or norm.query_weight.dtype == self.dtype)
+
+    def rotate_and_write(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        slots: Tensor,
+        angles: Angles,
+        norm: HeadNorm | None,
+    ) -> Tensor:
+        # The kernels name the token's dimension before the head's.
+        query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
+        if self.has_scales:
+            self._quantise(layer, (query, key, value), slots, angles, norm)
+            return query
+        keys, values = (cache.transpose(1, 2) for cache in self.layers[layer])
+        rotation = angles.rotation
+        kernels.rope_and_cache(
+            *(query, key, value, rotation.cos_sin, angles.positions, keys, values, slots),
+            norm=_norm_of(norm),
+            interleaved=rotation.interleaved,
+        )
+        return query
+
+    def _quantise(
+        self,
+        layer: int,
+        rows: tuple[Tensor, Tensor, Tensor],
+        slots: Tensor,
+        angles: Angles,
+        norm: HeadNorm | None = None,
+    ) -> None:
+        keys, values = (cache.transpose(1, 2) for cache in self.layers[layer])
+        rotation = angles.rotation
+        kernels.rope_and_quantise(
+            *rows,
+            rotation.cos_sin,
+            angles.positions,
+            keys,
+            values,
+            *self.scales[layer],
+            slots,
+            norm=_norm_of(norm),
+            interleaved=rotation.interleaved,
+        )
+
+
+def _norm_of(norm: HeadNorm | None) -> kernels.HeadNorm | None:
+    """Return a norm as the kernels take it."""
+    return None if norm is None else kernels.HeadNorm(norm.query_weight, norm.key_weight, norm.eps)
+
+
+class TritonOperators(TorchOperators):
+    """The Triton kernels, and torch operations for what is rare."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if weight.dtype != x.dtype:
+            return super().rms_norm(x, weight, eps)
+        return kernels.rms_norm(x, weight, eps=eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if weight.dtype != x.dtype:
+            return super().add_rms_norm(x, residual, weight, eps)
+        return kernels.rms_norm(x, weight, eps=eps, residual=residual)
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        return kernels.silu_and_mul(gate_up)
+
+
+class DeterministicTritonOperators(TritonOperators, DeterministicTorchOperators):
+    """The Triton kernels, each of whose sums lies within a row; what is rare by operations on single elements."""
+
+
+_MAX_PIECES = 4096
+"""Pieces of one token and one fixed split in a launch that replays: 68 MB of scratch with 32 heads of 128."""
+
+
+class DeterministicTritonAttention(TritonAttention):
+    """Prompts by the prefill kernel, everything after them by the decode kernel with fixed splits.
+
+    A chunk that computes outputs of a sequence again, after it was preempted or resumed elsewhere, goes through the
+    decode kernel in pieces of up to 16 tokens, which have the bits of single decodes.
+    """
+
+    is_deterministic = True
+    prefill_equals_decode = False
+    split_tokens: ClassVar[int | None] = FIXED_SPLIT_TOKENS
+
+    def prepare(self, batch: AttentionBatch, block_size: int) -> TritonMetadata:
+        prompts = _prompt_tokens(batch)
+        if prompts is None:
+            return super().prepare(batch, block_size)
+        query_lens, starts = _int64(batch.query_lens), _int64(batch.seq_lens) - _int64(batch.query_lens)
+        order, places = _prompts_first(query_lens, prompts, batch.table_rows.device)
+        decodes = _replays(batch, query_lens - prompts, starts + prompts)
+        count = batch.num_prefills
+        if count < len(batch.seq_lens):
+            seq_lens, cu_query_lens = batch.lengths_on_device()
+            decodes.append(prepare_decode(batch, seq_lens[count:], cu_query_lens))
+        return TritonMetadata(_prefill(batch, prompts, starts), decodes, order, places)
+
+
+def _prompt_tokens(batch: AttentionBatch) -> Int64Array | None:
+    """(sequences,): how many of each sequence's tokens are of its prompt; None where it is all of every prefill."""
+    count = batch.num_prefills
+    if batch.prompt_lens is None or not count:
+        return None
+    query_lens, seq_lens = _int64(batch.query_lens[:count]), _int64(batch.seq_lens[:count])
+    beyond = np.clip(seq_lens - _int64(batch.prompt_lens[:count]), 0, query_lens)
+    if not beyond.any():
+        return None
+    return np.concatenate((query_lens - beyond, np.zeros(len(batch.seq_lens) - count, np.int64)))
+
+
+def _prompts_first(query_lens: Int64Array, prompts: Int64Array, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Order packed tokens so that those of prompts come first. Return (tokens,) int64: the order, and its inverse."""
+    owners = np.repeat(np.arange(len(query_lens)), query_lens)
+    offsets = np.arange(len(owners)) - (query_lens.cumsum() - query_lens)[owners]
+    order = np.argsort(offsets >= prompts[owners], kind="stable")
+    return _to_device(order, device), _to_device(np.argsort(order), device)
+
+
+def _prefill(batch: AttentionBatch, prompts: Int64Array, starts: Int64Array) -> PrefillMetadata | None:
+    """Prepare the prompts' tokens of each sequence, from its first new one at `starts`."""
+    (seqs,) = prompts.nonzero()
+    if not len(seqs):
+        return None
+    counts, device = prompts[seqs], batch.table_rows.device
+    return PrefillMetadata(
+        block_tables=batch.block_tables,
+        table_rows=batch.table_rows.index_select(0, _to_device(seqs, device)),
+        cu_query_lens=_to_device(_running_sum(counts), device),
+        seq_lens=_to_device((starts[seqs] + counts).astype(np.int32), device),
+        plans={},
+        num_tokens=int(counts.sum()),
+    )
+
+
+def _replays(batch: AttentionBatch, counts: Int64Array, starts: Int64Array) -> list[DecodeMetadata]:
+    """Prepare the outputs that prefills compute again: so many of each sequence, from `starts` on.
+
+    A launch has as many pieces of 16 tokens as its scratch is bounded to.
+    """
+    num_prefills, device = batch.num_prefills, batch.table_rows.device
+    pieces = [
+        (seq, first, min(MAX_QUERY_LEN, counts[seq] - first))
+        for seq in range(num_prefills)
+        for first in range(0, int(counts[seq]), MAX_QUERY_LEN)
+    ]
+    num_splits = -(-int((starts + counts)[:num_prefills].max()) // FIXED_SPLIT_TOKENS)
+    at_once = max(1, _MAX_PIECES // (MAX_QUERY_LEN * num_splits))
+    launches = []
+    for begin in range(0, len(pieces), at_once):
+        seqs, firsts, lengths = np.array(pieces[begin : begin + at_once], np.int64).T
+        seq_lens = starts[seqs] + firsts + lengths
+        launches.append(
+            DecodeMetadata(
+                block_tables=batch.block_tables,
+                table_rows=batch.table_rows.index_select(0, _to_device(seqs, device)),
+                seq_lens=_to_device(seq_lens.astype(np.int32), device),
+                cu_query_lens=_to_device(_running_sum(lengths), device),
+                max_query_len=MAX_QUERY_LEN,
+                num_tokens=int(lengths.sum()),
+                max_seq_len=int(seq_lens.max()),
+            )
+        )
+    return launches
+
+
+def _running_sum(counts: Int64Array) -> np.ndarray:
+    return np.concatenate(((0,), counts.cumsum())).astype(np.int32)
+
+
+def _int64(numbers: object) -> Int64Array:
+    return np.array(numbers, np.int64)
+
+
+def _to_device(numbers: np.ndarray, device: torch.device) -> Tensor:
+    return to_device(torch.from_numpy(np.ascontiguousarray(numbers)), device)

@@ -1,1 +1,0 @@
-"""Attention and operators in plain torch operations: they run everywhere."""

@@ -1,1 +1,0 @@
-"""Attention and operators by the Triton kernels."""
