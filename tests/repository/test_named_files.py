@@ -1,4 +1,5 @@
-"""Every file that a page of documentation names exists, and every link between pages leads somewhere."""
+"""Every file, and every name in it, that a page of documentation names exists, and every link between pages leads
+somewhere."""
 
 import re
 from pathlib import Path
@@ -16,6 +17,7 @@ PAGES = [name for name in FILES if name.endswith(".md")]
 ENDS = {name[place:] for name in FILES for place, before in enumerate("/" + name) if before == "/"}
 """All files, by their whole path and by each end of it that begins with a folder or file."""
 NAMED = re.compile(r"`((?:[\w.*-]+/)+[\w*-]+\.(?:py|lua|cpp|proto|sh|toml|yaml|md|Dockerfile))(?:::?\w+)?`")
+DEFINED = re.compile(r"`((?:[\w.-]+/)+[\w-]+\.(?:py|lua))::(\w+)`")
 LINK = re.compile(r"\]\(((?!https?:|#|mailto:)[^)\s]+)\)")
 
 
@@ -36,4 +38,15 @@ def test_named_files_exist_and_links_lead_somewhere() -> None:
         targets = {link.partition("#")[0] for link in LINK.findall(text)} - {""}
         wrong += [f"{page} links to {each}" for each in targets if not (ROOT / page).parent.joinpath(each).exists()]
     assert PAGES
+    assert wrong == []
+
+
+def test_names_are_defined_in_the_files_that_pages_say() -> None:
+    wrong = []
+    for page in PAGES:
+        for named, name in dict.fromkeys(DEFINED.findall((ROOT / page).read_text())):
+            texts = [(ROOT / file).read_text() for file in FILES if f"/{file}".endswith(f"/{named}")]
+            defined = re.compile(rf"^\s*(?:async def|def|class|local function) {name}\b|^{name}\b.* =", re.MULTILINE)
+            if not any(defined.search(text) for text in texts):
+                wrong.append(f"{page} names {name} of {named}")
     assert wrong == []
