@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from dataclasses import fields
 
 from pagestream_engine.kv_cache.block_pool import BlockPool
 from pagestream_engine.kv_cache.inspection import BlockMap, block_map
@@ -22,7 +21,7 @@ from pagestream_worker.telemetry import record_of
 
 SHARED_BLOCKS = 64
 REPEATS = 20
-STATS = EngineStats(**dict.fromkeys((field.name for field in fields(EngineStats)), 1))
+STATS = EngineStats(**dict.fromkeys(EngineStats.__struct_fields__, 1) | {"accepted_by_position": (1,)})  # type: ignore[arg-type]
 
 
 def full_pool(num_blocks: int, num_sequences: int) -> tuple[BlockPool, list[TokenSequence]]:

@@ -2,9 +2,9 @@
 
     PYTHONPATH=tests python tests/benchmarks/engine_process.py [--repeats 200] [--deaths 20]
 
-The first table has the medians of packing and reading one step's report, flattened as `stepping/wire.py` does and as
-pickled objects. The second figure is the time from SIGKILL of the process to the error in the worker, on an event loop
-that is otherwise idle.
+The first table has the medians of packing and reading one step's report, by the pipe's codec and as pickled objects.
+The second figure is the time from SIGKILL of the process to the error in the worker, on an event loop that is otherwise
+idle.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import pickle
 import signal
 import tempfile
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -25,12 +24,10 @@ from time import perf_counter
 from goals import print_goal
 from pagestream_engine import EngineConfig, SamplingParams, Sibling, StepOutput
 from pagestream_engine.stats import EngineStats
-from pagestream_telemetry.settings import TelemetrySettings
-from pagestream_worker import wire
 from pagestream_worker.engine_core import EngineProcess
-from pagestream_worker.messages import AddGroup, Figures, Program, StepDone
+from pagestream_worker.messages import REPORTS, AddGroup, Figures, StepDone
 from support.engines.arithmetic_model import make_folder
-from support.engines.arithmetic_worker import SlowRunner, arithmetic_engine
+from support.engines.arithmetic_worker import SlowRunner, arithmetic_program
 
 SIZES = (1, 64, 256, 1024)
 GOAL_SIZE = 256
@@ -38,7 +35,7 @@ GOAL_SIZE = 256
 
 def report(num_outputs: int) -> StepDone:
     """Return the report of a step of decodes, with ids as long as real ones."""
-    stats = EngineStats(**dict.fromkeys((field.name for field in fields(EngineStats)), 1))
+    stats = EngineStats(**dict.fromkeys(EngineStats.__struct_fields__, 1) | {"accepted_by_position": (1,)})  # type: ignore[arg-type]
     outputs = [
         StepOutput(f"2a97516c-0001-{number:032x}/abcdef0123456789/0", number, " word") for number in range(num_outputs)
     ]
@@ -60,10 +57,10 @@ def print_costs(repeats: int) -> None:
     print("outputs   bytes   pack ms   read ms   objects: pack ms   read ms")
     for size in SIZES:
         step = report(size)
-        body, plain = wire.pack(step)[wire.LENGTH.size :], pickle.dumps(step, 5)
+        body, plain = REPORTS.encode(step), pickle.dumps(step, 5)
         costs = [
-            median_ms(partial(wire.pack, step), repeats),
-            median_ms(partial(wire.unpack, body), repeats),
+            median_ms(partial(REPORTS.pack, step), repeats),
+            median_ms(partial(REPORTS.decode, body), repeats),
             median_ms(partial(pickle.dumps, step, 5), repeats),
             median_ms(partial(pickle.loads, plain), repeats),
         ]
@@ -74,8 +71,7 @@ def print_costs(repeats: int) -> None:
 
 async def notice_ms(folder: Path) -> float:
     """Kill an engine's process in its steps; return the time until the worker has the error."""
-    make_engine = partial(arithmetic_engine, folder, EngineConfig(), SlowRunner)
-    process = EngineProcess(Program(make_engine, TelemetrySettings(log_level="ERROR"), "e", None))
+    process = EngineProcess(arithmetic_program(folder, EngineConfig(), SlowRunner))
     await process.start()
     await asyncio.wrap_future(process.loaded)
     begun = asyncio.Event()

@@ -33,11 +33,12 @@ import pickle
 import pstats
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from time import thread_time
 
+import msgspec
 import torch
 from goals import print_goal
 from pagestream_engine import Engine, EngineConfig, SamplingParams, StepOutput
@@ -49,9 +50,8 @@ from pagestream_engine.stats import EngineStats
 from pagestream_streams import AppendKind, AppendOutcome
 from pagestream_streams.engine.append import append_arguments, slice_of
 from pagestream_streams.protocol.records import TokenOutcomes
-from pagestream_worker import wire
 from pagestream_worker.core_process import spare_what_lives
-from pagestream_worker.messages import AddGroup, Figures, StepDone
+from pagestream_worker.messages import REPORTS, AddGroup, Figures, StepDone
 from pagestream_worker.step_loop import PlainSequences
 from pagestream_worker.worker import StepOutputs
 from scheduler_step import make_tokenizer
@@ -241,7 +241,7 @@ async def append_ms(outputs: Sequence[StepOutput], stats: EngineStats, num_steps
     for number, output in enumerate(outputs):
         request_id = f"2a97516c-0001-{number:032x}"
         table.requests.start(claim(NONCE, request_id=request_id))
-        named.append(replace(output, seq_id=f"{request_id}/{NONCE}/0"))
+        named.append(msgspec.structs.replace(output, seq_id=f"{request_id}/{NONCE}/0"))
     figures = Figures(stats, 0.01, None, 5, is_busy=True)
     plain = PlainSequences()
     for output, command in zip(named, table.commands, strict=True):
@@ -251,9 +251,9 @@ async def append_ms(outputs: Sequence[StepOutput], stats: EngineStats, num_steps
     for step in range(1 + num_steps):
         started = thread_time()
         tokens, others = plain.split(named)
-        message = wire.pack(StepDone(others, 0.01, len(named), has_prompts=False, figures=figures, tokens=tokens))
+        message = REPORTS.encode(StepDone(others, 0.01, len(named), has_prompts=False, figures=figures, tokens=tokens))
         packed = thread_time()
-        report = wire.unpack(memoryview(message)[wire.LENGTH.size :])
+        report = REPORTS.decode(message)
         taken.take(report.outputs, report.tokens)
         taken.take_deferred()
         pending = table.requests.pending(APPEND_LIMIT)

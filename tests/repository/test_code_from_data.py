@@ -38,7 +38,6 @@ PIPES = {
     "pagestream_engine/executor/rank_process.py": "between an engine and its ranks on the same machine",
     "pagestream_engine/executor/nodes/follower.py": "to a rank on the same machine",
     "pagestream_worker/logs/token_logs.py": "from a process to itself, later",
-    "pagestream_worker/wire.py": "between a worker and the engine's process that it has started",
 }
 
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from fcntl import ioctl
-from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -55,7 +54,7 @@ from support.engines.arithmetic_worker import (
     Running,
     SlowRunner,
     accepted,
-    arithmetic_engine,
+    arithmetic_program,
     expected,
     read,
     running_worker,
@@ -207,12 +206,12 @@ class SilentRunner(ArithmeticRunner):
         return super().execute(plan)
 
 
-def refused_load() -> Engine:
+def refused_load(model: str, config: EngineConfig) -> Engine:
     """Load as with a wrong option."""
     raise ConfigError("block_size", 3, "a power of two")
 
 
-def broken_load() -> Engine:
+def broken_load(model: str, config: EngineConfig) -> Engine:
     """Load as with a broken library."""
     raise ImportError("libtorch.so is cut off")
 
@@ -251,8 +250,7 @@ class Owner:
 
 @asynccontextmanager
 async def running(folder: Path, runner: type[ArithmeticRunner] = ArithmeticRunner) -> AsyncIterator[Owner]:
-    make_engine = partial(arithmetic_engine, make_folder(folder), EngineConfig(), runner)
-    process = EngineProcess(Program(make_engine, TelemetrySettings(), "e", None))
+    process = EngineProcess(arithmetic_program(make_folder(folder), EngineConfig(), runner))
     await process.start()
     try:
         async with asyncio.timeout(LIMIT_S):
@@ -367,12 +365,12 @@ async def test_a_process_that_ends_itself_says_why(tmp_path: Path, runner: type[
 @pytest.mark.parametrize(
     ("load", "error", "words"),
     [
-        (refused_load, EngineError, "block_size: given 3"),
-        pytest.param(broken_load, EngineCoreError, "ImportError: libtorch", marks=pytest.mark.slow),
+        ("refused_load", EngineError, "block_size: given 3"),
+        pytest.param("broken_load", EngineCoreError, "ImportError: libtorch", marks=pytest.mark.slow),
     ],
 )
-async def test_the_error_of_a_load_is_the_futures(load: object, error: type[Exception], words: str) -> None:
-    process = EngineProcess(Program(load, TelemetrySettings(), "e", None))  # type: ignore[arg-type]
+async def test_the_error_of_a_load_is_the_futures(load: str, error: type[Exception], words: str) -> None:
+    process = EngineProcess(Program(f"{__name__}:{load}", "model", EngineConfig(), TelemetrySettings(), "e"))
     await process.start()
     try:
         async with asyncio.timeout(LIMIT_S):
@@ -385,16 +383,13 @@ async def test_the_error_of_a_load_is_the_futures(load: object, error: type[Exce
 
 PARENT = """
 import asyncio, sys, time
-from functools import partial
 from pathlib import Path
 from pagestream_engine import EngineConfig
-from pagestream_telemetry import TelemetrySettings
-from pagestream_worker import EngineProcess, Program
-from support.engines.arithmetic_worker import SlowRunner, arithmetic_engine
+from pagestream_worker import EngineProcess
+from support.engines.arithmetic_worker import SlowRunner, arithmetic_program
 
 async def main():
-    make_engine = partial(arithmetic_engine, Path(sys.argv[1]), EngineConfig(), SlowRunner)
-    process = EngineProcess(Program(make_engine, TelemetrySettings(), "e", None))
+    process = EngineProcess(arithmetic_program(Path(sys.argv[1]), EngineConfig(), SlowRunner))
     await process.start()
     await asyncio.wrap_future(process.loaded)
     print(process.pid, flush=True)

@@ -24,7 +24,7 @@ async def test_a_load_that_hangs_ends_with_its_process_and_one_that_stays_is_an_
     limits = {"PAGESTREAM_WORKER__LOAD_TIMEOUT_S": "0.1", "PAGESTREAM_WORKER__KILL_TIMEOUT_S": "1e-9"}
     hasty = load_settings(["model", "--redis", "redis://x"], limits)
     patient = load_settings(["model", "--redis", "redis://x"], {})
-    cores = Cores(hasty, hang)
+    cores = Cores(hasty, f"{__name__}:hang")
     try:
         async with asyncio.timeout(LIMIT_S):
             with pytest.raises(LoadTimeoutError, match="raise load_timeout_s"):

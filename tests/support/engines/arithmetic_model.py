@@ -12,9 +12,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Self
 
 import numpy as np
-from pagestream_engine import EngineConfig, SamplingParams
+from pagestream_engine import Engine, EngineConfig, SamplingParams
 from pagestream_engine.features.beams import BeamSearch
 from pagestream_engine.plan import HostMemory, KVSpec, PendingResult, StepLogprobs, StepPlan, StepResult, make_layout
 from pagestream_engine.request import LogprobRow
@@ -88,6 +89,15 @@ class ArithmeticRunner:
         self.kv_layout = replace(layout, separates_outputs=facts.separates_outputs)
         self._pages: list[Page] = []
         self._host_pages: list[Page] = []
+
+    @classmethod
+    def engine(cls, model: str | Path, config: EngineConfig) -> Engine:
+        """Make an engine with such a runner, as a worker's process is told to."""
+        return Engine(model, config, make_runner=cls._made)
+
+    @classmethod
+    def _made(cls, _: Path, config: EngineConfig) -> Self:
+        return cls(config, ArithmeticFacts())
 
     @property
     def fingerprint(self) -> str:

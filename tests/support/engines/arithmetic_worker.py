@@ -80,23 +80,24 @@ class Running:
             await self.task
 
 
+def arithmetic_program(folder: Path, config: EngineConfig, runner: type[ArithmeticRunner]) -> Program:
+    """Return what an engine's process is told, to make an engine with an arithmetic model."""
+    name = f"{runner.__module__}:{runner.__qualname__}.engine"
+    return Program(name, str(folder), config, TelemetrySettings(log_level="ERROR"), "worker")
+
+
 def arithmetic_engine(folder: Path, config: EngineConfig, runner: type[ArithmeticRunner]) -> Engine:
     """Make an engine with an arithmetic model."""
-    return Engine(folder, config, make_runner=partial(_make_runner, runner))
-
-
-def _make_runner(runner: type[ArithmeticRunner], _: Path, config: EngineConfig) -> ArithmeticRunner:
-    return runner(config, FACTS)
+    return runner.engine(folder, config)
 
 
 async def started_core(folder: Path, config: EngineConfig, runner: type[ArithmeticRunner], kind: str) -> EngineCore:
     """Start an engine in a process of its own, or inline."""
-    make_engine = partial(arithmetic_engine, folder, config, runner)
     if kind == "inline":
-        thread = EngineThread(make_engine)
+        thread = EngineThread(partial(arithmetic_engine, folder, config, runner))
         thread.start()
         return thread
-    process = EngineProcess(Program(make_engine, TelemetrySettings(), "worker", None))
+    process = EngineProcess(arithmetic_program(folder, config, runner))
     await process.start()
     return process
 

@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 from pagestream_engine import Engine, EngineConfig
@@ -66,17 +65,15 @@ def token_at(place: int) -> int:
     return 10 + place % 100
 
 
-def paced_engine(model: str | Path, config: EngineConfig, *, step_s: float, poison: int = -1) -> Engine:
-    """Return an engine whose model takes `step_s` seconds a step."""
+def paced_engine(model: str | Path, config: EngineConfig) -> Engine:
+    """Return an engine whose model takes as many seconds a step as the environment says."""
+    step_s, poison = float(os.environ[PACE]), int(os.environ.get(POISON, "-1"))
     return Engine(model, config, make_runner=lambda folder, config: PacedRunner(folder, config, step_s, poison))
 
 
 def main() -> int:
     """Run the worker's command; returns its exit code."""
-    from support.engines import paced_worker  # what is pickled must not be named after __main__
-
-    options = {"step_s": float(os.environ[PACE]), "poison": int(os.environ.get(POISON, "-1"))}
-    return worker.main(make_engine=partial(paced_worker.paced_engine, **options))
+    return worker.main(make_engine="support.engines.paced_worker:paced_engine")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ __all__ = [
     "InvalidRequest",
     "InvalidSamplingParams",
     "InvariantViolation",
+    "MessageError",
     "ModelError",
     "ModelFileError",
     "ModelNotFound",
@@ -80,6 +81,10 @@ class RankLost(ExecutorDied):
         RuntimeError.__init__(
             self, f"rank {rank} of {size} {how}, and the others were ended; restart_executor() starts another group"
         )
+
+
+class MessageError(EngineError, ValueError):
+    """A message between processes of an engine can't be sent, or what came is none."""
 
 
 class NodeError(EngineError, RuntimeError):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from pagestream_engine.detokenizer import IncrementalDetokenizer, Pieces, StopStringMatcher, is_fault_of_request
-from pagestream_engine.errors import InvalidRequest
+from pagestream_engine.errors import InvalidRequest, RequestFault
 from pagestream_engine.plan import Float32Array, ScheduledStep, StepLogprobs, StepPromptLogprobs, StepResult
 from pagestream_engine.request import LogprobRow, SequenceState, StepOutput, TokenLogprob, TokenSequence
 from pagestream_engine.sampling_params import STATES_DTYPE
@@ -327,7 +327,8 @@ def ended_prompt(seq: TokenSequence, states: Float32Array | None) -> StepOutput:
 
 def failed_output(seq: TokenSequence, error: str, token_id: int | None = None) -> StepOutput:
     """Return the end of a sequence that failed, with the token that it failed at, if there is one."""
-    return StepOutput(seq.seq_id, token_id, "", "error", None, seq.num_cached_tokens, error)
+    is_fault = isinstance(error, RequestFault)
+    return StepOutput(seq.seq_id, token_id, "", "error", None, seq.num_cached_tokens, error, is_fault)
 
 
 def _failed_by(error: BaseException, seq: TokenSequence, token_id: int | None) -> StepOutput:

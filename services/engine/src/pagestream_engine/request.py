@@ -12,6 +12,8 @@ from enum import Enum, auto
 from hashlib import sha256
 from typing import NamedTuple
 
+import msgspec
+
 from pagestream_engine.errors import InvalidRequest
 from pagestream_engine.sampling_params import OF_WHOLE_PROMPTS, SamplingParams
 
@@ -364,8 +366,7 @@ class TokenLogprob(NamedTuple):
     """The token alone, special ones shown; U+FFFD for bytes that are no character."""
 
 
-@dataclass(slots=True)
-class StepOutput:
+class StepOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     """What one step did for one sequence.
 
     A finishing output carries the last token too. A sequence that failed may finish without a token.
@@ -383,6 +384,9 @@ class StepOutput:
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache had."""
     error: str | None = None
+    """Why it failed."""
+    is_request_fault: bool = False
+    """Whether its request is at fault (see `RequestFault`): another engine would fail it as well."""
     logprobs: tuple[TokenLogprob, ...] | None = None
     """The token itself, then the likeliest ones; None where they were not asked for."""
     prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None

@@ -49,6 +49,7 @@ class SamplingParams(SamplingFields):
             that can't be set keeps its value.
     """
 
+    structured_outputs: StructuredOutputsParams | None = None
     has_penalties: bool = field(init=False, repr=False, compare=False)
     """Whether any of the three penalties does something."""
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
+class EngineStats(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A snapshot. Counters count from the engine's start."""
 
     num_running: int

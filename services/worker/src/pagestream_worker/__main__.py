@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import uvloop
 from pagestream_engine.config import EngineConfig
-from pagestream_engine.engine import Engine
 from pagestream_engine.errors import EngineError, NodeError
 from pagestream_engine.executor.nodes import follower
 from pagestream_streams import StreamsSettings
@@ -27,8 +26,8 @@ from pagestream_telemetry.settings import TelemetrySettings
 from setproctitle import setproctitle
 
 from pagestream_worker.card import ModelCardError
-from pagestream_worker.core_process import EngineFactory
 from pagestream_worker.engine_core import EngineCoreError
+from pagestream_worker.messages import ENGINE
 from pagestream_worker.process import run_process
 from pagestream_worker.serving_models import EXIT_FAILED
 from pagestream_worker.settings import (
@@ -54,7 +53,7 @@ def check_address(url: str) -> None:
         raise ValueError(f"--redis: {error}") from error
 
 
-def main(arguments: Sequence[str] | None = None, make_engine: EngineFactory = Engine) -> int:
+def main(arguments: Sequence[str] | None = None, make_engine: str = ENGINE) -> int:
     """Run the command; returns its exit code."""
     try:
         node = node_settings(arguments, os.environ)

@@ -11,7 +11,9 @@ import signal
 import socket
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import Any
 
 from pagestream_engine.config import EngineConfig
@@ -20,11 +22,13 @@ from pagestream_engine.errors import ConfigError, EngineError, ModelError, Model
 from pagestream_engine.executor.child import die_with_parent
 from pagestream_engine.models.folder import model_revision, resolve_model
 from pagestream_engine.models.tokenizer import load_tokenizer
+from pagestream_engine.wire.codec import Frames
 from pagestream_telemetry.logs import configure_logs
 from setproctitle import setproctitle
 
-from pagestream_worker import wire
 from pagestream_worker.messages import (
+    COMMANDS,
+    REPORTS,
     Ended,
     EngineFacts,
     InspectModel,
@@ -54,8 +58,8 @@ class Connection:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
-        self._frames = wire.Frames()
-        self._received: list[bytes] = []
+        self._frames = Frames(COMMANDS)
+        self._received: deque[Any] = deque()
         self._sending = threading.Lock()
         self._steps_ahead = StepsAhead()
 
@@ -66,14 +70,14 @@ class Connection:
             if not data:
                 os._exit(0)
             self._received.extend(self._frames.feed(data))
-        return wire.unpack(self._received.pop(0))
+        return self._received.popleft()
 
     def report(self, report: Report) -> None:
         """Send a report. Blocks while the worker has not taken the last STEPS_AHEAD steps, or the buffer is full.
 
         Both last until the worker reads, or its end of the connection closes: that ends this process (see `read`).
         """
-        message = wire.pack(report)
+        message = REPORTS.pack(report)
         with self._sending:
             self._socket.sendall(message)
         self._steps_ahead.wait(report)
@@ -87,7 +91,7 @@ class Commands(threading.Thread):
     """Reads commands until the process ends."""
 
     def __init__(
-        self, connection: Connection, queue: CommandQueue, profiler: StepProfiler | None, config: EngineConfig | None
+        self, connection: Connection, queue: CommandQueue, profiler: StepProfiler | None, config: EngineConfig
     ) -> None:
         super().__init__(name="commands", daemon=True)
         self._connection, self._queue, self._profiler, self._config = connection, queue, profiler, config
@@ -113,12 +117,9 @@ class Commands(threading.Thread):
 
     def _inspect(self, source: str) -> None:
         """Read a model on a thread of its own: its storage may hang, and the engine's commands must not wait for it."""
-        config = self._config
-        if config is None:
-            raise RuntimeError("a model is to be inspected, and no configuration was given")
 
         def answer() -> None:
-            self._connection.report(inspect_model(source, config, is_deterministic=self.is_deterministic))
+            self._connection.report(inspect_model(source, self._config, is_deterministic=self.is_deterministic))
 
         threading.Thread(target=answer, name="inspect a model", daemon=True).start()
 
@@ -130,7 +131,7 @@ def run(connection: Connection, program: Program) -> int:
     commands = Commands(connection, queue, profiler, program.config)
     commands.start()
     try:
-        engine = program.make_engine()
+        engine = load_engine(program.make_engine, program.model, program.config)
         commands.is_deterministic = engine.is_deterministic
         connection.report(Loaded(EngineFacts.of(engine)))
     except EngineError as error:
@@ -160,7 +161,7 @@ def serve(end: socket.socket, parent: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     die_with_parent(parent)
     connection = Connection(end)
-    sys.path[:] = connection.read()
+    sys.path[:] = connection.read().path
     message = connection.read()
     if isinstance(message, Preload):
         importlib.import_module(message.module)
@@ -195,17 +196,16 @@ def main() -> None:
     serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
 
 
-EngineFactory = Callable[[str, EngineConfig], Engine]
-"""Makes an engine from a model and settings; picklable where the engine gets a process of its own."""
-
-
-def load_engine(make_engine: EngineFactory, model: str, config: EngineConfig) -> Engine:
+def load_engine(make_engine: str, model: str, config: EngineConfig) -> Engine:
     """Load the model.
+
+    Args:
+        make_engine: see `Program.make_engine`.
 
     Raises:
         EngineError: the model can't be loaded with these settings.
     """
-    engine = make_engine(model, config)
+    engine: Engine = resolve_name(make_engine)(model, config)
     spare_what_lives()
     return engine
 

@@ -24,14 +24,16 @@ from math import inf
 from typing import Protocol, TypeVar, cast
 
 from pagestream_engine.engine import Engine
-from pagestream_engine.errors import EngineError, ModelError, RankLost
+from pagestream_engine.errors import EngineError, MessageError, ModelError, RankLost
 from pagestream_engine.kv_cache.inspection import BlockMap
 from pagestream_engine.request import StepOutput
+from pagestream_engine.wire.codec import Frames
 from pagestream_streams.fault_points import FaultPoint, reach
 
-from pagestream_worker import wire
 from pagestream_worker.messages import (
+    COMMANDS,
     NO_TOKENS,
+    REPORTS,
     AbortSequences,
     AddGroup,
     Awoken,
@@ -52,6 +54,7 @@ from pagestream_worker.messages import (
     ReadBlocks,
     Refused,
     Report,
+    Start,
     StartProfile,
     StepBegun,
     StepDone,
@@ -366,9 +369,11 @@ class EngineProcess:
         with theirs:
             started = self._child = launch(theirs)
         threading.Thread(target=self._wait, args=(started, loop), name="engine's process", daemon=True).start()
-        transport, _ = await loop.create_unix_connection(lambda: _Reports(self._take, self._lost), sock=ours)
+        transport, _ = await loop.create_unix_connection(
+            lambda: _Reports(self._take, self._unreadable, self._lost), sock=ours
+        )
         self._transport = cast(asyncio.WriteTransport, transport)
-        self._send(sys.path)
+        self._send(Start(sys.path))
         if load and self._program is not None:
             self.load()
         else:
@@ -477,7 +482,7 @@ class EngineProcess:
 
     def _send(self, message: object) -> None:
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(wire.pack(message))
+            self._transport.write(COMMANDS.pack(message))
 
     # -- from the process --
 
@@ -504,6 +509,13 @@ class EngineProcess:
                 self._acknowledgements.note(report)
 
     # -- its end --
+
+    def _unreadable(self, error: MessageError) -> None:
+        """End a process that sends what is no report: nothing after it can be read."""
+        if not self.ended.done():
+            logger.critical("the engine's process sent what can't be read: %s", error, extra={"pid": self.pid})
+            self._end(EngineCoreError(f"the engine's process {self.pid} sent what can't be read: {error}"))
+        self.close()
 
     def _wait(self, started: Child, loop: asyncio.AbstractEventLoop) -> None:
         code = started.wait()
@@ -565,13 +577,18 @@ def _load_error(report: LoadFailed) -> Exception:
 class _Reports(asyncio.Protocol):
     """Receives reports on the event loop."""
 
-    def __init__(self, take: Callable[[Report], None], lost: Callable[[], None]) -> None:
-        self._take, self._lost = take, lost
-        self._frames = wire.Frames()
+    def __init__(
+        self, take: Callable[[Report], None], unreadable: Callable[[MessageError], None], lost: Callable[[], None]
+    ) -> None:
+        self._take, self._unreadable, self._lost = take, unreadable, lost
+        self._frames = Frames(REPORTS)
 
     def data_received(self, data: bytes) -> None:
-        for body in self._frames.feed(data):
-            self._take(wire.unpack(body))
+        try:
+            for report in self._frames.feed(data):
+                self._take(report)
+        except MessageError as error:
+            self._unreadable(error)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._lost()

@@ -1,26 +1,28 @@
 """What goes between a worker and its engine, which may be in another process: commands to it, and its reports.
 
-All records are picklable, see `wire`. `Program`, `Preload` and `StepsTaken` exist only between the two processes.
+`COMMANDS` and `REPORTS` make frames of them for a pipe, where alone there are `Start`, `Program`, `Preload` and
+`StepsTaken`.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self, get_args
 
+import msgspec
+from pagestream_engine.config import EngineConfig
 from pagestream_engine.kv_cache.inspection import BlockMap
 from pagestream_engine.models.folder import model_revision
 from pagestream_engine.plan import KVLayout
 from pagestream_engine.request import Sibling, StepOutput
 from pagestream_engine.stats import EngineStats
+from pagestream_engine.wire.codec import Codec
+from pagestream_telemetry.settings import TelemetrySettings
 
 if TYPE_CHECKING:
-    from pagestream_engine.config import EngineConfig
     from pagestream_engine.engine import Engine
-    from pagestream_telemetry.settings import TelemetrySettings
 
 
 class TokenColumns(NamedTuple):
@@ -57,11 +59,16 @@ class TokenColumns(NamedTuple):
         return cls(array("q", logs).tobytes(), array("i", token_ids).tobytes(), array("i", lengths).tobytes(), text)
 
 
+ENGINE = "pagestream_engine.engine:Engine"
+"""What makes an engine, see `Program.make_engine`."""
 NO_TOKENS = TokenColumns(b"", b"", b"", b"")
 
 
-@dataclass(frozen=True)
-class AdapterName:
+class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A command, a report, or a part of one."""
+
+
+class AdapterName(Message, frozen=True):
     """A LoRA adapter as a request names it."""
 
     name: str
@@ -69,8 +76,7 @@ class AdapterName:
     revision: str
 
 
-@dataclass(frozen=True)
-class AddGroup:
+class AddGroup(Message, frozen=True):
     """Run the choices of one prompt, or go on with those that have output tokens already."""
 
     prompt_token_ids: Sequence[int]
@@ -91,60 +97,51 @@ class AddGroup:
     sequence without logprobs only."""
 
 
-@dataclass(frozen=True)
-class AbortSequences:
+class AbortSequences(Message, frozen=True):
     """Abort sequences; unknown ones are no error."""
 
     seq_ids: Sequence[str]
 
 
-@dataclass(frozen=True)
-class SetLimits:
+class SetLimits(Message, frozen=True):
     """Change what `Engine.set_limits` does."""
 
     max_num_seqs: int
     saves_blocks: bool
 
 
-@dataclass(frozen=True)
-class ReadBlocks:
+class ReadBlocks(Message, frozen=True):
     """Report the map of the blocks; the answer is a `BlockMap`."""
 
 
-@dataclass(frozen=True)
-class StepMarked:
+class StepMarked(Message, frozen=True):
     """Let the step of a `StepBegun` that waits run: Redis has the mark of its requests."""
 
     number: int
 
 
-@dataclass(frozen=True)
-class StartProfile:
+class StartProfile(Message, frozen=True):
     """Profile the next steps; the answer is a `ProfileAnswer`."""
 
     steps: int
 
 
-@dataclass(frozen=True)
-class InspectModel:
+class InspectModel(Message, frozen=True):
     """Read the configuration and the headers of another model; the answer is a `ModelInspected`."""
 
     source: str
     """Its folder or repository."""
 
 
-@dataclass(frozen=True)
-class FallAsleep:
+class FallAsleep(Message, frozen=True):
     """Abort all sequences, and release the memory but for the weights. Answers: `OutputsEnded`, then `FellAsleep`."""
 
 
-@dataclass(frozen=True)
-class WakeUp:
+class WakeUp(Message, frozen=True):
     """Take that memory again; the answer is an `Awoken`."""
 
 
-@dataclass(frozen=True)
-class Stop:
+class Stop(Message, frozen=True):
     """End after the current step."""
 
 
@@ -162,8 +159,7 @@ Command = (
 )
 
 
-@dataclass(frozen=True)
-class ModelFacts:
+class ModelFacts(Message, frozen=True):
     """What gateways know of a model beside its files."""
 
     max_model_len: int
@@ -178,8 +174,7 @@ class ModelFacts:
     """Whether LoRA adapters may change it."""
 
 
-@dataclass(frozen=True)
-class EngineFacts(ModelFacts):
+class EngineFacts(ModelFacts, frozen=True):
     """What is fixed once the model is loaded."""
 
     kv_layout: KVLayout
@@ -222,8 +217,7 @@ class EngineFacts(ModelFacts):
         )
 
 
-@dataclass(frozen=True)
-class GpuUse:
+class GpuUse(Message, frozen=True):
     """A reading of the devices of this machine that an engine computes on."""
 
     memory_bytes: int
@@ -232,8 +226,7 @@ class GpuUse:
     """Share of the last sampling period in which they computed, in [0, 1]; None without NVIDIA's library."""
 
 
-@dataclass(frozen=True)
-class Figures:
+class Figures(Message, frozen=True):
     """The engine's figures at one moment. A report of its own where no step follows a command, and as a heartbeat."""
 
     stats: EngineStats
@@ -252,15 +245,13 @@ class Figures:
         return cls(facts.stats, 0.0, None, 0, is_busy=False)
 
 
-@dataclass(frozen=True)
-class Loaded:
+class Loaded(Message, frozen=True):
     """The model is loaded. The first report."""
 
     facts: EngineFacts
 
 
-@dataclass(frozen=True)
-class LoadFailed:
+class LoadFailed(Message, frozen=True):
     """The model can't be loaded. The only report."""
 
     error: str
@@ -270,8 +261,7 @@ class LoadFailed:
     """Whether files or options are at fault, see `stepping.loading.is_permanent`."""
 
 
-@dataclass(frozen=True)
-class StepBegun:
+class StepBegun(Message, frozen=True):
     """A step with prompts, or one that a request enters or leaves unfinished, is about to run."""
 
     number: int
@@ -287,8 +277,7 @@ class StepBegun:
     figures: Figures
 
 
-@dataclass(frozen=True)
-class StepDone:
+class StepDone(Message, frozen=True):
     """A step has run, or the first of two steps in flight was launched."""
 
     outputs: Sequence[StepOutput]
@@ -302,15 +291,13 @@ class StepDone:
     """Plain tokens, which are not among the outputs. A sequence's come before its output."""
 
 
-@dataclass(frozen=True)
-class Refused:
+class Refused(Message, frozen=True):
     """A group could not be added; each of its sequences ends with the error."""
 
     outputs: Sequence[StepOutput]
 
 
-@dataclass(frozen=True)
-class ProfileAnswer:
+class ProfileAnswer(Message, frozen=True):
     """The answer to `StartProfile`."""
 
     path: str = ""
@@ -319,8 +306,7 @@ class ProfileAnswer:
     """Why there is none."""
 
 
-@dataclass(frozen=True)
-class ModelInspected:
+class ModelInspected(Message, frozen=True):
     """The answer to `InspectModel`."""
 
     source: str
@@ -332,21 +318,18 @@ class ModelInspected:
     """Whether files or options are at fault; False: the error may pass, such as one of storage or of the network."""
 
 
-@dataclass(frozen=True)
-class OutputsEnded:
+class OutputsEnded(Message, frozen=True):
     """The first answer to `FallAsleep`: no output follows until a command after `WakeUp`."""
 
 
-@dataclass(frozen=True)
-class FellAsleep:
+class FellAsleep(Message, frozen=True):
     """The second answer to `FallAsleep`."""
 
     error: str = ""
     """Why the engine is of no use any more; "" where it sleeps."""
 
 
-@dataclass(frozen=True)
-class Awoken:
+class Awoken(Message, frozen=True):
     """The answer to `WakeUp`."""
 
     error: str = ""
@@ -354,8 +337,7 @@ class Awoken:
     duration_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(Message, frozen=True):
     """The engine has ended. The last report."""
 
     error: str = ""
@@ -381,35 +363,47 @@ Report = (
 )
 
 
-@dataclass(frozen=True)
-class Program:
-    """What the process is told after its start."""
+class Start(Message, frozen=True):
+    """What the process is told first."""
 
-    make_engine: Callable[[], Engine]
-    """Picklable: a function of a module, or a partial of one."""
+    path: Sequence[str]
+    """`sys.path` of the worker."""
+
+
+class Program(Message, frozen=True):
+    """What the process is told to load."""
+
+    make_engine: str
+    """`module:name` of a function of model and configuration that returns the engine."""
+    model: str
+    """Its folder or repository."""
+    config: EngineConfig
+    """Also what other models are inspected for."""
     telemetry: TelemetrySettings
     """For its logs."""
     engine_id: str
     """For the names of profiles."""
-    profile_dir: Path | None
+    profile_dir: Path | None = None
     """Folder for profiles; None: there are none."""
-    config: EngineConfig | None = None
-    """That other models are inspected for; None: none are."""
 
 
-@dataclass(frozen=True)
-class Preload:
+class Preload(Message, frozen=True):
     """What the process of a standby is told before its program."""
 
     module: str
     """To be imported, with torch and whatever else that needs."""
 
 
-@dataclass(frozen=True)
-class StepsTaken:
+class StepsTaken(Message, frozen=True):
     """The worker has taken the reports of `count` further steps. Between an `EngineProcess` and its process."""
 
     count: int
+
+
+COMMANDS = Codec(*get_args(Command), Start, Program, Preload, StepsTaken)
+"""To the engine's process."""
+REPORTS = Codec(*get_args(Report))
+"""To the worker."""
 
 
 def request_id_of(seq_id: str) -> str:

@@ -12,16 +12,15 @@ import threading
 import time
 from contextlib import ExitStack, suppress
 
-from pagestream_engine.engine import Engine
 from pagestream_engine.models.folder import resolve_model
 from pagestream_streams import Broker
 from pagestream_telemetry.endpoint import Endpoint, Probes
 from pagestream_telemetry.process import process_age_s, running_telemetry
 
 from pagestream_worker.card import build_card
-from pagestream_worker.core_process import EngineFactory
 from pagestream_worker.engine_core import EngineCore
 from pagestream_worker.logs.library import load_library
+from pagestream_worker.messages import ENGINE
 from pagestream_worker.model_sharing import ModelHost
 from pagestream_worker.serving_models import (
     Cores,
@@ -39,11 +38,11 @@ from pagestream_worker.telemetry import SERVICE, Health
 logger = logging.getLogger(__name__)
 
 
-async def run_process(settings: ProcessSettings, make_engine: EngineFactory = Engine) -> None:
+async def run_process(settings: ProcessSettings, make_engine: str = ENGINE) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Args:
-        make_engine: makes the engine; picklable where it gets a process of its own.
+        make_engine: see `Program.make_engine`.
 
     Raises:
         EngineError: the model can't be loaded with these settings.

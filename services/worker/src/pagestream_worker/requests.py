@@ -47,7 +47,7 @@ from pagestream.v1.records_pb2 import (
 from pagestream.v1.records_pb2 import (
     ReasoningMarks as ReasoningMessage,
 )
-from pagestream_engine.errors import InvalidRequest, RequestFault
+from pagestream_engine.errors import InvalidRequest
 from pagestream_engine.features.pooling.config import IDENTITY, SIGMOID, SOFTMAX, probabilities_of, vector_of
 from pagestream_engine.request import Sibling, StepOutput, TokenLogprob
 from pagestream_engine.sampling_params import (
@@ -250,7 +250,7 @@ class ActiveRequests:
         reach(FaultPoint.LAST_TOKEN)
         self._budget.release([output.seq_id])
         if output.error is not None:
-            code = error_code(output.error)
+            code = error_code(output)
             level = logging.INFO if code == INVALID_REQUEST else logging.ERROR
             logger.log(level, "failed: %s", output.error, extra=_log_fields(request))
             self._telemetry.failed(request.request_id, code)
@@ -396,9 +396,9 @@ def _shape(spec: RequestSpec) -> RequestShape:
     return RequestShape(num_prompt_tokens, spec.tenant, most_output_tokens(spec))
 
 
-def error_code(error: str) -> str:
-    """Return the code of what a sequence ended with: whether its request is at fault."""
-    return INVALID_REQUEST if isinstance(error, RequestFault) else "engine_error"
+def error_code(output: StepOutput) -> str:
+    """Return the code of the error that a sequence ended with: whether its request is at fault."""
+    return INVALID_REQUEST if output.is_request_fault else "engine_error"
 
 
 @dataclass(frozen=True)
@@ -591,7 +591,7 @@ class RunningRequest:
         stop_reason = "" if output.stop_reason is None else str(output.stop_reason)
         self._write_finish(choice, reason, stop_reason, output.text)
         if output.error is not None:
-            self.fail(error_code(output.error), output.error)
+            self.fail(error_code(output), output.error)
         self.end_if_complete()
 
     def _write_finish(self, choice: int, reason: FinishReason, stop_reason: str, text: str) -> None:

@@ -22,7 +22,7 @@ from pagestream_streams.errors import Unavailable
 from pagestream_telemetry.process import Telemetry, process_age_s
 
 from pagestream_worker.card import build_card
-from pagestream_worker.core_process import EngineFactory, load_engine, spare_what_lives
+from pagestream_worker.core_process import load_engine, spare_what_lives
 from pagestream_worker.engine_core import EngineCore, EngineCoreError, EngineProcess, EngineThread
 from pagestream_worker.messages import EngineFacts, ModelFacts, Program
 from pagestream_worker.profiler import StepProfiler
@@ -69,10 +69,10 @@ class Cores:
     """The engine that runs, and the one that is about to.
 
     Args:
-        make_engine: makes the engine; picklable where it gets a process of its own.
+        make_engine: see `Program.make_engine`.
     """
 
-    def __init__(self, settings: ProcessSettings, make_engine: EngineFactory) -> None:
+    def __init__(self, settings: ProcessSettings, make_engine: str) -> None:
         self._settings = settings
         self._make_engine = make_engine
         self._prepared: EngineProcess | None = None
@@ -91,7 +91,7 @@ class Cores:
             spare_what_lives()
             return process
         profiler = None if worker.profile_dir is None else StepProfiler(worker.profile_dir, worker.engine_id)
-        thread = EngineThread(program.make_engine, profiler)
+        thread = EngineThread(partial(load_engine, program.make_engine, program.model, program.config), profiler)
         self.current = thread
         if worker.standby != IMPORTED:
             thread.load()
@@ -132,10 +132,9 @@ class Cores:
                 each.close()
 
     def _program(self, source: str) -> Program:
-        settings = self._settings
-        load = partial(load_engine, self._make_engine, source, settings.engine)
-        worker = settings.worker
-        return Program(load, settings.telemetry, worker.engine_id, worker.profile_dir, settings.engine)
+        settings, worker = self._settings, self._settings.worker
+        telemetry = settings.telemetry
+        return Program(self._make_engine, source, settings.engine, telemetry, worker.engine_id, worker.profile_dir)
 
 
 EXIT_FAILED = 1

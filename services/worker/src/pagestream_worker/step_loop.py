@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import inf
 
 from pagestream_engine.engine import Engine
-from pagestream_engine.errors import AdapterError, InvalidRequest, RequestFault, SleepFailed
+from pagestream_engine.errors import AdapterError, InvalidRequest, SleepFailed
 from pagestream_engine.output import REPLAY_TOKENS
 from pagestream_engine.plan import ScheduledStep
 from pagestream_engine.request import Request, Sibling, StepOutput, sibling_id
@@ -342,8 +342,8 @@ def _seq_ids(command: AddGroup) -> set[str]:
 
 
 def _refused(sibling: Sibling, error: InvalidRequest | AdapterError) -> StepOutput:
-    reason = RequestFault(error) if isinstance(error, InvalidRequest) else str(error)
-    return StepOutput(sibling.seq_id, token_id=None, text="", finish_reason="error", error=reason)
+    is_fault = isinstance(error, InvalidRequest)
+    return StepOutput(sibling.seq_id, None, "", "error", error=str(error), is_request_fault=is_fault)
 
 
 @dataclass(frozen=True)

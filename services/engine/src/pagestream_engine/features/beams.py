@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from pagestream_engine.detokenizer import Pieces
-from pagestream_engine.errors import InvalidRequest
+from pagestream_engine.errors import InvalidRequest, RequestFault
 from pagestream_engine.kv_cache.manager import CacheManager
 from pagestream_engine.output import Generation, output_of, with_logprobs
 from pagestream_engine.plan import KVLayout
@@ -193,7 +193,8 @@ class Searches:
 
 def _failed(answer: Answer, error: str) -> StepOutput:
     seq = answer.generation.seq
-    return StepOutput(seq.seq_id, None, "", "error", None, seq.num_cached_tokens, error)
+    is_fault = isinstance(error, RequestFault)
+    return StepOutput(seq.seq_id, None, "", "error", None, seq.num_cached_tokens, error, is_fault)
 
 
 MAX_END_TOKENS = 64
