@@ -43,8 +43,7 @@ import torch
 from goals import print_goal
 from pagestream_engine import Engine, EngineConfig, SamplingParams, StepOutput
 from pagestream_engine.plan import PendingResult, ScheduledStep, StepPlan, StepResult
-from pagestream_engine.runner.persistent_batch import PersistentBatch
-from pagestream_engine.runner.results import pending_result
+from pagestream_engine.runner.batch import PersistentBatch, pending_result
 from pagestream_engine.sampler import Sampled
 from pagestream_engine.stats import EngineStats
 from pagestream_streams import AppendKind, AppendOutcome

@@ -10,7 +10,7 @@ from machine_limits import clock
 from pagestream_engine.attention import AttentionBatch, AttentionSpec
 from pagestream_engine.layers.linear import Activation, LinearMethod
 from pagestream_engine.runner import ModelRunner
-from pagestream_engine.runner.persistent_batch import PersistentBatch
+from pagestream_engine.runner.batch import PersistentBatch
 from pagestream_engine.sampler import SamplingBatch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

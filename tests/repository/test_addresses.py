@@ -25,9 +25,9 @@ READERS = {"data_ptr", "addressof", "__cuda_array_interface__", "__dlpack__", "C
 KEPT = {
     "pagestream_engine/features/lora/additions.py NativeAdditions.put": "a CPU's matrices; AdapterPool.empty_slots",
     "pagestream_engine/models/general/masks.py MaskRecorder.make": "for one pass of the probe, which holds the tensors",
-    "pagestream_engine/runner/recorder.py CudaGraphRecorder.__init__": "as `begin`",
-    "pagestream_engine/runner/recorder.py CudaGraphRecorder.begin": "ModelRunner.sleep drops the graphs of a pool",
-    "pagestream_engine/runner/recorder.py CudaGraphRecorder.record": "ModelRunner.sleep drops the graphs",
+    "pagestream_engine/runner/graphs.py CudaGraphRecorder.__init__": "as `begin`",
+    "pagestream_engine/runner/graphs.py CudaGraphRecorder.begin": "ModelRunner.sleep drops the graphs of a pool",
+    "pagestream_engine/runner/graphs.py CudaGraphRecorder.record": "ModelRunner.sleep drops the graphs",
     "pagestream_kernels/linear/lora_table.py LoraTable.put": "AdapterPool.empty_slots",
 }
 """Who keeps addresses beyond a call, and what empties it."""

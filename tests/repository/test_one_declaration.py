@@ -14,7 +14,7 @@ MOST_NAMED_TOGETHER = 6
 """Of one declaration in a list, a class or a parser: more is a list by hand."""
 ALLOWED = {
     "services/options/src/pagestream_options",
-    "services/engine/src/pagestream_engine/runner/fingerprint.py",  # hashes what was settled, not what was given
+    "services/engine/src/pagestream_engine/runner/numerics.py",  # hashes what was settled, not what was given
     "services/pagestream/src/pagestream_cli/serve/vllm_flags.py",  # flags of vLLM's, with what becomes of each
     "services/gateway/src/pagestream_gateway/anthropic/body.py",  # what messages don't have
     "services/gateway/src/pagestream_gateway/openai/responses/body.py",  # what responses don't have

@@ -18,7 +18,7 @@ import pytest
 import torch
 from pagestream_engine import ConfigError, Engine, EngineConfig, SamplingParams, Sibling
 from pagestream_engine.runner import CudaGraphRecorder, EagerRecorder, ModelRunner, Step
-from pagestream_engine.runner.decode_graphs import graph_sizes
+from pagestream_engine.runner.graphs import graph_sizes
 from pagestream_engine.transfers import PackedUpload
 from support.engines.tiny_models import random_prompts
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -130,7 +130,7 @@ def test_packed_uploads_serve_recorded_steps_two_in_flight(
 ) -> None:
     options = {"num_gpu_blocks_override": 16, "async_scheduling": True}
     expected, _ = _generate(model_of("gemma3"), None, **options)
-    monkeypatch.setattr("pagestream_engine.runner.persistent_batch.upload_to", PackedUpload)
+    monkeypatch.setattr("pagestream_engine.runner.batch.upload_to", PackedUpload)
     tokens, _ = _generate(model_of("gemma3"), CountingRecorder(), **options)
     assert tokens == expected
 

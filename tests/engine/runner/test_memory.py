@@ -13,13 +13,13 @@ from pagestream_engine import ConfigError, EngineConfig, ModelTooLarge, OutOfMem
 from pagestream_engine.attention import CacheShape, KVStore
 from pagestream_engine.plan import full_attention
 from pagestream_engine.runner import ModelRunner, memory
-from pagestream_engine.runner.allocations import measured_allocations
 from pagestream_engine.runner.backends import block_size_for
 from pagestream_engine.runner.host_pages import HostPages
-from pagestream_engine.runner.profile import (
+from pagestream_engine.runner.memory import (
     demanding_params,
     estimated_cpu_step_bytes,
     measure_steps,
+    measured_allocations,
     profile_plan,
     prompt_lengths,
 )

@@ -13,7 +13,7 @@ from pagestream_engine.layers.linear import NativeLinears, NativeMethod, RowByRo
 from pagestream_engine.layers.native.levels import LEVELS
 from pagestream_engine.models import loader
 from pagestream_engine.native_build import find_compiler
-from pagestream_engine.runner import ModelRunner, fingerprint, numerics
+from pagestream_engine.runner import ModelRunner, numerics
 
 pytestmark = pytest.mark.served
 CPU = torch.device("cpu")
@@ -100,11 +100,11 @@ def test_the_fingerprint_names_the_device_that_computes_and_no_other(monkeypatch
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: chip["capability"])
 
     def names() -> tuple[str, str]:
-        return fingerprint._device(cpu), fingerprint._device(gpu)
+        return numerics._device(cpu), numerics._device(gpu)
 
     first = names()
     changes = {
-        "processor": lambda: monkeypatch.setattr(fingerprint, "processor_identity", lambda _: b"another"),
+        "processor": lambda: monkeypatch.setattr(numerics, "processor_identity", lambda _: b"another"),
         "capability": lambda: monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another"),
         "threads": lambda: monkeypatch.setattr(torch, "get_num_threads", lambda: 77),
     }

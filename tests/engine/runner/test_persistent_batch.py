@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagestream_engine import Engine, EngineConfig, InvariantViolation, SamplingParams, Sibling, TokenSequence
 from pagestream_engine.plan import PendingResult, ScheduledSequence, ScheduledStep, StepPlan
-from pagestream_engine.runner.persistent_batch import PersistentBatch, StepInputs
+from pagestream_engine.runner.batch import PersistentBatch, StepInputs
 from pagestream_engine.transfers import PackedUpload
 from support.engines.arithmetic_model import LAYERS, ArithmeticFacts, ArithmeticRunner, make_folder
 from support.engines.given_plans import given_plan

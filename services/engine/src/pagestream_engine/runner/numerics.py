@@ -1,19 +1,29 @@
-"""Settle whether a model computes bit for bit the same in any batch on this machine."""
+"""Settle whether a model computes bit for bit the same in any batch on this machine, and name what decides its bits.
+
+The fingerprint is that name: equal where the same tokens give the same results and texts.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
 
 import torch
 
-from pagestream_engine.attention import Backend
-from pagestream_engine.cpu import computes_bfloat16_on_amx, read_cpuinfo
+from pagestream_engine.attention import Backend, CacheShape
+from pagestream_engine.cpu import computes_bfloat16_on_amx, processor_identity, read_cpuinfo
 from pagestream_engine.errors import ConfigError
 from pagestream_engine.layers.linear import native_linears
+from pagestream_engine.models.folder import model_revision
 from pagestream_engine.models.model import Model
 from pagestream_engine.models.source import ModelSource
+from pagestream_engine.models.tokenizer import has_first_texts
+from pagestream_engine.numerics_versions import NUMERICS
 
 _log = logging.getLogger(__name__)
 
@@ -93,3 +103,94 @@ def settle_numerics(model: Model, backend: Backend, dtype: torch.dtype, *, exact
         return Numerics(deterministic, linears="fixed-order Triton")
     kernels = native_linears(dtype)
     return Numerics(deterministic, linears="row by row" if kernels is None else kernels.level.name)
+
+
+# What the last release hashed in place of versions of numerics, when it declared one for each of 160 modules. The lines
+# are opaque, and name no file any more. An engine whose NUMERICS are all 1 computes as that release does, and has its
+# fingerprint, so that a rollout from one to the other waits for nothing. Once a version is 2 no engine has that
+# fingerprint: delete the file then, and hash every version.
+_FIRST_VERSIONS = Path(__file__).with_name("first_versions.txt")
+_BY_DECODER = 2
+"""Version of `text` since which added tokens pass the decoder (docs/design/tokenization.md)."""
+
+
+def fingerprint(
+    model_dir: Path,
+    backend: Backend,
+    max_model_len: int,
+    numerics: Numerics,
+    plugin_digest: str,
+    *,
+    shapes: Sequence[CacheShape],
+    quantization: str | None,
+    num_ranks: int,
+    takes_adapters: bool,
+) -> str:
+    """Return 16 hexadecimal digits of a SHA-256 over all that the bits of a logit may depend on; of weights over
+    samples, as `model_revision` says.
+
+    Args:
+        model_dir: the model's folder.
+        backend: that it runs on.
+        max_model_len: longest sequence, in tokens.
+        numerics: the settled mode.
+        plugin_digest: `ModelSource.plugin_digest`.
+        shapes: of the KV groups with all layers: which stage has which of them changes no bit.
+        quantization: `ModelConfig.quantization`.
+        num_ranks: of a stage, whose parts of a sum are added up.
+        takes_adapters: `AdapterConfig.enable_lora`, without which gates are multiplied where their product ends.
+    """
+    parts = [
+        model_revision(model_dir),
+        *_FIRST_VERSIONS.read_text().splitlines(),
+        *(
+            f"{name}={NUMERICS[name]}"
+            for name in sorted(NUMERICS.keys() - _unused(backend, model_dir))
+            if NUMERICS[name] > 1
+        ),
+        *map(_shape, shapes),
+        str(max_model_len),
+        backend.name,
+        backend.kernel_version,
+        "deterministic" if numerics.deterministic else "default",
+        numerics.linears,
+        torch.__version__,
+        version("llguidance"),
+        _device(backend.store.device),
+        plugin_digest,
+        quantization or "",
+        f"{num_ranks} ranks",
+        "adapters" if takes_adapters else "",
+    ]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _unused(backend: Backend, model_dir: Path) -> set[str]:
+    """Return those of NUMERICS whose changes change nothing that an engine gives: no request waits for them."""
+    unused = set()
+    if backend.store.device.type == "cuda":
+        unused.add("native")
+    elif backend.name != "triton":
+        unused.add("triton")
+    if NUMERICS["text"] == _BY_DECODER and has_first_texts(model_dir):
+        unused.add("text")
+    return unused
+
+
+def _shape(shape: CacheShape) -> str:
+    """What of a cache's shape decides bits, written as the class's `repr` once was: a renamed class has the same."""
+    return (
+        f"CacheShape(layers={shape.layers}, num_kv_heads={shape.num_kv_heads}, head_dim={shape.head_dim}, "
+        f"block_size={shape.block_size}, dtype={shape.dtype}, cache_dtype={shape.cache_dtype})"
+    )
+
+
+def _device(device: torch.device) -> str:
+    """What of a device decides bits. On a GPU that is its instructions and its name, by which kernels may have other
+    tiles, and outside of deterministic mode libraries other algorithms. The CPU beside a GPU computes nothing."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        chip = f"sm_{major}{minor} {torch.cuda.get_device_name(device)}"
+        return f"{chip} {torch.version.cuda} {torch.version.hip}"
+    identity = hashlib.sha256(processor_identity(read_cpuinfo())).hexdigest()
+    return f"{identity} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}"

@@ -19,35 +19,39 @@ from pagestream_engine.features.grammar.compiler import GrammarCompiler
 from pagestream_engine.features.grammar.sampling import ConstrainedSampling
 from pagestream_engine.features.lora.pool import attach_adapters
 from pagestream_engine.features.offload import Copier, MovedTensors, moved_tensors
-from pagestream_engine.features.speculation import Drafts, verify
 from pagestream_engine.features.speculation.draft_model import TargetBlocks, load_draft, open_draft
-from pagestream_engine.features.speculation.speculation import make_speculation
+from pagestream_engine.features.speculation.drafts import Drafts
+from pagestream_engine.features.speculation.speculation import make_speculation, verify
 from pagestream_engine.models.config import DTYPES, ModelInfo
 from pagestream_engine.models.select import open_model
 from pagestream_engine.models.source import Target
 from pagestream_engine.parallel.stages import open_group
 from pagestream_engine.plan import HostMemory, PendingResult, StepPlan
 from pagestream_engine.runner.backends import backend_for, plan_cache
-from pagestream_engine.runner.decode_graphs import DecodeGraphs, can_record, graph_sizes
-from pagestream_engine.runner.fingerprint import fingerprint
+from pagestream_engine.runner.batch import (
+    NOTHING_REPORTED,
+    PersistentBatch,
+    PromptWork,
+    Reported,
+    pending_result,
+    with_prompts,
+)
+from pagestream_engine.runner.graphs import CudaGraphRecorder, DecodeGraphs, Recorder, can_record, graph_sizes
 from pagestream_engine.runner.host_pages import HostPages
 from pagestream_engine.runner.memory import (
     available_bytes,
     check_weights_fit,
     cpu_pool_bytes,
+    estimated_cpu_step_bytes,
     give_back_memory,
     gpu_pool_bytes,
+    largest_gpu_use,
     offload_target,
     step_memory,
+    warm_up_plans,
 )
-from pagestream_engine.runner.numerics import check_model_allows, settle_numerics, wants_exact_linears
-from pagestream_engine.runner.persistent_batch import PersistentBatch
-from pagestream_engine.runner.profile import estimated_cpu_step_bytes, largest_gpu_use
-from pagestream_engine.runner.prompt_rows import PromptWork
-from pagestream_engine.runner.recorder import CudaGraphRecorder, Recorder
-from pagestream_engine.runner.results import NOTHING_REPORTED, Reported, pending_result, with_prompts
+from pagestream_engine.runner.numerics import check_model_allows, fingerprint, settle_numerics, wants_exact_linears
 from pagestream_engine.runner.sampled_tokens import SampledTokens
-from pagestream_engine.runner.warm_up import warm_up_plans
 from pagestream_engine.sampler import SamplingBatch
 from pagestream_engine.transfers import slab_pages, to_device
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from pagestream_engine.features.speculation.speculation import Execute
 from pagestream_engine.parallel.stages import Arriving, Stage
 from pagestream_engine.plan import PendingResult, StepPlan, StepResult
-from pagestream_engine.runner.persistent_batch import PersistentBatch
+from pagestream_engine.runner.batch import PersistentBatch
 from pagestream_engine.sampler import Sampled
 
 _NO_TOKEN = -1

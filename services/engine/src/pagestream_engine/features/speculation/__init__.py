@@ -3,8 +3,3 @@
 A draft is accepted where it is the token that is sampled in its place. Noise is keyed by position, so that this is the
 token which a step of its own would have given: drafts change when tokens come, and no token.
 """
-
-from pagestream_engine.features.speculation.drafts import Drafts
-from pagestream_engine.features.speculation.speculation import verify
-
-__all__ = ["Drafts", "verify"]

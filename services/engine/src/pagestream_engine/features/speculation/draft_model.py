@@ -31,7 +31,7 @@ from pagestream_engine.parallel.ranks import ONE_RANK
 from pagestream_engine.parallel.stages import UndividedStage
 from pagestream_engine.plan import Int32Array, KVLayout, NewSequence
 from pagestream_engine.runner.backends import backend_for
-from pagestream_engine.runner.persistent_batch import PersistentBatch, Spans
+from pagestream_engine.runner.batch import PersistentBatch, Spans
 
 Guess = Callable[[Tensor, ArrayLike, int], Tensor]
 """As `SamplingBatch.guess`."""

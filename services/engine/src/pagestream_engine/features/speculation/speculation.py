@@ -31,8 +31,7 @@ from pagestream_engine.features.speculation.ngram import NgramProposer
 from pagestream_engine.parallel.ranks import Ranks
 from pagestream_engine.parallel.stages import Stage
 from pagestream_engine.plan import Int32Array, Int64Array, PendingResult, StepLogprobs, StepPlan, StepResult
-from pagestream_engine.runner.persistent_batch import PersistentBatch
-from pagestream_engine.runner.results import pending_result
+from pagestream_engine.runner.batch import PersistentBatch, pending_result
 
 Execute = Callable[[StepPlan, Drafts | None], PendingResult]
 Settle = Callable[[StepPlan, Sequence[Sequence[int]]], None]

@@ -1,14 +1,14 @@
-"""The running sequences by row, which each plan edits: block tables and next tokens on the runner's device, counts of
-computed tokens and the tokens that sequences came with in the host's memory.
+"""The persistent batch: block tables and last tokens of all running sequences; what a step takes of it, and gives.
 
-Each step makes its positions, slots and lengths anew. Block tables are read where they are, and so is the token that a
-row was given last: the host need not know it.
+`PersistentBatch` has a row for each sequence, edited by plans; `PromptWork` has those rows of whose prompts log
+probabilities or a vector are wanted; `pending_result` brings what was sampled on the device to a result on the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -18,9 +18,23 @@ from torch import Tensor
 
 from pagestream_engine.attention import AttentionBatch, DecodeBatch, DeviceLengths
 from pagestream_engine.errors import InvariantViolation
+from pagestream_engine.features.pooling.rows import PooledPart, PooledRows, PooledStates
 from pagestream_engine.features.speculation.drafts import Drafts
-from pagestream_engine.plan import Int32Array, Int64Array, NewSequence, StepPlan
-from pagestream_engine.transfers import DirectUpload, Integers, Upload, to_device, upload_to
+from pagestream_engine.models.model import Model
+from pagestream_engine.plan import (
+    Int32Array,
+    Int64Array,
+    NewSequence,
+    PendingResult,
+    StepLogprobs,
+    StepPlan,
+    StepPooled,
+    StepPromptLogprobs,
+    StepResult,
+)
+from pagestream_engine.sampler import LogprobTensors, Sampled
+from pagestream_engine.sampler.logprobs import RankedTokens, prompt_logprobs
+from pagestream_engine.transfers import DirectUpload, Integers, Upload, download, to_device, upload_to
 
 _NO_TOKENS = np.empty(0, np.int32)
 NumbersT = TypeVar("NumbersT", Tensor, npt.NDArray[Any])
@@ -338,3 +352,274 @@ def draft_places(plan: StepPlan, cumulated: Int64Array) -> Int64Array:
     is_draft[:first] = False
     is_draft[(cumulated - plan.num_new_tokens)[plan.num_prefills :]] = False
     return is_draft.nonzero()[0]
+
+
+MAX_PIECE_BYTES = 128 << 20
+"""Bound of the temporaries of one piece: 16 rows of a vocabulary of 131,072."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """The prompt tokens of a step whose following token's log probability is wanted."""
+
+    places: Int64Array
+    """(tokens,): packed tokens that report, ascending."""
+    next_token_ids: Tensor
+    """(tokens,) int64: the prompt's token after each."""
+    chunks: Int32Array
+    """(chunks, 4): of each chunk its index in the step, the place of its first reported token in the prompt, how many
+    it reports, and how many of the likeliest it asked for."""
+
+    def ranked(
+        self, hidden: Tensor, reporting: Tensor, logits_of: Callable[[Tensor], Tensor], vocab_size: int
+    ) -> RankedTokens:
+        """Return the log probabilities, made in pieces.
+
+        Args:
+            hidden: (wanted, hidden_size): what the model gave for the tokens that the step wants.
+            reporting: (tokens,) int64: which rows of it are those of `places`.
+            logits_of: makes logits of such rows.
+        """
+        return prompt_logprobs(
+            reporting,
+            self.next_token_ids,
+            int(self.chunks[:, 3].max()),
+            lambda rows: logits_of(hidden[rows]),
+            vocab_size=vocab_size,
+            max_bytes=MAX_PIECE_BYTES,
+        )
+
+
+class PromptRows:
+    """Rows of the batch that have prompt tokens to report; empty, and without cost, where none asked."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._rows: dict[int, tuple[NewSequence, int]] = {}
+        """With the next token that each computes."""
+
+    def apply(self, plan: StepPlan) -> None:
+        """Edit the rows that a plan removes and adds."""
+        if self._rows:
+            for row in plan.removed.tolist():
+                self._rows.pop(row, None)
+        for new in plan.added:
+            if new.num_prompt_logprobs is not None and new.num_computed_tokens < new.num_prompt_tokens - 1:
+                self._rows[new.row] = new, new.num_computed_tokens
+
+    def take(self, plan: StepPlan) -> PromptPart | None:
+        """Return what a plan that was applied has to report, and count its tokens as computed."""
+        if not self._rows:
+            return None
+        places: list[Int64Array] = []
+        targets: list[Int32Array] = []
+        chunks: list[tuple[int, int, int, int]] = []
+        first = 0
+        counts = plan.num_new_tokens[: plan.num_prefills].tolist()
+        for index, (row, count) in enumerate(zip(plan.rows.tolist(), counts, strict=False)):
+            if row in self._rows:
+                new, start = self._rows.pop(row)
+                end = min(start + count, new.num_prompt_tokens - 1)
+                places.append(np.arange(first, first + end - start))
+                targets.append(new.token_ids[start + 1 : end + 1])
+                chunks.append((index, start + 1, end - start, self._num_likeliest(new)))
+                if end < new.num_prompt_tokens - 1:
+                    self._rows[row] = new, end
+            first += count
+        if not chunks:
+            return None
+        return PromptPart(
+            places=np.concatenate(places),
+            next_token_ids=_to_device(np.concatenate(targets), self._device),
+            chunks=np.array(chunks, np.int32),
+        )
+
+    def _num_likeliest(self, new: NewSequence) -> int:
+        given = new.num_prompt_logprobs or 0
+        return self._vocab_size if given < 0 else min(given, self._vocab_size)
+
+
+class PromptWork:
+    """Rows of the batch of whose prompts something is wanted beside the samples: log probabilities, or a vector."""
+
+    def __init__(self, model: Model, device: torch.device) -> None:
+        self._model = model
+        self._device = device
+        self._reporting = PromptRows(model.info.vocab_size, device)
+        self._pooled = PooledRows()
+
+    def apply(self, plan: StepPlan) -> None:
+        """Edit the rows that a plan removes and adds."""
+        self._reporting.apply(plan)
+        self._pooled.apply(plan)
+
+    def take(self, plan: StepPlan) -> WantedTokens | None:
+        """Return the tokens that a plan wants, where it wants more than its samples; count its tokens as computed."""
+        prompts, pooled = self._reporting.take(plan), self._pooled.take(plan)
+        if prompts is None and pooled is None:
+            return None
+        return WantedTokens(plan, self._device, prompts, pooled)
+
+    def report(self, tokens: WantedTokens, hidden: Tensor) -> Reported:
+        """Return what a step has of prompts.
+
+        Args:
+            hidden: (wanted, hidden_size): what the model gave for them.
+        """
+        logprobs = states = None
+        if tokens.prompts is not None:
+            ranked = tokens.prompts.ranked(
+                hidden, tokens.rows_of(tokens.prompts.places), self._model.logits, self._model.info.vocab_size
+            )
+            logprobs = ReportedPrompts(tokens.prompts.chunks, ranked)
+        if tokens.pooled is not None:
+            rows = tokens.rows_of(tokens.pooled.places)
+            states = self._pooled.pool(tokens.pooled, self._model.states(hidden[rows]))
+        return Reported(logprobs, states)
+
+
+class WantedTokens:
+    """The packed tokens of a step whose result is wanted: for its samples, and for what it has of prompts.
+
+    Args:
+        prompts: whose log probabilities are wanted, if any.
+        pooled: whose hidden states are, if any.
+    """
+
+    def __init__(
+        self, plan: StepPlan, device: torch.device, prompts: PromptPart | None, pooled: PooledPart | None
+    ) -> None:
+        self.prompts = prompts
+        self.pooled = pooled
+        of_prompts = [part.places for part in (prompts, pooled) if part is not None]
+        sampling, _ = sample_places(plan, plan.num_new_tokens.cumsum())
+        self._wanted = np.unique(np.concatenate((sampling, *of_prompts)))
+        self._device = device
+        self.places = _to_device(self._wanted, device)
+        """(wanted,) int64, ascending."""
+        self.sampling = self.rows_of(sampling)
+        """(samples' logits rows,) int64: which of them sample."""
+
+    def rows_of(self, places: Int64Array) -> Tensor:
+        """Return which of the wanted tokens are these: (tokens,) int64."""
+        return _to_device(np.searchsorted(self._wanted, places), self._device)
+
+
+def _to_device(numbers: Int32Array | Int64Array, device: torch.device) -> Tensor:
+    return to_device(torch.from_numpy(numbers).to(torch.int64), device)
+
+
+class ReportedPrompts(NamedTuple):
+    """Log probabilities of prompt tokens, on the device of the logits."""
+
+    chunks: Int32Array
+    """As `PromptPart.chunks`."""
+    ranked: RankedTokens
+    """Of all chunks' tokens."""
+
+
+class Reported(NamedTuple):
+    """What a step has of prompts."""
+
+    logprobs: ReportedPrompts | None = None
+    pooled: PooledStates | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """Return what is on the device."""
+        ranked = [] if self.logprobs is None else [*self.logprobs.ranked]
+        return ranked if self.pooled is None else [*ranked, self.pooled.states]
+
+    def on_host(self, tensors: Iterator[Tensor]) -> Reported:
+        """Return the same with copies of its tensors, taken from an iterator."""
+        logprobs, pooled = self
+        if logprobs is not None:
+            logprobs = ReportedPrompts(logprobs.chunks, RankedTokens(next(tensors), next(tensors), next(tensors)))
+        if pooled is not None:
+            pooled = PooledStates(pooled.samples, next(tensors))
+        return Reported(logprobs, pooled)
+
+
+NOTHING_REPORTED = Reported()
+
+
+def pending_result(step_id: int, sampled: Sampled | None, prompts: Reported = NOTHING_REPORTED) -> PendingResult:
+    """Start the copies to the host; the result waits for them, and for no step after this one.
+
+    Args:
+        sampled: None where the step samples nothing.
+        prompts: what the step has of prompts.
+    """
+    given = None if sampled is None else sampled.logprobs
+    logprobs = [] if given is None else [given.token_ids, given.logprobs, given.ranks]
+    chosen = [] if sampled is None else [sampled.token_ids, sampled.values]
+    return partial(_result, step_id, sampled, prompts, download([*chosen, *logprobs, *prompts.tensors()]))
+
+
+def with_prompts(result: StepResult, prompts: Reported) -> PendingResult:
+    """Wait for what a step reports of prompts, whose tokens are known."""
+    pending = pending_result(result.step_id, None, prompts)
+
+    def wait() -> StepResult:
+        found = pending()
+        return replace(result, prompt_logprobs=found.prompt_logprobs, pooled=found.pooled)
+
+    return wait
+
+
+def _result(step_id: int, sampled: Sampled | None, prompts: Reported, wait: Callable[[], list[Tensor]]) -> StepResult:
+    tensors = iter(wait())
+    if sampled is not None:
+        token_ids, values = next(tensors), next(tensors)
+        logprobs = sampled.logprobs
+        if logprobs is not None:
+            host = (next(tensors), next(tensors), next(tensors))
+            logprobs = LogprobTensors(logprobs.places, logprobs.counts, *host)
+        sampled = replace(sampled, token_ids=token_ids, values=values, logprobs=logprobs)
+    return _host_result(step_id, sampled, prompts.on_host(tensors))
+
+
+def _host_result(step_id: int, sampled: Sampled | None, prompts: Reported) -> StepResult:
+    reported, pooled = _step_prompt_logprobs(prompts.logprobs), _step_pooled(prompts.pooled)
+    if sampled is None:
+        none = np.empty(0, np.int32)
+        return StepResult(step_id, none.reshape(0, 1), none, prompt_logprobs=reported, pooled=pooled)
+    errors = {place: fault.blame(sampled.bans.get(place, ())) for place, fault in sampled.draw_faults().items()}
+    errors.update(sampled.errors)
+    token_ids = sampled.token_ids.numpy().astype(np.int32)[:, None]
+    counts = np.empty(len(token_ids), np.int32)
+    counts.fill(1)
+    if errors or sampled.left_out:
+        counts[[*errors, *sampled.left_out]] = 0
+    return StepResult(step_id, token_ids, counts, _step_logprobs(sampled.logprobs), errors, reported, pooled)
+
+
+def _step_logprobs(given: LogprobTensors | None) -> StepLogprobs | None:
+    if given is None:
+        return None
+    return StepLogprobs(
+        samples=given.places.astype(np.int32),
+        counts=given.counts.astype(np.int32),
+        token_ids=given.token_ids.numpy().astype(np.int32),
+        logprobs=given.logprobs.numpy(),
+        ranks=given.ranks.numpy().astype(np.int32),
+    )
+
+
+def _step_pooled(given: PooledStates | None) -> StepPooled | None:
+    return None if given is None else StepPooled(given.samples, given.states.numpy())
+
+
+def _step_prompt_logprobs(given: ReportedPrompts | None) -> StepPromptLogprobs | None:
+    if given is None:
+        return None
+    scheduled, positions, num_tokens, counts = given.chunks.T
+    return StepPromptLogprobs(
+        scheduled=scheduled,
+        positions=positions,
+        num_tokens=num_tokens,
+        counts=counts,
+        token_ids=given.ranked.token_ids.numpy().astype(np.int32),
+        logprobs=given.ranked.logprobs.numpy(),
+        ranks=given.ranked.ranks.numpy().astype(np.int32),
+    )
