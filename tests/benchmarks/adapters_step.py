@@ -23,7 +23,7 @@ from engine_throughput import DTYPES, make_model
 from goals import print_goal
 from pagestream_engine import Engine, EngineConfig, SamplingParams
 from pagestream_engine.features.lora.files import adaptable_modules
-from pagestream_engine.models.select import open_model
+from pagestream_engine.models.registry import open_model
 from pagestream_engine.request import Adapter
 from safetensors.torch import save_file
 

@@ -23,8 +23,7 @@ import transformers
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pagestream_engine import EngineError
-from pagestream_engine.models.registry import find_family
-from pagestream_engine.models.select import open_model
+from pagestream_engine.models.registry import find_family, open_model
 from support.engines.architectures import model_types, small_config, write_model
 from support.engines.general_parity import check_parity
 

@@ -24,7 +24,7 @@ READERS = {"data_ptr", "addressof", "__cuda_array_interface__", "__dlpack__", "C
 
 KEPT = {
     "pagestream_engine/features/lora/additions.py NativeAdditions.put": "a CPU's matrices; AdapterPool.empty_slots",
-    "pagestream_engine/models/general/masks.py MaskRecorder.make": "for one pass of the probe, which holds the tensors",
+    "pagestream_engine/models/general/model.py MaskRecorder.make": "for one pass of the probe, which holds the tensors",
     "pagestream_engine/runner/graphs.py CudaGraphRecorder.__init__": "as `begin`",
     "pagestream_engine/runner/graphs.py CudaGraphRecorder.begin": "ModelRunner.sleep drops the graphs of a pool",
     "pagestream_engine/runner/graphs.py CudaGraphRecorder.record": "ModelRunner.sleep drops the graphs",
@@ -43,7 +43,7 @@ PASSED = {
     "pagestream_engine/layers/linear.py NativeLinears.pack",
     "pagestream_engine/layers/quantised.py QuantisedLinears.multiply",
     "pagestream_engine/layers/quantised.py QuantisedLinears.pack",
-    "pagestream_engine/models/general/masks.py MaskRecorder.window",
+    "pagestream_engine/models/general/model.py MaskRecorder.window",
     "pagestream_engine/features/offload.py MovedTensors.__init__",
     "pagestream_engine/sampler/draw.py NativeDraws.draw",
     "pagestream_engine/sampler/draw.py NativeDraws.largest",

@@ -10,8 +10,14 @@ from typing import cast
 
 from pagestream_engine import LLM, SamplingParams
 from pagestream_engine.models.config import ConfigFile
-from pagestream_engine.models.decoder import DecoderLayer, DecoderStep, PreNormLayer, SelfAttention, add_and_norm
-from pagestream_engine.models.decoder_config import DecoderConfig
+from pagestream_engine.models.decoder import (
+    DecoderConfig,
+    DecoderLayer,
+    DecoderStep,
+    PreNormLayer,
+    SelfAttention,
+    add_and_norm,
+)
 from pagestream_engine.models.families.llama import DecoderBuilder, Llama
 from pagestream_engine.models.registry import register_family
 from torch import Tensor

@@ -9,7 +9,7 @@ import torch
 from pagestream_engine import ModelFileError
 from pagestream_engine.layers import ROPE_KINDS, Rope, cos_sin_table, rope_frequencies
 from pagestream_engine.models.config import ConfigFile
-from pagestream_engine.models.decoder_config import plain_rope
+from pagestream_engine.models.decoder import plain_rope
 
 pytestmark = pytest.mark.served
 _CPU = torch.device("cpu")

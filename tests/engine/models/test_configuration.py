@@ -13,7 +13,7 @@ import pytest
 from pagestream_engine import LLM, ModelFileError, UnsupportedModel
 from pagestream_engine.features.pooling.config import IDENTITY, SIGMOID, SOFTMAX, activation_of
 from pagestream_engine.models.config import ConfigFile
-from pagestream_engine.models.decoder_config import DecoderConfig
+from pagestream_engine.models.decoder import DecoderConfig
 from pagestream_engine.models.families.llama import Llama
 from pagestream_engine.models.registry import find_family, plugin_digest
 

@@ -16,10 +16,9 @@ import torch
 from pagestream_engine import ModelFileError, UnsupportedModel, WeightsError
 from pagestream_engine.attention import CacheShape, Operators, select_backend
 from pagestream_engine.layers import RopeContext
-from pagestream_engine.models.general.norms import EngineNorm, is_known, take_over_norms
-from pagestream_engine.models.general.rotations import shortest_context
-from pagestream_engine.models.select import open_model
-from pagestream_engine.models.source import Target
+from pagestream_engine.models.general.model import EngineNorm, is_known, shortest_context, take_over_norms
+from pagestream_engine.models.model import Target
+from pagestream_engine.models.registry import open_model
 from safetensors.torch import load_file, save_file
 from support.engines.architectures import small_config, write_model
 from support.pairwise import Case, pairwise

@@ -203,7 +203,7 @@ def test_who_can_not_offload_refuses_by_name(model_of: Callable[..., Path], monk
         engine_of(folder, None, 1 << 30)
     with pytest.raises(ConfigError, match=r"cpu_offload_gb: given .*, expected at most the .* GiB of host memory"):
         engine_of(folder, LateCopier(), 1 << 60)
-    monkeypatch.setattr("pagestream_engine.models.select.find_family", lambda _: None)
+    monkeypatch.setattr("pagestream_engine.models.registry.find_family", lambda _: None)
     with pytest.raises(UnsupportedOption, match=r"LlamaForCausalLM runs by the code of transformers"):
         engine_of(folder, LateCopier(), 1 << 30)
 

@@ -13,8 +13,8 @@ from pagestream_engine.models.config import ConfigFile
 from pagestream_engine.models.division.sharding import shard_weights
 from pagestream_engine.models.families.qwen2 import Qwen2
 from pagestream_engine.models.loader import load_parameters
+from pagestream_engine.models.model import Target
 from pagestream_engine.models.quantised.scheme import Scheme
-from pagestream_engine.models.source import Target
 from support.engines.quantised_checkpoints import FORMS, write
 
 pytestmark = pytest.mark.served

@@ -14,7 +14,7 @@ import pytest
 import torch
 from pagestream_engine import LLM, SamplingParams
 from pagestream_engine.layers.linear import native_linears
-from pagestream_engine.models.shared_weights import Named, SharedWeights, map_or_write
+from pagestream_engine.models.loader import Named, SharedWeights, map_or_write
 from support.engines.tiny_models import make_model, random_prompts
 
 pytestmark = pytest.mark.served
@@ -81,7 +81,7 @@ def test_what_a_killed_writer_has_left_is_removed(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys, torch\n"
         "from pathlib import Path\n"
-        "from pagestream_engine.models.shared_weights import map_or_write\n"
+        "from pagestream_engine.models.loader import map_or_write\n"
         "def tensors():\n"
         "    yield 'a', torch.zeros(64)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -104,7 +104,7 @@ _RUN = """
 import sys, time
 from pathlib import Path
 import torch
-from pagestream_engine.models.shared_weights import map_or_write
+from pagestream_engine.models.loader import map_or_write
 def make():
     print("made", flush=True)
     yield "a", torch.full((1 << 16,), 7.0)

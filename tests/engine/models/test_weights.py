@@ -22,16 +22,15 @@ from pagestream_engine import (
 )
 from pagestream_engine.layers.quantised import quantise_int8
 from pagestream_engine.models.config import ConfigFile
-from pagestream_engine.models.decoder_config import DecoderConfig
+from pagestream_engine.models.decoder import DecoderConfig
 from pagestream_engine.models.division.sharding import shard_config, shard_weights
 from pagestream_engine.models.division.staging import weights_of_stage
 from pagestream_engine.models.families.llama import Llama
 from pagestream_engine.models.families.phi3 import Phi3
-from pagestream_engine.models.family_source import FamilySource
 from pagestream_engine.models.loader import load_parameters
+from pagestream_engine.models.model import Target
+from pagestream_engine.models.registry import FamilySource, open_model
 from pagestream_engine.models.safetensors_file import open_files, read_folder
-from pagestream_engine.models.select import open_model
-from pagestream_engine.models.source import Target
 from pagestream_engine.models.weights import LinearWeight, Parameters
 from pagestream_engine.parallel.stages import Stage
 from safetensors.torch import load_file, save_file
@@ -124,7 +123,7 @@ from pagestream_engine.layers.linear import lays_out_anew
 from pagestream_engine.models.config import ConfigFile
 from pagestream_engine.models.families.llama import Llama
 from pagestream_engine.models.loader import load_parameters
-from pagestream_engine.models.source import Target
+from pagestream_engine.models.model import Target
 folder, dtype, exact = Path(sys.argv[1]), getattr(torch, sys.argv[2]), sys.argv[3] == "exact"
 lays_out_anew("cpu", dtype, exact=exact)
 def status(field):

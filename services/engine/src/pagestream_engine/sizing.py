@@ -17,13 +17,13 @@ from pagestream_engine.config import TRITON_BLOCK_SIZE, EngineConfig, ParallelCo
 from pagestream_engine.errors import ConfigError, UnsupportedModel
 from pagestream_engine.features.offload import plan_offload
 from pagestream_engine.models.config import DTYPES, ConfigFile
-from pagestream_engine.models.decoder_config import DecoderConfig
+from pagestream_engine.models.decoder import DecoderConfig
 from pagestream_engine.models.division.sharding import shard_config, shard_weights
 from pagestream_engine.models.division.staging import weights_of_stage
 from pagestream_engine.models.folder import resolve_model
+from pagestream_engine.models.loader import num_elements, stored_bytes
 from pagestream_engine.models.quantised.scheme import Scheme
 from pagestream_engine.models.registry import find_family, fused_architectures
-from pagestream_engine.models.stored_size import num_elements, stored_bytes
 from pagestream_engine.models.weights import WeightMap
 from pagestream_engine.parallel.place import layers_of_stage
 from pagestream_engine.plan import KVLayout

@@ -218,7 +218,7 @@ def inspect_model(source: str, config: EngineConfig, *, is_deterministic: bool) 
         config: that it would be loaded with.
         is_deterministic: whether the engine that would load it computes so now.
     """
-    from pagestream_engine.models.select import open_model  # needs torch
+    from pagestream_engine.models.registry import open_model  # needs torch
 
     try:
         folder = resolve_model(source)

@@ -23,7 +23,7 @@ from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfi
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ConfigError, ModelTooLarge, OutOfMemory, UnsupportedOption
 from pagestream_engine.features.offload import Copier, CudaCopier, OffloadTarget
-from pagestream_engine.models.source import ModelSource
+from pagestream_engine.models.model import ModelSource
 from pagestream_engine.out_of_memory import is_out_of_memory
 from pagestream_engine.plan import BlockEdits, Int32Array, KVLayout, NewSequence, PendingResult, StepPlan
 from pagestream_engine.runner.batch import MAX_PIECE_BYTES

@@ -20,8 +20,7 @@ from pagestream_engine.cpu import computes_bfloat16_on_amx, processor_identity, 
 from pagestream_engine.errors import ConfigError
 from pagestream_engine.layers.linear import native_linears
 from pagestream_engine.models.folder import model_revision
-from pagestream_engine.models.model import Model
-from pagestream_engine.models.source import ModelSource
+from pagestream_engine.models.model import Model, ModelSource
 from pagestream_engine.models.tokenizer import has_first_texts
 from pagestream_engine.numerics_versions import NUMERICS
 

@@ -23,8 +23,8 @@ from pagestream_engine.features.speculation.draft_model import TargetBlocks, loa
 from pagestream_engine.features.speculation.drafts import Drafts
 from pagestream_engine.features.speculation.speculation import make_speculation, verify
 from pagestream_engine.models.config import DTYPES, ModelInfo
-from pagestream_engine.models.select import open_model
-from pagestream_engine.models.source import Target
+from pagestream_engine.models.model import Target
+from pagestream_engine.models.registry import open_model
 from pagestream_engine.parallel.stages import open_group
 from pagestream_engine.plan import HostMemory, PendingResult, StepPlan
 from pagestream_engine.runner.backends import backend_for, plan_cache

@@ -36,8 +36,7 @@ from pagestream_engine.features.lora.additions import (
 )
 from pagestream_engine.features.lora.files import ModuleSlice, ModuleWeights, adaptable_modules, read_adapter
 from pagestream_engine.layers.linear import Linear
-from pagestream_engine.models.model import Model
-from pagestream_engine.models.source import ModelSource, Target
+from pagestream_engine.models.model import Model, ModelSource, Target
 from pagestream_engine.plan import AdapterLoad, Int64Array, LoadedAdapter, StepPlan
 from pagestream_engine.request import Adapter
 

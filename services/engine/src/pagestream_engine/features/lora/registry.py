@@ -52,7 +52,7 @@ class AdapterRegistry:
             raise UnsupportedAdapter(f"adapter {name}: given to an engine without adapters, expected enable_lora")
         # Where torch is loaded anyway: a core whose executor is another process need not.
         from pagestream_engine.features.lora.files import adaptable_modules, open_adapter
-        from pagestream_engine.models.select import open_model
+        from pagestream_engine.models.registry import open_model
 
         source = open_model(self._folder)
         if source.weights is None:

@@ -24,9 +24,8 @@ from pagestream_engine.errors import ConfigError
 from pagestream_engine.features.speculation.drafts import RowCount
 from pagestream_engine.models.config import ModelInfo
 from pagestream_engine.models.folder import resolve_model
-from pagestream_engine.models.model import Model
-from pagestream_engine.models.select import open_model
-from pagestream_engine.models.source import ModelSource, Target
+from pagestream_engine.models.model import Model, ModelSource, Target
+from pagestream_engine.models.registry import open_model
 from pagestream_engine.parallel.ranks import ONE_RANK
 from pagestream_engine.parallel.stages import UndividedStage
 from pagestream_engine.plan import Int32Array, KVLayout, NewSequence

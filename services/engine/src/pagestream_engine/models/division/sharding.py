@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pagestream_engine.errors import ConfigError, UnsupportedOption
 from pagestream_engine.layers.linear import Linear
-from pagestream_engine.models.decoder_config import DecoderConfig
+from pagestream_engine.models.decoder import DecoderConfig
 from pagestream_engine.models.weights import LinearWeight, Parameters, Part, TensorWeight, TiedWeight, Weight, WeightMap
 from pagestream_engine.parallel.ranks import Ranks
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pagestream_engine.errors import ConfigError, UnsupportedOption
-from pagestream_engine.models.decoder_config import DecoderConfig
+from pagestream_engine.models.decoder import DecoderConfig
 from pagestream_engine.models.weights import SCORES, Part, TiedWeight, Weight, WeightMap
 from pagestream_engine.parallel.place import layers_of_stage
 

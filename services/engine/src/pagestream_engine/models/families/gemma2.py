@@ -8,12 +8,14 @@ from pagestream_engine.errors import UnsupportedModel
 from pagestream_engine.layers.mlp import RmsNorm
 from pagestream_engine.layers.rope import RopeContext
 from pagestream_engine.models.config import ConfigFile
-from pagestream_engine.models.decoder import DecoderLayer, SandwichNormLayer, SelfAttention
-from pagestream_engine.models.decoder_config import (
+from pagestream_engine.models.decoder import (
     FULL,
     SLIDING,
     DecoderConfig,
+    DecoderLayer,
     LayerConfig,
+    SandwichNormLayer,
+    SelfAttention,
     layer_types,
     plain_rope,
     read_decoder,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pagestream_engine.models.config import ConfigFile
-from pagestream_engine.models.decoder_config import (
+from pagestream_engine.models.decoder import (
     FULL,
     SLIDING,
     DecoderConfig,

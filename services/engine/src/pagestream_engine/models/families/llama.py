@@ -12,10 +12,13 @@ from pagestream_engine.attention import AttentionSpec, HeadNorm
 from pagestream_engine.layers.attention import PagedAttention
 from pagestream_engine.layers.mlp import GatedMlp, Mlp, RmsNorm
 from pagestream_engine.models.config import ConfigFile
-from pagestream_engine.models.decoder import DecoderLayer, DecoderModel, PreNormLayer, SelfAttention
-from pagestream_engine.models.decoder_config import (
+from pagestream_engine.models.decoder import (
     DecoderConfig,
+    DecoderLayer,
+    DecoderModel,
     LayerConfig,
+    PreNormLayer,
+    SelfAttention,
     plain_rope,
     read_decoder,
 )

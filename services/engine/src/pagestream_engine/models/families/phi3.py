@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from pagestream_engine.models.config import ConfigFile
-from pagestream_engine.models.decoder_config import DecoderConfig, LayerConfig, plain_rope, read_decoder
+from pagestream_engine.models.decoder import DecoderConfig, LayerConfig, plain_rope, read_decoder
 from pagestream_engine.models.families.llama import Llama
 from pagestream_engine.models.weights import LinearWeight, Weight
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pagestream_engine.models.config import ConfigFile
-from pagestream_engine.models.decoder_config import DecoderConfig, LayerConfig, plain_rope, read_decoder
+from pagestream_engine.models.decoder import DecoderConfig, LayerConfig, plain_rope, read_decoder
 from pagestream_engine.models.families.llama import Llama
 from pagestream_engine.models.families.qwen2 import layer_windows
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pagestream_engine.errors import ModelFileError
 from pagestream_engine.layers.mlp import Mlp
 from pagestream_engine.models.config import ConfigFile
-from pagestream_engine.models.decoder_config import (
+from pagestream_engine.models.decoder import (
     DecoderConfig,
     ExpertsConfig,
     LayerConfig,

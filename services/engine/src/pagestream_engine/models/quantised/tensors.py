@@ -1,4 +1,4 @@
-"""From a checkpoint's tensors of one projection to a `QuantisedWeight`.
+"""From a checkpoint's tensors to the `QuantisedWeight` of a projection, and of a linear with several of them.
 
 Packing orders are those that the formats' own tools write: `compressed_tensors` (`pack_to_int32`), AutoAWQ
 (`WQLinear_GEMM`: the nibbles of a word are columns 0, 2, 4, 6, 1, 3, 5, 7), AutoGPTQ (`QuantLinear`: the nibbles of a
@@ -7,15 +7,16 @@ word are 8 inputs; zeros less 1), AutoFP8.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from pagestream_engine.errors import UnsupportedModel, WeightsError
-from pagestream_engine.layers.quantised import QuantisedWeight, Storage
+from pagestream_engine.errors import ConfigError, UnsupportedModel, WeightsError
+from pagestream_engine.layers.quantised import QuantisedWeight, Storage, stack
 from pagestream_engine.models.quantised.scheme import Scheme
+from pagestream_engine.models.weights import LinearWeight, Part
 
 _NIBBLES = 8
 """Of a word."""
@@ -188,3 +189,59 @@ def nibbles(words: Tensor) -> Tensor:
     """(rows, columns) int32 -> (rows, columns, 8) uint8, the lowest bits first."""
     octets = words.contiguous().view(torch.uint8)
     return torch.stack((octets & 15, octets >> 4), dim=-1).view(*words.shape, _NIBBLES)
+
+
+def read_quantised(
+    source: TensorSource, scheme: Scheme, weight: LinearWeight, device: torch.device
+) -> QuantisedWeight | None:
+    """Read a linear from a quantised checkpoint; None where the checkpoint has it in floats.
+
+    Raises:
+        ConfigError: it can't be divided among so many ranks.
+        WeightsError: a tensor is missing or mis-shaped.
+        UnsupportedModel: its projections are stored in different ways.
+    """
+    names = [part.name for part in weight.parts]
+    quantised = [is_quantised(source, name) for name in names]
+    if not any(quantised):
+        return None
+    if not all(quantised):
+        plain = names[quantised.index(False)]
+        raise UnsupportedModel(
+            f"{plain}: given floats beside quantised {names[quantised.index(True)]}, expected one form for projections "
+            "of one input"
+        )
+    columns = weight.all_columns or weight.in_features
+    shapes = {part.name: (part.all_rows or part.rows, columns) for part in weight.parts}
+    whole = {name: read_projection(source, scheme, name, shape) for name, shape in shapes.items()}
+    parts = [_part_of(whole[part.name], part, weight).to(device) for part in weight.parts]
+    _check_alike(names, parts)
+    return stack(parts)
+
+
+def _part_of(projection: QuantisedWeight, part: Part, weight: LinearWeight) -> QuantisedWeight:
+    """Return what a rank has of a projection."""
+    found = projection.cut(slice(part.first_row, part.first_row + part.rows), weight.columns)
+    if found is None:
+        num_ranks = projection.shape[1] // weight.in_features
+        hint = f"groups of {projection.group_size} inputs would be cut into odd numbers of them"
+        if projection.order is not None:
+            hint = "its inputs are in an order of their own (g_idx, of desc_act), which has no parts"
+        raise ConfigError("tensor_parallel_size", num_ranks, f"1 for {part.name}", hint)
+    return found
+
+
+def _check_alike(names: Sequence[str], parts: Sequence[QuantisedWeight]) -> None:
+    first = parts[0]
+    for name, part in zip(names, parts, strict=True):
+        if part.storage != first.storage or part.group_size != first.group_size or not _equal(part, first):
+            raise UnsupportedModel(
+                f"{name}: given another form, group size or order of inputs (g_idx) than {names[0]}, expected the same "
+                "for projections of one input"
+            )
+
+
+def _equal(part: QuantisedWeight, other: QuantisedWeight) -> bool:
+    if part.order is None or other.order is None:
+        return part.order is other.order
+    return torch.equal(part.order, other.order)
