@@ -25,7 +25,7 @@ from pagestream_worker import (
     TokenLogs,
     load_library,
 )
-from support.engines.request_table import KINDS, STEP_TOKENS, RequestTable, claim, divided_logs
+from support.engines.request_table import KINDS, STEP_TOKENS, RequestTable, claim, native_logs
 
 TOKEN, FINISH, END = (
     to_entry_values(entry)[0]
@@ -276,7 +276,7 @@ async def test_a_batch_s_refusals_are_each_request_s_own(table: RequestTable) ->
 @pytest.mark.skipif(load_library() is None, reason="the logs can't be compiled here")
 def test_what_is_no_plain_token_is_logged_in_python() -> None:
     """A call into C++ for each entry costs three times what Python does."""
-    logs = divided_logs(1_000_000)
+    logs = native_logs(1_000_000)
     plain, several, wanting = claim("n", request_id=IDS[0]), claim("n", num_choices=2), claim("n")
     wanting.spec.sampling.logprobs = 0
     kinds = [type(logs.open(each)) for each in (plain, several, wanting, claim("n", prompts=2))]

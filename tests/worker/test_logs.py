@@ -22,7 +22,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from pagestream.v1.inference_pb2 import LogprobEntry, TokenLogprobs
+from pagestream.v1.inference_pb2 import LogprobEntry, TokenIds, TokenLogprobs
 from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, LogSlice, RequestSpec, WakeUp
 from pagestream_engine import StepOutput
 from pagestream_streams import Append, Claim
@@ -66,10 +66,10 @@ limits = st.integers(1, 3 * PACKED_ENTRIES)
 
 
 def claim(number: int, partition: int | None, next_index: int) -> Claim:
-    """Return a claim; partition None: of a request whose id names none."""
+    """Return a claim of plain tokens; partition None: of a request whose id names none."""
     request_id = f'r"{number}' if partition is None else f"2a97516c-{partition:04x}-{number:032x}"
     return Claim(
-        spec=RequestSpec(request_id=request_id),
+        spec=RequestSpec(request_id=request_id, prompts=[TokenIds(ids=[1])]),
         epoch=number,
         nonce=f"nonce-{number}",
         next_index=next_index,

@@ -17,7 +17,6 @@ from pagestream_worker import (
     ActiveRequests,
     ClaimBudget,
     Command,
-    DividedLogs,
     NativeLogs,
     PythonLogs,
     TokenLogs,
@@ -29,13 +28,8 @@ from pagestream_worker import (
 STEP_TOKENS = 512
 
 
-def divided_logs(limit_bytes: int) -> DividedLogs:
-    """Return the logs of an engine: in C++ where all tokens are plain. Only where `load_library` has a library."""
-    return DividedLogs(native_logs(limit_bytes), limit_bytes)
-
-
 def native_logs(limit_bytes: int) -> NativeLogs:
-    """Return the logs in C++. Only where `load_library` has a library."""
+    """Return the logs of an engine: in C++ where all tokens are plain. Only where `load_library` has a library."""
     library = load_library()
     if library is None:
         raise RuntimeError("the logs can't be compiled here")
@@ -44,7 +38,7 @@ def native_logs(limit_bytes: int) -> NativeLogs:
 
 KINDS: list[Callable[[int], TokenLogs]] = [
     PythonLogs,
-    *([native_logs, divided_logs] if load_library() is not None else []),
+    *([native_logs] if load_library() is not None else []),
 ]
 """Each makes logs that hold at most so many bytes."""
 

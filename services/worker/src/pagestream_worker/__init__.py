@@ -31,14 +31,17 @@ if TYPE_CHECKING:
         host_share,
     )
     from pagestream_worker.logs.library import load_library
-    from pagestream_worker.logs.native_logs import DividedLogs, NativeLog, NativeLogError, NativeLogs, open_logs
     from pagestream_worker.logs.token_logs import (
         PACKED_ENTRIES,
+        NativeLog,
+        NativeLogError,
+        NativeLogs,
         PendingLogs,
         PythonLog,
         PythonLogs,
         TokenLog,
         TokenLogs,
+        open_logs,
     )
     from pagestream_worker.messages import (
         COMMANDS,
@@ -108,7 +111,6 @@ __all__ = [
     "Cores",
     "DegradationSettings",
     "Demand",
-    "DividedLogs",
     "Duties",
     "Effects",
     "EngineCore",
@@ -205,7 +207,7 @@ _MODULES = {
         "load_shedding",
     ),
     "load_library": "logs.library",
-    **dict.fromkeys(("DividedLogs", "NativeLog", "NativeLogError", "NativeLogs", "open_logs"), "logs.native_logs"),
+    **dict.fromkeys(("NativeLog", "NativeLogError", "NativeLogs", "open_logs"), "logs.token_logs"),
     **dict.fromkeys(
         ("PACKED_ENTRIES", "PendingLogs", "PythonLog", "PythonLogs", "TokenLog", "TokenLogs"), "logs.token_logs"
     ),

@@ -25,8 +25,7 @@ from pagestream_streams.protocol.records import LENGTHS_FIELD
 from pagestream_worker.claim_budget import ClaimBudget
 from pagestream_worker.engine_core import EngineCore, is_link_lost
 from pagestream_worker.load_shedding import Degradation, DegradationSettings, HostShare, host_share
-from pagestream_worker.logs.native_logs import open_logs
-from pagestream_worker.logs.token_logs import TokenBatch
+from pagestream_worker.logs.token_logs import TokenBatch, open_logs
 from pagestream_worker.messages import NO_TOKENS, StepBegun, StepMarked, Stop, TokenColumns, request_id_of
 from pagestream_worker.requests import ActiveRequests, hand_back
 from pagestream_worker.settings import WorkerSettings
