@@ -52,7 +52,6 @@ from pagestream_streams.protocol.records import TokenOutcomes
 from pagestream_worker.core_process import spare_what_lives
 from pagestream_worker.messages import REPORTS, AddGroup, Figures, StepDone
 from pagestream_worker.step_loop import PlainSequences
-from pagestream_worker.worker import StepOutputs
 from scheduler_step import make_tokenizer
 from support.engines.arithmetic_model import ArithmeticFacts, ArithmeticRunner, make_folder
 from support.engines.request_table import RequestTable, claim
@@ -235,7 +234,6 @@ async def append_ms(outputs: Sequence[StepOutput], stats: EngineStats, num_steps
         num_steps: so many after the first.
     """
     table = RequestTable(memory_bytes=1 << 30)
-    taken = StepOutputs(table.requests, table.budget, table.telemetry)
     named = []
     for number, output in enumerate(outputs):
         request_id = f"2a97516c-0001-{number:032x}"
@@ -253,8 +251,8 @@ async def append_ms(outputs: Sequence[StepOutput], stats: EngineStats, num_steps
         message = REPORTS.encode(StepDone(others, 0.01, len(named), has_prompts=False, figures=figures, tokens=tokens))
         packed = thread_time()
         report = REPORTS.decode(message)
-        taken.take(report.outputs, report.tokens)
-        taken.take_deferred()
+        table.requests.take_outputs(report.outputs, report.tokens)
+        table.requests.take_deferred()
         pending = table.requests.pending(APPEND_LIMIT)
         if pending.appends:
             append_arguments(RETENTION_MS, pending.appends, channels="wake:", first_slice=slice_of)
@@ -262,9 +260,9 @@ async def append_ms(outputs: Sequence[StepOutput], stats: EngineStats, num_steps
         packing.append(packed - started)
         for each in pending.appends:
             outcome = AppendOutcome(AppendKind.OK, each.first_index + len(each.entries))
-            table.requests.settle(each, outcome)
+            table.requests.apply_outcome(each, outcome)
         for batch in pending.logs.batches:
-            table.requests.settle_tokens(batch, TokenOutcomes([step + 1] * len(batch.logs), {}))
+            table.requests.apply_token_outcomes(batch, TokenOutcomes([step + 1] * len(batch.logs), {}))
     return fmean(packing[1:]) * 1e3, fmean(appending[1:]) * 1e3
 
 

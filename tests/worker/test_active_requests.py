@@ -1,9 +1,7 @@
 """The table of active requests: what the engine, the budget and the logs get when a request starts, goes on, leaves."""
 
-import asyncio
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +18,6 @@ from pagestream_worker import (
     NativeLog,
     PythonLog,
     RunningRequest,
-    StepOutputs,
     TokenColumns,
     TokenLogs,
     load_library,
@@ -90,7 +87,7 @@ async def test_a_sequence_that_fails_before_its_first_token_counts_none(monkeypa
     monkeypatch.setattr(table.telemetry, "first_token", lambda _request, choice: first_tokens.append(choice))
     table.requests.add_outputs([StepOutput("r/n/1", 7, "a"), StepOutput("r/n/0", None, "", "error", error="broken")])
     assert first_tokens == [1]
-    assert not table.budget.has_prefilling
+    assert not table.budget.prefilling
 
 
 async def test_nothing_is_left_of_requests_that_have_gone() -> None:
@@ -106,14 +103,14 @@ async def test_nothing_is_left_of_requests_that_have_gone() -> None:
     fails = StepOutput("siblings/n/0", 1, "", "error", error="broken")
     table.requests.add_outputs([*ends, failed, *waits, fails, StepOutput("again/m/0", 1, "", "stop")])
     for append in table.requests.pending(100).appends:
-        table.requests.settle(append, AppendOutcome(AppendKind.OK, len(append.entries)))
+        table.requests.apply_outcome(append, AppendOutcome(AppendKind.OK, len(append.entries)))
     assert table.requests.ids() == ["dropped"]
     table.requests.drop(["dropped"])
     del append
     living = [each.request_id for each in gc.get_objects() if type(each) is RunningRequest]
     assert set(living).isdisjoint(request_ids)
     assert table.budget.available(1000)[0] == 1
-    assert not table.budget.has_prefilling
+    assert not table.budget.prefilling
     assert table.logs.held_bytes == 0
 
 
@@ -192,10 +189,10 @@ def settle(table: RequestTable) -> None:
     """Append all that is pending, as Redis does without a loss."""
     pending = table.requests.pending(100)
     for append in pending.appends:
-        table.requests.settle(append, AppendOutcome(AppendKind.OK, append.first_index + len(append.entries)))
+        table.requests.apply_outcome(append, AppendOutcome(AppendKind.OK, append.first_index + len(append.entries)))
     for batch in pending.logs.batches:
         ends = [append.first_index + len(append.entries) for append in batch.appends.appends()]
-        table.requests.settle_tokens(batch, outcomes_of(ends))
+        table.requests.apply_token_outcomes(batch, outcomes_of(ends))
 
 
 def written(table: RequestTable) -> dict[str, list[tuple[str, str]]]:
@@ -241,12 +238,11 @@ async def test_only_a_single_choice_without_logprobs_has_a_log_for_plain_tokens(
 
 async def test_columns_wait_for_the_append_of_first_tokens(table: RequestTable) -> None:
     logs = begin(table, IDS[0])
-    outputs = StepOutputs(table.requests, table.budget, table.telemetry)
     table.requests.start(claim("n", request_id=IDS[1]))
-    outputs.take([StepOutput(f"{IDS[1]}/n/0", 5, "")], TokenColumns.of([logs[IDS[0]]], [2], ["b"]))
-    assert outputs.has_deferred
+    table.requests.take_outputs([StepOutput(f"{IDS[1]}/n/0", 5, "")], TokenColumns.of([logs[IDS[0]]], [2], ["b"]))
+    assert table.requests.deferred is not None
     assert written(table) == {IDS[1]: [(TOKEN, "5")]}
-    outputs.take([], TokenColumns.of([logs[IDS[0]]], [3], ["c"]))
+    table.requests.take_outputs([], TokenColumns.of([logs[IDS[0]]], [3], ["c"]))
     assert written(table) == {IDS[1]: [(TOKEN, "5")], IDS[0]: [(TOKEN, "2"), (TOKEN, "3")]}
 
 
@@ -258,12 +254,12 @@ async def test_a_batch_s_refusals_are_each_request_s_own(table: RequestTable) ->
     pending = table.requests.pending(100)
     handed_back = []
     for append in pending.appends:
-        if table.requests.settle(append, AppendOutcome(kinds[append.request_id], 0)):
+        if table.requests.apply_outcome(append, AppendOutcome(kinds[append.request_id], 0)):
             handed_back.append(append.request_id)
     for batch in pending.logs.batches:
         outcomes = [(each, AppendOutcome(kinds[each.request_id], 0)) for each in batch.appends.appends()]
         others = {place: each for place, each in enumerate(outcomes) if each[1].kind is not AppendKind.OK}
-        handed_back += table.requests.settle_tokens(batch, outcomes_of([2] * len(outcomes), others))
+        handed_back += table.requests.apply_token_outcomes(batch, outcomes_of([2] * len(outcomes), others))
     assert handed_back == []
     assert table.requests.ids() == IDS[2:]
     assert [command.seq_ids for command in table.commands if isinstance(command, AbortSequences)] == [
@@ -283,60 +279,50 @@ def test_what_is_no_plain_token_is_logged_in_python() -> None:
     assert kinds == [NativeLog, PythonLog, PythonLog, PythonLog]
 
 
-def outputs_of(table: RequestTable) -> StepOutputs:
-    return StepOutputs(table.requests, table.budget, table.telemetry)
-
-
 @pytest.mark.parametrize("is_appending", [False, True])
 async def test_the_order_of_a_log_does_not_depend_on_what_is_being_appended(is_appending: bool) -> None:
     table = RequestTable()
-    outputs = outputs_of(table)
     table.requests.start(claim("n", prompts=2))
-    outputs.take([StepOutput("r/n/0", 10, "a")])
-    with outputs.appending() if is_appending else nullcontext():
-        outputs.take([StepOutput("r/n/0", 11, "b"), StepOutput("r/n/1", 20, "c")])
-    outputs.take_deferred()
+    table.requests.take_outputs([StepOutput("r/n/0", 10, "a")])
+    table.requests.is_appending = is_appending
+    table.requests.take_outputs([StepOutput("r/n/0", 11, "b"), StepOutput("r/n/1", 20, "c")])
+    table.requests.take_deferred()
     assert [(entry.choice, entry.token_id) for entry in table.entries()] == [(0, 10), (0, 11), (1, 20)]
 
 
 @pytest.mark.parametrize("is_appending", [False, True])
 async def test_only_first_tokens_are_taken_while_nothing_is_being_appended(is_appending: bool) -> None:
     table = RequestTable()
-    outputs = outputs_of(table)
     table.requests.start(claim("n", request_id="old"))
-    outputs.take([StepOutput("old/n/0", 1, "a")])
+    table.requests.take_outputs([StepOutput("old/n/0", 1, "a")])
     table.requests.start(claim("n", request_id="new"))
-    with outputs.appending() if is_appending else nullcontext():
-        outputs.take([StepOutput("old/n/0", 2, "b"), StepOutput("new/n/0", 3, "c")])
-    assert outputs.has_deferred is not is_appending
+    table.requests.is_appending = is_appending
+    table.requests.take_outputs([StepOutput("old/n/0", 2, "b"), StepOutput("new/n/0", 3, "c")])
+    assert (table.requests.deferred is None) is is_appending
     assert len(table.entries("new")) == 1
     assert len(table.entries("old")) == (2 if is_appending else 1)
-    outputs.take_deferred()
+    table.requests.take_deferred()
     assert len(table.entries("old")) == 2
 
 
 async def test_an_output_that_cannot_be_taken_ends_the_engine() -> None:
     table = RequestTable()
-    outputs = outputs_of(table)
     table.requests.start(claim("n"))
-    outputs.take([StepOutput("r/n/0", 1, "", "no such reason")])
-    assert outputs.has_failed
+    table.requests.take_outputs([StepOutput("r/n/0", 1, "", "no such reason")])
+    assert isinstance(table.requests.failure, EngineFailed)
     before = table.entries()
-    outputs.take([StepOutput("r/n/0", 1, "")])
+    table.requests.take_outputs([StepOutput("r/n/0", 1, "")])
     assert table.entries() == before
-    with pytest.raises(EngineFailed):
-        outputs.ended.result()
 
 
 async def test_deferred_outputs_are_taken_before_the_end_and_may_be_what_fails() -> None:
     table = RequestTable()
-    outputs = outputs_of(table)
     table.requests.start(claim("n", request_id="old"))
-    outputs.take([StepOutput("old/n/0", 1, "")])
+    table.requests.take_outputs([StepOutput("old/n/0", 1, "")])
     table.requests.start(claim("n"))
-    outputs.take([StepOutput("r/n/0", 1, ""), StepOutput("old/n/0", 2, "", "no such reason")])
-    assert outputs.has_deferred
-    outputs.end(None)
-    with pytest.raises(EngineFailed):
-        await asyncio.wait_for(outputs.ended, 1)
+    table.requests.take_outputs([StepOutput("r/n/0", 1, ""), StepOutput("old/n/0", 2, "", "no such reason")])
+    assert table.requests.deferred is not None
+    table.requests.end_outputs(None)
+    assert table.requests.ended.is_set()
+    assert isinstance(table.requests.failure, EngineFailed)
     assert len(table.entries()) == 1

@@ -41,9 +41,9 @@ def test_blocks_are_reserved_for_the_sequences_that_were_claimed() -> None:
     budget = new_budget()
     budget.reserve(20, [("a", 0), ("b", 4)])
     assert budget.available(BLOCKS)[1] == (BLOCKS - 1 - 2 - 1) * BLOCK, "one is kept for the newcomer's growth"
-    assert budget.is_prefilling("a")
-    assert budget.note_token("a")
-    assert not budget.note_token("a")
+    assert "a" in budget.prefilling
+    budget.end_prefill("a")
+    assert "a" not in budget.prefilling
     assert budget.available(BLOCKS)[1] == (BLOCKS - 1 - 1) * BLOCK
 
 
@@ -52,11 +52,11 @@ def test_nothing_is_claimed_while_a_whole_step_waits_here() -> None:
     budget.reserve(STEP_TOKENS + 30, [("a", 0)])
     assert budget.available(BLOCKS) == (0, 0)
     assert not budget.changed.is_set()
-    budget.note_prefill_step({"a": 30, "gone": 5})
+    budget.begin_prefills({"a": 30, "gone": 5})
     assert budget.changed.is_set()
     assert budget.available(BLOCKS)[0] >= 1
-    budget.note_token("a")
-    assert not budget.has_prefilling
+    budget.end_prefill("a")
+    assert not budget.prefilling
 
 
 def test_without_lookahead_nothing_is_claimed_until_all_have_a_token() -> None:
@@ -64,9 +64,9 @@ def test_without_lookahead_nothing_is_claimed_until_all_have_a_token() -> None:
     budget.reserve(20, [("a", 0)])
     assert budget.available(BLOCKS)[0] >= 1
     budget.limit_lookahead(claims_ahead=False)
-    budget.note_prefill_step({"a": 0})
+    budget.begin_prefills({"a": 0})
     assert budget.available(BLOCKS) == (0, 0)
-    budget.note_token("a")
+    budget.end_prefill("a")
     assert budget.available(BLOCKS)[0] >= 1
 
 
@@ -76,29 +76,29 @@ def test_beams_are_counted_and_hold_up_no_claim_when_their_prompt_is_computed(*,
     budget.limit_lookahead(claims_ahead=claims_ahead)
     budget.reserve(20, [("a", 0), ("b", 0)], num_at_end=MOST - 1)
     assert budget.available(BLOCKS)[1] <= (BLOCKS - 1 - MOST + 1) * BLOCK, "each has a block of its own"
-    budget.note_prefill_step({"a": 0, "b": 0})
+    budget.begin_prefills({"a": 0, "b": 0})
     assert budget.available(BLOCKS) == (1, (BLOCKS - 1) * BLOCK), "one seat is left, and all that is free"
     budget.release(["a", "b"])
     assert budget.available(BLOCKS) == (1, UNLIMITED_TOKENS)
     for number in range(MOST - 1):
         budget.reserve(1, [(str(number), 0)])
-        budget.note_token(str(number))
+        budget.end_prefill(str(number))
     assert budget.available(BLOCKS)[0] == 1
 
 
 def test_a_search_that_waits_for_all_its_seats_holds_up_a_bounded_number_of_claims() -> None:
     budget = new_budget()
     budget.reserve(1, [("stream", 0)])
-    budget.note_token("stream")
+    budget.end_prefill("stream")
     budget.reserve(4, [("search", 0)], num_at_end=MOST, is_search=True)
     for number in range(MOST_PASSING):
         assert budget.available(BLOCKS)[0] >= 1, "seven seats are free, of which the search can't use any"
         budget.reserve(1, [(str(number), 0)])
-        budget.note_token(str(number))
+        budget.end_prefill(str(number))
         budget.release([str(number)])
     assert budget.available(BLOCKS) == (0, 0)
     budget.release(["stream"])
-    budget.note_prefill_step({"search": 0})
+    budget.begin_prefills({"search": 0})
     assert budget.available(BLOCKS)[0] == 0, "it has all seats"
     budget.release(["search"])
     assert budget.available(BLOCKS)[0] == 1
@@ -108,7 +108,7 @@ def test_the_mean_size_of_requests_and_max_num_seqs_bound_a_claim() -> None:
     budget = new_budget()
     for number in range(MOST - 1):
         budget.reserve(1, [(str(number), 0)])
-        budget.note_token(str(number))
+        budget.end_prefill(str(number))
     assert budget.available(BLOCKS)[0] == 1
     budget.release([str(number) for number in range(4)])
     assert 1 < budget.available(BLOCKS)[0] <= 5
@@ -140,7 +140,7 @@ def test_a_claim_is_admitted_at_once_however_its_tokens_are_divided(name: str) -
         )
         for number in range(num_running + dice.randint(0, 20)):  # the mean size of requests falls
             budget.reserve(8, [(str(number), 0)])
-            budget.note_token(str(number))
+            budget.end_prefill(str(number))
         budget.release([str(number) for number in range(num_running, 30)])
         count, tokens = budget.available(num_blocks - admission.num_reserved_blocks(num_running))
         if tokens < count:
@@ -166,15 +166,15 @@ def test_a_claim_is_admitted_at_once_however_its_tokens_are_divided(name: str) -
 def test_what_windows_leave_behind_is_not_counted(name: str, least: int) -> None:
     budget = new_budget(layout_of(name))
     budget.reserve(1, [("a", 0)])
-    budget.note_token("a")
+    budget.end_prefill("a")
     assert budget.available(BLOCKS)[1] >= least
 
 
 def test_siblings_share_full_attention_and_no_window() -> None:
     budget = new_budget(layout_of("full and window"))
     budget.reserve(64, [("a", 0), ("b", 0)])
-    budget.note_token("a")
+    budget.end_prefill("a")
     left_by_b = budget.available(BLOCKS)[1]
-    budget.note_token("b")
+    budget.end_prefill("b")
     # One block of each group for b's first token, and the prompt's four in its window.
     assert budget.available(BLOCKS)[1] == left_by_b + 6 * BLOCK

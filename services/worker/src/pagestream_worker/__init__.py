@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from pagestream_worker.requests import (
         PART_BYTES,
         ActiveRequests,
+        EngineFailed,
         RunningRequest,
         child_of,
         sampling_of,
@@ -84,7 +85,7 @@ if TYPE_CHECKING:
     from pagestream_worker.settings import ProcessSettings, WorkerSettings, build_parser, engine_config, load_settings
     from pagestream_worker.step_loop import STEPS_AHEAD, PlainSequences
     from pagestream_worker.telemetry import EXIT_STALLED, EngineGauges, EngineReaders, Health, WorkerTelemetry
-    from pagestream_worker.worker import EngineFailed, StepOutputs, Worker
+    from pagestream_worker.worker import Worker
 
 __all__ = [
     "BETWEEN_MARKS",
@@ -149,7 +150,6 @@ __all__ = [
     "StepBegun",
     "StepDone",
     "StepMarked",
-    "StepOutputs",
     "Stop",
     "TokenColumns",
     "TokenLog",
@@ -177,7 +177,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "ActiveRequests": "requests",
+    **dict.fromkeys(("ActiveRequests", "EngineFailed"), "requests"),
     "build_card": "card",
     **dict.fromkeys(("ClaimBudget", "UNLIMITED_TOKENS"), "claim_budget"),
     "TITLE": "core_process",
@@ -254,7 +254,7 @@ _MODULES = {
     ),
     **dict.fromkeys(("PlainSequences", "STEPS_AHEAD"), "step_loop"),
     "WorkerTelemetry": "telemetry",
-    **dict.fromkeys(("EngineFailed", "StepOutputs", "Worker"), "worker"),
+    "Worker": "worker",
 }
 """The module that defines each exported name."""
 

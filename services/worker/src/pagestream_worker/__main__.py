@@ -29,6 +29,7 @@ from pagestream_worker.card import ModelCardError
 from pagestream_worker.engine_core import EngineCoreError
 from pagestream_worker.messages import ENGINE
 from pagestream_worker.process import run_process
+from pagestream_worker.requests import EngineFailed
 from pagestream_worker.serving_models import EXIT_FAILED
 from pagestream_worker.settings import (
     WORKER,
@@ -38,7 +39,6 @@ from pagestream_worker.settings import (
     logging_settings,
     worker_fields,
 )
-from pagestream_worker.worker import EngineFailed
 
 logger = logging.getLogger("pagestream_worker")
 

@@ -24,7 +24,8 @@ class ClaimBudget:
         self._max_num_seqs = max_num_seqs
         self._step_tokens = step_tokens
         self._mean_tokens = float(step_tokens)  # of a claimed request; so large that the first are claimed one by one
-        self._prefilling: dict[str, int] = {}  # sequence -> blocks that it may not have yet
+        self.prefilling: dict[str, int] = {}
+        """Sequences that have generated no token here, with the KV blocks that they may not have yet."""
         self._not_begun: dict[str, int] = {}  # sequence -> prompt tokens that no step has begun to compute
         self._running: set[str] = set()
         self._extra: dict[str, int] = {}  # sequence without a token before its end -> others that it stands for
@@ -52,7 +53,7 @@ class ClaimBudget:
         if ahead <= 0:
             return 0, 0
         num_requests = min(max(1, int(ahead / self._mean_tokens)), self._max_num_seqs - self._num_seats)
-        num_blocks = num_free_blocks - sum(self._prefilling.values())
+        num_blocks = num_free_blocks - sum(self.prefilling.values())
         if num_requests < 1 or num_blocks < 1:
             return 0, 0
         while True:
@@ -90,7 +91,7 @@ class ClaimBudget:
         """
         first = self._first_class
         return len(first) < min(self._max_num_seqs, self._num_running) and not any(
-            self._prefilling.get(seq_id) for seq_id in first
+            self.prefilling.get(seq_id) for seq_id in first
         )
 
     def _tokens_that_fit(self, num_blocks: int, num_requests: int) -> int:
@@ -153,11 +154,11 @@ class ClaimBudget:
         for seq_id, output_tokens in siblings:
             num_tokens = prompt_tokens + max(int(num_shared > 0), output_tokens)
             self._not_begun[seq_id] = to_compute + output_tokens
-            self._prefilling[seq_id] = sum(self._blocks_beside(group, num_shared, num_tokens) for group in groups)
+            self.prefilling[seq_id] = sum(self._blocks_beside(group, num_shared, num_tokens) for group in groups)
             self._running.add(seq_id)
             to_compute, num_shared = self._layout.block_size, prompt_tokens
         own = sum(self._blocks_beside(group, prompt_tokens, prompt_tokens + 1) for group in groups)
-        self._prefilling[siblings[0][0]] += num_extra * own
+        self.prefilling[siblings[0][0]] += num_extra * own
         self._mean_tokens += (prompt_tokens - self._mean_tokens) / MEAN_OVER_REQUESTS
 
     def _blocks_beside(self, group: KVGroup, num_shared_tokens: int, num_tokens: int) -> int:
@@ -170,7 +171,7 @@ class ClaimBudget:
     def release(self, seq_ids: Collection[str]) -> None:
         """Free the room of sequences that have ended or left this engine; unknown ones are no error."""
         for seq_id in seq_ids:
-            self._prefilling.pop(seq_id, None)
+            self.prefilling.pop(seq_id, None)
             self._not_begun.pop(seq_id, None)
             self._extra.pop(seq_id, None)
             self._forget_whole(seq_id)
@@ -178,21 +179,7 @@ class ClaimBudget:
         self._first_class.difference_update(seq_ids)
         self.changed.set()
 
-    @property
-    def prefilling(self) -> Collection[str]:
-        """Ids of the sequences that have generated no token here."""
-        return self._prefilling.keys()
-
-    @property
-    def has_prefilling(self) -> bool:
-        """Whether some sequence has generated no token here."""
-        return bool(self._prefilling)
-
-    def is_prefilling(self, seq_id: str) -> bool:
-        """Whether a sequence has generated no token here."""
-        return seq_id in self._prefilling
-
-    def note_prefill_step(self, remaining: Mapping[str, int]) -> None:
+    def begin_prefills(self, remaining: Mapping[str, int]) -> None:
         """Note that a step with prompts has begun, and the tokens that each of its sequences needs after it."""
         for seq_id, num_tokens in remaining.items():
             comes_at_end = seq_id in self._extra
@@ -201,7 +188,7 @@ class ClaimBudget:
             if seq_id in self._not_begun:
                 self._not_begun[seq_id] = num_tokens
             if not num_tokens and comes_at_end:
-                self._prefilling[seq_id] = 0
+                self.prefilling[seq_id] = 0
             self._forget_whole(seq_id)
         self.changed.set()
 
@@ -210,10 +197,8 @@ class ClaimBudget:
         if self._whole.pop(seq_id, None) is not None and not self._whole:
             self._num_passing = 0
 
-    def note_token(self, seq_id: str) -> bool:
-        """Note a generated token. Returns whether it is the sequence's first one here."""
+    def end_prefill(self, seq_id: str) -> None:
+        """Note a sequence's first token here."""
+        del self.prefilling[seq_id]
         self._not_begun.pop(seq_id, None)
-        is_first = self._prefilling.pop(seq_id, None) is not None
-        if is_first:
-            self.changed.set()
-        return is_first
+        self.changed.set()

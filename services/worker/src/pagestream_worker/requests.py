@@ -7,6 +7,7 @@ of a prompt (log probabilities, a vector) as the parts that a log has.
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import logging
 import time
@@ -59,9 +60,8 @@ from pagestream_engine.sampling_params import (
 )
 from pagestream_engine.scheduler.policies import LengthPredictor, RequestShape
 from pagestream_options.sampling import SAMPLING_PARAMETERS
-from pagestream_streams import Append, AppendKind, AppendOutcome, Claim, EngineSession
-from pagestream_streams.errors import Unavailable
-from pagestream_streams.fault_points import FaultPoint, reach
+from pagestream_streams import Append, AppendKind, AppendOutcome, Claim, fault_points
+from pagestream_streams.fault_points import FaultPoint
 from pagestream_streams.protocol.records import (
     END,
     FINISH,
@@ -82,7 +82,15 @@ from pagestream_telemetry.tracing import TraceContext, caller_context
 
 from pagestream_worker.claim_budget import ClaimBudget
 from pagestream_worker.logs.token_logs import PendingLogs, TokenBatch, TokenLogs, has_plain_tokens
-from pagestream_worker.messages import NO_TOKENS, AbortSequences, AdapterName, AddGroup, Command, TokenColumns
+from pagestream_worker.messages import (
+    NO_TOKENS,
+    AbortSequences,
+    AdapterName,
+    AddGroup,
+    Command,
+    TokenColumns,
+    request_id_of,
+)
 from pagestream_worker.telemetry import WorkerTelemetry
 
 
@@ -102,6 +110,13 @@ class PendingAppends:
 
 
 logger = logging.getLogger(__name__)
+
+_Outputs = tuple[Sequence[StepOutput], TokenColumns]
+
+
+class EngineFailed(RuntimeError):  # noqa: N818 - reads as what happened
+    """The engine ended by an error; the process has to end, so that other engines go on with its requests."""
+
 
 SPARE_SHARE = 32
 """At the limit of its memory, one part in so many of what the logs hold goes at once."""
@@ -135,6 +150,14 @@ class ActiveRequests:
         """Gets a request that ran alone, as a suspect of an engine's death, and ended by its own fault."""
         self.lengths = LengthPredictor()
         """Learns how long the answers are of requests that are complete, their choices together."""
+        self.is_appending = False
+        """Whether an append is under way, so that no outputs are deferred: the next one takes all there is."""
+        self.deferred: _Outputs | None = None
+        """Outputs that wait for `take_deferred`."""
+        self.ended = asyncio.Event()
+        """Set when no more outputs are taken."""
+        self.failure: EngineFailed | None = None
+        """Why the engine, or the taking of an output, failed."""
         self._requests: dict[str, RunningRequest] = {}
         self._by_log: dict[int, RunningRequest] = {}
         self._sequences: dict[str, tuple[RunningRequest, int]] = {}  # by id, with the choice; until it ends or goes
@@ -221,12 +244,62 @@ class ActiveRequests:
             )
         )
 
+    def take_outputs(self, outputs: Sequence[StepOutput], tokens: TokenColumns = NO_TOKENS) -> None:
+        """Add a step's plain tokens and outputs to their requests, first tokens before others.
+
+        Where no append is under way, the outputs of requests with a first token are added at once, and the others of
+        the step are deferred until the append of those first tokens has been sent. After one that failed no more are
+        taken: a log would skip tokens.
+        """
+        if self.ended.is_set():
+            return
+        try:
+            if self.deferred is not None:
+                deferred, self.deferred = self.deferred, None
+                self.add_outputs(*deferred)
+            if self._budget.prefilling and not self.is_appending:
+                outputs, tokens = self._defer(outputs, tokens)
+            self.add_outputs(outputs, tokens)
+        except Exception as error:  # noqa: BLE001 - whatever it is, this process must not write on
+            self.end_outputs(error)
+
+    def take_deferred(self) -> None:
+        """Take the outputs that were deferred."""
+        if self.deferred is not None:
+            self.take_outputs(())
+
+    def end_outputs(self, error: BaseException | None) -> None:
+        """Take what was deferred, then end, with the error of the engine if it had one."""
+        self.take_deferred()
+        if self.ended.is_set():
+            return
+        self.ended.set()
+        if error is None:
+            return
+        logger.critical("the engine failed", exc_info=error)
+        self._telemetry.error("engine_failed")
+        self.failure = EngineFailed(f"the engine ended by {error!r}")
+        self.failure.__cause__ = error
+
+    def _defer(self, outputs: Sequence[StepOutput], tokens: TokenColumns) -> _Outputs:
+        """Return what to add now, and defer the rest: whole requests, since the order of entries in a log must not
+        depend on timing. A plain token is no first one.
+        """
+        prefilling = self._budget.prefilling
+        begun = {request_id_of(each.seq_id) for each in outputs if each.seq_id in prefilling}
+        if not begun:
+            return outputs, tokens
+        others = [output for output in outputs if request_id_of(output.seq_id) not in begun]
+        if others or tokens.num_tokens:
+            self.deferred = others, tokens
+        return [output for output in outputs if request_id_of(output.seq_id) in begun], NO_TOKENS
+
     def add_outputs(self, outputs: Iterable[StepOutput], tokens: TokenColumns = NO_TOKENS) -> None:
         """Add a step's plain tokens, then its other outputs, to their requests.
 
         Those of sequences that were dropped during the step are ignored.
         """
-        sequences, budget = self._sequences, self._budget
+        sequences, budget, prefilling = self._sequences, self._budget, self._budget.prefilling
         try:
             self._logs.take(tokens)
             for output in outputs:
@@ -234,7 +307,9 @@ class ActiveRequests:
                 if found is None:
                     continue
                 request, choice = found
-                is_first = budget.has_prefilling and output.token_id is not None and budget.note_token(output.seq_id)
+                is_first = output.token_id is not None and output.seq_id in prefilling
+                if is_first:
+                    budget.end_prefill(output.seq_id)
                 request.add_output(choice, output)
                 if is_first:
                     self._telemetry.first_token(request, choice)
@@ -247,7 +322,8 @@ class ActiveRequests:
     def _end_sequence(self, request: RunningRequest, choice: int, output: StepOutput) -> None:
         del self._sequences[output.seq_id]
         self._telemetry.sequence_ended(request, choice)
-        reach(FaultPoint.LAST_TOKEN)
+        if fault_points.IS_ON:
+            fault_points.reach(FaultPoint.LAST_TOKEN)
         self._budget.release([output.seq_id])
         if output.error is not None:
             code = error_code(output)
@@ -304,7 +380,7 @@ class ActiveRequests:
         pending = self._logs.pending(limit, without)
         return PendingAppends([self._by_log[log].pending(limit) for log in pending.others], pending)
 
-    def settle(self, append: Append, outcome: AppendOutcome) -> bool:
+    def apply_outcome(self, append: Append, outcome: AppendOutcome) -> bool:
         """Apply an append's outcome. Returns whether the request was dropped here, but is still this engine's in Redis
         and has to be handed back.
         """
@@ -330,8 +406,8 @@ class ActiveRequests:
         self.drop([append.request_id])
         return not outcome.lost
 
-    def settle_tokens(self, batch: TokenBatch, outcomes: TokenOutcomes) -> list[str]:
-        """Apply a batch's outcomes. Returns the requests that have to be handed back, see `settle`."""
+    def apply_token_outcomes(self, batch: TokenBatch, outcomes: TokenOutcomes) -> list[str]:
+        """Apply a batch's outcomes. Returns the requests that have to be handed back, see `apply_outcome`."""
         logs, indexes = batch.logs, outcomes.next_indexes
         if outcomes.others:
             longer = [place for place in range(len(logs)) if place not in outcomes.others]
@@ -341,7 +417,7 @@ class ActiveRequests:
         if not outcomes.others:
             return []
         refused = outcomes.others.values()
-        return [append.request_id for append, outcome in refused if self.settle(append, outcome)]
+        return [append.request_id for append, outcome in refused if self.apply_outcome(append, outcome)]
 
     # -- leaving --
 
@@ -370,14 +446,6 @@ class ActiveRequests:
             self._sequences.pop(seq_id, None)
         self._budget.release(running)
         self._submit(AbortSequences(running))
-
-
-async def hand_back(session: EngineSession, request_ids: Sequence[str]) -> None:
-    """Hand requests back to their queues. Where Redis is away, a heartbeat after the outage hands them back."""
-    try:
-        await session.hand_back(request_ids)
-    except Unavailable as error:
-        logger.warning("could not hand back %d requests: %s", len(request_ids), error)
 
 
 def _log_fields(request: RunningRequest) -> dict[str, Any]:
