@@ -9,8 +9,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from pagestream_engine import Engine, EngineConfig, EngineError, SamplingParams, Sibling, StepOutput
-from pagestream_engine.errors import MessageError
+from pagestream_engine import Engine, EngineConfig, EngineError, MessageError, SamplingParams, Sibling, StepOutput
 from pagestream_engine.request import TokenLogprob
 from pagestream_engine.sampling_params import ReasoningMarks, StructuredOutputsParams
 from pagestream_engine.stats import EngineStats
