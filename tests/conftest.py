@@ -70,6 +70,21 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return bool(marks and left_out.intersection(_MARK.findall(marks[0]))) or None
 
 
+def pytest_pycollect_makemodule(module_path: Path) -> None:
+    """Before a file with `hypothesis` is imported, and hypothesis with it: no example has a limit of its own."""
+    if "hypothesis" in module_path.read_text(encoding="utf-8"):
+        _take_the_time_it_takes()
+
+
+@cache
+def _take_the_time_it_takes() -> None:
+    from hypothesis import HealthCheck, settings
+
+    if settings.get_current_profile_name() == "default":  # neither CI's nor one that was asked for
+        settings.register_profile("at home", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.load_profile("at home")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Import what is collected without looking for garbage, and know the profile of `make deep PARTS=properties`."""

@@ -279,7 +279,5 @@ class GroupMachine(RuleBasedStateMachine):
             assert self.engine.stats().num_free_blocks == self.engine.stats().num_blocks
 
 
-GroupMachine.TestCase.settings = settings(
-    max_examples=settings().max_examples // 3, stateful_step_count=30, deadline=None
-)
+GroupMachine.TestCase.settings = settings(max_examples=settings().max_examples // 3, stateful_step_count=30)
 TestGroupMachine = GroupMachine.TestCase

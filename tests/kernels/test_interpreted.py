@@ -106,7 +106,7 @@ def test_kernel_matches_reference(interpreter: KernelWorker, kernel: str, case: 
     interpreter.run(check, kernel, case)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @example(lengths=[131072, *([1] * 255)], rows=None, window=None, split_tokens=None, num_kv_heads=64, programs=66)
 @given(
     lengths=st.one_of(

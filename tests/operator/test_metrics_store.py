@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.proto.metrics.v1.metrics_pb2 import (
     DataPointFlags,
@@ -204,7 +204,6 @@ def test_series_of_one_counter_are_added(listener: Listener) -> None:
     assert listener.rate() == 100
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 1000), min_size=2, max_size=30), st.integers(0, 2**32), st.floats(0, 1))
 def test_deltas_count_once_each_in_any_order_and_number(added: list[int], seed: int, repeated: float) -> None:
     """Within the remembered intervals; the window takes all of them here."""

@@ -460,7 +460,7 @@ def whole_pod(name: str) -> dict[str, Any]:
     return body
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=CHANGES, again=CHANGES)
 async def test_an_odd_pod_hides_no_other_and_is_named(changes: Any, again: Any) -> None:
     passes = PoolPasses(maxReplicas=8)
@@ -481,7 +481,7 @@ async def test_an_odd_pod_hides_no_other_and_is_named(changes: Any, again: Any) 
         assert passes.condition("Degraded")["status"] == "True"
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(changes=CHANGES)
 async def test_an_odd_pool_harms_no_other(changes: Any) -> None:
     passes = PoolPasses(maxReplicas=8, models=[{"source": {"path": "/b"}, "servedName": "b"}])
@@ -495,7 +495,7 @@ async def test_an_odd_pool_harms_no_other(changes: Any) -> None:
     assert passes.replicas == 3
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(changes=CHANGES)
 async def test_an_odd_pool_is_reported_or_served(changes: Any) -> None:
     passes = PoolPasses(maxReplicas=8, engine={"enableLora": True}, adapters=[{"name": "a", "path": "/x"}])
@@ -506,7 +506,7 @@ async def test_an_odd_pool_is_reported_or_served(changes: Any) -> None:
     await passes.run(seconds=3)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(kind=st.sampled_from([DEPLOYMENT, CONFIG_MAP, JOB, STATEFUL_SET, SERVICE]), changes=CHANGES)
 async def test_odd_objects_of_a_pool_stop_no_scaling(kind: Kind, changes: Any) -> None:
     passes = PoolPasses(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pagestream_operator.kube import PoolKey
 from pagestream_operator.pool import Shares
@@ -55,7 +55,6 @@ def test_a_pool_at_zero_helps_one_that_may_not_grow() -> None:
     assert shares.share(NEW, "demo", NOW) == 0
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 50), st.none() | st.floats(1, 1e5)), min_size=1, max_size=6))
 def test_shares_add_up_to_one(pools: list[tuple[int, float | None]]) -> None:
     shares = Shares()

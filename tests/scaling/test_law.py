@@ -44,13 +44,13 @@ from scaling.worlds import (
 )
 
 CALM = ScalingPolicy(min_replicas=1, max_replicas=20)
-fast = settings(deadline=None, max_examples=15)  # two cores shared with others say nothing about this code
-thorough = settings(deadline=None, max_examples=40)
+fast = settings(max_examples=15)  # two cores shared with others say nothing about this code
+thorough = settings(max_examples=40)
 
 
 def worlds(test: Callable[..., None]) -> Callable[..., None]:
     """Few examples, each of which runs a pool for minutes of its time."""
-    found: Callable[..., None] = pytest.mark.served(settings(deadline=None, max_examples=5)(test))
+    found: Callable[..., None] = pytest.mark.served(settings(max_examples=5)(test))
     return found
 
 

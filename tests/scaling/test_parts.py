@@ -4,7 +4,7 @@ import math
 from dataclasses import fields, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pagestream_scaling import (
     BacklogPolicy,
@@ -32,7 +32,6 @@ from scaling.worlds import NOW, ready_pod, sample, starting_pod
 ENTRIES = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 9)), min_size=1, max_size=60)
 
 
-@settings(deadline=None)
 @given(ENTRIES, st.integers(0, 20))
 def test_windows_hold_the_highest_and_the_lowest(steps: list[tuple[int, int]], span: int) -> None:
     now, seen = 0, []
@@ -70,7 +69,6 @@ def test_requests_that_just_missed_a_bound_below_the_objective_are_no_misses() -
     assert missed(window, 2.0) < 0.01 * 3000 / 4
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 100), min_size=4, max_size=4), st.floats(0.1, 10), st.floats(0.1, 10))
 def test_a_stricter_objective_is_missed_by_no_fewer(counts: list[int], one: float, other: float) -> None:
     window = LatencyWindow((1.0, 2.5, 5.0), tuple(map(float, counts)), 60)

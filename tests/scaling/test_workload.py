@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pagestream_scaling import (
     BacklogPolicy,
@@ -254,7 +254,6 @@ def test_more_pods_than_requests_could_not_work_at_once() -> None:
     assert decide(policy, shown, ScalingMemory())[0].desired == 3
 
 
-@settings(deadline=None)
 @given(st.integers(1, 50), st.floats(1, 1e6), st.floats(0, 1e6), st.floats(1, 1e6), st.floats(0, 1e5))
 def test_the_largest_prompt_counts_up_to_the_limit(
     others: int, mean: float, longest: float, most_each: float, more: float
@@ -320,7 +319,6 @@ def test_a_standing_batch_keeps_pods_full_and_grows_the_pool_no_further() -> Non
     assert decision.limiting is not Limit.MAX
 
 
-@settings(deadline=None)
 @given(CLASSES, st.floats(0, 2e6), st.floats(0, 2e5))
 def test_weights_stay_within_0_and_1_and_full_weights_change_nothing(
     classes: list[ClassSample], tokens: float, drain: float

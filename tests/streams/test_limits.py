@@ -570,7 +570,6 @@ def test_any_order_of_requests_and_ends(client: Redis) -> None:
         settings=settings(
             max_examples=40,
             stateful_step_count=40,
-            deadline=None,
             derandomize=True,
             suppress_health_check=list(HealthCheck),
             phases=(Phase.generate,),

@@ -245,7 +245,6 @@ def check(redis_server: Place, max_examples: int, phases: Sequence[Phase] = tupl
         settings=settings(
             max_examples=max_examples,
             stateful_step_count=30,
-            deadline=None,
             derandomize=True,
             database=None,
             phases=phases,

@@ -35,7 +35,7 @@ SHARED_SERVER = [HealthCheck.function_scoped_fixture, HealthCheck.differing_exec
 
 class TestAnyGatewayAtAnyOffset:
     @given(offset=st.integers(0, COUNT + 2), appended=st.integers(0, COUNT), batch=st.integers(1, 5))
-    @settings(max_examples=12, deadline=None, suppress_health_check=SHARED_SERVER)
+    @settings(max_examples=12, suppress_health_check=SHARED_SERVER)
     def test_the_rest_comes_once_and_in_order(
         self, redis_server: Place, offset: int, appended: int, batch: int
     ) -> None:

@@ -229,7 +229,7 @@ class SameBytes(RuleBasedStateMachine):
 
 
 TestSameBytes = needs_library(SameBytes.TestCase)
-TestSameBytes.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestSameBytes.settings = settings(max_examples=30, stateful_step_count=30)
 
 
 def _end(pair: Pair, limit: int) -> int:
@@ -366,9 +366,7 @@ class Logs(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("make_logs", KINDS)
 def test_a_log_sends_what_was_written_to_it(make_logs: Callable[[int], TokenLogs]) -> None:
-    run_state_machine_as_test(
-        lambda: Logs(make_logs), settings=settings(max_examples=25, stateful_step_count=20, deadline=None)
-    )
+    run_state_machine_as_test(lambda: Logs(make_logs), settings=settings(max_examples=25, stateful_step_count=20))
 
 
 def test_the_first_and_the_last_output_of_a_sequence_stay_whole() -> None:

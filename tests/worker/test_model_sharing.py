@@ -58,7 +58,6 @@ def fleets(draw: st.DrawFn) -> list[EngineState]:
     return [engine(number) for number in range(draw(st.integers(1, 5)))]
 
 
-@settings(deadline=None)
 @given(fleets(), st.dictionaries(st.sampled_from(MODELS), demands, min_size=1))
 def test_changes_are_those_of_any_reader_and_keep_the_limits(
     engines: list[EngineState], waiting: Mapping[str, Demand]
@@ -77,7 +76,7 @@ def test_changes_are_those_of_any_reader_and_keep_the_limits(
         assert not engine.serving or is_idle or (engine.served_s >= LIMITS.min_serve_s and not engine.owes)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(fleets(), st.sampled_from(MODELS))
 def test_one_request_moves_one_engine(engines: list[EngineState], model: str) -> None:
     changes = plan_changes(engines, {model: Demand(requests=1, tokens=999)}, LIMITS)
@@ -137,7 +136,7 @@ class Fleet:
         return any(each.serving == model and not each.is_loading for each in self.engines.values())
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     st.lists(st.sets(st.sampled_from(MODELS), min_size=1).map(frozenset), min_size=1, max_size=4),
     st.lists(st.dictionaries(st.sampled_from(MODELS), st.integers(1, 2000)), min_size=20, max_size=60),
@@ -170,7 +169,7 @@ def test_no_model_with_requests_is_unserved_for_longer_than_the_bound_and_all_en
     assert not any(fleet.queues.values()), f"prompts began again at each turn: {fleet.queues}"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 5), st.dictionaries(st.sampled_from(MODELS), st.integers(1, 20_000), min_size=1))
 def test_a_constant_demand_settles_where_there_are_engines_for_all(spare: int, tokens: dict[str, int]) -> None:
     count = len(tokens) - 1 + spare

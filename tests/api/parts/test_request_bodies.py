@@ -174,14 +174,14 @@ def check_refusal(refused: InvalidRequest, document: dict[str, Any] | None) -> N
     assert any(field == name or field.startswith(f"{name}.") for name in sent), field
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.data(), st.booleans())
 def test_good_values_are_the_spec_that_they_ask_for(data: st.DataObject, is_chat: bool) -> None:
     document = data.draw(good(is_chat=is_chat))
     check_spec(accept(parse_json(json.dumps(document).encode()), is_chat=is_chat), document, is_chat=is_chat)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(st.data(), st.booleans(), st.sampled_from(sorted(WRONG_VALUES)))
 def test_one_wrong_value_is_refused_by_its_name(data: st.DataObject, is_chat: bool, name: str) -> None:
     document = {**data.draw(good(is_chat=is_chat)), name: data.draw(WRONG_VALUES[name])}
@@ -202,7 +202,7 @@ def test_a_mark_of_byte_order_is_skipped() -> None:
 def test_any_bytes_are_a_spec_or_a_typed_error() -> None:
     outcomes: Counter[str] = Counter()
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=200)
     @given(BYTES, st.booleans())
     def check(data: bytes, is_chat: bool) -> None:
         document = None

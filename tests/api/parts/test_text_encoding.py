@@ -130,7 +130,7 @@ def tokenizer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 def test_pieces_have_the_tokenizers_own_ids(tokenizer: Tokenizer) -> None:
     encoder = TextEncoder(tokenizer)
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(TEXT, st.booleans())
     def check(text: str, add_special_tokens: bool) -> None:
         expected = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
@@ -260,7 +260,7 @@ def segmented(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 def test_batches_have_the_tokenizers_own_ids_cached_or_not(segmented: Tokenizer) -> None:
     encoder, cache = TextEncoder(segmented), EncodingCache(1 << 20)
 
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=50)
     @given(st.lists(st.tuples(MARKED_TEXT, st.booleans()), max_size=4))
     def check(texts: list[tuple[str, bool]]) -> None:
         expected = [segmented.encode(text, add_special_tokens=adds).ids for text, adds in texts]

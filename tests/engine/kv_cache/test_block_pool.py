@@ -129,9 +129,7 @@ class PoolMachine(RuleBasedStateMachine):
             check_cache(self.pool, full_attention(4), [])
 
 
-PoolMachine.TestCase.settings = settings(
-    max_examples=settings().max_examples // 3, stateful_step_count=40, deadline=None
-)
+PoolMachine.TestCase.settings = settings(max_examples=settings().max_examples // 3, stateful_step_count=40)
 TestPoolMachine = PoolMachine.TestCase
 
 

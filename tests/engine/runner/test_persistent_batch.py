@@ -84,7 +84,7 @@ class ComparingRunner(ArithmeticRunner):
         assert inputs.sampled_rows.tolist() == plan.sampled_rows.tolist()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     layers=st.sampled_from(sorted(LAYERS)),
     block_size=st.sampled_from([1, 4, 8]),

@@ -188,11 +188,11 @@ class BatchMachine(RuleBasedStateMachine):
 
 
 TestBatch = BatchMachine.TestCase
-TestBatch.settings = settings(max_examples=15, stateful_step_count=10, deadline=None)
+TestBatch.settings = settings(max_examples=15, stateful_step_count=10)
 
 
 @given(kinds=st.lists(PARAMETERS, min_size=2, max_size=8))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_a_row_gets_the_same_in_any_batch(kinds: list[dict[str, Any]]) -> None:
     rows = [make_row(index, output=(5, 9, 9), **{"temperature": 1.0, **kind}) for index, kind in enumerate(kinds)]
     together, alone = batch_of(*rows), [batch_of(row) for row in rows]

@@ -147,7 +147,7 @@ OPERATIONS = st.one_of(
 )
 
 
-@settings(max_examples=settings().max_examples // 4, deadline=None)
+@settings(max_examples=settings().max_examples // 4)
 @given(
     layers=st.sampled_from(sorted(LAYERS)),
     num_tokens=st.integers(48, 96),
