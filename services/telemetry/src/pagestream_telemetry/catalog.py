@@ -36,6 +36,7 @@ class Metric:
         text: description, exported with the metric.
         attributes: names, in the order in which a series' values are given.
         bounds: upper bounds of a histogram's buckets, rising; one more bucket has no bound.
+        figure: the field of the engine's figures that it shows as it is; "" for any other metric.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Metric:
     text: str
     attributes: tuple[str, ...] = ()
     bounds: tuple[float, ...] = ()
+    figure: str = ""
 
 
 _DURATIONS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
@@ -54,12 +56,12 @@ _STEPS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.
 _SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 
 
-def _gauge(name: str, unit: str, text: str, *attributes: str) -> Metric:
-    return Metric(name, Kind.GAUGE, unit, text, (MODEL, *attributes))
+def _gauge(name: str, unit: str, text: str, *attributes: str, figure: str = "") -> Metric:
+    return Metric(name, Kind.GAUGE, unit, text, (MODEL, *attributes), figure=figure)
 
 
-def _counter(name: str, unit: str, text: str, *attributes: str) -> Metric:
-    return Metric(name, Kind.COUNTER, unit, text, (MODEL, *attributes))
+def _counter(name: str, unit: str, text: str, *attributes: str, figure: str = "") -> Metric:
+    return Metric(name, Kind.COUNTER, unit, text, (MODEL, *attributes), figure=figure)
 
 
 def _histogram(name: str, unit: str, text: str, bounds: tuple[float, ...], *attributes: str) -> Metric:
@@ -84,7 +86,10 @@ RECLAIMS = Metric(
 # -- of engines
 
 KV_UTILIZATION = _gauge(
-    "pagestream.kv.utilization", "1", "Referenced blocks / all blocks: what only the cache holds does not count."
+    "pagestream.kv.utilization",
+    "1",
+    "Referenced blocks / all blocks: what only the cache holds does not count.",
+    figure="kv_utilization",
 )
 KV_BLOCKS = _gauge(
     "pagestream.kv.blocks",
@@ -96,15 +101,22 @@ KV_FRAGMENTATION = _gauge(
     "pagestream.kv.fragmentation", "1", "Slots of referenced blocks that hold no token / slots of referenced blocks."
 )
 PREFIX_QUERIES = _counter(
-    "pagestream.prefix_cache.queries", "{token}", "Prompt tokens of new requests looked up in the prefix cache."
+    "pagestream.prefix_cache.queries",
+    "{token}",
+    "Prompt tokens of new requests looked up in the prefix cache.",
+    figure="prefix_query_tokens",
 )
 PREFIX_HITS = _counter(
-    "pagestream.prefix_cache.hits", "{token}", "Prompt tokens of new requests found in the prefix cache."
+    "pagestream.prefix_cache.hits",
+    "{token}",
+    "Prompt tokens of new requests found in the prefix cache.",
+    figure="prefix_hit_tokens",
 )
 HOST_TIER_HITS = _counter(
     "pagestream.host_tier.hits",
     "{token}",
     "Tokens of new and of preempted requests whose blocks came from host memory.",
+    figure="host_hit_tokens",
 )
 HOST_TIER_COPIES = _counter(
     "pagestream.host_tier.copies",
@@ -118,20 +130,37 @@ HOST_TIER_PAGES = _gauge(
     "Pages of host memory, each for a block: cached = with content that can be found again, free = others.",
     "state",
 )
-REQUESTS_RUNNING = _gauge("pagestream.requests.running", "{request}", "Sequences that hold blocks.")
-REQUESTS_WAITING = _gauge("pagestream.requests.waiting", "{request}", "Sequences that wait inside the engine.")
+REQUESTS_RUNNING = _gauge(
+    "pagestream.requests.running", "{request}", "Sequences that hold blocks.", figure="num_running"
+)
+REQUESTS_WAITING = _gauge(
+    "pagestream.requests.waiting", "{request}", "Sequences that wait inside the engine.", figure="num_waiting"
+)
 BATCH_SIZE = _histogram("pagestream.batch.size", "{sequence}", "Sequences of a step.", _SIZES)
 STEP_DURATION = _histogram("pagestream.step.duration", "s", "One step: schedule, model, sampling, text.", _STEPS)
 TOKENS_PROMPT = _counter(
-    "pagestream.tokens.prompt", "{token}", "Prompt tokens computed, those of a recomputation included."
+    "pagestream.tokens.prompt",
+    "{token}",
+    "Prompt tokens computed, those of a recomputation included.",
+    figure="num_prompt_tokens",
 )
-TOKENS_GENERATED = _counter("pagestream.tokens.generated", "{token}", "Tokens generated.")
-PREEMPTIONS = _counter("pagestream.preemptions", "{request}", "Sequences that lost their blocks to others.")
+TOKENS_GENERATED = _counter(
+    "pagestream.tokens.generated", "{token}", "Tokens generated.", figure="num_generated_tokens"
+)
+PREEMPTIONS = _counter(
+    "pagestream.preemptions", "{request}", "Sequences that lost their blocks to others.", figure="num_preemptions"
+)
 DISPLACEMENTS = _counter(
-    "pagestream.displacements", "{request}", "Sequences that lost their places to requests of class 0."
+    "pagestream.displacements",
+    "{request}",
+    "Sequences that lost their places to requests of class 0.",
+    figure="num_displaced",
 )
 LATE_MASKS = _counter(
-    "pagestream.masks.late", "{row}", "Rows that sat a step out, because their grammar's mask was not there in time."
+    "pagestream.masks.late",
+    "{row}",
+    "Rows that sat a step out, because their grammar's mask was not there in time.",
+    figure="num_late_masks",
 )
 DEGRADATION_RUNG = _gauge(
     "pagestream.degradation.rung", "1", "1 while the engine gives up what the rung says, else 0.", "rung"
@@ -149,7 +178,12 @@ DEGRADATION_SHARE = _gauge(
     "In use / all of device (KV blocks; above 1 with what preempted sequences need again), host (memory), redis.",
     "resource",
 )
-DRAFTED = _counter("pagestream.speculation.drafted", "{token}", "Tokens that speculation drafted and steps checked.")
+DRAFTED = _counter(
+    "pagestream.speculation.drafted",
+    "{token}",
+    "Tokens that speculation drafted and steps checked.",
+    figure="num_draft_tokens",
+)
 ACCEPTED = _counter(
     "pagestream.speculation.accepted",
     "{token}",

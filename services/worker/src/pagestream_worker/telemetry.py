@@ -204,20 +204,11 @@ class WorkerTelemetry:
         return True
 
 
+_FIGURES = tuple(metric for metric in catalog.ENGINE_METRICS if metric.figure)
+"""What shows a figure of the engine as it is."""
 _OF_MODELS = (
-    catalog.KV_UTILIZATION,
+    *_FIGURES,
     catalog.KV_FRAGMENTATION,
-    catalog.PREFIX_QUERIES,
-    catalog.PREFIX_HITS,
-    catalog.HOST_TIER_HITS,
-    catalog.REQUESTS_RUNNING,
-    catalog.REQUESTS_WAITING,
-    catalog.TOKENS_PROMPT,
-    catalog.TOKENS_GENERATED,
-    catalog.PREEMPTIONS,
-    catalog.DISPLACEMENTS,
-    catalog.LATE_MASKS,
-    catalog.DRAFTED,
     catalog.DRAINING,
     catalog.KV_BLOCKS,
     catalog.HOST_TIER_PAGES,
@@ -269,23 +260,10 @@ class EngineGauges:
     def _update(self) -> None:
         figures = self._readers.figures()
         stats = figures.stats
-        for metric, value in (
-            (catalog.KV_UTILIZATION, stats.kv_utilization),
-            (catalog.KV_FRAGMENTATION, figures.fragmentation),
-            (catalog.PREFIX_QUERIES, stats.prefix_query_tokens),
-            (catalog.PREFIX_HITS, stats.prefix_hit_tokens),
-            (catalog.HOST_TIER_HITS, stats.host_hit_tokens),
-            (catalog.REQUESTS_RUNNING, stats.num_running),
-            (catalog.REQUESTS_WAITING, stats.num_waiting),
-            (catalog.TOKENS_PROMPT, stats.num_prompt_tokens),
-            (catalog.TOKENS_GENERATED, stats.num_generated_tokens),
-            (catalog.PREEMPTIONS, stats.num_preemptions),
-            (catalog.DISPLACEMENTS, stats.num_displaced),
-            (catalog.LATE_MASKS, stats.num_late_masks),
-            (catalog.DRAFTED, stats.num_draft_tokens),
-            (catalog.DRAINING, int(self._health.is_draining)),
-        ):
-            self._number(metric).series(self._model).set(value)
+        for metric in _FIGURES:
+            self._number(metric).series(self._model).set(getattr(stats, metric.figure))
+        self._number(catalog.KV_FRAGMENTATION).series(self._model).set(figures.fragmentation)
+        self._number(catalog.DRAINING).series(self._model).set(int(self._health.is_draining))
         self._number(catalog.RECLAIMS).series().set(self._readers.num_reclaimed())
         blocks = {
             "used": stats.num_blocks - stats.num_free_blocks,
