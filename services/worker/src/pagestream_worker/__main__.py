@@ -77,10 +77,6 @@ def main(arguments: Sequence[str] | None = None, make_engine: str = ENGINE) -> i
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 EXIT_LOST = 1
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 TITLE = "pagestream-engine-node"
@@ -146,3 +142,7 @@ def _exit(*_: object) -> None:
 def _ignore_signals() -> None:
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
