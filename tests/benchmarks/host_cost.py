@@ -29,7 +29,6 @@ import argparse
 import asyncio
 import cProfile
 import gc
-import pickle
 import pstats
 import tempfile
 from collections.abc import Callable, Sequence
@@ -46,6 +45,7 @@ from pagestream_engine.plan import PendingResult, ScheduledStep, StepPlan, StepR
 from pagestream_engine.runner.batch import PersistentBatch, pending_result
 from pagestream_engine.sampler import Sampled
 from pagestream_engine.stats import EngineStats
+from pagestream_engine.wire.executor import ANSWERS, PLANS
 from pagestream_streams import AppendKind, AppendOutcome
 from pagestream_streams.engine.append import append_arguments, slice_of
 from pagestream_streams.protocol.records import TokenOutcomes
@@ -267,11 +267,11 @@ async def append_ms(outputs: Sequence[StepOutput], stats: EngineStats, num_steps
 
 
 def pipe_ms(workload: Workload) -> tuple[float, float]:
-    """Return what pickling costs the core's side of a step, and the executor's."""
+    """Return what the pipe's codec costs the core's side of a step, and the executor's."""
     plan, result = workload.runner.plan, workload.runner.last_result
-    sent, returned = pickle.dumps(plan, protocol=5), pickle.dumps(result, protocol=5)
-    core = mean_ms(lambda: pickle.dumps(plan, protocol=5)) + mean_ms(lambda: pickle.loads(returned))  # noqa: S301
-    executor = mean_ms(lambda: pickle.loads(sent)) + mean_ms(lambda: pickle.dumps(result, protocol=5))  # noqa: S301
+    sent, returned = PLANS.encode(plan), ANSWERS.encode(result)
+    core = mean_ms(lambda: PLANS.encode(plan)) + mean_ms(lambda: ANSWERS.decode(returned))
+    executor = mean_ms(lambda: PLANS.decode(sent)) + mean_ms(lambda: ANSWERS.encode(result))
     return core, executor
 
 

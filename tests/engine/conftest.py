@@ -14,7 +14,7 @@ IMPORTED = (
     "torch",
     "transformers",
     "pagestream_engine.engine",
-    "pagestream_engine.executor.rank_child",
+    "pagestream_engine.executor.child",
     "pagestream_engine.runner",
 )
 """Modules that the process has from which ranks are forked."""

@@ -32,11 +32,11 @@ from pagestream_engine import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from pagestream_engine.executor.nodes.codec import decode, encode
 from pagestream_engine.executor.nodes.follower import run_node
 from pagestream_engine.executor.nodes.handshake import Hello, join
 from pagestream_engine.executor.nodes.link import MAX_BYTES, Link, LinkKeys
 from pagestream_engine.executor.nodes.listener import RankListener
+from pagestream_engine.wire.codec import Codec
 from support.engines.arithmetic_model import make_folder, undisturbed
 from support.engines.faulty_runners import FACTS, FaultyRunner
 from support.engines.nodes import TESTS, node_options, start_follower
@@ -332,4 +332,5 @@ def test_a_leader_and_a_machine_alone_give_up(tmp_path: Path, options: dict[str,
 def test_a_constraint_arrives_with_its_marks_of_reasoning() -> None:
     marks = ReasoningMarks(end=[8], openings=[[7], [9, 7]])
     params = SamplingParams(structured_outputs=StructuredOutputsParams(json={"type": "object"}, reasoning=marks))
-    assert decode(encode(params)) == params
+    codec = Codec(SamplingParams)
+    assert codec.decode(codec.encode(params)) == params

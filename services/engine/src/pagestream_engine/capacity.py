@@ -8,10 +8,11 @@ from pathlib import Path
 
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ConfigError
-from pagestream_engine.executor.base import ExecutorFacts, RunnerFactory, facts_of, make_model_runner
+from pagestream_engine.executor.base import RunnerFactory, facts_of, make_model_runner
 from pagestream_engine.executor.select import make_executor
 from pagestream_engine.models.folder import resolve_model
 from pagestream_engine.plugins import import_plugins
+from pagestream_engine.wire.executor import ExecutorFacts
 
 _log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """What the core and an executor say to each other: layout, plan and result of a step, and what is prepared beside them.
 
-Records are immutable and hold plain numbers, tuples and numpy arrays, so that they can be pickled to another process.
+Records are immutable and hold plain numbers, tuples and numpy arrays, which `wire` carries to other processes.
 They name a running sequence by its row: a place in the runner's persistent batch, below `max_num_seqs`. A sequence is
 sent once, as a `NewSequence`; each later plan has only what changed.
 
@@ -196,12 +196,21 @@ class StepResult:
     """None where no prompt that is pooled has ended."""
     num_drafts: Int32Array | None = None
     """(samples,): drafts that each has computed; None in a step without any."""
+    faults: Sequence[int] = ()
+    """Those of the errors that are a `RequestFault`: set from them, and they from it in another process."""
     has_one_each: bool = field(init=False)
     """Whether each sample has exactly one token, and none failed."""
 
     def __post_init__(self) -> None:
         are_one = self.token_ids.shape[1] == 1 and self.counts.tolist().count(1) == len(self.counts)
         object.__setattr__(self, "has_one_each", are_one and not self.errors)
+        if self.errors:
+            self._note_faults()
+
+    def _note_faults(self) -> None:
+        errors = {place: RequestFault(text) if place in self.faults else text for place, text in self.errors.items()}
+        object.__setattr__(self, "errors", errors)
+        object.__setattr__(self, "faults", [at for at, text in errors.items() if isinstance(text, RequestFault)])
 
     def tokens(self) -> Sequence[Sequence[int]]:
         """The tokens of each sample; of one that failed those before."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ConfigError, UnsupportedOption
-from pagestream_engine.executor.load_times import LoadTimes
-from pagestream_engine.executor.preparations import GrammarRunner, Preparation, Prepared
+from pagestream_engine.executor.preparations import GrammarRunner
 from pagestream_engine.plan import HostMemory, KVLayout, PendingResult, StepPlan, StepResult
+from pagestream_engine.wire.executor import ExecutorFacts, Preparation, Prepared
 
 
 class ModelFacts(Protocol):
@@ -133,36 +134,6 @@ class TieredRunner(Protocol):
 RunnerFactory = Callable[[Path, EngineConfig], Runner]
 
 
-@dataclass(frozen=True, slots=True)
-class ExecutorFacts:
-    """What the engine knows of an executor that has loaded."""
-
-    vocab_size: int
-    max_position_embeddings: int
-    eos_token_ids: frozenset[int]
-    fingerprint: str
-    kv_layout: KVLayout
-    """The model's KV groups: a sequence has a block table for each."""
-    num_blocks: int
-    """KV blocks of its pool."""
-    memory_bytes: Mapping[str, int]
-    """Bytes of the device's memory by use; empty for a runner without any."""
-    num_speculative_tokens: int = 0
-    """Most drafts that a sequence has in a step; 0 for a runner without any."""
-    is_deterministic: bool = False
-    """Whether a token's logits depend on its sequence alone, bit for bit."""
-    pooled_size: int = 0
-    """Numbers of a vector that is pooled from a prompt; 0: it gives none."""
-    has_head: bool = True
-    """Whether the model gives logits."""
-    host_memory: HostMemory | None = None
-    """For blocks that are evicted; None without `swap_space`."""
-    load_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by part of the load: import (of torch and the runner), weights, cache, warm_up."""
-    has_grammars: bool = False
-    """Whether sequences may have a grammar."""
-
-
 class Executor(Protocol):
     """Runs plans in the order in which they are submitted; results come in the same order.
 
@@ -227,7 +198,7 @@ class Executor(Protocol):
 
 def load_runner(make_runner: RunnerFactory, folder: Path, config: EngineConfig) -> tuple[Runner, ExecutorFacts]:
     """Load a runner with its KV cache."""
-    times = LoadTimes()
+    times = _LoadTimes()
     if make_runner is make_model_runner:
         import pagestream_engine.runner.runner  # noqa: F401 - its time is not that of the weights
     times.note("import")
@@ -243,6 +214,21 @@ def load_runner(make_runner: RunnerFactory, folder: Path, config: EngineConfig) 
         runner.warm_up()
     times.note("warm_up")
     return runner, replace(facts, load_s=times.seconds)
+
+
+class _LoadTimes:
+    """Measures how long consecutive parts of a load take. The first one begins now."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        """By part."""
+        self._began = time.perf_counter()
+
+    def note(self, part: str) -> None:
+        """End a part; the next one begins."""
+        now = time.perf_counter()
+        self.seconds[part] = now - self._began
+        self._began = now
 
 
 def _with_host_pages(facts: ExecutorFacts, runner: Runner, swap_space: float) -> ExecutorFacts:

@@ -4,46 +4,34 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import signal
 import sys
 import threading
 import traceback
-from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Protocol
 
 from pagestream_engine.config import EngineConfig
-from pagestream_engine.errors import ExecutorError
 from pagestream_engine.executor.base import DeviceRunner, Runner, RunnerFactory, load_runner
-from pagestream_engine.executor.preparations import Preparation, Prepared, prepare
+from pagestream_engine.executor.preparations import prepare
 from pagestream_engine.plan import PendingResult, StepPlan, raising
 from pagestream_engine.plugins import import_plugins
+from pagestream_engine.wire.executor import ANSWERS, LOADING, PLANS, Failure, Preparation, Prepared
 
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """What the process sends in place of an answer."""
-
-    error: BaseException
-    step_id: int
-    """Of the plan that failed; LOADING before the first."""
-
-
-LOADING = -1
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Pipe(Protocol):
-    """An end of a pipe of pickled messages."""
+    """An end of a pipe of frames."""
 
     def recv_bytes(self) -> bytes:
         """Wait for the next message; raises EOFError where the other end has closed."""
         ...
 
-    def send_bytes(self, message: bytes, /) -> None:
+    def send_bytes(self, message: bytes | bytearray, /) -> None:
         """Send a message; raises OSError where the other end has closed."""
         ...
 
@@ -73,6 +61,14 @@ def die_with_parent(parent: int | None) -> None:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:  # it died before the setting took effect
         os._exit(1)
+
+
+def run_rank(
+    connection: Connection, make_runner: RunnerFactory, folder: Path, config: EngineConfig, parent: int | None
+) -> None:
+    """Do `run_child` as the rank that `config.place` names, whose process exits at once when the pipe from its parent
+    ends."""
+    run_child(_RankPipe(connection), make_runner, folder, config, parent)
 
 
 def run_child(
@@ -112,8 +108,36 @@ def _run(connection: Pipe, make_runner: RunnerFactory, folder: Path, config: Eng
     except BaseException as error:  # noqa: BLE001 - raised on the other side
         _send(connection, _failure(error, LOADING))
         return
-    if _send(connection, facts):
+    if _send(connection, ANSWERS.encode(facts)):
         _Steps(connection, runner).run()
+
+
+class _RankPipe:
+    """The rank's end of its pipe, read by a thread of its own.
+
+    A step waits for other ranks, which may be dead or stopped: so the end of the pipe is noticed within steps, too, and
+    ends the process. The parent has died then, or has given the group up.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._received: SimpleQueue[bytes] = SimpleQueue()
+        threading.Thread(target=self._receive, name="plans", daemon=True).start()
+
+    def recv_bytes(self) -> bytes:
+        """Wait for the next message."""
+        return self._received.get()
+
+    def send_bytes(self, message: bytes | bytearray) -> None:
+        """Send a message; OSError where the other end has closed."""
+        self._connection.send_bytes(message)
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                self._received.put(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(0)
 
 
 class _Steps:
@@ -150,18 +174,18 @@ class _Steps:
     def _next_plan(self) -> StepPlan:
         """Wait for a plan; what is to be prepared beside the steps is begun before."""
         while True:
-            message = pickle.loads(self._connection.recv_bytes())  # noqa: S301 - from the process that began us
+            message = PLANS.decode(self._connection.recv_bytes())
             if not isinstance(message, Preparation):
                 plan: StepPlan = message
                 return plan
             prepare(self._runner, message, self._send_prepared)
 
     def _send_prepared(self, prepared: Prepared) -> None:
-        self._send(prepared)
+        self._send(ANSWERS.encode(prepared))
 
-    def _send(self, message: object) -> bool:
+    def _send(self, frame: bytearray) -> bool:
         with self._sending:
-            return _send(self._connection, message)
+            return _send(self._connection, frame)
 
     def _launch(self, run: int, plan: StepPlan) -> PendingResult:
         try:
@@ -178,7 +202,7 @@ class _Steps:
             if run == self._failed_run:
                 continue
             try:
-                answer: object = pending()
+                answer = ANSWERS.encode(pending())
             except BaseException as error:  # noqa: BLE001 - raised on the other side
                 self._failed_run = run
                 answer = _failure(error, step_id)
@@ -186,22 +210,16 @@ class _Steps:
                 return
 
 
-def _send(connection: Pipe, message: object) -> bool:
-    """Send a message; return False where the other end has closed."""
+def _send(connection: Pipe, frame: bytearray) -> bool:
+    """Send a frame; return False where the other end has closed."""
     try:
-        connection.send_bytes(pickle.dumps(message, protocol=5))
+        connection.send_bytes(frame)
     except OSError:
         return False
     return True
 
 
-def _failure(error: BaseException, step_id: int) -> Failure:
-    """Return what raises `error` on the other side, or an ExecutorError that describes it where it can't be pickled."""
+def _failure(error: BaseException, step_id: int) -> bytearray:
+    """Return the frame of what raises `error` on the other side."""
     error.add_note("in the executor's process:\n" + "".join(traceback.format_exception(error)))
-    try:
-        pickle.loads(pickle.dumps(error))  # noqa: S301 - its own bytes
-    except Exception:  # noqa: BLE001 - an error's own pickling may raise anything
-        described = ExecutorError(f"{type(error).__name__}: {error}")
-        described.add_note("\n".join(error.__notes__))
-        return Failure(described, step_id)
-    return Failure(error, step_id)
+    return ANSWERS.encode(Failure.of(error, step_id))

@@ -8,8 +8,9 @@ from queue import Empty, SimpleQueue
 
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.executor.base import LaunchingRunner, RunnerFactory, load_runner
-from pagestream_engine.executor.preparations import AdaptingRunner, GrammarRunner, Preparation, Prepared, prepare
+from pagestream_engine.executor.preparations import AdaptingRunner, GrammarRunner, prepare
 from pagestream_engine.plan import PendingResult, StepPlan, StepResult, raising
+from pagestream_engine.wire.executor import Preparation, Prepared
 
 
 class InlineExecutor:

@@ -5,30 +5,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from pagestream_engine.errors import InvariantViolation
 from pagestream_engine.features.grammar.compiler import GrammarCompiler
 from pagestream_engine.plan import AdapterLoad, LoadedAdapter, PreparedGrammar
 from pagestream_engine.sampling_params import Grammar
-
-
-class SleepChange(NamedTuple):
-    """The executor is to give up its memory but for the weights, or to have it again. It is done between two steps."""
-
-    is_asleep: bool
-    """Whether it is to give it up."""
-
-
-class SleepChanged(NamedTuple):
-    """A `SleepChange` was made, or could not be: the executor can't go on then."""
-
-    is_asleep: bool
-    error: str | None
-
-
-Preparation = Grammar | AdapterLoad | SleepChange
-Prepared = PreparedGrammar | LoadedAdapter | SleepChanged
+from pagestream_engine.wire.executor import Preparation, Prepared, SleepChange, SleepChanged
 
 
 class PreparedByAll:

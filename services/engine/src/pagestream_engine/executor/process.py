@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import pickle
 from collections import deque
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -11,17 +10,17 @@ from time import monotonic
 from typing import Any
 
 from pagestream_engine.config import EngineConfig
-from pagestream_engine.errors import ExecutorDied, InvariantViolation
-from pagestream_engine.executor.base import ExecutorFacts, RunnerFactory
-from pagestream_engine.executor.child import Failure, bonding_parent, run_child
-from pagestream_engine.executor.preparations import Preparation, Prepared
+from pagestream_engine.errors import ExecutorDied, InvariantViolation, MessageError
+from pagestream_engine.executor.base import RunnerFactory
+from pagestream_engine.executor.child import bonding_parent, run_child
 from pagestream_engine.plan import StepPlan, StepResult
+from pagestream_engine.wire.executor import ANSWERS, PLANS, ExecutorFacts, Failure, Preparation, Prepared
 
 _CLOSE_LIMIT_S = 5.0
 
 
 class ProcessExecutor:
-    """Starts a process by `spawn` that loads the runner, and exchanges pickled records with it over a pipe.
+    """Starts a process by `spawn` that loads the runner, and exchanges frames with it over a pipe.
 
     A program that uses it must guard its entry point by `if __name__ == "__main__"`: the process imports that module.
 
@@ -63,7 +62,7 @@ class ProcessExecutor:
         return self._process.pid
 
     def submit(self, plan: StepPlan) -> None:
-        message = pickle.dumps(plan, protocol=5)
+        message = PLANS.encode(plan)
         try:
             self._connection.send_bytes(message)
         except OSError as error:
@@ -87,7 +86,7 @@ class ProcessExecutor:
 
     def prepare(self, wanted: Preparation) -> None:
         try:
-            self._connection.send_bytes(pickle.dumps(wanted, protocol=5))
+            self._connection.send_bytes(PLANS.encode(wanted))
         except OSError as error:
             raise self._died() from error
 
@@ -140,7 +139,10 @@ class ProcessExecutor:
         if self._connection not in ready:
             raise self._died()
         try:
-            return pickle.loads(self._connection.recv_bytes())  # noqa: S301 - from a process of our own
+            return ANSWERS.decode(self._connection.recv_bytes(ANSWERS.max_bytes))
+        except MessageError as error:
+            self._process.kill()
+            raise self._died() from error
         except (EOFError, OSError) as error:
             raise self._died() from error
         except BaseException:

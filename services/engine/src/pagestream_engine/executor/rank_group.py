@@ -17,16 +17,16 @@ from typing import NoReturn
 import numpy as np
 
 from pagestream_engine.config import EngineConfig
-from pagestream_engine.errors import EngineError, InvariantViolation, NodesMissing, RankLost
-from pagestream_engine.executor.base import ExecutorFacts, RunnerFactory
-from pagestream_engine.executor.child import Failure
+from pagestream_engine.errors import EngineError, InvariantViolation, MessageError, NodesMissing, RankLost
+from pagestream_engine.executor.base import RunnerFactory
 from pagestream_engine.executor.nodes.forming import Forming
 from pagestream_engine.executor.nodes.remote_rank import RemoteRank
-from pagestream_engine.executor.preparations import Preparation, Prepared, PreparedByAll
-from pagestream_engine.executor.rank_process import Answer, Message, Rank, RankProcess
+from pagestream_engine.executor.preparations import PreparedByAll
+from pagestream_engine.executor.rank_process import Answer, Rank, RankProcess
 from pagestream_engine.executor.stragglers import Stragglers
 from pagestream_engine.parallel.place import Progress
 from pagestream_engine.plan import StepPlan, StepResult
+from pagestream_engine.wire.executor import PLANS, ExecutorFacts, Failure, Preparation, Prepared
 
 _FAILURE_LIMIT_S = 1.0
 """For the others to fail, too, when a rank has failed: they wait for it if it has failed alone."""
@@ -96,10 +96,10 @@ class RankGroup:
 
     def _send(self, content: object, name: str) -> None:
         self._raise_lost()
-        message = Message(content)
+        frame = PLANS.encode(content)
         for rank in self._ranks:
             try:
-                rank.send(message)
+                rank.send(frame)
             except OSError as error:
                 self._lose(rank, f"takes no {name}s", error)
             except BaseException:
@@ -220,6 +220,8 @@ class RankGroup:
                 continue
             try:
                 rank.receive()
+            except MessageError as error:
+                self._lose(rank, "sends what is no answer", error)
             except (EOFError, OSError) as error:
                 rank.has_ended = True
                 if notice_deaths:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
 import socket
 import struct
 from collections import deque
-from functools import cached_property
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext
 from os import dup
@@ -14,35 +12,16 @@ from pathlib import Path
 from typing import Protocol
 
 from pagestream_engine.config import EngineConfig
-from pagestream_engine.executor.base import ExecutorFacts, RunnerFactory
-from pagestream_engine.executor.child import Failure, bonding_parent
-from pagestream_engine.executor.nodes.codec import encode
-from pagestream_engine.executor.preparations import Prepared
-from pagestream_engine.executor.rank_child import run_rank
+from pagestream_engine.executor.base import RunnerFactory
+from pagestream_engine.executor.child import bonding_parent, run_rank
 from pagestream_engine.plan import StepResult
+from pagestream_engine.wire.executor import ANSWERS, ExecutorFacts, Failure, Prepared
 
 Answer = ExecutorFacts | StepResult | Failure
 _PIPE_LIMIT_S = 1
 """Of a pipe without progress, when a plan is sent or the rest of an answer received: a thread of the rank reads all the
 time."""
 _SECONDS = struct.Struct("ll")  # struct timeval
-
-
-class Message:
-    """A plan or a grammar for all ranks, made into bytes once for each kind of connection."""
-
-    def __init__(self, content: object) -> None:
-        self._content = content
-
-    @cached_property
-    def pickled(self) -> bytes:
-        """For processes of this machine, which are this one's own."""
-        return pickle.dumps(self._content, protocol=5)
-
-    @cached_property
-    def encoded(self) -> bytes:
-        """For other machines."""
-        return encode(self._content)
 
 
 class Rank(Protocol):
@@ -80,7 +59,7 @@ class Rank(Protocol):
         """Whether it is another machine's, and nothing comes from there any more; may take a second."""
         ...
 
-    def send(self, message: Message) -> None:
+    def send(self, frame: bytearray) -> None:
         """Send a plan or a grammar; OSError where it takes none."""
         ...
 
@@ -157,9 +136,9 @@ class RankProcess:
         """Return False: it is on this machine."""
         return False
 
-    def send(self, message: Message) -> None:
+    def send(self, frame: bytearray) -> None:
         """Send a plan or a grammar; OSError where the pipe has ended, or takes nothing for its limit."""
-        self.connection.send_bytes(message.pickled)
+        self.connection.send_bytes(frame)
 
     def serve(self) -> None:
         """Do nothing: its process is watched from the start."""
@@ -179,8 +158,9 @@ class RankProcess:
         Raises:
             EOFError: the process has closed its end.
             OSError: likewise, or it has stopped within the answer.
+            MessageError: what has come is no answer.
         """
-        message = pickle.loads(self.connection.recv_bytes())  # noqa: S301 - from a process of our own
+        message = ANSWERS.decode(self.connection.recv_bytes(ANSWERS.max_bytes))
         if isinstance(message, Prepared):
             self.prepared.append(message)
         else:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from time import monotonic
 
 from pagestream_engine.errors import EngineAsleep, InvalidRequest, SleepFailed
-from pagestream_engine.executor.preparations import Prepared, SleepChange, SleepChanged
 from pagestream_engine.kv_cache.manager import CacheManager
 from pagestream_engine.steps import StepPipeline
+from pagestream_engine.wire.executor import Prepared, SleepChange, SleepChanged
 
 LIMIT_S = 120.0
 """For the weights to be copied: 140 GB at 2 GB/s take 70 s."""

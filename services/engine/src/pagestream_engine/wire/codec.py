@@ -12,18 +12,18 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from os import fsdecode, fsencode
 from pathlib import Path, PurePath
-from typing import Any, get_args, get_origin
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pagestream_engine.errors import MessageError
+from pagestream_engine.errors import MessageError, RequestFault
 
 MAX_BYTES = 1 << 30
 """Of a frame, where a codec has no other limit: the log probabilities of the longest prompt are less."""
 _LENGTH = struct.Struct("<Q")
-_DTYPES = ("bool", "int32", "int64", "float32", "uint8")
+_DTYPES = {dtype.char: dtype for dtype in map(np.dtype, ("bool", "int32", "int64", "float32", "uint8"))}
 _ESCAPED = 0x80
 """Flag of a kind: what msgpack has not is escaped. That is half of a surrogate pair, which a path that is no UTF-8 has,
 and a stop string may have; and a number of more than 64 bits, as in a JSON schema."""
@@ -41,7 +41,7 @@ class Codec:
     """
 
     def __init__(self, *kinds: type, max_bytes: int = MAX_BYTES) -> None:
-        self._kinds = kinds
+        self.kinds = kinds
         self._numbers = {kind: number for number, kind in enumerate(kinds)}
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
         self._decoders: list[msgspec.msgpack.Decoder[Any]] = [
@@ -80,12 +80,12 @@ class Codec:
         if not 0 < len(frame) <= self.max_bytes:
             raise MessageError(f"a frame of {len(frame)} bytes, expected 1 to {self.max_bytes}")
         number, body = frame[0], memoryview(frame)[1:]
-        if number & ~_ESCAPED >= len(self._kinds):
-            raise MessageError(f"a frame of kind {number}, expected one below {len(self._kinds)}")
+        if number & ~_ESCAPED >= len(self.kinds):
+            raise MessageError(f"a frame of kind {number}, expected one below {len(self.kinds)}")
         try:
             if number & _ESCAPED:
                 tree = _changed(msgspec.msgpack.decode(body, ext_hook=_number), _unescaped)
-                return msgspec.convert(tree, self._kinds[number & ~_ESCAPED], dec_hook=_typed)
+                return msgspec.convert(tree, self.kinds[number & ~_ESCAPED], dec_hook=_typed)
             return self._decoders[number].decode(body)
         except (ValueError, TypeError, OverflowError, RecursionError) as error:  # also those that records raise
             raise MessageError(f"a frame can't be read: {type(error).__name__}: {error}") from error
@@ -94,6 +94,14 @@ class Codec:
         """Return a record's frame with its length before it, for a stream. Raises as `encode` does."""
         frame = self.encode(record)
         return _LENGTH.pack(len(frame)) + frame
+
+    @property
+    def schema(self) -> str:
+        """The records, and those within them, with the names and types of their parts: both ends have to share it."""
+        seen: dict[str, list[str]] = {}
+        for info in msgspec.inspect.multi_type_info(self.kinds):
+            _describe(info, seen)
+        return f"{[kind.__name__ for kind in self.kinds]} {sorted(seen.items())}"
 
 
 class Frames:
@@ -129,13 +137,36 @@ class Frames:
             del self._data[:start]
 
 
+def _describe(info: Any, seen: dict[str, list[str]]) -> str:
+    """Return a type in words, and note the records in it."""
+    if isinstance(info, tuple):
+        return f"({', '.join(_describe(each, seen) for each in info)})"
+    if isinstance(info, msgspec.inspect.CustomType):
+        return str(info.cls)
+    cls, parts = getattr(info, "cls", None), getattr(info, "fields", None)
+    if cls is not None and parts is not None:
+        if cls.__name__ not in seen:
+            seen[cls.__name__] = []
+            seen[cls.__name__] += [f"{part.encode_name}: {_describe(part.type, seen)}" for part in parts]
+        return str(cls.__name__)
+    names = ("types", "item_types", "item_type", "key_type", "value_type")
+    within = [_describe(getattr(info, name), seen) for name in names if hasattr(info, name)]
+    return type(info).__name__ + (f"[{', '.join(within)}]" if within else "")
+
+
+_ARRAYS = {npt.NDArray[dtype.type]: dtype.kind for dtype in _DTYPES.values()}  # type: ignore[name-defined]
+"""Types of arrays that a record may declare."""
+
+
 def _plain(value: Any) -> Any:
     """Return what msgpack has for a part that it does not know."""
     if isinstance(value, np.ndarray):
-        name = value.dtype.name
-        if name not in _DTYPES:
-            raise TypeError(f"an array of {name}, expected one of {', '.join(_DTYPES)}")
-        return name, value.shape, value.tobytes()
+        code = value.dtype.char
+        if code not in _DTYPES:
+            expected = ", ".join(dtype.name for dtype in _DTYPES.values())
+            raise TypeError(f"an array of {value.dtype.name}, expected one of {expected}")
+        data = code.encode() + value.tobytes()
+        return data if value.ndim == 1 else (value.shape, data)
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, PurePath):
@@ -151,24 +182,30 @@ def _plain(value: Any) -> Any:
 
 def _typed(kind: Any, value: Any) -> Any:
     """Return the part of a declared type that `_plain` gave this for."""
-    if get_origin(kind) is np.ndarray:
-        return _array(value, get_args(get_args(kind)[1])[0])
+    declared = _ARRAYS.get(kind)
+    if declared is not None:
+        return _array(value, declared)
+    if kind is RequestFault and type(value) is str:
+        return RequestFault(value)
     if kind is Path and type(value) is bytes:
         return Path(fsdecode(value))
     raise TypeError(f"no {getattr(kind, '__name__', kind)} can be made of {type(value).__name__}")
 
 
-def _array(value: Any, declared: type[np.generic]) -> npt.NDArray[Any]:
-    """Return a declared array: aligned, and not read-only, as the runner may keep and edit it."""
-    if type(value) is not list or len(value) != 3:
-        raise ValueError("an array without its three parts")
-    name, shape, data = value
-    dtype = np.dtype(declared)
-    if name != dtype.name:
-        raise ValueError(f"an array of {name!r:.40}, expected {dtype.name}")
-    if type(shape) is not list or type(data) is not bytes or any(type(size) is not int or size < 0 for size in shape):
-        raise ValueError("an array with a shape of no sizes")
-    return np.frombuffer(data, dtype).reshape(shape).copy()
+def _array(value: Any, declared: str) -> npt.NDArray[Any]:
+    """Return an array of a declared kind: aligned, and not read-only, as the runner may keep and edit it."""
+    shape, data = value if type(value) is list and len(value) == 2 else (None, value)
+    if type(data) is not bytes:
+        raise ValueError("an array without data")
+    dtype = _DTYPES.get(chr(data[0])) if data else None
+    if dtype is None or dtype.kind != declared:
+        raise ValueError(f"an array of {data[:1]!r}, expected the kind {declared}")
+    array = np.frombuffer(data, dtype, offset=1) if len(data) > 1 else np.empty(0, dtype)
+    if shape is not None:
+        if type(shape) is not list or any(type(size) is not int or size < 0 for size in shape):
+            raise ValueError("an array with a shape of no sizes")
+        array = array.reshape(shape)
+    return array.copy()
 
 
 def _changed(tree: Any, change: Callable[[Any], Any]) -> Any:

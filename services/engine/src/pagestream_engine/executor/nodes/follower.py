@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import pickle
 import shutil
 import socket
 import tempfile
@@ -19,7 +18,6 @@ from time import monotonic, sleep
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ConfigError, NodeRefused, NodesMissing
 from pagestream_engine.executor.base import RunnerFactory, make_model_runner
-from pagestream_engine.executor.nodes.codec import decode, encode
 from pagestream_engine.executor.nodes.forming import interface_of, places_on, settings_digest
 from pagestream_engine.executor.nodes.handshake import Admission, Hello, join, read_secret
 from pagestream_engine.executor.nodes.link import Link, LinkKeys
@@ -27,6 +25,7 @@ from pagestream_engine.executor.nodes.remote_rank import Wakeup
 from pagestream_engine.executor.rank_process import RankProcess
 from pagestream_engine.models.folder import resolve_model
 from pagestream_engine.parallel.place import Progress, RankPlace
+from pagestream_engine.wire.executor import ANSWERS, PLANS
 
 _log = logging.getLogger(__name__)
 
@@ -165,9 +164,9 @@ class _Node:
     def _forward(self, process: RankProcess, link: Link) -> None:
         try:
             while process.answers:
-                link.send(encode(process.answers.popleft()))
+                link.send(ANSWERS.encode(process.answers.popleft()))
             while process.prepared:
-                link.send(encode(process.prepared.pop(0)))
+                link.send(ANSWERS.encode(process.prepared.pop(0)))
         except OSError as error:
             self._note_end(f"the leader takes no answers: {error}")
 
@@ -177,5 +176,6 @@ class _Node:
 
 
 def _relay(process: RankProcess, body: bytes) -> None:
-    """Give a rank what the leader has sent."""
-    process.connection.send_bytes(pickle.dumps(decode(body), protocol=5))
+    """Give a rank what the leader has sent; MessageError where that is none of its messages."""
+    PLANS.decode(body)
+    process.connection.send_bytes(body)

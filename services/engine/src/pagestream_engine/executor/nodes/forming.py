@@ -10,9 +10,9 @@ from pathlib import Path
 from types import TracebackType
 
 from pagestream_engine.config import EngineConfig
-from pagestream_engine.executor.nodes.codec import SCHEMA
 from pagestream_engine.executor.nodes.listener import Joined, RankListener
 from pagestream_engine.parallel.place import RankPlace
+from pagestream_engine.wire.executor import ANSWERS, PLANS
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
@@ -97,7 +97,7 @@ def settings_digest(config: EngineConfig) -> str:
         node_join_timeout_s=1.0,
     )
     nnodes, shared = config.parallel.nnodes, replace(config, parallel=parallel, place=RankPlace())
-    return hashlib.sha256(f"{SCHEMA} {nnodes} {shared!r}".encode()).hexdigest()
+    return hashlib.sha256(f"{PLANS.schema} {ANSWERS.schema} {nnodes} {shared!r}".encode()).hexdigest()
 
 
 def interface_of(host: str) -> str | None:

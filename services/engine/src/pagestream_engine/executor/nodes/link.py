@@ -78,7 +78,7 @@ class Link:
         self._reader.start()
         threading.Thread(target=self._beat, name="rank's heartbeats", daemon=True).start()
 
-    def send(self, message: bytes) -> None:
+    def send(self, message: bytes | bytearray) -> None:
         """Send a message.
 
         Raises:
@@ -119,12 +119,12 @@ class Link:
         self._socket.settimeout(seconds)
         self._limit_s = seconds
 
-    def _send(self, kind: bytes, content: bytes = b"") -> None:
+    def _send(self, kind: bytes, content: bytes | bytearray = b"") -> None:
         if self._is_over.is_set():
             raise ConnectionResetError("the link is over")
         self._transmit(kind, content)
 
-    def _transmit(self, kind: bytes, content: bytes = b"") -> None:
+    def _transmit(self, kind: bytes, content: bytes | bytearray = b"") -> None:
         body = kind + content
         if len(body) > MAX_BYTES:
             raise OSError(errno.EMSGSIZE, f"a frame of {len(body)} bytes, expected at most {MAX_BYTES}")

@@ -9,11 +9,10 @@ from contextlib import suppress
 from threading import Lock
 from time import monotonic, sleep
 
-from pagestream_engine.executor.nodes.codec import decode
 from pagestream_engine.executor.nodes.link import BEAT_S, SILENCE_LIMIT_S, Link
 from pagestream_engine.executor.nodes.listener import Joined
-from pagestream_engine.executor.preparations import Prepared
-from pagestream_engine.executor.rank_process import Answer, Message
+from pagestream_engine.executor.rank_process import Answer
+from pagestream_engine.wire.executor import ANSWERS, Prepared
 
 
 class Wakeup:
@@ -74,9 +73,9 @@ class RemoteRank:
         )
         self._link.start()
 
-    def send(self, message: Message) -> None:
+    def send(self, frame: bytearray) -> None:
         """Send a plan or a grammar; OSError where the connection has ended, or takes nothing."""
-        self._link.send(message.encoded)
+        self._link.send(frame)
 
     def serve(self) -> None:
         """Note that the group has loaded; a connection that has ended says so when it is read."""
@@ -121,7 +120,7 @@ class RemoteRank:
         """Wait for nothing: the connection's end is all that can be seen."""
 
     def _take(self, body: bytes) -> None:
-        message = decode(body)
+        message = ANSWERS.decode(body)
         with self._receiving:
             self._received.append(message)
         self._wakeup.set()

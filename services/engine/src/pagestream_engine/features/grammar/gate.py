@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import islice
 
 from pagestream_engine.errors import RequestFault
-from pagestream_engine.executor.preparations import Prepared
 from pagestream_engine.features.grammar.compiler import NUM_THREADS
 from pagestream_engine.output import failed_output
 from pagestream_engine.plan import LoadedAdapter, PreparedGrammar
@@ -17,6 +16,7 @@ from pagestream_engine.request import StepOutput, TokenSequence
 from pagestream_engine.sampling_params import Grammar
 from pagestream_engine.scheduler.scheduler import Scheduler
 from pagestream_engine.steps import StepPipeline
+from pagestream_engine.wire.executor import Prepared
 
 COMPILE_LIMIT_S = 20.0
 """From when a thread begins with a grammar until it is compiled, with the wait for the tokenizer's tokens before the
