@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from types import ModuleType
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -20,6 +21,7 @@ from pagestream_engine.errors import ConfigError, UnsupportedModel, UnsupportedO
 from pagestream_engine.features.offload import plan_offload
 from pagestream_engine.features.pooling.config import CLASSIFIER, labels_of
 from pagestream_engine.layers.rope import Rope, cos_sin_table
+from pagestream_engine.models import families
 from pagestream_engine.models.config import ConfigFile, ModelInfo
 from pagestream_engine.models.decoder import DecoderConfig
 from pagestream_engine.models.division import sharding, staging
@@ -96,18 +98,10 @@ class Family(ABC, Generic[ConfigT]):
         """Put the model together from its loaded parameters; `specs` are those of `attention_specs`."""
 
 
-_BUILT_IN = {
-    "LlamaForCausalLM": "llama.Llama",
-    "MistralForCausalLM": "mistral.Mistral",
-    "MixtralForCausalLM": "mixtral.Mixtral",
-    "Qwen2ForCausalLM": "qwen2.Qwen2",
-    "Qwen3ForCausalLM": "qwen3.Qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe.Qwen3Moe",
-    "Gemma2ForCausalLM": "gemma2.Gemma2",
-    "Gemma3ForCausalLM": "gemma3.Gemma3",
-    "Phi3ForCausalLM": "phi3.Phi3",
-}
-"""Architecture -> module and class in `models.families`, imported when a model needs it."""
+_CAUSAL = "ForCausalLM"
+_MODULES = {each.name.replace("_", ""): each.name for each in iter_modules(families.__path__)}
+"""Modules of `models.families`, each imported when a model needs it, by the architecture that it runs: in lower case,
+without underscores and "ForCausalLM"."""
 _registered: dict[str, Family[Any]] = {}
 
 
@@ -132,11 +126,17 @@ def find_family(architecture: str) -> Family[Any] | None:
     """Return the family of an architecture, None where there is none."""
     if architecture in _registered:
         return _registered[architecture]
-    if architecture not in _BUILT_IN:
-        return None
-    module, name = _BUILT_IN[architecture].split(".")
-    family: Family[Any] = getattr(import_module(f"pagestream_engine.models.families.{module}"), name)()
-    return family
+    name = _MODULES.get(architecture.removesuffix(_CAUSAL).lower())
+    built_in = None if name is None else _family_of(name)
+    return built_in if built_in is not None and built_in.architecture == architecture else None
+
+
+def _family_of(module: str) -> Any:
+    """Return the family that a module of `models.families` defines: the one with an architecture of its own."""
+    found = import_module(f"{families.__name__}.{module}")
+    kinds = [each for each in vars(found).values() if isinstance(each, type) and issubclass(each, Family)]
+    (kind,) = [each for each in kinds if each.__module__ == found.__name__ and "architecture" in vars(each)]
+    return kind()
 
 
 def plugin_digest(family: Family[Any]) -> str:
@@ -161,7 +161,8 @@ def _source(module: ModuleType | None) -> bytes:
 
 def fused_architectures() -> list[str]:
     """Names of the architectures that have a family."""
-    return [*_BUILT_IN, *(name for name in _registered if name not in _BUILT_IN)]
+    built_in = [_family_of(module).architecture for module in _MODULES.values()]
+    return [*built_in, *(name for name in _registered if name not in built_in)]
 
 
 class FamilySource(ModelSource):

@@ -25,13 +25,9 @@ from pagestream_engine.out_of_memory import is_out_of_memory
 from pagestream_engine.sampler.draw import Draw, Drawn, DrawParams, draw_for, largest
 from pagestream_engine.sampler.logprobs import rank_tokens, raw_logprobs
 from pagestream_engine.sampler.stages import (
-    AllowedTokens,
-    BadWords,
-    LogitBias,
+    STAGES,
     LogitsStage,
-    MinTokens,
     NewRow,
-    Penalties,
     StageRows,
     TokenIds,
     TokenMasks,
@@ -42,8 +38,6 @@ from pagestream_engine.transfers import to_device
 
 _log = logging.getLogger(__name__)
 
-_STAGES: tuple[type[LogitsStage], ...] = (AllowedTokens, BadWords, MinTokens, LogitBias, Penalties)
-"""In the order in which they are applied: vLLM's. A token mask comes before them."""
 _NO_PLACES: Places = np.zeros(0, dtype=np.int64)
 
 
@@ -63,7 +57,7 @@ class SamplingBatch:
         self._columns = RowColumns(max_rows, vocab_size, device)
         self._host = HostRows.empty(max_rows)
         self._is_taken = np.zeros(max_rows, dtype=np.bool_)
-        self._stages = [stage(max_rows, vocab_size, device) for stage in _STAGES]
+        self._stages = [stage(max_rows, vocab_size, device) for stage in STAGES]
         self._draw = draw_for(device)
         self._num_edits = 0
         self._selected: tuple[tuple[object, ...], Selection] | None = None

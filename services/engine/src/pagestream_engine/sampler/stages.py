@@ -494,3 +494,7 @@ def _counted(new: NewRow) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         return outputs, counts.astype(np.float32)
     prompt = np.setdiff1d(np.asarray(new.prompt_token_ids, dtype=np.int64), outputs)
     return np.concatenate((outputs, prompt)), np.concatenate((counts, np.zeros(len(prompt)))).astype(np.float32)
+
+
+STAGES: tuple[type[LogitsStage], ...] = (AllowedTokens, BadWords, MinTokens, LogitBias, Penalties)
+"""In the order in which they are applied: vLLM's. A token mask comes before them."""
