@@ -398,7 +398,7 @@ class TestPlacement:
             await first.acceptor.engines.read([MODEL], 5.0)
             placed = parse_request_id(await first.place(MODEL, prompt, TENANT))
             assert placed is not None
-            [thief] = [each for each in engines if placed.partition not in each.state.assignment.own]
+            [thief] = [each for each in engines if placed.partition not in each.assignment.own]
             await first.accept(spec(partition=placed.partition, prompt=prompt))
             found: list[Claim] = []
 
@@ -412,7 +412,7 @@ class TestPlacement:
             request_id = await second.place(MODEL, more, TENANT)
             follower = parse_request_id(request_id)
             assert follower is not None
-            assert follower.partition in thief.state.assignment.own
+            assert follower.partition in thief.assignment.own
             request = spec(partition=follower.partition, prompt=more)
             request.request_id = request_id
             await second.accept(request)

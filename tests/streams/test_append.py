@@ -156,7 +156,7 @@ class TestContiguous:
             assert [numbers(await log_of(broker, claim.request_id)) for claim in claims] == [
                 [100, 101, 102, 103], [100, 101], [100, 101, 102, 103], [100, 101], [100, 101]
             ]  # fmt: skip
-            assert [claim.request_id in engine.session.state.held for claim in claims[2:]] == [True, True, False]
+            assert [claim.request_id in engine.session.held for claim in claims[2:]] == [True, True, False]
             woken: dict[str, list[LogEntry]] = {}
             while len(woken) < 2:
                 message = await heard.get_message(ignore_subscribe_messages=True, timeout=5.0)

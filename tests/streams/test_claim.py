@@ -168,7 +168,7 @@ async def test_stealing_moves_the_coldest(redis_url: str) -> None:
                 await gateway.accept(request)
             where = await broker.directory.locate(ids_of[0])
             assert where == await broker.directory.locate(ids_of[1])
-            [owner] = [each for each in (one, other) if where.number in each.session.state.assignment.own]
+            [owner] = [each for each in (one, other) if where.number in each.session.assignment.own]
             thief = other if owner is one else one
             [stolen] = await thief.claim()
             assert stolen.request_id == ids_of[0]
@@ -201,7 +201,7 @@ async def test_engines_beyond_the_partitions_take_what_is_cached_elsewhere(redis
         await broker.publish_model(card(), partitions=1)
         async with worker(broker) as one, worker(broker) as other:
             await one.session.lease.beat()
-            [spare] = [each for each in (one, other) if not each.session.state.assignment.own]
+            [spare] = [each for each in (one, other) if not each.session.assignment.own]
             accepted = await accept_cached(gateway, 1)
             assert [each.request_id for each in await spare.claim()] == accepted
 
@@ -216,12 +216,12 @@ async def test_an_engine_takes_its_own_before_what_is_cached_elsewhere_and_that_
             await one.session.lease.beat()
             cached = await accept_cached(gateway, 1)
             where = await broker.directory.locate(cached[0])
-            [thief] = [each for each in (one, other) if where.number not in each.session.state.assignment.own]
-            [mine] = thief.session.state.assignment.own
+            [thief] = [each for each in (one, other) if where.number not in each.session.assignment.own]
+            [mine] = thief.session.assignment.own
             await asyncio.sleep(0.2)  # more than what counts as the same time
             later = spec(partition=mine)
             await gateway.accept(later)
-            thief.session.state.claim_order.forget()
+            thief.session.claim_order.forget()
             assert [each.request_id for each in await thief.claim()] == [later.request_id]
             assert [each.request_id for each in await thief.claim()] == cached
 

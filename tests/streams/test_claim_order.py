@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
-from pagestream_streams.engine.claim_order import (
+from pagestream_streams.engine.claim import (
     AWAY_S,
     LOOK_PAUSE_S,
     REFRESH_AT_ONCE,

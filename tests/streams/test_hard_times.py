@@ -136,7 +136,7 @@ async def test_a_large_head_gets_what_becomes_free_before_others_do(redis_url: s
         await broker.publish_model(card(MODEL), partitions=2)
         async with GatewaySession(broker) as gateway, worker(broker) as engine:
             session = engine.session
-            await eventually(lambda: len(session.state.assignment.own) == 2)
+            await eventually(lambda: len(session.assignment.own) == 2)
             large = spec(prompt=range(1, 81))
             await gateway.accept(large)
             running: list[Claim] = []
@@ -205,7 +205,7 @@ async def test_an_engine_that_ends_hands_back_a_claim_that_it_never_heard_of(bro
             await gateway.accept(request)
             # The script runs although its caller has gone.
             await engine.session.claimer.claim_from(HERE, 1, 1000)
-            assert request.request_id not in engine.session.state.held
+            assert request.request_id not in engine.session.held
         async with worker(broker, "second") as engine:
             [claim] = await engine.claim()
             assert (claim.request_id, claim.attempts) == (request.request_id, 2)

@@ -4,7 +4,7 @@ import pytest
 from pagestream.v1.inference_pb2 import FINISH_REASON_STOP
 from pagestream.v1.records_pb2 import LogEnd, LogEntry
 from pagestream_streams import Append, AppendKind, AppendOutcome
-from pagestream_streams.engine.state import HeldRequests
+from pagestream_streams.engine.lease import HeldRequests
 from pagestream_streams.protocol import to_entry_values
 
 
@@ -57,15 +57,15 @@ def test_fence_of_what_isn_t_held_is_any_claim() -> None:
 def test_an_append_settles_its_own_claim(kind: AppendKind, is_over: bool) -> None:
     active = HeldRequests()
     active.add("x", 1, "n")
-    assert active.settle(Append("x", 1, "n", 0, []), AppendOutcome(kind, 0)) is is_over
+    assert active.drop_if_over(Append("x", 1, "n", 0, []), AppendOutcome(kind, 0)) is is_over
     assert ("x" in active) is not is_over
 
 
 def test_an_end_finishes_a_request_and_an_earlier_claim_s_loss_does_not() -> None:
     active = HeldRequests()
     active.add("x", 2, "m")
-    assert active.settle(Append("x", 1, "n", 0, []), AppendOutcome(AppendKind.FENCED, 0))
+    assert active.drop_if_over(Append("x", 1, "n", 0, []), AppendOutcome(AppendKind.FENCED, 0))
     assert "x" in active
     end = [to_entry_values(LogEntry(end=LogEnd(reason=FINISH_REASON_STOP)))]
-    assert active.settle(Append("x", 2, "m", 0, end), AppendOutcome(AppendKind.OK, 1))
+    assert active.drop_if_over(Append("x", 2, "m", 0, end), AppendOutcome(AppendKind.OK, 1))
     assert "x" not in active

@@ -202,7 +202,7 @@ async def test_what_is_due_does_not_hold_up_the_sweeps(broker: Broker, monkeypat
         for each in late:
             await eventually(lambda each=each: has_ended(broker, each))
         assert num_begun < 2 * len(late), "what is being ended is not ended again by each sweep"
-        dead.session.state.held.drop(list(dead.session.state.held))
+        dead.session.held.drop(list(dead.session.held))
 
 
 async def has_ended(broker: Broker, request: RequestSpec) -> bool:
@@ -580,7 +580,7 @@ async def test_deadlines_and_reclaim_with_all_partitions(redis_url: str) -> None
             async with worker(broker, "dies") as dead:
                 [claim] = await dead.session.claimer.claim_from(where, 1, 10**6)
                 await dead.session.lease.stop()
-                dead.session.state.held.drop([claim.request_id])
+                dead.session.held.drop([claim.request_id])
                 await broker.connection.execute("ZADD", f"{where.prefix}leases", "XX", 1, dead.session.engine_id)
 
                 async def is_reclaimed() -> bool:

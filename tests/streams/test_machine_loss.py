@@ -232,7 +232,7 @@ class TestTheRecordIsLost:
             await other.generate(new, 6, finish=True)
             await reader.task
             assert numbers(reader.seen) == list(range(100, 106))
-            await eventually(lambda: engine.lost == [old.request_id] or old.request_id not in engine.session.state.held)
+            await eventually(lambda: engine.lost == [old.request_id] or old.request_id not in engine.session.held)
 
     async def test_other_tokens_are_data_loss(
         self, server: EmbeddedRedis, broker: Broker, gateway: GatewaySession
@@ -414,7 +414,7 @@ class TestTheClaimIsLost:
             await b.generate(new, 5, finish=True)
             await reader.task
             assert numbers(reader.seen) == list(range(100, 105))
-            await eventually(lambda: old.request_id not in a.session.state.held)
+            await eventually(lambda: old.request_id not in a.session.held)
 
     async def test_its_former_owner_drops_it_before_anybody_has_it(
         self, server: EmbeddedRedis, broker: Broker, gateway: GatewaySession

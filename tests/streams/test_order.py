@@ -35,7 +35,7 @@ async def engines(url: str, partitions: int, count: int) -> AsyncIterator[list[E
         ]
         for session in sessions:
             await session.lease.beat()  # all of them know each other
-        owners = Counter(number for session in sessions for number in session.state.assignment.own)
+        owners = Counter(number for session in sessions for number in session.assignment.own)
         assert owners == dict.fromkeys(range(partitions), 1)
         yield sessions
 
@@ -133,16 +133,16 @@ async def test_only_the_owner_keeps_room_for_a_large_request(redis_url: str) -> 
         await Broker.connect(redis_url, QUIET) as broker,
         GatewaySession(broker) as gateway,
     ):
-        [at, *_] = one.state.assignment.own
+        [at, *_] = one.assignment.own
         large, behind, *small = spec(partition=at, prompt=range(80)), spec(partition=at), spec(), spec(partition=1)
         for request in (large, behind, *small):
             await gateway.accept(request)
 
         async def is_kept() -> bool:
-            one.state.doorbell.ring_all()
+            one.doorbell.ring_all()
             claims = await one.claim(max_requests=9, max_prompt_tokens=2)
             assert claims == []
-            return one.state.claim_order.reserves(one.state.assignment.own, 50)
+            return one.claim_order.reserves(one.assignment.own, 50)
 
         await eventually(is_kept)
         assert await one.claim(max_requests=9, max_prompt_tokens=50) == []
@@ -162,7 +162,7 @@ async def test_a_suspect_that_is_gone_lends_its_turn_to_none(redis_url: str) -> 
         later, earlier = spec(partition=3, priority=2), spec(partition=0)
         for request in (later, earlier):
             await gateway.accept(request)
-        engine.state.assignment.with_suspects = {3}
+        engine.assignment.with_suspects = {3}
         [claim] = await engine.claim(max_requests=1, max_prompt_tokens=1000)
         assert claim.request_id == earlier.request_id
 
@@ -210,7 +210,7 @@ async def test_what_nothing_can_come_before_is_claimed_in_one_round_trip(redis_u
             assert await engine.claim(max_requests=9, max_prompt_tokens=100) == []
             request = spec(partition=1)
             await gateway.accept(request)
-            await engine.state.doorbell.wait(5.0)
+            await engine.doorbell.wait(5.0)
             sent = 0
             run_each = broker.connection.run_each
 

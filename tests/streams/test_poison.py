@@ -64,7 +64,7 @@ async def mortal(broker: Broker, name: str) -> AsyncIterator[Worker]:
 async def silence(engine: Worker) -> None:
     for task in (engine.session.lease, engine.session.sweeper, engine.session.subscription):
         await task.stop()
-    engine.session.state.held.drop(list(engine.session.state.held))
+    engine.session.held.drop(list(engine.session.held))
 
 
 async def die(broker: Broker, engine: Worker) -> None:
@@ -224,7 +224,7 @@ class TestWhatCounts:
 
 
 async def knows_of_suspects(session: EngineSession) -> bool:
-    return bool(session.state.assignment.with_suspects)
+    return bool(session.assignment.with_suspects)
 
 
 async def not_suspect(broker: Broker, request: RequestSpec) -> bool:
@@ -343,7 +343,7 @@ class TestAlone:
 async def holds_one_from(session: EngineSession, where: Partition) -> bool:
     """A claim past the doorbell and the suspects of other partitions; entries of others are left for a while."""
     session.claimer.hold(await session.claimer.claim_from(where, 1, 100))
-    return len(session.state.held) == 1
+    return len(session.held) == 1
 
 
 def ignore(_: object) -> None:
@@ -594,9 +594,9 @@ async def test_not_for_one_that_has_to_go_on_where_it_is_computed_alike(broker: 
             [mine] = await new.claim()
             assert mine.request_id != suspect.request_id
             await new.session.lease.beat()
-            assert (chosen, new.session.state.assignment.with_suspects) == ([], set())
+            assert (chosen, new.session.assignment.with_suspects) == ([], set())
             await old.session.lease.beat()
-            assert old.session.state.assignment.with_suspects == {1}
+            assert old.session.assignment.with_suspects == {1}
             [claim] = await old.claim()
             assert (claim.request_id, claim.isolated) == (suspect.request_id, True)
 
@@ -617,12 +617,12 @@ async def test_one_that_was_blocked_by_another_partition_takes_it_first(broker: 
         await busy.session.lease.beat()
 
         async def is_blocked() -> bool:
-            busy.session.state.doorbell.ring_all()
+            busy.session.doorbell.ring_all()
             assert await busy.session.claim(max_requests=1, max_prompt_tokens=400) == []
-            return busy.session.state.claim_order.reserves(busy.session.state.assignment.own, 400)
+            return busy.session.claim_order.reserves(busy.session.assignment.own, 400)
 
         await eventually(is_blocked)
-        assert busy.session.state.assignment.with_suspects == {1}
+        assert busy.session.assignment.with_suspects == {1}
         await busy.session.hand_back([claim.request_id])
         [claim] = await busy.session.claim(max_requests=1, max_prompt_tokens=10**6)
         assert (claim.request_id, claim.isolated) == (suspect.request_id, True)
@@ -637,10 +637,10 @@ async def test_one_that_needs_a_long_context_is_left_to_an_engine_that_holds_it(
             still_engine(broker, "long", max_model_len=101) as long,
         ):
             await short.session.lease.beat()
-            assert short.session.state.assignment.with_suspects == set()
+            assert short.session.assignment.with_suspects == set()
             assert await short.session.claim(max_requests=1, max_prompt_tokens=1000) == []
             await long.session.lease.beat()
-            assert long.session.state.assignment.with_suspects == {0}
+            assert long.session.assignment.with_suspects == {0}
             [claim] = await long.claim()
             assert (claim.request_id, claim.isolated) == (suspect.request_id, True)
 
@@ -654,7 +654,7 @@ async def isolated(broker: Broker) -> list[dict[bytes, bytes]]:
 async def beaten_until_seen(engine: Worker) -> None:
     async def is_seen() -> bool:
         await engine.session.lease.beat()
-        return engine.session.state.assignment.with_suspects == {0}
+        return engine.session.assignment.with_suspects == {0}
 
     await eventually(is_seen)
 
@@ -698,8 +698,8 @@ async def test_one_whose_isolation_is_not_known_everywhere_is_not_held_and_is_ha
                 patch.setattr(broker.connection, "run_many", loses_the_last)
                 with pytest.raises(Unavailable):
                     await engine.session.claim(max_requests=4, max_prompt_tokens=1000)
-            assert list(engine.session.state.held) == []
-            engine.session.state.assignment.with_suspects.clear()
+            assert list(engine.session.held) == []
+            engine.session.assignment.with_suspects.clear()
             assert await engine.session.claim(max_requests=4, max_prompt_tokens=1000) == []
             assert await isolated(broker) == [{}, {}]
             await beaten_until_seen(engine)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.served
 
 AGEING_MS = 1000
 LONG_MS = 100_000  # than which no machine waits longer to accept a few requests
-APART_S = 0.12  # more than claim_order.SLACK_MS, as are 110 tokens
+APART_S = 0.12  # more than claim.SLACK_MS, as are 110 tokens
 PARTITIONS = 4
 ALONE = pytest.mark.slow
 """Cases that differ from a first one in what a policy does not look at."""
@@ -46,8 +46,8 @@ class Fleet:
         claimed: list[str] = []
         for number in range(count):
             engine = self.engines[number % len(self.engines)]
-            engine.state.doorbell.ring_all()
-            engine.state.claim_order.forget()
+            engine.doorbell.ring_all()
+            engine.claim_order.forget()
             claimed += [each.request_id for each in await engine.claim(max_requests=1, max_prompt_tokens=10**6)]
         return claimed
 
@@ -73,7 +73,7 @@ async def fleet(
 @pytest.mark.parametrize("engines", [2, pytest.param(1, marks=ALONE)])
 async def test_the_shortest_goes_first(redis_url: str, engines: int) -> None:
     async with fleet(redis_url, "shortest_first", engines=engines, ageing_ms=LONG_MS) as world:
-        lengths = (1700, 20, 1140, 580)  # 5.6 s apart: much more than claim_order.SLACK_MS, and than accepting takes
+        lengths = (1700, 20, 1140, 580)  # 5.6 s apart: much more than claim.SLACK_MS, and than accepting takes
         accepted = {await world.accept(tokens=tokens): tokens for tokens in lengths}
         assert [accepted[each] for each in await world.claim(len(lengths))] == sorted(lengths)
 

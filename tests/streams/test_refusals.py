@@ -305,7 +305,7 @@ async def claim_one_before(
     """Accept the requests behind another one that is claimed. The engine knows then what is first in each partition,
     and asks nothing more: its next call is one that claims.
     """
-    monkeypatch.setattr(home_of(engine.session.state.claim_order), "LOOK_PAUSE_S", 0.0)
+    monkeypatch.setattr(home_of(engine.session.claim_order), "LOOK_PAUSE_S", 0.0)
     first = spec(partition=0)
     for request in (first, *requests):
         await gateway.accept(request)
@@ -315,7 +315,7 @@ async def claim_one_before(
     await engine.generate(claim, 2, finish=True)
     assert await engine.session.claim(max_requests=0, max_prompt_tokens=100) == []
     for pause in ("LOOK_PAUSE_S", "REFRESH_S"):
-        monkeypatch.setattr(home_of(engine.session.state.claim_order), pause, 60.0)
+        monkeypatch.setattr(home_of(engine.session.claim_order), pause, 60.0)
 
 
 async def test_a_claim_whose_connection_is_reset_in_the_middle_of_the_script_leaves_nothing_that_nobody_serves(
@@ -350,7 +350,7 @@ async def test_a_claim_whose_connection_is_reset_in_the_middle_of_the_script_lea
             return await num_attempts() == 1
 
         await eventually(has_run)
-        assert len(engine.session.state.held) == 0
+        assert len(engine.session.held) == 0
         for _ in range(3):
             await once_there(engine.session.lease.beat)
         claims = await once_there(lambda: engine.claim(2))

@@ -60,7 +60,7 @@ async def test_unfinished_requests_end_and_finished_logs_stay(broker: Broker, re
             await engine.generate(claims[done.request_id], 2, finish=True)
             await engine.generate(claims[begun.request_id], 1)
             await engine.session.hand_back([begun.request_id])
-            engine.session.state.held.drop([owned.request_id])
+            engine.session.held.drop([owned.request_id])
             await engine.session.lease.stop()
             await lapse(broker, engine.session)
             await gateway.accept(waiting)

@@ -29,7 +29,7 @@ import numpy.typing as npt
 from pagestream_engine.errors import CompilerNotFound, NativeBuildError
 from pagestream_engine.native_build import NativeLibrary, cached
 from pagestream_engine.scheduler.admission import RESERVE_SHARE
-from pagestream_streams.engine.claim_order import SLACK_MS
+from pagestream_streams.engine.claim import SLACK_MS
 from pagestream_streams.settings import StreamsSettings
 
 from pagestream_simulator.errors import CompilerMissingError

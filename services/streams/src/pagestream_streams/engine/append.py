@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from pagestream.v1.records_pb2 import LogSlice
@@ -12,7 +12,6 @@ from pagestream.v1.records_pb2 import LogSlice
 from pagestream_streams import fault_points
 from pagestream_streams.connection.connection import Call, WakeUpSender, publish_wake_ups, wake_up_message
 from pagestream_streams.engine.claim import Isolation
-from pagestream_streams.engine.state import EngineState
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.protocol.records import (
@@ -26,15 +25,18 @@ from pagestream_streams.protocol.records import (
 )
 from pagestream_streams.scripts import APPEND, MARK
 
+if TYPE_CHECKING:
+    from pagestream_streams.engine.session import EngineSession
+
 
 class Appender:
     """Appends to logs, one script run for each partition, and wakes the gateways that read them."""
 
-    def __init__(self, state: EngineState, isolation: Isolation) -> None:
+    def __init__(self, session: EngineSession, isolation: Isolation) -> None:
         """Create it; nothing is sent yet."""
-        self._state = state
+        self._session = session
         self._isolation = isolation
-        self._wake_ups = WakeUpSender(state.connection, state.settings.beat_limit_s)
+        self._wake_ups = WakeUpSender(session.connection, session.settings.beat_limit_s)
 
     async def stop(self) -> None:
         """Cancel wake-ups in flight."""
@@ -44,11 +46,11 @@ class Appender:
         """Append a step's entries to their logs; see EngineSession.append."""
         places: defaultdict[Partition, list[int]] = defaultdict(list)
         for place, each in enumerate(appends):
-            places[self._state.identity.partition_of(each.request_id)].append(place)
-        retention_ms = self._state.settings.retention_s * 1000
-        channels = self._state.connection.keyspace.wake_ups("")
+            places[self._session.identity.partition_of(each.request_id)].append(place)
+        retention_ms = self._session.settings.retention_s * 1000
+        channels = self._session.connection.keyspace.wake_ups("")
         # Between a cluster's nodes a message may be held back for 40 ms, behind an earlier one without its TCP ACK.
-        is_published_later = self._state.connection.waits_for_durability or self._state.connection.is_cluster
+        is_published_later = self._session.connection.waits_for_durability or self._session.connection.is_cluster
         calls = [
             Call(
                 APPEND,
@@ -73,8 +75,9 @@ class Appender:
                 results.update(zip(mine, reply, strict=True))
         outcomes = {i: AppendOutcome(AppendKind(found[0]), found[1]) for i, found in results.items()}
         for i, outcome in outcomes.items():
-            is_over = self._state.held.settle(appends[i], outcome)
-            self._isolation.settle(appends[i], outcome, is_over=is_over)
+            is_over = self._session.held.drop_if_over(appends[i], outcome)
+            if self._isolation.run is not None:
+                self._isolation.note_append(appends[i], outcome, is_over=is_over)
         await self._wake(
             (wake_up_message(self._slice_of(appends[i])), found[2]) for i, found in results.items() if found[2]
         )
@@ -82,10 +85,12 @@ class Appender:
 
     async def append_tokens(self, batches: Sequence[TokenAppends]) -> list[TokenOutcomes | None]:
         """Append plain tokens to their logs; see EngineSession.append_tokens."""
-        retention_ms = self._state.settings.retention_s * 1000
-        channels = self._state.connection.keyspace.wake_ups("")
+        retention_ms = self._session.settings.retention_s * 1000
+        channels = self._session.connection.keyspace.wake_ups("")
         calls = [
-            Call(APPEND, self._state.identity.partition(batch.partition).prefix, (retention_ms, batch.values, channels))
+            Call(
+                APPEND, self._session.identity.partition(batch.partition).prefix, (retention_ms, batch.values, channels)
+            )
             for batch in batches
         ]
         if fault_points.IS_ON:
@@ -96,7 +101,7 @@ class Appender:
         answered = [
             (batch, reply) for batch, reply in zip(batches, replies, strict=True) if not isinstance(reply, Unavailable)
         ]
-        outcomes = {id(batch): self._settle_tokens(batch, reply) for batch, reply in answered}
+        outcomes = {id(batch): self._token_outcomes(batch, reply) for batch, reply in answered}
         await self._wake(
             (batch.wake_up(place), found[2])
             for batch, reply in answered
@@ -105,8 +110,11 @@ class Appender:
         )
         return [outcomes.get(id(batch)) for batch in batches]
 
-    def _settle_tokens(self, batch: TokenAppends, reply: Sequence[tuple[int, int, bytes]]) -> TokenOutcomes:
-        """Settle the appends that did not only make a log longer. A suspect has passed with its claim's first token."""
+    def _token_outcomes(self, batch: TokenAppends, reply: Sequence[tuple[int, int, bytes]]) -> TokenOutcomes:
+        """Return the outcomes, apart those that did not only make a log longer.
+
+        A suspect has passed with its claim's first token.
+        """
         kinds, next_indexes, _ = zip(*reply, strict=True)
         if not any(kinds):
             return TokenOutcomes(next_indexes, {})
@@ -117,7 +125,7 @@ class Appender:
             if kind
         }
         for append, outcome in others.values():
-            self._state.held.settle(append, outcome)
+            self._session.held.drop_if_over(append, outcome)
         return TokenOutcomes(next_indexes, others)
 
     async def mark(self, *, running: Collection[str], waiting: Collection[str], stalled: Collection[str]) -> None:
@@ -125,24 +133,26 @@ class Appender:
         by_partition: defaultdict[Partition, list[Argument]] = defaultdict(list)
         for request_ids, step in ((running, 1), (waiting, 0), (stalled, 2)):
             for request_id in request_ids:
-                if request_id in self._state.held:
-                    fence = self._state.held.fence(request_id)
-                    by_partition[self._state.identity.partition_of(request_id)] += [request_id, *fence, step]
-        await self._state.connection.run_many([Call(MARK, where.prefix, each) for where, each in by_partition.items()])
+                if request_id in self._session.held:
+                    fence = self._session.held.fence(request_id)
+                    by_partition[self._session.identity.partition_of(request_id)] += [request_id, *fence, step]
+        await self._session.connection.run_many(
+            [Call(MARK, where.prefix, each) for where, each in by_partition.items()]
+        )
 
     async def _run(self, calls: Sequence[Call]) -> list[Any]:
         # A cluster's silent node must not hold up the others' tokens.
-        limit_s = 2 * self._state.settings.beat_limit_s if self._state.connection.is_cluster else None
-        return await self._state.connection.run_each_acknowledged(calls, limit_s)
+        limit_s = 2 * self._session.settings.beat_limit_s if self._session.connection.is_cluster else None
+        return await self._session.connection.run_each_acknowledged(calls, limit_s)
 
     async def _wake(self, wake_ups: Iterable[tuple[bytes, bytes]]) -> None:
-        if self._state.connection.is_cluster:
+        if self._session.connection.is_cluster:
             self._wake_ups.send(wake_ups)  # no step waits for the node of a gateway's channel, which may be silent
         else:
-            await publish_wake_ups(self._state.connection, wake_ups)
+            await publish_wake_ups(self._session.connection, wake_ups)
 
     def _slice_of(self, append: Append) -> LogSlice:
-        return slice_of(append, "" if append.first_index else self._state.identity.fingerprint)
+        return slice_of(append, "" if append.first_index else self._session.identity.fingerprint)
 
 
 def slice_of(append: Append, fingerprint: str = "") -> LogSlice:

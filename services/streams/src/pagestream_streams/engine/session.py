@@ -14,9 +14,8 @@ from pagestream_streams.admin.observation import BlockMaps, MemoryUse, memory_us
 from pagestream_streams.admin.sweeper import Sweeper
 from pagestream_streams.connection.connection import Subscription
 from pagestream_streams.engine.append import Appender
-from pagestream_streams.engine.claim import Claimer, Isolation, PrefixReport
-from pagestream_streams.engine.lease import Lease, Load
-from pagestream_streams.engine.state import EngineIdentity, EngineState
+from pagestream_streams.engine.claim import Claimer, ClaimOrder, Doorbell, Isolation, PrefixReport
+from pagestream_streams.engine.lease import Assignment, EngineIdentity, HeldRequests, Lease, Load
 from pagestream_streams.errors import ModelNotFound, Unavailable
 from pagestream_streams.protocol.records import Append, AppendOutcome, Claim, TokenAppends, TokenOutcomes
 
@@ -24,7 +23,8 @@ from pagestream_streams.protocol.records import Append, AppendOutcome, Claim, To
 class EngineSession:
     """Used as `async with EngineSession(broker, model=..., on_lost=...) as engine`.
 
-    `state` is what its parts have in common: `claimer`, `appender` and `lease`, each with one script or loop.
+    Its fields are what its parts have in common: `claimer`, `appender` and `lease`, each with one script or loop. Each
+    reads them, and writes what its own methods say.
     """
 
     def __init__(
@@ -72,13 +72,21 @@ class EngineSession:
             keyspace=connection.keyspace,
             policy=policy,
         )
-        self.state = EngineState(broker, self.identity, on_lost)
+        self.broker = broker
+        self.connection = connection
+        self.settings = broker.settings
+        self.control_ms = broker.settings.control_ms
+        self.on_lost = on_lost
+        self.assignment = Assignment()
+        self.held = HeldRequests()
+        self.claim_order = ClaimOrder()
+        self.doorbell = Doorbell(self.claim_order, broker.settings.steal_after_ms / 1000)
         self.block_maps = BlockMaps(connection)
-        self.prefixes = PrefixReport(self.state)
-        isolation = Isolation(self.state, on_hand_back_all)
-        self.claimer = Claimer(self.state, isolation, self.prefixes)
-        self.appender = Appender(self.state, isolation)
-        self.lease = Lease(self.state, isolation, self.prefixes, load=load, card=card)
+        self.prefixes = PrefixReport(self)
+        isolation = Isolation(self, on_hand_back_all)
+        self.claimer = Claimer(self, isolation, self.prefixes)
+        self.appender = Appender(self, isolation)
+        self.lease = Lease(self, isolation, self.prefixes, load=load, card=card)
         self.subscription = Subscription(connection, [connection.keyspace.doorbell(model)], self._ring, self._on_gap)
         self.sweeper = Sweeper(broker, lambda: broker.directory.all_partitions(model))
 
@@ -95,11 +103,11 @@ class EngineSession:
     @property
     def head_start_s(self) -> float:
         """Seconds for which entries of an own partition are left to this engine."""
-        return self.state.broker.settings.steal_after_ms / 1000
+        return self.broker.settings.steal_after_ms / 1000
 
     async def __aenter__(self) -> Self:
         """Register the engine. ModelNotFound where its card was never published; Unavailable."""
-        await self.state.broker.partitions(self.identity.model)
+        await self.broker.partitions(self.identity.model)
         await self.lease.beat()
         self.subscription.start()
         self.lease.start()
@@ -113,7 +121,7 @@ class EngineSession:
         await self.sweeper.stop()
         await self.lease.stop()
         await self.subscription.stop()
-        self.state.doorbell.close()
+        self.doorbell.close()
         await self.appender.stop()
         with suppress(Unavailable, ModelNotFound):
             await self.lease.leave()
@@ -168,11 +176,11 @@ class EngineSession:
 
     async def redis_memory(self) -> MemoryUse:
         """Return the memory of the fullest Redis server. Unavailable."""
-        return await memory_use(self.state.broker.connection)
+        return await memory_use(self.broker.connection)
 
     async def wait_for_work(self, timeout_s: float) -> None:
         """Wait until a claim may find something, at most `timeout_s` seconds."""
-        await self.state.doorbell.wait(timeout_s)
+        await self.doorbell.wait(timeout_s)
 
     async def append(self, appends: Sequence[Append]) -> list[AppendOutcome]:
         """Append a step's entries to their logs: one script for each partition, one wake-up for each reading gateway.
@@ -216,7 +224,7 @@ class EngineSession:
         """Have requests refused that equal one which was suspected of an engine's death, and whose end is its own
         fault; see Broker.note_poison. Unavailable; a retry is harmless.
         """
-        await self.state.broker.note_poison(spec)
+        await self.broker.note_poison(spec)
 
     async def hand_back(self, request_ids: Collection[str], *, failed: bool = False) -> None:
         """Hand back requests at their position, for any engine to go on with. Unavailable; a retry is harmless.
@@ -244,8 +252,8 @@ class EngineSession:
 
     def _ring(self, message: bytes) -> None:
         number = int(message)
-        self.state.doorbell.ring(number, at_once=number in self.state.assignment.own)
+        self.doorbell.ring(number, at_once=number in self.assignment.own)
 
     def _on_gap(self) -> None:
-        self.state.doorbell.ring_all()
+        self.doorbell.ring_all()
         self.lease.nudge()
