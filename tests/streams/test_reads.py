@@ -12,8 +12,7 @@ import pytest
 from pagestream.v1.records_pb2 import LogEntry, LogSlice
 from pagestream_streams import Broker, DigestMismatch, StreamsSettings, Unavailable, scripts
 from pagestream_streams.connection import Call, Connection
-from pagestream_streams.gateway.read import LogRead, ReadLimits
-from pagestream_streams.gateway.readers import OpenReads, Poller, Readers
+from pagestream_streams.gateway.readers import LogRead, OpenReads, Poller, Readers, ReadLimits
 from pagestream_streams.protocol import Partition
 from pagestream_streams.tasks import ByteBudget
 from redis import exceptions

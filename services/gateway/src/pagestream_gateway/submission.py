@@ -89,7 +89,7 @@ class Submission:
 
     async def _submit(self, draft: Draft, identity: Identity, call: Call) -> RequestSpec:
         tenant = identity.tenant
-        if not draft.idempotency_key:  # else it may join an earlier request
+        if self.session.rate_limiter.held and not draft.idempotency_key:  # else it may join an earlier request
             self.session.rate_limiter.check(tenant, identity.key)
         model, prepared = await self._prepare(draft, identity)
         salt = adapted_salt(cache_salt(tenant, draft.cache_salt, self.settings.cache), model.adapter)

@@ -90,11 +90,14 @@ class RateLimiter:
         """Create it stopped. `source`: None for no limits."""
         self._broker = broker
         self._source = source
+        self.is_on = source is not None
+        """Whether there may be limits."""
         self._kept_ms = max(_LEAST_KEPT_DAYS, broker.settings.usage_days) * _DAY_MS
         self._due: defaultdict[str, set[str]] = defaultdict(set)
         self._looks: dict[str, _Look] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._held: dict[tuple[str, str], _Held] = {}
+        self.held: dict[tuple[str, str], _Held] = {}
+        """Refusals by tenant and credential, which `check` repeats for a while."""
         self.timer = Periodic("limits", _LOOK_UP_S, self.look_up_due)
 
     async def stop(self) -> None:
@@ -105,12 +108,12 @@ class RateLimiter:
 
     def check(self, tenant: str, credential: str) -> None:
         """Raise RateLimited where a request would certainly be refused: before any work is done for it."""
-        held = self._held.get((tenant, credential))
+        held = self.held.get((tenant, credential))
         if held is None:
             return
         left = held.until - time.monotonic()
         if left <= 0:
-            del self._held[tenant, credential]
+            del self.held[tenant, credential]
             return
         passed = _HOLD_S - left
         wait_s = max(_SHORTEST_WAIT_S, (held.error.retry_after_s or 0.0) - passed)
@@ -181,9 +184,9 @@ class RateLimiter:
         """Remember that a window of requests is full: any other request meets the same refusal."""
         if error.rate.name != NAMES[0] or error.retry_after_s is None or error.retry_after_s < _HOLD_S:
             return
-        if len(self._held) >= _MOST_HELD:
-            self._held.pop(next(iter(self._held)))
-        self._held[spec.tenant, spec.credential] = _Held(time.monotonic() + _HOLD_S, error)
+        if len(self.held) >= _MOST_HELD:
+            self.held.pop(next(iter(self.held)))
+        self.held[spec.tenant, spec.credential] = _Held(time.monotonic() + _HOLD_S, error)
 
     async def _look_up_gathered(self, tenant: str, request_ids: Collection[str]) -> None:
         """Look requests up in one go with those of other refusals; the look begins after this call."""

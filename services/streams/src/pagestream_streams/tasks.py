@@ -193,7 +193,8 @@ class ByteBudget:
     def give(self, num_bytes: int) -> None:
         """Give back bytes that were taken."""
         self.held_bytes -= num_bytes
-        self._admit()
+        if self._waiting:
+            self._admit()
 
     def _admit(self) -> None:
         while self._waiting and self.held_bytes + self._waiting[0][0] <= self.limit_bytes:

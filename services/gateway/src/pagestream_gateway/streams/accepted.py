@@ -11,7 +11,7 @@ from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED, FinishReason
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_streams import Broker, GatewaySession, RequestPage, RequestView, discard_request, list_requests
 from pagestream_streams.errors import DigestMismatch, OffsetOutOfRange, RequestNotFound, StreamsError
-from pagestream_streams.gateway.read import Sink
+from pagestream_streams.gateway.readers import Sink
 
 from pagestream_gateway.calls import Metrics
 from pagestream_gateway.errors import GatewayStopping

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_streams.errors import StreamsError
-from pagestream_streams.gateway.read import Sink
+from pagestream_streams.gateway.readers import Sink
 from pagestream_streams.tasks import cancel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send

@@ -56,17 +56,14 @@ class Connection:
         self.keyspace = Keyspace(settings.key_prefix)
         self._connect_timeout = settings.connect_timeout_s
         self._durability = Durability.of(settings)
+        self.waits_for_durability = self._durability.is_required
+        """Whether a write counts only when it is on disk or on replicas, as the settings ask."""
         self.topology = topology or open_topology(url, settings)
 
     @property
     def is_cluster(self) -> bool:
         """Whether some keys can be unreachable while others are served."""
         return self.topology.is_cluster
-
-    @property
-    def waits_for_durability(self) -> bool:
-        """Whether a write counts only when it is on disk or on replicas, as the settings ask."""
-        return self._durability.is_required
 
     async def open(self) -> None:
         """Wait for a server that answers. Unavailable after settings.connect_timeout_s without one.
@@ -165,7 +162,7 @@ class Connection:
 
         Unavailable also where they aren't in time; the script may have run then, and a retry waits again.
         """
-        if not self._durability.is_required:
+        if not self.waits_for_durability:
             return await self.run(script, key, *arguments)
         try:
             return await self._evaluate_together(script, key, arguments)
@@ -176,7 +173,7 @@ class Connection:
 
     async def run_each_acknowledged(self, calls: Sequence[Call], limit_s: float | None = None) -> list[Any]:
         """Run scripts as `run_each`, each with the wait of `run_acknowledged`, for which `limit_s` does not count."""
-        if not self._durability.is_required:
+        if not self.waits_for_durability:
             return await self.run_each(calls, limit_s)
         runs = (self.run_acknowledged(call.script, call.key, *call.arguments) for call in calls)
         replies = await asyncio.gather(*runs, return_exceptions=True)
@@ -192,7 +189,7 @@ class Connection:
 
         `key` is the partition's prefix.
         """
-        if not self._durability.is_required:
+        if not self.waits_for_durability:
             return await self.execute(*command)
         return await self._together(key, command)
 

@@ -13,7 +13,9 @@ the requests themselves, before anything is refused.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -37,7 +39,7 @@ from pagestream_streams.errors import (
     RequestNotFound,
     Unavailable,
 )
-from pagestream_streams.gateway.place import EngineWatch, ExpectedLengths, Placed, Placer, left_ms
+from pagestream_streams.gateway.place import OLD_S, EngineWatch, ExpectedLengths, Placed, Placer, left_ms
 from pagestream_streams.limits import Demand
 from pagestream_streams.protocol.keys import Keyspace, Partition, new_request_id
 from pagestream_streams.protocol.records import is_prompt_alone, most_output_tokens, num_sequences, output_bounds
@@ -85,7 +87,8 @@ class Acceptor:
     async def place(self, model: str, prompt_token_ids: Sequence[int], tenant: str, cache_salt: bytes) -> str:
         """Create a request id; see GatewaySession.place."""
         partitions = await self._broker.partitions(model)
-        await self.engines.read_once_old(model, self._limit_s)
+        if time.monotonic() - self.engines.read_at.get(model, -math.inf) > OLD_S:  # it was at rest
+            await self.engines.read({model}, self._limit_s)
         placed = self.placer.place(model, partitions, prompt_token_ids, cache_salt)
         request_id = new_request_id(model, placed.partition, tenant)
         self.note_placed(request_id, placed)
@@ -112,7 +115,7 @@ class Acceptor:
             expect: gets the partition and the id before Redis is asked.
             deadline_ms: what is left of the deadline of a request that is accepted again; None for the spec's.
         """
-        poison = self.engines.poison_like(spec) if bounded else None
+        poison = self.engines.poison_like(spec) if bounded and spec.model in self.engines.poison else None
         if poison is not None:
             raise KnownPoison(poison)
         where = await self._locate(spec)

@@ -252,7 +252,8 @@ class RecentWork:
 _log = logging.getLogger(__name__)
 
 _READ_AT_ONCE = 64  # entries of a model
-_OLD_S = 1.0
+OLD_S = 1.0
+"""A model that no heartbeat has read for so long is read before a request of it is placed."""
 _LENGTHS_S = 2.0  # between reads of the lengths of a model's answers
 
 
@@ -269,8 +270,9 @@ class EngineWatch:
         """Ids of the engines that lived at the last read, by model."""
         self._next: dict[str, bytes] = {}
         """From where to read on, by model."""
-        self._read_at: dict[str, float] = {}
-        self._poison: dict[str, dict[bytes, tuple[str, float]]] = {}
+        self.read_at: dict[str, float] = {}
+        """By model, on time.monotonic()."""
+        self.poison: dict[str, dict[bytes, tuple[str, float]]] = {}
         """By model and digest: the id of a request whose equals are refused, and until when, on time.monotonic()."""
         self._next_poison: dict[str, bytes] = {}
 
@@ -279,27 +281,22 @@ class EngineWatch:
 
         Nothing is reckoned of a request while its model has none.
         """
-        known = self._poison.get(spec.model)
+        known = self.poison.get(spec.model)
         if not known:
             return None
         request_id, until = known.get(equality_digest(spec), ("", 0.0))
         return request_id if until > time.monotonic() and request_id != spec.request_id else None
 
-    async def read_once_old(self, model: str, limit_s: float) -> None:
-        """Read what is new of a model that no heartbeat has read lately, as it was at rest."""
-        if time.monotonic() - self._read_at.get(model, -math.inf) > _OLD_S:
-            await self.read({model}, limit_s)
-
     def keep_only(self, models: Collection[str]) -> None:
         """Forget models that are not published any more."""
         self._placer.keep_only(models)
-        for known in (self._next, self._read_at, self._lengths_read_at, self._living, self._poison, self._next_poison):
+        for known in (self._next, self.read_at, self._lengths_read_at, self._living, self.poison, self._next_poison):
             for model in known.keys() - models:
                 del known[model]
 
     async def read(self, models: Collection[str], limit_s: float) -> None:
         """Read what is new of some models. What can't be read in `limit_s` seconds is read the next time."""
-        self._read_at.update(dict.fromkeys(models, time.monotonic()))
+        self.read_at.update(dict.fromkeys(models, time.monotonic()))
         try:
             async with within(limit_s, "a read of the engines"):
                 await self._read(sorted(models), limit_s / 2)  # a cluster's silent node does not hide what others said
@@ -344,11 +341,11 @@ class EngineWatch:
         return self._living.get(model, ()) if is_old else ()
 
     def _note_poison(self, model: str, entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]], now: float) -> None:
-        known = {digest: each for digest, each in self._poison.get(model, {}).items() if each[1] > now}
+        known = {digest: each for digest, each in self.poison.get(model, {}).items() if each[1] > now}
         for entry, fields in entries:
             self._next_poison[model] = b"(" + entry
             known[fields[b"digest"]] = (fields[b"id"].decode(), now + POISON_S)
-        self._poison[model] = known
+        self.poison[model] = known
 
     def _note_held(self, model: str, entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> None:
         for entry, fields in entries:

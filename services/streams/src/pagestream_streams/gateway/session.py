@@ -28,8 +28,7 @@ from pagestream_streams.errors import (
     Unavailable,
 )
 from pagestream_streams.gateway.accept import Acceptor, LogQuota, release, shorten
-from pagestream_streams.gateway.read import Sink
-from pagestream_streams.gateway.readers import Readers, Registrations
+from pagestream_streams.gateway.readers import Readers, Registrations, Sink
 from pagestream_streams.limits import EndCounter, RateLimiter, RateReservation
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.rates import LimitSource, Rate
@@ -170,7 +169,10 @@ class GatewaySession:
             ModelNotFound: the model was removed.
             Unavailable: the request may have been accepted all the same; a retry is harmless.
         """
-        admission = await self.rate_limiter.admit(spec, self.acceptor.demand(spec, is_length_given=is_length_given))
+        admission = None
+        if self.rate_limiter.is_on:
+            demand = self.acceptor.demand(spec, is_length_given=is_length_given)
+            admission = await self.rate_limiter.admit(spec, demand)
         if admission is not None:
             on_rates(admission.rates)
         return await self._accept_admitted(spec, admission, bounded=True)

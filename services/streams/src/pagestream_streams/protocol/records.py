@@ -423,12 +423,11 @@ def _part(end: str, stored: str | bytes) -> PromptPart:
 def _end(reason: str, usage: str, error: str, ended_at: str) -> LogEnd:
     prompt, completion, cached = map(int, usage.split(","))
     counts = Usage(prompt_tokens=prompt, completion_tokens=completion, cached_tokens=cached)
-    return LogEnd(reason=parse_finish_reason(reason), usage=counts, error=_error(error), ended_at=int(ended_at or 0))
+    failed = _error(error) if error else None
+    return LogEnd(reason=parse_finish_reason(reason), usage=counts, error=failed, ended_at=int(ended_at or 0))
 
 
-def _error(stored: str) -> RequestError | None:
-    if not stored:
-        return None
+def _error(stored: str) -> RequestError:
     code, _, message = stored.partition(_ERROR_SEPARATOR)
     return RequestError(code=code, message=message)
 
