@@ -23,7 +23,9 @@ from pagestream_engine.errors import MessageError, RequestFault
 MAX_BYTES = 1 << 30
 """Of a frame, where a codec has no other limit: the log probabilities of the longest prompt are less."""
 _LENGTH = struct.Struct("<Q")
-_DTYPES = {dtype.char: dtype for dtype in map(np.dtype, ("bool", "int32", "int64", "float32", "uint8"))}
+_DTYPES: dict[str, np.dtype[Any]] = {
+    dtype.char: dtype for dtype in map(np.dtype, ("bool", "int32", "int64", "float32", "uint8"))
+}
 _ESCAPED = 0x80
 """Flag of a kind: what msgpack has not is escaped. That is half of a surrogate pair, which a path that is no UTF-8 has,
 and a stop string may have; and a number of more than 64 bits, as in a JSON schema."""
