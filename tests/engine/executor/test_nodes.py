@@ -33,9 +33,8 @@ from pagestream_engine import (
     StructuredOutputsParams,
 )
 from pagestream_engine.executor.nodes.follower import run_node
-from pagestream_engine.executor.nodes.handshake import Hello, join
-from pagestream_engine.executor.nodes.link import MAX_BYTES, Link, LinkKeys
-from pagestream_engine.executor.nodes.listener import RankListener
+from pagestream_engine.executor.nodes.forming import RankListener
+from pagestream_engine.executor.nodes.link import MAX_BYTES, Hello, Link, LinkKeys, join
 from pagestream_engine.wire.codec import Codec
 from support.engines.arithmetic_model import make_folder, undisturbed
 from support.engines.faulty_runners import FACTS, FaultyRunner

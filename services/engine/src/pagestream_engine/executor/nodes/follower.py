@@ -19,8 +19,7 @@ from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ConfigError, NodeRefused, NodesMissing
 from pagestream_engine.executor.base import RunnerFactory, make_model_runner
 from pagestream_engine.executor.nodes.forming import interface_of, places_on, settings_digest
-from pagestream_engine.executor.nodes.handshake import Admission, Hello, join, read_secret
-from pagestream_engine.executor.nodes.link import Link, LinkKeys
+from pagestream_engine.executor.nodes.link import Admission, Hello, Link, LinkKeys, join, read_secret
 from pagestream_engine.executor.nodes.remote_rank import Wakeup
 from pagestream_engine.executor.rank_process import RankProcess
 from pagestream_engine.models.folder import resolve_model

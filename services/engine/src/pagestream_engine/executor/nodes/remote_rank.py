@@ -9,8 +9,8 @@ from contextlib import suppress
 from threading import Lock
 from time import monotonic, sleep
 
+from pagestream_engine.executor.nodes.forming import Joined
 from pagestream_engine.executor.nodes.link import BEAT_S, SILENCE_LIMIT_S, Link
-from pagestream_engine.executor.nodes.listener import Joined
 from pagestream_engine.executor.rank_process import Answer
 from pagestream_engine.wire.executor import ANSWERS, Prepared
 
