@@ -404,9 +404,12 @@ def from_stream_fields(fields: Mapping[bytes, bytes]) -> LogEntry:
     return LogEntry(digest=digest, end=_end(fields[b"end"].decode(), fields[b"u"].decode(), error, ended_at))
 
 
+_USAGE = tuple(field.name for field in Usage.DESCRIPTOR.fields)
+
+
 def usage_text(usage: Usage) -> str:
     """Return the stored form of an end's usage."""
-    return f"{usage.prompt_tokens},{usage.completion_tokens},{usage.cached_tokens}"
+    return ",".join(str(getattr(usage, name)) for name in _USAGE)
 
 
 def error_text(error: RequestError) -> str:
@@ -421,8 +424,8 @@ def _part(end: str, stored: str | bytes) -> PromptPart:
 
 
 def _end(reason: str, usage: str, error: str, ended_at: str) -> LogEnd:
-    prompt, completion, cached = map(int, usage.split(","))
-    counts = Usage(prompt_tokens=prompt, completion_tokens=completion, cached_tokens=cached)
+    # Releases write as many counts as they know: what is missing is 0, what is unknown is left out.
+    counts = Usage(**dict(zip(_USAGE, map(int, usage.split(",")), strict=False)))
     failed = _error(error) if error else None
     return LogEnd(reason=parse_finish_reason(reason), usage=counts, error=failed, ended_at=int(ended_at or 0))
 
