@@ -22,8 +22,7 @@ from pagestream_engine import (
     StepOutput,
     TokenSequence,
 )
-from pagestream_engine.detokenizer import IncrementalDetokenizer, bad_words_token_ids
-from pagestream_engine.output import Generation
+from pagestream_engine.output import Generation, IncrementalDetokenizer, bad_words_token_ids
 from pagestream_engine.plan import PendingResult, StepLogprobs, StepPlan, StepResult
 from pagestream_engine.request import Request, SequenceGroup
 from support.engines.arithmetic_model import (

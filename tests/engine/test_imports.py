@@ -6,7 +6,7 @@ import sys
 import pytest
 
 HEAVY = {"torch", "triton", "transformers", "redis", "grpc", "google", "opentelemetry", "pagestream_streams"}
-CORE = "kv_cache", "engine", "native_build", "models.folder", "request", "scheduler", "steps", "detokenizer"
+CORE = "kv_cache", "engine", "native_build", "models.folder", "request", "scheduler", "steps", "output"
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pagestream_engine import InvalidRequest, SamplingParams, TokenSequence
-from pagestream_engine.detokenizer import IncrementalDetokenizer, Pieces
-from pagestream_engine.output import Generation, Taken
+from pagestream_engine.output import Generation, IncrementalDetokenizer, Pieces, Taken
 from support.engines.arithmetic_model import byte_level_tokenizer
 
 TOKENIZER = byte_level_tokenizer()

@@ -12,7 +12,6 @@ from typing import Any
 
 from pagestream_engine.capacity import fit_model_len
 from pagestream_engine.config import EngineConfig
-from pagestream_engine.detokenizer import Pieces
 from pagestream_engine.errors import InvalidRequest, InvariantViolation, OutOfMemory
 from pagestream_engine.executor.base import RunnerFactory, make_model_runner
 from pagestream_engine.executor.select import make_executor
@@ -29,7 +28,7 @@ from pagestream_engine.kv_cache.inspection import BlockMap, block_map, check_cac
 from pagestream_engine.kv_cache.manager import CacheManager
 from pagestream_engine.models.folder import resolve_model
 from pagestream_engine.models.tokenizer import load_tokenizer
-from pagestream_engine.output import Generation, OutputProcessor, Taken, failed_output
+from pagestream_engine.output import Generation, OutputProcessor, Pieces, Taken, failed_output
 from pagestream_engine.plan import ScheduledStep, StepResult
 from pagestream_engine.plugins import import_plugins
 from pagestream_engine.request import Request, SequenceState, Sibling, StepOutput, TokenSequence

@@ -9,9 +9,14 @@ from itertools import chain
 from tokenizers import Tokenizer
 
 from pagestream_engine import parameter_checks as checks
-from pagestream_engine.detokenizer import IncrementalDetokenizer, Pieces, bad_words_token_ids, is_fault_of_request
 from pagestream_engine.errors import InvalidRequest, PromptTooLong
-from pagestream_engine.output import Generation
+from pagestream_engine.output import (
+    Generation,
+    IncrementalDetokenizer,
+    Pieces,
+    bad_words_token_ids,
+    is_fault_of_request,
+)
 from pagestream_engine.request import Request, Sibling, TokenSequence
 from pagestream_engine.sampling_params import ALL_LOGPROBS, SamplingParams
 
