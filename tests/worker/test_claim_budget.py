@@ -153,7 +153,7 @@ def test_a_claim_is_admitted_at_once_however_its_tokens_are_divided(name: str) -
             seq = TokenSequence(
                 str(begin), [1] * (end - begin), SamplingParams(), seed=0, arrival=0, max_total_tokens=4096
             )
-            wanted += admission.num_wanted_blocks(seq.group, seq, running.get_computed_blocks(seq.group, seq))
+            wanted += admission.num_wanted_blocks(seq, running.get_computed_blocks(seq))
         assert wanted + admission.num_reserved_blocks(num_running + count - 1) <= num_blocks, (
             num_blocks,
             count,

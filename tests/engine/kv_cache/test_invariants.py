@@ -6,8 +6,8 @@ import pytest
 from pagestream_engine import InvariantViolation, SamplingParams, TokenSequence
 from pagestream_engine.kv_cache import BlockPool, CacheManager, check_cache
 from pagestream_engine.plan import full_attention
-from pagestream_engine.request import SequenceGroup, SequenceState
-from pagestream_engine.scheduler import check_groups
+from pagestream_engine.request import SequenceState
+from pagestream_engine.scheduler import check_requests
 
 LAYOUT = full_attention(block_size=2)
 
@@ -128,14 +128,20 @@ def test_a_copy_to_a_block_that_no_sequence_holds(cache: CacheManager, seq: Toke
 
 def test_siblings_that_stand_apart(cache: CacheManager, seq: TokenSequence) -> None:
     other = fork(cache, seq)
-    group = SequenceGroup([seq, other])
-    check_groups([seq, other])
-    with pytest.raises(InvariantViolation, match="the groups' members are not the sequences"):
-        check_groups([seq])
-    group.followers = [other]
-    with pytest.raises(InvariantViolation, match="follows, and holds blocks"):
-        check_groups([seq, other])
-    group.followers = []
+    other.request, seq.request.sequences = seq.request, [seq, other]
+    check_requests([seq, other])
+    with pytest.raises(InvariantViolation, match="the requests' choices are not the sequences"):
+        check_requests([seq])
+    other.leader = seq
+    with pytest.raises(InvariantViolation, match="which does not lead it"):
+        check_requests([seq, other])
+    seq.followers = [other]
+    with pytest.raises(InvariantViolation, match="follows, and waits or holds blocks"):
+        check_requests([seq, other])
+    other.leader = None
+    with pytest.raises(InvariantViolation, match="which is another's"):
+        check_requests([seq, other])
+    seq.followers = []
     other.state = SequenceState.WAITING
-    with pytest.raises(InvariantViolation, match="does not stand where"):
-        check_groups([seq, other])
+    with pytest.raises(InvariantViolation, match="wait that should"):
+        check_requests([seq, other])

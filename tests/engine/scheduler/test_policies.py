@@ -19,7 +19,7 @@ from pagestream_engine import (
     TokenSequence,
     register_policy,
 )
-from pagestream_engine.request import Request, SequenceGroup
+from pagestream_engine.request import Request
 from pagestream_engine.scheduler import (
     FairByTenant,
     PriorityFirst,
@@ -231,34 +231,43 @@ def make_seq(arrival: int) -> TokenSequence:
     return TokenSequence(str(arrival), [1], SamplingParams(), seed=0, arrival=arrival, max_total_tokens=9)
 
 
+def waiting(*seqs: TokenSequence) -> Request:
+    """Make sequences the choices of one request, which all wait."""
+    request = seqs[0].request
+    request.sequences, request.waiting = list(seqs), list(seqs)
+    for seq in seqs:
+        seq.request = request
+    return request
+
+
 def test_first_come_first_served_goes_by_arrival() -> None:
     queue = WaitingQueue(make_policy("fcfs"))
     for arrival in (3, 1, 2):
-        queue.push(make_seq(arrival).group)
-    assert [queue.pop().members[0].arrival for _ in range(3)] == [1, 2, 3]
+        queue.push(waiting(make_seq(arrival)))
+    assert [queue.pop().waiting[0].arrival for _ in range(3)] == [1, 2, 3]
 
 
 def test_what_comes_back_goes_before_what_came_later() -> None:
     queue = WaitingQueue(make_policy("fcfs"))
     for arrival in (5, 6):
-        queue.push(make_seq(arrival).group)
-    queue.push(make_seq(2).group)
+        queue.push(waiting(make_seq(arrival)))
+    queue.push(waiting(make_seq(2)))
     first = queue.peek()
     assert first is not None
-    assert first.members[0].arrival == 2
+    assert first.waiting[0].arrival == 2
 
 
-def test_a_group_counts_with_all_its_sequences_and_goes_by_its_first() -> None:
+def test_a_request_counts_with_all_that_wait_and_goes_by_its_first() -> None:
     queue = WaitingQueue(make_policy("fcfs"))
-    group = SequenceGroup([make_seq(2), make_seq(3), make_seq(4)])
-    for one in (group, make_seq(5).group, make_seq(1).group):
+    request = waiting(make_seq(2), make_seq(3), make_seq(4))
+    for one in (request, waiting(make_seq(5)), waiting(make_seq(1))):
         queue.push(one)
     assert len(queue) == 5
-    assert queue.pop().members[0].arrival == 1
-    queue.forget(group.members[1])
+    assert queue.pop().waiting[0].arrival == 1
+    queue.forget(request.waiting[1])
     assert len(queue) == 3
-    assert queue.pop() is group
-    assert [seq.arrival for seq in group.members] == [2, 4]
+    assert queue.pop() is request
+    assert [seq.arrival for seq in request.waiting] == [2, 4]
     assert len(queue) == 1
 
 
@@ -266,37 +275,37 @@ def test_skips_what_was_aborted_in_the_queue() -> None:
     queue = WaitingQueue(make_policy("fcfs"))
     sequences = [make_seq(arrival) for arrival in range(300)]
     for seq in sequences:
-        queue.push(seq.group)
+        queue.push(waiting(seq))
     for seq in sequences[:299]:
         queue.forget(seq)
     assert len(queue) == 1
     assert [seq.arrival for seq in queue] == [299]
-    assert queue.peek() is sequences[299].group
+    assert queue.peek() is sequences[299].request
     queue.forget(sequences[299])
     assert queue.peek() is None
 
 
 @pytest.mark.parametrize("aside", [False, True])
-def test_groups_that_were_aborted_behind_the_head_are_freed(aside: bool) -> None:
+def test_requests_that_were_aborted_behind_the_head_are_freed(aside: bool) -> None:
     """The head, which stays for long, must not keep thousands of them in memory."""
-    before = living_groups()
+    before = living_requests()
     queue = WaitingQueue(make_policy("fcfs"))
     sequences = [make_seq(arrival) for arrival in range(1000)]
     for seq in sequences:
-        queue.push(seq.group)
+        queue.push(waiting(seq))
     while aside and not queue.is_all_aside:
         queue.set_aside("lane")
     while len(sequences) > 1:
         queue.forget(sequences.pop())
-    assert living_groups() - before < 100
+    assert living_requests() - before < 100
     if aside:
         queue.take_back("lane")
-    assert [queue.pop().members, queue.peek()] == [sequences, None]
+    assert [queue.pop().waiting, queue.peek()] == [sequences, None]
 
 
-def living_groups() -> int:
-    """Count the groups that something refers to; none of them waits for the garbage collector."""
-    return sum(type(each) is SequenceGroup for each in gc.get_objects())
+def living_requests() -> int:
+    """Count the requests that something refers to; none of them waits for the garbage collector."""
+    return sum(type(each) is Request for each in gc.get_objects())
 
 
 class LastComeFirstServed(SchedulingPolicy):
@@ -308,8 +317,8 @@ def test_a_registered_policy_orders_the_queue() -> None:
     register_policy("lcfs", LastComeFirstServed)
     queue = WaitingQueue(make_policy("lcfs"))
     for arrival in (3, 1, 2):
-        queue.push(make_seq(arrival).group)
-    assert [queue.pop().members[0].arrival for _ in range(3)] == [3, 2, 1]
+        queue.push(waiting(make_seq(arrival)))
+    assert [queue.pop().waiting[0].arrival for _ in range(3)] == [3, 2, 1]
 
 
 def test_a_policy_that_is_none_is_refused() -> None:

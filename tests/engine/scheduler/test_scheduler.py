@@ -2,8 +2,8 @@ import pytest
 from pagestream_engine import SamplingParams, SchedulerConfig, SchedulingPolicy, TokenSequence
 from pagestream_engine.kv_cache import BlockPool, CacheManager, check_cache
 from pagestream_engine.plan import ScheduledStep, full_attention
-from pagestream_engine.request import SequenceState
-from pagestream_engine.scheduler import MOST_PASSING, FirstComeFirstServed, Scheduler, check_groups, make_policy
+from pagestream_engine.request import Request, SequenceState
+from pagestream_engine.scheduler import MOST_PASSING, FirstComeFirstServed, Scheduler, check_requests, make_policy
 
 BLOCK_SIZE = 4
 
@@ -38,17 +38,19 @@ class Harness:
     def add_group(self, num_tokens: int, outputs: list[int], first: int = 0) -> list[TokenSequence]:
         """Siblings of one prompt that have so many output tokens each."""
         siblings = []
+        request = Request(list(range(first, first + num_tokens)), ())
         for num_outputs in outputs:
             name = str(self.arrivals)
             siblings.append(
                 TokenSequence(
                     name,
-                    list(range(first, first + num_tokens)),
+                    request.prompt_token_ids,
                     SamplingParams(),
                     seed=0,
                     arrival=self.arrivals,
                     max_total_tokens=999,
                     output_token_ids=[900 + self.arrivals] * num_outputs,
+                    request=request,
                 )
             )
             self.arrivals += 1
@@ -67,7 +69,7 @@ class Harness:
 
     def check(self) -> None:
         check_cache(self.cache.pool, self.cache.layout, self.scheduler.sequences(), self.cache.copy_on_write)
-        check_groups(self.scheduler.sequences())
+        check_requests(self.scheduler.sequences())
 
 
 def shape(step: ScheduledStep) -> list[tuple[str, int]]:
@@ -449,7 +451,7 @@ def test_choices_lose_their_blocks_one_by_one_and_wait_together() -> None:
         harness.step()
     assert [seq.state.name for seq in (old, *siblings)] == ["RUNNING"] * 2 + ["WAITING"] * 2
     assert harness.scheduler.num_waiting == 2
-    assert siblings[1].group is siblings[2].group
+    assert siblings[0].request.waiting == siblings[1:]
     harness.scheduler.finish_requests([old])
     harness.step()
     assert {seq.state for seq in siblings} == {SequenceState.RUNNING}
@@ -478,7 +480,7 @@ def test_a_group_alone_that_outgrows_the_pool_gives_up_its_last_member() -> None
     while harness.scheduler.num_preemptions == 0:
         harness.step()
     assert [seq.state.name for seq in siblings] == ["RUNNING", "RUNNING", "WAITING"]
-    assert siblings[2].group is not siblings[0].group
+    assert siblings[0].request.waiting == siblings[2:]
 
 
 @pytest.mark.parametrize(("num_prompt_tokens", "spare", "num_preempted"), [(6, 2, 1), (8, 0, 2)])

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from pagestream_engine import SamplingParams, SchedulerConfig, SchedulingPolicy, TokenSequence
 from pagestream_engine.kv_cache import BlockPool, CachedPrefix, CacheManager, HostTier, check_cache
 from pagestream_engine.plan import KVLayout, full_attention, make_layout
+from pagestream_engine.request import Request
 from pagestream_engine.scheduler import FirstComeFirstServed, Scheduler
 from support.engines.arithmetic_model import LAYERS
 
@@ -58,7 +59,7 @@ class Harness:
         self.sequences: list[TokenSequence] = []
 
     def add(self, tokens: list[int], num_choices: int = 1) -> list[TokenSequence]:
-        first = len(self.sequences)
+        first, request = len(self.sequences), Request(tokens, ())
         added = [
             TokenSequence(
                 str(number),
@@ -67,6 +68,7 @@ class Harness:
                 seed=0,
                 arrival=number,
                 max_total_tokens=999,
+                request=request,
                 num_kv_groups=len(self.cache.layout.groups),
             )
             for number in range(first, first + num_choices)

@@ -34,7 +34,7 @@ from pagestream_engine.plugins import import_plugins
 from pagestream_engine.request import Request, SequenceState, Sibling, StepOutput, TokenSequence
 from pagestream_engine.sampling_params import SamplingParams
 from pagestream_engine.scheduler.policies import make_policy
-from pagestream_engine.scheduler.scheduler import Scheduler, check_groups
+from pagestream_engine.scheduler.scheduler import Scheduler, check_requests
 from pagestream_engine.stats import EngineStats
 from pagestream_engine.steps import PlanBuilder, StepPipeline
 
@@ -422,7 +422,7 @@ class Engine:
         drafts = self._steps.executor.facts.num_speculative_tokens
         cache = self._cache
         check_cache(self._pool, cache.layout, sequences, cache.copy_on_write, num_drafts=drafts, tier=cache.tier)
-        check_groups(sequences)
+        check_requests(sequences)
         held = len(self._gate)
         sequences += self._gate.sequences()
         if {seq.seq_id for seq in sequences} != self._generations.keys() | set(self._searches.beam_ids()):

@@ -143,7 +143,7 @@ class OutputProcessor:
             rows = self._generations[seq.seq_id].prompt_rows
             rows[part.position - 1 :] = part.rows  # A preempted prompt is computed again, from its beginning.
             if len(rows) == seq.num_prompt_tokens - 1:
-                for member in seq.choices.members:
+                for member in seq.request.sequences:
                     member.wants_prompt_logprobs = False
                 outputs.append(with_prompt_logprobs(seq, rows, self._pieces))
                 rows.clear()

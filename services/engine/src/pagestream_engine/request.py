@@ -1,4 +1,4 @@
-"""A request inside the engine: its adapter, its sequences, and what comes out of them.
+"""A request inside the engine: its adapter, its choices, and what comes out of them.
 
 With `sampling_params` and `plan` it is the ground of the engine: scheduler and cache stand on it beside the parts that
 compute, and it imports none of them.
@@ -6,7 +6,7 @@ compute, and it imports none of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from hashlib import sha256
@@ -68,7 +68,11 @@ class Sibling:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt, what is wanted of it, and for whom: made where an engine accepts it, and carried to its last output."""
+    """A prompt, what is wanted of it, and for whom: made where an engine accepts it, and carried to its last output.
+
+    Its choices wait together and start together, as far as seats and blocks allow; those that do share the computation
+    of the prompt: a leader computes it, the others follow. They are preempted and end one by one.
+    """
 
     prompt_token_ids: Sequence[int]
     """At least one token, at most `max_model_len - 1`."""
@@ -89,9 +93,33 @@ class Request:
     """That computes its tokens; the prefix cache is shared within its revision only."""
     prefix_key: bytes = field(init=False)
     """Salt and adapter in one: what must not share blocks although the tokens are equal."""
+    sequences: list[TokenSequence] = field(init=False, repr=False, default_factory=list)
+    """Its unfinished choices, in the order in which they were added. What ends leaves: a cycle would keep the tokens
+    until the garbage collector comes."""
+    waiting: list[TokenSequence] = field(init=False, repr=False, default_factory=list)
+    """Those of them that wait."""
+    was_admitted: bool = field(init=False, default=False)
+    """Whether one of them has run: what the cache has of the prompt from then on is their own work."""
+    num_passed: int = field(init=False, default=0)
+    """Sequences that were admitted past it while it waited for room."""
 
     def __post_init__(self) -> None:
         self.prefix_key = salted(self.cache_salt, self.adapter)
+
+    @property
+    def is_search(self) -> bool:
+        """Whether its choices are the beams of a search, which must not part: each step chooses among all."""
+        return self.sequences[0].params.use_beam_search
+
+    @property
+    def has_running(self) -> bool:
+        """Whether a choice is admitted."""
+        return any(seq.state is SequenceState.RUNNING for seq in self.sequences)
+
+    @property
+    def is_computing_prompt_logprobs(self) -> bool:
+        """Whether a choice that runs computes the log probabilities of the prompt, which are the others' too."""
+        return any(seq.wants_prompt_logprobs and seq.state is SequenceState.RUNNING for seq in self.sequences)
 
 
 _EXTRA = "~"
@@ -117,8 +145,8 @@ NO_ROW = -1
 
 
 class SequenceState(Enum):
-    """Where a sequence stands. It holds blocks only while it runs, and a follower of a `SequenceGroup` not even then,
-    until its leader has computed the prompt."""
+    """Where a sequence stands. It holds blocks only while it runs, and a follower not even then, until its leader has
+    computed the prompt."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -138,10 +166,10 @@ class TokenSequence:
         "arrival",
         "block_hashes",
         "block_tables",
-        "choices",
         "end_token_ids",
         "ends_with_prompt",
-        "group",
+        "followers",
+        "leader",
         "max_total_tokens",
         "most_total_tokens",
         "num_cached_blocks",
@@ -177,6 +205,8 @@ class TokenSequence:
     ) -> None:
         self.request = Request(prompt_token_ids, ()) if request is None else request
         """What it is a choice of."""
+        if request is None:
+            self.request.sequences.append(self)
         self.seq_id = seq_id
         self.token_ids: list[int] = [*prompt_token_ids, *output_token_ids]
         self.num_prompt_tokens = len(prompt_token_ids)
@@ -213,10 +243,10 @@ class TokenSequence:
         """Chained hashes of its first full blocks, as far as they were needed."""
         self.num_cached_blocks = 0
         """Leading blocks of the finest table that the prefix cache knows (or has another block for), in all groups."""
-        self.group = SequenceGroup((self,))
-        """With the siblings that it starts with, or waits with."""
-        self.choices = ChoiceSet((self,))
-        """With all its siblings."""
+        self.leader: TokenSequence | None = None
+        """That computes the prompt for it too: it runs, and has no blocks until then."""
+        self.followers: list[TokenSequence] = []
+        """Those whose leader it is."""
 
     def __len__(self) -> int:
         """Tokens, those included that steps in flight sample."""
@@ -287,71 +317,6 @@ class TokenSequence:
     def __repr__(self) -> str:
         done, total = self.num_computed_tokens, len(self.token_ids)
         return f"TokenSequence({self.seq_id!r}, {self.state.name.lower()}, {done}/{total} tokens computed)"
-
-
-class ChoiceSet:
-    """The unfinished choices of one prompt, in whatever groups they run and wait."""
-
-    __slots__ = ("members", "was_admitted")
-
-    def __init__(self, members: Iterable[TokenSequence]) -> None:
-        self.members = dict.fromkeys(members)
-        """In the order in which they were added."""
-        self.was_admitted = False
-        """Whether one of them has run: what the cache has of their prompt from then on is their own work."""
-
-    @property
-    def is_computing_prompt_logprobs(self) -> bool:
-        """Whether a choice that runs computes the log probabilities of the prompt, which are the others' too."""
-        return any(seq.wants_prompt_logprobs and seq.state is SequenceState.RUNNING for seq in self.members)
-
-    @property
-    def has_running(self) -> bool:
-        """Whether a choice is admitted."""
-        return any(seq.state is SequenceState.RUNNING for seq in self.members)
-
-
-class SequenceGroup:
-    """Choices of one prompt that start together and share its computation. They are preempted and end one by one.
-
-    A sequence without siblings is a group of one. Either all members run, or all wait. Where seats or blocks are short,
-    a part of a waiting group starts, as a group of its own; choices that lose their blocks join those that wait.
-    """
-
-    __slots__ = ("followers", "members", "num_passed")
-
-    def __init__(self, members: Sequence[TokenSequence]) -> None:
-        """Take sequences with equal prompts, in the order of their arrival, out of the groups that they were in."""
-        self.members = list(members)
-        """Those that have not finished."""
-        self.followers: list[TokenSequence] = []
-        """Admitted members without blocks: they wait until the prompt is computed by the leader, to share it."""
-        self.num_passed = 0
-        """Sequences that were admitted past it while it waited for room."""
-        for seq in self.members:
-            seq.group = self
-
-    def choose_leader(self) -> TokenSequence:
-        """Who computes the prompt: one that ends with it, if there is one, as its logits are then the others' too."""
-        return min(self.members, key=lambda seq: seq.num_output_tokens)
-
-    def drop(self, seq: TokenSequence) -> None:
-        """Forget a member that has ended."""
-        self.members.remove(seq)
-        if seq in self.followers:
-            self.followers.remove(seq)
-        seq.choices.members.pop(seq, None)
-
-    @property
-    def is_search(self) -> bool:
-        """Whether the members are the beams of a search, which must not part: each step chooses among all."""
-        return self.members[0].params.use_beam_search
-
-    def split(self, members: Sequence[TokenSequence]) -> SequenceGroup:
-        """Take some members into a group of their own, and return that. Who leads others stays, or takes them along."""
-        self.members = [seq for seq in self.members if seq not in members]
-        self.followers = [seq for seq in self.followers if seq not in members]
-        return SequenceGroup(members)
 
 
 class TokenLogprob(NamedTuple):

@@ -173,7 +173,7 @@ class CacheManager:
         """Whether what the cache has of a sequence is a hit. What it, or a choice of the same prompt, has computed
         before it lost its blocks, or what another engine has generated of it, is found again, and saves nobody's work.
         """
-        return not seq.choices.was_admitted and not seq.num_output_tokens
+        return not seq.request.was_admitted and not seq.num_output_tokens
 
     def _common_hit(self, seq: TokenSequence, num_tokens: int, *, may_load: bool) -> int:
         """Lower the number of tokens until all groups agree to it: a window may have kept less than full attention, or

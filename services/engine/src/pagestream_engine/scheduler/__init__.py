@@ -14,7 +14,7 @@ from pagestream_engine.scheduler.policies import (
     make_policy,
     register_policy,
 )
-from pagestream_engine.scheduler.scheduler import Scheduler, check_groups
+from pagestream_engine.scheduler.scheduler import Scheduler, check_requests
 
 __all__ = [
     "LEAST_SHARE",
@@ -32,7 +32,7 @@ __all__ = [
     "SchedulingPolicy",
     "ShortestFirst",
     "WaitingQueue",
-    "check_groups",
+    "check_requests",
     "make_policy",
     "register_policy",
 ]

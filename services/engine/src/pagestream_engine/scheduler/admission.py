@@ -5,8 +5,8 @@ Blocks are counted in these words, here and in `cache/`:
 * missing: what tables lack to cover some first tokens;
 * promised: what a sequence, once admitted, has yet to take until its present tokens are computed, chunk by chunk;
 * own: what a follower takes beside the blocks that it shares with its leader;
-* wanted: free blocks that a waiting group takes for its present tokens. They are the promised ones of its leader, those
-  of its cached prefix that are free now, and the own ones of its followers;
+* wanted: free blocks that a waiting request takes for its present tokens. They are the promised ones of its leader,
+  those of its cached prefix that are free now, and the own ones of its followers;
 * reserved: what is kept free for the tokens that running sequences will generate.
 """
 
@@ -22,10 +22,10 @@ from pagestream_engine.errors import InvariantViolation
 from pagestream_engine.features.lora.scheduling import AdapterTurns
 from pagestream_engine.kv_cache.manager import CachedPrefix, CacheManager
 from pagestream_engine.plan import ScheduledSequence
-from pagestream_engine.request import SequenceGroup, TokenSequence
+from pagestream_engine.request import Request, TokenSequence
 from pagestream_engine.scheduler.budget import ChunkBudget, RestoreCost
 from pagestream_engine.scheduler.policies import WaitingQueue
-from pagestream_engine.scheduler.running import RunningSequences
+from pagestream_engine.scheduler.running import RunningSequences, choose_leader
 
 RESERVE_SHARE = 4
 """Blocks are kept free for one in so many running sequences when another is admitted: a few steps of growth, so that
@@ -33,32 +33,32 @@ the newcomer is not preempted at once and computed again and again."""
 
 
 MOST_PASSING = 64
-"""Sequences that are admitted past a group that waits for room; then all that rank behind it wait with it."""
+"""Sequences that are admitted past a request that waits for room; then all that rank behind it wait with it."""
 PASSING_SHARE = 16
-"""Who passes a group that lacks blocks takes at most one part in so many of those that are free. So a long prompt does
-not hold up short ones beside an empty pool, and a full pool is given out in the order of the policy."""
+"""Who passes a request that lacks blocks takes at most one part in so many of those that are free. So a long prompt
+does not hold up short ones beside an empty pool, and a full pool is given out in the order of the policy."""
 MOST_HELD_BACK = 64
-"""Groups that are passed in one step."""
+"""Requests that are passed in one step."""
 MOST_WITHOUT_BLOCKS = 8
 """Those of them that wait for blocks, and those that wait for others: each may cost a lookup of its prefix."""
 
 
 class Shortage(NamedTuple):
-    """A group that found no blocks. It is asked again in each step, and its prefix must not be looked up in each."""
+    """A request that found no blocks. It is asked again in each step, and its prefix must not be looked up in each."""
 
-    group: SequenceGroup
+    request: Request
     lengths: list[int]
-    """Tokens of its members then: some may have been aborted since, or have run and been preempted."""
+    """Tokens of its choices that waited then: some may have been aborted since, or have run and been preempted."""
     num_blocks: int
     """Free blocks that the first of them to start want at least while the pool's watch lasts."""
 
-    def is_of(self, group: SequenceGroup) -> bool:
-        """Whether it was this group, as it is now."""
-        return self.group is group and self.lengths == list(map(len, group.members))
+    def is_of(self, request: Request) -> bool:
+        """Whether it was this request, as it is now."""
+        return self.request is request and self.lengths == list(map(len, request.waiting))
 
 
 class Start(NamedTuple):
-    """Members of a waiting group that can start now."""
+    """Choices of a waiting request that can start now."""
 
     members: list[TokenSequence]
     leader: TokenSequence
@@ -70,7 +70,7 @@ class Start(NamedTuple):
 
 
 class Obstacle(Enum):
-    """Why a group does not start, although seats are free."""
+    """Why a request does not start, although seats are free."""
 
     SEATS = auto()
     """It has to start as a whole, and needs more."""
@@ -81,17 +81,17 @@ class Obstacle(Enum):
 
 
 class Admission:
-    """Starts waiting groups in order, as far as seats and blocks are free.
+    """Starts waiting requests in order, as far as seats and blocks are free.
 
     The choices of a prompt take seats as they come free: where not all fit, or others rank before the last of them,
     those that may start do, and share the prompt's computation; the others wait on, and find it in the prefix cache. A
     search starts as a whole.
 
-    A group that finds no room, while seats are free, holds back nothing behind it, until MOST_PASSING sequences have
+    A request that finds no room, while seats are free, holds back nothing behind it, until MOST_PASSING sequences have
     been admitted past it: then all behind it wait until it has started. Past one that lacks blocks go those alone that
-    take a small share of the free ones; and nobody passes a group that has run and lacks blocks.
+    take a small share of the free ones; and nobody passes a request that has run and lacks blocks.
 
-    A group fits where the blocks that it wants, those promised to others and the reserved ones are free. What it will
+    A request fits where the blocks that it wants, those promised to others and the reserved ones are free. What it will
     generate counts only by the reserve: for want of blocks for that it may be preempted later.
     """
 
@@ -106,7 +106,7 @@ class Admission:
         turns: AdapterTurns | None,
         on_start: Callable[[TokenSequence], None],
     ) -> None:
-        """Take groups from `waiting` and start them in `running`, within the limits of `config` and where there are
+        """Take requests from `waiting` and start them in `running`, within the limits of `config` and where there are
         adapters as `turns` lets them; call `on_start` for each sequence."""
         self._on_start = on_start
         self.seats = Seats(config.max_num_seqs)
@@ -117,7 +117,7 @@ class Admission:
         self._restore_cost = restore_cost
         self._turns = turns
         self._shortages: dict[int, Shortage] = {}
-        """By the id of the group's object; while the pool watches."""
+        """By the id of the request's object; while the pool watches."""
 
     def admit(self, chunks: list[ScheduledSequence], budget: ChunkBudget) -> None:
         """Admit sequences, and append their first chunks to `chunks`, within a budget for all of them."""
@@ -129,10 +129,10 @@ class Admission:
         pool = self._cache.pool
         try:
             while budget.limit(0) > 0:
-                group = self._waiting.peek() if turns is None else turns.head()
-                if group is None or self._num_free_seats(group) <= 0:
+                request = self._waiting.peek() if turns is None else turns.head()
+                if request is None or self._num_free_seats(request) <= 0:
                     return
-                start = self._find_start(group, promised, coming, budget)
+                start = self._find_start(request, promised, coming, budget)
                 if isinstance(start, Start) and num_seen[Obstacle.BLOCKS]:
                     free = pool.num_free - promised - self.num_reserved_blocks(self._running.count)
                     if PASSING_SHARE * (start.num_blocks - promised) > free:
@@ -140,36 +140,37 @@ class Admission:
                 if isinstance(start, Obstacle):
                     num_seen[start] += 1
                     too_many = num_seen[start] > (MOST_HELD_BACK if start is Obstacle.SEATS else MOST_WITHOUT_BLOCKS)
-                    if too_many or not _may_be_passed(group, start):
+                    if too_many or not _may_be_passed(request, start):
                         return
                     self._waiting.hold_back()
                     continue
                 num_free = pool.num_free
-                self._start(group, start, budget, chunks)
+                self._start(request, start, budget, chunks)
                 coming.add(start.next_hash)
                 promised = start.num_blocks - (num_free - pool.num_free)
         finally:
             self._waiting.show_held_back()
 
-    def num_missing(self, group: SequenceGroup, count: int) -> tuple[int, int]:
-        """Return the seats and the free blocks that a waiting group lacks for `count` members; 0 or less: none."""
-        num_running, leader = self._running.count, group.choose_leader()
-        members = _first(group, leader, count)
-        prefix = self._running.get_computed_blocks(group, leader, count=count)
-        wanted = self.num_wanted_blocks(group, leader, prefix, members)
+    def num_missing(self, request: Request, count: int) -> tuple[int, int]:
+        """Return the seats and the free blocks that a waiting request lacks for `count` of its choices; 0 or less:
+        none."""
+        num_running, leader = self._running.count, choose_leader(request.waiting)
+        members = _first(request, leader, count)
+        prefix = self._running.get_computed_blocks(leader, count)
+        wanted = self.num_wanted_blocks(leader, prefix, members)
         wanted += self._num_promised_blocks() + self.num_reserved_blocks(num_running)
-        num_seats = max(self.seats.limit_for(group), num_running)
+        num_seats = max(self.seats.limit_for(request), num_running)
         return num_running + count - num_seats, wanted - self._cache.pool.num_free
 
     @property
     def num_preempted_blocks(self) -> int:
         """Blocks that preempted sequences need again; those of a prompt once, and not while another choice has it."""
-        groups = {id(seq.group): seq.group for seq in list(self._waiting) if seq.was_admitted}
+        requests = {id(seq.request): seq.request for seq in list(self._waiting) if seq.was_admitted}
         num_blocks = 0
-        for group in groups.values():
-            preempted = [seq for seq in group.members if seq.was_admitted]
+        for request in requests.values():
+            preempted = [seq for seq in request.waiting if seq.was_admitted]
             num_blocks += sum(self._num_own_blocks(seq) for seq in preempted)
-            if not preempted[0].choices.has_running:
+            if not request.has_running:
                 leader = min(preempted, key=len)
                 num_blocks += self._cache.layout.num_blocks_for(len(leader)) - self._num_own_blocks(leader)
         return num_blocks
@@ -178,46 +179,46 @@ class Admission:
         """Blocks to keep free when another is admitted."""
         return -(-num_running // RESERVE_SHARE)
 
-    def _num_free_seats(self, group: SequenceGroup) -> int:
-        return self.seats.limit_for(group) - self._running.count
+    def _num_free_seats(self, request: Request) -> int:
+        return self.seats.limit_for(request) - self._running.count
 
     def _find_start(
-        self, group: SequenceGroup, promised: int, coming: set[bytes | None], budget: ChunkBudget
+        self, request: Request, promised: int, coming: set[bytes | None], budget: ChunkBudget
     ) -> Start | Obstacle:
-        """Return the members of the next group that can start, or why none can."""
-        num_running, count = self._running.count, len(group.members)
-        if not group.is_search:
-            count = self._most_to_start(group)
-        elif num_running and count > self._num_free_seats(group):
+        """Return the choices of the next request that can start, or why none can."""
+        num_running, count = self._running.count, len(request.waiting)
+        if not request.is_search:
+            count = self._most_to_start(request)
+        elif num_running and count > self._num_free_seats(request):
             return Obstacle.SEATS
         room = self._cache.pool.num_free - promised - self.num_reserved_blocks(num_running)
-        if num_running and self._least_wanted_blocks(group) > room:
+        if num_running and self._least_wanted_blocks(request) > room:
             return Obstacle.BLOCKS  # Whatever is cached of it: told without a lookup.
-        leader = group.choose_leader()
-        found = self._running.get_computed_blocks(group, leader, count=count)
-        prefix = self._with_host_pages(group, leader, found, count)
-        members = _first(group, leader, count)
-        wanted = self.num_wanted_blocks(group, leader, prefix, members)
-        if wanted > room and not group.is_search:
+        leader = choose_leader(request.waiting)
+        found = self._running.get_computed_blocks(leader, count)
+        prefix = self._with_host_pages(leader, found, count)
+        members = _first(request, leader, count)
+        wanted = self.num_wanted_blocks(leader, prefix, members)
+        if wanted > room and not request.is_search:
             members = self._that_fit(members, leader, wanted, room)
             if len(members) == 1 and leader.num_output_tokens:  # What is cached of its own output can be used as well.
-                found = self._running.get_computed_blocks(group, leader, count=1)
-                prefix = self._with_host_pages(group, leader, found, 1)
-            wanted = self.num_wanted_blocks(group, leader, prefix, members)
+                found = self._running.get_computed_blocks(leader)
+                prefix = self._with_host_pages(leader, found, 1)
+            wanted = self.num_wanted_blocks(leader, prefix, members)
         if wanted > room and num_running:
-            self._note_shortage(group, leader, prefix)
+            self._note_shortage(request, leader, prefix)
             return Obstacle.BLOCKS
         if self._waits_for_another(leader, found, coming) or not budget.limit(prefix.num_tokens):
             return Obstacle.OTHERS
         # Alone it always fits, if in smaller chunks than `wanted` reckons with.
         return Start(members, leader, prefix, self._cache.next_block_hash(leader, found.num_tokens), promised + wanted)
 
-    def _most_to_start(self, group: SequenceGroup) -> int:
+    def _most_to_start(self, request: Request) -> int:
         """Return how many of the choices of a prompt may start by the seats, and by the order of ranks where not all
         that wait get seats."""
-        num_seats = self._num_free_seats(group)
-        if len(group.members) == 1 or len(self._waiting) <= num_seats:
-            return len(group.members)
+        num_seats, count = self._num_free_seats(request), len(request.waiting)
+        if count == 1 or len(self._waiting) <= num_seats:
+            return count
         return min(num_seats, self._waiting.num_before_next())
 
     def _that_fit(
@@ -247,41 +248,40 @@ class Admission:
         return {cache.next_block_hash(seq, seq.num_cached_blocks * cache.block_size) for seq in computing}
 
     def _waits_for_another(self, leader: TokenSequence, prefix: CachedPrefix, coming: set[bytes | None]) -> bool:
-        """Whether another sequence is computing the block after a group's cached prefix, which they share a step later,
-        or another choice the log probabilities of the prompt."""
-        if leader.wants_prompt_logprobs and leader.choices.is_computing_prompt_logprobs:
+        """Whether another sequence is computing the block after a request's cached prefix, which they share a step
+        later, or another choice the log probabilities of the prompt."""
+        if leader.wants_prompt_logprobs and leader.request.is_computing_prompt_logprobs:
             return True
         next_hash = self._cache.next_block_hash(leader, prefix.num_tokens)
         return next_hash is not None and next_hash in coming
 
-    def _with_host_pages(
-        self, group: SequenceGroup, leader: TokenSequence, found: CachedPrefix, count: int
-    ) -> CachedPrefix:
+    def _with_host_pages(self, leader: TokenSequence, found: CachedPrefix, count: int) -> CachedPrefix:
         """Return the longer prefix that host memory has, where it costs less to copy than to compute."""
         cost = self._restore_cost
         if cost is None:
             return found
-        longer = self._running.get_computed_blocks(group, leader, count=count, may_load=True)
+        longer = self._running.get_computed_blocks(leader, count, may_load=True)
         if longer.num_tokens <= found.num_tokens:
             return found
         return longer if cost.pays(longer.num_to_load, longer.num_tokens - found.num_tokens) else found
 
-    def _start(self, group: SequenceGroup, start: Start, budget: ChunkBudget, chunks: list[ScheduledSequence]) -> None:
-        """Take members of the next waiting group, and start them, with their first chunk or the loads before it."""
+    def _start(self, request: Request, start: Start, budget: ChunkBudget, chunks: list[ScheduledSequence]) -> None:
+        """Take choices of the next waiting request, and start them, with their first chunk or the loads before it."""
         self._waiting.pop()
-        self._shortages.pop(id(group), None)
-        self.seats.note_start(group)
-        if len(start.members) < len(group.members):
-            rest, group = group, group.split(start.members)
-            self._waiting.push(rest)
+        self._shortages.pop(id(request), None)
+        self.seats.note_start(request)
+        request.waiting = [seq for seq in request.waiting if seq not in start.members]
+        if request.waiting:
+            self._waiting.push(request)
+        else:
+            request.num_passed = 0
         for passed in self._waiting.held_back:
             passed.num_passed += len(start.members)
-        group.num_passed = 0
         if self._turns is not None:
-            self._turns.note_start(group)
+            self._turns.note_start(request)
         leader, prefix = start.leader, start.prefix
-        self._running.start(group, leader, prefix)
-        for seq in group.members:
+        self._running.start(start.members, leader, prefix)
+        for seq in start.members:
             self._on_start(seq)
         if self._cache.tier is not None and self._cache.tier.is_loading(leader):
             # A token that is copied counts as one that is computed, so that a step's copies have a bound as well.
@@ -298,34 +298,29 @@ class Admission:
         return own + sum(self._cache.num_promised_blocks(seq, self._max_chunk) for seq in self._running.prefills)
 
     def num_wanted_blocks(
-        self,
-        group: SequenceGroup,
-        leader: TokenSequence,
-        prefix: CachedPrefix,
-        members: Sequence[TokenSequence] | None = None,
+        self, leader: TokenSequence, prefix: CachedPrefix, members: Sequence[TokenSequence] = ()
     ) -> int:
-        """Free blocks that a group wants, or some members of it, their leader starting from a cached prefix."""
+        """Free blocks that choices of a request want, their leader starting from a cached prefix."""
         cache = self._cache
         wanted = cache.num_promised_blocks(leader, self._max_chunk, prefix) + cache.num_free_blocks_used_by(prefix)
-        others = group.members if members is None else members
-        return wanted + sum(self._num_own_blocks(seq) for seq in others if seq is not leader)
+        return wanted + sum(self._num_own_blocks(seq) for seq in members if seq is not leader)
 
-    def _least_wanted_blocks(self, group: SequenceGroup) -> int:
-        """Free blocks that the first members of a group to start want at least, told without a lookup."""
-        known = self._shortages.get(id(group))
-        if known is not None and self._cache.pool.is_watching and known.is_of(group):
+    def _least_wanted_blocks(self, request: Request) -> int:
+        """Free blocks that the first choices of a request to start want at least, told without a lookup."""
+        known = self._shortages.get(id(request))
+        if known is not None and self._cache.pool.is_watching and known.is_of(request):
             return known.num_blocks
-        return len(group.members) - 1 if group.is_search else 0  # Whatever is cached, each follower takes a block.
+        return len(request.waiting) - 1 if request.is_search else 0  # Whatever is cached, each follower takes a block.
 
-    def _note_shortage(self, group: SequenceGroup, leader: TokenSequence, prefix: CachedPrefix) -> None:
+    def _note_shortage(self, request: Request, leader: TokenSequence, prefix: CachedPrefix) -> None:
         pool = self._cache.pool
         if not pool.is_watching or len(self._shortages) > MOST_WITHOUT_BLOCKS:
             self._shortages.clear()
             pool.watch(())
         num_blocks = least_wanted_blocks(self._cache, leader, prefix, self._max_chunk)
-        if group.is_search:
-            num_blocks += sum(self._num_own_blocks(seq) for seq in group.members if seq is not leader)
-        self._shortages[id(group)] = Shortage(group, list(map(len, group.members)), num_blocks)
+        if request.is_search:
+            num_blocks += sum(self._num_own_blocks(seq) for seq in request.waiting if seq is not leader)
+        self._shortages[id(request)] = Shortage(request, list(map(len, request.waiting)), num_blocks)
 
     def _num_own_blocks(self, seq: TokenSequence) -> int:
         """Own blocks of a follower; one without output needs room for its first token at once."""
@@ -333,47 +328,47 @@ class Admission:
         return self._cache.num_own_blocks(seq.num_prompt_tokens, num_tokens, self._max_chunk)
 
 
-def _first(group: SequenceGroup, leader: TokenSequence, count: int) -> list[TokenSequence]:
-    """Return so many members of a group in order, of which one is its leader."""
-    first = group.members[:count]
+def _first(request: Request, leader: TokenSequence, count: int) -> list[TokenSequence]:
+    """Return so many choices of a request that wait, in order, of which one is their leader."""
+    first = request.waiting[:count]
     return first if leader in first else [*first[:-1], leader]
 
 
-def _may_be_passed(group: SequenceGroup, obstacle: Obstacle) -> bool:
-    """Whether others may start before a group that has met an obstacle."""
-    if group.num_passed >= MOST_PASSING:
+def _may_be_passed(request: Request, obstacle: Obstacle) -> bool:
+    """Whether others may start before a request that has met an obstacle."""
+    if request.num_passed >= MOST_PASSING:
         return False
-    return obstacle is not Obstacle.BLOCKS or not any(seq.was_admitted for seq in group.members)
+    return obstacle is not Obstacle.BLOCKS or not any(seq.was_admitted for seq in request.waiting)
 
 
 class Seats:
     """A limit of the sequences that run, beyond which they may be while it was lowered under them.
 
-    Those beyond it leave only by their ends. So a group that displaces others then takes no more places than it would
+    Those beyond it leave only by their ends. So a request that displaces others then takes no more places than it would
     at a full batch, and it has to get these, although more than the limit run.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
         """Sequences that run at once. It may be set to less while they run, from 1 on."""
-        self._kept_for: SequenceGroup | None = None
+        self._kept_for: Request | None = None
         self._num_kept = 0
 
-    def limit_for(self, group: SequenceGroup) -> int:
-        """Return how many may run at once with a group, once it has started."""
-        return max(self.most, self._num_kept) if group is self._kept_for else self.most
+    def limit_for(self, request: Request) -> int:
+        """Return how many may run at once with a request, once it has started."""
+        return max(self.most, self._num_kept) if request is self._kept_for else self.most
 
-    def keep(self, group: SequenceGroup, num_running: int) -> None:
-        """Keep as many seats as are taken now for a group, for which some of those that run are about to be displaced.
+    def keep(self, request: Request, num_running: int) -> None:
+        """Keep as many seats as are taken now for a request, for which some that run are about to be displaced.
 
         They are kept until it starts: it need not be in this step.
         """
-        self._num_kept = max(self.limit_for(group), num_running)
-        self._kept_for = group
+        self._num_kept = max(self.limit_for(request), num_running)
+        self._kept_for = request
 
-    def note_start(self, group: SequenceGroup) -> None:
-        """Note that a group starts, or a part of it."""
-        if group is self._kept_for:
+    def note_start(self, request: Request) -> None:
+        """Note that a request starts, or a part of it."""
+        if request is self._kept_for:
             self._kept_for = None
 
 

@@ -6,14 +6,14 @@ None of the policies that come with the engine looks at a clock: equal requests 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from heapq import heapify, heappop, heappush
 from itertools import chain, islice, takewhile
 from math import log2
 from typing import Any, NamedTuple
 
 from pagestream_engine.errors import ConfigError
-from pagestream_engine.request import SequenceGroup, TokenSequence
+from pagestream_engine.request import Request, TokenSequence
 
 
 class SequenceEvents:
@@ -36,10 +36,11 @@ class SchedulingPolicy(SequenceEvents, ABC):
     """Decides the order in which sequences are admitted, which of them is preempted where blocks run out, and which
     loses its place to one that waits.
 
-    A group of siblings goes by its first. Of equal ranks the earlier arrival goes first. The ranks of a sequence are
-    numbers other than NaN. They may depend on what it was added with (`num_prompt_tokens`, `params`, `priority`,
-    `aged_classes`, `tenant`, `weight`, `arrival`), which a policy does not change, and on the events before; a
-    sequence's own change only in `arrived` and `preempted`, of that sequence. So no two preempt each other in turns.
+    A request goes by its first choice that waits. Of equal ranks the earlier arrival goes first. The ranks of a
+    sequence are numbers other than NaN. They may depend on what it was added with (`num_prompt_tokens`, `params`,
+    `priority`, `aged_classes`, `tenant`, `weight`, `arrival`), which a policy does not change, and on the events
+    before; a sequence's own change only in `arrived` and `preempted`, of that sequence. So no two preempt each other in
+    turns.
     """
 
     displaces = False
@@ -70,65 +71,70 @@ class SchedulingPolicy(SequenceEvents, ABC):
 
 
 Place = tuple[float, int]
-"""Rank and arrival of a group's first member: the lowest goes first."""
+"""Rank and arrival of the first choice of a request that waits: the lowest goes first."""
+
+
+_Entry = tuple[float, int, list[TokenSequence]]
+"""The place of a request, and its choices that wait."""
 
 
 class WaitingQueue:
-    """Waiting groups by the rank of their first member: O(log n) to push and pop. One that lost all its members is left
+    """Requests by the rank of the first choice that waits: O(log n) to push and pop. One that lost all of these is left
     behind and skipped.
 
-    Groups that may not start for now can be set aside, in lanes, or held back for the rest of a step; they stay in the
-    queue, but are not shown.
+    Requests that may not start for now can be set aside, in lanes, or held back for the rest of a step; they stay in
+    the queue, but are not shown.
     """
 
     def __init__(self, policy: SchedulingPolicy) -> None:
         self._policy = policy
-        self._heap: list[tuple[float, int, SequenceGroup]] = []
-        self._lanes: dict[str, list[tuple[float, int, SequenceGroup]]] = {}
-        self._held_back: list[tuple[float, int, SequenceGroup]] = []
-        self._num_groups = 0
+        # Entries have the lists of choices that wait, not the requests, whose prompts an empty one must not keep.
+        self._heap: list[_Entry] = []
+        self._lanes: dict[str, list[_Entry]] = {}
+        self._held_back: list[_Entry] = []
+        self._num_requests = 0
         self.num_sequences = 0
-        """Of all groups."""
+        """Of all requests."""
 
     def __len__(self) -> int:
-        """Sequences, not groups."""
+        """Sequences, not requests."""
         return self.num_sequences
 
     def __iter__(self) -> Iterator[TokenSequence]:
         entries = chain(self._heap, self._held_back, *self._lanes.values())
-        return (seq for _, _, group in entries for seq in group.members)
+        return (seq for _, _, waiting in entries for seq in waiting)
 
-    def push(self, group: SequenceGroup) -> None:
-        """Add a group, all of whose members wait."""
-        first = group.members[0]
+    def push(self, request: Request) -> None:
+        """Add a request of which choices wait."""
+        first = request.waiting[0]
         # The heap keeps this rank: it may change only while the sequence is outside (`arrived`, `preempted`).
-        heappush(self._heap, (self._policy.rank(first), first.arrival, group))
-        self._num_groups += 1
-        self.num_sequences += len(group.members)
+        heappush(self._heap, (self._policy.rank(first), first.arrival, request.waiting))
+        self._num_requests += 1
+        self.num_sequences += len(request.waiting)
 
-    def peek(self) -> SequenceGroup | None:
+    def peek(self) -> Request | None:
         """The next one, which stays."""
-        while self._heap and not self._heap[0][2].members:
+        while self._heap and not self._heap[0][2]:
             heappop(self._heap)
-        return self._heap[0][2] if self._heap else None
+        return self._heap[0][2][0].request if self._heap else None
 
     @property
     def head_place(self) -> Place:
-        """Of the group that `peek` showed."""
+        """Of the request that `peek` showed."""
         return self._heap[0][:2]
 
     @property
     def is_all_aside(self) -> bool:
-        """Whether there is no group but those that were set aside."""
+        """Whether there is no request but those that were set aside."""
         return self.peek() is None
 
     @property
-    def held_back(self) -> Iterator[SequenceGroup]:
-        """The groups that are not shown for the rest of this step."""
-        return (group for _, _, group in self._held_back)
+    def held_back(self) -> Iterator[Request]:
+        """The requests that are not shown for the rest of this step."""
+        return (waiting[0].request for _, _, waiting in self._held_back)
 
     def hold_back(self) -> None:
-        """Show the groups behind the one that `peek` showed, until `show_held_back`."""
+        """Show the requests behind the one that `peek` showed, until `show_held_back`."""
         self._held_back.append(heappop(self._heap))
 
     def show_held_back(self) -> None:
@@ -138,63 +144,68 @@ class WaitingQueue:
         self._held_back.clear()
 
     def num_before_next(self) -> int:
-        """Return how many of the members of the group that `peek` showed go before the group behind it, by their own
-        ranks: at least the first."""
+        """Return how many of the waiting choices of the request that `peek` showed go before the request behind it, by
+        their own ranks: at least the first."""
         entry = heappop(self._heap)
         behind = self._heap[0][:2] if self.peek() is not None else None
         heappush(self._heap, entry)
-        members, rank = entry[2].members, self._policy.rank
+        waiting, rank = entry[2], self._policy.rank
         if behind is None:
-            return len(members)
-        return 1 + sum(1 for _ in takewhile(lambda seq: (rank(seq), seq.arrival) < behind, members[1:]))
+            return len(waiting)
+        return 1 + sum(1 for _ in takewhile(lambda seq: (rank(seq), seq.arrival) < behind, waiting[1:]))
 
     def set_aside(self, lane: str) -> None:
-        """Move the group that `peek` showed to a lane."""
+        """Move the request that `peek` showed to a lane."""
         heappush(self._lanes.setdefault(lane, []), heappop(self._heap))
 
     def take_back(self, lane: str) -> None:
-        """Show a lane's groups again, each in its place."""
+        """Show a lane's requests again, each in its place."""
         for entry in self._lanes.pop(lane):
             heappush(self._heap, entry)
 
     def lanes(self) -> dict[str, Place]:
-        """Return the place of the first group in each lane."""
+        """Return the place of the first request in each lane."""
         for lane, entries in list(self._lanes.items()):
-            while entries and not entries[0][2].members:
+            while entries and not entries[0][2]:
                 heappop(entries)
             if not entries:
                 del self._lanes[lane]
         return {lane: entries[0][:2] for lane, entries in self._lanes.items()}
 
-    def pop(self) -> SequenceGroup:
+    def pop(self) -> Request:
         """Take the one that `peek` showed."""
-        group = heappop(self._heap)[2]
-        self._num_groups -= 1
-        self.num_sequences -= len(group.members)
-        return group
+        waiting = heappop(self._heap)[2]
+        self._num_requests -= 1
+        self.num_sequences -= len(waiting)
+        return waiting[0].request
 
     def forget(self, seq: TokenSequence) -> None:
-        """Take one sequence out of its group, which is in the queue."""
-        seq.group.drop(seq)
+        """Take one sequence out of its request, which is in the queue."""
+        request = seq.request
+        request.waiting.remove(seq)
+        request.sequences.remove(seq)
         self.num_sequences -= 1
-        self._num_groups -= not seq.group.members
-        if len(self._heap) + sum(map(len, self._lanes.values())) > 2 * self._num_groups + 64:
-            for entries in (self._heap, *self._lanes.values()):
-                entries[:] = [entry for entry in entries if entry[2].members]
-                heapify(entries)
+        self._num_requests -= not request.waiting
+        if len(self._heap) + sum(map(len, self._lanes.values())) > 2 * self._num_requests + 64:
+            self._keep(bool)
 
-    def merge(self, group: SequenceGroup, joining: SequenceGroup) -> None:
-        """Let the members of a group that is not queued join a waiting one, each in the place of its rank."""
+    def requeue(self, seqs: Iterable[TokenSequence]) -> None:
+        """Queue choices of a prompt that have run, with those of it that wait, each in the place of its rank."""
+        seqs = list(seqs)
+        request = seqs[0].request
+        if request.waiting:
+            own = request.waiting
+            self._keep(lambda waiting: waiting is not own)
+            self._num_requests -= 1
+            self.num_sequences -= len(own)
+            seqs = sorted([*own, *seqs], key=lambda seq: (self._policy.rank(seq), seq.arrival))
+        request.waiting = seqs
+        self.push(request)
+
+    def _keep(self, is_kept: Callable[[list[TokenSequence]], bool]) -> None:
         for entries in (self._heap, *self._lanes.values()):
-            entries[:] = [entry for entry in entries if entry[2] is not group]
+            entries[:] = [entry for entry in entries if is_kept(entry[2])]
             heapify(entries)
-        self._num_groups -= 1
-        self.num_sequences -= len(group.members)
-        merged = [*group.members, *joining.members]
-        merged.sort(key=lambda seq: (self._policy.rank(seq), seq.arrival))
-        both = SequenceGroup(merged)
-        both.num_passed = group.num_passed
-        self.push(both)
 
 
 CLASS_ARRIVALS = 256
@@ -354,7 +365,7 @@ class FairByTenant(SchedulingPolicy):
         """Charge its tenant what is expected of it; of siblings the first is charged the prompt of all."""
         tenant = seq.tenant
         start = self._starts[seq.arrival] = max(self._now, self._tenants.get(tenant, 0.0))
-        prompt, had = seq.num_prompt_tokens if seq is seq.group.members[0] else 0, seq.num_output_tokens
+        prompt, had = seq.num_prompt_tokens if seq is seq.request.sequences[0] else 0, seq.num_output_tokens
         output = max(0.0, self.predictor.expected(seq) - had)
         self._charged[seq.arrival] = prompt, output, had
         self._charge(seq, start, prompt + output)

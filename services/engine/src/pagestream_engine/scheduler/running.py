@@ -4,11 +4,11 @@ when steps are sent and collected.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pagestream_engine.kv_cache.manager import CachedPrefix, CacheManager
 from pagestream_engine.plan import ScheduledSequence
-from pagestream_engine.request import NO_ROW, SequenceGroup, SequenceState, TokenSequence
+from pagestream_engine.request import NO_ROW, SequenceState, TokenSequence
 from pagestream_engine.scheduler.budget import ChunkBudget
 
 
@@ -24,7 +24,8 @@ class RunningSequences:
         """Those that compute chunks: alone, as a group's leader, or on from a prompt that a leader has computed."""
         self.count = 0
         """All of them, followers included."""
-        self._groups_with_followers: list[SequenceGroup] = []
+        self._leaders: list[TokenSequence] = []
+        """Those with followers."""
         self._cache = cache
 
     def __iter__(self) -> Iterator[TokenSequence]:
@@ -34,39 +35,35 @@ class RunningSequences:
 
     def followers(self) -> Iterator[TokenSequence]:
         """Those that wait until their leader has computed the prompt, to share it."""
-        for group in self._groups_with_followers:
-            yield from group.followers
+        for leader in self._leaders:
+            yield from leader.followers
 
-    def get_computed_blocks(
-        self, group: SequenceGroup, leader: TokenSequence, *, count: int | None = None, may_load: bool = False
-    ) -> CachedPrefix:
-        """The cached prefix that a group, or `count` of its members, can start from: of a leader no more than what its
-        followers will share."""
-        most = leader.num_prompt_tokens if (count or len(group.members)) > 1 else None
+    def get_computed_blocks(self, leader: TokenSequence, count: int = 1, *, may_load: bool = False) -> CachedPrefix:
+        """Return the cached prefix that a sequence can start from; as the leader of `count` choices, itself included,
+        no more than what its followers will share."""
+        most = leader.num_prompt_tokens if count > 1 else None
         return self._cache.get_computed_blocks(leader, most, may_load=may_load)
 
-    def start(self, group: SequenceGroup, leader: TokenSequence, prefix: CachedPrefix) -> None:
-        """Start a group: its leader from its cached prefix, the others when the leader has computed the prompt."""
-        for seq in group.members:
+    def start(self, members: Sequence[TokenSequence], leader: TokenSequence, prefix: CachedPrefix) -> None:
+        """Start choices of a prompt: their leader from its cached prefix, the others when it has computed the
+        prompt."""
+        self.count += len(members)
+        for seq in members:
             seq.state = SequenceState.RUNNING
-        self.count += len(group.members)
-        group.followers = [seq for seq in group.members if seq is not leader]
-        if group.followers:
-            self._groups_with_followers.append(group)
-        self._start_one(leader, prefix)
-        if not leader.choices.was_admitted:
-            leader.choices.was_admitted = True
-            leader.num_cached_tokens = min(leader.num_computed_tokens, leader.num_prompt_tokens)
-        for seq in group.members:
             seq.was_admitted = True
+        self._lead(leader, [seq for seq in members if seq is not leader])
+        self._start_one(leader, prefix)
+        request = leader.request
+        if not request.was_admitted:
+            request.was_admitted = True
+            leader.num_cached_tokens = min(leader.num_computed_tokens, leader.num_prompt_tokens)
 
     def follow(self, leader: TokenSequence) -> list[TokenSequence]:
         """Let the followers share the prompt that their leader has computed. Return those that have no output yet and
         sample from its logits, or have only one token to compute."""
-        followers, leader.group.followers = leader.group.followers, []
-        self._groups_with_followers.remove(leader.group)
         ready = []
-        for seq in followers:
+        self._leaders.remove(leader)
+        for seq in self.part(leader):
             prefix = self._cache.get_computed_blocks(seq) if seq.num_output_tokens else None
             if prefix is not None and prefix.num_tokens > seq.num_prompt_tokens:
                 self._cache.touch_prefix(seq, prefix)  # Of its own output, from before it was preempted.
@@ -88,7 +85,7 @@ class RunningSequences:
         end = num_sent + num_tokens
         self._cache.allocate_slots(seq, end)
         needs_sample = end == len(seq.token_ids)
-        siblings = [other for other in seq.group.followers if not other.num_output_tokens] if needs_sample else ()
+        siblings = [other for other in seq.followers if not other.num_output_tokens] if needs_sample else ()
         return ScheduledSequence(seq, num_tokens, needs_sample, siblings)
 
     def decode(self, seq: TokenSequence) -> None:
@@ -120,16 +117,32 @@ class RunningSequences:
         """Return the decodes whose last chunk a step in flight computes: its blocks are not cached yet."""
         return [entry.seq for entry in self.decodes if entry.seq.num_in_flight_tokens > 1]
 
-    def leave_group(self, seq: TokenSequence) -> None:
-        """Take a sequence that has ended, decoding or not, out of its group; the followers of a leader get another."""
-        group = seq.group
-        was_leader = bool(group.followers) and seq not in group.followers
-        group.drop(seq)
-        if was_leader:
-            leader = group.choose_leader()
-            group.followers.remove(leader)
-            leader.row = NO_ROW  # It may have one, to sample from the leader's logits: now it computes itself.
-            self._start_one(leader, self.get_computed_blocks(group, leader))
+    def part(self, seq: TokenSequence) -> list[TokenSequence]:
+        """Take a sequence from its leader, or from its followers, and return these: they have no leader then."""
+        followers, seq.followers = seq.followers, []
+        for each in followers:
+            each.leader = None
+        if seq.leader is not None:
+            seq.leader.followers.remove(seq)
+            seq.leader = None
+        return followers
+
+    def end(self, seq: TokenSequence) -> None:
+        """Take a sequence that has ended, decoding or not, out of its request; its followers get another leader."""
+        seq.request.sequences.remove(seq)
+        followers = self.part(seq)
+        if followers:
+            leader = choose_leader(followers)
+            leader.row = NO_ROW  # It may have one, to sample from its leader's logits: now it computes itself.
+            self._lead(leader, [each for each in followers if each is not leader])
+            self._start_one(leader, self.get_computed_blocks(leader, len(followers)))
+
+    def _lead(self, leader: TokenSequence, followers: list[TokenSequence]) -> None:
+        leader.followers = followers
+        for seq in followers:
+            seq.leader = leader
+        if followers:
+            self._leaders.append(leader)
 
     def _start_one(self, seq: TokenSequence, prefix: CachedPrefix) -> None:
         self._cache.touch_prefix(seq, prefix)
@@ -141,4 +154,9 @@ class RunningSequences:
         self.count -= count
         self.decodes = [entry for entry in self.decodes if entry.seq.state is running]
         self.prefills = [seq for seq in self.prefills if seq.state is running]
-        self._groups_with_followers = [group for group in self._groups_with_followers if group.followers]
+        self._leaders = [seq for seq in self._leaders if seq.followers]
+
+
+def choose_leader(members: Sequence[TokenSequence]) -> TokenSequence:
+    """Who computes the prompt: one that ends with it, if there is one, as its logits are then the others' too."""
+    return min(members, key=lambda seq: seq.num_output_tokens)

@@ -13,7 +13,7 @@ from pagestream_engine.features.lora.scheduling import AdapterResidency, Adapter
 from pagestream_engine.kv_cache.block_pool import BlockPool
 from pagestream_engine.kv_cache.manager import CacheManager
 from pagestream_engine.plan import NO_BLOCK, ScheduledSequence, ScheduledStep
-from pagestream_engine.request import NO_ROW, ChoiceSet, SequenceGroup, SequenceState, TokenSequence
+from pagestream_engine.request import NO_ROW, Request, SequenceState, TokenSequence
 from pagestream_engine.scheduler.admission import RESERVE_SHARE, Admission
 from pagestream_engine.scheduler.budget import ChunkBudget, PrefillBudget, RestoreCost
 from pagestream_engine.scheduler.policies import SchedulingPolicy, WaitingQueue
@@ -39,7 +39,7 @@ class Scheduler:
     `finish_requests` for what has ended. From when it is sent until its tokens have come it is in flight, and the next
     one can be scheduled: what it computes and samples is counted by placeholders.
 
-    Siblings take seats as these come free, and lose them one by one, but for the beams of a search. Those that start
+    Choices take seats as these come free, and lose them one by one, but for the beams of a search. Those that start
     together share the computation of their prompt. The running sequence with the lowest victim rank always gets on: it
     can take the blocks of all others, and nothing that exceeds the pool alone is ever added. Nothing is preempted while
     a step is in flight: it is waited for, as it may end sequences or free blocks behind windows. After a failed step
@@ -130,17 +130,14 @@ class Scheduler:
     # -- from outside --
 
     def add(self, *seqs: TokenSequence) -> None:
-        """Queue the choices of a prompt. Each of them fits into the pool alone."""
-        group = seqs[0].group
-        if len(seqs) > 1:
-            group, choices = SequenceGroup(seqs), ChoiceSet(seqs)
-            for seq in seqs:
-                seq.choices = choices
+        """Queue the choices of a request. Each of them fits into the pool alone."""
+        request = seqs[0].request
+        request.sequences, request.waiting = list(seqs), list(seqs)
         for seq in seqs:
             self._policy.arrived(seq)
-        self._waiting.push(group)
-        if seqs[0].adapter is not None:
-            self.residency.read_ahead(seqs[0].adapter)
+        self._waiting.push(request)
+        if request.adapter is not None:
+            self.residency.read_ahead(request.adapter)
 
     def abort(self, seq: TokenSequence) -> None:
         """End a sequence, wherever it stands; what a step in flight samples for it is dropped."""
@@ -239,8 +236,8 @@ class Scheduler:
             self._cache.tier.roll_back()
         for seq in self.running():
             seq.num_in_flight_tokens = seq.num_output_placeholders = 0
-        for group in {id(seq.group): seq.group for seq in self.running()}.values():
-            self._requeue(group.members)
+        for request in {id(seq.request): seq.request for seq in self.running()}.values():
+            self._requeue([seq for seq in request.sequences if seq.state is SequenceState.RUNNING])
 
     def finish_requests(self, sequences: Iterable[TokenSequence], *, is_complete: bool = True) -> None:
         """Free the blocks of running sequences that are complete, or aborted, and forget them."""
@@ -250,7 +247,7 @@ class Scheduler:
             self._cache.free(seq)
             seq.state = SequenceState.FINISHED
             seq.row = NO_ROW
-            self._running.leave_group(seq)
+            self._running.end(seq)
             count += 1
         if count:
             self._running.drop_stopped(count)
@@ -313,7 +310,7 @@ class Scheduler:
         seq.num_computed_tokens += chunk.num_scheduled_tokens - num_again
         seq.num_in_flight_tokens -= chunk.num_scheduled_tokens
         ready: Iterable[TokenSequence] = ()
-        if seq.group.followers and seq.num_computed_tokens + num_again >= seq.num_prompt_tokens:
+        if seq.followers and seq.num_computed_tokens + num_again >= seq.num_prompt_tokens:
             ready = self._running.follow(seq)
         if seq.num_computed_tokens // self._cache.block_size > before:
             # After its followers have taken what they share: it may release some of it.
@@ -338,8 +335,8 @@ class Scheduler:
             self.admission.admit(step.prefills, budget)
 
     def _displace(self) -> bool:
-        """Requeue the sequences whose places the first waiting group takes; return False where steps in flight must end
-        before."""
+        """Requeue the sequences whose places the first waiting request takes; return False where steps in flight must
+        end before."""
         if self._turns is not None:
             self._turns.begin()
         head = self._waiting.peek() if self._turns is None else self._turns.head()
@@ -391,64 +388,57 @@ class Scheduler:
         """
         units: dict[tuple[float, int, bool], Unit] = {}
         for seq in self.running():
-            group = seq.group
             place = (self._policy.victim_rank(seq), seq.arrival)
-            leads = bool(group.followers) and seq not in group.followers
-            if group.is_search:
-                if seq is group.members[0]:
-                    units[*place, False] = list(group.members)
-            elif not group.followers or (parts_followers and not leads):
+            if seq.request.is_search:
+                if seq is seq.request.sequences[0]:
+                    units[*place, False] = list(seq.request.sequences)
+            elif seq.followers:
+                members = [seq, *seq.followers]
+                place = min((self._policy.victim_rank(each), each.arrival) for each in members)
+                units[*place, False] = (seq,) if parts_followers else members
+            elif parts_followers or seq.leader is None:
                 units[*place, True] = (seq,)
-            elif leads:
-                place = min((self._policy.victim_rank(each), each.arrival) for each in group.members)
-                units[*place, False] = (seq,) if parts_followers else list(group.members)
         return [units[place] for place in sorted(units)]
 
     def _preempt_last(self, by_rank: list[Unit]) -> None:
         """Preempt the last of these, or where only choices are left whose prompt is being computed, one of these."""
         unit = by_rank.pop()
-        group = unit[0].group
-        if not by_rank and group.followers and not group.is_search:
-            last = group.followers[-1]
+        leader = unit[0]
+        if not by_rank and leader.followers and not leader.request.is_search:
+            last = leader.followers[-1]
             by_rank.append([seq for seq in unit if seq is not last])
             unit = (last,)
         self._requeue(unit)
         self.num_preemptions += 1
 
     def _requeue(self, unit: Unit) -> None:
-        """Take the blocks of a running group, or of some of its members; they keep their tokens, wait by their ranks
-        with the other choices of their prompt that wait, and are computed again."""
-        group = unit[0].group
-        if len(unit) < len(group.members):
-            group = group.split(unit)
-        group.followers.clear()
-        waiting = next((seq.group for seq in unit[0].choices.members if seq.state is SequenceState.WAITING), None)
+        """Take the blocks of running choices of a request; they keep their tokens, wait by their ranks with the others
+        of it that wait, and are computed again."""
         for seq in unit:
+            self._running.part(seq)
             self._cache.free(seq)
             seq.forget_unsettled()
             seq.state = SequenceState.WAITING
             seq.row = NO_ROW
             self._policy.preempted(seq)
-        if waiting is None:
-            self._waiting.push(group)
-        else:
-            self._waiting.merge(waiting, group)
+        self._waiting.requeue(unit)
         self.num_requeues += 1
         self._running.drop_stopped(len(unit))
 
 
 Unit = Sequence[TokenSequence]
-"""Running sequences of one group that lose their places together: one, or all beams of a search."""
+"""Running choices of one request that lose their places together: one, or all beams of a search."""
 
 
 def displaced_units(
-    head: SequenceGroup,
+    head: Request,
     by_victim_rank: Sequence[Unit],
     policy: SchedulingPolicy,
     admission: Admission,
     pool: BlockPool,
 ) -> list[Unit]:
-    """Return the fewest units, of the highest victim ranks, whose seats and blocks the first waiting group needs.
+    """Return the fewest units, of the highest victim ranks, whose seats and blocks the first waiting request
+    needs.
 
     None where it has room. Where all that it may displace would not make room for it, they make room for half of its
     choices, or half of these, and so on: a search needs all. Where not even one would have room, none is displaced:
@@ -461,11 +451,11 @@ def displaced_units(
         admission: says what it lacks.
         pool: says how often blocks are held.
     """
-    first = head.members[0]
+    first = head.waiting[0]
     candidates = [unit for unit in reversed(by_victim_rank) if policy.may_displace(first, unit[0])]
     if not candidates:
         return []
-    count = len(head.members)
+    count = len(head.waiting)
     least = count if head.is_search else 1
     while True:
         chosen = _fewest(candidates, *admission.num_missing(head, count), pool)
@@ -491,33 +481,32 @@ def _fewest(candidates: Sequence[Unit], num_seats: int, num_blocks: int, pool: B
     return chosen if num_seats <= 0 and num_blocks <= 0 else None
 
 
-def check_groups(sequences: Iterable[TokenSequence]) -> None:
-    """Check that every unfinished sequence is a member of one group, and that the members of a group stand together.
+def check_requests(sequences: Iterable[TokenSequence]) -> None:
+    """Check that the unfinished sequences are the choices of their requests, and who waits, leads and follows.
 
     Raises:
         InvariantViolation: names the first contradiction.
     """
     sequences = list(sequences)
-    groups = {id(seq.group): seq.group for seq in sequences}
-    members = [seq for group in groups.values() for seq in group.members]
-    _require_groups(sorted(map(id, members)) == sorted(map(id, sequences)), "the groups' members are not the sequences")
-    for group in groups.values():
-        _check_group(group)
-
-
-def _check_group(group: SequenceGroup) -> None:
-    first = group.members[0]
-    for seq in group.members:
-        _require_groups(seq.group is group, f"{seq!r} is a member of two groups")
-        _require_groups(seq.state is first.state, f"{seq!r} does not stand where {first!r} stands")
-    for seq in group.followers:
-        _require_groups(seq in group.members, f"{seq!r} follows a group that it is no member of")
-        _require_groups(
-            seq.state is SequenceState.RUNNING and not any(seq.block_tables), f"{seq!r} follows, and holds blocks"
+    requests = {id(seq.request): seq.request for seq in sequences}
+    members = [seq for request in requests.values() for seq in request.sequences]
+    _require(sorted(map(id, members)) == sorted(map(id, sequences)), "the requests' choices are not the sequences")
+    for request in requests.values():
+        waiting = {id(seq) for seq in request.sequences if seq.state is SequenceState.WAITING}
+        _require({id(seq) for seq in request.waiting} == waiting, f"not those of {request.sequences} wait that should")
+        _require(
+            len(waiting) in (0, len(request.sequences)) or not request.is_search, f"a part of {request.sequences} waits"
         )
-    _require_groups(len(group.followers) in (0, len(group.members) - 1), f"{first!r} has not one leader in its group")
+    for seq in sequences:
+        if seq.leader is not None:
+            _require(seq in seq.leader.followers, f"{seq!r} follows {seq.leader!r}, which does not lead it")
+            stands = seq.state is SequenceState.RUNNING and not any(seq.block_tables)
+            _require(stands, f"{seq!r} follows, and waits or holds blocks")
+        for each in seq.followers:
+            _require(each.leader is seq and each.request is seq.request, f"{seq!r} leads {each!r}, which is another's")
+            _require(seq.leader is None and seq.state is SequenceState.RUNNING, f"{seq!r} leads, and does not compute")
 
 
-def _require_groups(holds: bool, contradiction: str) -> None:
+def _require(holds: bool, contradiction: str) -> None:
     if not holds:
         raise InvariantViolation(contradiction)

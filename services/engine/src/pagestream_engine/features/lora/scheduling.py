@@ -1,4 +1,4 @@
-"""Which groups start by their LoRA adapters, and which adapters the executor has in host memory."""
+"""Which requests start by their LoRA adapters, and which adapters the executor has in host memory."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 from pagestream_engine.plan import AdapterLoad, LoadedAdapter
-from pagestream_engine.request import Adapter, SequenceGroup, TokenSequence
+from pagestream_engine.request import Adapter, Request, TokenSequence
 
 if TYPE_CHECKING:
     from pagestream_engine.scheduler.policies import Place, WaitingQueue
 
 PASS_LIMIT = 64
-"""Groups with adapters that start past a set-aside one before it closes the way to those that rank behind it."""
+"""Requests with adapters that start past a set-aside one before it closes the way to those that rank behind it."""
 
 
 class AdapterTurns:
-    """Lets the next waiting group start whose adapter may run.
+    """Lets the next waiting request start whose adapter may run.
 
-    An adapter is active while a sequence with it runs, and while it is read for a group that waits; `max_loras` may be.
-    A group whose adapter is not in memory, or finds no free place among the active ones, is set aside. It holds back
-    nothing behind it, until PASS_LIMIT groups with adapters have started since: then no other group with an adapter
-    that ranks behind it starts before it, so that the running ones end and their places come free. Groups without
-    adapters are never set aside.
+    An adapter is active while a sequence with it runs, and while it is read for a request that waits; `max_loras` may
+    be. A request whose adapter is not in memory, or finds no free place among the active ones, is set aside. It holds
+    back nothing behind it, until PASS_LIMIT requests with adapters have started since: then no other one with an
+    adapter that ranks behind it starts before it, so that the running ones end and their places come free. Requests
+    without adapters are never set aside.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class AdapterTurns:
         waiting: WaitingQueue,
         running: Iterable[TokenSequence],
     ) -> None:
-        """Take groups from `waiting`; `running` has all admitted sequences."""
+        """Take requests from `waiting`; `running` has all admitted sequences."""
         self._max_loras = max_loras
         self._residency = residency
         self._waiting = waiting
@@ -41,9 +41,9 @@ class AdapterTurns:
         self._active: set[str] | None = None
         """Revisions; None until they are wanted in this step."""
         self._num_started = 0
-        """Groups with adapters."""
+        """Requests with adapters."""
         self._since: dict[str, int] = {}
-        """`_num_started` when each set-aside adapter's first group was set aside."""
+        """`_num_started` when each set-aside adapter's first request was set aside."""
         self._first_overdue: Place | None = None
 
     def begin(self) -> None:
@@ -72,23 +72,22 @@ class AdapterTurns:
             del self._since[revision]
             self._waiting.take_back(revision)
 
-    def head(self) -> SequenceGroup | None:
-        """Return the next group that may start, which stays, and set those before it aside; None where none may."""
-        while (group := self._waiting.peek()) is not None:
-            adapter = group.members[0].adapter
+    def head(self) -> Request | None:
+        """Return the next request that may start, which stays, and set those before it aside; None where none may."""
+        while (request := self._waiting.peek()) is not None:
+            adapter = request.adapter
             if adapter is None or self._may_start(adapter):
-                return group
+                return request
             self._since.setdefault(adapter.revision, self._num_started)
             self._waiting.set_aside(adapter.revision)
         return None
 
-    def note_start(self, group: SequenceGroup) -> None:
-        """Note that the group that `head` has returned starts."""
-        revision = group.members[0].adapter_revision
-        if revision is not None:
+    def note_start(self, request: Request) -> None:
+        """Note that the request that `head` has returned starts."""
+        if request.adapter is not None:
             self._num_started += 1
-            self._find_active().add(revision)
-            self._residency.touch(revision)
+            self._find_active().add(request.adapter.revision)
+            self._residency.touch(request.adapter.revision)
 
     def _may_start(self, adapter: Adapter) -> bool:
         active, revision = self._find_active(), adapter.revision
