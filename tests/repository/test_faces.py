@@ -24,6 +24,8 @@ LEFT_OUT = ("benchmarks", "campaigns", "gpu")
 
 PARTS = {
     "pagestream_client.http.sse": "the parser of server-sent events",
+    "pagestream_cli.page": "what the page at / may do",
+    "pagestream_cli.replay": "answers compared token by token",
     "pagestream_client.retry": "the delays between tries",
     "pagestream_engine.features.lora.scheduling": "as the engine's admission, which it is a part of",
     "pagestream_engine.features.lora.native": "native CPU code, beside the same in torch",

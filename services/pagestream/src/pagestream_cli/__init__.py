@@ -16,7 +16,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pagestream_cli.datadir import DataDir, DataDirLock, default_data_dir
+    from pagestream_cli.datadir import (
+        DataDir,
+        DataDirLock,
+        ProcessRecord,
+        ServeRecord,
+        default_data_dir,
+        dial_host,
+        read_record,
+        write_record,
+    )
     from pagestream_cli.errors import (
         CliError,
         DataDirBusyError,
@@ -31,7 +40,6 @@ if TYPE_CHECKING:
         StreamLostError,
         UsageError,
     )
-    from pagestream_cli.servefile import ProcessRecord, ServeRecord, dial_host, read_record, write_record
 
 __all__ = [
     "CliError",
@@ -57,7 +65,19 @@ __all__ = [
 ]
 
 _MODULES = {
-    **dict.fromkeys(("DataDir", "DataDirLock", "default_data_dir"), "datadir"),
+    **dict.fromkeys(
+        (
+            "DataDir",
+            "DataDirLock",
+            "ProcessRecord",
+            "ServeRecord",
+            "default_data_dir",
+            "dial_host",
+            "read_record",
+            "write_record",
+        ),
+        "datadir",
+    ),
     **dict.fromkeys(
         (
             "CliError",
@@ -75,7 +95,6 @@ _MODULES = {
         ),
         "errors",
     ),
-    **dict.fromkeys(("ProcessRecord", "ServeRecord", "dial_host", "read_record", "write_record"), "servefile"),
 }
 """The module that defines each exported name."""
 

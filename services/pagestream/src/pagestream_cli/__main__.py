@@ -42,10 +42,10 @@ COMMANDS = (
         "demo.options",
         "demo.command",
     ),
-    Command("generate", "complete a prompt, streaming", "generation.generate", "generation.generate"),
-    Command("chat", "talk to the model in the terminal", "generation.chat", "generation.chat"),
+    Command("generate", "complete a prompt, streaming", "generate", "generate"),
+    Command("chat", "talk to the model in the terminal", "chat", "chat"),
     Command("bench", "put a running server under load and measure it", "bench.options", "bench.command"),
-    Command("replay", "generate a past request again and compare token by token", "replay.command", "replay.command"),
+    Command("replay", "generate a past request again and compare token by token", "replay", "replay"),
     Command(
         "simulate",
         "run a trace through scaling laws and a model of engines, and compare",

@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from pagestream_simulator.comparison import ComparisonOptions, as_text, compare, write_json
 
-    from pagestream_cli.bench.plot import require_matplotlib
+    from pagestream_cli.bench.results import require_matplotlib
 
     if arguments.plot is not None:
         require_matplotlib()

@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from pagestream_cli.datadir import DataDir
+from pagestream_cli.datadir import DataDir, read_record
 from pagestream_cli.errors import CliError, NotFoundError, ServerNotFoundError, UsageError
-from pagestream_cli.servefile import read_record
 
 if TYPE_CHECKING:
     from pagestream_streams import Broker

@@ -10,9 +10,7 @@ if TYPE_CHECKING:
     from pagestream_cli.bench.http_client import HttpClient
     from pagestream_cli.bench.load import run_load
     from pagestream_cli.bench.options import LengthRange
-    from pagestream_cli.bench.plot import write_plot
-    from pagestream_cli.bench.report import Run, as_json, as_text
-    from pagestream_cli.bench.stats import Outcome, spread, summarize
+    from pagestream_cli.bench.results import Outcome, Run, as_json, as_text, spread, summarize, write_plot
     from pagestream_cli.bench.workload import BenchRequest, from_prompts, from_random, from_trace, poisson, with_poisson
 
 __all__ = [
@@ -38,9 +36,7 @@ _MODULES = {
     "HttpClient": "http_client",
     "run_load": "load",
     "LengthRange": "options",
-    "write_plot": "plot",
-    **dict.fromkeys(("Run", "as_json", "as_text"), "report"),
-    **dict.fromkeys(("Outcome", "spread", "summarize"), "stats"),
+    **dict.fromkeys(("Outcome", "Run", "as_json", "as_text", "spread", "summarize", "write_plot"), "results"),
     **dict.fromkeys(
         ("BenchRequest", "from_prompts", "from_random", "from_trace", "poisson", "with_poisson"), "workload"
     ),

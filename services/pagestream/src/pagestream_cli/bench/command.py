@@ -15,18 +15,23 @@ from typing import Any
 from pagestream_simulator.traces import read_trace, scale_factor, scale_to_context
 
 from pagestream_cli.bench.http_client import HttpClient
-from pagestream_cli.bench.load import run_load
-from pagestream_cli.bench.measurement import LoadClient
-from pagestream_cli.bench.plot import require_matplotlib, write_plot
-from pagestream_cli.bench.report import Run, as_text, write_json
-from pagestream_cli.bench.stats import INTERRUPTED, Outcome, summarize
+from pagestream_cli.bench.load import LoadClient, run_load
+from pagestream_cli.bench.results import (
+    INTERRUPTED,
+    Outcome,
+    Run,
+    as_text,
+    require_matplotlib,
+    summarize,
+    write_json,
+    write_plot,
+)
 from pagestream_cli.bench.workload import BenchRequest, from_prompts, from_random, from_trace, with_poisson
+from pagestream_cli.client.answer import choose_model, list_models, telling_unserved
 from pagestream_cli.client.endpoint import Endpoint, find_endpoint
-from pagestream_cli.client.models import choose_model, list_models, telling_unserved
 from pagestream_cli.console import is_watched, say
-from pagestream_cli.datadir import DataDir
+from pagestream_cli.datadir import DataDir, read_record
 from pagestream_cli.errors import ServerNotFoundError, UsageError
-from pagestream_cli.servefile import read_record
 
 RANDOM_REQUESTS = 64
 

@@ -18,7 +18,7 @@ from pagestream_client.http.answers import DONE, place_of
 from pagestream_client.http.failures import error_message
 from pagestream_client.http.sse import Event, SseDecoder
 
-from pagestream_cli.bench.measurement import AnswerError, ResponseMeasurement
+from pagestream_cli.bench.load import AnswerError, ResponseMeasurement
 from pagestream_cli.bench.workload import BenchRequest
 from pagestream_cli.client.endpoint import Endpoint
 

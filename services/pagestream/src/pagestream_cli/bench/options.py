@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import NamedTuple
 
-from pagestream_cli.generation.sampling import add_server_arguments
+from pagestream_cli.generate import add_server_arguments
 
 SCALE_HELP = "shrink a trace's lengths to a context of N tokens (without a value: the model's)"
 

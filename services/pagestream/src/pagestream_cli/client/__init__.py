@@ -7,9 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pagestream_cli.client.answer import show_answer, stream_answer
+    from pagestream_cli.client.answer import choose_model, known_models, list_models, show_answer, stream_answer
     from pagestream_cli.client.endpoint import API_KEY_VARIABLE, Endpoint, find_endpoint
-    from pagestream_cli.client.models import choose_model, known_models, list_models
 
 __all__ = [
     "API_KEY_VARIABLE",
@@ -23,9 +22,8 @@ __all__ = [
 ]
 
 _MODULES = {
-    **dict.fromkeys(("show_answer", "stream_answer"), "answer"),
+    **dict.fromkeys(("choose_model", "known_models", "list_models", "show_answer", "stream_answer"), "answer"),
     **dict.fromkeys(("API_KEY_VARIABLE", "Endpoint", "find_endpoint"), "endpoint"),
-    **dict.fromkeys(("choose_model", "known_models", "list_models"), "models"),
 }
 """The module that defines each exported name."""
 

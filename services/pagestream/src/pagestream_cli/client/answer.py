@@ -1,19 +1,18 @@
-"""Answers in the terminal: streamed by `pagestream_client`, with its errors in the words of the command line."""
+"""Models and answers of a deployment in the terminal, with errors in the words of the command line."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 
-from pagestream_client import Chunk, PagestreamError, Reconnection
+from pagestream_client import Chunk, GenerationFailed, ModelInfo, PagestreamError, Reconnection, Unavailable
 from pagestream_client.http import AsyncHttpClient
 
 from pagestream_cli.client.endpoint import Endpoint
-from pagestream_cli.client.failures import cli_error
-from pagestream_cli.client.models import telling_unserved
-from pagestream_cli.console import show
+from pagestream_cli.console import say, show
+from pagestream_cli.errors import CliError, RequestRejectedError, ServerNotFoundError, StreamLostError, UsageError
 
 RECONNECTION = Reconnection(first_contact_s=5.0)
 CANCEL_LIMIT_S = 2.0
@@ -83,3 +82,105 @@ async def cancel(client: AsyncHttpClient, request_id: str) -> None:
     with suppress(PagestreamError, TimeoutError):
         async with asyncio.timeout(CANCEL_LIMIT_S):
             await client.cancel(request_id)
+
+
+ONCE = Reconnection(limit_s=0.0, first_contact_s=0.0)
+"""Call each gateway at most once: a person waits."""
+UNSERVED_S = 2.0
+"""Seconds without an answer after which a command says that no engine runs its model."""
+
+
+async def list_models(endpoint: Endpoint) -> dict[str, int | None]:
+    """Return served names with their context length in tokens; None where the server does not say.
+
+    Raises as `known_models`.
+    """
+    return {model.name: model.max_model_len for model in await known_models(endpoint)}
+
+
+async def known_models(endpoint: Endpoint) -> list[ModelInfo]:
+    """Return what a server knows: models with and without engines, and LoRA adapters.
+
+    Raises:
+        ServerNotFoundError: no gateway answers.
+        RequestRejectedError: the server refuses, for example without an API key.
+    """
+    try:
+        async with AsyncHttpClient(
+            endpoint.urls, api_key=endpoint.api_key, reconnection=ONCE, transport=endpoint.transport
+        ) as client:
+            return await client.list_models()
+    except Unavailable as error:
+        if error.http_status is not None:
+            raise RequestRejectedError(error.http_status, str(error)) from error
+        raise ServerNotFoundError(
+            f"no server answers: {error}", hint="start one with `pagestream serve`, or check --url"
+        ) from error
+    except PagestreamError as error:
+        raise cli_error(error) from error
+
+
+def default_model(endpoint: Endpoint, models: Sequence[ModelInfo]) -> str | None:
+    """Return what a command uses that names no model: what serve was started with, else the only model, else the only
+    one with engines. None where there is no such one.
+    """
+    if endpoint.model is not None and any(model.name == endpoint.model for model in models):
+        return endpoint.model
+    bases = [model for model in models if model.parent is None]
+    for found in (models, bases, [model for model in bases if model.is_running]):
+        if len(found) == 1:
+            return found[0].name
+    return None
+
+
+def marked(model: ModelInfo) -> str:
+    """Return a model's name, with a mark where no engine runs it."""
+    return model.name if model.is_running else f"{model.name} (no engine)"
+
+
+async def choose_model(endpoint: Endpoint, asked: str | None) -> str:
+    """Return the model that was asked for, else the default.
+
+    Raises:
+        UsageError: none was asked for and there is no default.
+    """
+    if asked is not None:
+        return asked
+    models = sorted(await known_models(endpoint), key=lambda model: (not model.is_running, model.name))
+    if (found := default_model(endpoint, models)) is not None:
+        return found
+    raise UsageError(
+        f"the server has {len(models)} models: {', '.join(map(marked, models)) or 'none yet'}",
+        hint="name one with --model",
+    )
+
+
+@asynccontextmanager
+async def telling_unserved(endpoint: Endpoint, model: str) -> AsyncIterator[asyncio.Task[None]]:
+    """Say after UNSERVED_S that no engine runs a model, where that is so; cancel the task once answers come."""
+    telling = asyncio.create_task(_tell_unserved(endpoint, model))
+    try:
+        yield telling
+    finally:
+        telling.cancel()
+        await asyncio.gather(telling, return_exceptions=True)
+
+
+async def _tell_unserved(endpoint: Endpoint, model: str) -> None:
+    await asyncio.sleep(UNSERVED_S)
+    with suppress(CliError):  # the request itself says what is wrong with the server
+        models = await known_models(endpoint)
+        if any(each.name == model and not each.is_running for each in models):
+            running = ", ".join(sorted(each.name for each in models if each.is_running)) or "none"
+            say(f"no engine runs {model!r} now: the request waits for one (Ctrl-C cancels it); with engines: {running}")
+
+
+def cli_error(error: PagestreamError) -> CliError:
+    """Return an error of the client as one of the command line."""
+    if isinstance(error, Unavailable):
+        hint = "does a server run there?"
+        if error.position is not None:
+            hint = f"the answer may still be there: GET /v1/requests/{error.position.request_id}/events"
+        return StreamLostError(str(error), hint=hint)
+    text = f"{error.code}: {error}" if isinstance(error, GenerationFailed) else str(error)
+    return RequestRejectedError(error.http_status or 200, text)

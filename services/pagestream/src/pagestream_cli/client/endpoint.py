@@ -7,9 +7,8 @@ import ssl
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pagestream_cli.datadir import DataDir
+from pagestream_cli.datadir import DataDir, read_record
 from pagestream_cli.errors import ServerNotFoundError, UsageError
-from pagestream_cli.servefile import read_record
 from pagestream_cli.supervisor.guard import is_alive
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pagestream_cli.demo.report import as_json, is_identical, table, verdict
-    from pagestream_cli.demo.streams import DemoStream, fraction_read, new_streams
-    from pagestream_cli.demo.timeline import Kill, Timeline
+    from pagestream_cli.demo.streams import DemoStream, Kill, Timeline, fraction_read, new_streams
 
 __all__ = [
     "DemoStream",
@@ -25,8 +24,7 @@ __all__ = [
 
 _MODULES = {
     **dict.fromkeys(("as_json", "is_identical", "table", "verdict"), "report"),
-    **dict.fromkeys(("DemoStream", "fraction_read", "new_streams"), "streams"),
-    **dict.fromkeys(("Kill", "Timeline"), "timeline"),
+    **dict.fromkeys(("DemoStream", "Kill", "Timeline", "fraction_read", "new_streams"), "streams"),
 }
 """The module that defines each exported name."""
 

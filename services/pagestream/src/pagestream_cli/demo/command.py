@@ -17,8 +17,18 @@ from pagestream_cli import store
 from pagestream_cli.console import can_redraw, has_colours, say
 from pagestream_cli.demo import report
 from pagestream_cli.demo.host import DemoHost, new_reporter, running
-from pagestream_cli.demo.streams import DemoStream, fraction_read, new_streams, read_all
-from pagestream_cli.demo.timeline import FINISHED, NO_OWNER, UNKNOWN, Kill, Timeline, character_of
+from pagestream_cli.demo.streams import (
+    FINISHED,
+    NO_OWNER,
+    UNKNOWN,
+    DemoStream,
+    Kill,
+    Timeline,
+    character_of,
+    fraction_read,
+    new_streams,
+    read_all,
+)
 
 if TYPE_CHECKING:
     from pagestream_streams import Broker

@@ -16,11 +16,9 @@ from pagestream_cli.errors import CliError
 from pagestream_cli.serve import options as serve_options
 from pagestream_cli.serve.checks import check_options, check_parts
 from pagestream_cli.serve.deployment import Deployment
-from pagestream_cli.serve.engines import EngineLogs, engines_left_behind
 from pagestream_cli.serve.model import choose_model
-from pagestream_cli.serve.plan import Plan
-from pagestream_cli.serve.port_plan import assign_ports
-from pagestream_cli.serve.redis_server import redis_command
+from pagestream_cli.serve.plan import EngineLogs, Plan, assign_ports, engines_left_behind
+from pagestream_cli.serve.redis import redis_command
 from pagestream_cli.serve.report import Reporter
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from pagestream_cli.demo.streams import DemoStream
-from pagestream_cli.demo.timeline import FINISHED, NO_OWNER, UNKNOWN, Timeline
+from pagestream_cli.demo.streams import FINISHED, NO_OWNER, UNKNOWN, DemoStream, Timeline
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -7,10 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pagestream_cli.doctor.context import check_context
     from pagestream_cli.doctor.finding import Finding, Verdict
-    from pagestream_cli.doctor.place import check_data_dir, check_model, check_ports, check_serve
-    from pagestream_cli.doctor.redis_check import check_running_redis
+    from pagestream_cli.doctor.place import check_context, check_data_dir, check_model, check_ports, check_serve
+    from pagestream_cli.doctor.redis import check_running_redis
     from pagestream_cli.doctor.software import (
         check_compiler,
         check_logs,
@@ -38,10 +37,9 @@ __all__ = [
 ]
 
 _MODULES = {
-    "check_context": "context",
     **dict.fromkeys(("Finding", "Verdict"), "finding"),
-    **dict.fromkeys(("check_data_dir", "check_model", "check_ports", "check_serve"), "place"),
-    "check_running_redis": "redis_check",
+    **dict.fromkeys(("check_context", "check_data_dir", "check_model", "check_ports", "check_serve"), "place"),
+    "check_running_redis": "redis",
     **dict.fromkeys(
         ("check_compiler", "check_logs", "check_python", "check_redis", "check_torch", "check_triton"), "software"
     ),

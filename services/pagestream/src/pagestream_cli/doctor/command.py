@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def examine(arguments: argparse.Namespace) -> Iterator[Finding]:
     """Run all checks, in the order of the report."""
-    from pagestream_cli.doctor import context, determinism, place, redis_check, software
+    from pagestream_cli.doctor import place, redis, software
 
     data_dir = DataDir.at(arguments.data_dir)
     ports = {"http": arguments.http_port, "grpc": arguments.grpc_port}
@@ -62,11 +62,11 @@ def examine(arguments: argparse.Namespace) -> Iterator[Finding]:
         software.check_triton(),
         software.check_compiler(),
         software.check_logs(),
-        determinism.check_determinism(),
+        software.check_determinism(),
         software.check_redis(data_dir),
-        redis_check.check_running_redis(arguments.redis, data_dir),
+        redis.check_running_redis(arguments.redis, data_dir),
         place.check_model(arguments.model),
-        context.check_context(arguments.model, data_dir),
+        place.check_context(arguments.model, data_dir),
         place.check_data_dir(data_dir),
         place.check_serve(data_dir),
         place.check_ports(data_dir, arguments.host, ports),

@@ -9,14 +9,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pagestream_cli.serve.checks import check_parts
     from pagestream_cli.serve.deployment import Deployment
-    from pagestream_cli.serve.engines import EngineLogs, engine_name, engines_left_behind
     from pagestream_cli.serve.model import ModelChoice, choose_model, demo_model_places, find_demo_model
     from pagestream_cli.serve.options import PASSED_ON, ServeOptions, parse_options
-    from pagestream_cli.serve.plan import DrainStage, Plan, engine_environment
-    from pagestream_cli.serve.port_plan import GatewayPorts, PortPlan, assign_ports
-    from pagestream_cli.serve.repeats import RepeatedLines
-    from pagestream_cli.serve.report import Reporter
-    from pagestream_cli.serve.shortform import MAX_CHARS, shorten
+    from pagestream_cli.serve.plan import (
+        DrainStage,
+        EngineLogs,
+        GatewayPorts,
+        Plan,
+        PortPlan,
+        assign_ports,
+        engine_environment,
+        engine_name,
+        engines_left_behind,
+    )
+    from pagestream_cli.serve.report import MAX_CHARS, RepeatedLines, Reporter, shorten
     from pagestream_cli.serve.vllm_flags import FLAGS, Idle, Refused, Taken
 
 __all__ = [
@@ -51,14 +57,23 @@ __all__ = [
 _MODULES = {
     "check_parts": "checks",
     "Deployment": "deployment",
-    **dict.fromkeys(("EngineLogs", "engine_name", "engines_left_behind"), "engines"),
     **dict.fromkeys(("ModelChoice", "choose_model", "demo_model_places", "find_demo_model"), "model"),
     **dict.fromkeys(("PASSED_ON", "ServeOptions", "parse_options"), "options"),
-    **dict.fromkeys(("DrainStage", "Plan", "engine_environment"), "plan"),
-    **dict.fromkeys(("GatewayPorts", "PortPlan", "assign_ports"), "port_plan"),
-    "RepeatedLines": "repeats",
-    "Reporter": "report",
-    **dict.fromkeys(("MAX_CHARS", "shorten"), "shortform"),
+    **dict.fromkeys(
+        (
+            "DrainStage",
+            "EngineLogs",
+            "GatewayPorts",
+            "Plan",
+            "PortPlan",
+            "assign_ports",
+            "engine_environment",
+            "engine_name",
+            "engines_left_behind",
+        ),
+        "plan",
+    ),
+    **dict.fromkeys(("MAX_CHARS", "RepeatedLines", "Reporter", "shorten"), "report"),
     **dict.fromkeys(("FLAGS", "Idle", "Refused", "Taken"), "vllm_flags"),
 }
 """The module that defines each exported name."""

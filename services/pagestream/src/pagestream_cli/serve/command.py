@@ -21,12 +21,10 @@ from pagestream_cli.errors import UsageError
 from pagestream_cli.keys import write_given_keys
 from pagestream_cli.serve.checks import check_options, check_parts
 from pagestream_cli.serve.deployment import Deployment
-from pagestream_cli.serve.engines import EngineLogs, engines_left_behind
 from pagestream_cli.serve.model import AdapterChoice, choose_model
 from pagestream_cli.serve.options import ServeOptions, parse_options
-from pagestream_cli.serve.plan import Plan
-from pagestream_cli.serve.port_plan import PortPlan, assign_ports
-from pagestream_cli.serve.redis_server import check_redis, ignored_file, redis_command
+from pagestream_cli.serve.plan import EngineLogs, Plan, PortPlan, assign_ports, engines_left_behind
+from pagestream_cli.serve.redis import check_redis, ignored_file, redis_command
 from pagestream_cli.serve.report import Reporter
 
 PAGE_VARIABLE = variable_of("GATEWAY", "page")
@@ -128,7 +126,7 @@ async def _host(plan: Plan, deployment: Deployment, reporter: Reporter) -> None:
 
 async def _control(plan: Plan, deployment: Deployment, reporter: Reporter) -> None:
     """Let the page kill processes, until serve ends."""
-    from pagestream_cli.page.control import Control, running
+    from pagestream_cli.page import Control, running
 
     urls = deployment.record.http_urls()
     control = Control(lambda: deployment.record, plan.ports.redis_url)

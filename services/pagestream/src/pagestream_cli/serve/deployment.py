@@ -7,16 +7,12 @@ import os
 import time
 from collections.abc import Sequence
 
-from pagestream_cli.serve.engines import EngineFacts, EngineLogs
-from pagestream_cli.serve.plan import REDIS, Plan
-from pagestream_cli.serve.redis_actions import RedisActions
-from pagestream_cli.serve.redis_server import says_torn
-from pagestream_cli.serve.report import Reporter
-from pagestream_cli.serve.shortform import shorten
-from pagestream_cli.servefile import ProcessRecord, ServeRecord, write_record
+from pagestream_cli.datadir import ProcessRecord, ServeRecord, write_record
+from pagestream_cli.serve.plan import REDIS, EngineFacts, EngineLogs, Plan
+from pagestream_cli.serve.redis import RedisActions, says_torn
+from pagestream_cli.serve.report import Reporter, shorten
 from pagestream_cli.supervisor import PartSpec, PartState, Supervisor
-from pagestream_cli.supervisor.part import PartView
-from pagestream_cli.supervisor.restart import Death
+from pagestream_cli.supervisor.part import Death, PartView
 
 _READY_WORDS = {"redis": "ready (files read)", "engine": "ready (model loaded)"}
 _STARTING_WORDS = {"redis": "reads its files", "engine": "loads the model", "gateway": "is starting"}

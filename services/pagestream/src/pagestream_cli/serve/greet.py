@@ -9,7 +9,7 @@ import time
 from pagestream_cli.client.answer import stream_answer
 from pagestream_cli.client.endpoint import Endpoint
 from pagestream_cli.console import say, show
-from pagestream_cli.servefile import ServeRecord
+from pagestream_cli.datadir import ServeRecord
 
 MAX_TOKENS = 160
 

@@ -1,23 +1,25 @@
-"""The parts of a deployment: their command lines, environment, readiness probes and order of shutdown."""
+"""The parts of a deployment: their command lines, environments and ports, and what is known of its engines."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import ssl
 import sys
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 
 from pagestream_telemetry.environment import variable_of
 
-from pagestream_cli.serve.engines import EngineLogs, engine_name
+from pagestream_cli.datadir import DataDir, dial_host, read_record
+from pagestream_cli.errors import ServeFileInvalidError
+from pagestream_cli.ports import free_port, require_free
 from pagestream_cli.serve.model import ModelChoice
 from pagestream_cli.serve.options import ServeOptions
-from pagestream_cli.serve.port_plan import PortPlan
-from pagestream_cli.servefile import dial_host
+from pagestream_cli.serve.redis import own_redis
 from pagestream_cli.supervisor import PartSpec, RestartPolicy, Standby
 
 REDIS = "redis"
@@ -247,3 +249,140 @@ async def _ask(connecting: Awaitable[tuple[asyncio.StreamReader, asyncio.StreamW
                 writer.close()
     except (OSError, TimeoutError, ValueError):
         return b""
+
+
+@dataclass(frozen=True)
+class GatewayPorts:
+    """Ports of one gateway."""
+
+    http: int
+    grpc: int
+    metrics: int | None
+
+
+@dataclass(frozen=True)
+class PortPlan:
+    """Ports of all processes."""
+
+    redis_url: str
+    redis_socket: Path | None
+    """Unix socket of serve's own Redis; None where another one is used."""
+    gateways: tuple[GatewayPorts, ...]
+    engine_metrics: tuple[int | None, ...]
+    """One element for each engine; None without metrics."""
+
+
+def assign_ports(options: ServeOptions) -> PortPlan:
+    """Choose the ports and check that they are free.
+
+    Raises:
+        PortTakenError: one that was asked for is in use.
+        UsageError: one is out of range or named twice, or Redis' socket has no safe place.
+    """
+    gateways = tuple(
+        GatewayPorts(
+            _port(options.http_port, i, options.host),
+            _port(options.grpc_port, i, options.host),
+            _metrics_port(options, i),
+        )
+        for i in range(options.gateways)
+    )
+    num_engines = options.engines + options.warm_spares
+    engine_metrics = tuple(_metrics_port(options, options.gateways + i) for i in range(num_engines))
+    asked: dict[str, int] = {}
+    for i, ports in enumerate(gateways):
+        asked[_option("--http-port", i)] = ports.http
+        asked[_option("--grpc-port", i)] = ports.grpc
+    metrics = [*(ports.metrics for ports in gateways), *engine_metrics]
+    require_free(options.host, asked)
+    of_metrics = {_option("--metrics-port", i): port for i, port in enumerate(metrics) if port is not None}
+    require_free(options.metrics_host, of_metrics, beside=asked)
+    if options.redis_url is not None:
+        return PortPlan(options.redis_url, None, gateways, engine_metrics)
+    redis_url, socket = own_redis(options.data_dir.redis)
+    return PortPlan(redis_url, socket, gateways, engine_metrics)
+
+
+def _port(first: int, offset: int, host: str) -> int:
+    return free_port(host) if first == 0 else first + offset
+
+
+def _metrics_port(options: ServeOptions, offset: int) -> int | None:
+    return None if options.metrics_port is None else _port(options.metrics_port, offset, options.metrics_host)
+
+
+def _option(name: str, offset: int) -> str:
+    return name if offset == 0 else f"{name} + {offset}"
+
+
+READY = "ready"
+"""Message of the log record that an engine writes when it begins to claim; the record has its `engine_id`."""
+COMPUTES = "the model computes on"
+"""Begin of the message of the record that says where, and in which dtype; the record has both."""
+STANDING_BY = "standing by"
+"""Likewise, of an engine that waits to be asked to join."""
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What an engine says of its model at the start; empty and 0 where it hasn't."""
+
+    device: str = ""
+    dtype: str = ""
+    max_model_len: int = 0
+    """Tokens."""
+
+
+class EngineLogs:
+    """Read from the engines' logs which of them claim requests, and under which id (name and boot nonce)."""
+
+    def __init__(self) -> None:
+        self._ids: dict[str, str] = {}
+        self._standing_by: set[str] = set()
+        self.facts = EngineFacts()
+        """Of the first engine that said so."""
+
+    def read(self, part: str, line: str) -> None:
+        """Read a line of a part's log."""
+        if not (READY in line or STANDING_BY in line or COMPUTES in line) or not line.startswith("{"):
+            return
+        try:
+            record = json.loads(line)
+        except ValueError:
+            return
+        if record.get("message") == READY and "engine_id" in record:
+            self._ids[part] = str(record["engine_id"])
+            self.facts = replace(self.facts, max_model_len=int(record.get("max_model_len", 0)))
+        elif "device" in record and str(record.get("message")).startswith(COMPUTES):
+            self.facts = replace(self.facts, device=str(record["device"]), dtype=str(record.get("dtype", "")))
+        elif record.get("message") == STANDING_BY:
+            self._standing_by.add(part)
+
+    def claims(self, part: str) -> bool:
+        """Whether the engine of this part claims requests."""
+        return part in self._ids
+
+    def stands_by(self, part: str) -> bool:
+        """Whether the engine of this part has waited to be asked to join, since its start."""
+        return part in self._standing_by
+
+    def forget(self, part: str) -> str | None:
+        """Return the id of an engine that died, and remove it; None where it never claimed."""
+        self._standing_by.discard(part)
+        return self._ids.pop(part, None)
+
+
+def engine_name(part: str, serve_pid: int) -> str:
+    """Return the name of an engine in Redis, which several serves may share."""
+    return f"{part}-{serve_pid}"
+
+
+def engines_left_behind(data_dir: DataDir) -> tuple[str, ...]:
+    """Return the engines of a serve that was killed before it could remove its serve.json: they died with it."""
+    try:
+        record = read_record(data_dir.serve_file)
+    except ServeFileInvalidError:
+        return ()
+    pids = {process.name: process.pid for process in record.processes} if record else {}
+    serve = pids.get("serve")
+    return () if serve is None else tuple(engine_name(name, serve) for name in pids if name.startswith("engine-"))

@@ -1,24 +1,27 @@
-"""Messages of serve in the terminal."""
+"""Messages of serve in the terminal, with the output of parts in a short form.
+
+Lines that parts write again and again are shown once, then counted.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import re
 import signal
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pagestream_cli.console import is_watched, say
-from pagestream_cli.serve.engines import EngineFacts
-from pagestream_cli.serve.repeats import RepeatedLines
-from pagestream_cli.serve.shortform import WARNING, shorten
-from pagestream_cli.servefile import ServeRecord
-from pagestream_cli.supervisor.part import PartSpec, PartView
-from pagestream_cli.supervisor.restart import Death
+from pagestream_cli.datadir import ServeRecord
+from pagestream_cli.serve.plan import EngineFacts
+from pagestream_cli.supervisor.part import Death, PartSpec, PartView
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.status import Status
-
 
 WAIT_S = 30.0
 """Seconds of a start after which it says what it waits for; then after twice as many, and so on."""
@@ -127,3 +130,110 @@ class Reporter:
             self.say(f"{spec.name:>10} | {short.text}")
         elif short.level >= WARNING:
             self._repeats.add(spec.name, short.text)
+
+
+QUIET_S = 5.0
+"""Seconds between two lines about one repeated message."""
+_MOST_KEPT = 256
+_VARYING = re.compile(r"0x[0-9a-f]+|\b[0-9a-f]{8,}\b|\d+")
+"""What differs between lines that say the same: ids, times, counts."""
+
+
+@dataclass
+class _Repeated:
+    part: str
+    text: str
+    shown_s: float
+    num_hidden: int = 0
+
+
+class RepeatedLines:
+    """Show a line of a part; of further ones like it, their number.
+
+    Args:
+        show: gets each line that is to be shown.
+        clock: seconds.
+    """
+
+    def __init__(self, show: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._show = show
+        self._clock = clock
+        self._kept: dict[tuple[str, str], _Repeated] = {}
+
+    def add(self, part: str, text: str) -> None:
+        """Take a line."""
+        key = (part, _VARYING.sub("#", text))
+        known = self._kept.get(key)
+        if known is None:
+            if len(self._kept) >= _MOST_KEPT:
+                self._tell(self._kept.pop(next(iter(self._kept))))
+            self._kept[key] = _Repeated(part, text, self._clock())
+            self._show(f"{part:>10} | {text}")
+            return
+        known.num_hidden += 1
+        known.text = text
+        self.tell()
+
+    def tell(self, *, is_end: bool = False) -> None:
+        """Show the numbers of lines that have been hidden for QUIET_S; at the end all."""
+        for each in self._kept.values():
+            if is_end or self._clock() - each.shown_s >= QUIET_S:
+                self._tell(each)
+
+    def _tell(self, each: _Repeated) -> None:
+        if each.num_hidden:
+            times = "once more" if each.num_hidden == 1 else f"{each.num_hidden} more times"
+            self._show(f"{each.part:>10} | {each.text} ({times})")
+            each.shown_s, each.num_hidden = self._clock(), 0
+
+
+WARNING_WORDS = ("warning", "error", "critical", "fatal", "traceback")
+REDIS_LINE = re.compile(r"\d+:[A-Z] \d+ \w{3} \d{4} [\d:.]+ ([.*#-]) (.*)")
+"""Redis marks lines of its highest log level with #, including the one that says that it has started."""
+REDIS_WORDS = ("error", "fatal", "can't", "cannot", "no space", "bug report", "too long")
+LEVELS = {"debug": 10, "info": 20, "warn": 30, "warning": 30, "error": 40, "critical": 50, "fatal": 50}
+WARNING = 30
+MAX_CHARS = 400
+
+
+@dataclass(frozen=True)
+class ShortLine:
+    """One line in its short form."""
+
+    level: int
+    """Level as the logging module numbers it."""
+    text: str
+
+
+def shorten(line: str) -> ShortLine:
+    """Shorten a JSON log record, a line of Redis, or any other line, whose level is guessed from its words."""
+    if record := _record(line):
+        return _from_record(record, line)
+    if match := REDIS_LINE.fullmatch(line):
+        mark, text = match.groups()
+        is_bad = mark == "#" and any(word in text.lower() for word in REDIS_WORDS)
+        return ShortLine(WARNING if is_bad else LEVELS["info"], _cut(text))
+    is_bad = any(word in line.lower() for word in WARNING_WORDS)
+    return ShortLine(WARNING if is_bad else LEVELS["info"], _cut(line))
+
+
+def _from_record(record: dict[str, object], line: str) -> ShortLine:
+    level = LEVELS.get(str(record.get("level", record.get("levelname", "info"))).lower(), LEVELS["info"])
+    message = next((str(record[key]) for key in ("message", "msg", "event") if key in record), line)
+    error = next((str(record[key]) for key in ("exception", "exc_info", "error") if record.get(key)), "")
+    last_line = error.strip().splitlines()[-1] if error.strip() else ""
+    return ShortLine(level, _cut(f"{message}: {last_line}" if last_line else message))
+
+
+def _record(line: str) -> dict[str, object] | None:
+    if not line.startswith("{"):
+        return None
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_CHARS else text[: MAX_CHARS - 1] + "…"

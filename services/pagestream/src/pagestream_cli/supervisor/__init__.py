@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pagestream_cli.supervisor.output import PartOutput
-    from pagestream_cli.supervisor.part import PartSpec, PartState, PartView, Standby
-    from pagestream_cli.supervisor.restart import Death, RestartPolicy, RestartRecord
+    from pagestream_cli.supervisor.part import (
+        Death,
+        PartSpec,
+        PartState,
+        PartView,
+        RestartPolicy,
+        RestartRecord,
+        Standby,
+    )
     from pagestream_cli.supervisor.supervisor import Supervisor
 
 __all__ = [
@@ -26,8 +33,9 @@ __all__ = [
 
 _MODULES = {
     "PartOutput": "output",
-    **dict.fromkeys(("PartSpec", "PartState", "PartView", "Standby"), "part"),
-    **dict.fromkeys(("Death", "RestartPolicy", "RestartRecord"), "restart"),
+    **dict.fromkeys(
+        ("Death", "PartSpec", "PartState", "PartView", "RestartPolicy", "RestartRecord", "Standby"), "part"
+    ),
     "Supervisor": "supervisor",
 }
 """The module that defines each exported name."""

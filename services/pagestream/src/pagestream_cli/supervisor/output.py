@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from pagestream_cli.supervisor.listener import notify
+from pagestream_cli.supervisor.part import notify
 
 READ_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 14

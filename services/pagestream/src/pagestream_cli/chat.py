@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pagestream_cli.console import can_redraw, say
 from pagestream_cli.datadir import DataDir
 from pagestream_cli.errors import CliError, RequestRejectedError, UsageError
-from pagestream_cli.generation import sampling
+from pagestream_cli.generate import add_sampling_arguments, add_server_arguments, fields
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="format answers in a terminal (default: yes)",
     )
-    sampling.add_server_arguments(parser)
-    sampling.add_arguments(parser, max_tokens=256)
+    add_server_arguments(parser)
+    add_sampling_arguments(parser, max_tokens=256)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -50,8 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CliError: no server answers, or a stream could not be resumed.
     """
+    from pagestream_cli.client.answer import choose_model
     from pagestream_cli.client.endpoint import find_endpoint
-    from pagestream_cli.client.models import choose_model
 
     data_dir = DataDir.at(arguments.data_dir)
     endpoint = find_endpoint(arguments.url, data_dir, arguments.api_key)
@@ -75,7 +75,7 @@ class Conversation:
         self.endpoint = endpoint
         self.model = model
         self.system: str = arguments.system or ""
-        self._fields = sampling.fields(arguments)
+        self._fields = fields(arguments)
         self._is_formatted = is_formatted
         self._messages: list[Message] = []
 
@@ -108,7 +108,7 @@ def _picked(endpoint: Endpoint) -> str:
     Raises:
         UsageError: there is no model, or none was picked.
     """
-    from pagestream_cli.client.models import default_model, marked
+    from pagestream_cli.client.answer import default_model, marked
 
     models = _models(endpoint)
     if (found := default_model(endpoint, models)) is not None:
@@ -138,7 +138,7 @@ def choice_of(given: str, names: list[str]) -> str | None:
 
 def _models(endpoint: Endpoint) -> list[ModelInfo]:
     """Return the models, those with engines first."""
-    from pagestream_cli.client.models import known_models
+    from pagestream_cli.client.answer import known_models
 
     return sorted(asyncio.run(known_models(endpoint)), key=lambda model: (not model.is_running, model.name))
 
@@ -181,7 +181,7 @@ def _command(conversation: Conversation, line: str) -> None:
 
 
 def _change_model(conversation: Conversation, given: str) -> None:
-    from pagestream_cli.client.models import marked
+    from pagestream_cli.client.answer import marked
 
     models = _models(conversation.endpoint)
     name = choice_of(given, [model.name for model in models])

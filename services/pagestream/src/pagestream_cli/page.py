@@ -1,4 +1,5 @@
-"""The control of `pagestream serve --demo`: what the page at `/` needs to kill processes and to show who has a stream.
+"""What `pagestream serve --demo` adds to the page at `/`: the control with which it kills processes and shows who has a
+stream.
 
 It listens on this machine's loopback address alone. A token that serve prints is exchanged for a session once; every
 other call needs that session. Pages of other origins than the gateways' can't read an answer, and a name that resolves
@@ -30,7 +31,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from pagestream_cli.servefile import ServeRecord
+from pagestream_cli.datadir import ServeRecord
 
 _MOST_BYTES = 16 << 10
 _MOST_IDS = 64

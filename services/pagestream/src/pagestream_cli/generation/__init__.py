@@ -1,1 +1,0 @@
-"""The commands that ask a server for text, and their options."""
