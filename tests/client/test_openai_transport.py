@@ -10,8 +10,7 @@ import httpx2
 import openai
 import pytest
 from pagestream_client import Reconnection
-from pagestream_client.http import HttpTransport
-from pagestream_client.openai import transport
+from pagestream_client.openai import HttpTransport, transport
 from support.clients.gateway_clients import Address, gateway_settings, issue_certificate, lose, running_address, serving
 from support.engines.synthetic_engine import MODEL, SyntheticEngine, answer_text
 from support.network.proxy import Proxy

@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
+import httpx2
 import pytest
 from pagestream_client import AsyncClient, AsyncStream, QueueFull, Reconnection, RequestState
-from pagestream_client.http import AsyncHttpClient
 from pagestream_streams import Broker, EmbeddedRedis, StreamsSettings
 from pagestream_streams.protocol import Partition
 from support.clients.gateway_clients import gateway_settings, running_address
@@ -69,7 +69,7 @@ async def test_position_and_expected_wait_come_with_the_request(redis_url: str) 
         await broker.publish_model(synthetic_card(), partitions=4)
         address = await stack.enter_async_context(running_address(gateway_settings(redis_url)))
         grpc = await stack.enter_async_context(AsyncClient(address.target))
-        http = await stack.enter_async_context(AsyncHttpClient([address.url]))
+        http = await stack.enter_async_context(httpx2.AsyncClient(base_url=address.url))
         ids = []
         for number in range(6):  # one after the other, on several partitions
             stream = grpc.generate(MODEL, f"prompt {number}", max_tokens=4, on_disconnect="continue")
@@ -85,8 +85,10 @@ async def test_position_and_expected_wait_come_with_the_request(redis_url: str) 
         drained = "drain_from", now * 1000, "drained", 1, "drained_tokens", 10
         await broker.connection.execute("HSET", f"{Partition(MODEL, 0).prefix}meta", *drained)
         await asyncio.sleep(0.05)  # for longer than gateways use what they have read of the queues
-        by_grpc, by_http = await grpc.get_request(ids[-1]), await http.get_request(ids[-1])
-        for info in (by_grpc, by_http):
-            assert (info.state, info.queue_position) == (RequestState.QUEUED, 5)
-            assert info.expected_wait_ms is not None
-            assert info.expected_wait_ms > 0
+        by_grpc = await grpc.get_request(ids[-1])
+        by_http = (await http.get(f"/v1/requests/{ids[-1]}")).json()
+        assert (by_grpc.state, by_grpc.queue_position) == (RequestState.QUEUED, 5)
+        assert (by_http["state"], by_http["queue_position"]) == ("queued", 5)
+        for wait_ms in (by_grpc.expected_wait_ms, by_http["expected_wait_ms"]):
+            assert wait_ms is not None
+            assert wait_ms > 0

@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pagestream_client.http.sse import MAX_EVENT_BYTES, Event, SseDecoder
+from pagestream_client.sse import MAX_EVENT_BYTES, Event, SseDecoder
 
 STREAM = (
     b'id: r/1/aa\ndata: {"a": 1}\n\n: comment\n\ndata: first\ndata: second\r\n\r\n'

@@ -23,7 +23,7 @@ LEFT_OUT = ("benchmarks", "campaigns", "gpu")
 """Folders of programs that measure or look inside."""
 
 PARTS = {
-    "pagestream_client.http.sse": "the parser of server-sent events",
+    "pagestream_client.sse": "the parser of server-sent events",
     "pagestream_cli.page": "what the page at / may do",
     "pagestream_cli.replay": "answers compared token by token",
     "pagestream_client.retry": "the delays between tries",

@@ -31,9 +31,7 @@ from pagestream_client.views import (
     Embeddings,
     ModelInfo,
     RequestInfo,
-    RequestPage,
     RequestState,
-    RequestSummary,
     Scores,
 )
 
@@ -64,9 +62,7 @@ __all__ = [
     "RequestError",
     "RequestInfo",
     "RequestNotFound",
-    "RequestPage",
     "RequestState",
-    "RequestSummary",
     "SamplingOptions",
     "Scores",
     "ServerError",

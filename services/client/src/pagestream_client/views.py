@@ -39,35 +39,6 @@ class RequestInfo:
 
 
 @dataclass(frozen=True)
-class RequestSummary:
-    """A request in the list of its tenant's, without its place in the queue."""
-
-    request_id: str
-    model: str
-    created: int
-    """Unix seconds of its acceptance, by Redis' clock."""
-    state: RequestState
-    finish_reason: FinishReason | None
-    """None unless finished."""
-    next_index: int
-    """Number of entries in its log so far."""
-    usage: Usage
-    """Tokens so far."""
-    attempts: int
-    """Number of claims by engines."""
-
-
-@dataclass(frozen=True)
-class RequestPage:
-    """A part of the list of a tenant's requests."""
-
-    requests: Sequence[RequestSummary]
-    """Newest first."""
-    has_more: bool
-    """Whether there are older ones: list them after the last id of this page."""
-
-
-@dataclass(frozen=True)
 class Embeddings:
     """The vectors of texts."""
 

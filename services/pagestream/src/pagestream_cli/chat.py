@@ -138,9 +138,9 @@ def choice_of(given: str, names: list[str]) -> str | None:
 
 def _models(endpoint: Endpoint) -> list[ModelInfo]:
     """Return the models, those with engines first."""
-    from pagestream_cli.client.answer import known_models
+    from pagestream_cli.client.gateways import models_of
 
-    return sorted(asyncio.run(known_models(endpoint)), key=lambda model: (not model.is_running, model.name))
+    return sorted(asyncio.run(models_of(endpoint)), key=lambda model: (not model.is_running, model.name))
 
 
 def _talk(conversation: Conversation, folder: Path) -> int:

@@ -10,18 +10,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import httpx2
+
 from pagestream_client.errors import PagestreamError
 from pagestream_client.failures import Failure
-from pagestream_client.http.answers import DONE
-from pagestream_client.http.configuration import HttpConfiguration, call_failure
-from pagestream_client.http.failures import CallRefused, failure_of_answer
-from pagestream_client.http.library import import_httpx2
-from pagestream_client.http.requests import CHAT_COMPLETIONS, COMPLETIONS, HttpRequest
-from pagestream_client.http.sse import Event, SseDecoder
-from pagestream_client.http.stream_state import HttpStreamState
-
-import_httpx2()  # before the import below, so that its error names the extra
-import httpx2  # noqa: E402
+from pagestream_client.openai.configuration import HttpConfiguration, call_failure
+from pagestream_client.openai.failures import CallRefused, failure_of_answer
+from pagestream_client.openai.stream_state import CHAT_COMPLETIONS, COMPLETIONS, DONE, HttpRequest, HttpStreamState
+from pagestream_client.sse import Event, SseDecoder
 
 _RETRIED_STATUSES = (502, 503, 504)
 """A gateway that stops or has no Redis, and proxies without a gateway. Other refusals are the client's to handle."""

@@ -14,15 +14,12 @@ import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 
-from pagestream_client.http.configuration import HttpConfiguration
-from pagestream_client.http.failures import CallRefused
-from pagestream_client.http.library import import_httpx2
-from pagestream_client.http.transport import HttpTransport
-from pagestream_client.openai.calls import DONE_BYTES, Call, StreamedCall, call_of, headers_of_stream
-from pagestream_client.settings import Reconnection
+import httpx2
 
-import_httpx2()  # before the import below, so that its error names the extra
-import httpx2  # noqa: E402
+from pagestream_client.openai.calls import DONE_BYTES, Call, StreamedCall, call_of, headers_of_stream
+from pagestream_client.openai.configuration import HttpConfiguration, HttpTransport
+from pagestream_client.openai.failures import CallRefused
+from pagestream_client.settings import Reconnection
 
 
 def transport(
@@ -57,7 +54,7 @@ class ResumingTransport(httpx2.BaseTransport, httpx2.AsyncBaseTransport):
         reconnection: Reconnection | None = None,
         limits: HttpTransport | None = None,
     ) -> None:
-        self._configuration = HttpConfiguration(urls, api_key=None, reconnection=reconnection, transport=limits)
+        self._configuration = HttpConfiguration(urls, reconnection=reconnection, transport=limits)
         self._verify = self._configuration.trust()
         self._lock = threading.Lock()
         self._blocking: httpx2.HTTPTransport | None = None

@@ -14,13 +14,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from pagestream_client.http.answers import DONE, place_of
-from pagestream_client.http.failures import error_message
-from pagestream_client.http.sse import Event, SseDecoder
+from pagestream_client.sse import Event, SseDecoder
 
 from pagestream_cli.bench.load import AnswerError, ResponseMeasurement
 from pagestream_cli.bench.workload import BenchRequest
 from pagestream_cli.client.endpoint import Endpoint
+from pagestream_cli.client.gateways import error_message, next_index_of
 
 MAX_HEAD_BYTES = 1 << 16
 MAX_BODY_BYTES = 1 << 20
@@ -129,7 +128,7 @@ def note_event(event: Event, measurement: ResponseMeasurement) -> None:
         AnswerError: the event is an error.
         ValueError: the event is not JSON.
     """
-    if event.data == DONE:
+    if event.data == "[DONE]":
         measurement.done = True
         return
     body = json.loads(event.data)
@@ -138,7 +137,7 @@ def note_event(event: Event, measurement: ResponseMeasurement) -> None:
     if usage := body.get("usage"):
         measurement.output_tokens = usage["completion_tokens"]
         measurement.input_tokens = usage["prompt_tokens"]
-    if place_of(event, body).split("/")[1:2] == ["0"]:  # the opening, before any token
+    if next_index_of(event, body) == 0:  # the opening, before any token
         return
     for choice in body.get("choices") or ():
         if choice.get("finish_reason") == "error":

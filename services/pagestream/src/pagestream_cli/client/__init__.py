@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pagestream_cli.client.answer import choose_model, known_models, list_models, show_answer, stream_answer
+    from pagestream_cli.client.answer import choose_model, list_models, show_answer, stream_answer
     from pagestream_cli.client.endpoint import API_KEY_VARIABLE, Endpoint, find_endpoint
 
 __all__ = [
@@ -15,14 +15,13 @@ __all__ = [
     "Endpoint",
     "choose_model",
     "find_endpoint",
-    "known_models",
     "list_models",
     "show_answer",
     "stream_answer",
 ]
 
 _MODULES = {
-    **dict.fromkeys(("choose_model", "known_models", "list_models", "show_answer", "stream_answer"), "answer"),
+    **dict.fromkeys(("choose_model", "list_models", "show_answer", "stream_answer"), "answer"),
     **dict.fromkeys(("API_KEY_VARIABLE", "Endpoint", "find_endpoint"), "endpoint"),
 }
 """The module that defines each exported name."""

@@ -7,45 +7,36 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 
-from pagestream_client import Chunk, GenerationFailed, ModelInfo, PagestreamError, Reconnection, Unavailable
-from pagestream_client.http import AsyncHttpClient
+from pagestream_client import ModelInfo, Reconnection
 
 from pagestream_cli.client.endpoint import Endpoint
+from pagestream_cli.client.gateways import Gateways, Piece, models_of
 from pagestream_cli.console import say, show
-from pagestream_cli.errors import CliError, RequestRejectedError, ServerNotFoundError, StreamLostError, UsageError
+from pagestream_cli.errors import CliError, UsageError
 
-RECONNECTION = Reconnection(first_contact_s=5.0)
 CANCEL_LIMIT_S = 2.0
 """For the call that cancels an interrupted request. Where it fails, the gateways' grace period ends the request."""
 
 
 async def stream_answer(
     endpoint: Endpoint, request: Mapping[str, Any], policy: Reconnection | None = None
-) -> AsyncGenerator[Chunk, None]:
-    """Send a request and yield its chunks as they come, each once. Cancel the request where this task is cancelled.
-    Where no engine runs its model, that is said on stderr.
-
-    Args:
-        request: arguments of `AsyncHttpClient.generate`.
-
-    Raises:
-        RequestRejectedError: the server refuses the request, or the answer ends with an error.
-        StreamLostError: no gateway answered for as long as the policy says.
+) -> AsyncGenerator[Piece, None]:
+    """Send a request and yield its pieces as they come, each once. Cancel the request where this task is cancelled.
+    Where no engine runs its model, that is said on stderr. Arguments and errors are those of `Gateways.stream`.
     """
-    async with AsyncHttpClient(
-        endpoint.urls, api_key=endpoint.api_key, reconnection=policy or RECONNECTION, transport=endpoint.transport
-    ) as client:
-        stream = client.generate(**request)
+    ids: list[str] = []
+    async with Gateways(endpoint, policy) as gateways:
         try:
-            async with telling_unserved(endpoint, request["model"]) as telling:
-                async for chunk in stream:
+            async with (
+                telling_unserved(endpoint, request["model"]) as telling,
+                aclosing(gateways.stream(request, ids.append)) as pieces,
+            ):
+                async for piece in pieces:
                     telling.cancel()
-                    yield chunk
-        except PagestreamError as error:
-            raise cli_error(error) from error
+                    yield piece
         except asyncio.CancelledError:
-            if stream.request_id:
-                await asyncio.shield(cancel(client, stream.request_id))
+            if ids and ids[0]:
+                await asyncio.shield(cancel(gateways, ids[0]))
             raise
 
 
@@ -77,15 +68,13 @@ async def show_formatted_answer(endpoint: Endpoint, request: Mapping[str, Any]) 
     return "".join(pieces)
 
 
-async def cancel(client: AsyncHttpClient, request_id: str) -> None:
+async def cancel(gateways: Gateways, request_id: str) -> None:
     """Cancel a request. A server that does not answer is left alone: its grace period ends the request."""
-    with suppress(PagestreamError, TimeoutError):
+    with suppress(CliError, TimeoutError):
         async with asyncio.timeout(CANCEL_LIMIT_S):
-            await client.cancel(request_id)
+            await gateways.ask("DELETE", f"/v1/requests/{request_id}")
 
 
-ONCE = Reconnection(limit_s=0.0, first_contact_s=0.0)
-"""Call each gateway at most once: a person waits."""
 UNSERVED_S = 2.0
 """Seconds without an answer after which a command says that no engine runs its model."""
 
@@ -93,31 +82,9 @@ UNSERVED_S = 2.0
 async def list_models(endpoint: Endpoint) -> dict[str, int | None]:
     """Return served names with their context length in tokens; None where the server does not say.
 
-    Raises as `known_models`.
+    Raises as `models_of`.
     """
-    return {model.name: model.max_model_len for model in await known_models(endpoint)}
-
-
-async def known_models(endpoint: Endpoint) -> list[ModelInfo]:
-    """Return what a server knows: models with and without engines, and LoRA adapters.
-
-    Raises:
-        ServerNotFoundError: no gateway answers.
-        RequestRejectedError: the server refuses, for example without an API key.
-    """
-    try:
-        async with AsyncHttpClient(
-            endpoint.urls, api_key=endpoint.api_key, reconnection=ONCE, transport=endpoint.transport
-        ) as client:
-            return await client.list_models()
-    except Unavailable as error:
-        if error.http_status is not None:
-            raise RequestRejectedError(error.http_status, str(error)) from error
-        raise ServerNotFoundError(
-            f"no server answers: {error}", hint="start one with `pagestream serve`, or check --url"
-        ) from error
-    except PagestreamError as error:
-        raise cli_error(error) from error
+    return {model.name: model.max_model_len for model in await models_of(endpoint)}
 
 
 def default_model(endpoint: Endpoint, models: Sequence[ModelInfo]) -> str | None:
@@ -146,7 +113,7 @@ async def choose_model(endpoint: Endpoint, asked: str | None) -> str:
     """
     if asked is not None:
         return asked
-    models = sorted(await known_models(endpoint), key=lambda model: (not model.is_running, model.name))
+    models = sorted(await models_of(endpoint), key=lambda model: (not model.is_running, model.name))
     if (found := default_model(endpoint, models)) is not None:
         return found
     raise UsageError(
@@ -169,18 +136,7 @@ async def telling_unserved(endpoint: Endpoint, model: str) -> AsyncIterator[asyn
 async def _tell_unserved(endpoint: Endpoint, model: str) -> None:
     await asyncio.sleep(UNSERVED_S)
     with suppress(CliError):  # the request itself says what is wrong with the server
-        models = await known_models(endpoint)
+        models = await models_of(endpoint)
         if any(each.name == model and not each.is_running for each in models):
             running = ", ".join(sorted(each.name for each in models if each.is_running)) or "none"
             say(f"no engine runs {model!r} now: the request waits for one (Ctrl-C cancels it); with engines: {running}")
-
-
-def cli_error(error: PagestreamError) -> CliError:
-    """Return an error of the client as one of the command line."""
-    if isinstance(error, Unavailable):
-        hint = "does a server run there?"
-        if error.position is not None:
-            hint = f"the answer may still be there: GET /v1/requests/{error.position.request_id}/events"
-        return StreamLostError(str(error), hint=hint)
-    text = f"{error.code}: {error}" if isinstance(error, GenerationFailed) else str(error)
-    return RequestRejectedError(error.http_status or 200, text)

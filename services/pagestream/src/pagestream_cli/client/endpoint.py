@@ -5,14 +5,10 @@ from __future__ import annotations
 import os
 import ssl
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pagestream_cli.datadir import DataDir, read_record
 from pagestream_cli.errors import ServerNotFoundError, UsageError
 from pagestream_cli.supervisor.guard import is_alive
-
-if TYPE_CHECKING:
-    from pagestream_client.http import HttpTransport
 
 API_KEY_VARIABLE = "PAGESTREAM_CLIENT__API_KEY"
 KEY_VARIABLES = (API_KEY_VARIABLE, "VLLM_API_KEY", "OPENAI_API_KEY")
@@ -31,15 +27,8 @@ class Endpoint:
     model: str | None = None
     """What the deployment was started with; None: not known."""
 
-    @property
-    def transport(self) -> HttpTransport:
-        """How the HTTP client connects."""
-        from pagestream_client.http import HttpTransport
-
-        return HttpTransport(ca_file=self.ca_file)
-
     def tls(self) -> ssl.SSLContext | None:
-        """The TLS context of connections made by hand; None where the gateways speak none."""
+        """The TLS context of connections; None where the gateways speak none."""
         if not self.urls[0].startswith("https:"):
             return None
         context = ssl.create_default_context()

@@ -75,11 +75,14 @@ async def _demonstrate(arguments: argparse.Namespace, data_dir: Path) -> int:
 
 async def _read(host: DemoHost, streams: Sequence[DemoStream]) -> None:
     """Read all streams. Raises the first error of one."""
-    from pagestream_client.http import AsyncHttpClient
+    from pagestream_client import Reconnection
+
+    from pagestream_cli.client.endpoint import Endpoint
+    from pagestream_cli.client.gateways import Gateways
 
     try:
-        async with AsyncHttpClient(host.urls) as client:
-            await read_all(streams, client, host.model)
+        async with Gateways(Endpoint(tuple(host.urls)), Reconnection()) as gateways:
+            await read_all(streams, gateways, host.model)
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
 

@@ -6,13 +6,12 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pagestream_cli.client.answer import cli_error
-
 if TYPE_CHECKING:
-    from pagestream_client.http import AsyncHttpClient
+    from pagestream_cli.client.gateways import Gateways
 
 PROMPTS = (
     "Tell me a story about the lighthouse.",
@@ -50,34 +49,33 @@ class DemoStream:
         """Digest of the text so far."""
         return hashlib.sha256("".join(self.deltas).encode()).hexdigest()[:16]
 
-    async def read(self, client: AsyncHttpClient, model: str) -> None:
+    async def read(self, gateways: Gateways, model: str) -> None:
         """Send the request and read its stream to the end. Raises CliError where it fails, or is lost."""
-        from pagestream_client import PagestreamError
-
-        stream = client.generate(
-            model,
-            messages=[{"role": "user", "content": self.prompt}],
-            seed=self.seed,
-            temperature=TEMPERATURE,
-            max_tokens=self.max_tokens,
-            ignore_eos=True,
-        )
-        try:
-            self.request_id = await stream.accepted()
-            last_s: float | None = None
-            async for chunk in stream:
+        request = {
+            "model": model,
+            "messages": [{"role": "user", "content": self.prompt}],
+            "seed": self.seed,
+            "temperature": TEMPERATURE,
+            "max_tokens": self.max_tokens,
+            "ignore_eos": True,
+        }
+        last_s: float | None = None
+        async with aclosing(gateways.stream(request, self._accepted)) as pieces:
+            async for piece in pieces:
+                if piece.next_index == 0:
+                    continue  # the opening, before any token
                 now_s = time.monotonic()
                 if last_s is not None:
                     self.longest_gap_s = max(self.longest_gap_s, now_s - last_s)
                 last_s = now_s
-                self.deltas.append(chunk.text)
-                self.next_index = chunk.next_index
-                if chunk.usage is not None:
-                    self.completion_tokens = chunk.usage.completion_tokens
-            self.is_finished = True
-            self.attempts = (await client.get_request(self.request_id)).attempts
-        except PagestreamError as error:
-            raise cli_error(error) from error
+                self.deltas.append(piece.text)
+                self.next_index = piece.next_index
+                self.completion_tokens = piece.completion_tokens or self.completion_tokens
+        self.is_finished = True
+        self.attempts = (await gateways.ask("GET", f"/v1/requests/{self.request_id}"))["attempts"]
+
+    def _accepted(self, request_id: str) -> None:
+        self.request_id = request_id
 
 
 def new_streams(number: int, max_tokens: int, first_seed: int) -> list[DemoStream]:
@@ -91,14 +89,14 @@ def fraction_read(streams: Sequence[DemoStream]) -> float:
     return read / sum(each.max_tokens for each in streams)
 
 
-async def read_all(streams: Sequence[DemoStream], client: AsyncHttpClient, model: str) -> None:
+async def read_all(streams: Sequence[DemoStream], gateways: Gateways, model: str) -> None:
     """Send all requests and read their streams to the end.
 
     Raises an ExceptionGroup of CliError where one fails; the others are cancelled.
     """
     async with asyncio.TaskGroup() as group:
         for stream in streams:
-            group.create_task(stream.read(client, model))
+            group.create_task(stream.read(gateways, model))
 
 
 NO_OWNER = "·"

@@ -31,11 +31,11 @@ async def greet(record: ServeRecord, prompt: str, *, api_key: str | None) -> flo
         "temperature": 0,
     }
     tokens = 0
-    async for chunk in stream_answer(Endpoint(record.http_urls(), api_key, record.tls_certificate or None), request):
-        if chunk.text and first is None:
+    async for piece in stream_answer(Endpoint(record.http_urls(), api_key, record.tls_certificate or None), request):
+        if piece.text and first is None:
             first = time.monotonic() - asked
-        show(chunk.text)
-        tokens = chunk.usage.completion_tokens if chunk.usage is not None else tokens
+        show(piece.text)
+        tokens = piece.completion_tokens or tokens
     took = time.monotonic() - asked
     show("\n")
     first = took if first is None else first

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pagestream_client.chunks import Chunk
-from pagestream_client.errors import Position
+from pagestream_client.chunks import Chunk, FinishReason, RequestError, Usage
+from pagestream_client.errors import Position, ServerError
 from pagestream_client.failures import Code, Failure
-from pagestream_client.http.answers import DONE, body_of, chunk_of, failed_chunk, place_of, position_of
-from pagestream_client.http.failures import CallRefused, failure_of_event
-from pagestream_client.http.requests import HttpRequest
-from pagestream_client.http.sse import Event
+from pagestream_client.openai.failures import CallRefused, failure_of_event
 from pagestream_client.resumable_stream import ResumableStream
 from pagestream_client.retry import RetryState
+from pagestream_client.sse import Event
 
+COMPLETIONS = "/v1/completions"
+CHAT_COMPLETIONS = "/v1/chat/completions"
+DONE = "[DONE]"
+"""Data of the event that ends a stream."""
 _NOT_FOUND = "REQUEST_NOT_FOUND"
-END_LIMIT_S = 1.0
-"""Seconds to wait for the end of the body after the last chunk: gateways count a call without one as disconnected."""
+
+
+@dataclass(frozen=True)
+class HttpRequest:
+    """A generation to ask for."""
+
+    path: str
+    """COMPLETIONS or CHAT_COMPLETIONS."""
+    body: Mapping[str, Any]
+    idempotency_key: str
 
 
 @dataclass(frozen=True)
@@ -118,24 +129,104 @@ class HttpStreamState(ResumableStream):
         if event.data == DONE:
             self.is_over = True
             return None
-        body = body_of(event)
+        body = _body_of(event)
         error = body.get("error")
         if error and (failure := failure_of_event(error)):
             raise CallRefused(failure)
         self.progressed(target)
-        place = place_of(event, body)
-        position = position_of(place, self.position)
+        place = _place_of(event, body)
+        position = _position_of(place, self.position)
         self.accept(position.request_id)
         self._last_event_id = place or self._last_event_id
         if error:
-            chunk = failed_chunk(error, position)
+            chunk = _failed_chunk(error, position)
             self.advance(chunk)
             self.end(chunk)
             return chunk
-        chunk = chunk_of(body, position)
+        chunk = _chunk_of(body, position)
         is_opening = place and position.next_index == 0 and not chunk.text
         self.advance(chunk)
         return None if is_opening else chunk
 
     def _lasted_s(self) -> float:
         return self._last_sign_at - self._called_at  # what came after it is silence, perhaps a dead gateway's
+
+
+def _body_of(event: Event) -> Mapping[str, Any]:
+    """Return the JSON object of an event. Raises ServerError where it is none."""
+    try:
+        body = json.loads(event.data)
+    except ValueError as error:
+        raise ServerError("UNKNOWN", f"an event of the stream is not JSON: {event.data[:80]!r}") from error
+    if not isinstance(body, dict):
+        raise ServerError("UNKNOWN", f"an event of the stream is not a JSON object: {event.data[:80]!r}")
+    return body
+
+
+def _place_of(event: Event, body: Mapping[str, Any]) -> str:
+    """Return the place after an event, `<request id>/<next index>/<digest>`: that of its body, else its id.
+
+    It is empty where the server numbers nothing.
+    """
+    place = body.get("stream_position")
+    return place if isinstance(place, str) else event.id
+
+
+def _position_of(place: str, default: Position) -> Position:
+    """Return the position that a place stands for; `default` where it stands for none."""
+    request_id, _, rest = place.partition("/")
+    index, _, digest = rest.partition("/")
+    return Position(request_id, int(index), digest) if index.isdecimal() else default
+
+
+def _chunk_of(body: Mapping[str, Any], position: Position) -> Chunk:
+    """Return the chunk of an event: its first choice, or the usage. OpenAI's events carry no token ids."""
+    choice: Mapping[str, Any] = next(iter(body.get("choices") or ()), {})
+    return Chunk(
+        request_id=position.request_id,
+        next_index=position.next_index,
+        digest=position.digest,
+        choice=choice.get("index", 0),
+        token_ids=(),
+        text=choice.get("text") or (choice.get("delta") or {}).get("content") or "",
+        logprobs=(),
+        finish_reason=_finish_reason_of(choice.get("finish_reason")),
+        stop_reason=str(choice.get("stop_reason") or ""),
+        # Some servers count in each chunk; the usage that ends an answer comes without choices.
+        usage=_usage_of(body["usage"]) if body.get("usage") and not body.get("choices") else None,
+        error=None,
+    )
+
+
+def _failed_chunk(error: Mapping[str, Any], position: Position) -> Chunk:
+    """Return the last chunk of a request that failed."""
+    reason = RequestError(str(error.get("code") or ""), str(error.get("message", "")))
+    return Chunk(
+        request_id=position.request_id,
+        next_index=position.next_index,
+        digest=position.digest,
+        choice=0,
+        token_ids=(),
+        text="",
+        logprobs=(),
+        finish_reason=FinishReason.ERROR,
+        stop_reason="",
+        usage=None,
+        error=reason,
+    )
+
+
+def _finish_reason_of(name: str | None) -> FinishReason | None:
+    """Return the reason of that name: None for None, ERROR for one that this client lacks."""
+    if name is None:
+        return None
+    try:
+        return FinishReason(name)
+    except ValueError:
+        return FinishReason.ERROR
+
+
+def _usage_of(body: Mapping[str, Any]) -> Usage:
+    """Return OpenAI's usage object as a dataclass."""
+    details = body.get("prompt_tokens_details") or {}
+    return Usage(body.get("prompt_tokens", 0), body.get("completion_tokens", 0), details.get("cached_tokens", 0))

@@ -1,21 +1,38 @@
-"""How a client calls its gateways over HTTP."""
+"""How the transport calls its gateways: their URLs, time limits, and whom TLS trusts."""
 
 from __future__ import annotations
 
 import ssl
 import time
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 from pagestream_client.configuration import Configuration
 from pagestream_client.errors import Position
 from pagestream_client.failures import Code, Failure
-from pagestream_client.http.failures import CallRefused
-from pagestream_client.http.library import import_httpx2
-from pagestream_client.http.requests import HttpRequest
-from pagestream_client.http.stream_state import HttpStreamState
-from pagestream_client.http.transport import HttpTransport
+from pagestream_client.openai.failures import CallRefused
+from pagestream_client.openai.stream_state import HttpRequest, HttpStreamState
 from pagestream_client.settings import Reconnection
+
+try:
+    import httpx2
+except ImportError as error:
+    raise ImportError(
+        "pagestream_client.openai needs the package httpx2: install it with pip install 'pagestream-client[http]'"
+    ) from error
+
+
+@dataclass(frozen=True)
+class HttpTransport:
+    """Time limits of connections and calls, in seconds, and whom a TLS connection trusts."""
+
+    connect_timeout_s: float = 5.0
+    """Until a gateway that does not answer at all counts as failed."""
+    read_timeout_s: float = 35.0
+    """Longest silence of a stream. A gateway sends a sign of life every 15 s while a request waits, so one that is
+    silent for longer may be dead."""
+    ca_file: str | None = None
+    """File of certificates (PEM) to trust beside the system's authorities; None: the HTTP library's."""
 
 
 class HttpConfiguration(Configuration):
@@ -29,22 +46,11 @@ class HttpConfiguration(Configuration):
         self,
         urls: str | Sequence[str],
         *,
-        api_key: str | None,
         reconnection: Reconnection | None,
         transport: HttpTransport | None,
     ) -> None:
         super().__init__([base_url(url) for url in ([urls] if isinstance(urls, str) else urls)], reconnection)
         self.transport = transport or HttpTransport()
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-
-    def library_options(self) -> dict[str, Any]:
-        """Return the arguments of the HTTP library's client."""
-        transport = self.transport
-        return {
-            "headers": self._headers,
-            "timeout": import_httpx2().Timeout(transport.read_timeout_s, connect=transport.connect_timeout_s),
-            "verify": self.trust(),
-        }
 
     def trust(self) -> ssl.SSLContext | bool:
         """Return whom to trust, as the HTTP library's `verify`; authorities take 80 ms to load."""
@@ -78,6 +84,6 @@ def call_failure(error: Exception) -> Failure | None:
     """Return the failure that an error of a call stands for; None where the error is not the call's."""
     if isinstance(error, CallRefused):
         return error.failure
-    if isinstance(error, import_httpx2().TransportError):
+    if isinstance(error, httpx2.TransportError):
         return Failure(Code.UNAVAILABLE, str(error) or type(error).__name__)
     return None
