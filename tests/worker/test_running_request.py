@@ -1,5 +1,7 @@
 """A running request writes the same log whether it ran in one go or was taken over in the middle."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from pagestream.v1.inference_pb2 import FinishReason, SamplingParams, TokenIds
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_engine import InvalidRequest
-from pagestream_engine.request import StepOutput, TokenLogprob
+from pagestream_engine.request import Sibling, StepOutput, TokenLogprob
 from pagestream_engine.sampling_params import child_seed
 from pagestream_streams import Claim
 from pagestream_streams.protocol import ClaimedLog, chain, to_log_entry
@@ -40,6 +42,16 @@ def claim(entries: list[LogEntry] | None = None, *, n: int = 1, num_prompts: int
     )
 
 
+def open_choices(request: RunningRequest) -> list[Sibling]:
+    """Begin a request; return what the engine runs of it, with their places among all of its choices."""
+    groups = list(request.open_groups())
+    return [replace(each, index=first + (each.index or 0)) for first, group in groups for each in group.siblings]
+
+
+def is_plain(request: RunningRequest) -> bool:
+    return all(group.log for _, group in request.open_groups())
+
+
 def play(request: RunningRequest, script: list[tuple[int, StepOutput]]) -> list[LogEntry]:
     for choice, output in script:
         request.add_output(choice, output)
@@ -70,7 +82,7 @@ SCRIPT = [
 
 def test_a_log_has_each_token_the_finishes_and_one_end() -> None:
     request = running(claim(n=2))
-    assert [choice.index for choice in request.open_choices()] == [0, 1]
+    assert [choice.index for choice in open_choices(request)] == [0, 1]
     log = play(request, SCRIPT)
     kinds = [entry.WhichOneof("body") for entry in log]
     assert kinds == ["token_id", "token_id", "token_id", "token_id", "finish", "token_id", "finish", "end"]
@@ -87,12 +99,12 @@ def test_each_prompt_has_its_own_room(most: int | None, total: int, expected: li
     taken.spec.max_total_tokens = total
     if most is None:  # of a record that does not say: the engine's default
         taken.spec.sampling.ClearField("max_tokens")
-    assert [choice.params.max_tokens for choice in running(taken).open_choices()] == expected
+    assert [choice.params.max_tokens for choice in open_choices(running(taken))] == expected
 
 
 def test_the_digest_is_chained_over_the_log() -> None:
     request = running(claim(n=2))
-    list(request.open_choices())
+    open_choices(request)
     digest = ""
     for entry in play(request, SCRIPT):
         expected = chain(digest, entry)
@@ -103,14 +115,14 @@ def test_the_digest_is_chained_over_the_log() -> None:
 @given(cut=st.integers(0, len(SCRIPT)))
 def test_a_successor_writes_what_was_missing(cut: int) -> None:
     whole = running(claim(n=2))
-    list(whole.open_choices())
+    open_choices(whole)
     expected = play(whole, SCRIPT)
 
     first = running(claim(n=2))
-    list(first.open_choices())
+    open_choices(first)
     written = play(first, SCRIPT[:cut])
     second = running(claim(list(written), n=2, nonce="b"))
-    resumed = {choice.index: list(choice.output_token_ids) for choice in second.open_choices()}
+    resumed = {choice.index: list(choice.output_token_ids) for choice in open_choices(second)}
     for choice, tokens in resumed.items():
         assert tokens == [output.token_id for index, output in SCRIPT[:cut] if index == choice]
     rest = play(second, SCRIPT[cut:])
@@ -159,7 +171,7 @@ def test_a_successor_of_siblings_writes_the_same_log_wherever_an_append_was_cut(
 
 def test_a_gap_is_sent_again_from_where_the_log_says() -> None:
     request = running(claim(n=2))
-    list(request.open_choices())
+    open_choices(request)
     log = play(request, SCRIPT)
     request.log.acknowledge(3)
     assert request.log.can_send_from(3)
@@ -170,14 +182,14 @@ def test_a_gap_is_sent_again_from_where_the_log_says() -> None:
 
 def test_what_another_engine_wrote_before_cannot_be_sent_again() -> None:
     first = running(claim(n=2))
-    list(first.open_choices())
+    open_choices(first)
     log = play(first, SCRIPT[:3])
     assert not running(claim(log, n=2)).log.can_send_from(1)
 
 
 def test_an_error_ends_every_choice_and_names_the_sequences_that_still_run() -> None:
     request = running(claim(n=2))
-    seq_ids = [choice.seq_id for choice in request.open_choices()]
+    seq_ids = [choice.seq_id for choice in open_choices(request)]
     request.add_output(0, StepOutput("", token_id=None, text="", finish_reason="error", error="broken"))
     log = sent(request)
     assert [entry.choice for entry in log if entry.HasField("finish")] == [0, 1]
@@ -187,14 +199,14 @@ def test_an_error_ends_every_choice_and_names_the_sequences_that_still_run() -> 
 
 def test_an_error_that_quotes_half_a_surrogate_pair_can_be_appended() -> None:
     request = running(claim())
-    list(request.open_choices())
+    open_choices(request)
     log = play(request, [(0, StepOutput("", None, "", "error", error="no such file: caf\udce9"))])
     assert log[-1].end.error.message == "no such file: caf?"
 
 
 def test_cached_tokens_count_once_where_a_sequence_fails_after_its_first_token() -> None:
     request = running(claim())
-    list(request.open_choices())
+    open_choices(request)
     failed = StepOutput("", None, "", "error", num_cached_tokens=2, error="broken")
     log = play(request, [(0, step(10, "a", cached=2)), (0, failed)])
     assert log[-1].end.usage.cached_tokens == 2
@@ -202,23 +214,24 @@ def test_cached_tokens_count_once_where_a_sequence_fails_after_its_first_token()
 
 def test_a_predecessor_that_died_before_the_end_leaves_only_the_end_to_write() -> None:
     first = running(claim())
-    list(first.open_choices())
+    open_choices(first)
     log = play(first, [(0, step(1, "a", "stop"))])
     assert log[-1].HasField("end")
     second = running(claim(log[:-1]))
-    assert list(second.open_choices()) == []
+    assert open_choices(second) == []
     second.end_if_complete()
     assert sent(second) == log[-1:]
 
 
 def test_two_claims_of_one_request_have_different_sequences() -> None:
     first, second = running(claim(nonce="a")), running(claim(nonce="b"))
-    assert {choice.seq_id for choice in first.open_choices()}.isdisjoint(c.seq_id for c in second.open_choices())
+    assert {choice.seq_id for choice in open_choices(first)}.isdisjoint(c.seq_id for c in open_choices(second))
 
 
 def test_each_prompt_of_a_list_has_its_own_choices() -> None:
-    choices = list(running(claim(n=2, num_prompts=2)).open_choices())
-    assert [list(choice.prompt.ids) for choice in choices] == [[1, 2, 3], [1, 2, 3], [4, 5], [4, 5]]
+    request = running(claim(n=2, num_prompts=2))
+    choices = open_choices(request)
+    assert [group.prompt_token_ids for _, group in request.open_groups()] == [[1, 2, 3], [4, 5]]
     assert choices[0].params.seed == choices[2].params.seed == 7
     assert choices[1].params.seed == choices[3].params.seed != 7
 
@@ -227,7 +240,7 @@ def test_prompts_of_a_list_have_seeds_of_their_own_where_the_client_gave_none() 
     """Equal prompts would have equal answers. The record says it: what began by the other rule goes on by it."""
     drawn = claim(n=2, num_prompts=2)
     drawn.spec.seed_for_each_prompt = True
-    seeds = [choice.params.seed for choice in running(drawn).open_choices()]
+    seeds = [choice.params.seed for choice in open_choices(running(drawn))]
     assert seeds == [child_seed(7, choice) for choice in range(4)]
     assert len(set(seeds)) == 4
 
@@ -237,14 +250,14 @@ def test_a_refused_request_has_no_sequence_to_abort() -> None:
     taken.spec.sampling.temperature = -1.0
     request = running(taken)
     with pytest.raises(InvalidRequest):
-        list(request.open_choices())
+        open_choices(request)
     request.fail("unsupported", "logprobs")
     assert request.running_seq_ids() == []
 
 
 def test_log_probabilities_are_in_the_tokens_entry_alone() -> None:
     request = running(claim())
-    list(request.open_choices())
+    open_choices(request)
     tokens = (TokenLogprob(11, -1.5, 2, "b"), TokenLogprob(10, -0.5, 1, "a"))
     output = StepOutput("", token_id=11, text="b", finish_reason="length", logprobs=tokens)
     token, finish, end = play(request, [(0, output)])
@@ -256,23 +269,23 @@ def test_log_probabilities_are_in_the_tokens_entry_alone() -> None:
 def test_the_choices_of_a_prompt_come_together_and_only_those_that_are_open() -> None:
     whole = running(claim(n=2, num_prompts=2))
     groups = list(whole.open_groups())
-    assert [[choice.index for choice in group] for group in groups] == [[0, 1], [2, 3]]
-    assert [list(group[0].prompt.ids) for group in groups] == [list(prompt) for prompt in PROMPTS]
+    assert [(first, [each.index for each in group.siblings]) for first, group in groups] == [(0, [0, 1]), (2, [0, 1])]
+    assert [group.prompt_token_ids for _, group in groups] == [list(prompt) for prompt in PROMPTS]
     log = play(whole, [(0, step(10, "a", "stop")), (2, step(20, "x")), (3, step(21, "y", "length"))])
     second = running(claim(log, n=2, num_prompts=2, nonce="b"))
-    resumed = [[(choice.index, list(choice.output_token_ids)) for choice in group] for group in second.open_groups()]
-    assert resumed == [[(1, [])], [(2, [20])]]
+    resumed = [(choice.index, list(choice.output_token_ids)) for choice in open_choices(second)]
+    assert resumed == [(1, []), (2, [20])]
 
 
 def test_what_comes_at_the_end_is_not_written_as_plain_tokens() -> None:
     """The engine reports plain tokens by sequence, and which of them are the answer is known at the end."""
     one = claim()
-    assert running(one).is_plain
-    one.spec.sampling.use_beam_search = True
-    assert not running(one).is_plain
+    assert is_plain(running(one))
+    one.spec.sampling.use_beam_search, one.spec.sampling.temperature = True, 0.0
+    assert not is_plain(running(one))
     contest = claim()
     contest.spec.sampling.best_of = 3
-    assert not running(contest).is_plain
+    assert not is_plain(running(contest))
 
 
 def prompt_rows(count: int) -> tuple[tuple[TokenLogprob, ...], ...]:
@@ -296,7 +309,7 @@ def test_prompt_parts_are_bounded_and_go_on_where_a_killed_engine_left_them() ->
         second = claim(whole[:cut], n=2, nonce="b")
         second.spec.CopyFrom(taken.spec)
         request = running(second)
-        wanted = {choice.params.prompt_logprobs for choice in request.open_choices()}
+        wanted = {choice.params.prompt_logprobs for choice in open_choices(request)}
         assert wanted == ({0} if cut < len(parts) else {None})
         assert whole[:cut] + play(request, script if cut < len(parts) else SCRIPT) == whole
 
@@ -308,7 +321,7 @@ def test_a_vector_that_the_log_has_is_not_computed_again() -> None:
     vector = np.array([3.0, 4.0], "<f4").tobytes()
     script = [(choice, StepOutput("", None, "", "stop", num_cached_tokens=1, pooled=vector)) for choice in (0, 1)]
     request = running(taken)
-    assert {choice.params.pooling for choice in request.open_choices()} == {"last"}
+    assert {choice.params.pooling for choice in open_choices(request)} == {"last"}
     whole = play(request, script)
     assert [entry.WhichOneof("body") for entry in whole] == ["prompt_part", "finish", "prompt_part", "finish", "end"]
     assert np.frombuffer(whole[0].prompt_part.embedding, "<f4").tolist() == pytest.approx([0.6, 0.8])
@@ -316,5 +329,5 @@ def test_a_vector_that_the_log_has_is_not_computed_again() -> None:
     second = claim(whole[:1], num_prompts=2, nonce="b")
     second.spec.CopyFrom(taken.spec)
     request = running(second)
-    assert [choice.index for choice in request.open_choices()] == [1]
+    assert [choice.index for choice in open_choices(request)] == [1]
     assert [entry.digest for entry in whole[:1] + play(request, script[1:])] == [entry.digest for entry in whole]

@@ -14,7 +14,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, groupby
+from itertools import chain
 from typing import Any, cast
 
 from pagestream.v1.inference_pb2 import (
@@ -28,7 +28,6 @@ from pagestream.v1.inference_pb2 import (
     LogprobEntry,
     RequestError,
     StructuredOutputs,
-    TokenIds,
     TokenLogprobs,
     Usage,
 )
@@ -181,8 +180,8 @@ class ActiveRequests:
 
     def start(self, claim: Claim) -> None:
         """Run a claimed request. One that the engine can't run is failed: its log gets an error as its end."""
-        # The same request may be claimed again before this engine has seen that it lost the earlier claim.
-        self.drop([claim.request_id])
+        if claim.request_id in self._requests:  # it is claimed again before its loss was seen here
+            self.drop([claim.request_id])
         request = RunningRequest(claim, self._logs)
         self._requests[request.request_id] = self._by_log[request.log.handle] = request
         self._telemetry.claimed(request)
@@ -196,8 +195,8 @@ class ActiveRequests:
             logger.exception("failed: the request could not be read", extra=_log_fields(request))
             self._fail(request, "engine_error", "the engine could not read this request")
             return
-        for choices in groups:
-            self._run_group(request, choices)
+        for first, group in groups:
+            self._run_group(request, first, group)
         request.end_if_complete()
         self._on_pending()
         logger.info(
@@ -211,38 +210,18 @@ class ActiveRequests:
         request.fail(code, message)
         self._on_pending()
 
-    def _run_group(self, request: RunningRequest, choices: Sequence[Choice]) -> None:
-        """Run the choices of one prompt as a group.
-
-        One that is claimed for the first time waits for no mark: at worst it is suspected one death later.
-        """
-        claim, prompt = request.claim, list(choices[0].prompt.ids)
-        sizes = [(choice.seq_id, len(choice.output_token_ids)) for choice in choices]
-        siblings = [
-            Sibling(choice.seq_id, choice.params, choice.output_token_ids, choice.index % request.num_siblings)
-            for choice in choices
-        ]
-        params = siblings[0].params
-        num_at_end = params.width if params.use_beam_search or params.has_best_of else 0
-        priority, is_search = claim.spec.priority, params.use_beam_search
-        self._budget.reserve(len(prompt), sizes, priority=priority, num_at_end=num_at_end, is_search=is_search)
-        self._sequences.update((choice.seq_id, (request, choice.index)) for choice in choices)
-        log = request.log.handle if request.is_plain else 0
-        spec, was_claimed = claim.spec, claim.attempts > 1
-        self._submit(
-            AddGroup(
-                prompt,
-                siblings,
-                spec.cache_salt,
-                priority=spec.priority,
-                aged_classes=claim.aged_classes,
-                tenant=spec.tenant,
-                weight=claim.tenant_weight,
-                waits_for_mark=was_claimed,
-                adapter=_adapter_of(spec),
-                log=log,
-            )
+    def _run_group(self, request: RunningRequest, first: int, group: AddGroup) -> None:
+        siblings, params = group.siblings, group.siblings[0].params
+        self._budget.reserve(
+            len(group.prompt_token_ids),
+            [(sibling.seq_id, len(sibling.output_token_ids)) for sibling in siblings],
+            priority=group.priority,
+            num_at_end=params.width if params.use_beam_search or params.has_best_of else 0,
+            is_search=params.use_beam_search,
         )
+        for sibling in siblings:
+            self._sequences[sibling.seq_id] = request, first + (sibling.index or 0)
+        self._submit(group)
 
     def take_outputs(self, outputs: Sequence[StepOutput], tokens: TokenColumns = NO_TOKENS) -> None:
         """Add a step's plain tokens and outputs to their requests, first tokens before others.
@@ -449,14 +428,10 @@ class ActiveRequests:
 
 
 def _log_fields(request: RunningRequest) -> dict[str, Any]:
-    trace = request.trace
-    traced = {"trace_id": trace.trace_id, "span_id": trace.span_id} if trace else {}
-    return {"request_id": request.request_id, **traced}
-
-
-def _adapter_of(spec: RequestSpec) -> AdapterName | None:
-    given = spec.adapter
-    return AdapterName(given.name, given.path, given.revision) if given.name else None
+    fields = {"request_id": request.request_id}
+    if request.claim.spec.traceparent and (trace := request.trace):
+        fields |= {"trace_id": trace.trace_id, "span_id": trace.span_id}
+    return fields
 
 
 def _shape(spec: RequestSpec) -> RequestShape:
@@ -467,17 +442,6 @@ def _shape(spec: RequestSpec) -> RequestShape:
 def error_code(output: StepOutput) -> str:
     """Return the code of the error that a sequence ended with: whether its request is at fault."""
     return INVALID_REQUEST if output.is_request_fault else "engine_error"
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One sequence to run, or to go on with after another engine."""
-
-    seq_id: str
-    index: int
-    prompt: TokenIds
-    params: SamplingParams
-    output_token_ids: Sequence[int]
 
 
 class RunningRequest:
@@ -521,42 +485,48 @@ class RunningRequest:
 
     # -- to the engine --
 
-    def open_choices(self) -> Iterator[Choice]:
-        """Yield the choices whose log has no finish yet."""
+    def open_groups(self) -> Iterator[tuple[int, AddGroup]]:
+        """Yield what the engine runs: of each prompt the choices whose log has no finish yet, after its first choice.
+
+        One that is claimed for the first time waits for no mark: at worst it is suspected one death later.
+        """
+        claim, spec, num_siblings = self.claim, self.claim.spec, self._siblings
         of_all: SamplingParams | None = None  # checked once: the choices are many, and their lists may be long
-        bounds = output_bounds(self.claim.spec)
-        for index, tokens in self._resumed.items():
-            if index in self._finishes:
-                continue
-            of_all = of_all or sampling_of(self.claim.spec)
-            params = sampling_of_child(of_all, child_of(self.claim.spec, index))
-            prompt = self.claim.spec.prompts[index // self._siblings]
-            if self.claim.spec.max_total_tokens:
-                params = params.with_max_tokens(bounds[index // self._siblings])
-            if self._prompt_parts.are_complete(index - index % self._siblings):
-                if is_prompt_alone(self.claim.spec):
-                    reason = FINISH_REASON_STOP if self.claim.spec.HasField("pooling") else FINISH_REASON_LENGTH
-                    self._write_finish(index, reason, "", "")
+        bounds = output_bounds(spec) if spec.max_total_tokens else None
+        given = spec.adapter
+        adapter = AdapterName(given.name, given.path, given.revision) if given.name else None
+        log = self.log.handle if has_plain_tokens(spec) else 0
+        for number, prompt in enumerate(spec.prompts):
+            first, siblings = number * num_siblings, list[Sibling]()
+            for index in range(first, first + num_siblings):
+                if index in self._finishes:
                     continue
-                params = params.without_prompt_logprobs()
-            choice = Choice(self._seq_id(index), index, prompt, params, tokens)
-            self._running.add(index)
-            yield choice
-
-    def open_groups(self) -> Iterator[list[Choice]]:
-        """Yield `open_choices` by prompt: siblings, which the engine runs as one group."""
-        for _, choices in groupby(self.open_choices(), key=lambda choice: choice.index // self._siblings):
-            yield list(choices)
-
-    @property
-    def num_siblings(self) -> int:
-        """Choices of each prompt."""
-        return self._siblings
-
-    @property
-    def is_plain(self) -> bool:
-        """See has_plain_tokens."""
-        return has_plain_tokens(self.claim.spec)
+                of_all = of_all or sampling_of(spec)
+                params = sampling_of_child(of_all, child_of(spec, index))
+                if bounds is not None:
+                    params = params.with_max_tokens(bounds[number])
+                if self._prompt_parts.are_complete(first):
+                    if is_prompt_alone(spec):
+                        reason = FINISH_REASON_STOP if spec.HasField("pooling") else FINISH_REASON_LENGTH
+                        self._write_finish(index, reason, "", "")
+                        continue
+                    params = params.without_prompt_logprobs()
+                self._running.add(index)
+                siblings.append(Sibling(self._seq_id(index), params, self._resumed[index], index - first))
+            if siblings:
+                group = AddGroup(
+                    list(prompt.ids),
+                    siblings,
+                    spec.cache_salt,
+                    priority=spec.priority,
+                    aged_classes=claim.aged_classes,
+                    tenant=spec.tenant,
+                    weight=claim.tenant_weight,
+                    waits_for_mark=claim.attempts > 1,
+                    adapter=adapter,
+                    log=log,
+                )
+                yield first, group
 
     def running_seq_ids(self) -> list[str]:
         """Return the sequences that run in the engine, once: the caller aborts them."""

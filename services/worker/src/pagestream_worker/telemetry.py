@@ -26,7 +26,7 @@ from pagestream_streams.tasks import Periodic, within
 from pagestream_telemetry import catalog
 from pagestream_telemetry.instruments import Registry
 from pagestream_telemetry.process import Telemetry, process_age_s
-from pagestream_telemetry.tracing import Span, SpanKind, TraceContext
+from pagestream_telemetry.tracing import NO_TRACE, NO_TRACER, Span, SpanKind, TraceContext
 
 from pagestream_worker.engine_core import EngineCore, EngineCoreError
 from pagestream_worker.load_shedding import Rung, Shares
@@ -44,9 +44,10 @@ SERVICE = "pagestream-engine"
 class _Phases:
     """The span of a request's current phase, and what its next spans and its end need."""
 
-    context: TraceContext
-    attributes: dict[str, str | int | float | bool]
-    span: Span
+    span: Span | None = None
+    """None where nothing is traced."""
+    context: TraceContext = NO_TRACE
+    attributes: Mapping[str, str | int | float | bool] = field(default_factory=dict)
     first_token_at: dict[int, tuple[float, int]] = field(default_factory=dict)
     """By choice: seconds of `time.perf_counter`, and the number of tokens with that first one."""
 
@@ -115,12 +116,16 @@ class WorkerTelemetry:
 
     def claimed(self, request: RunningRequest) -> None:
         """Write the queue span and start the prefill span."""
-        claim, now = request.claim, time.time()
+        claim = request.claim
         if claim.attempts > 1:
             self._resumes.add()
         else:
             self._queue_wait.record(claim.waited_s)
-        attributes: dict[str, str | int | float | bool] = {
+        phases = self._phases[request.request_id] = _Phases()
+        if self._tracer is NO_TRACER:
+            return
+        phases.context = request.trace
+        phases.attributes = {
             "gen_ai.request.model": self._model,
             "pagestream.request.id": request.request_id,
             "pagestream.engine.id": self._engine_id,
@@ -128,20 +133,19 @@ class WorkerTelemetry:
             "pagestream.attempt": claim.attempts,
             "pagestream.next_index": claim.next_index,
         }
-        context = request.trace
-        waited = self._tracer.start(
+        context, attributes, now = phases.context, phases.attributes, time.time()
+        queue = self._tracer.start(
             "queue", context, kind=SpanKind.CONSUMER, attributes=attributes, at_s=now - claim.waited_s
         )
-        waited.end(now)
-        prefill = self._tracer.start("prefill", context, attributes=attributes, at_s=now)
-        self._phases[request.request_id] = _Phases(context, attributes, prefill)
+        queue.end(now)
+        phases.span = self._tracer.start("prefill", context, attributes=attributes, at_s=now)
 
     def first_token(self, request: RunningRequest, choice: int) -> None:
         """Note a sequence's first token here; the first one of the request ends its prefill span."""
         phases = self._phases.get(request.request_id)
         if phases is None:
             return
-        if not phases.first_token_at:
+        if not phases.first_token_at and phases.span is not None:
             phases.span.end()
             phases.span = self._tracer.start("decode", phases.context, attributes=phases.attributes)
         phases.first_token_at[choice] = time.perf_counter(), request.num_generated(choice)
@@ -165,7 +169,7 @@ class WorkerTelemetry:
         """Count an error of the request, and mark its span with it."""
         self.error(error_type)
         phases = self._phases.get(request_id)
-        if phases is not None:
+        if phases is not None and phases.span is not None:
             phases.span.fail(error_type)
 
     def cancelled(self, request_id: str) -> None:
@@ -187,7 +191,8 @@ class WorkerTelemetry:
         phases = self._phases.get(request_id)
         if phases is not None:
             self.error(error_type)
-            phases.span.fail(error_type)
+            if phases.span is not None:
+                phases.span.fail(error_type)
             self._end(request_id, "lost")
 
     def handed_back(self, request_ids: Collection[str]) -> None:
@@ -199,8 +204,9 @@ class WorkerTelemetry:
         phases = self._phases.pop(request_id, None)
         if phases is None:
             return False
-        phases.span.set({"pagestream.outcome": outcome, **(more or {})})
-        phases.span.end()
+        if phases.span is not None:
+            phases.span.set({"pagestream.outcome": outcome, **(more or {})})
+            phases.span.end()
         return True
 
 
