@@ -118,6 +118,7 @@ Handler = Callable[[web.Request], Awaitable[web.Response]]
         (403, "", Rejected),
         (422, "", Rejected),
         (500, "failed to create typed patch object (x): duplicate entries", Rejected),
+        (500, "failed to convert new object (x) to proper version: quantities must match", Rejected),
         (500, 'failed calling webhook "x": connection refused', ApiUnavailable),
         *(
             (status, text, Rejected)

@@ -291,6 +291,11 @@ def test_the_operators_account_changes_nothing_of_a_pool_but_its_finalizer(
     assert "but its own" in refusal({"metadata": {"finalizers": None}})
     assert not refusal({"metadata": {"finalizers": ["example.com/kept"]}})
     assert finalizers(others, "theirs") == ["example.com/kept"]
+    without_effect = {"spec": {"model": {"source": {"path": "/deleted"}}}}
+    assert "doesn't change the spec" in refusal(without_effect)
+    kube.delete(others.path("enginepools", "theirs"))
+    assert "doesn't change the spec" in refusal({"spec": {"maxReplicas": next(sizes)}})
+    assert not refusal(without_effect), "of a deleted pool, where the stored one breaks the definition"
     kube.merge(others.path("enginepools", "theirs"), {"metadata": {"finalizers": None}})
 
 

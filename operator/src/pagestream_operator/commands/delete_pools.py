@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Sequence
 
 from pagestream_operator.commands.once import report, run_once, wait_until
-from pagestream_operator.errors import Gone
+from pagestream_operator.errors import Gone, Rejected
 from pagestream_operator.kube.client import KubeClient, Object
 from pagestream_operator.kube.kinds import POOL
+from pagestream_operator.pool.deletion import breaks_definition, patch_deleted
 
-FIELD_MANAGER = "pagestream-crd"
 _FREE_LIMIT_S = 15.0
 """For pools without finalizers: the API server alone deletes them."""
 
@@ -59,7 +59,14 @@ async def remove_pools(client: KubeClient, namespaces: Sequence[str], selector: 
     for pool in await found():
         name = _name(pool)
         report(f"{name} was not drained within {limit_s:g} s, its finalizers go: its engines still hand requests back")
-        await _remove_finalizers(client, pool)
+        try:
+            await patch_deleted(client, pool, {"finalizers": None})
+        except Gone:
+            report(f"{name} is gone")
+        except Rejected as error:
+            if not breaks_definition(error):
+                raise
+            report(f"{name} stays, correct what this names: {error}")
         forced.append(name)
     await wait_until(are_gone, limit_s=_FREE_LIMIT_S)
     return forced
@@ -79,15 +86,6 @@ async def _delete(client: KubeClient, pool: Object) -> None:
     except Gone:
         return
     report(f"{_name(pool)} is being drained")
-
-
-async def _remove_finalizers(client: KubeClient, pool: Object) -> None:
-    metadata = pool["metadata"]
-    patch = {"metadata": {"finalizers": None}}
-    try:
-        await client.merge(POOL, metadata["namespace"], metadata["name"], patch, manager=FIELD_MANAGER)
-    except Gone:
-        return
 
 
 def _name(pool: Object) -> str:

@@ -117,7 +117,7 @@ _UNAUTHORIZED, _NOT_FOUND, _CONFLICT, _TOO_LATE = 401, 404, 409, 504
 _FIRST_ERROR = 300  # redirects are not followed: they would turn a POST into a GET
 _BUSY = frozenset({408, 429, 500, 502, 503, 504})
 _NO_ANSWER = 0
-_REFUSAL = re.compile(r"failed to create typed patch object|denied (the )?request")
+_REFUSAL = re.compile(r"failed to (create typed patch object|convert new object)|denied (the )?request")
 """What the API server answers to an object that server-side apply can't read, with status 500, and where a webhook or
 a policy refuses an object, with a status of their choice. It is a refusal."""
 _SERVER_SHARE = 0.8

@@ -25,7 +25,7 @@ from pagestream_operator.children.manifest import engine_name
 from pagestream_operator.children.unpublish import CONTAINER, LIMIT_S, job_account, job_name, unpublish_job
 from pagestream_operator.children.unpublish import POOL_UID_ANNOTATION as POOL_UID
 from pagestream_operator.errors import ApiFailure, ApiUnavailable, Conflict, Gone, NotLeading, Rejected
-from pagestream_operator.fields import is_owned_by, job_ending, part, seconds, whole
+from pagestream_operator.fields import is_owned_by, job_ending, mapping, part, seconds, whole
 from pagestream_operator.kube.apply import SCALER
 from pagestream_operator.kube.client import KubeClient, Object
 from pagestream_operator.kube.events import Recorder
@@ -177,6 +177,7 @@ sees it also unpublishes its models."""
 _REFUSALS = 3
 """Refusals of the operators' Lease in a row, `_LOOK_S` apart, that show the end of its Role."""
 _TRIES = 3
+_INVALID = 422
 
 
 @dataclass(frozen=True)
@@ -386,9 +387,9 @@ async def remove_finalizer(client: KubeClient, body: Mapping[str, Any]) -> Objec
     while latest is not None and _has_finalizer(latest):
         metadata = latest["metadata"]
         left = [name for name in metadata["finalizers"] if name != FINALIZER]
-        patch = {"metadata": {"finalizers": left or None, "resourceVersion": metadata["resourceVersion"]}}
+        patch = {"finalizers": left or None, "resourceVersion": metadata["resourceVersion"]}
         try:
-            return await client.merge(POOL, metadata["namespace"], metadata["name"], patch, manager=SCALER)
+            return await patch_deleted(client, latest, patch)
         except Gone:
             return None
         except Conflict:
@@ -398,6 +399,42 @@ async def remove_finalizer(client: KubeClient, body: Mapping[str, Any]) -> Objec
             found = await client.list(POOL, metadata["namespace"])
             latest = next((each for each in found if each["metadata"]["uid"] == metadata["uid"]), None)
     return latest
+
+
+async def patch_deleted(client: KubeClient, body: Mapping[str, Any], metadata: Mapping[str, Any]) -> Object:
+    """Merge a change into the metadata of a pool that is being deleted, or is to lose its finalizer.
+
+    A server without ratcheting of validation refuses every change of an object whose stored spec breaks the definition
+    of today. Of a deleted pool nothing reads the spec any more: it is replaced in the same patch.
+
+    Raises:
+        ApiFailure: the API server refuses, or doesn't answer.
+    """
+    place, patch = (body["metadata"]["namespace"], body["metadata"]["name"]), {"metadata": metadata}
+    try:
+        return await client.merge(POOL, *place, patch, manager=SCALER)
+    except Rejected as error:
+        if not breaks_definition(error) or body["metadata"].get("deletionTimestamp") is None:
+            raise
+        why = error
+    done = await client.merge(POOL, *place, {**patch, "spec": _harmless(mapping(body.get("spec")))}, manager=SCALER)
+    more = {"pool": _name(body)}
+    logger.warning("replaced the spec of a deleted pool, which the definition refuses: %s", why, extra=more)
+    return done
+
+
+def breaks_definition(error: Rejected) -> bool:
+    """Whether a change was refused since the object breaks its definition, and not by a policy."""
+    return error.status == _INVALID and " is invalid: " in str(error)
+
+
+def _harmless(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """A merge patch by which a spec has only its served name, which can't change, and a source of no model, by which
+    the chart's policy lets the change pass."""
+    model = mapping(spec.get("model"))
+    source = dict.fromkeys(mapping(model.get("source"))) | {"path": "/deleted"}
+    named = {"servedName": model.get("servedName"), "source": source}
+    return {**dict.fromkeys(spec), "model": {**dict.fromkeys(model), **named}}
 
 
 async def report_left(recorder: Recorder, store: ObjectStore, release: str, body: Mapping[str, Any], why: str) -> None:

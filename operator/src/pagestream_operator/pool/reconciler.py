@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -139,6 +139,10 @@ class Reconciler:
     """When a condition of a pool that is left to another release may be written again."""
     _claims_again_s: float = float("-inf")
     """When a claim is tried again after the API server has dropped what it wrote."""
+    _reported: str = ""
+    """The uid of the pool whose deletion has been reported."""
+    _refusal: tuple[int | None, str] | None = None
+    """The refusal of a change of the pool itself that was last published, and the generation that it was about."""
     _drops_learned: bool = False
     """Whether the API server's definition lacks the status field with what was measured."""
 
@@ -397,13 +401,12 @@ class Reconciler:
             return
         if is_orphaning(pool, view):
             note = "its objects stay, and its models listed, as the deletion with --cascade=orphan asks"
-            await self._event(body, "Orphaned", note, action="Orphan")
-            await self._let_go(pool, body)
+            await self._let_go(pool, body, partial(self._event, body, "Orphaned", note, action="Orphan"))
             return
         if await is_terminating(self.context.client, pool.namespace):
             why = "no Job can be made in a namespace that is being deleted"
-            await report_left(self.context.recorder, self.context.store, self.context.defaults.release, body, why)
-            await self._let_go(pool, body)
+            recorder, store, release = self.context.recorder, self.context.store, self.context.defaults.release
+            await self._let_go(pool, body, partial(report_left, recorder, store, release, body, why))
             return
         asked_s = seconds(pool.deletion_time) or 0.0
         is_late = self.context.api_time_s() - asked_s >= pool.spec.drain.deletion_timeout_seconds
@@ -417,8 +420,7 @@ class Reconciler:
         if outcome is None:
             await self._show_deletion(pool, body)
             return
-        await self._report_end(pool, body, view, outcome, refusal)
-        await self._let_go(pool, body)
+        await self._let_go(pool, body, partial(self._report_end, pool, body, view, outcome, refusal))
 
     async def _drain(self, pool: EnginePool, body: dict[str, Any], view: PoolView, *, is_late: bool) -> str:
         """Lower the replicas to 0; returns why that was refused, if it was."""
@@ -478,10 +480,18 @@ class Reconciler:
             return
         self.context.store.put(POOL, done)
 
-    async def _let_go(self, pool: EnginePool, body: dict[str, Any]) -> None:
-        """Remove the finalizer. The pool goes, unless another finalizer keeps it."""
-        async with self.context.leadership.act():
-            done = await remove_finalizer(self.context.client, body)
+    async def _let_go(self, pool: EnginePool, body: dict[str, Any], report: Callable[[], Awaitable[None]]) -> None:
+        """Report how the deletion went, once, and remove the finalizer. The pool goes, unless another one keeps it."""
+        if self._reported != pool.uid:
+            await report()
+            self._reported = pool.uid
+        try:
+            async with self.context.leadership.act():
+                done = await remove_finalizer(self.context.client, body)
+        except Rejected as error:
+            todo = "correct what it names, or apply the definition of the release before until the pool is gone"
+            await self._report_refusal(body, f"the finalizer {FINALIZER} can't be removed: {error}: {todo}")
+            raise
         if done is None:
             self.context.suspect(self.key.namespace, POOL)
         elif done["metadata"].get("finalizers"):
@@ -564,9 +574,22 @@ class Reconciler:
         if self._is_worth_writing(status, old):
             await self._write_status(body, status, old)
 
+    async def _report_refusal(self, body: dict[str, Any], note: str) -> None:
+        """Publish, once, that the API server refuses a change of the pool itself: its status can't say so."""
+        refusal = (part(body, "metadata", "generation"), note)
+        if refusal != self._refusal:
+            await self._event(body, "ChangeRefused", note, action="Update", warning=True)
+            self._refusal = refusal
+
     async def _write_status(self, body: dict[str, Any], new: EnginePoolStatus, old: EnginePoolStatus) -> None:
-        async with self.context.leadership.act():
-            done = await self.context.client.replace(POOL, {**body, "status": new.to_object()}, subresource="status")
+        try:
+            async with self.context.leadership.act():
+                done = await self.context.client.replace(
+                    POOL, {**body, "status": new.to_object()}, subresource="status"
+                )
+        except Rejected as error:
+            await self._report_refusal(body, f"the status can't be written: {error}: correct what it names")
+            raise
         self._status_written_s = self.context.clock()
         self._note_learned(new, done)
         self.context.store.put(POOL, done)

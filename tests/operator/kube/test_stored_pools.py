@@ -1,0 +1,132 @@
+"""Pools that break the definition of today, on an API server that doesn't let them pass: one without ratcheting of
+validation, where every change of such an object is refused, that of its finalizers, too.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import yaml
+from support.kubernetes.api import run_tool
+from support.kubernetes.control_plane import ControlPlane, Refused, eventually
+from support.kubernetes.operator_process import DEFINITION, OperatorProcess, PoolWorld, running_operator
+
+pytestmark = pytest.mark.kube
+
+STRICT = yaml.safe_load(DEFINITION.read_text())
+DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+_TIGHTENED = ("x-kubernetes-validations", "pattern", "minimum", "maximum", "enum")
+ODD = {
+    "quantity": {"template": {"resources": {"requests": {"memory": "lots"}}}},
+    "percent": {"rollout": {"maxSurge": "ten%"}},
+    "source": {"model": {"source": {"path": "models/demo"}}},
+}
+"""What of a spec earlier definitions have let pass, by the pool's name."""
+
+
+def loosened(schema: Any) -> Any:
+    """A schema without what could have been added to it since."""
+    if isinstance(schema, dict):
+        return {
+            name: loosened(value) for name, value in schema.items() if name not in _TIGHTENED or isinstance(value, dict)
+        }
+    return [loosened(each) for each in schema] if isinstance(schema, list) else schema
+
+
+@pytest.fixture(scope="module")
+def kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
+    """An API server whose administrator has turned ratcheting off, and an earlier definition."""
+    options = ("--emulated-version=1.31", "--feature-gates=CRDValidationRatcheting=false")
+    with ControlPlane(tmp_path_factory.mktemp("kube"), controllers=True, options=options) as kube:
+        definition = copy.deepcopy(STRICT)
+        for version in definition["spec"]["versions"]:
+            version["schema"] = loosened(version["schema"])
+        kube.post(DEFINITIONS, definition)
+        eventually(lambda: kube.exists("/apis/pagestream.dev/v1alpha1/enginepools"), "EnginePool is served")
+        yield kube
+
+
+@pytest.fixture(scope="module")
+def stored(kube: ControlPlane) -> PoolWorld:
+    """Pools that have published their models, three of them odd, and the definition of today."""
+    world = PoolWorld(kube, "stored")
+    with running_operator(kube, "stored"):
+        for name in (*ODD, "good"):
+            world.create(name, minReplicas=1)
+            world.make_ready(name)
+            eventually(partial(_card_of, world, name), f"the card of {name}")
+    for name, spec in ODD.items():
+        world.change(spec, name)
+    path = f"{DEFINITIONS}/{STRICT['metadata']['name']}"
+    version = kube.get(path)["metadata"]["resourceVersion"]
+    kube.request("PUT", path, {**STRICT, "metadata": {**STRICT["metadata"], "resourceVersion": version}})
+    for name in ODD:
+        eventually(partial(_is_refused, world, name), f"no change of {name} is taken")
+    return world
+
+
+def _card_of(world: PoolWorld, name: str) -> str:
+    return str(world.pool(name).get("status", {}).get("publishedCard") or "")
+
+
+def _is_refused(world: PoolWorld, name: str) -> bool:
+    try:
+        world.kube.merge(world.path("enginepools", name), {"metadata": {"labels": {"seen": "yes"}}})
+    except Refused as error:
+        return error.status == 422
+    return False
+
+
+@pytest.fixture(scope="module")
+def operator(kube: ControlPlane, stored: PoolWorld) -> Iterator[OperatorProcess]:
+    with running_operator(kube, "stored") as operator:
+        eventually(operator.leads, "an operator that leads")
+        yield operator
+
+
+def test_the_others_are_served_and_an_event_says_what_to_correct(operator: OperatorProcess, stored: PoolWorld) -> None:
+    stored.change({"replicas": 2}, "good")
+    stored.wait_replicas(2, "good")
+    note = eventually(
+        lambda: next(iter(each for each in stored.events("ChangeRefused") if "maxSurge" in each), ""), "an event"
+    )
+    assert "the status can't be written" in note
+    assert "write `1` or `25%`" in note
+    stored.wait_condition("Degraded", "Rejected", "quantity")
+
+
+@pytest.mark.parametrize(("name", "propagation"), [("quantity", "Background"), ("source", "Foreground")])
+def test_they_are_deleted_like_others(
+    operator: OperatorProcess, stored: PoolWorld, name: str, propagation: str
+) -> None:
+    """In the foreground garbage collection has to remove a finalizer as well."""
+    stored.kube.delete(stored.path("enginepools", name), propagationPolicy=propagation)
+    eventually(lambda: _has_ended(stored, name), f"the Job of {name}")
+    stored.end_job(f"{name}-unpublish", "Succeeded")
+    eventually(lambda: stored.end_pods(name) or not _exists(stored, name), f"{name} is gone")  # type: ignore[func-returns-value]
+    drained = [event for event in stored.kube.get(stored.path("events"))["items"] if event["reason"] == "Drained"]
+    assert [event["regarding"]["name"] for event in drained].count(name) == 1
+
+
+def test_a_release_that_is_uninstalled_leaves_none(stored: PoolWorld) -> None:
+    """Without an operator, as by the chart's hook."""
+    environment = {"KUBECONFIG": str(stored.kube.kubeconfig)}
+    arguments = ("delete-pools", "--namespaces", stored.namespace, "--limit-s", "0")
+    assert _exists(stored, "percent")
+    run_tool(sys.executable, "-m", "pagestream_operator", *arguments, environment=environment)
+    assert not any(_exists(stored, name) for name in (*ODD, "good"))
+
+
+def _exists(world: PoolWorld, name: str) -> bool:
+    return world.kube.exists(world.path("enginepools", name))
+
+
+def _has_ended(world: PoolWorld, name: str) -> bool:
+    """End the pods of a pool; returns whether its models are being unpublished."""
+    world.end_pods(name)
+    return world.kube.exists(world.path("jobs", f"{name}-unpublish"))
