@@ -50,3 +50,17 @@ def test_names_are_defined_in_the_files_that_pages_say() -> None:
             if not any(defined.search(text) for text in texts):
                 wrong.append(f"{page} names {name} of {named}")
     assert wrong == []
+
+
+FIRST_CELL = re.compile(r"^\| ((?:`[\w/]+(?:/|\.py)`(?:, )?)+) \|", re.MULTILINE)
+
+
+def test_overviews_of_packages_name_files_and_folders_that_are_there() -> None:
+    wrong = []
+    for page in (each for each in PAGES if each.startswith(("services/", "operator/")) and each.endswith("README.md")):
+        for cell in FIRST_CELL.findall((ROOT / page).read_text()):
+            named = [each.rstrip("/") for each in re.findall(r"`([^`]+)`", cell)]
+            inside = [f"/{file}" for file in FILES if file.startswith((page.removesuffix("README.md"), "tests/"))]
+            missing = [each for each in named if not any(f"/{each}/" in f"{file}/" for file in inside)]
+            wrong += [f"{page} names {each}" for each in missing]
+    assert wrong == []
