@@ -390,14 +390,16 @@ class DecoderModel(Model):
             {rotation: self._operators.angles(rotation, context.positions) for rotation in self._rotations},
         )
         x, residual = self._begin(token_ids)
+        stage = self._stage
         for layer in self.layers:
-            is_last = self._stage.is_last and layer is self.layers[-1]
+            is_last = stage.is_last and layer is self.layers[-1]
             x, residual = layer.forward(x, residual, step, wanted if is_last and len(wanted) < len(token_ids) else None)
-            self._stage.note_layer()
+            if stage.notes_layers:
+                stage.note_layer()
         if x is None:
             raise InvariantViolation(f"{self.info.architecture}: given no layers, expected at least one")
-        if not self._stage.is_last:
-            self._stage.send(torch.stack((x, residual)))
+        if not stage.is_last:
+            stage.send(torch.stack((x, residual)))
             return residual[:0]
         return x.add_(residual)
 

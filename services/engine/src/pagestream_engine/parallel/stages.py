@@ -24,16 +24,12 @@ class Stage:
     """A process that has all layers. `DistributedStage` has those of one stage."""
 
     index, count = 0, 1
-
-    @property
-    def is_first(self) -> bool:
-        """Whether it has the embedding."""
-        return self.index == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether it has the head, and samples."""
-        return self.index == self.count - 1
+    is_first = True
+    """Whether it has the embedding."""
+    is_last = True
+    """Whether it has the head, and samples."""
+    notes_layers = False
+    """Whether others wait for it, and `note_layer` is to be called."""
 
     def note_layer(self) -> None:
         """Note that a layer of a step is launched."""
@@ -63,6 +59,7 @@ class UndividedStage(Stage):
 
     def __init__(self, own: Stage) -> None:
         self._own = own
+        self.notes_layers = own.notes_layers
 
     def note_layer(self) -> None:
         self._own.note_layer()
@@ -75,6 +72,8 @@ class DistributedStage(Stage):
     calls, and the hidden states of the next step must not wait for the tokens of this one.
     """
 
+    notes_layers = True
+
     def __init__(self, place: RankPlace, device: torch.device, dtype: torch.dtype, progress: RankProgress) -> None:
         """Make the group of tokens; `DistributedRanks` has met the others.
 
@@ -82,6 +81,7 @@ class DistributedStage(Stage):
             device: that computes.
         """
         self.index, self.count = place.stage, place.num_stages
+        self.is_first, self.is_last = self.index == 0, self.index == self.count - 1
         self._place = place
         self._device, self._dtype = device, dtype
         self._progress = progress

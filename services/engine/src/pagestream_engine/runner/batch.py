@@ -391,7 +391,7 @@ class PromptPart:
 
 
 class PromptRows:
-    """Rows of the batch that have prompt tokens to report; empty, and without cost, where none asked."""
+    """Rows of the batch that have prompt tokens to report."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -399,14 +399,14 @@ class PromptRows:
         self._rows: dict[int, tuple[NewSequence, int]] = {}
         """With the next token that each computes."""
 
-    def apply(self, plan: StepPlan) -> None:
-        """Edit the rows that a plan removes and adds."""
-        if self._rows:
-            for row in plan.removed.tolist():
-                self._rows.pop(row, None)
-        for new in plan.added:
-            if new.num_prompt_logprobs is not None and new.num_computed_tokens < new.num_prompt_tokens - 1:
-                self._rows[new.row] = new, new.num_computed_tokens
+    def add(self, new: NewSequence) -> None:
+        """Take a row that asked for log probabilities of its prompt."""
+        if new.num_computed_tokens < new.num_prompt_tokens - 1:
+            self._rows[new.row] = new, new.num_computed_tokens
+
+    def remove(self, row: int) -> None:
+        """Forget a row, if it is one of them."""
+        self._rows.pop(row, None)
 
     def take(self, plan: StepPlan) -> PromptPart | None:
         """Return what a plan that was applied has to report, and count its tokens as computed."""
@@ -441,18 +441,32 @@ class PromptRows:
 
 
 class PromptWork:
-    """Rows of the batch of whose prompts something is wanted beside the samples: log probabilities, or a vector."""
+    """Rows of the batch of whose prompts something is wanted beside the samples: log probabilities, or a vector.
+
+    Where `rows` is empty no step enters it.
+    """
 
     def __init__(self, model: Model, device: torch.device) -> None:
+        self.rows: set[int] = set()
+        """Until they are removed."""
         self._model = model
         self._device = device
         self._reporting = PromptRows(model.info.vocab_size, device)
         self._pooled = PooledRows()
 
-    def apply(self, plan: StepPlan) -> None:
-        """Edit the rows that a plan removes and adds."""
-        self._reporting.apply(plan)
-        self._pooled.apply(plan)
+    def edit(self, plan: StepPlan) -> None:
+        """Forget the rows that a plan removes, and take those that it adds of which something is wanted."""
+        for row in self.rows.intersection(plan.removed.tolist()):
+            self.rows.remove(row)
+            self._reporting.remove(row)
+            self._pooled.remove(row)
+        for new in plan.added:
+            if new.num_prompt_logprobs is not None:
+                self.rows.add(new.row)
+                self._reporting.add(new)
+            if new.params.pooling is not None:
+                self.rows.add(new.row)
+                self._pooled.add(new)
 
     def take(self, plan: StepPlan) -> WantedTokens | None:
         """Return the tokens that a plan wants, where it wants more than its samples; count its tokens as computed."""
@@ -540,24 +554,24 @@ class Reported(NamedTuple):
         return Reported(logprobs, pooled)
 
 
-NOTHING_REPORTED = Reported()
-
-
-def pending_result(step_id: int, sampled: Sampled | None, prompts: Reported = NOTHING_REPORTED) -> PendingResult:
+def pending_result(step_id: int, sampled: Sampled | None, prompts: Reported | None = None) -> PendingResult:
     """Start the copies to the host; the result waits for them, and for no step after this one.
 
     Args:
         sampled: None where the step samples nothing.
-        prompts: what the step has of prompts.
+        prompts: what the step has of prompts; None where nothing of them is wanted.
     """
     given = None if sampled is None else sampled.logprobs
     logprobs = [] if given is None else [given.token_ids, given.logprobs, given.ranks]
     chosen = [] if sampled is None else [sampled.token_ids, sampled.values]
-    return partial(_result, step_id, sampled, prompts, download([*chosen, *logprobs, *prompts.tensors()]))
+    reported = [] if prompts is None else prompts.tensors()
+    return partial(_result, step_id, sampled, prompts, download([*chosen, *logprobs, *reported]))
 
 
-def with_prompts(result: StepResult, prompts: Reported) -> PendingResult:
+def with_prompts(result: StepResult, prompts: Reported | None) -> PendingResult:
     """Wait for what a step reports of prompts, whose tokens are known."""
+    if prompts is None:
+        return lambda: result
     pending = pending_result(result.step_id, None, prompts)
 
     def wait() -> StepResult:
@@ -567,7 +581,9 @@ def with_prompts(result: StepResult, prompts: Reported) -> PendingResult:
     return wait
 
 
-def _result(step_id: int, sampled: Sampled | None, prompts: Reported, wait: Callable[[], list[Tensor]]) -> StepResult:
+def _result(
+    step_id: int, sampled: Sampled | None, prompts: Reported | None, wait: Callable[[], list[Tensor]]
+) -> StepResult:
     tensors = iter(wait())
     if sampled is not None:
         token_ids, values = next(tensors), next(tensors)
@@ -576,11 +592,13 @@ def _result(step_id: int, sampled: Sampled | None, prompts: Reported, wait: Call
             host = (next(tensors), next(tensors), next(tensors))
             logprobs = LogprobTensors(logprobs.places, logprobs.counts, *host)
         sampled = replace(sampled, token_ids=token_ids, values=values, logprobs=logprobs)
-    return _host_result(step_id, sampled, prompts.on_host(tensors))
+    return _host_result(step_id, sampled, None if prompts is None else prompts.on_host(tensors))
 
 
-def _host_result(step_id: int, sampled: Sampled | None, prompts: Reported) -> StepResult:
-    reported, pooled = _step_prompt_logprobs(prompts.logprobs), _step_pooled(prompts.pooled)
+def _host_result(step_id: int, sampled: Sampled | None, prompts: Reported | None) -> StepResult:
+    reported = pooled = None
+    if prompts is not None:
+        reported, pooled = _step_prompt_logprobs(prompts.logprobs), _step_pooled(prompts.pooled)
     if sampled is None:
         none = np.empty(0, np.int32)
         return StepResult(step_id, none.reshape(0, 1), none, prompt_logprobs=reported, pooled=pooled)
@@ -591,12 +609,11 @@ def _host_result(step_id: int, sampled: Sampled | None, prompts: Reported) -> St
     counts.fill(1)
     if errors or sampled.left_out:
         counts[[*errors, *sampled.left_out]] = 0
-    return StepResult(step_id, token_ids, counts, _step_logprobs(sampled.logprobs), errors, reported, pooled)
+    logprobs = None if sampled.logprobs is None else _step_logprobs(sampled.logprobs)
+    return StepResult(step_id, token_ids, counts, logprobs, errors, reported, pooled)
 
 
-def _step_logprobs(given: LogprobTensors | None) -> StepLogprobs | None:
-    if given is None:
-        return None
+def _step_logprobs(given: LogprobTensors) -> StepLogprobs:
     return StepLogprobs(
         samples=given.places.astype(np.int32),
         counts=given.counts.astype(np.int32),

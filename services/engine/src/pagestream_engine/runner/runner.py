@@ -29,7 +29,6 @@ from pagestream_engine.parallel.stages import open_group
 from pagestream_engine.plan import HostMemory, PendingResult, StepPlan
 from pagestream_engine.runner.backends import backend_for, plan_cache
 from pagestream_engine.runner.batch import (
-    NOTHING_REPORTED,
     PersistentBatch,
     PromptWork,
     Reported,
@@ -159,7 +158,9 @@ class ModelRunner:
         self._speculation = make_speculation(
             config, draft, self._batch, lambda: self._sampling, ranks=self._ranks, stage=self._stage
         )
-        self._tokens = SampledTokens(self._stage, self._batch, self.num_speculative_tokens)
+        self._tokens = (
+            SampledTokens(self._stage, self._batch, self.num_speculative_tokens) if self._stage.count > 1 else None
+        )
         self.forget_rows()
 
     def select_device(self) -> None:
@@ -375,20 +376,25 @@ class ModelRunner:
             OutOfMemory: the step needs more memory than there is; a smaller one may fit.
         """
         with step_memory(plan.num_tokens, len(plan.sampled_rows)):
-            self._tokens.settle(plan)
+            if self._tokens is not None:
+                self._tokens.settle(plan)
             if plan.reset:
                 self.forget_rows()
             self._edit(plan)
             if self._speculation is not None:
-                return self._speculation.run(plan, self._tokens.shared(self._execute), self._batch.settle)
+                execute = self._execute if self._tokens is None else self._tokens.shared(self._execute)
+                return self._speculation.run(plan, execute, self._batch.settle)
             return self._execute(plan)
 
     def _edit(self, plan: StepPlan) -> None:
         self._batch.apply(plan)
-        self._prompt_work.apply(plan)
+        if self._prompt_work.rows or len(plan.added):
+            self._prompt_work.edit(plan)
         if self._stage.is_last:
-            self._sampling.begin_step()
-            _edit_sampling(self._sampling, plan)
+            if len(plan.removed) or len(plan.added):
+                _edit_sampling(self._sampling, plan)
+            if self._sampling.matchers:
+                self._sampling.begin_step()
         if self.adapters is not None:
             self.adapters.apply(plan)
         if self._host_pages is not None:
@@ -402,18 +408,18 @@ class ModelRunner:
         adapted = None if self.adapters is None else self.adapters.begin_step(plan)
         if self._graphs is not None and adapted is None and self._graphs.takes(plan):
             rows, hidden = self._graphs.run(plan.rows, self._batch.count_computed(plan))
-            return self._sample(plan, self._model.logits(hidden), rows, NOTHING_REPORTED)
+            return self._sample(plan, self._model.logits(hidden), rows, None)
         inputs = self._batch.inputs(plan, drafts)
         context = self._backend.prepare_step(inputs.attention)
-        tokens = self._prompt_work.take(plan)
+        tokens = self._prompt_work.take(plan) if self._prompt_work.rows else None
         wanted = inputs.sample_places if tokens is None else tokens.places
         if adapted is not None:
             hidden = adapted.forward(self._model, inputs.token_ids, wanted, context)
         else:
             hidden = self._model.forward(inputs.token_ids, wanted, context)
-        if not self._stage.is_last:
+        if self._tokens is not None and not self._stage.is_last:
             return self._tokens.result_of(plan)
-        reported = NOTHING_REPORTED
+        reported: Reported | None = None
         if tokens is not None:
             reported = self._prompt_work.report(tokens, hidden)
             hidden = hidden[tokens.sampling]
@@ -421,15 +427,17 @@ class ModelRunner:
             return pending_result(plan.step_id, None, reported)
         logits = self._model.logits(hidden)
         if drafts is not None and inputs.sample_logits is not None:
-            result = verify(plan, drafts, logits, inputs.sample_logits, self._sampling)
+            sampling = self._sampling if self._sampling.matchers else self._sampling.batch
+            result = verify(plan, drafts, logits, inputs.sample_logits, sampling)
             return with_prompts(result, reported)
         if inputs.sample_logits is not None:
             logits = logits[inputs.sample_logits]
         return self._sample(plan, logits, inputs.sampled_rows, reported)
 
-    def _sample(self, plan: StepPlan, logits: Tensor, rows: Tensor, reported: Reported) -> PendingResult:
+    def _sample(self, plan: StepPlan, logits: Tensor, rows: Tensor, reported: Reported | None) -> PendingResult:
         """Sample for `rows` (samples,) int64 of the batch from (samples, vocab_size) logits."""
-        sampled = self._sampling.sample(logits, plan.sampled_rows)
+        sampling = self._sampling if self._sampling.matchers else self._sampling.batch
+        sampled = sampling.sample(logits, plan.sampled_rows)
         if sampled.left_out:
             self._batch.take_back(plan.sampled_rows[list(sampled.left_out)].tolist())
             kept = np.setdiff1d(np.arange(len(plan.sampled_rows)), sampled.left_out)
@@ -437,7 +445,8 @@ class ModelRunner:
             self._batch.next_tokens.index_copy_(0, rows[places], sampled.token_ids[places])
         else:
             self._batch.next_tokens.index_copy_(0, rows, sampled.token_ids)
-        self._tokens.give(plan, sampled)
+        if self._tokens is not None:
+            self._tokens.give(plan, sampled)
         return pending_result(plan.step_id, sampled, reported)
 
     def forget_rows(self) -> None:
@@ -461,11 +470,12 @@ class ModelRunner:
 
 
 def _edit_sampling(sampling: ConstrainedSampling, plan: StepPlan) -> None:
+    """Take the rows that a plan removes and adds; those without a grammar are the batch's alone."""
     for row in plan.removed.tolist():
-        sampling.remove(row)
+        (sampling if row in sampling.matchers else sampling.batch).remove(row)
     for new in plan.added:
         prompt, output = np.split(new.token_ids, [new.num_prompt_tokens])
-        sampling.add(
+        (sampling.batch if new.params.structured_outputs is None else sampling).add(
             new.row,
             new.params,
             seed=new.seed,

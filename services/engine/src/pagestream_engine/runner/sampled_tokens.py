@@ -28,7 +28,7 @@ class _Expected(NamedTuple):
 
 
 class SampledTokens:
-    """What a step samples, in every stage that needs it.
+    """What a step samples, in every stage that needs it, where there are several.
 
     Without drafts that is the first one: it goes on with the next step, and waits for a row's token only before a step
     that decodes it. Where a row has a grammar it is every stage, since that row may get no token. With drafts every
@@ -49,8 +49,6 @@ class SampledTokens:
 
     def settle(self, plan: StepPlan) -> None:
         """Wait for the tokens of all rows that a plan decodes, adds or removes, before the batch is edited by it."""
-        if self._stage.count == 1:
-            return
         self._settle(plan)
         if plan.reset:
             self._with_grammar.clear()
@@ -75,7 +73,7 @@ class SampledTokens:
 
     def give(self, plan: StepPlan, sampled: Sampled) -> None:
         """Send what a step without speculation has sampled from the last stage to those that need it."""
-        if self._stage.count == 1 or self._num_drafts:
+        if self._num_drafts:
             return
         token_ids = sampled.token_ids
         if sampled.left_out:
@@ -89,7 +87,7 @@ class SampledTokens:
 
     def shared(self, execute: Execute) -> Execute:
         """Return what executes a step with speculation; in the last stage it also sends the tokens to all others."""
-        if self._stage.count == 1 or not self._stage.is_last:
+        if not self._stage.is_last:
             return execute
         return lambda plan, drafts: self._share(execute(plan, drafts))
 

@@ -27,11 +27,12 @@ _WAITS_ALONE = 5
 class ConstrainedSampling:
     """A sampling batch, and the matchers of its rows.
 
+    Where `matchers` is empty a step takes the batch alone, and doesn't enter this one.
+
     A row's mask depends on its last token. It is computed by the compiler's threads from the moment that this token is
     known: on a CPU while the step before ends and the next one runs; on a GPU, which may compute that next step already
     when the host learns the token, while its model runs. Sampling waits `wait_s` in all for the masks of a step. A row
-    whose mask isn't there then gets no token: it computes its last one again in the next step. Steps without grammars
-    wait for nothing, and have no operation more.
+    whose mask isn't there then gets no token: it computes its last one again in the next step.
 
     Args:
         wait_s: of a step.
@@ -48,13 +49,15 @@ class ConstrainedSampling:
         wait_s: float,
         agree: Agree | None = None,
     ) -> None:
-        self._batch = batch
+        self.batch = batch
+        """Whose rows they are."""
         self._compiler = compiler
         self._vocab_size = vocab_size
         self._device = device
         self._wait_s = self._left_s = wait_s
         self._agree = agree
-        self._matchers: dict[int, RowMatcher] = {}
+        self.matchers: dict[int, RowMatcher] = {}
+        """Of the rows that have a grammar."""
         self._unseen: tuple[list[tuple[int, RowMatcher]], Callable[[], list[Tensor]]] | None = None
         """Matchers by the places of their tokens in the last step that had any, and what waits for these."""
 
@@ -64,7 +67,7 @@ class ConstrainedSampling:
 
     def forget_rows(self) -> None:
         """Drop what has not begun for rows: others take their place in another batch."""
-        for matcher in self._matchers.values():
+        for matcher in self.matchers.values():
             matcher.cancel()
 
     def add(
@@ -78,7 +81,7 @@ class ConstrainedSampling:
         output_token_ids: TokenIds,
     ) -> None:
         """As `SamplingBatch.add`; the row's matcher begins to take the output's tokens."""
-        self._batch.add(
+        self.batch.add(
             row,
             params,
             seed=seed,
@@ -87,7 +90,7 @@ class ConstrainedSampling:
             output_token_ids=output_token_ids,
         )
         if params.structured_outputs is not None:
-            matcher = self._matchers[row] = RowMatcher(
+            matcher = self.matchers[row] = RowMatcher(
                 self._compiler,
                 params.structured_outputs,
                 bits_of(end_token_ids, self._vocab_size),
@@ -100,19 +103,17 @@ class ConstrainedSampling:
 
     def remove(self, row: int) -> None:
         """As `SamplingBatch.remove`."""
-        self._batch.remove(row)
-        if (matcher := self._matchers.pop(row, None)) is not None:
+        self.batch.remove(row)
+        if (matcher := self.matchers.pop(row, None)) is not None:
             matcher.cancel()
 
     def sample(self, logits: Tensor, rows: ArrayLike) -> Sampled:
         """As `SamplingBatch.sample`, with the masks of the rows' grammars, and without the rows that lack theirs."""
-        if not self._matchers:
-            return self._batch.sample(logits, rows)
         self._settle()
         numbers = np.asarray(rows, dtype=np.int64)
-        held = [(place, self._matchers[row]) for place, row in enumerate(numbers.tolist()) if row in self._matchers]
+        held = [(place, self.matchers[row]) for place, row in enumerate(numbers.tolist()) if row in self.matchers]
         if not held:
-            return self._batch.sample(logits, rows)
+            return self.batch.sample(logits, rows)
         masked = [(place, matcher) for place, matcher in held if not matcher.allows_all]
         missing = self._missing([matcher for _, matcher in masked], is_alone=len(masked) == len(numbers))
         left_out = [place for (place, _), is_missing in zip(masked, missing, strict=True) if is_missing]
@@ -121,7 +122,7 @@ class ConstrainedSampling:
             held = [(place, matcher) for place, matcher in held if place not in set(left_out)]
             sampled = self._sample_some(logits, numbers, masked, left_out)
         else:
-            sampled = self._batch.sample(logits, rows, self._masks(masked))
+            sampled = self.batch.sample(logits, rows, self._masks(masked))
         errors = {place: error for place, matcher in masked if (error := matcher.error) is not None}
         if held:
             self._unseen = held, download([sampled.token_ids])
@@ -131,17 +132,12 @@ class ConstrainedSampling:
 
     def guess(self, logits: Tensor, rows: ArrayLike, num_ahead: int) -> Tensor:
         """As `SamplingBatch.guess`, without masks: `allowed` drops what a grammar forbids."""
-        return self._batch.guess(logits, rows, num_ahead)
-
-    @property
-    def has_grammars(self) -> bool:
-        """Whether some row has one."""
-        return bool(self._matchers)
+        return self.batch.guess(logits, rows, num_ahead)
 
     def forced(self, rows: Sequence[int]) -> dict[int, list[int]]:
         """Return the tokens after each row's last one where its grammar leaves one text; see `RowMatcher.forced`."""
         self._settle()
-        held = [(row, self._matchers[row]) for row in rows if row in self._matchers]
+        held = [(row, self.matchers[row]) for row in rows if row in self.matchers]
         missing = self._missing([matcher for _, matcher in held])
         known = (each for each, is_missing in zip(held, missing, strict=True) if not is_missing)
         return {row: forced for row, matcher in known if (forced := matcher.forced())}
@@ -149,7 +145,7 @@ class ConstrainedSampling:
     def allowed(self, drafts: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
         """Return of each row's drafts the leading ones that its grammar allows after its last token; none where that
         takes too long to find."""
-        held = [(row, self._matchers[row]) for row, given in drafts.items() if given and row in self._matchers]
+        held = [(row, self.matchers[row]) for row, given in drafts.items() if given and row in self.matchers]
         missing = self._missing([matcher for _, matcher in held])
         checks = {
             row: None if is_missing else matcher.check(drafts[row])
@@ -178,7 +174,7 @@ class ConstrainedSampling:
         # A row that is left out must not be sampled at all: its noise position and penalties would move.
         own_masks = None if masks is None else masks.of(kept)
         own_logits = logits.index_select(0, to_device(torch.from_numpy(kept), logits.device))
-        sampled = self._batch.sample(own_logits, rows[kept], own_masks)
+        sampled = self.batch.sample(own_logits, rows[kept], own_masks)
         errors = {int(kept[place]): error for place, error in sampled.errors.items()}
         return replace(sampled.spread(kept, len(rows), errors), left_out=tuple(left_out))
 

@@ -53,7 +53,7 @@ class PooledStates:
 
 
 class PooledRows:
-    """Rows of the batch whose prompts are pooled; empty, and without cost, where none is.
+    """Rows of the batch whose prompts are pooled.
 
     Sums are of float64, in which it makes no difference to a float32 vector, but for rare ties, where chunks end.
     """
@@ -61,14 +61,13 @@ class PooledRows:
     def __init__(self) -> None:
         self._rows: dict[int, _Row] = {}
 
-    def apply(self, plan: StepPlan) -> None:
-        """Edit the rows that a plan removes and adds."""
-        if self._rows:
-            for row in plan.removed.tolist():
-                self._rows.pop(row, None)
-        for new in plan.added:
-            if new.params.pooling is not None:
-                self._rows[new.row] = _Row(new, new.num_computed_tokens)
+    def add(self, new: NewSequence) -> None:
+        """Take a row whose prompt is pooled."""
+        self._rows[new.row] = _Row(new, new.num_computed_tokens)
+
+    def remove(self, row: int) -> None:
+        """Forget a row, if it is one of them."""
+        self._rows.pop(row, None)
 
     def take(self, plan: StepPlan) -> PooledPart | None:
         """Return what a plan that was applied pools, and count its tokens as computed."""

@@ -32,6 +32,7 @@ from pagestream_engine.parallel.ranks import Ranks
 from pagestream_engine.parallel.stages import Stage
 from pagestream_engine.plan import Int32Array, Int64Array, PendingResult, StepLogprobs, StepPlan, StepResult
 from pagestream_engine.runner.batch import PersistentBatch, pending_result
+from pagestream_engine.sampler import SamplingBatch
 
 Execute = Callable[[StepPlan, Drafts | None], PendingResult]
 Settle = Callable[[StepPlan, Sequence[Sequence[int]]], None]
@@ -133,7 +134,7 @@ class Speculation:
         """
         drafts: dict[int, Sequence[int]] = {}
         wanted: dict[int, RowCount] = {}
-        grammars = self._grammars() if self._grammars().has_grammars else None
+        grammars = self._grammars() if self._grammars().matchers else None
         most_forced = 0 if grammars is None else self._forced_lengths.wanted(_ALL_ROWS)
         all_forced = grammars.forced(rows) if grammars is not None and most_forced else {}
         self._forced_rows.clear()
@@ -245,7 +246,9 @@ Sample = Callable[[Tensor, Int32Array], StepResult]
 """Samples one token for each of some rows of the batch, from their logits."""
 
 
-def verify(plan: StepPlan, drafts: Drafts, logits: Tensor, firsts: Tensor, sampling: ConstrainedSampling) -> StepResult:
+def verify(
+    plan: StepPlan, drafts: Drafts, logits: Tensor, firsts: Tensor, sampling: ConstrainedSampling | SamplingBatch
+) -> StepResult:
     """Sample a step with drafts, and wait for its tokens.
 
     Args:
