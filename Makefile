@@ -139,7 +139,7 @@ kernels: $(STAMP) ## Every kernel in every shape, interpreted and compiled ahead
 	$(BIN)/python tests/campaigns/kernels.py $(ARGS)
 
 kernel-tables: $(STAMP) ## Choose the attention kernels' tile sizes by chip: builds, and times where there is a GPU (minutes)
-	$(BIN)/python -m pagestream_kernels.tuning.write $(ARGS)
+	$(BIN)/python -m pagestream_kernels.tuning $(ARGS)
 
 gpu: $(STAMP) ## On one GPU: tests/gpu, then all figures, to docs/benchmarks/gpu.md (10 minutes; ARGS=--dry-run without)
 	$(BIN)/python tests/benchmarks/gpu/run.py $(ARGS)

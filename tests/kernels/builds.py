@@ -21,24 +21,21 @@ from pagestream_kernels.aot import (
     narrow_loads,
     usage_of,
 )
-from pagestream_kernels.cache.copy_blocks import copy_blocks_variant
-from pagestream_kernels.decode.attend import attend_variant
-from pagestream_kernels.decode.merge import merge_variant
-from pagestream_kernels.decode.plan import plan_variant
-from pagestream_kernels.decode.shares import TILE_TOKENS
-from pagestream_kernels.decode_plan import FIXED_SPLIT_TOKENS, MAX_QUERY_LEN, MIN_SHARE
+from pagestream_kernels.copy_blocks import copy_blocks_variant
+from pagestream_kernels.decode_plan import FIXED_SPLIT_TOKENS, MAX_QUERY_LEN, MIN_SHARE, TILE_TOKENS, plan_variant
 from pagestream_kernels.filter_and_draw import filter_and_draw_variant
-from pagestream_kernels.linear.fixed_order_matmul import fixed_order_matmul_variant
-from pagestream_kernels.linear.int8_matmul import int8_matmul_variant
-from pagestream_kernels.linear.lora import expand_variant, shrink_variant
+from pagestream_kernels.fixed_order_matmul import fixed_order_matmul_variant
+from pagestream_kernels.int8_matmul import int8_matmul_variant
+from pagestream_kernels.lora import expand_variant, shrink_variant
+from pagestream_kernels.paged_decode import attend_variant, merge_variant
+from pagestream_kernels.paged_prefill import prefill_variant
 from pagestream_kernels.paging import MAX_ALIGNMENT, Geometry, Options
-from pagestream_kernels.prefill.attend import prefill_variant
 from pagestream_kernels.rms_norm import rms_norm_variant
-from pagestream_kernels.rope.rope_and_quantise import rope_and_quantise_variant
 from pagestream_kernels.rope_and_cache import rope_and_cache_variant
+from pagestream_kernels.rope_and_quantise import rope_and_quantise_variant
 from pagestream_kernels.runtime import Backend, Variant
 from pagestream_kernels.silu_and_mul import silu_and_mul_variant
-from pagestream_kernels.tuning.filter import FLOAT8_TARGETS
+from pagestream_kernels.tuning import FLOAT8_TARGETS
 from support.kernels.launched import Launched, launched
 from support.pairwise import Case
 

@@ -21,9 +21,9 @@ from kernels.cache import ResultCache
 from kernels.cases import case_id
 from pagestream_kernels import KernelError
 from pagestream_kernels.aot import TARGETS, Usage, check_usage, compile_variant
-from pagestream_kernels.decode.attend import attend_variant
+from pagestream_kernels.paged_decode import attend_variant
+from pagestream_kernels.paged_prefill import prefill_variant
 from pagestream_kernels.paging import Geometry, Options
-from pagestream_kernels.prefill.attend import prefill_variant
 from pagestream_kernels.silu_and_mul import silu_and_mul_variant
 from pagestream_kernels.tables import load_table
 from support.kernels.worker import KernelWorker

@@ -359,7 +359,7 @@ def fastest_row(operator: str) -> None:
     """The times of an operator's candidates are of launches that are cut as they say; the least time wins."""
     from pagestream_kernels.launcher import recorded_launches
     from pagestream_kernels.tables import Row, RowKey
-    from pagestream_kernels.tuning.timing import Sizes, fastest
+    from pagestream_kernels.tuning import Sizes, fastest
 
     candidates = [Row(16, tokens, 4, 1) for tokens in (16, 32, 64)]
     times, cuts = iter((3.0, 1.0, 2.0)), []

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from pagestream_kernels.decode.attend import attend_variant
+from pagestream_kernels import tuning
+from pagestream_kernels.paged_decode import attend_variant
+from pagestream_kernels.paged_prefill import prefill_variant
 from pagestream_kernels.paging import Geometry, Options
-from pagestream_kernels.prefill.attend import prefill_variant
 from pagestream_kernels.tables import CHIPS, RowKey, chips, load_table, table_of_name
-from pagestream_kernels.tuning import sources
-from pagestream_kernels.tuning.filter import row_keys
-from pagestream_kernels.tuning.write import BUILT, KNOWN, TIMED, write_table
+from pagestream_kernels.tuning import BUILT, KNOWN, TIMED, row_keys, write_table
 
 GEOMETRY = Geometry(head_dim=128, group_size=4, block_size=64, dtype=torch.bfloat16)
 
@@ -24,8 +23,8 @@ GEOMETRY = Geometry(head_dim=128, group_size=4, block_size=64, dtype=torch.bfloa
 @pytest.mark.parametrize("chip", KNOWN)
 def test_rows_are_of_the_present_kernels(chip: str) -> None:
     table = load_table(chip)
-    for operator in sources.KERNELS:
-        assert table.sources[operator] == sources.source_hash(operator), (
+    for operator in tuning.KERNELS:
+        assert table.sources[operator] == tuning.source_hash(operator), (
             f"{chip}: {operator} has changed since its rows were built; run `make kernel-tables`"
         )
     assert json.loads((CHIPS / f"{chip}.json").read_text())["triton"] == version("triton")
@@ -44,10 +43,10 @@ def test_a_kernels_hash_changes_with_its_code_alone(tmp_path: Path, monkeypatch:
 
     def hashed(*parts: object) -> str:
         (tmp_path / "one.py").write_text(code.format(*parts))
-        return sources.source_hash("one")
+        return tuning.source_hash("one")
 
-    monkeypatch.setattr(sources, "PACKAGE", tmp_path)
-    monkeypatch.setattr(sources, "KERNELS", {"one": ("one.py",)})
+    monkeypatch.setattr(tuning, "PACKAGE", tmp_path)
+    monkeypatch.setattr(tuning, "KERNELS", {"one": ("f", ("one.py",))})
     before = hashed("", "", 1)
     assert hashed("'Text.'\n    ", "  # comment", 2) == before
     assert hashed("", " + 1", 1) != before

@@ -28,7 +28,7 @@ KEPT = {
     "pagestream_engine/runner/graphs.py CudaGraphRecorder.__init__": "as `begin`",
     "pagestream_engine/runner/graphs.py CudaGraphRecorder.begin": "ModelRunner.sleep drops the graphs of a pool",
     "pagestream_engine/runner/graphs.py CudaGraphRecorder.record": "ModelRunner.sleep drops the graphs",
-    "pagestream_kernels/linear/lora_table.py LoraTable.put": "AdapterPool.empty_slots",
+    "pagestream_kernels/lora.py LoraTable.put": "AdapterPool.empty_slots",
 }
 """Who keeps addresses beyond a call, and what empties it."""
 PASSED = {
@@ -48,7 +48,7 @@ PASSED = {
     "pagestream_engine/sampler/draw.py NativeDraws.draw",
     "pagestream_engine/sampler/draw.py NativeDraws.largest",
     "pagestream_kernels/launcher.py",
-    "pagestream_kernels/linear/lora_table.py LoraTable._check",
+    "pagestream_kernels/lora.py LoraTable._check",
 }
 """Who passes them on within a call, and forgets them."""
 

@@ -1,21 +1,21 @@
 """How one decode step's KV work is divided among programs: on the device, from the lengths, in one launch.
 
 A sequence's cache is cut into units by absolute position. All units of a step, sequence after sequence, are one list,
-of which each program of a KV head takes an equal share; a sequence is cut where a share ends.
+of which each program of a KV head takes an equal share; a sequence is cut where a share ends. The arithmetic of shares
+is here, for this kernel and for those of `paged_decode.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from pagestream_kernels.checks import check_dtype, check_last_stride, check_same_device, check_shape
-from pagestream_kernels.decode.plan import plan_variant
-from pagestream_kernels.decode.shares import TILE_TOKENS
 from pagestream_kernels.errors import KernelArgumentError
-from pagestream_kernels.runtime import cdiv, num_processors, require_launchable
+from pagestream_kernels.runtime import Variant, cdiv, jit, kernel, num_processors, require_launchable, tl
 from pagestream_kernels.tables.rows import PROGRAMS_PER_PROCESSOR
 
 MIN_SHARE = 4  # units; below this the merge costs more than the cut saves; a GPU has not yet confirmed it
@@ -199,3 +199,140 @@ def _most_splits(split_tokens: int, max_seq_len: int | None, window: int | None,
     if window is None:
         return splits
     return min(splits, cdiv(window + max_query_len - 2, split_tokens) + 1)  # wherever it begins
+
+
+BLOCK_SEQS = 256  # sequences that are added up at a time
+BLOCK_PROGRAMS = 32  # of decode attention, whose first sequences one program finds
+
+
+@jit
+def _units_of(
+    seqs: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    query_starts_ptr: tl.tensor,
+    window: tl.tensor,
+    num_seqs: tl.tensor,
+    UNIT_TOKENS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+) -> tl.tensor:
+    """Units of each sequence: at least one, whose program writes zeros where there is no token; 0 behind the last."""
+    mask = seqs < num_seqs
+    seq_lens = tl.load(seq_lens_ptr + seqs, mask=mask, other=0)
+    query_lens = seqs * 0 + 1
+    if HAS_WINDOW and HAS_ROWS:
+        query_lens = tl.load(query_starts_ptr + seqs + 1, mask=mask, other=0)
+        query_lens -= tl.load(query_starts_ptr + seqs, mask=mask, other=0)
+    units = (seq_lens + UNIT_TOKENS - 1) // UNIT_TOKENS
+    units -= first_seen(seq_lens, query_lens, window, HAS_WINDOW) // UNIT_TOKENS
+    return tl.where(mask, tl.maximum(units, 1), 0)
+
+
+@kernel(
+    "unit_starts_ptr",
+    "program_seqs_ptr",
+    "query_starts_ptr",
+    "seq_lens_ptr",
+    "window",
+    "num_seqs",
+    "num_programs",
+)
+def _plan_kernel(
+    unit_starts_ptr: tl.tensor,
+    program_seqs_ptr: tl.tensor,
+    query_starts_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    window: int,
+    num_seqs: int,
+    num_programs: int,
+    UNIT_TOKENS: tl.constexpr,
+    MIN_SHARE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    BLOCK_SEQS: tl.constexpr,
+    BLOCK_PROGRAMS: tl.constexpr,
+) -> None:
+    # Every program adds up all sequences, so that none waits for another; the first one writes the sums.
+    writes = tl.program_id(0) == 0
+    own_seqs = tl.arange(0, BLOCK_SEQS)
+    num_units = 0
+    for first in range(0, num_seqs, BLOCK_SEQS):
+        seqs = first + own_seqs
+        units = _units_of(seqs, seq_lens_ptr, query_starts_ptr, window, num_seqs, UNIT_TOKENS, HAS_WINDOW, HAS_ROWS)
+        num_units += tl.sum(units, axis=0)
+
+    # -- a share begins in the sequence behind all those that end before it --
+    programs = tl.program_id(0) * BLOCK_PROGRAMS + tl.arange(0, BLOCK_PROGRAMS)
+    num_shares = tl.maximum(shares_of(num_units, num_programs, MIN_SHARE), 1)
+    begins = share_begin(programs, num_units, num_shares)
+    program_seqs = tl.zeros((BLOCK_PROGRAMS,), tl.int32)
+    begin = 0
+    for first in range(0, num_seqs, BLOCK_SEQS):
+        seqs = first + own_seqs
+        units = _units_of(seqs, seq_lens_ptr, query_starts_ptr, window, num_seqs, UNIT_TOKENS, HAS_WINDOW, HAS_ROWS)
+        ends = begin + tl.cumsum(units, axis=0)
+        is_before = (ends[None, :] <= begins[:, None]) & (seqs < num_seqs)[None, :]
+        program_seqs += tl.sum(is_before.to(tl.int32), axis=1)
+        begin += tl.sum(units, axis=0)
+        mask = (seqs < num_seqs) & writes
+        tl.store(unit_starts_ptr + seqs + 1, ends, mask=mask)
+        if not HAS_ROWS:
+            tl.store(query_starts_ptr + seqs + 1, seqs + 1, mask=mask)
+    tl.store(program_seqs_ptr + programs, program_seqs, mask=programs < num_programs)
+    tl.store(unit_starts_ptr, 0, mask=writes)
+    if not HAS_ROWS:
+        tl.store(query_starts_ptr, 0, mask=writes)
+
+
+@lru_cache(maxsize=64)
+def plan_variant(*, unit_tokens: int, min_share: int, has_window: bool, has_rows: bool) -> Variant:
+    """How the plan is built; with `has_rows` the numbers of query rows are given, without it they are written."""
+    return Variant(
+        kernel=_plan_kernel,
+        signature={
+            **dict.fromkeys(("unit_starts_ptr", "program_seqs_ptr", "query_starts_ptr", "seq_lens_ptr"), "*i32"),
+            **dict.fromkeys(("window", "num_seqs", "num_programs"), "i32"),
+        },
+        constants={
+            "UNIT_TOKENS": unit_tokens,
+            "MIN_SHARE": min_share,
+            "HAS_WINDOW": has_window,
+            "HAS_ROWS": has_rows,
+            "BLOCK_SEQS": BLOCK_SEQS,
+            "BLOCK_PROGRAMS": BLOCK_PROGRAMS,
+        },
+        num_warps=4,
+        num_stages=1,
+    )
+
+
+TILE_TOKENS = 64  # a unit of equal shares; a multiple of every tile
+LOWEST = tl.constexpr(-1e30) if tl is not None else -1e30  # below every score, so that no difference of two is a NaN
+
+
+@jit
+def shares_of(num_units: tl.tensor, num_programs: tl.tensor, MIN_SHARE: tl.constexpr) -> tl.tensor:
+    """Programs that take a share of `num_units`; the last of `num_programs` have none if there are few."""
+    return tl.minimum(num_programs, (num_units + MIN_SHARE - 1) // MIN_SHARE).to(tl.int64)
+
+
+@jit
+def share_begin(program: tl.tensor, num_units: tl.tensor, num_shares: tl.tensor) -> tl.tensor:
+    """The first unit of a program: shares differ by one unit at most, and end with the last unit."""
+    begin = program.to(tl.int64) * num_units // num_shares
+    return tl.minimum(begin, num_units).to(tl.int32)
+
+
+@jit
+def program_of(unit: tl.tensor, num_units: tl.tensor, num_shares: tl.tensor) -> tl.tensor:
+    """The program whose share holds a unit: the inverse of `share_begin`."""
+    return (((unit + 1).to(tl.int64) * num_shares - 1) // num_units).to(tl.int32)
+
+
+@jit
+def first_seen(seq_len: tl.tensor, query_len: tl.tensor, window: tl.tensor, HAS_WINDOW: tl.constexpr) -> tl.tensor:
+    """The first token that a sequence's first row sees; blocks before its own may be gone."""
+    seen = seq_len * 0
+    if HAS_WINDOW:
+        seen = tl.maximum(seq_len - query_len + 1 - window, 0)
+    return seen

@@ -23,12 +23,11 @@ from pagestream_kernels.aot import TARGETS, Target
 from pagestream_kernels.decode_plan import FIXED_SPLIT_TOKENS, MAX_QUERY_LEN, plan_decode
 from pagestream_kernels.errors import KernelUnavailableError
 from pagestream_kernels.filter_and_draw import filter_and_draw
-from pagestream_kernels.linear.fixed_order_matmul import MANY_OUTPUTS, fixed_order_matmul
+from pagestream_kernels.fixed_order_matmul import MANY_OUTPUTS, fixed_order_matmul
 from pagestream_kernels.paged_decode import paged_decode_attention
 from pagestream_kernels.paged_prefill import paged_prefill_attention
 from pagestream_kernels.rms_norm import rms_norm
-from pagestream_kernels.rope.arguments import HeadNorm
-from pagestream_kernels.rope_and_cache import rope_and_cache
+from pagestream_kernels.rope_and_cache import HeadNorm, rope_and_cache
 from pagestream_kernels.runtime import INTERPRETED, compiling_only, triton
 from pagestream_kernels.silu_and_mul import silu_and_mul
 from pagestream_kernels.tables.rows import chips, load_table, using_table

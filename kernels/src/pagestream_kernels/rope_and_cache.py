@@ -1,21 +1,22 @@
-"""Norm and rotary position embedding of query and key, fused with the write of key and value into the paged cache."""
+"""Norm and rotary position embedding of query and key, fused with the write of key and value into the paged cache.
+
+The arguments of such kernels, their checks and types, and one head's way from the projection's output to attention are
+here for `rope_and_quantise.py` too.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pagestream_kernels.rope.arguments import (
-    HeadNorm,
-    check_rotation,
-    rotation_arguments,
-    rotation_constants,
-    rotation_signature,
-)
-from pagestream_kernels.rope.turn import pair_columns, turned, turned_reference
-from pagestream_kernels.runtime import Variant, cdiv, kernel, require_launchable, tl
+from pagestream_kernels.checks import INDEX_DTYPES, check_dtype, check_last_stride, check_same_device, check_shape
+from pagestream_kernels.errors import KernelArgumentError
+from pagestream_kernels.paging import check_cache
+from pagestream_kernels.runtime import Variant, cdiv, jit, kernel, next_power_of_two, pointer_to, require_launchable, tl
 
 
 @kernel(
@@ -241,3 +242,249 @@ def rope_and_cache_reference(
     blocks, offsets = slots // key_cache.shape[1], slots % key_cache.shape[1]
     key_cache[blocks, offsets] = turned_reference(key, angles, key_weight, eps, interleaved=interleaved)[written]
     value_cache[blocks, offsets] = value[written]
+
+
+TILE_ELEMENTS = 2048  # of heads of a token, or of tokens of a head, that a program holds at a time
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorm:
+    """The norms of query and key heads before their rotation (Qwen3, Gemma 3)."""
+
+    query_weight: Tensor  # (head_dim,) of the query's dtype
+    key_weight: Tensor  # as query_weight
+    eps: float
+
+
+def rotation_signature(
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    angle_dtype: torch.dtype,
+    index_dtypes: tuple[torch.dtype, torch.dtype],
+    *,
+    has_norm: bool,
+) -> dict[str, str]:
+    """Types of the arguments that the kernels over a cache have in common; `rotation_arguments` are the values."""
+    pointer, angles = pointer_to(dtype), pointer_to(angle_dtype)
+    cache_strides = [f"{cache}_cache_stride_{axis}" for cache in ("key", "value") for axis in "bthd"]
+    strides = [f"{name}_stride_{axis}" for name in ("query", "key", "value") for axis in "nh"]
+    return {
+        **dict.fromkeys(("query_ptr", "key_ptr", "value_ptr"), pointer),
+        **dict.fromkeys(("key_cache_ptr", "value_cache_ptr"), pointer_to(cache_dtype)),
+        "cos_sin_ptr": angles,
+        **dict.fromkeys(("query_weight_ptr", "key_weight_ptr"), pointer if has_norm else angles),
+        "eps": "fp32",
+        "positions_ptr": pointer_to(index_dtypes[0]),
+        "slot_mapping_ptr": pointer_to(index_dtypes[1]),
+        **dict.fromkeys(("num_heads", "num_kv_heads", *strides, "cos_sin_stride", *cache_strides), "i32"),
+    }
+
+
+def rotation_constants(
+    *, head_dim: int, rotary_dim: int, block_size: int, num_heads: int, has_norm: bool, interleaved: bool
+) -> dict[str, Any]:
+    """The constants that the kernels over a cache have in common."""
+    block_dim = next_power_of_two(head_dim)
+    return {
+        "HEAD_DIM": head_dim,
+        "HALF_DIM": rotary_dim // 2,
+        "CACHE_BLOCK": block_size,
+        "BLOCK_HEADS": min(next_power_of_two(num_heads), max(1, TILE_ELEMENTS // block_dim)),
+        "BLOCK_HALF": next_power_of_two(rotary_dim // 2),
+        "BLOCK_DIM": block_dim,
+        "HAS_NORM": has_norm,
+        "INTERLEAVED": interleaved,
+    }
+
+
+def rotation_arguments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    norm: HeadNorm | None,
+) -> dict[str, Any]:
+    """The arguments of `rotation_signature`, from checked tensors."""
+    strides = {
+        f"{name}_stride_{axis}": stride
+        for name, axes, tensor in (
+            ("query", "nh", query),
+            ("key", "nh", key),
+            ("value", "nh", value),
+            ("key_cache", "bthd", key_cache),
+            ("value_cache", "bthd", value_cache),
+        )
+        for axis, stride in zip(axes, tensor.stride(), strict=False)
+    }
+    return {
+        "query_ptr": query,
+        "key_ptr": key,
+        "value_ptr": value,
+        "cos_sin_ptr": cos_sin,
+        "positions_ptr": positions,
+        "key_cache_ptr": key_cache,
+        "value_cache_ptr": value_cache,
+        "slot_mapping_ptr": slot_mapping,
+        "query_weight_ptr": cos_sin if norm is None else norm.query_weight,
+        "key_weight_ptr": cos_sin if norm is None else norm.key_weight,
+        "eps": 1.0 if norm is None else norm.eps,
+        "num_heads": query.shape[1],
+        "num_kv_heads": key.shape[1],
+        "cos_sin_stride": cos_sin.stride(0),
+        **strides,
+    }
+
+
+def check_rotation(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+    norm: HeadNorm | None = None,
+) -> None:
+    """Check the arguments of `rope_and_cache`, or with scales of `rope_and_quantise`."""
+    geometry = check_cache(query, key_cache, value_cache, key_scales, value_scales)
+    num_tokens, num_kv_heads = query.shape[0], key_cache.shape[2]
+    for name, tensor in (("key", key), ("value", value)):
+        check_shape(
+            name,
+            tensor,
+            (num_tokens, num_kv_heads, geometry.head_dim),
+            meaning="(num_tokens, num_kv_heads, head_dim)",
+        )
+        check_dtype(name, tensor, (query.dtype,))
+        check_last_stride(name, tensor)
+    check_shape("cos_sin", cos_sin, (None, None), meaning="(max_position, rotary_dim)")
+    check_dtype("cos_sin", cos_sin, (torch.float32, query.dtype))
+    check_last_stride("cos_sin", cos_sin)
+    rotary_dim = cos_sin.shape[1]
+    if rotary_dim % 2 or not 2 <= rotary_dim <= geometry.head_dim:
+        raise KernelArgumentError(
+            f"cos_sin: expected an even rotary_dim of 2 to head_dim={geometry.head_dim}, got {rotary_dim}"
+        )
+    for name, tensor in (("positions", positions), ("slot_mapping", slot_mapping)):
+        check_shape(name, tensor, (num_tokens,), meaning="(num_tokens,)")
+        check_dtype(name, tensor, INDEX_DTYPES)
+        check_last_stride(name, tensor)
+    check_same_device(
+        ("query", query),
+        ("key", key),
+        ("value", value),
+        ("cos_sin", cos_sin),
+        ("positions", positions),
+        ("key_cache", key_cache),
+        ("value_cache", value_cache),
+        ("slot_mapping", slot_mapping),
+        ("key_scales", key_scales),
+        ("value_scales", value_scales),
+    )
+    if norm is not None:
+        _check_norm(norm, query)
+
+
+def _check_norm(norm: HeadNorm, query: Tensor) -> None:
+    for name, weight in (("norm.query_weight", norm.query_weight), ("norm.key_weight", norm.key_weight)):
+        check_dtype(name, weight, (query.dtype,))
+        check_shape(name, weight, (query.shape[2],), meaning="(head_dim,)")
+        check_last_stride(name, weight)
+        check_same_device(("query", query), (name, weight))
+    if not norm.eps > 0:
+        raise KernelArgumentError(f"norm.eps: expected a number > 0, got {norm.eps}")
+
+
+@jit
+def turned(
+    row_ptrs: tl.tensor,
+    row_mask: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    weight_ptr: tl.tensor,
+    eps: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    HALF_DIM: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
+    """Norm and rotate heads: first and second elements of the pairs that turn, in float32, and the unrotated rest.
+
+    Args:
+        row_ptrs: (heads, 1) first elements.
+        row_mask: (heads, 1).
+        cos, sin: (1 or heads, BLOCK_HALF) float32.
+        weight_ptr: (HEAD_DIM,) of the norm.
+
+    Returns:
+        Two of (heads, BLOCK_HALF), and (heads, BLOCK_DIM), in float32.
+    """
+    firsts, seconds, rest = pair_columns(HALF_DIM, BLOCK_HALF, BLOCK_DIM, INTERLEAVED)
+    turns = row_mask & (tl.arange(0, BLOCK_HALF) < HALF_DIM)[None, :]
+    stays = row_mask & ((rest >= 2 * HALF_DIM) & (rest < HEAD_DIM))[None, :]
+    first = tl.load(row_ptrs + firsts[None, :], mask=turns, other=0.0)
+    second = tl.load(row_ptrs + seconds[None, :], mask=turns, other=0.0)
+    dtype = first.dtype
+    first = first.to(tl.float32)
+    second = second.to(tl.float32)
+    others = tl.zeros((1, BLOCK_DIM), tl.float32)
+    if 2 * HALF_DIM < HEAD_DIM:
+        others = tl.load(row_ptrs + rest[None, :], mask=stays, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        # -- rounded where `rms_norm` rounds --
+        squares = tl.sum(first * first + second * second, axis=1)
+        if 2 * HALF_DIM < HEAD_DIM:
+            squares += tl.sum(others * others, axis=1)
+        factor = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        half_mask = tl.arange(0, BLOCK_HALF) < HALF_DIM
+        first_weight = tl.load(weight_ptr + firsts, mask=half_mask, other=0.0).to(tl.float32)[None, :]
+        second_weight = tl.load(weight_ptr + seconds, mask=half_mask, other=0.0).to(tl.float32)[None, :]
+        first = ((first * factor).to(dtype).to(tl.float32) * first_weight).to(dtype).to(tl.float32)
+        second = ((second * factor).to(dtype).to(tl.float32) * second_weight).to(dtype).to(tl.float32)
+        if 2 * HALF_DIM < HEAD_DIM:
+            rest_weight = tl.load(weight_ptr + rest, mask=rest < HEAD_DIM, other=0.0).to(tl.float32)[None, :]
+            others = ((others * factor).to(dtype).to(tl.float32) * rest_weight).to(dtype).to(tl.float32)
+    return first * cos - second * sin, second * cos + first * sin, others
+
+
+@jit
+def pair_columns(
+    HALF_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_DIM: tl.constexpr, INTERLEAVED: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The columns of the first and second elements of the pairs (BLOCK_HALF,), and all columns (BLOCK_DIM,)."""
+    half = tl.arange(0, BLOCK_HALF)
+    if INTERLEAVED:
+        firsts = 2 * half
+        seconds = 2 * half + 1
+    else:
+        firsts = half
+        seconds = half + HALF_DIM
+    return firsts, seconds, tl.arange(0, BLOCK_DIM)
+
+
+def turned_reference(
+    x: Tensor, angles: Tensor, weight: Tensor | None, eps: float, *, interleaved: bool = False
+) -> Tensor:
+    """`turned` in torch: heads (tokens, heads, head_dim) at `angles` (tokens, 1, rotary_dim), of x's dtype."""
+    if weight is not None:
+        values = x.float()
+        normed = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + eps)
+        x = normed.to(x.dtype) * weight
+    cos, sin = angles.float().chunk(2, dim=-1)
+    half = cos.shape[-1]
+    pairs, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
+    first, second = (pairs[..., 0::2], pairs[..., 1::2]) if interleaved else pairs.chunk(2, dim=-1)
+    parts = (first * cos - second * sin, second * cos + first * sin)
+    rotated = torch.stack(parts, dim=-1).flatten(-2) if interleaved else torch.cat(parts, dim=-1)
+    return torch.cat((rotated.to(x.dtype), rest), dim=-1)

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from pagestream_kernels.aot import TARGETS, Target
-from pagestream_kernels.linear.lora_table import LoraMatrices, LoraTable
+from pagestream_kernels.lora import LoraMatrices, LoraTable
 from pagestream_kernels.prebuild import AbsentGPU
 from pagestream_kernels.runtime import Variant, triton
 from support.kernels.emulator.machine import kernel_of

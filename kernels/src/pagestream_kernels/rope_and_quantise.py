@@ -8,15 +8,17 @@ import torch
 from torch import Tensor
 
 from pagestream_kernels.paging import FLOAT8
-from pagestream_kernels.rope.arguments import (
+from pagestream_kernels.rope_and_cache import (
     TILE_ELEMENTS,
     HeadNorm,
     check_rotation,
+    pair_columns,
     rotation_arguments,
     rotation_constants,
     rotation_signature,
+    turned,
+    turned_reference,
 )
-from pagestream_kernels.rope.turn import pair_columns, turned, turned_reference
 from pagestream_kernels.runtime import (
     INTERPRETED,
     Variant,

@@ -1,1 +1,0 @@
-"""Writes to the paged cache that belong to no token: copies of blocks."""

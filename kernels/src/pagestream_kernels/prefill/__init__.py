@@ -1,1 +1,0 @@
-"""The Triton kernel of prefill attention, and the list of its work."""

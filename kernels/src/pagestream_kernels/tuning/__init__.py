@@ -1,1 +1,0 @@
-"""`make kernel-tables`: how the tables of tile sizes are written."""
