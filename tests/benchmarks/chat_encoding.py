@@ -19,12 +19,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from pagestream.v1.inference_pb2 import SamplingParams
-from pagestream.v1.records_pb2 import AnswerForm, ModelCard
+from pagestream.v1.records_pb2 import AnswerForm, ModelCard, RequestSpec
 from pagestream_gateway.models import LoadedModel, load_model
-from pagestream_gateway.preparation import EncoderPool, PreparedRequest, prepare
 from pagestream_gateway.request import ChatPrompt, Draft
 from pagestream_gateway.settings import LimitSettings
-from pagestream_gateway.text.tokenization import TokenizePool
+from pagestream_gateway.submission import prepare, preparing
+from pagestream_gateway.text.tokenization import EncoderPool, TokenizePool
 from support.processes.stack import DEMO_MODEL
 from tokenizers import Tokenizer
 
@@ -33,7 +33,7 @@ TEMPLATE = (
     "<|im_start|>assistant\n"
 )
 SENTENCE = "The miller of the village answers each question of his customers with patience, and never twice. "
-Prepare = Callable[[Draft], Awaitable[PreparedRequest]]
+Prepare = Callable[[Draft], Awaitable[RequestSpec]]
 
 
 def demo_model() -> LoadedModel:
@@ -94,11 +94,12 @@ async def main() -> None:
         async with threads:
             encoders = EncoderPool(threads, limits)
 
-            async def alone(draft: Draft, pool: TokenizePool = threads) -> PreparedRequest:
+            async def alone(draft: Draft, pool: TokenizePool = threads) -> RequestSpec:
                 return await pool.run(lambda: prepare(draft, model, limits))
 
-            async def together(draft: Draft, pool: EncoderPool = encoders) -> PreparedRequest:
-                return await pool.prepare(draft, model, b"tenant")
+            async def together(draft: Draft, pool: EncoderPool = encoders) -> RequestSpec:
+                preparation = preparing(draft, model, limits, b"tenant")
+                return await pool.prepare(preparation, model.encoder, cuts_long_texts=False)
 
             seen["alone"].append(await measure(drafts, alone))
             seen["batches"].append(await measure(drafts, together))

@@ -18,9 +18,9 @@ from pagestream_gateway.openai import completions
 from pagestream_gateway.openai.chat import body as chat_completions
 from pagestream_gateway.openai.chat.body import ChatBody
 from pagestream_gateway.openai.completions import CompletionBody
-from pagestream_gateway.preparation import build_spec, prepare
 from pagestream_gateway.request import ChatPrompt, check_draft
 from pagestream_gateway.settings import LimitSettings
+from pagestream_gateway.submission import prepare
 from pagestream_streams import StreamsError
 from pydantic import ValidationError
 from starlette.datastructures import Headers
@@ -113,10 +113,9 @@ BYTES = st.one_of(
 
 def accept(document: dict[str, Any], *, is_chat: bool) -> RequestSpec:
     """All that happens to a body before the queue."""
-    draft = (chat_completions if is_chat else completions).parse(document, HEADERS).draft
+    draft = (chat_completions if is_chat else completions).parse(document, HEADERS)
     check_draft(draft, LIMITS)
-    prepared = prepare(draft, LOADED, LIMITS)
-    return build_spec(draft, prepared, request_id="r", model=MODEL, tenant="t", grace_ms=1)
+    return prepare(draft, LOADED, LIMITS)
 
 
 def check_spec(spec: RequestSpec, document: dict[str, Any], *, is_chat: bool) -> None:
@@ -222,7 +221,7 @@ def test_any_bytes_are_a_spec_or_a_typed_error() -> None:
 
 def test_the_digest_of_a_body_is_of_what_it_says() -> None:
     def digest(document: dict[str, Any]) -> str:
-        return completions.parse(document, HEADERS).draft.body_digest
+        return completions.parse(document, HEADERS).body_digest
 
     assert digest({"prompt": "x", "n": 1}) == digest({"n": 1, "prompt": "x"})
     assert digest({"prompt": "x", "n": 1}) != digest({"prompt": "x", "n": 2})
@@ -311,7 +310,7 @@ def test_usage_in_each_chunk_needs_usage_at_all() -> None:
         ({"include_usage": True, "continuous_usage_stats": True}, (True, True)),
         ({"continuous_usage_stats": True}, (False, False)),
     ):
-        answer = completions.parse({**body, "stream_options": options}, HEADERS).draft.answer
+        answer = completions.parse({**body, "stream_options": options}, HEADERS).answer
         assert (answer.include_usage, answer.continuous_usage) == expected
 
 
@@ -337,8 +336,8 @@ def test_what_clients_of_vllm_send_unasked_is_taken(changes: dict[str, Any], exp
     ]
     parsed = chat_completions.parse({"model": MODEL, "messages": messages, **changes}, HEADERS)
     for name, value in expected.items():
-        assert getattr(parsed.draft.sampling, name) == value
-    [prompt] = parsed.draft.prompts
+        assert getattr(parsed.sampling, name) == value
+    [prompt] = parsed.prompts
     assert isinstance(prompt, ChatPrompt)
     shown = [message.get("reasoning_content") for message in prompt.messages]
     assert shown == [message.get("reasoning") for message in prompt.messages] == [None, "Hm.", "So?"]

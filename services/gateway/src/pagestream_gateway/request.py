@@ -134,6 +134,10 @@ class Draft:
     """Whether it stands in its tenant's list of requests. A batch's jobs don't: they would push all others out."""
     body_digest: str = ""
     """Digest of what was asked; set where there is an idempotency key."""
+    is_streamed: bool = False
+    """Whether the answer is wanted as a stream."""
+    field_names: Mapping[str, str] = field(default_factory=dict)
+    """Names in its body of sampling parameters that this calls otherwise, for error messages."""
 
 
 def check_draft(draft: Draft, limits: LimitSettings) -> None:

@@ -34,12 +34,11 @@ from pagestream_gateway.http.server import ConnectionLimits, HttpServer
 from pagestream_gateway.limits import LimitFile, TenantLimits, TenantMetrics
 from pagestream_gateway.models import Models
 from pagestream_gateway.monitors import EngineMonitor, MemoryMonitor, QueueMonitor
-from pagestream_gateway.preparation import EncoderPool
 from pagestream_gateway.redis_timeout import RedisTimeout
 from pagestream_gateway.settings import Settings
 from pagestream_gateway.streams.accepted import AcceptedRequests, OpenStreams
 from pagestream_gateway.submission import Submission
-from pagestream_gateway.text.tokenization import PendingRequests, TokenizePool
+from pagestream_gateway.text.tokenization import EncoderPool, PendingRequests, TokenizePool
 from pagestream_gateway.tls import Certificate, load_certificate
 
 logger = logging.getLogger(__name__)

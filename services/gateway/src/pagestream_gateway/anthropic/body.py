@@ -36,7 +36,6 @@ from pagestream_gateway.openai.chat.tools import (
     tools_of,
 )
 from pagestream_gateway.openai.generation import (
-    ParsedRequest,
     named_as,
     queued_arguments,
     without_unsupported,
@@ -413,7 +412,7 @@ class CountBody(PromptBody):
     add_special_tokens: bool | None = None
 
 
-def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest:
+def parse(document: dict[str, Any], headers: Mapping[str, str]) -> Draft:
     """Read a body and its headers. Raises InvalidRequest."""
     body = parse_body(MessageBody, _without_unsupported(document))
     field_names = dict(_FIELD_NAMES)
@@ -433,8 +432,15 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest
         queued = queued_arguments(body, headers, document, API_FORM_MESSAGES)
     constraint_field = field_names.get("structured_outputs", "")
     answer = AnswerForm(api=API_FORM_MESSAGES, created=now_s(), constraint_field=constraint_field)
-    draft = Draft(prompts=[prompt], prompt_field="messages", sampling=sampling, answer=answer, **queued)
-    return ParsedRequest(draft, stream=bool(body.stream), field_names=field_names)
+    return Draft(
+        prompts=[prompt],
+        prompt_field="messages",
+        sampling=sampling,
+        answer=answer,
+        is_streamed=bool(body.stream),
+        field_names=field_names,
+        **queued,
+    )
 
 
 def parse_count(document: dict[str, Any], _: Mapping[str, str]) -> Draft:

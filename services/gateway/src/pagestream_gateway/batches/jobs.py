@@ -12,7 +12,7 @@ import random
 from codecs import BOM_UTF8
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from pagestream.v1.inference_pb2 import (
@@ -39,12 +39,11 @@ from pagestream_gateway.models import LoadedModel
 from pagestream_gateway.openai import completions, embeddings
 from pagestream_gateway.openai.chat import body as chat_completions
 from pagestream_gateway.openai.errors import error_body
-from pagestream_gateway.openai.generation import ParsedRequest
 from pagestream_gateway.openai.responses import body as responses
-from pagestream_gateway.preparation import check_parameters
 from pagestream_gateway.request import Draft, check_draft
 from pagestream_gateway.settings import PRIORITIES, LimitSettings
 from pagestream_gateway.streams.requests import collect
+from pagestream_gateway.submission import check_parameters
 
 
 @dataclass(frozen=True)
@@ -86,8 +85,6 @@ class ParsedJob:
     custom_id: str
     """Its caller's name for it."""
     draft: Draft
-    field_names: Mapping[str, str] = field(default_factory=dict)
-    """See ParsedRequest."""
 
 
 class JobResult(NamedTuple):
@@ -113,7 +110,7 @@ class Problem:
 
 _MAX_NAME_CHARS = 512
 _ANSWERS_AT_ONCE = 4  # are read from their logs: callers' own answers need the same memory
-_Parser = Callable[[dict[str, Any], Mapping[str, str]], ParsedRequest]
+_Parser = Callable[[dict[str, Any], Mapping[str, str]], Draft]
 
 
 class JobLine(Body):
@@ -127,11 +124,11 @@ class JobLine(Body):
     body: dict[str, Any] = Field(description="The body of a call of the endpoint; it is not streamed.")
 
 
-def _response(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest:
+def _response(document: dict[str, Any], headers: Mapping[str, str]) -> Draft:
     parsed = responses.parse(document, headers)
     if parsed.previous_id:
         raise UnsupportedField("previous_response_id", "a job has its whole conversation in `input`")
-    return ParsedRequest(parsed.going_on((), _ANY_BYTES), parsed.stream, parsed.field_names)
+    return parsed.going_on((), _ANY_BYTES)
 
 
 _ANY_BYTES = 2**31  # the line is bounded already
@@ -161,10 +158,10 @@ class JobApi:
             if line.url not in (None, endpoint):
                 raise InvalidRequest("url", f"must be the batch's endpoint, {endpoint}, got {line.url[:100]!r}")
             with within("body"):
-                parsed = PARSERS[endpoint](line.body, {})
-                if parsed.stream:
+                draft = PARSERS[endpoint](line.body, {})
+                if draft.is_streamed:
                     raise UnsupportedField("stream", "the answers of a batch are in its output file")
-        return ParsedJob(line.custom_id, parsed.draft, parsed.field_names)
+        return ParsedJob(line.custom_id, draft)
 
     def custom_id(self, data: bytes) -> str:
         """Return the name of a job whose line has been parsed before. This is CPU work."""
@@ -204,7 +201,7 @@ class JobApi:
 def _report(error: Exception, job: ParsedJob | None) -> ErrorReport:
     """Return how an error is reported, with the names that a job's body has for its fields."""
     if isinstance(error, InvalidRequest) and error.field is not None and job is not None:
-        error.field = job.field_names.get(error.field, error.field)
+        error.field = job.draft.field_names.get(error.field, error.field)
     return error_report(error)
 
 

@@ -18,7 +18,6 @@ from pagestream_gateway.http.documents import stream_body_of
 from pagestream_gateway.openai import generation
 from pagestream_gateway.openai.generation import (
     GenerationBody,
-    ParsedRequest,
     named_as,
     names_in,
     shared_draft,
@@ -91,7 +90,7 @@ class CompletionWriter(AnswerWriter):
         return texts[choice // max(1, self.spec.sampling.n)] if texts else ""
 
 
-def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest:
+def parse(document: dict[str, Any], headers: Mapping[str, str]) -> Draft:
     """Read a body and its headers. Raises InvalidRequest."""
     body = parse_body(CompletionBody, without_unsupported(document, UNSUPPORTED))
     own_parameters = {"logprobs": body.logprobs}
@@ -106,15 +105,15 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest
     if body.echo and body.logprobs is not None:
         sampling, shared["answer"].echo_logprobs = shared["sampling"], True
         sampling.prompt_logprobs = max(body.logprobs, sampling.prompt_logprobs)
-    draft = Draft(
+    return Draft(
         prompts=prompts_of(body.prompt, body.add_special_tokens is not False),
         prompt_field="prompt",
         default_max_tokens=_DEFAULT_MAX_TOKENS,
         echo=bool(body.echo),
         is_prompt_alone=is_prompt_alone,
+        field_names=field_names,
         **shared,
     )
-    return ParsedRequest(draft, stream=bool(body.stream), field_names=field_names)
 
 
 def router(gateway: Gateway) -> APIRouter:

@@ -26,7 +26,7 @@ from pagestream_gateway.http.body import (
 )
 from pagestream_gateway.http.documents import body_of
 from pagestream_gateway.openai import generation
-from pagestream_gateway.openai.generation import ParsedRequest, queued_arguments, without_unsupported
+from pagestream_gateway.openai.generation import queued_arguments, without_unsupported
 from pagestream_gateway.openai.writer import LogWriter
 from pagestream_gateway.pooling import numbers_of
 from pagestream_gateway.request import AskedPooling, Draft, Prompt, now_s
@@ -74,9 +74,9 @@ def vector_request(
     prompt_field: str,
     form: VectorForm,
     pooling: AskedPooling,
-) -> ParsedRequest:
+) -> Draft:
     """Return a request for vectors. Raises InvalidRequest."""
-    draft = Draft(
+    return Draft(
         prompts=prompts,
         prompt_field=prompt_field,
         sampling=SamplingParams(seed=0),
@@ -85,7 +85,6 @@ def vector_request(
         pooling=pooling,
         **queued_arguments(body, headers, document, api),
     )
-    return ParsedRequest(draft, stream=False)
 
 
 _ITEM_BYTES = 128  # of an embedding's object, without its numbers
@@ -186,7 +185,7 @@ class EmbeddingList:
         yield b"]}"
 
 
-def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest:
+def parse(document: dict[str, Any], headers: Mapping[str, str]) -> Draft:
     """Read a body and its headers. Raises InvalidRequest."""
     body = parse_body(EmbeddingBody, without_unsupported(document, UNSUPPORTED))
     normalize = body.use_activation if body.normalize is None else body.normalize

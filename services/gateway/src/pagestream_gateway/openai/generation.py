@@ -5,7 +5,6 @@ import hashlib
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
 from pagestream.v1.inference_pb2 import ON_DISCONNECT_CANCEL, ON_DISCONNECT_CONTINUE, SamplingParams
@@ -103,19 +102,9 @@ class GenerationBody(QueuedBody):
     parallel_tool_calls: Any = None
 
 
-@dataclass(frozen=True)
-class ParsedRequest:
-    """A body and its headers, read by a resource."""
-
-    draft: Draft
-    stream: bool
-    field_names: Mapping[str, str] = field(default_factory=dict)
-    """Names in this body of sampling parameters that it calls otherwise, for error messages."""
-
-
 Parsed = TypeVar("Parsed")
 BodyParser = Callable[[dict[str, Any], Headers], Parsed]
-Parser = BodyParser[ParsedRequest]
+Parser = BodyParser[Draft]
 
 
 def without_unsupported(document: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
@@ -144,6 +133,7 @@ def shared_draft(
     return {
         **queued_arguments(body, headers, document, api),
         "sampling": sampling,
+        "is_streamed": bool(body.stream),
         "truncation": asked_truncation(body.truncate_prompt_tokens, body.truncation_side),
         "answer": AnswerForm(
             api=api,
@@ -211,8 +201,8 @@ async def generate(
         call.identified(identity)
         with_ids = switch(request.headers, "X-Stream-Ids")
         with_comments = switch(request.headers, "X-Queue-Comments")
-        async with parsed_request(gateway, request, parse) as parsed:
-            spec = await gateway.submission.submit(parsed.draft, identity, call)
+        async with parsed_request(gateway, request, parse) as draft:
+            spec = await gateway.submission.submit(draft, identity, call)
         reading = Reading(
             spec,
             identity,
@@ -223,7 +213,7 @@ async def generate(
             as_lines=accepts_lines(request.headers.get("accept")),
             with_queue_comments=with_comments,
         )
-        return stream(gateway, reading) if parsed.stream else whole(gateway, reading)
+        return stream(gateway, reading) if draft.is_streamed else whole(gateway, reading)
     except asyncio.CancelledError:
         call.end(DISCONNECTED)
         raise
@@ -254,7 +244,7 @@ async def parsed_request(gateway: Gateway, request: Request, parse: BodyParser[P
         async with pending.receiving():
             data = await read_body(request, max_bytes)
         parsed = await _parsed(gateway, data, request.headers, parse)
-        own_names = parsed.field_names if isinstance(parsed, ParsedRequest) else {}
+        own_names = parsed.field_names if isinstance(parsed, Draft) else {}
         with named_as({**_names_of_headers(request.headers), **own_names}):
             yield parsed
 

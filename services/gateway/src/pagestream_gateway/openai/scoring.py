@@ -38,10 +38,10 @@ from pagestream_gateway.openai.embeddings import (
     usage_of,
     vector_request,
 )
-from pagestream_gateway.openai.generation import ParsedRequest, without_unsupported
+from pagestream_gateway.openai.generation import without_unsupported
 from pagestream_gateway.openai.writer import LogWriter
 from pagestream_gateway.pooling import Similarities, numbers_of
-from pagestream_gateway.request import AskedPooling, TextPrompt
+from pagestream_gateway.request import AskedPooling, Draft, TextPrompt
 from pagestream_gateway.streams.runs import Position, Run
 
 _RESULT_BYTES = 128  # of a result's object, without a document's text
@@ -199,7 +199,7 @@ class ScoreList:
         yield json.dumps(self._writer.whole(end.usage), ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def parse_classification(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest:
+def parse_classification(document: dict[str, Any], headers: Mapping[str, str]) -> Draft:
     """Read the body of a classification and its headers. Raises InvalidRequest."""
     body = parse_body(ClassificationBody, without_unsupported(document, UNSUPPORTED))
     return vector_request(
@@ -214,7 +214,7 @@ def parse_classification(document: dict[str, Any], headers: Mapping[str, str]) -
     )
 
 
-def parse_score(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest:
+def parse_score(document: dict[str, Any], headers: Mapping[str, str]) -> Draft:
     """Read the body of a score and its headers. Raises InvalidRequest."""
     body = parse_body(ScoreBody, without_unsupported(document, UNSUPPORTED))
     query_field, queries = _one_of(body, "text_1", "data_1", "queries")
@@ -226,7 +226,7 @@ def parse_score(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedR
     return vector_request(body, headers, document, API_FORM_SCORE, form=VectorForm(), **texts)
 
 
-def parse_rerank(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest:
+def parse_rerank(document: dict[str, Any], headers: Mapping[str, str]) -> Draft:
     """Read the body of a rerank and its headers. Raises InvalidRequest."""
     body = parse_body(RerankBody, without_unsupported(document, UNSUPPORTED))
     query = _text(body.query)

@@ -41,7 +41,7 @@ from pagestream_gateway.openai.chat.answer import ChatWriter
 from pagestream_gateway.openai.completions import CompletionWriter
 from pagestream_gateway.openai.embeddings import EmbeddingList, EmbeddingWriter
 from pagestream_gateway.openai.errors import error_response
-from pagestream_gateway.openai.generation import ParsedRequest, parsed_request, switch
+from pagestream_gateway.openai.generation import parsed_request, switch
 from pagestream_gateway.openai.responses.answer import ResponseWriter, StoredAnswer, WholeResponse
 from pagestream_gateway.openai.scoring import ClassificationWriter, RerankWriter, ScoreList, ScoreWriter
 from pagestream_gateway.openai.writer import AnswerBody, LogWriter, WholeBody, finish_reason_body, usage_body
@@ -172,7 +172,7 @@ LIST_PARAMETERS: dict[str, Any] = {
         },
     ]
 }
-_PARSERS: Mapping[str, Callable[[dict[str, Any], Mapping[str, str]], ParsedRequest]] = {
+_PARSERS: Mapping[str, Callable[[dict[str, Any], Mapping[str, str]], Draft]] = {
     "messages": chat_completions.parse,
     "input": embeddings.parse,
     "query": scoring.parse_rerank,
@@ -238,8 +238,8 @@ def router(gateway: Gateway) -> APIRouter:
         try:
             identity = await identify(gateway, request)
             call.identified(identity)
-            async with parsed_request(gateway, request, _parse_any) as parsed:
-                draft = replace(parsed.draft, chosen_seed=_seed(request.headers.get("x-request-seed"), parsed.draft))
+            async with parsed_request(gateway, request, _parse_any) as given:
+                draft = replace(given, chosen_seed=_seed(request.headers.get("x-request-seed"), given))
                 await gateway.submission.submit_again(draft, identity, request_id, call, is_compared=True)
             view = await gateway.requests.view(request_id, identity.tenant)
             outcome = OK
@@ -337,7 +337,7 @@ def listed_limit(text: str | None) -> int:
     return number
 
 
-def _parse_any(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest:
+def _parse_any(document: dict[str, Any], headers: Mapping[str, str]) -> Draft:
     """Read a body of any resource, which is known by a field that it alone has, or by Anthropic's header."""
     if "messages" in document and "anthropic-version" in headers:
         return messages.parse(document, headers)

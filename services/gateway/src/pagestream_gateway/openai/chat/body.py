@@ -22,7 +22,6 @@ from pagestream_gateway.openai.chat.tools import (
 )
 from pagestream_gateway.openai.generation import (
     GenerationBody,
-    ParsedRequest,
     named_as,
     names_in,
     shared_draft,
@@ -141,7 +140,7 @@ class ChatBody(GenerationBody):
     )
 
 
-def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest:
+def parse(document: dict[str, Any], headers: Mapping[str, str]) -> Draft:
     """Read a body and its headers. Raises InvalidRequest."""
     _check_messages(document.get("messages"))
     given_tools = chat_tools(document.get("tools"), document.get("tool_choice"))
@@ -175,8 +174,7 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest
             sampling.structured_outputs.CopyFrom(constraint)
             field_names["structured_outputs"] = "tools"
     shared["answer"].constraint_field = field_names.get("structured_outputs", "")
-    draft = Draft(prompts=[prompt], prompt_field="messages", **shared)
-    return ParsedRequest(draft, stream=bool(body.stream), field_names=field_names)
+    return Draft(prompts=[prompt], prompt_field="messages", field_names=field_names, **shared)
 
 
 def _check_messages(messages: object) -> None:

@@ -391,12 +391,10 @@ class ParsedResponse:
 
     draft: Draft
     """Without its conversation."""
-    stream: bool
     background: bool
     previous_id: str
     items: Sequence[Item]
     instructions: str
-    field_names: Mapping[str, str]
 
     def going_on(self, earlier: Sequence[Item], max_bytes: int) -> Draft:
         """Return the draft of a conversation that began with `earlier`.
@@ -460,17 +458,17 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRespons
         prompt_field="input",
         sampling=sampling,
         answer=answer,
+        is_streamed=bool(body.stream),
+        field_names=field_names,
         truncation=AskedTruncation(WHAT_FITS, leaves_room=True) if body.truncation == "auto" else None,
         **queued,
     )
     return ParsedResponse(
         draft,
-        stream=bool(body.stream),
         background=bool(body.background),
         previous_id=body.previous_response_id or "",
         items=items_of(body.input),
         instructions=body.instructions or "",
-        field_names=field_names,
     )
 
 

@@ -276,9 +276,9 @@ async def _create(gateway: Gateway, request: Request, call: Call) -> Response:
     identity = await identify(gateway, request)
     call.identified(identity)
     async with parsed_request(gateway, request, parse) as parsed:
-        with named_as(parsed.field_names):
+        with named_as(parsed.draft.field_names):
             spec = await gateway.submission.submit(await _draft(gateway, parsed, identity.tenant), identity, call)
-    if parsed.stream:
+    if parsed.draft.is_streamed:
         return _stream(gateway, identity, call, ResponseWriter(spec))
     if parsed.background:
         return _state_answer(gateway, await gateway.requests.view(spec.request_id, identity.tenant), identity, call)
