@@ -137,7 +137,7 @@ class Call:
     def accepted(self, spec: RequestSpec) -> None:
         """Note that the request is in the queue."""
         self._describe(spec)
-        if self._identity is not None:
+        if self._identity is not None and self._audit.is_on:
             self._audit.accepted(self._identity, spec)
         self._span.event("accepted")
 
@@ -177,7 +177,8 @@ class Call:
         self._is_open = False
         self._metrics.count_request(self.api, outcome)
         self._end_span(outcome)
-        self._end_audit(outcome)
+        if self._identity is not None and self._audit.is_on:
+            self._end_audit(self._identity, outcome)
         if outcome == DISCONNECTED:
             self._metrics.cancelled(self._model)
         elif outcome != OK:
@@ -190,13 +191,11 @@ class Call:
         if outcome == OK and more > 0:
             self._metrics.per_token(self._model, self._operation, (self._last_at - self._first_at) / more)
 
-    def _end_audit(self, outcome: str) -> None:
-        if self._identity is None:
-            return
+    def _end_audit(self, identity: Identity, outcome: str) -> None:
         if self._spec is not None:
-            self._audit.ended(self._identity, self.api, self._spec, outcome, self._tokens)
+            self._audit.ended(identity, self.api, self._spec, outcome, self._tokens)
         elif outcome != OK:
-            self._audit.refused(self._identity, self.api, outcome)
+            self._audit.refused(identity, self.api, outcome)
 
     def _begin_tokens(self, now: float, number: int) -> None:
         self._first_at, self._first_count = now, number

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 from pagestream.v1.inference_pb2 import SamplingParams
@@ -43,6 +43,7 @@ _MOST_PRELOADED = 4  # tokenizers of 10 to 60 MB each
 _MOST_NAMED = 8  # models in one message
 _COUNTED_S = 1.0  # a thousand waiting streams count engines once
 
+T = TypeVar("T")
 Runner = Callable[[Callable[[], "LoadedModel"]], Awaitable["LoadedModel"]]
 
 
@@ -65,6 +66,16 @@ class LoadedModel:
     """Of the messages that the chat template takes."""
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     """Values that the template gets where a request gives none."""
+
+    found: dict[Callable[[LoadedModel], Any], Any] = field(default_factory=dict, init=False, repr=False)
+    """See `once`."""
+
+    def once(self, find: Callable[[LoadedModel], T]) -> T:
+        """Return what a function finds out about this model; it is called once."""
+        if find not in self.found:
+            self.found[find] = find(self)
+        value: T = self.found[find]
+        return value
 
     @cached_property
     def tokens(self) -> TokenTable:

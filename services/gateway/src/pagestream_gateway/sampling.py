@@ -419,9 +419,12 @@ def _set_default(sampling: SamplingParams, parameter: Parameter, defaults: Sampl
 
 def _check(parameter: Parameter, context: CheckContext) -> None:
     name: Any = parameter.name
-    if _FIELDS[name].has_presence and not context.sampling.HasField(name):
+    field = _FIELDS[name]
+    if field.has_presence and not context.sampling.HasField(name):
         return
     value = getattr(context.sampling, name)
+    if field.is_repeated and not value:
+        return
     if parameter.check is not None and (fault := parameter.check(value, context)) is not None:
         raise InvalidRequest(name, fault)
 

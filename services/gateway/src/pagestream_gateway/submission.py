@@ -31,7 +31,15 @@ from pagestream_gateway.pooling import (
     sampling_of_vectors,
 )
 from pagestream_gateway.redis_timeout import RedisTimeout
-from pagestream_gateway.request import ChatPrompt, Draft, TextPrompt, TokenPrompt, check_draft, most_tokens
+from pagestream_gateway.request import (
+    AskedPooling,
+    ChatPrompt,
+    Draft,
+    TextPrompt,
+    TokenPrompt,
+    check_draft,
+    most_tokens,
+)
 from pagestream_gateway.sampling import fit_context, resolve_sampling
 from pagestream_gateway.settings import PREFIX_SHARING_ALL, CacheSettings, LimitSettings, Settings
 from pagestream_gateway.text.encoder import PIECE_CHARS, Encoded, EncodingCache, EncodingJob
@@ -178,7 +186,8 @@ class Submission:
             return model, prepare(draft, model, limits)
         scope = cache_salt(identity.tenant, draft.cache_salt, self.settings.cache)
         preparation = preparing(draft, model, limits, scope)
-        return model, await self.pool.prepare(preparation, model.encoder, cuts_long_texts=_cuts_long_texts(draft))
+        cuts_long_texts = draft.pooling is not None and _cuts_long_texts(draft, draft.pooling)
+        return model, await self.pool.prepare(preparation, model.encoder, cuts_long_texts=cuts_long_texts)
 
     async def _known(self, request_id: str, tenant: str) -> RequestSpec | None:
         try:
@@ -280,9 +289,12 @@ def preparing(draft: Draft, model: LoadedModel, limits: LimitSettings, scope: by
     if draft.is_counted:
         return _spec_of(draft, model, whole, sampling)
     prompts = cut_prompts(draft, whole, model)
-    if draft.answer.api != API_FORM_GRPC and shows_special_tokens(draft.answer.output, model):
+    is_divided = draft.answer.HasField("output") and draft.answer.api != API_FORM_GRPC
+    if is_divided and shows_special_tokens(draft.answer.output, model):
         sampling.skip_special_tokens = False
-    _check_prompt_logprobs(sampling, sum(map(len, prompts)), limits)
+    num_tokens = sum(map(len, prompts))
+    if sampling.HasField("prompt_logprobs"):
+        _check_prompt_logprobs(sampling, num_tokens, limits)
     total = fit_context(
         sampling,
         is_given=draft.sampling.HasField("max_tokens"),
@@ -292,7 +304,8 @@ def preparing(draft: Draft, model: LoadedModel, limits: LimitSettings, scope: by
         default=draft.default_max_tokens,
         prompt_field=draft.prompt_field,
     )
-    _check_shown_ids(draft, sampling, sum(map(len, prompts)))
+    if draft.answer.token_ids:
+        _check_shown_ids(sampling, num_tokens)
     cuts = zip(draft.prompts, whole, prompts, strict=True)
     spec = _spec_of(draft, model, prompts, sampling, max_total_tokens=total)
     if draft.echo:
@@ -394,10 +407,10 @@ def _seed_of_key(draft: Draft, tenant: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big") >> 1
 
 
-def _check_shown_ids(draft: Draft, sampling: SamplingParams, num_tokens: int) -> None:
+def _check_shown_ids(sampling: SamplingParams, num_tokens: int) -> None:
     """Refuse more token ids of prompts than an answer may show; each choice repeats them. Raises InvalidRequest."""
     shown = num_tokens * max(1, sampling.n)
-    if draft.answer.token_ids and shown > _MOST_SHOWN_IDS:
+    if shown > _MOST_SHOWN_IDS:
         raise InvalidRequest(
             "return_token_ids", f"choices would show {shown} ids of prompts, at most {_MOST_SHOWN_IDS} are shown"
         )
@@ -405,8 +418,6 @@ def _check_shown_ids(draft: Draft, sampling: SamplingParams, num_tokens: int) ->
 
 def _check_prompt_logprobs(sampling: SamplingParams, num_tokens: int, limits: LimitSettings) -> None:
     """Refuse more log probabilities of prompts than a log may have. Raises InvalidRequest."""
-    if not sampling.HasField("prompt_logprobs"):
-        return
     wanted = num_tokens * (1 + sampling.prompt_logprobs)
     if wanted > limits.max_prompt_logprobs:
         raise InvalidRequest(
@@ -416,9 +427,8 @@ def _check_prompt_logprobs(sampling: SamplingParams, num_tokens: int, limits: Li
         )
 
 
-def _cuts_long_texts(draft: Draft) -> bool:
+def _cuts_long_texts(draft: Draft, asked: AskedPooling) -> bool:
     """Whether texts are encoded already while they are rendered, to be cut, and long ones."""
-    asked = draft.pooling
-    if asked is None or not (asked.num_query_tokens or asked.num_doc_tokens):
+    if not (asked.num_query_tokens or asked.num_doc_tokens):
         return False
     return sum(len(prompt.text) for prompt in draft.prompts if isinstance(prompt, TextPrompt)) > PIECE_CHARS

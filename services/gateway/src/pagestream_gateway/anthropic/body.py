@@ -32,7 +32,7 @@ from pagestream_gateway.openai.chat.tools import (
     Tool,
     ToolName,
     caller_run,
-    check_forced,
+    force_calls,
     tools_of,
 )
 from pagestream_gateway.openai.generation import (
@@ -425,9 +425,8 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> Draft:
                 raise InvalidRequest("response_format", "excludes structured_outputs")
             sampling.structured_outputs.CopyFrom(constraint)
             field_names["structured_outputs"] = _FORMAT
-        check_forced(prompt.tools, sampling.stop, given=given["structured_outputs"])
-        if (forced := prompt.tools.constraint()) is not None:
-            sampling.structured_outputs.CopyFrom(forced)
+        if prompt.tools.is_forced:
+            force_calls(sampling, prompt.tools, given=given["structured_outputs"])
             field_names["structured_outputs"] = "tools"
         queued = queued_arguments(body, headers, document, API_FORM_MESSAGES)
     constraint_field = field_names.get("structured_outputs", "")

@@ -30,7 +30,8 @@ class Audit:
 
         `is_on`: whether anything is written.
         """
-        self._is_on = is_on
+        self.is_on = is_on
+        """Whether anything is written: a call that may end well needs no `accepted` and `ended` else."""
         self._failures = _Bound(settings.max_failures_per_minute, "failures")
         self._refusals = _Bound(settings.max_refusals_per_minute, "refusals")
         file = settings.file if is_on else None
@@ -49,7 +50,7 @@ class Audit:
 
     def failed(self, peer: str, reason: str) -> None:
         """Note a call whose credentials were refused. What it gave as such is not noted, not even as a digest."""
-        if self._is_on and self._failures.allows():
+        if self.is_on and self._failures.allows():
             logger.info("audit", extra={"event": "auth_failure", "peer": peer[:_MAX_TEXT], "reason": reason})
 
     def accepted(self, identity: Identity, spec: RequestSpec) -> None:
@@ -58,7 +59,7 @@ class Audit:
 
     def refused(self, identity: Identity, api: str, code: str) -> None:
         """Note a call that was refused, or failed before its request was accepted."""
-        if self._is_on and self._refusals.allows():
+        if self.is_on and self._refusals.allows():
             self._write("refuse", identity, api=api, code=code)
 
     def ended(self, identity: Identity, api: str, spec: RequestSpec, outcome: str, output_tokens: int) -> None:
@@ -71,13 +72,13 @@ class Audit:
 
     def administered(self, administrator: Administrator, method: str, path: str, code: str) -> None:
         """Note an administrator's call, with "ok" or an error's code."""
-        if self._is_on:
+        if self.is_on:
             who = {"administrator": administrator.name, "key": administrator.key, "peer": administrator.peer}
             what = {"event": "admin", "method": method, "path": path[:_MAX_TEXT], "code": code}
             logger.info("audit", extra={**what, **who})
 
     def _write(self, event: str, identity: Identity, **more: object) -> None:
-        if self._is_on:
+        if self.is_on:
             who = {"tenant": identity.tenant, "key": identity.key, "peer": identity.peer}
             logger.info("audit", extra={"event": event, **who, **more})
 

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagestream_gateway.errors import BodyTooLarge, InvalidRequest, UnknownField, WrongContentType
 from pagestream_gateway.json_types import HALF_SURROGATE, UNION, Items, StrictModel, Token, expects
-from pagestream_gateway.request import AskedTruncation, Prompt, TextPrompt, TokenPrompt
+from pagestream_gateway.request import Prompt, TextPrompt, TokenPrompt
 from pagestream_gateway.sampling import PARAMETERS
 
 HEADER = "X-Request-Warnings"
@@ -397,11 +397,6 @@ class QueuedBody(PromptedBody):
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
         None, description='There is one tier: answers say "default".'
     )
-
-
-def asked_truncation(num_kept: int | None, side: Side | None) -> AskedTruncation | None:
-    """Return to what a body asks to cut its prompts; None: they are not cut, whatever side it names."""
-    return None if num_kept is None else AskedTruncation(num_kept, side)
 
 
 def with_sampling_parameters(kind: type[BodyModel]) -> type[BodyModel]:

@@ -231,7 +231,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """End the body."""
-        if _asks_for_upgrade(self.parser):
+        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
             return  # the parser takes what follows for another protocol; it is the body
         self._unfinished_bytes = 0
         self._in_body = False

@@ -17,9 +17,9 @@ from pagestream_gateway.http.body import Prompts, parse_body, prompts_of, with_s
 from pagestream_gateway.http.documents import stream_body_of
 from pagestream_gateway.openai import generation
 from pagestream_gateway.openai.generation import (
+    NAMES_BY_FORMAT,
     GenerationBody,
     named_as,
-    names_in,
     shared_draft,
     without_unsupported,
 )
@@ -98,7 +98,7 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> Draft:
     is_prompt_alone = has_no_output and body.logprobs is None and getattr(body, "prompt_logprobs", None) is None
     if is_prompt_alone:
         own_parameters["max_tokens"] = 1  # the least that a record can ask for; no engine runs it
-    field_names = names_in(body)
+    field_names = {} if body.response_format is None else dict(NAMES_BY_FORMAT)
     with named_as(field_names):
         shared = shared_draft(body, headers, document, API_FORM_COMPLETIONS, **own_parameters)
     shared["answer"].constraint_field = field_names.get("structured_outputs", "")

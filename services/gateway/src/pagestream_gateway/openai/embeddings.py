@@ -20,7 +20,6 @@ from pagestream_gateway.http.body import (
     Prompts,
     QueuedBody,
     Side,
-    asked_truncation,
     parse_body,
     prompts_of,
 )
@@ -29,7 +28,7 @@ from pagestream_gateway.openai import generation
 from pagestream_gateway.openai.generation import queued_arguments, without_unsupported
 from pagestream_gateway.openai.writer import LogWriter
 from pagestream_gateway.pooling import numbers_of
-from pagestream_gateway.request import AskedPooling, Draft, Prompt, now_s
+from pagestream_gateway.request import AskedPooling, AskedTruncation, Draft, Prompt, now_s
 from pagestream_gateway.streams.runs import Position, Run, position_after
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -81,7 +80,9 @@ def vector_request(
         prompt_field=prompt_field,
         sampling=SamplingParams(seed=0),
         answer=AnswerForm(api=api, created=now_s(), vectors=form),
-        truncation=asked_truncation(body.truncate_prompt_tokens, body.truncation_side),
+        truncation=None
+        if body.truncate_prompt_tokens is None
+        else AskedTruncation(body.truncate_prompt_tokens, body.truncation_side),
         pooling=pooling,
         **queued_arguments(body, headers, document, api),
     )

@@ -23,7 +23,6 @@ from pagestream_gateway.http.body import (
     NumKeptTokens,
     QueuedBody,
     Side,
-    asked_truncation,
     collecting,
     current_warnings,
     parse_json,
@@ -32,7 +31,7 @@ from pagestream_gateway.http.body import (
 from pagestream_gateway.http.callers import identify
 from pagestream_gateway.models import check_unicode
 from pagestream_gateway.openai.writer import AnswerBody, LogWriter, WholeBody
-from pagestream_gateway.request import Draft, now_s
+from pagestream_gateway.request import AskedTruncation, Draft, now_s
 from pagestream_gateway.sampling import PARAMETERS, UNSUPPORTED_PARAMETERS, sampling_from_json
 from pagestream_gateway.streams.events import EventStream, Reading, accepts_lines
 from pagestream_gateway.streams.whole_answer import WholeAnswer
@@ -65,6 +64,10 @@ OF_CHATS_AND_COMPLETIONS: Mapping[str, tuple[Any, ...]] = {
     "truncation_side": (),
 }
 """Likewise, for bodies other than those of completions and chats, which take them."""
+
+
+NAMES_BY_FORMAT: Mapping[str, str] = {"structured_outputs": "response_format"}
+"""What a body with a `response_format` calls sampling parameters that have another name in it."""
 
 
 class StreamOptions(Body):
@@ -128,13 +131,16 @@ def shared_draft(
     """
     shared = {each.name: getattr(body, each.name) for each in PARAMETERS if each.json_type is not None}
     sampling = sampling_from_json(shared | own)
-    _set_response_format(sampling, body.response_format)
+    if body.response_format is not None:
+        _set_response_format(sampling, body.response_format)
     options = body.stream_options or StreamOptions()
     return {
         **queued_arguments(body, headers, document, api),
         "sampling": sampling,
         "is_streamed": bool(body.stream),
-        "truncation": asked_truncation(body.truncate_prompt_tokens, body.truncation_side),
+        "truncation": None
+        if body.truncate_prompt_tokens is None
+        else AskedTruncation(body.truncate_prompt_tokens, body.truncation_side),
         "answer": AnswerForm(
             api=api,
             created=now_s(),
@@ -152,14 +158,14 @@ def queued_arguments(
     body: QueuedBody, headers: Mapping[str, str], document: Mapping[str, Any], api: ApiForm
 ) -> dict[str, Any]:
     """Return the arguments of a Draft that all resources fill alike. Raises InvalidRequest."""
-    key = headers.get("idempotency-key", "")
+    key, timeout = headers.get("idempotency-key", ""), headers.get("x-request-timeout")
     check_unicode(body.request_id or "", "request_id")
     check_unicode(body.cache_salt or "", "cache_salt")
     return {
         "model": body.model or "",
         "on_disconnect": ON_DISCONNECT_CONTINUE if body.on_disconnect == "continue" else ON_DISCONNECT_CANCEL,
         "priority": body.priority or 0,
-        "deadline_ms": _deadline_ms(headers.get("x-request-timeout")),
+        "deadline_ms": 0 if timeout is None else _deadline_ms(timeout),
         "client_request_id": body.request_id or headers.get("x-client-request-id") or headers.get("x-request-id", ""),
         "idempotency_key": key,
         "cache_salt": body.cache_salt or "",
@@ -167,18 +173,13 @@ def queued_arguments(
     }
 
 
-def _set_response_format(sampling: SamplingParams, form: ResponseFormat | None) -> None:
+def _set_response_format(sampling: SamplingParams, form: ResponseFormat) -> None:
     constraint = constraint_of(form)
     if constraint is None:
         return
     if sampling.HasField("structured_outputs"):
         raise InvalidRequest("response_format", "excludes structured_outputs")
     sampling.structured_outputs.CopyFrom(constraint)
-
-
-def names_in(body: GenerationBody) -> dict[str, str]:
-    """Return what a body calls sampling parameters that have another name in it."""
-    return {"structured_outputs": "response_format"} if body.response_format is not None else {}
 
 
 async def generate(
@@ -285,9 +286,7 @@ def switch(given: Mapping[str, str], name: str) -> bool:
     return text.lower() == "true"
 
 
-def _deadline_ms(text: str | None) -> int:
-    if text is None:
-        return 0
+def _deadline_ms(text: str) -> int:
     try:
         seconds = float(text)
     except ValueError as error:

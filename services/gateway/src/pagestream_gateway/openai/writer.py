@@ -120,6 +120,7 @@ class AnswerWriter(LogWriter):
         super().__init__(spec)
         answer = spec.answer
         self._counts = answer.continuous_usage
+        self._echoes_logprobs = bool(answer.first_tokens)
         self.needs_history = self._counts or (self.logprobs.is_asked and self.logprobs.depends_on_history)
         self._num_tokens = [0] * (self.num_choices if self._counts else 0)
         self._head = self._chunk_head()
@@ -131,7 +132,8 @@ class AnswerWriter(LogWriter):
         self._head = self._chunk_head()
 
     def skip(self, run: Run) -> None:
-        self._count(run)
+        if self._counts:
+            self._num_tokens[run.choice] += len(run.token_ids)
         if not self.logprobs.is_asked:
             return
         if not run.prompt_end:
@@ -161,7 +163,7 @@ class AnswerWriter(LogWriter):
 
     def opening(self) -> str | None:
         choices = [
-            f'{{"index":{number},{part},"logprobs":{_compact(self.logprobs.first(number))},"finish_reason":null}}'
+            f'{{"index":{number},{part},"logprobs":{self._first_logprobs(number)},"finish_reason":null}}'
             for number, part in enumerate(self.opening_parts())
         ]
         if not choices:
@@ -171,7 +173,8 @@ class AnswerWriter(LogWriter):
     def chunk(self, run: Run) -> str:
         if run.prompt_end:
             return self._prompt_chunk(run)
-        self._count(run)
+        if self._counts:
+            self._num_tokens[run.choice] += len(run.token_ids)
         logprobs = "null"
         if self.logprobs.is_asked:
             logprobs = _compact(self.logprobs.write(run))
@@ -191,9 +194,9 @@ class AnswerWriter(LogWriter):
         """Return what the chunk before the first entry shows beside its choices."""
         return ""
 
-    def _count(self, run: Run) -> None:
-        if self._counts:
-            self._num_tokens[run.choice] += len(run.token_ids)
+    def _first_logprobs(self, choice: int) -> str:
+        """Return the log probabilities of the first token of a choice's prompt, as JSON."""
+        return _compact(self.logprobs.first(choice)) if self._echoes_logprobs else "null"
 
     def _tail_of(self, choice: int) -> str:
         """Return what follows the choices in a chunk of one choice."""
@@ -324,8 +327,9 @@ class WholeBody:
         self._choices = [_Choice() for _ in range(writer.num_choices)]
         self.num_bytes = self.empty_bytes(writer)
         """Held, about."""
-        for number, choice in enumerate(self._choices):
-            self._add_logprobs(choice, writer.logprobs.first(number))
+        if writer.spec.answer.first_tokens:
+            for number, choice in enumerate(self._choices):
+                self._add_logprobs(choice, writer.logprobs.first(number))
 
     @staticmethod
     def empty_bytes(writer: AnswerWriter) -> int:

@@ -6,7 +6,8 @@ An answer's are written into its request's record, so that each reader divides i
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 from pagestream.v1.inference_pb2 import TokenIds
 from pagestream.v1.records_pb2 import API_FORM_GRPC, OutputForm, ReasoningMarks
@@ -66,6 +67,32 @@ def reasoning_marks(model: LoadedModel, prompt: str, marks: Marks, *, is_open: b
     return ReasoningMarks(end=TokenIds(ids=[end]), openings=[TokenIds(ids=each) for each in openings])
 
 
+@dataclass(frozen=True)
+class TemplateFormats:
+    """What a model's chat template says of its outputs, and of the messages that it takes."""
+
+    calls: str | None
+    """See `tool_format`; as the gateway's settings and the card have it."""
+    own_calls: str | None
+    """The same as the template alone says."""
+    is_harmony: bool
+    """Whether it has the channels of gpt-oss."""
+    knows_developer: bool
+    """Whether it knows the role."""
+    divides: bool
+    """Whether an output without tools may have parts beside its content."""
+
+    @classmethod
+    def of(cls, model: LoadedModel) -> Self:
+        """Find out about a model: `model.once(TemplateFormats.of)`."""
+        template, parsers = model.card.chat_template, model.parsers
+        calls = tool_format(template, parsers)
+        reasons = bool(reasoning_format(template, "", parsers=parsers))
+        return cls(
+            calls, tool_format(template), is_harmony(template), "developer" in template, reasons or calls == HARMONY
+        )
+
+
 def set_output_form(draft: Draft, chat: ChatPrompt, model: LoadedModel, prompt: str) -> str:
     """Set how the answer to a chat with `prompt`, as its template has rendered it, is divided.
 
@@ -74,8 +101,12 @@ def set_output_form(draft: Draft, chat: ChatPrompt, model: LoadedModel, prompt: 
     that it is for has to be open.
     Raises UnsupportedField for tools where neither the template nor a setting says how the model writes calls.
     """
-    answer, tools, template, parsers = draft.answer, chat.tools, model.card.chat_template, model.parsers
-    found = tool_format(template, parsers)
+    answer, tools, formats = draft.answer, chat.tools, model.once(TemplateFormats.of)
+    answer.ClearField("output")
+    draft.marks.Clear()
+    if not (formats.divides or tools.definitions):
+        return ""
+    found, template, parsers = formats.calls, model.card.chat_template, model.parsers
     is_free = not draft.sampling.HasField("structured_outputs") or (found == HARMONY and may_call(chat, model))
     written = tools.forced_format or (found if tools.definitions else "")
     if written is None:
@@ -86,8 +117,6 @@ def set_output_form(draft: Draft, chat: ChatPrompt, model: LoadedModel, prompt: 
         )
     reasoning = reasoning_format(template, prompt, continues=chat.continue_final_message, parsers=parsers)
     is_harmony = HARMONY in (found, written) or reasoning == HARMONY_REASONING
-    answer.ClearField("output")
-    draft.marks.Clear()
     if is_harmony and not is_free:
         opening = call_header(tools.forced_name) if written == "named" else FINAL
         prompt_end = "" if chat.continue_final_message else opening
@@ -127,7 +156,7 @@ def may_call(chat: ChatPrompt, model: LoadedModel) -> bool:
     """
     has_tools = bool(chat.tools.definitions) and not chat.tools.is_forced
     has_channels = chat.separate_reasoning and not chat.continue_final_message
-    is_harmony = tool_format(model.card.chat_template, model.parsers) == HARMONY
+    is_harmony = model.once(TemplateFormats.of).calls == HARMONY
     return has_tools and (has_channels or not is_harmony)
 
 

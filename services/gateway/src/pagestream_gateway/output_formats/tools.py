@@ -35,10 +35,8 @@ class Tools:
             return ""
         return "named" if self.forced_name else "required"
 
-    def constraint(self) -> StructuredOutputs | None:
-        """Return the grammar of forced calls; None where none is forced. Raises InvalidRequest."""
-        if not self.is_forced:
-            return None
+    def constraint(self) -> StructuredOutputs:
+        """Return the grammar of forced calls. Raises InvalidRequest."""
         if self.forced_name:
             schemas = {each["function"]["name"]: each["function"].get("parameters") for each in self.definitions}
             schema: Any = schemas[self.forced_name] or {"type": "object"}

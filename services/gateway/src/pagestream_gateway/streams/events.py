@@ -198,8 +198,10 @@ class LogAnswer(Response):
 
     def request_headers(self) -> dict[str, str]:
         """Return the headers of this answer that name its request."""
-        rates = rate_headers(self._reading.call.rates)
-        return {**request_headers(self._reading.spec), **rates, **self._reading.headers}
+        headers, rates = request_headers(self._reading.spec), self._reading.call.rates
+        if rates:
+            headers |= rate_headers(rates)
+        return {**headers, **self._reading.headers}
 
     def header_pairs(self, **more: str) -> list[tuple[bytes, bytes]]:
         """Return the same, and `more`, as the server takes them."""
@@ -223,7 +225,8 @@ class LogAnswer(Response):
 
     async def learn_tokens(self) -> None:
         """Let the writer look tokens up in the model's tokenizer, where the answer depends on it."""
-        await learn_tokens(self._gateway, self._writer)
+        if self._writer.logprobs.is_asked:
+            await learn_tokens(self._gateway, self._writer)
 
     def follow(
         self, sink: Sink | None = None, on_engine: Callable[[str], None] | None = None

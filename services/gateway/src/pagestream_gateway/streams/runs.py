@@ -47,7 +47,8 @@ def split_runs(first_index: int, entries: Sequence[LogEntry]) -> list[Run]:
             runs.append(Run(0, index, entry.digest, end=entry.end))
             run = None
             continue
-        if run is None or run.choice != entry.choice or run.finish is not None or _parts(run, kind):
+        is_part = kind == "prompt_part"  # which stands apart from tokens
+        if run is None or run.choice != entry.choice or run.finish is not None or is_part != bool(run.prompt_end):
             run = Run(entry.choice, index, entry.digest)
             runs.append(run)
         else:
@@ -65,11 +66,6 @@ def split_runs(first_index: int, entries: Sequence[LogEntry]) -> list[Run]:
             run.prompt_end = entry.prompt_part.end
             run.embedding = entry.prompt_part.embedding
     return runs
-
-
-def _parts(run: Run, kind: str | None) -> bool:
-    """Whether an entry is a prompt part and the run's entries are not, or the other way round."""
-    return (kind == "prompt_part") != bool(run.prompt_end)
 
 
 _MAX_INDEX = 2**63

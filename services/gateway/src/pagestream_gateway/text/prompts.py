@@ -17,10 +17,10 @@ from tokenizers import Tokenizer
 from pagestream_gateway.errors import InvalidRequest, PromptTooLong, UnsupportedField
 from pagestream_gateway.models import LoadedModel, check_unicode, unbroken_text
 from pagestream_gateway.output_formats.formats import (
+    TemplateFormats,
     is_harmony,
     reasoning_arguments,
     set_output_form,
-    tool_format,
     with_short_ids,
 )
 from pagestream_gateway.pooling import check_num_tokens
@@ -353,11 +353,12 @@ def _render(chat: ChatPrompt, prompt_field: str, model: LoadedModel) -> str:
         raise InvalidRequest("continue_final_message", "excludes add_generation_prompt")
     opens = not chat.continue_final_message if chat.add_generation_prompt is None else chat.add_generation_prompt
     messages: Sequence[Mapping[str, Any]] = [_with_both_names(each) for each in chat.messages]
-    if is_harmony(model.card.chat_template):
+    formats = model.once(TemplateFormats.of)
+    if formats.is_harmony:
         messages = harmony_messages(messages)
-    elif model.shapes.no_developer or "developer" not in model.card.chat_template:
+    elif model.shapes.no_developer or not formats.knows_developer:
         messages = with_system_first(messages)
-    if tool_format(model.card.chat_template) == "mistral":
+    if formats.own_calls == "mistral":
         messages = with_short_ids(messages)
     render = partial(
         model.chat_template.render,
@@ -392,6 +393,8 @@ def _with_both_names(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _arguments(chat: ChatPrompt, model: LoadedModel) -> Mapping[str, Any]:
+    if not chat.documents and chat.effort is None and chat.reasons is None:
+        return {**model.template_arguments, **chat.arguments}
     return {**model.template_arguments, **_asked_arguments(chat, model)}
 
 

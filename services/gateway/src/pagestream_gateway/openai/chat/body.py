@@ -1,6 +1,6 @@
 """The body of POST /v1/chat/completions, and the draft of what it asks for."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args
 
 from pagestream.v1.records_pb2 import API_FORM_CHAT_COMPLETIONS
@@ -17,16 +17,17 @@ from pagestream_gateway.openai.chat.tools import (
     ToolCall,
     ToolChoice,
     chat_tools,
-    check_forced,
+    force_calls,
     tools_of,
 )
 from pagestream_gateway.openai.generation import (
+    NAMES_BY_FORMAT,
     GenerationBody,
     named_as,
-    names_in,
     shared_draft,
     without_unsupported,
 )
+from pagestream_gateway.output_formats.tools import Tools
 from pagestream_gateway.request import ChatPrompt, Draft
 
 UNSUPPORTED = {
@@ -143,17 +144,20 @@ class ChatBody(GenerationBody):
 def parse(document: dict[str, Any], headers: Mapping[str, str]) -> Draft:
     """Read a body and its headers. Raises InvalidRequest."""
     _check_messages(document.get("messages"))
-    given_tools = chat_tools(document.get("tools"), document.get("tool_choice"))
+    has_tools = "tools" in document or "tool_choice" in document
+    given_tools = chat_tools(document.get("tools"), document.get("tool_choice")) if has_tools else None
     parsed_apart = {} if given_tools is None else {"tools": None}
     body = parse_body(ChatBody, without_unsupported({**document, **parsed_apart}, UNSUPPORTED))
-    own_parameters = {"logprobs": _num_logprobs(body)}
-    field_names = {"logprobs": "top_logprobs", **names_in(body)}
+    own_parameters: dict[str, int | None] = {}
+    field_names = {"logprobs": "top_logprobs"}
+    if body.logprobs is not None or body.top_logprobs is not None:
+        own_parameters["logprobs"] = _num_logprobs(body)
+    if body.response_format is not None:
+        field_names |= NAMES_BY_FORMAT
     if body.max_completion_tokens is not None:
         own_parameters["max_tokens"] = body.max_completion_tokens
         field_names["max_tokens"] = "max_completion_tokens"
-    choice = body.tool_choice
-    allowed = choice.allowed_tools if isinstance(choice, AllowedToolsChoice) else choice
-    tools = tools_of(given_tools, allowed, body.parallel_tool_calls)
+    tools = _tools(body, given_tools) if has_tools else Tools()
     prompt = ChatPrompt(
         messages=[message.for_template() for message in body.messages],
         add_generation_prompt=body.add_generation_prompt,
@@ -169,12 +173,17 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> Draft:
     with named_as(field_names):
         shared = shared_draft(body, headers, document, API_FORM_CHAT_COMPLETIONS, **own_parameters)
         sampling = shared["sampling"]
-        check_forced(tools, sampling.stop, given=getattr(body, "structured_outputs", None))
-        if (constraint := tools.constraint()) is not None:
-            sampling.structured_outputs.CopyFrom(constraint)
+        if tools.is_forced:
+            force_calls(sampling, tools, given=getattr(body, "structured_outputs", None))
             field_names["structured_outputs"] = "tools"
     shared["answer"].constraint_field = field_names.get("structured_outputs", "")
     return Draft(prompts=[prompt], prompt_field="messages", field_names=field_names, **shared)
+
+
+def _tools(body: ChatBody, given: Sequence[Tool] | None) -> Tools:
+    choice = body.tool_choice
+    allowed = choice.allowed_tools if isinstance(choice, AllowedToolsChoice) else choice
+    return tools_of(given, allowed, body.parallel_tool_calls)
 
 
 def _check_messages(messages: object) -> None:

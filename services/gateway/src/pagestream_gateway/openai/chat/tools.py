@@ -4,6 +4,7 @@ import json
 from collections.abc import Collection, Container, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
+from pagestream.v1.inference_pb2 import SamplingParams
 from pydantic import Field
 
 from pagestream_gateway.errors import InvalidRequest, UnsupportedField
@@ -201,12 +202,13 @@ def chat_tools(tools: object, choice: object) -> list[Tool] | None:
     return found
 
 
-def check_forced(tools: Tools, stop: Sequence[str], *, given: object) -> None:
-    """Refuse what would keep forced calls from being written. Raises UnsupportedField.
+def force_calls(sampling: SamplingParams, tools: Tools, *, given: object) -> None:
+    """Hold an output to the calls that `tools` forces. Raises UnsupportedField for what would keep them from it.
 
     `given`: what the body says of the whole output. A form of the answer says nothing of calls, and is not in the way.
     """
-    if tools.is_forced and stop:
+    if sampling.stop:
         raise UnsupportedField("stop", "with a forced tool call, which it could cut")
-    if tools.is_forced and given is not None:
+    if given is not None:
         raise UnsupportedField("structured_outputs", "with a forced tool call, which has a form of its own")
+    sampling.structured_outputs.CopyFrom(tools.constraint())

@@ -27,8 +27,8 @@ from pagestream_gateway.openai.chat.tools import (
     ToolCall,
     ToolName,
     caller_run,
-    check_forced,
     check_kind,
+    force_calls,
     tools_of,
 )
 from pagestream_gateway.openai.generation import named_as, queued_arguments, without_unsupported
@@ -431,9 +431,8 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRespons
         if constraint is not None:
             sampling.structured_outputs.CopyFrom(constraint)
             field_names["structured_outputs"] = "text.format"
-        check_forced(tools, sampling.stop, given=given["structured_outputs"])
-        if (forced := tools.constraint()) is not None:
-            sampling.structured_outputs.CopyFrom(forced)
+        if tools.is_forced:
+            force_calls(sampling, tools, given=given["structured_outputs"])
             field_names["structured_outputs"] = "tools"
         queued = queued_arguments(body, headers, document, API_FORM_RESPONSES)
     if body.background:
