@@ -15,7 +15,7 @@ from pagestream_gateway.errors import InvalidRequest
 from pagestream_gateway.gateway import Gateway
 from pagestream_gateway.http.body import Body, parse_body, parse_json, read_body
 from pagestream_gateway.http.callers import check_operator
-from pagestream_gateway.http.documents import body_of
+from pagestream_gateway.http.documents import CHANGE_ERRORS, Answers, AnswersByPath, body_of
 
 _MAX_BYTES = 64 * 1024
 _NAME = r"^[^\s{}\x00-\x1f\x7f]{1,256}$"
@@ -45,6 +45,19 @@ class UnloadBody(Body):
 
     lora_name: str = Field(min_length=1, max_length=256)
     lora_int_id: int | None = Field(None, description="vLLM's number; means nothing here.")
+
+
+ANSWERS: AnswersByPath = {
+    ("post", "/v1/load_lora_adapter"): Answers(
+        texts=(200,),
+        errors=CHANGE_ERRORS,
+        examples={"A folder": {"lora_name": "my-adapter", "lora_path": "/adapters/my-adapter"}},
+    ),
+    ("post", "/v1/unload_lora_adapter"): Answers(
+        texts=(200,), errors=CHANGE_ERRORS, examples={"By name": {"lora_name": "my-adapter"}}
+    ),
+}
+"""By method and path."""
 
 
 def router(gateway: Gateway) -> APIRouter:

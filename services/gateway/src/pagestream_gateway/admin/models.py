@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter
 from pagestream_streams.admin.roster import RosterView, Verb
-from pydantic import Field
+from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -16,7 +16,7 @@ from pagestream_gateway.errors import InvalidRequest
 from pagestream_gateway.gateway import Gateway
 from pagestream_gateway.http.body import Body, parse_body, parse_json, read_body
 from pagestream_gateway.http.callers import check_operator
-from pagestream_gateway.http.documents import body_of
+from pagestream_gateway.http.documents import CHANGE_ERRORS, MODEL, Answers, AnswersByPath, body_of
 
 _MAX_BYTES = 64 * 1024
 _LEVELS = {"1": Verb.SLEEP, "2": Verb.UNLOAD}
@@ -43,6 +43,32 @@ class ModelBody(Body):
     """A model to load or unload."""
 
     model: str = Field(pattern=r"^[^\s{}\x00-\x1f\x7f]{1,256}$", description="Its name, as in GET /v1/models.")
+
+
+class ModelChangeAnswer(BaseModel):
+    """That engines were asked for a change; they make it meanwhile."""
+
+    success: bool
+
+
+class SleepAnswer(BaseModel):
+    """Whether engines sleep."""
+
+    is_sleeping: bool = Field(description="Whether no engine that may sleep serves a model.")
+
+
+ANSWERS: AnswersByPath = {
+    ("post", "/v1/models/load"): Answers(
+        ModelChangeAnswer, errors=CHANGE_ERRORS, examples={"By name": {"model": MODEL}}
+    ),
+    ("post", "/v1/models/unload"): Answers(
+        ModelChangeAnswer, errors=CHANGE_ERRORS, examples={"By name": {"model": MODEL}}
+    ),
+    ("post", "/sleep"): Answers(errors=(400, 401)),
+    ("post", "/wake_up"): Answers(errors=(400, 401)),
+    ("get", "/is_sleeping"): Answers(SleepAnswer, errors=(401,)),
+}
+"""By method and path."""
 
 
 def router(gateway: Gateway) -> APIRouter:

@@ -1,22 +1,65 @@
-"""/admin/v1: engines, models, queues, quarantined requests, requests of any tenant, and what tenants have used."""
+"""/admin/v1: engines, models, queues, quarantined requests, requests of any tenant, and what tenants have used.
 
-from typing import Any
+Every call needs an administrator's key, and is audited with its outcome.
+"""
+
+from collections.abc import Callable, Coroutine
+from typing import Any, Literal
 
 from fastapi import APIRouter
+from fastapi.routing import APIRoute
 from pagestream_streams import QuarantinedRequest
 from pagestream_streams.admin.broker import tenant_of
 from pagestream_streams.admin.observation import QueueDepth, QueueState, queue_states, read_engine_loads, tenant_queues
 from pagestream_streams.admin.roster import RosterRow
 from pagestream_streams.errors import RequestNotFound
 from pagestream_streams.limits import read_usage
+from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from pagestream_gateway.admin.routing import admin_router
 from pagestream_gateway.auth.identity import is_tenant
+from pagestream_gateway.calls import DISCONNECTED, OK
+from pagestream_gateway.error_codes import error_report
 from pagestream_gateway.errors import InvalidRequest
 from pagestream_gateway.gateway import Gateway
-from pagestream_gateway.streams.requests import LIST_PARAMETERS, listed_limit, summary_body, view_body
+from pagestream_gateway.http.callers import credentials_of
+from pagestream_gateway.http.documents import ADMIN_PREFIX, Answers, AnswersByPath
+from pagestream_gateway.streams.requests import (
+    LIST_PARAMETERS,
+    RequestAnswer,
+    RequestList,
+    listed_limit,
+    summary_body,
+    view_body,
+)
+
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+def admin_router(gateway: Gateway) -> APIRouter:
+    """Return a router without routes. Its handlers run only for administrators."""
+
+    class Guarded(APIRoute):
+        def get_route_handler(self) -> Handler:
+            handle = super().get_route_handler()
+
+            async def guarded(request: Request) -> Response:
+                administrator = await gateway.identify_administrator(credentials_of(request))
+                code = DISCONNECTED
+                try:
+                    answer = await handle(request)
+                    code = OK
+                    return answer
+                except Exception as error:
+                    code = error_report(error).code
+                    raise
+                finally:
+                    gateway.audit.administered(administrator, request.method, request.scope["path"], code)
+
+            return guarded
+
+    return APIRouter(prefix=ADMIN_PREFIX, tags=["administration"], route_class=Guarded)
 
 
 def _add_deployment_routes(routes: APIRouter, gateway: Gateway) -> None:
@@ -224,6 +267,167 @@ def _add_usage_routes(routes: APIRouter, gateway: Gateway) -> None:
             raise InvalidRequest("hours", f"must be from 1 to {_MAX_HOURS}, got {text[:40]!r}")
         rows = await gateway.limit.wait(read_usage(gateway.broker, since_s=hours * 3600.0, tenant=tenant))
         return JSONResponse({"object": "list", "data": [row._asdict() for row in rows]})
+
+
+class AdminEngine(BaseModel):
+    """An engine's load at its last heartbeat; null where it has not said it yet."""
+
+    id: str
+    model: str
+    running: int | None = Field(description="Sequences that hold KV blocks.")
+    waiting: int | None = Field(description="Sequences that wait inside the engine.")
+    kv_utilization: float | None = Field(description="Referenced blocks by all blocks.")
+    max_model_len: int | None = Field(description="Longest context in tokens; 0 for any.")
+
+
+class AdminEngines(BaseModel):
+    """The living engines by model."""
+
+    object: Literal["list"]
+    data: list[AdminEngine]
+
+
+class AdminRosterRow(BaseModel):
+    """An engine that changes its model."""
+
+    id: str
+    models: list[str] = Field(description="What it may load.")
+    serving: str
+    is_loading: bool
+    last: str = Field(description="What it had before it was put to sleep.")
+    active: int = Field(description="Requests that it runs.")
+    failed: dict[str, str] = Field(description="Models that it can't load, with the reasons.")
+    postponed: list[str] = Field(description="Models that it tries to load again later.")
+
+
+class AdminModel(BaseModel):
+    """A model."""
+
+    name: str
+    created: int
+    engines: int = Field(description="Engines that live now.")
+    max_model_len: int
+
+
+class AdminModels(BaseModel):
+    """The models by name, and the engines that change theirs."""
+
+    object: Literal["list"]
+    data: list[AdminModel]
+    roster: list[AdminRosterRow]
+
+
+class AdminQueue(BaseModel):
+    """What waits in one queue of a model, over all partitions."""
+
+    model: str
+    queue: str = Field(description='A priority class, "resume" (begun requests) or "suspect".')
+    requests: int
+    tokens: int
+    oldest_s: float
+    drain_rate: float = Field(description="Prompt tokens a second that engines claim from it.")
+
+
+class AdminTenantQueue(BaseModel):
+    """What waits of one tenant's requests that have not begun."""
+
+    model: str
+    queue: str
+    tenant: str
+    requests: int
+    tokens: int
+
+
+class AdminQueues(BaseModel):
+    """All queues, and what of their classes is each tenant's."""
+
+    object: Literal["list"]
+    data: list[AdminQueue]
+    tenants: list[AdminTenantQueue]
+
+
+class AdminRequest(RequestAnswer):
+    """Where a request stands, and whose it is."""
+
+    tenant: str
+
+
+class AdminUsageRow(BaseModel):
+    """What one credential has used of one model in an hour or a day."""
+
+    start_s: int = Field(description="Unix seconds of its begin.")
+    span_s: int = Field(description="3600 or 86400.")
+    tenant: str
+    credential: str
+    model: str
+    requests: int = Field(description="That ended in this time.")
+    prompt_tokens: int
+    cached_tokens: int = Field(description="Of the prompt tokens, those found in a prefix cache.")
+    output_tokens: int
+
+
+class AdminUsage(BaseModel):
+    """What tenants have used."""
+
+    object: Literal["list"]
+    data: list[AdminUsageRow]
+
+
+class AdminQuarantined(BaseModel):
+    """A request of which engines died."""
+
+    id: str
+    model: str
+    tenant: str
+    reason: str
+    next_index: int = Field(description="Entries in its log when the engines died.")
+    attempts: int
+    engines: list[str]
+    quarantined_at: float = Field(description="Unix seconds, by Redis' clock.")
+    requeued_as: str | None = Field(description="The id under which it goes on.")
+
+
+class AdminQuarantine(BaseModel):
+    """The quarantined requests, oldest first."""
+
+    object: Literal["list"]
+    data: list[AdminQuarantined]
+    has_more: bool
+
+
+class AdminRelease(BaseModel):
+    """The request under which a quarantined one goes on."""
+
+    id: str
+
+
+class AdminReload(BaseModel):
+    """Something that was read again."""
+
+    name: str
+    changed: bool = Field(description="False also for what can't be used; the gateway's log says why.")
+
+
+class AdminReloads(BaseModel):
+    """What this gateway has read again."""
+
+    object: Literal["list"]
+    data: list[AdminReload]
+
+
+ANSWERS: AnswersByPath = {
+    ("get", f"{ADMIN_PREFIX}/engines"): Answers(AdminEngines, errors=(401,)),
+    ("get", f"{ADMIN_PREFIX}/models"): Answers(AdminModels, errors=(401,)),
+    ("get", f"{ADMIN_PREFIX}/queues"): Answers(AdminQueues, errors=(401,)),
+    ("get", f"{ADMIN_PREFIX}/usage"): Answers(AdminUsage, errors=(401,)),
+    ("get", f"{ADMIN_PREFIX}/tenants/{{tenant}}/requests"): Answers(RequestList, errors=(401,)),
+    ("get", f"{ADMIN_PREFIX}/requests/{{request_id}}"): Answers(AdminRequest, errors=(401, 404)),
+    ("delete", f"{ADMIN_PREFIX}/requests/{{request_id}}"): Answers(AdminRequest, errors=(401, 404)),
+    ("get", f"{ADMIN_PREFIX}/quarantine"): Answers(AdminQuarantine, errors=(401, 404)),
+    ("post", f"{ADMIN_PREFIX}/quarantine/{{request_id}}/release"): Answers(AdminRelease, errors=(401, 404)),
+    ("post", f"{ADMIN_PREFIX}/keys/reload"): Answers(AdminReloads, errors=(401,)),
+}
+"""By method and path."""
 
 
 def router(gateway: Gateway) -> APIRouter:

@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from pagestream.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, Usage
 from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, RequestSpec
 from pagestream_streams.protocol.records import finish_reason_name
+from pydantic import BaseModel, Field
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -17,7 +18,7 @@ from pagestream_gateway.anthropic.body import signature_of
 from pagestream_gateway.error_codes import error_report
 from pagestream_gateway.errors import ContextExceeded, UnknownField, UnsupportedThread
 from pagestream_gateway.openai.chat.answer import ChoiceReader
-from pagestream_gateway.openai.errors import error_headers, log_unexpected, writable
+from pagestream_gateway.openai.errors import ErrorAnswer, error_headers, log_unexpected, writable
 from pagestream_gateway.openai.writer import LogWriter
 from pagestream_gateway.output_formats.parts import Arguments, CallBegin, Content, Part, Reasoning
 from pagestream_gateway.streams.events import EventStream
@@ -382,3 +383,74 @@ def _sentence(error: Exception) -> str | None:
 def _body(status: int, message: str, request_id: str | None) -> dict[str, Any]:
     kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": writable(message)}, "request_id": request_id}
+
+
+class MessageErrorDetail(BaseModel):
+    """What is wrong."""
+
+    type: str
+    message: str
+    details: dict[str, str] | None = Field(None, description="error_code: a word for errors that clients act on.")
+
+
+class MessageError(BaseModel):
+    """Anthropic's form of an error."""
+
+    type: Literal["error"]
+    error: MessageErrorDetail
+    request_id: str | None = Field(description="null before the request is accepted.")
+
+
+class MessageUsage(BaseModel):
+    """Tokens of a message; those of the prompt are the sum of the first three."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+    output_tokens_details: dict[str, int] = Field(description="thinking_tokens: reasoning, with its markers.")
+    server_tool_use: None
+    cache_creation: dict[str, int] | None = None
+    inference_geo: None = None
+    service_tier: Literal["standard"] | None = None
+
+
+class MessageAnswer(BaseModel):
+    """A message."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]] = Field(description="Blocks: text, thinking, tool_use.")
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "cancelled", "deadline"] | None
+    stop_sequence: str | None
+    stop_details: None
+    container: None
+    usage: MessageUsage
+
+
+class MessageEvent(BaseModel):
+    """The data of an event of a message; members beside the first two are those of its type."""
+
+    type: str
+    stream_position: str | None = Field(
+        None, description="The Last-Event-ID with which a reader goes on after this; not each event has one."
+    )
+    message: MessageAnswer | None = None
+    index: int | None = None
+    content_block: dict[str, Any] | None = None
+    delta: dict[str, Any] | None = None
+    usage: MessageUsage | None = None
+    error: MessageErrorDetail | None = None
+    request_id: str | None = None
+
+
+class MessageTokens(BaseModel):
+    """The tokens of a message's prompt."""
+
+    input_tokens: int
+
+
+MESSAGE_REFUSALS = (MessageError, ErrorAnswer)
+"""Refusals of the protocol, which come before a path is looked at, are OpenAI's also for messages."""

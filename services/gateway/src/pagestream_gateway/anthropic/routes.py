@@ -4,16 +4,63 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from pagestream_gateway.anthropic.answer import MessageStream, MessageWriter, WholeMessage, WholeMessageAnswer
+from pagestream_gateway.anthropic.answer import (
+    MESSAGE_REFUSALS,
+    MessageAnswer,
+    MessageEvent,
+    MessageStream,
+    MessageTokens,
+    MessageWriter,
+    WholeMessage,
+    WholeMessageAnswer,
+)
 from pagestream_gateway.anthropic.body import CountBody, MessageBody, parse, parse_count
 from pagestream_gateway.calls import CHAT
 from pagestream_gateway.gateway import Gateway
 from pagestream_gateway.http.callers import identify
-from pagestream_gateway.http.documents import body_of, stream_body_of
+from pagestream_gateway.http.documents import (
+    CHAT_EXAMPLE,
+    GENERATION_ERRORS,
+    MESSAGES,
+    NAMED_HEADERS,
+    TOOL_ABOUT,
+    TOOL_NAME,
+    TOOL_SCHEMA,
+    Answers,
+    AnswersByPath,
+    body_of,
+    stream_body_of,
+)
 from pagestream_gateway.openai import generation
 from pagestream_gateway.openai.generation import parsed_request
 
 PATH = "/v1/messages"
+
+
+ANSWERS: AnswersByPath = {
+    ("post", "/v1/messages"): Answers(
+        MessageAnswer,
+        (MessageEvent,),
+        errors=GENERATION_ERRORS,
+        headers=NAMED_HEADERS,
+        refusals=MESSAGE_REFUSALS,
+        examples={
+            "A question": CHAT_EXAMPLE,
+            "A stream": {**CHAT_EXAMPLE, "stream": True},
+            "A tool": {
+                **CHAT_EXAMPLE,
+                "tools": [{"name": TOOL_NAME, "description": TOOL_ABOUT, "input_schema": TOOL_SCHEMA}],
+            },
+        },
+    ),
+    ("post", "/v1/messages/count_tokens"): Answers(
+        MessageTokens,
+        errors=(401, 404, 413, 415, 429),
+        refusals=MESSAGE_REFUSALS,
+        examples={"A question": {"messages": MESSAGES}},
+    ),
+}
+"""By method and path."""
 
 
 def router(gateway: Gateway) -> APIRouter:

@@ -11,7 +11,7 @@ from fastapi import APIRouter
 from pagestream_batches.errors import FileNotFound, FileTooLarge
 from pagestream_batches.files import StoredFile
 from pagestream_streams.protocol.keys import tenant_tag
-from pydantic import Field
+from pydantic import BaseModel, Field
 from python_multipart import MultipartParser
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import parse_options_header
@@ -22,6 +22,7 @@ from pagestream_gateway.errors import InvalidRequest, UnknownField, WrongContent
 from pagestream_gateway.gateway import Gateway
 from pagestream_gateway.http.body import IGNORED, Body, current_warnings, discard_body, parse_body, within
 from pagestream_gateway.http.callers import identify
+from pagestream_gateway.http.documents import Answers, AnswersByPath
 from pagestream_gateway.http.server import EXTEND_BODY_TIME
 
 LEAST_S, MOST_S = 3600, 30 * 24 * 3600
@@ -204,6 +205,47 @@ _LIST_PARAMETERS: dict[str, Any] = {
         },
     ]
 }
+
+
+class FileAnswer(BaseModel):
+    """A file."""
+
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: Literal["batch", "batch_output"]
+    status: Literal["processed"]
+
+
+class FileList(BaseModel):
+    """A page of a tenant's files."""
+
+    object: Literal["list"]
+    data: list[FileAnswer]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileDeleted(BaseModel):
+    """The end of a file."""
+
+    id: str
+    object: Literal["file"]
+    deleted: Literal[True]
+
+
+ANSWERS: AnswersByPath = {
+    ("post", "/v1/files"): Answers(FileAnswer, errors=(401, 413, 415, 429)),
+    ("get", "/v1/files"): Answers(FileList, errors=(401,)),
+    ("get", "/v1/files/{file_id}"): Answers(FileAnswer, errors=(401, 404)),
+    ("get", "/v1/files/{file_id}/content"): Answers(lines=(200,), errors=(401, 404)),
+    ("delete", "/v1/files/{file_id}"): Answers(FileDeleted, errors=(401, 404, 409)),
+}
+"""By method and path."""
 
 
 def router(gateway: Gateway) -> APIRouter:

@@ -20,7 +20,7 @@ from pagestream_batches.batches import (
     Batch,
 )
 from pagestream_batches.errors import BatchNotFound
-from pydantic import Field
+from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -31,7 +31,7 @@ from pagestream_gateway.errors import InvalidRequest
 from pagestream_gateway.gateway import Gateway
 from pagestream_gateway.http.body import Body, parse_body
 from pagestream_gateway.http.callers import identify
-from pagestream_gateway.http.documents import body_of
+from pagestream_gateway.http.documents import CHAT_EXAMPLE, Answers, AnswersByPath, body_of
 from pagestream_gateway.openai.generation import parsed_request
 
 _DEFAULT_LISTED, _MAX_LISTED = 20, 100
@@ -101,6 +101,82 @@ def parse(document: dict[str, Any], _: Mapping[str, str]) -> ParsedBatch:
         raise InvalidRequest("metadata", f"a name has at most {most}")
     lines = "".join(json.dumps(each) + "\n" for each in body.requests or ())
     return ParsedBatch(body, window_s, lines.encode())
+
+
+class BatchCounts(BaseModel):
+    """Jobs of a batch."""
+
+    total: int = Field(description="0 before they are counted.")
+    completed: int
+    failed: int
+
+
+class BatchUsage(BaseModel):
+    """Tokens of a batch's jobs."""
+
+    input_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
+
+
+class BatchAnswer(BaseModel):
+    """A batch."""
+
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    errors: dict[str, Any] | None = Field(description="Why it has failed, by lines.")
+    input_file_id: str
+    completion_window: str
+    status: Literal[
+        "validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"
+    ]
+    output_file_id: str | None = Field(description="The results; null before the end, and where there is none.")
+    error_file_id: str | None = Field(description="The jobs that have an error in place of a result; likewise.")
+    created_at: int
+    expires_at: int = Field(description="The end of its completion window.")
+    in_progress_at: int | None
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: BatchCounts
+    metadata: dict[str, str] | None
+    usage: BatchUsage
+    waits_for: str | None = Field(description="The error's code that keeps further jobs waiting now.")
+
+
+class BatchList(BaseModel):
+    """A page of a tenant's batches, newest first."""
+
+    object: Literal["list"]
+    data: list[BatchAnswer]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+ANSWERS: AnswersByPath = {
+    ("post", "/v1/batches"): Answers(
+        BatchAnswer,
+        errors=(401, 404, 413, 415, 429),
+        examples={
+            "Two jobs": {
+                "endpoint": "/v1/chat/completions",
+                "requests": [{"custom_id": each, "body": CHAT_EXAMPLE} for each in ("first", "second")],
+            },
+            "The jobs of a file": {"endpoint": "/v1/chat/completions", "input_file_id": "file-0123456789abcdef"},
+        },
+    ),
+    ("get", "/v1/batches"): Answers(BatchList, errors=(401,)),
+    ("get", "/v1/batches/{batch_id}"): Answers(BatchAnswer, errors=(401, 404)),
+    ("post", "/v1/batches/{batch_id}/cancel"): Answers(BatchAnswer, errors=(401, 404, 409)),
+}
+"""By method and path."""
 
 
 def router(gateway: Gateway) -> APIRouter:

@@ -49,6 +49,26 @@ _ABOUT = (
 )
 
 
+_RESOURCES = (
+    completions,
+    chat_completions,
+    responses,
+    messages,
+    embeddings,
+    scoring,
+    files,
+    batches,
+    tokens,
+    models,
+    requests,
+    adapters,
+    model_changes,
+    administration,
+    health,
+)
+_ANSWERS = {operation: answers for resource in _RESOURCES for operation, answers in resource.ANSWERS.items()}
+
+
 def build_app(gateway: Gateway) -> FastAPI:
     """Return the application of the HTTP port."""
     app = _app_for_callers(gateway)
@@ -86,7 +106,7 @@ def build_app(gateway: Gateway) -> FastAPI:
         scoring.RerankBody,
         scoring.ClassificationBody,
     )
-    documents.install(app, [*bodies, *vectors], asks_for_credentials=settings.asks_for_credentials)
+    documents.install(app, _ANSWERS, [*bodies, *vectors], asks_for_credentials=settings.asks_for_credentials)
     return app
 
 
@@ -94,7 +114,7 @@ def build_admin_app(gateway: Gateway) -> FastAPI:
     """Return the application of the administrators' port."""
     app = _app_for_callers(gateway)
     app.include_router(administration.router(gateway))
-    documents.install(app, [], asks_for_credentials=True)
+    documents.install(app, _ANSWERS, [], asks_for_credentials=True)
     return app
 
 

@@ -1,9 +1,10 @@
-"""The OpenAPI document, its examples, and the page that shows it."""
+"""The OpenAPI document, made of what each resource says of its answers, and the page that shows it."""
 
 import json
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from threading import Lock
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from fastapi import FastAPI
@@ -12,108 +13,31 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
-from pagestream_gateway.admin import schemas as admin
-from pagestream_gateway.admin.routing import PREFIX as ADMIN
 from pagestream_gateway.error_codes import HEADERS as LIMIT_HEADERS
 from pagestream_gateway.http import viewer
-from pagestream_gateway.http.schemas import generation, resources, vectors
-from pagestream_gateway.http.schemas.errors import ErrorAnswer, ErrorEvent, MessageError
-from pagestream_gateway.streams.events import NDJSON, SSE
+from pagestream_gateway.openai.errors import ErrorAnswer, ErrorEvent
+from pagestream_gateway.streams.events import NDJSON, SSE, DoneLine, QueueLine
 
 MODEL = "my-model"
-_MESSAGES = [{"role": "user", "content": "Who lives in the lighthouse?"}]
-_TOOL_NAME = "get_weather"
-_TOOL_ABOUT = "The weather of a place."
-_TOOL_SCHEMA = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
-_FORM_NAME = "inhabitant"
-_FORM_SCHEMA = {
+MESSAGES = [{"role": "user", "content": "Who lives in the lighthouse?"}]
+TOOL_NAME = "get_weather"
+TOOL_ABOUT = "The weather of a place."
+TOOL_SCHEMA = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
+FORM_NAME = "inhabitant"
+FORM_SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "at_home": {"type": "boolean"}},
     "required": ["name", "at_home"],
     "additionalProperties": False,
 }
-_LABELLED = {"input": ["The harbour is lovely."]}
-_SCORED = {"text_1": "Where does the baker work?", "text_2": ["In the bakery.", "At sea."]}
-_RANKED = {"query": "Where does the baker work?", "documents": ["In the bakery.", "At sea."], "top_n": 1}
-_CHAT = {"messages": _MESSAGES, "max_tokens": 64}
-_RESPONSE_BODY = {"model": MODEL, "input": "Who lives in the lighthouse?", "max_output_tokens": 64}
+CHAT_EXAMPLE = {"messages": MESSAGES, "max_tokens": 64}
+
+ADMIN_PREFIX = "/admin/v1"
 
 Examples = Mapping[str, dict[str, Any]]
 """Bodies by what they show."""
-
-_BODIES: Mapping[str, Examples] = {
-    "/v1/chat/completions": {
-        "A question": _CHAT,
-        "A stream": {**_CHAT, "stream": True, "stream_options": {"include_usage": True}},
-        "An answer by a JSON schema": {
-            **_CHAT,
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": _FORM_NAME, "strict": True, "schema": _FORM_SCHEMA},
-            },
-        },
-        "A tool": {
-            **_CHAT,
-            "tools": [
-                {
-                    "type": "function",
-                    "function": {"name": _TOOL_NAME, "description": _TOOL_ABOUT, "parameters": _TOOL_SCHEMA},
-                }
-            ],
-            "tool_choice": "auto",
-        },
-    },
-    "/v1/completions": {
-        "A beginning": {"prompt": "Once upon a time", "max_tokens": 64},
-        "A stream with log probabilities": {
-            "prompt": "Once upon a time",
-            "max_tokens": 16,
-            "logprobs": 2,
-            "stream": True,
-        },
-    },
-    "/v1/responses": {
-        "A question": _RESPONSE_BODY,
-        "A stream": {**_RESPONSE_BODY, "stream": True},
-        "An answer by a JSON schema": {
-            **_RESPONSE_BODY,
-            "text": {"format": {"type": "json_schema", "name": _FORM_NAME, "schema": _FORM_SCHEMA, "strict": True}},
-        },
-    },
-    "/v1/messages": {
-        "A question": _CHAT,
-        "A stream": {**_CHAT, "stream": True},
-        "A tool": {
-            **_CHAT,
-            "tools": [{"name": _TOOL_NAME, "description": _TOOL_ABOUT, "input_schema": _TOOL_SCHEMA}],
-        },
-    },
-    "/v1/messages/count_tokens": {"A question": {"messages": _MESSAGES}},
-    "/v1/embeddings": {"Two texts": {"input": ["The lighthouse", "The bakery"]}},
-    **{key: {"A text": _LABELLED} for key in ("/v1/classify", "/classify")},
-    **{key: {"A text and two others": _SCORED} for key in ("/v1/score", "/score")},
-    **{key: {"The best of two": _RANKED} for key in ("/v1/rerank", "/v2/rerank", "/rerank")},
-    "/v1/batches": {
-        "Two jobs": {
-            "endpoint": "/v1/chat/completions",
-            "requests": [{"custom_id": each, "body": _CHAT} for each in ("first", "second")],
-        },
-        "The jobs of a file": {"endpoint": "/v1/chat/completions", "input_file_id": "file-0123456789abcdef"},
-    },
-    "/tokenize": {"A text": {"prompt": "Once upon a time"}, "A conversation": {"messages": _MESSAGES}},
-    "/detokenize": {"Three tokens": {"tokens": [1, 2, 3]}},
-    "/v1/requests/{request_id}": {"The chat that it was": {**_CHAT, "seed": 0}},
-    "/v1/load_lora_adapter": {"A folder": {"lora_name": "my-adapter", "lora_path": "/adapters/my-adapter"}},
-    "/v1/unload_lora_adapter": {"By name": {"lora_name": "my-adapter"}},
-    **{key: {"By name": {"model": MODEL}} for key in ("/v1/models/load", "/v1/models/unload")},
-}
-"""By path, for the operation there that has a JSON body."""
-
-
-def examples_of(path: str) -> dict[str, Any]:
-    """Return the examples of the body of `path` in OpenAPI's form."""
-    return {summary: {"summary": summary, "value": body} for summary, body in _BODIES[path].items()}
-
+AnswersByPath = Mapping[tuple[str, str], "Answers"]
+"""The answers of operations, by method and path."""
 
 _STREAM_SWITCHES = {
     "X-Stream-Ids": "Give each event its position as its `id`, too.",
@@ -140,8 +64,10 @@ def stream_body_of(*models: type[BaseModel]) -> dict[str, Any]:
     return {**body_of(*models), "parameters": parameters}
 
 
-def install(app: FastAPI, bodies: Sequence[type[BaseModel]], *, asks_for_credentials: bool) -> None:
-    """Add /openapi.json, with the schemas of `bodies`, and /docs. Call it after all routes are there.
+def install(
+    app: FastAPI, answers: AnswersByPath, bodies: Sequence[type[BaseModel]], *, asks_for_credentials: bool
+) -> None:
+    """Add /openapi.json, with the schemas of `answers` and `bodies`, and /docs. Call it after all routes are there.
 
     The document takes some 0.3 s of processor time: it is made when it is first asked for, beside the event loop.
     """
@@ -152,13 +78,13 @@ def install(app: FastAPI, bodies: Sequence[type[BaseModel]], *, asks_for_credent
     def openapi() -> Response:
         with making:
             if "document" not in made:
-                made["document"] = json.dumps(_document(app, bodies), ensure_ascii=False).encode()
+                made["document"] = json.dumps(_document(app, answers, bodies), ensure_ascii=False).encode()
         return Response(made["document"], media_type="application/json")
 
     app.include_router(viewer.router(asks_for_credentials=asks_for_credentials))
 
 
-class _Answers(NamedTuple):
+class Answers(NamedTuple):
     """The answers of an operation, beside those that every operation may give."""
 
     whole: type[BaseModel] | None = None
@@ -179,148 +105,34 @@ class _Answers(NamedTuple):
     """The JSON of 202."""
     lines: Sequence[int] = ()
     """Statuses of answers that are files: a JSON document in each line."""
+    has_lines: bool = True
+    """Whether a stream may be NDJSON."""
+    examples: Examples = MappingProxyType({})
+    """Of the JSON body, where there is one."""
 
 
 _ALWAYS = (400, 403, 408, 431, 500, 503)
 """Errors of every operation: what comes is no request or one for another host, a defect, the end of the process."""
 _RETRY = ("Retry-After", "retry-after-ms")
 _RETRIED = {429: (*_RETRY, "x-should-retry", *LIMIT_HEADERS), 503: _RETRY}
-_OWN = ("X-Request-Id", "X-Request-Seed", "X-Client-Request-Id")
-_OWNED = {200: _OWN}
-_QUEUED = ("X-Queue-Position", "X-Expected-Wait-Ms")
-_GENERATION_ERRORS = (401, 404, 409, 413, 415, 429)
-_CHANGE_ERRORS = (401, 404, 413, 415)
-_FAILED = dict.fromkeys((400, 409, 429, 500, 503), _OWN)  # of what failed after its acceptance
-_GENERATED = {200: (*_OWN, *_QUEUED, *LIMIT_HEADERS), **_FAILED}
-_REQUEST = "/v1/requests/{request_id}"
-_EVENT_ERROR = ErrorEvent
+OWN_HEADERS = ("X-Request-Id", "X-Request-Seed", "X-Client-Request-Id")
+OWNED_HEADERS = {200: OWN_HEADERS}
+QUEUE_HEADERS = ("X-Queue-Position", "X-Expected-Wait-Ms")
+GENERATION_ERRORS = (401, 404, 409, 413, 415, 429)
+CHANGE_ERRORS = (401, 404, 413, 415)
+FAILED_HEADERS = dict.fromkeys((400, 409, 429, 500, 503), OWN_HEADERS)  # of what failed after its acceptance
+GENERATED_HEADERS = {200: (*OWN_HEADERS, *QUEUE_HEADERS, *LIMIT_HEADERS), **FAILED_HEADERS}
 _DONE = "[DONE]"
-_LINES = (generation.QueueLine, generation.DoneLine)
-_EMPTY = _Answers()
-_TEXT = _Answers(texts=(200,))
-_REQUEST_READ = _Answers(resources.RequestAnswer, errors=(401, 404), headers=_OWNED)
-_MESSAGE_REFUSALS = (MessageError, ErrorAnswer)
-"""Refusals of the protocol, which come before a path is looked at, are OpenAI's also for messages."""
-_NAMED = {status: (*names, "request-id") for status, names in _GENERATED.items()}
-_NAMED_FAILED = {status: (*names, "request-id") for status, names in _FAILED.items()}
-_WHOLE_ANSWERS = (
-    generation.CompletionAnswer,
-    generation.ChatAnswer,
-    generation.ResponseAnswer,
-    generation.MessageAnswer,
-    vectors.EmbeddingAnswer,
-    vectors.ScoreAnswer,
-    vectors.RerankAnswer,
-)
-_RESPONSE = "/v1/responses/{response_id}"
-_RESPONSE_READ = _Answers(
-    generation.ResponseAnswer, errors=(401, 404, 409, 429), headers={200: (*_OWN, *_QUEUED), **_FAILED}
-)
-_VECTORS = _Answers(errors=_GENERATION_ERRORS, headers={200: _OWN, **_FAILED})
+_LINES = (QueueLine, DoneLine)
+NAMED_HEADERS = {status: (*names, "request-id") for status, names in GENERATED_HEADERS.items()}
+NAMED_FAILED_HEADERS = {status: (*names, "request-id") for status, names in FAILED_HEADERS.items()}
 
 
-def _at(paths: Sequence[str], answers: _Answers) -> dict[tuple[str, str], _Answers]:
+def at(paths: Sequence[str], answers: Answers) -> dict[tuple[str, str], Answers]:
     """Return the answers of a POST that has several paths."""
     return {("post", path): answers for path in paths}
 
 
-_ANSWERS: Mapping[tuple[str, str], _Answers] = {
-    ("post", "/v1/completions"): _Answers(
-        generation.CompletionAnswer,
-        (generation.CompletionChunk, _EVENT_ERROR),
-        errors=_GENERATION_ERRORS,
-        headers=_GENERATED,
-    ),
-    ("post", "/v1/chat/completions"): _Answers(
-        generation.ChatAnswer, (generation.ChatChunk, _EVENT_ERROR), errors=_GENERATION_ERRORS, headers=_GENERATED
-    ),
-    ("post", "/v1/responses"): _Answers(
-        generation.ResponseAnswer, (generation.ResponseEvent,), errors=_GENERATION_ERRORS, headers=_GENERATED
-    ),
-    ("get", _RESPONSE): _RESPONSE_READ._replace(
-        events=(generation.ResponseEvent,), headers={200: (*_OWN, *_QUEUED, "X-Stream-Verified"), **_FAILED}
-    ),
-    ("post", f"{_RESPONSE}/cancel"): _RESPONSE_READ,
-    ("delete", _RESPONSE): _Answers(generation.ResponseDeletion, errors=(401, 404)),
-    ("get", f"{_RESPONSE}/input_items"): _Answers(generation.ResponseInput, errors=(401, 404)),
-    ("post", "/v1/messages"): _Answers(
-        generation.MessageAnswer,
-        (generation.MessageEvent,),
-        errors=_GENERATION_ERRORS,
-        headers=_NAMED,
-        refusals=_MESSAGE_REFUSALS,
-    ),
-    ("post", "/v1/messages/count_tokens"): _Answers(
-        generation.MessageTokens, errors=(401, 404, 413, 415, 429), refusals=_MESSAGE_REFUSALS
-    ),
-    ("post", "/v1/embeddings"): _VECTORS._replace(whole=vectors.EmbeddingAnswer),
-    **_at(("/v1/classify", "/classify"), _VECTORS._replace(whole=vectors.ClassificationAnswer)),
-    **_at(("/v1/score", "/score"), _VECTORS._replace(whole=vectors.ScoreAnswer)),
-    **_at(("/v1/rerank", "/v2/rerank", "/rerank"), _VECTORS._replace(whole=vectors.RerankAnswer)),
-    ("post", "/v1/files"): _Answers(resources.FileAnswer, errors=(401, 413, 415, 429)),
-    ("get", "/v1/files"): _Answers(resources.FileList, errors=(401,)),
-    ("get", "/v1/files/{file_id}"): _Answers(resources.FileAnswer, errors=(401, 404)),
-    ("get", "/v1/files/{file_id}/content"): _Answers(lines=(200,), errors=(401, 404)),
-    ("delete", "/v1/files/{file_id}"): _Answers(resources.FileDeleted, errors=(401, 404, 409)),
-    ("post", "/v1/batches"): _Answers(resources.BatchAnswer, errors=(401, 404, 413, 415, 429)),
-    ("get", "/v1/batches"): _Answers(resources.BatchList, errors=(401,)),
-    ("get", "/v1/batches/{batch_id}"): _Answers(resources.BatchAnswer, errors=(401, 404)),
-    ("post", "/v1/batches/{batch_id}/cancel"): _Answers(resources.BatchAnswer, errors=(401, 404, 409)),
-    ("post", "/tokenize"): _Answers(resources.TokenizeAnswer, errors=(401, 404, 413, 415, 429)),
-    ("post", "/detokenize"): _Answers(resources.DetokenizeAnswer, errors=(401, 404, 413, 415, 429)),
-    ("get", "/v1/models"): _Answers(resources.ModelList, errors=(401,)),
-    ("get", "/v1/models/{name}"): _Answers(resources.ModelAnswer, errors=(401, 404)),
-    ("get", "/v1/requests"): _Answers(resources.RequestList, errors=(401,)),
-    ("get", _REQUEST): _REQUEST_READ,
-    ("put", _REQUEST): _REQUEST_READ._replace(errors=_GENERATION_ERRORS),
-    ("delete", _REQUEST): _REQUEST_READ,
-    ("get", f"{_REQUEST}/answer"): _Answers(
-        one_of=_WHOLE_ANSWERS,
-        unfinished=resources.RequestAnswer,
-        errors=(401, 404, 409, 429),
-        headers={200: (*_OWN, "request-id"), 202: (*_OWN, "Retry-After"), 404: _OWN, **_NAMED_FAILED},
-        refusals=_MESSAGE_REFUSALS,
-    ),
-    ("get", f"{_REQUEST}/events"): _Answers(
-        events=(
-            generation.ChatChunk,
-            generation.CompletionChunk,
-            generation.MessageEvent,
-            vectors.EmbeddingEvent,
-            vectors.EmbeddingAnswer,
-            vectors.ScoreAnswer,
-            vectors.RerankAnswer,
-            _EVENT_ERROR,
-        ),
-        errors=(401, 404, 409, 416),
-        headers={200: (*_OWN, "request-id", *_QUEUED, "X-Stream-Verified")},
-    ),
-    ("post", "/v1/load_lora_adapter"): _Answers(texts=(200,), errors=_CHANGE_ERRORS),
-    ("post", "/v1/unload_lora_adapter"): _Answers(texts=(200,), errors=_CHANGE_ERRORS),
-    ("post", "/v1/models/load"): _Answers(resources.ModelChangeAnswer, errors=_CHANGE_ERRORS),
-    ("post", "/v1/models/unload"): _Answers(resources.ModelChangeAnswer, errors=_CHANGE_ERRORS),
-    ("post", "/sleep"): _Answers(errors=(400, 401)),
-    ("post", "/wake_up"): _Answers(errors=(400, 401)),
-    ("get", "/is_sleeping"): _Answers(resources.SleepAnswer, errors=(401,)),
-    ("get", f"{ADMIN}/engines"): _Answers(admin.AdminEngines, errors=(401,)),
-    ("get", f"{ADMIN}/models"): _Answers(admin.AdminModels, errors=(401,)),
-    ("get", f"{ADMIN}/queues"): _Answers(admin.AdminQueues, errors=(401,)),
-    ("get", f"{ADMIN}/usage"): _Answers(admin.AdminUsage, errors=(401,)),
-    ("get", f"{ADMIN}/tenants/{{tenant}}/requests"): _Answers(resources.RequestList, errors=(401,)),
-    ("get", f"{ADMIN}/requests/{{request_id}}"): _Answers(admin.AdminRequest, errors=(401, 404)),
-    ("delete", f"{ADMIN}/requests/{{request_id}}"): _Answers(admin.AdminRequest, errors=(401, 404)),
-    ("get", f"{ADMIN}/quarantine"): _Answers(admin.AdminQuarantine, errors=(401, 404)),
-    ("post", f"{ADMIN}/quarantine/{{request_id}}/release"): _Answers(admin.AdminRelease, errors=(401, 404)),
-    ("post", f"{ADMIN}/keys/reload"): _Answers(admin.AdminReloads, errors=(401,)),
-    ("get", "/healthz"): _TEXT,
-    ("get", "/health"): _EMPTY,
-    ("get", "/ping"): _EMPTY,
-    ("get", "/version"): _Answers(resources.VersionAnswer),
-    ("get", "/load"): _Answers(resources.LoadAnswer),
-    ("get", "/readyz"): _Answers(texts=(200, 503)),
-    ("get", "/metrics"): _TEXT,
-}
-"""By method and path."""
 _HEADERS = {
     "X-Request-Id": ("string", "The request's id, by which it is read, resumed and cancelled."),
     "request-id": ("string", "The same, for Anthropic's clients."),
@@ -337,10 +149,10 @@ _HEADERS = {
 """Type and meaning by name."""
 
 
-def _document(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> dict[str, Any]:
+def _document(app: FastAPI, known: AnswersByPath, bodies: Sequence[type[BaseModel]]) -> dict[str, Any]:
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     shown: dict[str, type[BaseModel]] = {}
-    for answers in _ANSWERS.values():
+    for answers in known.values():
         kinds = (answers.whole, answers.unfinished, *answers.one_of, *answers.events, *answers.refusals, *_LINES)
         shown |= {kind.__name__: kind for kind in kinds if kind is not None}
     modes: list[tuple[type[BaseModel], Literal["validation", "serialization"]]] = []
@@ -360,26 +172,29 @@ def _document(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> dict[str, Any]
     document["security"] = [{"apiKey": []}, {"anthropicKey": []}, {}]
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
-            operation["responses"] = _responses(_ANSWERS[method, path])
+            answers = known[method, path]
+            operation["responses"] = _responses(answers)
             if json_body := operation.get("requestBody", {}).get("content", {}).get(_JSON):
-                json_body["examples"] = examples_of(path)
-            if path.startswith(ADMIN):
+                json_body["examples"] = {
+                    summary: {"summary": summary, "value": body} for summary, body in answers.examples.items()
+                }
+            if path.startswith(ADMIN_PREFIX):
                 operation["security"] = [{"adminKey": []}]
     return document
 
 
-def _responses(answers: _Answers) -> dict[str, Any]:
+def _responses(answers: Answers) -> dict[str, Any]:
     unfinished = () if answers.unfinished is None else (202,)
     statuses = {200, *unfinished, *_ALWAYS, *answers.errors, *answers.texts}
     return {str(status): _response(answers, status) for status in sorted(statuses)}
 
 
-def _response(answers: _Answers, status: int) -> dict[str, Any]:
+def _response(answers: Answers, status: int) -> dict[str, Any]:
     whole = _bodies(answers, status)
     content = {_JSON: {"schema": _any_of(whole)}} if whole else {}
     if status == HTTPStatus.OK and answers.events:
         content[SSE] = {"schema": _event(answers.events)}
-        if generation.ResponseEvent not in answers.events:  # those that name a response's changes
+        if answers.has_lines:
             content[NDJSON] = {"schema": _any_of((*answers.events, *_LINES))}
     if status in answers.texts:
         content["text/plain"] = {"schema": {"type": "string"}}
@@ -395,13 +210,13 @@ def _response(answers: _Answers, status: int) -> dict[str, Any]:
 def _event(models: Sequence[type[BaseModel]]) -> dict[str, Any]:
     """Return the schema of one event of a stream, as OpenAPI describes those: its fields, with the data as text."""
     data: dict[str, Any] = {"type": "string", "contentMediaType": _JSON, "contentSchema": _any_of(models)}
-    if _EVENT_ERROR in models:  # OpenAI's forms
+    if ErrorEvent in models:  # OpenAI's forms
         data = {"anyOf": [data, {"const": _DONE, "description": "The last event."}]}
     text = {"type": "string"}
     return {"type": "object", "required": ["data"], "properties": {"data": data, "id": text, "event": text}}
 
 
-def _bodies(answers: _Answers, status: int) -> Sequence[type[BaseModel]]:
+def _bodies(answers: Answers, status: int) -> Sequence[type[BaseModel]]:
     """Return the JSON of an answer with this status, which is one of these."""
     if status == HTTPStatus.ACCEPTED and answers.unfinished is not None:
         return (answers.unfinished,)

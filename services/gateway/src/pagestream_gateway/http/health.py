@@ -8,15 +8,43 @@ from importlib.metadata import version
 
 from fastapi import APIRouter
 from pagestream_telemetry.endpoint import PROMETHEUS_TYPE
+from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from pagestream_gateway.gateway import Gateway
 from pagestream_gateway.http.callers import credentials_of
+from pagestream_gateway.http.documents import Answers, AnswersByPath
 
 # A full Redis is no reason to take readers' gateways away: docs/design/redis.md.
 _FEW = b"# The other metrics are on the metrics port, and here for administrators' keys.\n"
 _FULL = "ready: Redis is at its memory limit; new requests are refused, accepted ones are served\n"
+
+
+class VersionAnswer(BaseModel):
+    """The version of the gateway."""
+
+    version: str
+
+
+class LoadAnswer(BaseModel):
+    """What this process is doing."""
+
+    server_load: int = Field(description="Answers that it is writing.")
+
+
+_EMPTY = Answers()
+_TEXT = Answers(texts=(200,))
+ANSWERS: AnswersByPath = {
+    ("get", "/healthz"): _TEXT,
+    ("get", "/health"): _EMPTY,
+    ("get", "/ping"): _EMPTY,
+    ("get", "/version"): Answers(VersionAnswer),
+    ("get", "/load"): Answers(LoadAnswer),
+    ("get", "/readyz"): Answers(texts=(200, 503)),
+    ("get", "/metrics"): _TEXT,
+}
+"""By method and path."""
 
 
 def router(gateway: Gateway, *, is_for_callers: bool) -> APIRouter:

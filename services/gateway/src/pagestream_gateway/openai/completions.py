@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from json.encoder import encode_basestring_ascii
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter
 from pagestream.v1.records_pb2 import API_FORM_COMPLETIONS, RequestSpec
@@ -14,8 +14,15 @@ from starlette.responses import Response
 from pagestream_gateway.calls import TEXT_COMPLETION
 from pagestream_gateway.gateway import Gateway
 from pagestream_gateway.http.body import Prompts, parse_body, prompts_of, with_sampling_parameters
-from pagestream_gateway.http.documents import stream_body_of
+from pagestream_gateway.http.documents import (
+    GENERATED_HEADERS,
+    GENERATION_ERRORS,
+    Answers,
+    AnswersByPath,
+    stream_body_of,
+)
 from pagestream_gateway.openai import generation
+from pagestream_gateway.openai.errors import ErrorEvent
 from pagestream_gateway.openai.generation import (
     NAMES_BY_FORMAT,
     GenerationBody,
@@ -24,7 +31,7 @@ from pagestream_gateway.openai.generation import (
     without_unsupported,
 )
 from pagestream_gateway.openai.logprobs import CompletionLogprobs
-from pagestream_gateway.openai.writer import AnswerWriter
+from pagestream_gateway.openai.writer import AnswerSchema, AnswerWriter, ChoiceSchema, ChunkSchema, UsageSchema
 from pagestream_gateway.request import Draft
 from pagestream_gateway.streams.runs import Run
 
@@ -114,6 +121,47 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> Draft:
         field_names=field_names,
         **shared,
     )
+
+
+class CompletionChoice(ChoiceSchema):
+    """A choice of a completion; of a stream, a part of it."""
+
+    text: str
+
+
+class CompletionAnswer(AnswerSchema):
+    """A completion."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: UsageSchema
+
+
+class CompletionChunk(ChunkSchema):
+    """The data of an event of a streamed completion."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+
+
+ANSWERS: AnswersByPath = {
+    ("post", "/v1/completions"): Answers(
+        CompletionAnswer,
+        (CompletionChunk, ErrorEvent),
+        errors=GENERATION_ERRORS,
+        headers=GENERATED_HEADERS,
+        examples={
+            "A beginning": {"prompt": "Once upon a time", "max_tokens": 64},
+            "A stream with log probabilities": {
+                "prompt": "Once upon a time",
+                "max_tokens": 16,
+                "logprobs": 2,
+                "stream": True,
+            },
+        },
+    ),
+}
+"""By method and path."""
 
 
 def router(gateway: Gateway) -> APIRouter:

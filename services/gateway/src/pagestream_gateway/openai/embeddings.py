@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter
 from pagestream.v1.inference_pb2 import SamplingParams, Usage
 from pagestream.v1.records_pb2 import API_FORM_EMBEDDINGS, AnswerForm, ApiForm, LogEnd, VectorForm
-from pydantic import Field
+from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -23,7 +23,14 @@ from pagestream_gateway.http.body import (
     parse_body,
     prompts_of,
 )
-from pagestream_gateway.http.documents import body_of
+from pagestream_gateway.http.documents import (
+    FAILED_HEADERS,
+    GENERATION_ERRORS,
+    OWN_HEADERS,
+    Answers,
+    AnswersByPath,
+    body_of,
+)
 from pagestream_gateway.openai import generation
 from pagestream_gateway.openai.generation import queued_arguments, without_unsupported
 from pagestream_gateway.openai.writer import LogWriter
@@ -202,6 +209,49 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> Draft:
         form=VectorForm(base64=body.encoding_format == "base64"),
         pooling=AskedPooling(body.dimensions, normalize),
     )
+
+
+class VectorUsage(BaseModel):
+    """Tokens of a request for vectors."""
+
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, int]
+
+
+class Embedding(BaseModel):
+    """The vector of an input."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str = Field(description="Numbers, or in base64 float32 in little-endian order.")
+
+
+class EmbeddingEvent(Embedding):
+    """The data of an event of an embedding request that is read on: one vector."""
+
+    stream_position: str
+
+
+class EmbeddingAnswer(BaseModel):
+    """The vectors of a request; as the last event of a stream without them."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: VectorUsage
+
+
+VECTORS = Answers(errors=GENERATION_ERRORS, headers={200: OWN_HEADERS, **FAILED_HEADERS})
+"""Of bodies that ask for vectors, labels or scores."""
+ANSWERS: AnswersByPath = {
+    ("post", "/v1/embeddings"): VECTORS._replace(
+        whole=EmbeddingAnswer, examples={"Two texts": {"input": ["The lighthouse", "The bakery"]}}
+    ),
+}
+"""By method and path."""
 
 
 def router(gateway: Gateway) -> APIRouter:

@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from pagestream_streams.errors import StreamsError
+from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -100,3 +101,24 @@ def _respond(request: Request, error: Exception) -> Response:
         return JSONResponse(body, error.status_code, error.headers)
     log_unexpected(error)
     return error_response(error)
+
+
+class ErrorDetail(BaseModel):
+    """What is wrong."""
+
+    message: str
+    type: str
+    param: str | None = Field(description="The part of the request that is wrong.")
+    code: str | None = Field(description="A stable word for the error.")
+
+
+class ErrorAnswer(BaseModel):
+    """OpenAI's form of an error."""
+
+    error: ErrorDetail
+
+
+class ErrorEvent(ErrorAnswer):
+    """The data of the event with which a stream ends that could not go on here."""
+
+    stream_position: str = Field(description="The Last-Event-ID with which a reader goes on, on any gateway.")

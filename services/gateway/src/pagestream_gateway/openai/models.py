@@ -1,15 +1,46 @@
 """GET /v1/models: the models that a deployment serves."""
 
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter
 from pagestream_streams.errors import ModelNotFound
+from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from pagestream_gateway.auth.identity import Identity
 from pagestream_gateway.gateway import Gateway
 from pagestream_gateway.http.callers import identify
+from pagestream_gateway.http.documents import Answers, AnswersByPath
+
+
+class ModelAnswer(BaseModel):
+    """A model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+    engines: int = Field(description="Engines that live now.")
+    deterministic: bool = Field(
+        description="Whether the last engine to publish it computes each sequence alike in any batch, bit for bit."
+    )
+
+
+class ModelList(BaseModel):
+    """The models by name."""
+
+    object: Literal["list"]
+    data: list[ModelAnswer]
+
+
+ANSWERS: AnswersByPath = {
+    ("get", "/v1/models"): Answers(ModelList, errors=(401,)),
+    ("get", "/v1/models/{name}"): Answers(ModelAnswer, errors=(401, 404)),
+}
+"""By method and path."""
 
 
 def router(gateway: Gateway) -> APIRouter:

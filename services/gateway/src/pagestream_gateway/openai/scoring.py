@@ -7,7 +7,7 @@ and a document together.
 import json
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from pagestream.v1.inference_pb2 import Usage
@@ -19,7 +19,7 @@ from pagestream.v1.records_pb2 import (
     RequestSpec,
     VectorForm,
 )
-from pydantic import Field
+from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -27,14 +27,16 @@ from pagestream_gateway.calls import EMBEDDINGS
 from pagestream_gateway.errors import InvalidRequest
 from pagestream_gateway.gateway import Gateway
 from pagestream_gateway.http.body import Prompts, parse_body, prompts_of
-from pagestream_gateway.http.documents import body_of
+from pagestream_gateway.http.documents import AnswersByPath, at, body_of
 from pagestream_gateway.json_types import Items, StrictModel, expects
 from pagestream_gateway.openai import generation
 from pagestream_gateway.openai.embeddings import (
     UNSUPPORTED,
+    VECTORS,
     EmbeddingList,
     EmbeddingWriter,
     VectorBody,
+    VectorUsage,
     usage_of,
     vector_request,
 )
@@ -273,6 +275,98 @@ def _text(given: str | TextObject) -> str:
 
 def _listed(given: str | TextObject | list[str | TextObject]) -> list[str]:
     return [_text(each) for each in given] if isinstance(given, list) else [_text(given)]
+
+
+class Classification(BaseModel):
+    """The labels of a text."""
+
+    index: int
+    label: str
+    """The likeliest."""
+    probs: list[float]
+    """Of each label, in the order of the model's files."""
+    num_classes: int
+
+
+class ClassificationAnswer(BaseModel):
+    """The labels of a request's texts; as the last event of a stream without them."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Classification]
+    usage: VectorUsage
+
+
+class Score(BaseModel):
+    """How alike a text is to its query: a cosine."""
+
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoreAnswer(BaseModel):
+    """The scores of a request."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: VectorUsage
+
+
+class RerankResult(BaseModel):
+    """A document with its score."""
+
+    index: int
+    document: dict[str, str] | None = None
+    relevance_score: float
+
+
+class RerankAnswer(BaseModel):
+    """The documents of a request, best first."""
+
+    id: str
+    model: str
+    usage: VectorUsage
+    results: list[RerankResult]
+
+
+ANSWERS: AnswersByPath = {
+    **at(
+        ("/v1/classify", "/classify"),
+        VECTORS._replace(whole=ClassificationAnswer, examples={"A text": {"input": ["The harbour is lovely."]}}),
+    ),
+    **at(
+        ("/v1/score", "/score"),
+        VECTORS._replace(
+            whole=ScoreAnswer,
+            examples={
+                "A text and two others": {
+                    "text_1": "Where does the baker work?",
+                    "text_2": ["In the bakery.", "At sea."],
+                }
+            },
+        ),
+    ),
+    **at(
+        ("/v1/rerank", "/v2/rerank", "/rerank"),
+        VECTORS._replace(
+            whole=RerankAnswer,
+            examples={
+                "The best of two": {
+                    "query": "Where does the baker work?",
+                    "documents": ["In the bakery.", "At sea."],
+                    "top_n": 1,
+                }
+            },
+        ),
+    ),
+}
+"""By method and path."""
 
 
 def router(gateway: Gateway) -> APIRouter:

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter
 from pagestream.v1.inference_pb2 import SamplingParams
 from pagestream.v1.records_pb2 import AnswerForm
-from pydantic import Field
+from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -15,7 +15,7 @@ from pagestream_gateway.errors import InvalidRequest
 from pagestream_gateway.gateway import Gateway
 from pagestream_gateway.http.body import SERVED_NAME, Body, PromptedBody, parse_body
 from pagestream_gateway.http.callers import identify
-from pagestream_gateway.http.documents import body_of
+from pagestream_gateway.http.documents import MESSAGES, Answers, AnswersByPath, body_of
 from pagestream_gateway.json_types import Items, Token
 from pagestream_gateway.models import LoadedModel
 from pagestream_gateway.openai.chat.body import Message
@@ -51,6 +51,34 @@ class DetokenizeBody(Body):
 
     model: str | None = Field(None, description=SERVED_NAME)
     tokens: Items[Token]
+
+
+class TokenizeAnswer(BaseModel):
+    """The tokens of a text or a conversation."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = Field(description="Each token as the vocabulary spells it, where asked for.")
+
+
+class DetokenizeAnswer(BaseModel):
+    """The text of tokens."""
+
+    prompt: str
+
+
+ANSWERS: AnswersByPath = {
+    ("post", "/tokenize"): Answers(
+        TokenizeAnswer,
+        errors=(401, 404, 413, 415, 429),
+        examples={"A text": {"prompt": "Once upon a time"}, "A conversation": {"messages": MESSAGES}},
+    ),
+    ("post", "/detokenize"): Answers(
+        DetokenizeAnswer, errors=(401, 404, 413, 415, 429), examples={"Three tokens": {"tokens": [1, 2, 3]}}
+    ),
+}
+"""By method and path."""
 
 
 def router(gateway: Gateway) -> APIRouter:

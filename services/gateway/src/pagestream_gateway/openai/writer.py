@@ -4,11 +4,12 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 from pagestream.v1.inference_pb2 import FinishReason, Usage
 from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, RequestSpec
 from pagestream_streams.protocol.records import finish_reason_name
+from pydantic import BaseModel, Field
 
 from pagestream_gateway.openai.logprobs import Logprobs, prompt_logprobs_body
 from pagestream_gateway.streams.runs import START, Position, Run, position_after, split_runs
@@ -426,3 +427,34 @@ def _object(members: Mapping[str, bytes]) -> bytes:
 
 def _json(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+class UsageSchema(BaseModel):
+    """Tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, int]
+
+
+class AnswerSchema(BaseModel):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str | None = Field(description="Numerics fingerprint of the engine: equal ones compute alike.")
+    service_tier: Literal["default"]
+
+
+class ChoiceSchema(BaseModel):
+    index: int
+    logprobs: dict[str, Any] | None
+    finish_reason: Literal["stop", "length", "tool_calls", "cancelled", "deadline", "error"] | None
+    stop_reason: str | int | None = Field(None, description="The stop string or stop token that ended the choice.")
+
+
+class ChunkSchema(AnswerSchema):
+    stream_position: str = Field(
+        description="`<request id>/<next index>/<digest>`: the Last-Event-ID with which a reader goes on after this."
+    )
+    usage: UsageSchema | None = None

@@ -10,12 +10,13 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_streams.errors import StreamsError
 from pagestream_streams.gateway.readers import Sink
 from pagestream_streams.tasks import cancel
+from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -31,6 +32,20 @@ from pagestream_gateway.streams.runs import START, Position, Run, position_after
 
 NDJSON = "application/x-ndjson"
 SSE = "text/event-stream"
+
+
+class QueueLine(BaseModel):
+    """A line of NDJSON before the first token, with X-Queue-Comments: where the request stands."""
+
+    queue_position: int
+    expected_wait_ms: int | None
+
+
+class DoneLine(BaseModel):
+    """The last line of NDJSON. A stream that ends without it is read on from its last stream_position."""
+
+    done: Literal[True]
+    stream_position: str
 
 
 class Framing(Protocol):

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fastapi import APIRouter
 from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED, RequestState, Usage
@@ -23,28 +23,61 @@ from pagestream.v1.records_pb2 import (
 )
 from pagestream_streams import RequestSummary, RequestView
 from pagestream_streams.errors import DigestMismatch, OffsetOutOfRange, RequestNotFound
+from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from pagestream_gateway.anthropic import body as messages
-from pagestream_gateway.anthropic.answer import MessageStream, MessageWriter, WholeMessage, WholeMessageAnswer
+from pagestream_gateway.anthropic.answer import (
+    MESSAGE_REFUSALS,
+    MessageAnswer,
+    MessageEvent,
+    MessageStream,
+    MessageWriter,
+    WholeMessage,
+    WholeMessageAnswer,
+)
 from pagestream_gateway.auth.identity import Identity
 from pagestream_gateway.calls import DISCONNECTED, OK, RESUME
 from pagestream_gateway.error_codes import error_report, failure, is_failed
 from pagestream_gateway.errors import AnswerTooLarge, GenerationFailed, InvalidRequest, Overloaded
 from pagestream_gateway.gateway import Gateway
 from pagestream_gateway.http.callers import identify
-from pagestream_gateway.http.documents import body_of
+from pagestream_gateway.http.documents import (
+    CHAT_EXAMPLE,
+    GENERATION_ERRORS,
+    NAMED_FAILED_HEADERS,
+    OWN_HEADERS,
+    OWNED_HEADERS,
+    QUEUE_HEADERS,
+    Answers,
+    AnswersByPath,
+    body_of,
+)
 from pagestream_gateway.openai import completions, embeddings, scoring
 from pagestream_gateway.openai.chat import body as chat_completions
-from pagestream_gateway.openai.chat.answer import ChatWriter
-from pagestream_gateway.openai.completions import CompletionWriter
-from pagestream_gateway.openai.embeddings import EmbeddingList, EmbeddingWriter
-from pagestream_gateway.openai.errors import error_response
+from pagestream_gateway.openai.chat.answer import ChatAnswer, ChatChunk, ChatWriter
+from pagestream_gateway.openai.completions import CompletionAnswer, CompletionChunk, CompletionWriter
+from pagestream_gateway.openai.embeddings import EmbeddingAnswer, EmbeddingEvent, EmbeddingList, EmbeddingWriter
+from pagestream_gateway.openai.errors import ErrorEvent, error_response
 from pagestream_gateway.openai.generation import parsed_request, switch
-from pagestream_gateway.openai.responses.answer import ResponseWriter, StoredAnswer, WholeResponse
-from pagestream_gateway.openai.scoring import ClassificationWriter, RerankWriter, ScoreList, ScoreWriter
-from pagestream_gateway.openai.writer import AnswerBody, LogWriter, WholeBody, finish_reason_body, usage_body
+from pagestream_gateway.openai.responses.answer import ResponseAnswer, ResponseWriter, StoredAnswer, WholeResponse
+from pagestream_gateway.openai.scoring import (
+    ClassificationWriter,
+    RerankAnswer,
+    RerankWriter,
+    ScoreAnswer,
+    ScoreList,
+    ScoreWriter,
+)
+from pagestream_gateway.openai.writer import (
+    AnswerBody,
+    LogWriter,
+    UsageSchema,
+    WholeBody,
+    finish_reason_body,
+    usage_body,
+)
 from pagestream_gateway.request import Draft
 from pagestream_gateway.streams.events import EventStream, Reading, accepts_lines, learn_tokens, request_headers
 from pagestream_gateway.streams.runs import Position
@@ -206,6 +239,92 @@ _AGAIN: dict[str, Any] = {
 }
 
 
+class RequestItem(BaseModel):
+    """A request in the list of its tenant's."""
+
+    id: str
+    model: str
+    created: int = Field(description="Unix seconds of its acceptance, by Redis' clock.")
+    state: Literal["queued", "running", "finished"]
+    finish_reason: str | None
+    next_index: int
+    usage: UsageSchema
+    attempts: int
+
+
+class RequestList(BaseModel):
+    """A page of a tenant's requests, newest first."""
+
+    object: Literal["list"]
+    data: list[RequestItem]
+    has_more: bool
+
+
+class RequestAnswer(BaseModel):
+    """Where a request stands."""
+
+    id: str
+    model: str
+    state: Literal["queued", "running", "finished"]
+    queue_position: int | None = Field(description="Requests before it; null unless queued.")
+    expected_wait_ms: int | None = Field(
+        description="Until an engine takes it, by the measured rate; null for unknown."
+    )
+    finish_reason: str | None
+    next_index: int
+    usage: UsageSchema
+    attempts: int
+    client_request_id: str | None = Field(description="The caller's own id.")
+
+
+_REQUEST = "/v1/requests/{request_id}"
+_REQUEST_READ = Answers(RequestAnswer, errors=(401, 404), headers=OWNED_HEADERS)
+_WHOLE_ANSWERS = (
+    CompletionAnswer,
+    ChatAnswer,
+    ResponseAnswer,
+    MessageAnswer,
+    EmbeddingAnswer,
+    ScoreAnswer,
+    RerankAnswer,
+)
+ANSWERS: AnswersByPath = {
+    ("get", "/v1/requests"): Answers(RequestList, errors=(401,)),
+    ("get", _REQUEST): _REQUEST_READ,
+    ("put", _REQUEST): _REQUEST_READ._replace(
+        errors=GENERATION_ERRORS, examples={"The chat that it was": {**CHAT_EXAMPLE, "seed": 0}}
+    ),
+    ("delete", _REQUEST): _REQUEST_READ,
+    ("get", f"{_REQUEST}/answer"): Answers(
+        one_of=_WHOLE_ANSWERS,
+        unfinished=RequestAnswer,
+        errors=(401, 404, 409, 429),
+        headers={
+            200: (*OWN_HEADERS, "request-id"),
+            202: (*OWN_HEADERS, "Retry-After"),
+            404: OWN_HEADERS,
+            **NAMED_FAILED_HEADERS,
+        },
+        refusals=MESSAGE_REFUSALS,
+    ),
+    ("get", f"{_REQUEST}/events"): Answers(
+        events=(
+            ChatChunk,
+            CompletionChunk,
+            MessageEvent,
+            EmbeddingEvent,
+            EmbeddingAnswer,
+            ScoreAnswer,
+            RerankAnswer,
+            ErrorEvent,
+        ),
+        errors=(401, 404, 409, 416),
+        headers={200: (*OWN_HEADERS, "request-id", *QUEUE_HEADERS, "X-Stream-Verified")},
+    ),
+}
+"""By method and path."""
+
+
 def router(gateway: Gateway) -> APIRouter:
     """Return the resource's routes. The id of another tenant's request is answered as an unknown one: 404."""
     routes = APIRouter(tags=["requests"])
@@ -222,13 +341,13 @@ def router(gateway: Gateway) -> APIRouter:
             {"object": "list", "data": [summary_body(each) for each in page.requests], "has_more": page.has_more}
         )
 
-    @routes.get("/v1/requests/{request_id}", summary="Where a request stands")
+    @routes.get(_REQUEST, summary="Where a request stands")
     async def get_request(request: Request, request_id: str) -> Response:
         tenant = (await identify(gateway, request)).tenant
         return _view_answer(await gateway.requests.view(request_id, tenant))
 
     @routes.put(
-        "/v1/requests/{request_id}",
+        _REQUEST,
         openapi_extra=_AGAIN,
         summary="Accept a request again that Redis has lost; one that is there stays as it is",
     )
@@ -250,14 +369,14 @@ def router(gateway: Gateway) -> APIRouter:
             call.end(outcome)
         return _view_answer(view)
 
-    @routes.delete("/v1/requests/{request_id}", summary="End a request")
+    @routes.delete(_REQUEST, summary="End a request")
     async def cancel_request(request: Request, request_id: str) -> Response:
         identity = await identify(gateway, request)
         await gateway.cancel(request_id, identity)
         return _view_answer(await gateway.requests.view(request_id, identity.tenant))
 
     @routes.get(
-        "/v1/requests/{request_id}/answer",
+        f"{_REQUEST}/answer",
         summary="A finished request's whole answer, in the form of the API that accepted it",
     )
     async def whole_answer(request: Request, request_id: str) -> Response:
@@ -265,7 +384,7 @@ def router(gateway: Gateway) -> APIRouter:
         return _whole_answer(gateway, request, identity, await gateway.requests.view(request_id, identity.tenant))
 
     @routes.get(
-        "/v1/requests/{request_id}/events",
+        f"{_REQUEST}/events",
         openapi_extra=_EVENTS_PARAMETERS,
         summary="A request's events from an offset",
     )

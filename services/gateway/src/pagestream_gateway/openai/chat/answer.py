@@ -3,14 +3,15 @@
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from json.encoder import encode_basestring_ascii
-from typing import Any
+from typing import Any, Literal
 
 from pagestream.v1.inference_pb2 import FINISH_REASON_STOP, Usage
 from pagestream.v1.records_pb2 import ChoiceFinish, LogEntry, RequestSpec
 from pagestream_streams.protocol.records import finish_reason_name
+from pydantic import BaseModel, Field
 
 from pagestream_gateway.openai.logprobs import ChatLogprobs
-from pagestream_gateway.openai.writer import AnswerWriter
+from pagestream_gateway.openai.writer import AnswerSchema, AnswerWriter, ChoiceSchema, ChunkSchema, UsageSchema
 from pagestream_gateway.output_formats.formats import call_id, parser_of
 from pagestream_gateway.output_formats.parts import Arguments, CallBegin, Content, Part, Reasoning
 from pagestream_gateway.streams.runs import Run, split_runs
@@ -199,3 +200,65 @@ def whole_message(spec: RequestSpec, choice: int, text: str, finish: ChoiceFinis
     if calls:
         message[TOOL_CALLS] = calls
     return message, parts.finish_reason(finish)
+
+
+class CalledFunctionSchema(BaseModel):
+    """A function that is called."""
+
+    name: str | None = Field(None, description="In the first delta of a call.")
+    arguments: str = Field(description="JSON text; of a delta, a piece of it.")
+
+
+class ToolCallSchema(BaseModel):
+    """A call of a tool, or a piece of one."""
+
+    index: int | None = Field(None, description="Of the call, in deltas.")
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunctionSchema
+
+
+class ChatMessage(BaseModel):
+    """The assistant's message."""
+
+    role: Literal["assistant"]
+    content: str | None = Field(description="null where there are tool calls alone.")
+    refusal: None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallSchema] | None = None
+
+
+class ChatChoice(ChoiceSchema):
+    """A choice of a chat completion."""
+
+    message: ChatMessage
+
+
+class ChatDelta(BaseModel):
+    """A part of the assistant's message."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallSchema] | None = None
+
+
+class ChatChunkChoice(ChoiceSchema):
+    """A part of a choice of a chat completion."""
+
+    delta: ChatDelta
+
+
+class ChatAnswer(AnswerSchema):
+    """A chat completion."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: UsageSchema
+
+
+class ChatChunk(ChunkSchema):
+    """The data of an event of a streamed chat completion."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]

@@ -3,12 +3,13 @@
 import json
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from pagestream.v1.inference_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_LENGTH, FINISH_REASON_STOP, Usage
 from pagestream.v1.records_pb2 import LogEnd, LogEntry, RequestSpec
 from pagestream_streams.errors import DigestMismatch
 from pagestream_streams.protocol.records import finish_reason_name
+from pydantic import BaseModel, Field
 from starlette.types import Receive, Scope, Send
 
 from pagestream_gateway.error_codes import error_report, failure, is_failed
@@ -416,3 +417,92 @@ class StoredAnswer(WholeAnswer):
 
     def check_end(self, end: LogEnd) -> None:
         """Do nothing: the response says how it ended."""
+
+
+class ResponseUsage(BaseModel):
+    """Tokens of a response."""
+
+    input_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
+
+
+class ResponseAnswer(BaseModel):
+    """A response."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None = Field(description="When it was completed, in Unix seconds; null otherwise.")
+    status: Literal["queued", "in_progress", "completed", "incomplete", "cancelled", "failed"]
+    background: bool
+    error: dict[str, str] | None
+    incomplete_details: dict[str, str] | None
+    model: str
+    output: list[dict[str, Any]] = Field(description="Items: message, function_call, reasoning; none before the end.")
+    usage: ResponseUsage | None
+    service_tier: Literal["default"]
+    store: bool
+    temperature: float
+    top_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    truncation: Literal["auto", "disabled"]
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: Any = None
+    metadata: dict[str, str]
+    user: Any = None
+    prompt_cache_key: Any = None
+    safety_identifier: Any = None
+    previous_response_id: str | None
+    parallel_tool_calls: bool
+    reasoning: dict[str, Any]
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+
+
+class ResponseEvent(BaseModel):
+    """The data of an event of a response; members beside the first two are those of its type."""
+
+    type: str
+    sequence_number: int = Field(description="The starting_after with which a reader goes on after this.")
+    stream_position: str | None = Field(
+        None, description="The Last-Event-ID that proves what was read; not each event has one."
+    )
+    response: ResponseAnswer | None = None
+    output_index: int | None = None
+    content_index: int | None = None
+    item_id: str | None = None
+    item: dict[str, Any] | None = None
+    part: dict[str, Any] | None = None
+    delta: str | None = None
+    text: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    logprobs: list[Any] | None = None
+    code: str | None = None
+    message: str | None = None
+    param: str | None = None
+
+
+class ResponseDeletion(BaseModel):
+    """A response that is gone."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class ResponseInput(BaseModel):
+    """A page of the items of a response's conversation before its output."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

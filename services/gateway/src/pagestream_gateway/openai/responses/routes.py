@@ -26,12 +26,28 @@ from pagestream_gateway.error_codes import error_report, rate_headers
 from pagestream_gateway.errors import InvalidRequest
 from pagestream_gateway.gateway import Gateway
 from pagestream_gateway.http.callers import identify
-from pagestream_gateway.http.documents import body_of
+from pagestream_gateway.http.documents import (
+    FAILED_HEADERS,
+    FORM_NAME,
+    FORM_SCHEMA,
+    GENERATED_HEADERS,
+    GENERATION_ERRORS,
+    MODEL,
+    OWN_HEADERS,
+    QUEUE_HEADERS,
+    Answers,
+    AnswersByPath,
+    body_of,
+)
 from pagestream_gateway.openai.generation import named_as, parsed_request, switch
 from pagestream_gateway.openai.responses.answer import (
     IN_PROGRESS,
     ITEM_PREFIXES,
     QUEUED,
+    ResponseAnswer,
+    ResponseDeletion,
+    ResponseEvent,
+    ResponseInput,
     ResponseOutput,
     ResponseStream,
     ResponseWriter,
@@ -205,6 +221,38 @@ _LIST_PARAMETERS: dict[str, Any] = {
         },
     ]
 }
+
+
+_RESPONSE_READ = Answers(
+    ResponseAnswer, errors=(401, 404, 409, 429), headers={200: (*OWN_HEADERS, *QUEUE_HEADERS), **FAILED_HEADERS}
+)
+_EXAMPLE = {"model": MODEL, "input": "Who lives in the lighthouse?", "max_output_tokens": 64}
+ANSWERS: AnswersByPath = {
+    ("post", "/v1/responses"): Answers(
+        ResponseAnswer,
+        (ResponseEvent,),
+        has_lines=False,
+        errors=GENERATION_ERRORS,
+        headers=GENERATED_HEADERS,
+        examples={
+            "A question": _EXAMPLE,
+            "A stream": {**_EXAMPLE, "stream": True},
+            "An answer by a JSON schema": {
+                **_EXAMPLE,
+                "text": {"format": {"type": "json_schema", "name": FORM_NAME, "schema": FORM_SCHEMA, "strict": True}},
+            },
+        },
+    ),
+    ("get", _RESPONSE): _RESPONSE_READ._replace(
+        events=(ResponseEvent,),
+        has_lines=False,
+        headers={200: (*OWN_HEADERS, *QUEUE_HEADERS, "X-Stream-Verified"), **FAILED_HEADERS},
+    ),
+    ("post", f"{_RESPONSE}/cancel"): _RESPONSE_READ,
+    ("delete", _RESPONSE): Answers(ResponseDeletion, errors=(401, 404)),
+    ("get", f"{_RESPONSE}/input_items"): Answers(ResponseInput, errors=(401, 404)),
+}
+"""By method and path."""
 
 
 def router(gateway: Gateway) -> APIRouter:
