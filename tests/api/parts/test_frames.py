@@ -1,7 +1,8 @@
 """Frames of WebSocket as a client spells them, in any pieces."""
 
 import pytest
-from pagestream_gateway.streams.websocket import BrokenFrame, FrameReader, Opcode, Part, accept_key, frame
+from pagestream_gateway.streams.websocket import BrokenFrame, FrameReader, Part, accept_key, frame
+from wsproto.frame_protocol import Opcode
 
 MASK = bytes((1, 2, 3, 250))
 

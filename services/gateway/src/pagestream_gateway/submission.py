@@ -43,7 +43,14 @@ from pagestream_gateway.request import (
 from pagestream_gateway.sampling import fit_context, resolve_sampling
 from pagestream_gateway.settings import PREFIX_SHARING_ALL, CacheSettings, LimitSettings, Settings
 from pagestream_gateway.text.encoder import PIECE_CHARS, Encoded, EncodingCache, EncodingJob
-from pagestream_gateway.text.prompts import begin, cut_prompts, echo_of, encoding_pairs, truncation_of, with_short_texts
+from pagestream_gateway.text.prompts import (
+    cut_prompts,
+    echo_of,
+    encoding_pairs,
+    job_or_ids,
+    truncation_of,
+    with_short_texts,
+)
 from pagestream_gateway.text.tokenization import EncoderPool, Preparation
 
 logger = logging.getLogger(__name__)
@@ -86,7 +93,7 @@ class Submission:
         if self.session.rate_limiter.held and not draft.idempotency_key:  # else it may join an earlier request
             self.session.rate_limiter.check(tenant, identity.key)
         model, spec = await self._prepared(draft, identity)
-        self._address(spec, draft, identity, call.context)
+        self._set_caller(spec, draft, identity, call.context)
         placing = self.session.place(model.name, spec.prompts[0].ids, tenant, cache_salt=spec.cache_salt)
         spec.request_id = await self.limit.wait(placing)
         is_given, note = draft.sampling.HasField("max_tokens"), call.admitted
@@ -137,7 +144,7 @@ class Submission:
             or not name.is_of(tenant)
         ):
             raise RequestNotFound(request_id)
-        self._address(spec, draft, identity, call.context)
+        self._set_caller(spec, draft, identity, call.context)
         spec.request_id = request_id
         is_given = draft.sampling.HasField("max_tokens")
         accepting = self.session.accept(spec, is_length_given=is_given, on_rates=call.admitted)
@@ -195,7 +202,7 @@ class Submission:
         except RequestNotFound:
             return None
 
-    def _address(self, spec: RequestSpec, draft: Draft, identity: Identity, trace: TraceContext) -> None:
+    def _set_caller(self, spec: RequestSpec, draft: Draft, identity: Identity, trace: TraceContext) -> None:
         """Set what the caller and the call of a request decide: whose it is, its class, its salt, its trace."""
         tenant, settings = identity.tenant, self.settings
         spec.tenant = tenant
@@ -359,7 +366,7 @@ def _encoding(
 ) -> Generator[list[EncodingJob], list[Encoded], list[Sequence[int]]]:
     """Yield the texts to encode, get what came of them, and return the prompts' token ids."""
     most = most_tokens(draft, model.max_model_len, limits)
-    begun = [begin(prompt, draft, model, scope, most) for prompt in draft.prompts]
+    begun = [job_or_ids(prompt, draft, model, scope, most) for prompt in draft.prompts]
     found = iter((yield [each for each in begun if isinstance(each, EncodingJob)]))
     prompts = [model.ids_of(each, next(found)) if isinstance(each, EncodingJob) else each for each in begun]
     if not all(prompts) and not draft.is_counted:

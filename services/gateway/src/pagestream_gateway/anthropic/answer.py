@@ -209,12 +209,12 @@ class WholeMessage:
 
     def add(self, run: Run) -> None:
         """Add a run that is not the log's end."""
-        self._take(self._output.feed(run))
+        self._apply(self._output.feed(run))
         self.num_bytes += len(run.text.encode())
 
     def parts(self, end: LogEnd) -> Iterator[bytes]:
         """Yield the body."""
-        self._take(self._output.end())
+        self._apply(self._output.end())
         usage = _message_usage(end.usage, self._output.num_thinking_tokens)
         body = {**message_body(self._spec), **self._output.stop(end), "usage": usage}
         del body["content"]
@@ -223,7 +223,7 @@ class WholeMessage:
             yield (b"," if number else b"") + json.dumps(block, ensure_ascii=False, separators=(",", ":")).encode()
         yield b"]}"
 
-    def _take(self, events: Sequence[Event]) -> None:
+    def _apply(self, events: Sequence[Event]) -> None:
         for event in events:
             match event["type"]:
                 case "content_block_start":

@@ -165,7 +165,7 @@ class ChunkStream:
                     follow(self._spec, from_index=self._next_index, digest=digest, sink=self._pass_on)
                 ) as batches:
                     async for batch in batches:
-                        for run in self._take(split_runs(self._next_index, batch)):
+                        for run in self._counted(split_runs(self._next_index, batch)):
                             await self._writes.write(self._response(run))
                 await self._writes.flush()
             finally:
@@ -178,11 +178,11 @@ class ChunkStream:
         runs = split_runs(self._next_index, entries)
         if len(runs) != 1:
             return False
-        self._writes.begin(self._response(*self._take(runs)))
+        self._writes.start_write(self._response(*self._counted(runs)))
         return True
 
-    def _take(self, runs: list[Run]) -> list[Run]:
-        """Count runs that are about to be written."""
+    def _counted(self, runs: list[Run]) -> list[Run]:
+        """Count runs that are about to be written, and return them."""
         self._next_index = runs[-1].next_index
         self._call.tokens(sum(len(run.token_ids) for run in runs))
         return runs
@@ -196,8 +196,8 @@ class ChunkStream:
 class OverlappedWrites:
     """Writes messages to a call, one at a time; the last one's completion may be outstanding.
 
-    A write of grpc.aio is a coroutine that starts an operation and waits for its future. `begin` runs it up to there,
-    as a task would, and the next write, or `close`, the rest.
+    A write of grpc.aio is a coroutine that starts an operation and waits for its future. `start_write` runs it up to
+    there, as a task would, and the next write, or `close`, the rest.
     """
 
     def __init__(self, context: Context) -> None:
@@ -207,12 +207,12 @@ class OverlappedWrites:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the last message has been taken, so that `begin` may be called."""
+        """Whether the last message has been taken, so that `start_write` may be called."""
         return self._future is None or self._future.done()
 
-    def begin(self, message: Any) -> None:
+    def start_write(self, message: Any) -> None:
         """Begin to write a message; only where `is_ready`. Raises what the write before has failed with."""
-        self._end()
+        self._complete_write()
         write = self._context.write(message)
         try:
             future = write.send(None)
@@ -230,7 +230,7 @@ class OverlappedWrites:
         """Wait until the last message has been taken."""
         if self._future is not None:
             await asyncio.wait((self._future,))
-            self._end()
+            self._complete_write()
 
     def close(self) -> None:
         """Give up what is outstanding."""
@@ -241,7 +241,7 @@ class OverlappedWrites:
         if write is not None:
             write.close()
 
-    def _end(self) -> None:
+    def _complete_write(self) -> None:
         """Run the rest of the last write, whose future is done."""
         write, self._write, self._future = self._write, None, None
         if write is not None:

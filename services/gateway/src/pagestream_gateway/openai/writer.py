@@ -143,8 +143,8 @@ class AnswerWriter(LogWriter):
         for choice in self.choices_of(run):
             self.logprobs.echoed(run, choice)
 
-    def note(self, run: Run) -> None:
-        """Take note of a run of a whole answer, for its usage."""
+    def count_usage(self, run: Run) -> None:
+        """Count what a run of a whole answer adds to its usage."""
 
     def prompt_ids(self, choice: int) -> list[int]:
         """Return the token ids of a choice's prompt."""
@@ -361,7 +361,7 @@ class WholeBody:
         text = run.text.encode()
         choice.text += text
         self.num_bytes += len(text)
-        self._writer.note(run)
+        self._writer.count_usage(run)
         if self._writer.spec.answer.token_ids and run.token_ids:
             ids = _json(run.token_ids)[1:-1]
             choice.token_ids += b"," + ids if choice.token_ids else ids

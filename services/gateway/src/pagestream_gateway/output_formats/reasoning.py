@@ -151,7 +151,7 @@ class _ReasoningText:
         while self._calls is not None and text:
             piece, text = text[:_PIECE_CHARS], text[_PIECE_CHARS:]
             self._left.append(piece)
-            if not self._take(self._calls.feed(piece)):
+            if not self._accept(self._calls.feed(piece)):
                 text = self._begin_again() + text
         return [] if had_call else self._show()
 
@@ -177,13 +177,13 @@ class _ReasoningText:
     def end(self) -> list[Part]:
         """Return the rest, now that nothing follows: the calls, where there are some."""
         shown: list[Part] = []
-        while self._calls is not None and not self._take(self._calls.end()):
+        while self._calls is not None and not self._accept(self._calls.end()):
             shown += self.feed(self._begin_again())
         return [*shown, *self._show(), *self._found] if self._found else [*shown, *self.close()]
 
     def ends_with_calls(self) -> bool:
         """Return whether reasoning that is closed ends with calls, all of them whole."""
-        is_read = self._calls is not None and self._take(self._calls.end())
+        is_read = self._calls is not None and self._accept(self._calls.end())
         if not is_read or any(isinstance(part, Content) and part.text.strip() for part in self._found):
             return False
         arguments: list[str] = []
@@ -194,7 +194,7 @@ class _ReasoningText:
                 arguments[-1] += part.text
         return bool(arguments) and all(map(_is_json, arguments))
 
-    def _take(self, parts: list[Part]) -> bool:
+    def _accept(self, parts: list[Part]) -> bool:
         """Keep what comes from a call on; return False where a tool is called that there is not."""
         for part in parts:
             if self._found:

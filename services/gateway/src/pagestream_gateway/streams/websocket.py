@@ -4,45 +4,22 @@ import asyncio
 import base64
 import binascii
 import contextlib
-import enum
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import parse_qsl
 
 from starlette.types import ASGIApp, Message, Scope
+from wsproto.frame_protocol import CloseReason, Frame, FrameDecoder, Opcode, ParseFailed
+from wsproto.utilities import generate_accept_token
 
 from pagestream_gateway.streams.events import NDJSON, LineFraming
 
-_GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 _VERSION = "13"
 _MAX_CONTROL_BYTES = 125
 _SMALL_FRAMES, _FRAME_BYTES = 1024, 16
 """Of what comes at once: so many frames, and one for so many bytes. A client that sends more only costs time."""
-_FIN, _MASKED = 0x80, 0x80
-
-
-class Opcode(enum.IntEnum):
-    """Kinds of frames."""
-
-    CONTINUATION = 0
-    TEXT = 1
-    BINARY = 2
-    CLOSE = 8
-    PING = 9
-    PONG = 10
-
-
-class CloseCode(enum.IntEnum):
-    """Codes with which a connection is closed."""
-
-    COMPLETE = 1000
-    PROTOCOL_ERROR = 1002
-    NOT_TEXT = 1003
-    POLICY = 1008
-    DEFECT = 1011
-    RESTART = 1012
+_FIN = 0x80
 
 
 class BrokenFrame(Exception):  # noqa: N818 - says what is wrong
@@ -69,11 +46,14 @@ def accept_key(headers: Mapping[str, str]) -> str | None:
             return None
     except (binascii.Error, ValueError):
         return None
-    return base64.b64encode(hashlib.sha1(key.encode() + _GUID, usedforsecurity=False).digest()).decode()
+    return generate_accept_token(key.encode()).decode()
 
 
 def frame(opcode: Opcode, payload: bytes, *, is_last: bool = True) -> bytes:
-    """Return a frame as a server sends it: without a mask."""
+    """Return a frame as a server sends it: without a mask.
+
+    wsproto takes text as `str` alone; an answer is JSON in bytes, in pieces that may cut a character.
+    """
     first, size = opcode | (_FIN if is_last else 0), len(payload)
     if size <= _MAX_CONTROL_BYTES:
         return bytes((first, size)) + payload
@@ -82,97 +62,44 @@ def frame(opcode: Opcode, payload: bytes, *, is_last: bool = True) -> bytes:
     return bytes((first, 127)) + size.to_bytes(8) + payload
 
 
-def close_frame(code: int) -> bytes:
-    """Return a frame that closes the connection."""
-    return frame(Opcode.CLOSE, code.to_bytes(2))
-
-
 class FrameReader:
     """Parses what a client sends. It holds no message: at most a frame's header, or a control frame."""
 
     def __init__(self) -> None:
-        self._unparsed = bytearray()
+        self._frames = FrameDecoder(client=False)
         self._message: Opcode | None = None
         """Kind of the message that has begun."""
-        self._mask = b""
-        self._left = 0  # bytes of the current data frame
         self._in_frame = False
-        self._is_final = False
 
     def feed(self, data: bytes) -> Iterator[Part]:
         """Yield the parts that `data` has or completes. Raises BrokenFrame."""
-        self._unparsed += data
+        self._frames.receive_bytes(data)
         num_left = _SMALL_FRAMES + len(data) // _FRAME_BYTES
-        while (part := self._payload() if self._in_frame else self._head()) is not None:
-            num_left -= part is _AGAIN or part.opcode >= Opcode.CLOSE
+        while (found := self._next_frame()) is not None:
+            num_left -= found.frame_finished
             if num_left < 0:
                 raise BrokenFrame
-            if part is not _AGAIN:
-                yield part
+            payload = bytes(found.payload)
+            if found.opcode.iscontrol():
+                yield Part(found.opcode, payload, is_last=True)
+            else:
+                yield self._part(found, payload)
 
-    def _head(self) -> Part | None:
-        """Parse a frame's header, and a control frame as a whole; None where more must come."""
-        data = self._unparsed
-        if len(data) < 2:
-            return None
-        size, start = data[1] & 0x7F, 2
-        if data[0] & 0x70 or not data[1] & _MASKED:
+    def _next_frame(self) -> Frame | None:
+        """Return a control frame, or what has come of a data frame; None where more must come."""
+        try:
+            return self._frames.process_buffer()
+        except ParseFailed as error:
+            raise BrokenFrame from error
+
+    def _part(self, found: Frame, payload: bytes) -> Part:
+        if not self._in_frame and (found.opcode is Opcode.CONTINUATION) == (self._message is None):
             raise BrokenFrame
-        is_final, opcode = bool(data[0] & _FIN), _opcode(data[0] & 0x0F)
-        if opcode >= Opcode.CLOSE and (size > _MAX_CONTROL_BYTES or not is_final):
-            raise BrokenFrame
-        if size > _MAX_CONTROL_BYTES:
-            start = 4 if size == 126 else 10
-            if len(data) < start:
-                return None
-            size = int.from_bytes(data[2:start])
-            if size >> 63:
-                raise BrokenFrame
-        if len(data) < start + 4 or (opcode >= Opcode.CLOSE and len(data) < start + 4 + size):
-            return None
-        self._mask = bytes(data[start : start + 4])
-        del data[: start + 4]
-        if opcode >= Opcode.CLOSE:
-            payload = _unmasked(bytes(data[:size]), self._mask)
-            del data[:size]
-            return Part(opcode, payload, is_last=True)
-        if (opcode == Opcode.CONTINUATION) == (self._message is None):
-            raise BrokenFrame
-        self._message = opcode if self._message is None else self._message
-        self._left, self._is_final, self._in_frame = size, is_final, True
-        return _AGAIN
-
-    def _payload(self) -> Part | None:
-        """Take what is there of a data frame; None where more must come."""
-        if (self._left and not self._unparsed) or self._message is None:
-            return None
-        payload = _unmasked(bytes(self._unparsed[: self._left]), self._mask)
-        del self._unparsed[: len(payload)]
-        turn = len(payload) % 4
-        self._mask = self._mask[turn:] + self._mask[:turn]
-        self._left -= len(payload)
-        self._in_frame = bool(self._left)
-        part = Part(self._message, payload, is_last=self._is_final and not self._in_frame)
-        if part.is_last:
-            self._message = None
-        return part
-
-
-_AGAIN = Part(Opcode.CONTINUATION, b"", is_last=False)
-"""A header was parsed; its payload comes next."""
-
-
-def _opcode(number: int) -> Opcode:
-    try:
-        return Opcode(number)
-    except ValueError as error:
-        raise BrokenFrame from error
-
-
-def _unmasked(data: bytes, mask: bytes) -> bytes:
-    size = len(data)
-    masks = (mask * (size // 4 + 1))[:size]
-    return (int.from_bytes(data) ^ int.from_bytes(masks)).to_bytes(size)
+        opcode = found.opcode if self._message is None else self._message
+        self._in_frame = not found.frame_finished
+        is_last = found.frame_finished and found.message_finished
+        self._message = None if is_last else opcode
+        return Part(opcode, payload, is_last=is_last)
 
 
 _POSTED = ("/v1/completions", "/v1/chat/completions")
@@ -208,7 +135,7 @@ class WebSocket:
         self._has_come = asyncio.Event()
         """Set while there is something for the call: a part of its body, or the client's end."""
         self._has_left = asyncio.Event()
-        self._close_code: int = CloseCode.COMPLETE
+        self._close_code: int = CloseReason.NORMAL_CLOSURE
         self._is_stream = False
         self._piece = Opcode.TEXT
         """What the next part of an answer in one message is sent as."""
@@ -231,24 +158,24 @@ class WebSocket:
                 if opcode == Opcode.PING and self._transport.get_write_buffer_size() <= self._write_bytes:
                     self._transport.write(frame(Opcode.PONG, payload))
                 elif opcode in (Opcode.TEXT, Opcode.BINARY):
-                    self._take(opcode, payload, is_last=is_last)
+                    self._receive_part(opcode, payload, is_last=is_last)
         except BrokenFrame:
-            self.leave(CloseCode.PROTOCOL_ERROR)
+            self.leave(CloseReason.PROTOCOL_ERROR)
         if len(self._unread) > _UNREAD_BYTES:
             self._flow.pause_reading()
 
-    def leave(self, code: int = CloseCode.COMPLETE) -> None:
+    def leave(self, code: int = CloseReason.NORMAL_CLOSURE) -> None:
         """Note that nothing more comes; the call ends as that of a client which left. `code` answers it."""
         if not self._has_left.is_set():
             self._close_code = code
             self._has_left.set()
             self._has_come.set()
 
-    def _take(self, opcode: Opcode, payload: bytes, *, is_last: bool) -> None:
+    def _receive_part(self, opcode: Opcode, payload: bytes, *, is_last: bool) -> None:
         if opcode == Opcode.BINARY:
-            self.leave(CloseCode.NOT_TEXT)
+            self.leave(CloseReason.UNSUPPORTED_DATA)
         elif self._is_body_complete:  # one call a connection
-            self.leave(CloseCode.POLICY)
+            self.leave(CloseReason.POLICY_VIOLATION)
         else:
             self._unread += payload
             self._is_body_complete = is_last
@@ -271,10 +198,10 @@ class WebSocket:
             if not self._has_left.is_set():
                 await app(self._call(headers), self.receive, self.send)
         except asyncio.CancelledError:
-            self.leave(CloseCode.RESTART)
+            self.leave(CloseReason.SERVICE_RESTART)
             raise
         except Exception:
-            self.leave(CloseCode.DEFECT)
+            self.leave(CloseReason.INTERNAL_ERROR)
             raise
         finally:
             timer.cancel()
@@ -306,7 +233,7 @@ class WebSocket:
     def _end_of_body(self) -> None:
         """End a call whose body has not come in time, however many parts of it have."""
         if not self._is_body_complete:
-            self.leave(CloseCode.POLICY)
+            self.leave(CloseReason.POLICY_VIOLATION)
 
     def _call(self, headers: Mapping[str, str]) -> Scope:
         """Return the HTTP call that the handshake stands for, with the size of a body that has come."""
@@ -324,13 +251,13 @@ class WebSocket:
         if self._has_left.is_set():
             return
         if message["type"] == "http.response.start":
-            self._begin(message)
+            self._send_start(message)
         elif self._is_stream:
             self._send_lines(message.get("body", b""))
         else:
             self._send_piece(message.get("body", b""), is_last=not message.get("more_body", False))
 
-    def _begin(self, message: Message) -> None:
+    def _send_start(self, message: Message) -> None:
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in message["headers"]}
         self._is_stream = headers.get("content-type") == NDJSON
         status = message["status"]
@@ -349,7 +276,7 @@ class WebSocket:
             if line.startswith(_ERRORS):
                 error = json.loads(line)["error"]
                 is_stopping = error.get("code", error["type"]) in ("gateway_stopping", "overloaded_error")
-                self._close_code = CloseCode.RESTART if is_stopping else _STREAM_FAILED
+                self._close_code = CloseReason.SERVICE_RESTART if is_stopping else _STREAM_FAILED
 
     def _send_piece(self, body: bytes, *, is_last: bool) -> None:
         """Send a part of one message."""
@@ -357,10 +284,10 @@ class WebSocket:
         self._piece = Opcode.TEXT if is_last else Opcode.CONTINUATION
 
     async def _close(self) -> None:
-        if self._piece is Opcode.CONTINUATION and self._close_code == CloseCode.COMPLETE:
+        if self._piece is Opcode.CONTINUATION and self._close_code == CloseReason.NORMAL_CLOSURE:
             self._close_code = _STREAM_FAILED  # within a message
         if not self._transport.is_closing():
-            self._transport.write(close_frame(self._close_code))
+            self._transport.write(frame(Opcode.CLOSE, self._close_code.to_bytes(2)))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LINGER_S):
                     await self._has_left.wait()

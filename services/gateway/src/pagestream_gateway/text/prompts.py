@@ -312,7 +312,9 @@ DOCUMENTS = "documents"
 """Likewise what to answer from."""
 
 
-def begin(prompt: Prompt, draft: Draft, model: LoadedModel, scope: bytes, limit: int) -> EncodingJob | Sequence[int]:
+def job_or_ids(
+    prompt: Prompt, draft: Draft, model: LoadedModel, scope: bytes, limit: int
+) -> EncodingJob | Sequence[int]:
     """Return a prompt's token ids, at most `limit`, or the text that has to be encoded for them."""
     prompt_field, max_fitting = draft.prompt_field, None
     match prompt:

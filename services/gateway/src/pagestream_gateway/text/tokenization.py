@@ -299,7 +299,7 @@ class EncoderPool:
 
     def _drain(self, loop: asyncio.AbstractEventLoop) -> None:
         """Prepare what waits, batch after batch, until nothing does; runs in a thread."""
-        while batch := self._take():
+        while batch := self._next_batch():
             try:
                 self._prepare(batch, loop)
             except BaseException:
@@ -307,7 +307,7 @@ class EncoderPool:
             _call(loop, _deliver, batch)  # those that failed with it
             _call(loop, self._release, len(batch))
 
-    def _take(self) -> list[_Work]:
+    def _next_batch(self) -> list[_Work]:
         with self._lock:
             batch = [self._waiting.popleft() for _ in range(min(_MOST_REQUESTS, len(self._waiting)))]
             self._num_draining -= not batch

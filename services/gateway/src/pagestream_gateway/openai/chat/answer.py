@@ -43,7 +43,7 @@ class ChatWriter(AnswerWriter):
             return super().split(first_index, entries)
         return [run for index, entry in enumerate(entries, first_index) for run in split_runs(index, [entry])]
 
-    def note(self, run: Run) -> None:
+    def count_usage(self, run: Run) -> None:
         if self._reasons and not run.prompt_end:
             self._delta(run)
 
