@@ -6,7 +6,7 @@ import binascii
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 from urllib.parse import parse_qsl
 
 from starlette.types import ASGIApp, Message, Scope
@@ -79,7 +79,7 @@ class FrameReader:
             num_left -= found.frame_finished
             if num_left < 0:
                 raise BrokenFrame
-            payload = bytes(found.payload)
+            payload = cast(bytes, found.payload)
             if found.opcode.iscontrol():
                 yield Part(found.opcode, payload, is_last=True)
             else:
