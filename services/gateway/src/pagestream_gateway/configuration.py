@@ -5,8 +5,8 @@ import dataclasses
 import os
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 from pagestream_streams import settings_from_environment
 from pagestream_streams.settings import SCHEMES
@@ -32,6 +32,32 @@ from pagestream_gateway.settings import (
 
 _HOST = re.compile(r"[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]")
 _ORIGIN = re.compile(r"https?://[A-Za-z0-9.\[\]:-]+")
+
+
+_FLAGS: Mapping[str, Mapping[str, str]] = {
+    "gateway": {
+        "redis": "Redis address (default {default})",
+        "host": "address to bind (default {default})",
+        "http_port": "OpenAI HTTP port (default {default}; 0 = a free one)",
+        "grpc_port": "gRPC port (default {default}; 0 = a free one)",
+        "metrics_port": "port with /metrics, /healthz and /readyz alone",
+        "metrics_host": "its address (default: --host)",
+        "api_keys": "file of sha256(key) -> tenant; without it no key is asked for",
+        "jwt_issuers": "JSON file of the issuers whose tokens are accepted",
+        "admin_keys": "file of sha256(key) -> administrator; opens /admin/v1",
+        "limits": "YAML or JSON file of what tenants and keys may use",
+        "tls_certificate": "PEM file; both APIs then speak TLS",
+        "tls_key": "PEM file of the certificate's private key",
+        "tls_client_ca": "PEM file; clients then need a certificate of these authorities",
+        "id": "name of this process in Redis (default: random)",
+    },
+    "telemetry": {
+        "otlp_endpoint": "send metrics and spans there, by OTLP/gRPC",
+        "log_level": "lowest level written (default {default})",
+    },
+}
+"""By group and field: the settings that have a flag, of the field's name and type, with its help."""
+_FLAG_NAMES = {"id": "gateway_id"}
 
 
 def load_settings(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
@@ -62,38 +88,19 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     defaults = Settings()
-
-    def flag(name: str, dest: str, kind: type, text: str) -> None:
-        parser.add_argument(
-            name, dest=dest, type=kind, default=None, metavar=name[2:].upper().replace("-", "_"), help=text
-        )
-
-    flag("--redis", "gateway.redis", str, f"Redis address (default {defaults.gateway.redis})")
-    flag("--host", "gateway.host", str, f"address to bind (default {defaults.gateway.host})")
-    flag(
-        "--http-port",
-        "gateway.http_port",
-        int,
-        f"OpenAI HTTP port (default {defaults.gateway.http_port}; 0 = a free one)",
-    )
-    flag("--grpc-port", "gateway.grpc_port", int, f"gRPC port (default {defaults.gateway.grpc_port}; 0 = a free one)")
-    flag("--metrics-port", "gateway.metrics_port", int, "port with /metrics, /healthz and /readyz alone")
-    flag("--metrics-host", "gateway.metrics_host", str, "its address (default: --host)")
-    flag("--api-keys", "gateway.api_keys", Path, "file of sha256(key) -> tenant; without it no key is asked for")
-    flag("--jwt-issuers", "gateway.jwt_issuers", Path, "JSON file of the issuers whose tokens are accepted")
-    flag("--admin-keys", "gateway.admin_keys", Path, "file of sha256(key) -> administrator; opens /admin/v1")
-    flag("--limits", "gateway.limits", Path, "YAML or JSON file of what tenants and keys may use")
-    flag("--tls-certificate", "gateway.tls_certificate", Path, "PEM file; both APIs then speak TLS")
-    flag("--tls-key", "gateway.tls_key", Path, "PEM file of the certificate's private key")
-    flag(
-        "--tls-client-ca",
-        "gateway.tls_client_ca",
-        Path,
-        "PEM file; clients then need a certificate of these authorities",
-    )
-    flag("--gateway-id", "gateway.id", str, "name of this process in Redis (default: random)")
-    flag("--otlp-endpoint", "telemetry.otlp_endpoint", str, "send metrics and spans there, by OTLP/gRPC")
-    flag("--log-level", "telemetry.log_level", str, f"lowest level written (default {defaults.telemetry.log_level})")
+    for group, texts in _FLAGS.items():
+        values = getattr(defaults, group)
+        kinds = get_type_hints(type(values))
+        for name, text in texts.items():
+            flag = _FLAG_NAMES.get(name, name).replace("_", "-")
+            kind = next((each for each in get_args(kinds[name]) if each is not NoneType), kinds[name])
+            parser.add_argument(
+                f"--{flag}",
+                dest=f"{group}.{name}",
+                type=kind,
+                metavar=flag.upper().replace("-", "_"),
+                help=text.format(default=getattr(values, name)),
+            )
     return parser
 
 
