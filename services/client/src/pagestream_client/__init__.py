@@ -1,6 +1,5 @@
 """The Python client of Pagestream: one unbroken token stream from any of several gateways."""
 
-from pagestream_client.async_stream import AsyncStream
 from pagestream_client.chunks import Chunk, FinishReason, Logprob, RequestError, Usage
 from pagestream_client.errors import (
     DataLoss,
@@ -21,12 +20,11 @@ from pagestream_client.errors import (
     Unavailable,
 )
 from pagestream_client.generations import Choice, Generation, put_together
-from pagestream_client.grpc.async_client import AsyncClient
-from pagestream_client.grpc.client import Client
+from pagestream_client.grpc.async_client import AsyncClient, AsyncStream
+from pagestream_client.grpc.client import Client, Stream
 from pagestream_client.grpc.transport import Transport
 from pagestream_client.requests import OnDisconnect, SamplingOptions
 from pagestream_client.settings import Reconnection
-from pagestream_client.stream import Stream
 from pagestream_client.views import (
     Embeddings,
     ModelInfo,

@@ -1,4 +1,5 @@
-"""The client over gRPC for programs that block."""
+"""The client over gRPC for programs that block, and its streams. Generated from `async_client.py`: edit that, and
+run `python tools/generate_blocking_client.py`."""
 
 from __future__ import annotations
 
@@ -6,16 +7,27 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, Unpack
 
 import grpc
 from pagestream.v1 import inference_pb2 as api
 
-from pagestream_client.chunks import FinishReason
-from pagestream_client.errors import DeadlineExceeded, Position
+from pagestream_client.chunks import Chunk, FinishReason
+from pagestream_client.errors import DeadlineExceeded, Position, StreamClosed
+from pagestream_client.failures import Failure
+from pagestream_client.generations import Generation, put_together
+from pagestream_client.grpc.calls import (
+    Closing,
+    await_status,
+    connect,
+    is_call_cancelled,
+    read,
+    sleep,
+)
 from pagestream_client.grpc.configuration import GrpcConfiguration
-from pagestream_client.grpc.connections import Connections
+from pagestream_client.grpc.connections import Connection, Connections
 from pagestream_client.grpc.messages import (
     embeddings_of,
     finish_reason_from_proto,
@@ -25,12 +37,14 @@ from pagestream_client.grpc.messages import (
 )
 from pagestream_client.grpc.requests import embed_request, generate_request, score_request
 from pagestream_client.grpc.status import failure_of
-from pagestream_client.grpc.stream import GrpcStream
+from pagestream_client.grpc.stream_state import GrpcStreamState
 from pagestream_client.grpc.transport import Transport
 from pagestream_client.requests import Input, OnDisconnect, SamplingOptions
 from pagestream_client.settings import Reconnection
-from pagestream_client.stream import Stream
 from pagestream_client.views import Embeddings, ModelInfo, RequestInfo, Scores
+
+STATUS_LIMIT_S = 1.0
+"""Seconds to wait for a call's status after the last chunk: gateways count a call without one as disconnected."""
 
 
 class Client:
@@ -75,7 +89,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """End open streams, whose readers get StreamClosed, and all connections."""
+        """End open streams and calls, whose readers get StreamClosed, and all connections."""
         channels = self._connections.close()
         with self._lock:
             streams = list(self._streams)
@@ -206,7 +220,8 @@ class Client:
 
     def list_models(self) -> list[ModelInfo]:
         """Return the models by name, also those that no engine runs now."""
-        return [model_info_of(model) for model in (self._ask("ListModels", api.ListModelsRequest())).models]
+        answer = self._ask("ListModels", api.ListModelsRequest())
+        return [model_info_of(model) for model in answer.models]
 
     def _ask(self, method: str, request: Any) -> Any:
         """Make one call whose answer is there at once."""
@@ -217,7 +232,7 @@ class Client:
     ) -> Any:
         """Make one call, at as many gateways as it takes: all of these calls may be repeated.
 
-        try may last for `timeout_s`, all of them together for `deadline_s`; None is for ever.
+        One try may last for `timeout_s`, all of them together for `deadline_s`; None is for ever.
         """
         configuration, retry = self._configuration, self._configuration.retry_state()
         end = None if deadline_s is None else time.monotonic() + deadline_s
@@ -235,21 +250,180 @@ class Client:
                 if end is not None and time.monotonic() >= end:
                     raise DeadlineExceeded(f"the deadline passed before the answer came: {failure.message}") from error
                 delay_s = retry.next_delay(failure, target)
+            except BaseException as error:
+                if self._connections.is_closed and is_call_cancelled(error):
+                    raise StreamClosed("the client was closed before the answer came") from error
+                raise
             else:
                 retry.worked(target)
                 return answer
-            time.sleep(delay_s)
+            sleep(delay_s)
 
     def _stream(self, start: api.GenerateRequest | Position, deadline_s: float | None) -> Stream:
         state = self._configuration.stream_state(start, deadline_s=deadline_s)
-        stream = GrpcStream(self._configuration, state, self._connections)
+        stream = Stream(self._configuration, state, self._connections)
         with self._lock:
             self._streams.add(stream)
         return stream
 
-    def _connect(self, target: str) -> grpc.Channel:
+    def _connect(self, target: str) -> Any:
         configuration = self._configuration
-        options, credentials = configuration.transport.options(), configuration.credentials
-        if credentials is None:
-            return grpc.insecure_channel(target, options=options)
-        return grpc.secure_channel(target, credentials, options=options)
+        return connect(target, configuration.credentials, configuration.transport.options())
+
+
+class Stream:
+    """The chunks of one request, each once and in order, over as many connections as it takes.
+
+    Iterate over it; leaving its `with` block, or `close`, ends it early. One thread reads it; any thread may close it.
+    """
+
+    def __init__(self, configuration: GrpcConfiguration, state: GrpcStreamState, connections: Connections) -> None:
+        """Clients make streams; see their `generate` and `resume`."""
+        self._state = state
+        self._endpoints = configuration.endpoints
+        self._metadata = configuration.metadata
+        self._connections = connections
+        self._connection: Connection | None = None
+        self._call: Any = None
+        self._target = ""
+        self._ahead: Chunk | None = None
+        self._closing = Closing()
+        self._abandoned = False
+
+    @property
+    def request_id(self) -> str:
+        """Empty until a gateway has accepted the request; see `accepted`."""
+        return self._state.position.request_id
+
+    @property
+    def position(self) -> Position:
+        """The place after the last chunk that was read: what the client's `resume` takes."""
+        return self._state.position
+
+    def accepted(self) -> str:
+        """Wait until a gateway has durably accepted the request; return its id. Raises as iterating does."""
+        while not self._state.is_accepted:
+            self._ahead = self._advance()
+        return self.request_id
+
+    def collect(self) -> Generation:
+        """Read the rest of the answer and put it together. Raises as iterating does."""
+        return put_together(list(self))
+
+    def __iter__(self) -> Self:
+        """Return the stream, which is its own iterator."""
+        return self
+
+    def __next__(self) -> Chunk:
+        """Return the next chunk. Raises the errors of `pagestream_client.errors`."""
+        chunk, self._ahead = self._ahead, None
+        while chunk is None:
+            if self._closing.is_set() and not self._abandoned:
+                raise StopIteration
+            if self._state.is_over:
+                self._finish()
+                self._state.raise_failure()
+                raise StopIteration
+            chunk = self._advance()
+        return chunk
+
+    def __enter__(self) -> Self:
+        """Return the stream, which is open already."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    def __del__(self) -> None:
+        """End the call of a loop that was left by `break`, as `close` does."""
+        with suppress(RuntimeError):  # the event loop may be closed by now
+            self._hang_up()
+
+    def close(self) -> None:
+        """End the reading at once; a running request is treated as its `on_disconnect` says. Idempotent."""
+        self._closing.set()
+        self._hang_up()
+
+    def abandon(self) -> None:
+        """Close it because the client closes: its reader gets StreamClosed."""
+        self._abandoned = not (self._closing.is_set() or self._state.is_over)
+        self._closing.set()
+        self._hang_up()
+
+    def _advance(self) -> Chunk | None:
+        """Read one message, or make up for one failed call with the pause after it."""
+        if self._closing.is_set():
+            raise StreamClosed("the stream was closed before it had ended")
+        try:
+            is_open, chunk = self._read()
+        except Exception as error:
+            failure = self._failure_of(error)
+            self._hang_up()
+            if failure is None:
+                raise
+            if self._closing.is_set():
+                return None  # the call failed because the stream was closed
+            delay_s = self._state.failed(failure, self._target)
+        except BaseException as error:  # a cancellation, or KeyboardInterrupt where the main thread waits
+            self._hang_up()
+            if self._closing.is_set() and is_call_cancelled(error):
+                return None  # the call was cancelled because the stream was closed
+            raise
+        else:
+            if is_open:
+                return chunk
+            self._hang_up()
+            delay_s = 0.0 if self._state.is_over else self._state.ended(self._target)
+        if not self._state.is_over:
+            self._closing.wait(delay_s)
+        return None
+
+    def _read(self) -> tuple[bool, Chunk | None]:
+        """Read one message of the current call, which is begun where there is none. Returns whether the call is still
+        open, and the message's chunk, if it has one.
+        """
+        call = self._call
+        if call is None:
+            call = self._call = self._called()
+            if self._closing.is_set():  # by another thread, which did not see this call
+                call.cancel()
+        message = read(call)
+        return (False, None) if message is None else (True, self._state.take(message, self._target))
+
+    def _called(self) -> Any:
+        call, self._target = self._state.next_call(), self._endpoints.current
+        connection = self._connection = self._connections.to(self._target)
+        stub = connection.stub
+        method = stub.Generate if isinstance(call.request, api.GenerateRequest) else stub.Resume
+        try:
+            return method(call.request, timeout=call.timeout_s, metadata=self._metadata)
+        except ValueError as error:  # another thread has just closed the channel
+            raise StreamClosed("the client was closed before the stream had ended") from error
+
+    def _failure_of(self, error: Exception) -> Failure | None:
+        """Return what an error of `_read` says of the call; None where it is not the call's."""
+        if not isinstance(error, grpc.RpcError):
+            return None
+        failure = failure_of(error)
+        self._connections.failed(self._connection, failure)
+        return failure
+
+    def _finish(self) -> None:
+        """Wait briefly for the proper end of a call whose last chunk has come."""
+        call, self._call = self._call, None
+        if call is not None:
+            try:
+                await_status(call, STATUS_LIMIT_S)
+            finally:
+                call.cancel()
+                self._connection = None
+
+    def _hang_up(self) -> None:
+        """End the current call, if there is one, and a read that waits for it. Called from any thread."""
+        call, self._call = self._call, None
+        if call is not None:
+            call.cancel()
+        self._connection = None  # after the call's end: it may hold the connection's last reference
