@@ -31,7 +31,6 @@ from pagestream_engine import (
 )
 from pagestream_engine.plan import PendingResult, StepPlan
 from pagestream_streams import Broker, GatewaySession, StreamsSettings
-from pagestream_telemetry import TelemetrySettings
 from pagestream_worker import (
     STEPS_AHEAD,
     TITLE,
@@ -370,7 +369,7 @@ async def test_a_process_that_ends_itself_says_why(tmp_path: Path, runner: type[
     ],
 )
 async def test_the_error_of_a_load_is_the_futures(load: str, error: type[Exception], words: str) -> None:
-    process = EngineProcess(Program(f"{__name__}:{load}", "model", EngineConfig(), TelemetrySettings(), "e"))
+    process = EngineProcess(Program(f"{__name__}:{load}", "model", EngineConfig(), "json", "INFO", "e"))
     await process.start()
     try:
         async with asyncio.timeout(LIMIT_S):

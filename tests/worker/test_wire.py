@@ -14,7 +14,6 @@ from pagestream_engine.request import TokenLogprob
 from pagestream_engine.sampling_params import ReasoningMarks, StructuredOutputsParams
 from pagestream_engine.stats import EngineStats
 from pagestream_engine.wire.codec import Codec
-from pagestream_telemetry import TelemetrySettings
 from pagestream_worker import (
     COMMANDS,
     REPORTS,
@@ -46,7 +45,7 @@ CONFIG = EngineConfig.from_options({"tensor_parallel_size": 2, "plugins": ["a", 
 COMMANDED = [
     AbortSequences(["a", "b"]),
     AddGroup([1, 2, 70_000], [Sibling("a", SamplingParams()), Sibling("b", PARAMS, [7], 3)], b"salt", 2, 0.5, "t", 2.0),
-    Program("module:name", "caf\udce9", CONFIG, TelemetrySettings(), "e", Path("caf\udce9")),
+    Program("module:name", "caf\udce9", CONFIG, "json", "INFO", "e", Path("caf\udce9")),
 ]
 REPORTED = [
     StepDone(
@@ -168,7 +167,7 @@ def babbling_load(model: str, config: EngineConfig) -> Engine:
 @pytest.mark.served
 @pytest.mark.parametrize("words", BABBLE)
 async def test_a_process_that_sends_no_reports_is_ended(words: str) -> None:
-    process = EngineProcess(Program(f"{__name__}:babbling_load", words, EngineConfig(), TelemetrySettings(), "e"))
+    process = EngineProcess(Program(f"{__name__}:babbling_load", words, EngineConfig(), "json", "INFO", "e"))
     await process.start()
     try:
         await until(process.loaded.done, "the error", LIMIT_S)

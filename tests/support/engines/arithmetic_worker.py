@@ -18,7 +18,7 @@ from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_engine import Engine, EngineConfig, SamplingParams
 from pagestream_engine.plan import PendingResult, StepPlan
 from pagestream_streams import Broker, EngineSession, GatewaySession
-from pagestream_telemetry import TelemetrySettings, silent_telemetry
+from pagestream_telemetry import silent_telemetry
 from pagestream_worker import (
     DegradationSettings,
     EngineCore,
@@ -83,7 +83,7 @@ class Running:
 def arithmetic_program(folder: Path, config: EngineConfig, runner: type[ArithmeticRunner]) -> Program:
     """Return what an engine's process is told, to make an engine with an arithmetic model."""
     name = f"{runner.__module__}:{runner.__qualname__}.engine"
-    return Program(name, str(folder), config, TelemetrySettings(log_level="ERROR"), "worker")
+    return Program(name, str(folder), config, "json", "ERROR", "worker")
 
 
 def arithmetic_engine(folder: Path, config: EngineConfig, runner: type[ArithmeticRunner]) -> Engine:

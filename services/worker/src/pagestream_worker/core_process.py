@@ -24,6 +24,7 @@ from pagestream_engine.models.folder import model_revision, resolve_model
 from pagestream_engine.models.tokenizer import load_tokenizer
 from pagestream_engine.wire.codec import Frames
 from pagestream_telemetry.logs import configure_logs
+from pagestream_telemetry.settings import TelemetrySettings
 from setproctitle import setproctitle
 
 from pagestream_worker.messages import (
@@ -167,7 +168,7 @@ def serve(end: socket.socket, parent: int) -> None:
         importlib.import_module(message.module)
         message = connection.read()
     program: Program = message
-    configure_logs(program.telemetry)
+    configure_logs(TelemetrySettings(log_format=program.log_format, log_level=program.log_level))
     code = EXIT_FAILED
     try:
         code = run(connection, program)

@@ -19,7 +19,6 @@ from pagestream_engine.plan import KVLayout
 from pagestream_engine.request import Sibling, StepOutput
 from pagestream_engine.stats import EngineStats
 from pagestream_engine.wire.codec import Codec
-from pagestream_telemetry.settings import TelemetrySettings
 
 if TYPE_CHECKING:
     from pagestream_engine.engine import Engine
@@ -379,8 +378,9 @@ class Program(Message, frozen=True):
     """Its folder or repository."""
     config: EngineConfig
     """Also what other models are inspected for."""
-    telemetry: TelemetrySettings
-    """For its logs."""
+    log_format: str
+    """See `TelemetrySettings`."""
+    log_level: str
     engine_id: str
     """For the names of profiles."""
     profile_dir: Path | None = None

@@ -133,8 +133,15 @@ class Cores:
 
     def _program(self, source: str) -> Program:
         settings, worker = self._settings, self._settings.worker
-        telemetry = settings.telemetry
-        return Program(self._make_engine, source, settings.engine, telemetry, worker.engine_id, worker.profile_dir)
+        return Program(
+            make_engine=self._make_engine,
+            model=source,
+            config=settings.engine,
+            log_format=settings.telemetry.log_format,
+            log_level=settings.telemetry.log_level,
+            engine_id=worker.engine_id,
+            profile_dir=worker.profile_dir,
+        )
 
 
 EXIT_FAILED = 1
