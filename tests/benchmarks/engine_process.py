@@ -24,8 +24,8 @@ from time import perf_counter
 from goals import print_goal
 from pagestream_engine import EngineConfig, SamplingParams, Sibling, StepOutput
 from pagestream_engine.stats import EngineStats
+from pagestream_engine.wire.worker import REPORTS, AddGroup, Figures, StepDone
 from pagestream_worker.engine_core import EngineProcess
-from pagestream_worker.messages import REPORTS, AddGroup, Figures, StepDone
 from support.engines.arithmetic_model import make_folder
 from support.engines.arithmetic_worker import SlowRunner, arithmetic_program
 

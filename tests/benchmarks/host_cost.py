@@ -46,11 +46,11 @@ from pagestream_engine.runner.batch import PersistentBatch, pending_result
 from pagestream_engine.sampler import Sampled
 from pagestream_engine.stats import EngineStats
 from pagestream_engine.wire.executor import ANSWERS, PLANS
+from pagestream_engine.wire.worker import REPORTS, AddGroup, Figures, StepDone
 from pagestream_streams import AppendKind, AppendOutcome
 from pagestream_streams.engine.append import append_arguments, slice_of
 from pagestream_streams.protocol.records import TokenOutcomes
 from pagestream_worker.core_process import spare_what_lives
-from pagestream_worker.messages import REPORTS, AddGroup, Figures, StepDone
 from pagestream_worker.step_loop import PlainSequences
 from scheduler_step import make_tokenizer
 from support.engines.arithmetic_model import ArithmeticFacts, ArithmeticRunner, make_folder

@@ -9,19 +9,10 @@ import pytest
 from pagestream.v1.inference_pb2 import SamplingParams
 from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry
 from pagestream_engine.request import StepOutput
+from pagestream_engine.wire.worker import AbortSequences, AddGroup, TokenColumns
 from pagestream_streams import Append, AppendKind, AppendOutcome
 from pagestream_streams.protocol import to_entry_values
-from pagestream_worker import (
-    AbortSequences,
-    AddGroup,
-    EngineFailed,
-    NativeLog,
-    PythonLog,
-    RunningRequest,
-    TokenColumns,
-    TokenLogs,
-    load_library,
-)
+from pagestream_worker import EngineFailed, NativeLog, PythonLog, RunningRequest, TokenLogs, load_library
 from support.engines.request_table import KINDS, STEP_TOKENS, RequestTable, claim, native_logs
 
 TOKEN, FINISH, END = (

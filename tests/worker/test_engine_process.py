@@ -30,19 +30,9 @@ from pagestream_engine import (
     StepOutput,
 )
 from pagestream_engine.plan import PendingResult, StepPlan
+from pagestream_engine.wire.worker import AddGroup, Program, Stop, TokenColumns
 from pagestream_streams import Broker, GatewaySession, StreamsSettings
-from pagestream_worker import (
-    STEPS_AHEAD,
-    TITLE,
-    AddGroup,
-    EngineCoreError,
-    EngineFailed,
-    EngineProcess,
-    Program,
-    Stop,
-    TokenColumns,
-    is_link_lost,
-)
+from pagestream_worker import STEPS_AHEAD, TITLE, EngineCoreError, EngineFailed, EngineProcess, is_link_lost
 from support.engines.arithmetic_model import make_folder, undisturbed
 from support.engines.arithmetic_worker import (
     FACTS,

@@ -25,18 +25,17 @@ from hypothesis.stateful import (
 from pagestream.v1.inference_pb2 import LogprobEntry, TokenIds, TokenLogprobs
 from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, LogSlice, RequestSpec, WakeUp
 from pagestream_engine import StepOutput
+from pagestream_engine.wire.worker import NO_TOKENS, TokenColumns
 from pagestream_streams import Append, Claim
 from pagestream_streams.engine import append_arguments
 from pagestream_streams.protocol import chained, to_entry_values, to_log_entry
 from pagestream_worker import (
-    NO_TOKENS,
     PACKED_ENTRIES,
     NativeLogError,
     PendingLogs,
     PlainSequences,
     PythonLog,
     PythonLogs,
-    TokenColumns,
     TokenLog,
     TokenLogs,
     load_library,

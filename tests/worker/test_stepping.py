@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from pagestream_engine import Engine, EngineConfig, SamplingParams, Sibling, StepOutput
-from pagestream_worker import AbortSequences, AddGroup, EngineThread, StepBegun, StepMarked, Stop, TokenColumns
+from pagestream_engine.wire.worker import AbortSequences, AddGroup, StepBegun, StepMarked, Stop, TokenColumns
+from pagestream_worker import EngineThread
 from support.engines.arithmetic_model import ArithmeticFacts, ArithmeticRunner, make_folder, undisturbed
 from support.processes.waiting import until
 

@@ -14,18 +14,17 @@ from pagestream_engine.request import TokenLogprob
 from pagestream_engine.sampling_params import ReasoningMarks, StructuredOutputsParams
 from pagestream_engine.stats import EngineStats
 from pagestream_engine.wire.codec import Codec
-from pagestream_worker import (
+from pagestream_engine.wire.worker import (
     COMMANDS,
     REPORTS,
     AbortSequences,
     AddGroup,
-    EngineCoreError,
-    EngineProcess,
     Figures,
     Program,
     StepDone,
     TokenColumns,
 )
+from pagestream_worker import EngineCoreError, EngineProcess
 from support.processes.waiting import is_running, until
 
 LIMIT_S = 60.0

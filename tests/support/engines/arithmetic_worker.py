@@ -17,6 +17,7 @@ from pagestream.v1.inference_pb2 import TokenIds
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_engine import Engine, EngineConfig, SamplingParams
 from pagestream_engine.plan import PendingResult, StepPlan
+from pagestream_engine.wire.worker import Program
 from pagestream_streams import Broker, EngineSession, GatewaySession
 from pagestream_telemetry import silent_telemetry
 from pagestream_worker import (
@@ -26,7 +27,6 @@ from pagestream_worker import (
     EngineThread,
     Health,
     HostShare,
-    Program,
     Worker,
     WorkerSettings,
     WorkerTelemetry,

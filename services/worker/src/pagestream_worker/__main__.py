@@ -16,6 +16,7 @@ import uvloop
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import EngineError, NodeError
 from pagestream_engine.executor.nodes import follower
+from pagestream_engine.wire.worker import ENGINE
 from pagestream_streams import StreamsSettings
 from pagestream_streams.connection.topologies import open_topology
 from pagestream_streams.errors import StreamsError
@@ -27,7 +28,6 @@ from setproctitle import setproctitle
 
 from pagestream_worker.card import ModelCardError
 from pagestream_worker.engine_core import EngineCoreError
-from pagestream_worker.messages import ENGINE
 from pagestream_worker.process import run_process
 from pagestream_worker.requests import EngineFailed
 from pagestream_worker.serving_models import EXIT_FAILED

@@ -23,11 +23,7 @@ from pagestream_engine.executor.child import die_with_parent
 from pagestream_engine.models.folder import model_revision, resolve_model
 from pagestream_engine.models.tokenizer import load_tokenizer
 from pagestream_engine.wire.codec import Frames
-from pagestream_telemetry.logs import configure_logs
-from pagestream_telemetry.settings import TelemetrySettings
-from setproctitle import setproctitle
-
-from pagestream_worker.messages import (
+from pagestream_engine.wire.worker import (
     COMMANDS,
     REPORTS,
     Ended,
@@ -43,6 +39,10 @@ from pagestream_worker.messages import (
     StartProfile,
     StepsTaken,
 )
+from pagestream_telemetry.logs import configure_logs
+from pagestream_telemetry.settings import TelemetrySettings
+from setproctitle import setproctitle
+
 from pagestream_worker.profiler import StepProfiler, answer_profile
 from pagestream_worker.step_loop import CommandQueue, StepLoop, StepsAhead
 

@@ -28,9 +28,7 @@ from pagestream_engine.errors import EngineError, MessageError, ModelError, Rank
 from pagestream_engine.kv_cache.inspection import BlockMap
 from pagestream_engine.request import StepOutput
 from pagestream_engine.wire.codec import Frames
-from pagestream_streams.fault_points import FaultPoint, reach
-
-from pagestream_worker.messages import (
+from pagestream_engine.wire.worker import (
     COMMANDS,
     NO_TOKENS,
     REPORTS,
@@ -63,6 +61,8 @@ from pagestream_worker.messages import (
     TokenColumns,
     WakeUp,
 )
+from pagestream_streams.fault_points import FaultPoint, reach
+
 from pagestream_worker.profiler import StepProfiler, answer_profile
 from pagestream_worker.step_loop import STEPS_AHEAD, CommandQueue, StepLoop, StepsAhead
 

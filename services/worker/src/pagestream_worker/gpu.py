@@ -14,8 +14,7 @@ from importlib import import_module
 from statistics import fmean
 
 from pagestream_engine.config import EngineConfig
-
-from pagestream_worker.messages import GpuUse
+from pagestream_engine.wire.worker import GpuUse
 
 logger = logging.getLogger(__name__)
 

@@ -420,7 +420,7 @@ class Degradation:
             self._requests.drop_acknowledged(self._kept_log_bytes // _KEPT_SHARE)
 
     def _apply(self, effects: Effects, session: EngineSession) -> None:
-        from pagestream_worker.messages import SetLimits  # needs the engine
+        from pagestream_engine.wire.worker import SetLimits  # needs the engine
 
         self._effects = effects
         self._budget.limit_sequences(self._batch.most)

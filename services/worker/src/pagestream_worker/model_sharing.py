@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from pagestream_engine.errors import EngineError, ModelError
+from pagestream_engine.wire.worker import ModelInspected
 from pagestream_streams import Broker
 from pagestream_streams.admin.observation import QueueState, queue_states
 from pagestream_streams.admin.roster import Order, RosterRow, RosterView, Verb
@@ -23,7 +24,6 @@ from pagestream_telemetry.process import process_age_s
 
 from pagestream_worker.card import ModelCardError
 from pagestream_worker.engine_core import EngineCoreError
-from pagestream_worker.messages import ModelInspected
 from pagestream_worker.serving_models import (
     Cores,
     LoadedModel,

@@ -13,6 +13,7 @@ import time
 from contextlib import ExitStack, suppress
 
 from pagestream_engine.models.folder import resolve_model
+from pagestream_engine.wire.worker import ENGINE
 from pagestream_streams import Broker
 from pagestream_telemetry.endpoint import Endpoint, Probes
 from pagestream_telemetry.process import process_age_s, running_telemetry
@@ -20,7 +21,6 @@ from pagestream_telemetry.process import process_age_s, running_telemetry
 from pagestream_worker.card import build_card
 from pagestream_worker.engine_core import EngineCore
 from pagestream_worker.logs.library import load_library
-from pagestream_worker.messages import ENGINE
 from pagestream_worker.model_sharing import ModelHost
 from pagestream_worker.serving_models import (
     Cores,

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pagestream_worker.messages import ProfileAnswer
+from pagestream_engine.wire.worker import ProfileAnswer
 
 logger = logging.getLogger(__name__)
 

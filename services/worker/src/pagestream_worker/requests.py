@@ -58,6 +58,15 @@ from pagestream_engine.sampling_params import (
     child_seed,
 )
 from pagestream_engine.scheduler.policies import LengthPredictor, RequestShape
+from pagestream_engine.wire.worker import (
+    NO_TOKENS,
+    AbortSequences,
+    AdapterName,
+    AddGroup,
+    Command,
+    TokenColumns,
+    request_id_of,
+)
 from pagestream_options.sampling import SAMPLING_PARAMETERS
 from pagestream_streams import Append, AppendKind, AppendOutcome, Claim, fault_points
 from pagestream_streams.fault_points import FaultPoint
@@ -81,15 +90,6 @@ from pagestream_telemetry.tracing import TraceContext, caller_context
 
 from pagestream_worker.claim_budget import ClaimBudget
 from pagestream_worker.logs.token_logs import PendingLogs, TokenBatch, TokenLogs, has_plain_tokens
-from pagestream_worker.messages import (
-    NO_TOKENS,
-    AbortSequences,
-    AdapterName,
-    AddGroup,
-    Command,
-    TokenColumns,
-    request_id_of,
-)
 from pagestream_worker.telemetry import WorkerTelemetry
 
 

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from pagestream.v1.records_pb2 import ModelCard
 from pagestream_engine.models.folder import resolve_model
+from pagestream_engine.wire.worker import EngineFacts, ModelFacts, Program
 from pagestream_streams import Broker, EngineSession
 from pagestream_streams.errors import Unavailable
 from pagestream_telemetry.process import Telemetry, process_age_s
@@ -24,7 +25,6 @@ from pagestream_telemetry.process import Telemetry, process_age_s
 from pagestream_worker.card import build_card
 from pagestream_worker.core_process import load_engine, spare_what_lives
 from pagestream_worker.engine_core import EngineCore, EngineCoreError, EngineProcess, EngineThread
-from pagestream_worker.messages import EngineFacts, ModelFacts, Program
 from pagestream_worker.profiler import StepProfiler
 from pagestream_worker.settings import IMPORTED, ProcessSettings, WorkerSettings
 from pagestream_worker.telemetry import EngineGauges, EngineReaders, Health, WorkerTelemetry

@@ -18,9 +18,7 @@ from pagestream_engine.errors import AdapterError, InvalidRequest, SleepFailed
 from pagestream_engine.output import REPLAY_TOKENS
 from pagestream_engine.plan import ScheduledStep
 from pagestream_engine.request import Request, Sibling, StepOutput, sibling_id
-
-from pagestream_worker.gpu import GpuMonitor, gpus_of
-from pagestream_worker.messages import (
+from pagestream_engine.wire.worker import (
     NO_TOKENS,
     AbortSequences,
     AddGroup,
@@ -41,6 +39,8 @@ from pagestream_worker.messages import (
     WakeUp,
     request_id_of,
 )
+
+from pagestream_worker.gpu import GpuMonitor, gpus_of
 from pagestream_worker.profiler import StepProfiler
 
 logger = logging.getLogger(__name__)

@@ -21,6 +21,7 @@ from pagestream.v1.records_pb2 import BlockMap as Record
 from pagestream_engine.kv_cache.inspection import BlockMap
 from pagestream_engine.request import sibling_id
 from pagestream_engine.stats import EngineStats
+from pagestream_engine.wire.worker import Figures, request_id_of
 from pagestream_streams import EngineSession
 from pagestream_streams.tasks import Periodic, within
 from pagestream_telemetry import catalog
@@ -30,7 +31,6 @@ from pagestream_telemetry.tracing import NO_TRACE, NO_TRACER, Span, SpanKind, Tr
 
 from pagestream_worker.engine_core import EngineCore, EngineCoreError
 from pagestream_worker.load_shedding import Rung, Shares
-from pagestream_worker.messages import Figures, request_id_of
 
 if TYPE_CHECKING:
     from pagestream_worker.requests import RunningRequest

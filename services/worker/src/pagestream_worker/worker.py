@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 from pagestream.v1.records_pb2 import RequestSpec
+from pagestream_engine.wire.worker import StepBegun, StepMarked, Stop, request_id_of
 from pagestream_streams import Append, AppendKind, EngineSession, fault_points
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.fault_points import FaultPoint
@@ -27,7 +28,6 @@ from pagestream_worker.claim_budget import ClaimBudget
 from pagestream_worker.engine_core import EngineCore, is_link_lost
 from pagestream_worker.load_shedding import Degradation, DegradationSettings, HostShare, host_share
 from pagestream_worker.logs.token_logs import TokenBatch, open_logs
-from pagestream_worker.messages import StepBegun, StepMarked, Stop, request_id_of
 from pagestream_worker.requests import ActiveRequests
 from pagestream_worker.settings import WorkerSettings
 from pagestream_worker.telemetry import Health, WorkerTelemetry, block_maps, watchdog

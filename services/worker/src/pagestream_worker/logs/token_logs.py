@@ -19,6 +19,7 @@ from typing import Protocol
 
 import orjson
 from pagestream.v1.records_pb2 import RequestSpec
+from pagestream_engine.wire.worker import TokenColumns
 from pagestream_streams import Claim
 from pagestream_streams.protocol.keys import parse_request_id
 from pagestream_streams.protocol.records import (
@@ -32,7 +33,6 @@ from pagestream_streams.protocol.records import (
 )
 
 from pagestream_worker.logs.library import load_library
-from pagestream_worker.messages import TokenColumns
 
 PACKED_ENTRIES = 16
 """Entries of a part, the unit in which acknowledged entries are dropped."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self, get_args
 
 import msgspec
+
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.kv_cache.inspection import BlockMap
 from pagestream_engine.models.folder import model_revision
