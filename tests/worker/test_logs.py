@@ -142,8 +142,8 @@ class SameBytes(RuleBasedStateMachine):
         rows = st.tuples(st.sampled_from(self.pairs + self.closed), token_ids, texts)
         drawn = data.draw(st.lists(rows, min_size=1, max_size=9)) * times
         _, ids, said = zip(*drawn, strict=True)
-        self.python.take(TokenColumns.of([pair.python.handle for pair, _, _ in drawn], ids, said))
-        self.native.take(TokenColumns.of([pair.native.handle for pair, _, _ in drawn], ids, said))
+        self.python.write_tokens(TokenColumns.of([pair.python.handle for pair, _, _ in drawn], ids, said))
+        self.native.write_tokens(TokenColumns.of([pair.native.handle for pair, _, _ in drawn], ids, said))
 
     @precondition(lambda self: self.pairs)
     @rule(
@@ -258,7 +258,7 @@ def test_text_is_escaped_as_orjson_escapes_it() -> None:
         text = "".join(
             chr(each) for each in range(first, min(first + 1000, sys.maxunicode + 1)) if not 0xD800 <= each < 0xE000
         )
-        logs.take(TokenColumns.of([log.handle], [first], [text]))
+        logs.write_tokens(TokenColumns.of([log.handle], [first], [text]))
         [batch] = logs.pending(1).batches
         assert orjson.dumps(text) in batch.appends.values
         log.acknowledge(log.next_index + 1)
@@ -273,9 +273,9 @@ def test_what_does_not_fit_is_refused() -> None:
     short = TokenColumns.of([log.handle], [1], ["four"])
     for wrong in (short._replace(text=b"fou"), short._replace(text_lengths=b"\xff\xff\xff\xff")):
         with pytest.raises(NativeLogError):
-            logs.take(wrong)
+            logs.write_tokens(wrong)
     with pytest.raises(ValueError, match="columns of other lengths"):
-        logs.take(short._replace(token_ids=b""))
+        logs.write_tokens(short._replace(token_ids=b""))
     with pytest.raises(UnicodeEncodeError):
         TokenColumns.of([log.handle], [1], ["\ud800"])
     assert not log.has_pending

@@ -280,7 +280,7 @@ class ActiveRequests:
         """
         sequences, budget, prefilling = self._sequences, self._budget, self._budget.prefilling
         try:
-            self._logs.take(tokens)
+            self._logs.write_tokens(tokens)
             for output in outputs:
                 found = sequences.get(output.seq_id)
                 if found is None:
@@ -542,7 +542,7 @@ class RunningRequest:
             return
         if output.prompt_logprobs is not None or output.pooled is not None:
             first = choice - choice % self._siblings
-            for end, part in self._prompt_parts.take(first, output):
+            for end, part in self._prompt_parts.missing(first, output):
                 self.log.write(PART, str(first), str(end), "", part)
             self._cached_tokens += output.num_cached_tokens if output.pooled is not None else 0
         if self._siblings == 1 or output.error is not None:
@@ -775,7 +775,7 @@ class PromptParts:
             return end > 0
         return 0 < end >= len(self._spec.prompts[first // max(1, self._spec.sampling.n)].ids) - 1
 
-    def take(self, first: int, output: StepOutput) -> list[tuple[int, bytes]]:
+    def missing(self, first: int, output: StepOutput) -> list[tuple[int, bytes]]:
         """Return the parts that the log lacks: of each PromptPart.end, and the part without it."""
         begin = self._ends.get(first, 0)
         if output.pooled is None:

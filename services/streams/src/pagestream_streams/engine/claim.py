@@ -310,7 +310,7 @@ class Claimer:
             self._session.on_lost(replaced)
         for claim in claims:
             self._session.held.add(claim.request_id, claim.epoch, claim.nonce)
-        self._prefixes.note(claims)
+        self._prefixes.add(claims)
 
     async def _opened(self, where: Partition, nonce: str, reply: Sequence[Any]) -> list[tuple[int, Claim]]:
         """Return a reply's claims with their keys."""
@@ -464,7 +464,7 @@ class PrefixReport:
         self._session = session
         self._digests: deque[bytes] = deque(maxlen=_MOST_DIGESTS)
 
-    def note(self, claims: Iterable[Claim]) -> None:
+    def add(self, claims: Iterable[Claim]) -> None:
         """Note what claimed requests will have cached: of the prompts by which they were placed."""
         first_tokens = self._session.settings.placement_tokens
         for claim in claims:

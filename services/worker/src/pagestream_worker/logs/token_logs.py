@@ -46,7 +46,7 @@ def open_logs(limit_bytes: int) -> TokenLogs:
 
 def has_plain_tokens(spec: RequestSpec) -> bool:
     """Whether an output of a request between its first and its last one is nothing but a token of choice 0, which
-    `TokenLogs.take` writes.
+    `TokenLogs.write_tokens` writes.
     """
     sampling = spec.sampling
     comes_at_end = sampling.use_beam_search or sampling.HasField("best_of") or is_prompt_alone(spec)
@@ -91,7 +91,7 @@ class TokenLog(Protocol):
 
     @property
     def num_taken(self) -> int:
-        """Tokens that `TokenLogs.take` has written."""
+        """Tokens that `TokenLogs.write_tokens` has written."""
 
     @property
     def num_bytes(self) -> int:
@@ -141,7 +141,7 @@ class TokenLogs(Protocol):
     def open(self, claim: Claim) -> TokenLog:
         """Return the log of a claim, without entries."""
 
-    def take(self, tokens: TokenColumns) -> None:
+    def write_tokens(self, tokens: TokenColumns) -> None:
         """Write plain tokens of choice 0, each to its log; those of logs that were closed or have ended are ignored."""
 
     def pending(self, limit: int, without: Collection[int] = ()) -> PendingLogs:
@@ -202,7 +202,7 @@ class PythonLogs:
         self.logs[log.handle] = log
         return log
 
-    def take(self, tokens: TokenColumns) -> None:
+    def write_tokens(self, tokens: TokenColumns) -> None:
         """See TokenLogs."""
         for handle, token_id, text in tokens.rows():
             log = self.logs.get(handle)
@@ -451,7 +451,7 @@ class NativeLogs:
         )
         return NativeLog(self, handle)
 
-    def take(self, tokens: TokenColumns) -> None:
+    def write_tokens(self, tokens: TokenColumns) -> None:
         """See TokenLogs."""
         count = tokens.num_tokens
         if not len(tokens.logs) // 8 == len(tokens.token_ids) // 4 == len(tokens.text_lengths) // 4:
