@@ -57,9 +57,9 @@ class PagedAttention:
         slots = context.slots[self._group]
         is_whole = key.shape[2] == spec.head_dim
         if angles is not None and is_whole and store.rotates(angles.rotation, spec.head_dim, norm):
-            query = store.rotate_and_write(
-                self.layer, query, key, _filled(value, spec.head_dim), slots=slots, angles=angles, norm=norm
-            )
+            if value_dim != spec.head_dim:
+                value = _filled(value, spec.head_dim)
+            query = store.rotate_and_write(self.layer, query, key, value, slots=slots, angles=angles, norm=norm)
         else:
             if norm is not None:
                 query = operators.rms_norm(query, norm.query_weight, norm.eps)

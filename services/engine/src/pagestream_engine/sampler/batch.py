@@ -433,7 +433,11 @@ def _from_copies(
         apply_token_masks(changed, selection.masked, masks.bits)
     for stage, rows in selection.stages:
         stage.apply(changed, rows)
-    all_rows = _plain(logits) if selection.has_plain else _empty(logits)
+    if selection.has_plain:
+        all_rows = _plain(logits)
+    else:
+        shape, device = logits.shape[:1], logits.device
+        all_rows = Drawn(torch.empty(shape, device=device), torch.empty(shape, dtype=torch.int64, device=device))
     if selection.greedy is not None:
         _scatter(all_rows, selection.greedy.samples, largest(changed[selection.greedy.copies]))
     rest = selection.drawn
@@ -453,11 +457,6 @@ def _copies(logits: Tensor, places: Tensor | None) -> Tensor:
 def _plain(logits: Tensor) -> Drawn:
     values, token_ids = largest(logits)
     return Drawn(values.float(), token_ids)
-
-
-def _empty(logits: Tensor) -> Drawn:
-    shape, device = logits.shape[:1], logits.device
-    return Drawn(torch.empty(shape, device=device), torch.empty(shape, dtype=torch.int64, device=device))
 
 
 def _scatter(all_rows: Drawn, samples: Tensor, drawn: Drawn) -> None:
