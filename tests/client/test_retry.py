@@ -17,10 +17,8 @@ from pagestream_client import (
     Unauthenticated,
     Unavailable,
 )
-from pagestream_client.endpoints import Endpoints
-from pagestream_client.failures import Code, Failure
 from pagestream_client.grpc.connections import Connection, Connections
-from pagestream_client.retry import RetryState
+from pagestream_client.retry import Code, Endpoints, Failure, RetryState
 from pagestream_gateway import Settings
 from pagestream_streams import StreamsSettings
 

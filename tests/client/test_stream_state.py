@@ -20,10 +20,8 @@ from pagestream_client import (
     RequestNotFound,
     Unavailable,
 )
-from pagestream_client.endpoints import Endpoints
-from pagestream_client.failures import Code, Failure
 from pagestream_client.grpc.stream_state import GrpcStreamState
-from pagestream_client.retry import RetryState
+from pagestream_client.retry import Code, Endpoints, Failure, RetryState
 
 ID = "2a97516c-0000-0123456789abcdef0123456789abcdef"
 AWAY = Failure(Code.UNAVAILABLE, "away")

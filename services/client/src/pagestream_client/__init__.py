@@ -1,6 +1,20 @@
 """The Python client of Pagestream: one unbroken token stream from any of several gateways."""
 
-from pagestream_client.chunks import Chunk, FinishReason, Logprob, RequestError, Usage
+from pagestream_client.answers import (
+    Choice,
+    Chunk,
+    Embeddings,
+    FinishReason,
+    Generation,
+    Logprob,
+    ModelInfo,
+    RequestError,
+    RequestInfo,
+    RequestState,
+    Scores,
+    Usage,
+    put_together,
+)
 from pagestream_client.errors import (
     DataLoss,
     DeadlineExceeded,
@@ -19,19 +33,11 @@ from pagestream_client.errors import (
     Unauthenticated,
     Unavailable,
 )
-from pagestream_client.generations import Choice, Generation, put_together
 from pagestream_client.grpc.async_client import AsyncClient, AsyncStream
 from pagestream_client.grpc.client import Client, Stream
-from pagestream_client.grpc.transport import Transport
+from pagestream_client.grpc.connections import Transport
 from pagestream_client.requests import OnDisconnect, SamplingOptions
-from pagestream_client.settings import Reconnection
-from pagestream_client.views import (
-    Embeddings,
-    ModelInfo,
-    RequestInfo,
-    RequestState,
-    Scores,
-)
+from pagestream_client.retry import Reconnection
 
 __all__ = [
     "AsyncClient",

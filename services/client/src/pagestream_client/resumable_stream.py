@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from pagestream_client.chunks import Chunk, FinishReason
+from pagestream_client.answers import Chunk, FinishReason
 from pagestream_client.errors import (
     DataLoss,
     DeadlineExceeded,
@@ -18,8 +18,7 @@ from pagestream_client.errors import (
     Position,
     Quarantined,
 )
-from pagestream_client.failures import MODEL_NOT_FOUND, Code, Failure, error_of
-from pagestream_client.retry import RetryState
+from pagestream_client.retry import MODEL_NOT_FOUND, Code, Failure, RetryState, error_of
 
 _QUARANTINED = "quarantined"
 

@@ -14,10 +14,17 @@ from typing import Any, Self, Unpack
 import grpc
 from pagestream.v1 import inference_pb2 as api
 
-from pagestream_client.chunks import Chunk, FinishReason
+from pagestream_client.answers import (
+    Chunk,
+    Embeddings,
+    FinishReason,
+    Generation,
+    ModelInfo,
+    RequestInfo,
+    Scores,
+    put_together,
+)
 from pagestream_client.errors import DeadlineExceeded, Position, StreamClosed
-from pagestream_client.failures import Failure
-from pagestream_client.generations import Generation, put_together
 from pagestream_client.grpc.calls import (
     Closing,
     await_status,
@@ -26,22 +33,25 @@ from pagestream_client.grpc.calls import (
     read,
     sleep,
 )
-from pagestream_client.grpc.configuration import GrpcConfiguration
-from pagestream_client.grpc.connections import Connection, Connections
+from pagestream_client.grpc.connections import Connection, Connections, GrpcConfiguration, Transport
 from pagestream_client.grpc.messages import (
     embeddings_of,
+    failure_of,
     finish_reason_from_proto,
     model_info_of,
     request_info_of,
     scores_of,
 )
-from pagestream_client.grpc.requests import embed_request, generate_request, score_request
-from pagestream_client.grpc.status import failure_of
 from pagestream_client.grpc.stream_state import GrpcStreamState
-from pagestream_client.grpc.transport import Transport
-from pagestream_client.requests import Input, OnDisconnect, SamplingOptions
-from pagestream_client.settings import Reconnection
-from pagestream_client.views import Embeddings, ModelInfo, RequestInfo, Scores
+from pagestream_client.requests import (
+    Input,
+    OnDisconnect,
+    SamplingOptions,
+    embed_request,
+    generate_request,
+    score_request,
+)
+from pagestream_client.retry import Failure, Reconnection
 
 STATUS_LIMIT_S = 1.0
 """Seconds to wait for a call's status after the last chunk: gateways count a call without one as disconnected."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pagestream.v1 import inference_pb2 as api
 
-from pagestream_client.chunks import Chunk
+from pagestream_client.answers import Chunk
 from pagestream_client.errors import Position
 from pagestream_client.grpc.messages import chunk_of
 from pagestream_client.resumable_stream import ResumableStream

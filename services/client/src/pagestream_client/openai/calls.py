@@ -13,10 +13,10 @@ from typing import Any
 import httpx2
 
 from pagestream_client.errors import PagestreamError
-from pagestream_client.failures import Failure
 from pagestream_client.openai.configuration import HttpConfiguration, call_failure
 from pagestream_client.openai.failures import CallRefused, failure_of_answer
 from pagestream_client.openai.stream_state import CHAT_COMPLETIONS, COMPLETIONS, DONE, HttpRequest, HttpStreamState
+from pagestream_client.retry import Failure
 from pagestream_client.sse import Event, SseDecoder
 
 _RETRIED_STATUSES = (502, 503, 504)

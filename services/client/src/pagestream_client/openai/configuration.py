@@ -7,12 +7,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pagestream_client.configuration import Configuration
 from pagestream_client.errors import Position
-from pagestream_client.failures import Code, Failure
 from pagestream_client.openai.failures import CallRefused
 from pagestream_client.openai.stream_state import HttpRequest, HttpStreamState
-from pagestream_client.settings import Reconnection
+from pagestream_client.retry import Code, Configuration, Failure, Reconnection
 
 try:
     import httpx2

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from pagestream_client.failures import Code, Failure
+from pagestream_client.retry import Code, Failure
 
 _CODES = {
     "context_length_exceeded": Code.INVALID_ARGUMENT,

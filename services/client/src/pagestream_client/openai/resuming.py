@@ -19,7 +19,7 @@ import httpx2
 from pagestream_client.openai.calls import DONE_BYTES, Call, StreamedCall, call_of, headers_of_stream
 from pagestream_client.openai.configuration import HttpConfiguration, HttpTransport
 from pagestream_client.openai.failures import CallRefused
-from pagestream_client.settings import Reconnection
+from pagestream_client.retry import Reconnection
 
 
 def transport(

@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pagestream_client.chunks import Chunk, FinishReason, RequestError, Usage
+from pagestream_client.answers import Chunk, FinishReason, RequestError, Usage
 from pagestream_client.errors import Position, ServerError
-from pagestream_client.failures import Code, Failure
 from pagestream_client.openai.failures import CallRefused, failure_of_event
 from pagestream_client.resumable_stream import ResumableStream
-from pagestream_client.retry import RetryState
+from pagestream_client.retry import Code, Failure, RetryState
 from pagestream_client.sse import Event
 
 COMPLETIONS = "/v1/completions"
