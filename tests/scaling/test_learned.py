@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from pagestream_scaling import (
     BacklogPolicy,
+    LatencyWindow,
     Learned,
     Limit,
     PodSample,
@@ -103,6 +104,31 @@ def test_what_was_served_before_is_proven_and_needs_no_steps() -> None:
     before = len(world.created)
     world.run(150)
     assert len(world.created) <= before / 2
+
+
+@pytest.mark.parametrize(
+    ("counts", "steps"),
+    [
+        (None, [10, 9, 8]),
+        ((600.0, 0.0, 0.0), [10, 7, 5]),
+        ((590.0, 10.0, 0.0), [10, 9, 8]),
+        ((600.0, 0.0, 0.0, 0.0), [10]),
+        ((40.0, 0.0, 0.0), [10, 9, 8]),
+    ],
+    ids=["unknown", "far within", "one in sixty later", "absurd", "few"],
+)
+def test_steps_are_larger_while_first_tokens_come_far_within_the_objective(
+    counts: tuple[float, ...] | None, steps: list[int]
+) -> None:
+    """A pod that computing limits makes requests wait before it is full: 0.3 s of the 2 s are far within."""
+    ttft = None if counts is None else LatencyWindow((0.3, 1.0), counts, 60.0)
+    memory, seen_steps = ScalingMemory(), [10]
+    for second in range(0, 116, 2):
+        count = seen_steps[-1]
+        shown = replace(at(working(0.1, 1000 / count, count=count), NOW + second), ttft=ttft)
+        decision, memory = decide(POLICY, shown, memory)
+        seen_steps += [decision.desired] * (decision.desired != count)
+    assert seen_steps == steps
 
 
 # -- what is measured replaces what is believed
@@ -328,8 +354,10 @@ def test_other_engines_are_measured_anew() -> None:
         {"unproven_fraction": 1.5},
         {"unproven_period_s": -1.0},
         {"unproven_startups": 11.0},
+        {"light_fraction": -0.1},
+        {"light_ttft": 1.1},
     ],
 )
 def test_steps_that_make_no_sense_are_refused(given: dict[str, float]) -> None:
-    with pytest.raises(PolicyInvalid, match="unproven"):
+    with pytest.raises(PolicyInvalid, match=r"unproven|light"):
         RatePolicy(**given)  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from pagestream_scaling.supply import Supply, supply, with_startups
 from pagestream_scaling.terms import TERMS, Situation, Term
 from pagestream_scaling.terms.kv_utilization import mean_kv_sum, with_kv_sum
 from pagestream_scaling.terms.term import pods_for
+from pagestream_scaling.terms.ttft import missed
 from pagestream_scaling.workload import with_arrivals, with_capacity, workload
 
 _BACKWARDS_S = 0.001
@@ -107,7 +108,17 @@ def _recommendation(situation: Situation, time_s: float, terms: list[Term]) -> R
     if need > situation.supply.expected:
         need += min(situation.supply.overdue, situation.policy.startup.replaced_max)
     proven = _proven(situation)
-    return Recommendation(time_s, situation.replicas, need, max(need, floor), has_work, is_idle, proven)
+    is_light = _is_light(situation)
+    return Recommendation(time_s, situation.replicas, need, max(need, floor), has_work, is_idle, proven, is_light)
+
+
+def _is_light(situation: Situation) -> bool:
+    """Whether first tokens come far within the objective. Where that is unknown, or of few requests, it isn't."""
+    policy, window = situation.policy, situation.valid.ttft
+    if window is None or sum(window.counts) < policy.ttft.min_requests:
+        return False
+    late = missed(window, policy.ttft.objective_s * policy.rate.light_ttft)
+    return late <= (1 - policy.ttft.attainment) * sum(window.counts)
 
 
 def _proven(situation: Situation) -> int | None:

@@ -26,6 +26,8 @@ class Recommendation:
     """Whether every source reports no work."""
     proven: int | None = None
     """Pods with which none has to do more than one has done so far; None: what a pod can do was measured."""
+    is_light: bool = False
+    """Whether requests get their first tokens far within the objective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,5 +157,6 @@ def _pace(desired: int, recommendation: Recommendation, memory: ScalingMemory, p
         return desired
     if memory.lowered_s is not None and recommendation.time_s - memory.lowered_s < unproven_period_s(memory, policy):
         return lowest
-    step = max(policy.rate.unproven_pods, int(recommendation.replicas * policy.rate.unproven_fraction + _ROUNDING))
+    part = policy.rate.light_fraction if recommendation.is_light else policy.rate.unproven_fraction
+    step = max(policy.rate.unproven_pods, int(recommendation.replicas * part + _ROUNDING))
     return max(desired, lowest - step)

@@ -261,6 +261,10 @@ class RatePolicy:
     """Pods removed in one step where those left have to do more than one was ever seen to do."""
     unproven_fraction: float = 0.05
     """The same as a share of the replicas, if that is more."""
+    light_fraction: float = 0.3
+    """The same where first tokens come far within the objective: a pod that is near its limit makes requests wait."""
+    light_ttft: float = 0.15
+    """Share of the TTFT objective within which first tokens come then, of as many requests as should meet it."""
     unproven_period_s: float = 30.0
     """Seconds between two such steps: until a queue would show that the last one was too much."""
     unproven_startups: float = 1.0
@@ -276,6 +280,8 @@ class RatePolicy:
         _require_seconds("rate.down_period_s", self.down_period_s, positive=False)
         _require(self.unproven_pods >= 1, "rate.unproven_pods", self.unproven_pods, "at least 1")
         _require(0 <= self.unproven_fraction <= 1, "rate.unproven_fraction", self.unproven_fraction, "from 0 to 1")
+        _require(0 <= self.light_fraction <= 1, "rate.light_fraction", self.light_fraction, "from 0 to 1")
+        _require(0 <= self.light_ttft <= 1, "rate.light_ttft", self.light_ttft, "from 0 (off) to 1")
         _require_seconds("rate.unproven_period_s", self.unproven_period_s, positive=False)
         _require(0 <= self.unproven_startups <= 10, "rate.unproven_startups", self.unproven_startups, "from 0 to 10")
 
