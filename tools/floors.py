@@ -2,8 +2,8 @@
 
     .venv/bin/python tools/floors.py [PACKAGE]    # pagestream_engine
 
-A part is a folder or a module at the package's first level. Parts that import each other, in a circle, share a floor.
-Imports for type checkers count: a reader follows them too.
+A part is a folder or a module at the package's first level. Imports for type checkers alone don't count. Parts that
+import each other, in a circle, share a floor, which hides a chain within it: they are printed in parentheses.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import grimp
 
 def parts_of(package: str) -> dict[str, set[str]]:
     """Return the parts of an installed package, and the other parts that each imports."""
-    graph = grimp.build_graph(package, cache_dir=None)
+    graph = grimp.build_graph(package, cache_dir=None, exclude_type_checking_imports=True)
     inside = {module: module.split(".")[1] for module in graph.modules if "." in module}
     arrows: dict[str, set[str]] = {part: set() for part in inside.values()}
     for module, part in inside.items():
@@ -50,10 +50,12 @@ def _reached(part: str, arrows: Mapping[str, set[str]]) -> set[str]:
 def main() -> None:
     """Print the floors, the highest first."""
     package = sys.argv[1] if len(sys.argv) > 1 else "pagestream_engine"
-    floors = floors_of(parts_of(package))
+    arrows = parts_of(package)
+    floors = floors_of(arrows)
     print(f"{package}: {len(floors)} floors")
     for number, parts in reversed(list(enumerate(floors, 1))):
-        print(f"{number:3}  {', '.join(parts)}")
+        shown = (f"({part})" if part in _reached(part, arrows) else part for part in parts)
+        print(f"{number:3}  {', '.join(shown)}")
 
 
 if __name__ == "__main__":
