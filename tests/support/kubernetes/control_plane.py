@@ -50,15 +50,24 @@ class ControlPlane:
     """Used as `with ControlPlane(folder) as cluster`."""
 
     def __init__(
-        self, folder: Path, *, controllers: bool = False, scheduler: bool = False, options: tuple[str, ...] = ()
+        self,
+        folder: Path,
+        *,
+        controllers: bool = False,
+        scheduler: bool = False,
+        options: tuple[str, ...] = (),
+        services: str = "10.0.0.0/20",
     ) -> None:
         """`controllers` starts kube-controller-manager, `scheduler` kube-scheduler; `options` are flags of the
-        server."""
-        self.folder = folder
+        server; `services` the addresses of Services, of both families separated by a comma: by the first one's family
+        all processes reach one another, and no other."""
+        self.folder, self._services = folder, services
+        self._host = "::1" if ":" in services.partition(",")[0] else "127.0.0.1"
+        self._place = f"[{self._host}]" if ":" in self._host else self._host
         self.port = free_port()
         self._etcd_port, self._etcd_peer_port = free_port(), free_port()
         self._controllers, self._scheduler, self._options = controllers, scheduler, options
-        self._connections = _Connections(self.port)
+        self._connections = _Connections(self._host, self.port)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._stack = ExitStack()
 
@@ -70,7 +79,7 @@ class ControlPlane:
     @property
     def url(self) -> str:
         """Its address."""
-        return f"https://127.0.0.1:{self.port}"
+        return f"https://{self._place}:{self.port}"
 
     @property
     def kubeconfig(self) -> Path:
@@ -80,7 +89,7 @@ class ControlPlane:
     def kubeconfig_at(self, port: int) -> Path:
         """A file with access by way of another port of this machine, such as a proxy's."""
         path = self.folder / f"kubeconfig-{port}"
-        write_kubeconfig(path, f"https://127.0.0.1:{port}", token=ADMIN_TOKEN)
+        write_kubeconfig(path, f"https://{self._place}:{port}", token=ADMIN_TOKEN)
         return path
 
     def __enter__(self) -> Self:
@@ -130,13 +139,13 @@ class ControlPlane:
         """Start the API server."""
         self._start(
             "kube-apiserver",
-            *("--bind-address", "127.0.0.1", "--advertise-address", "127.0.0.1", "--secure-port", str(self.port)),
-            *("--etcd-servers", f"http://127.0.0.1:{self._etcd_port}"),
+            *("--bind-address", self._host, "--advertise-address", self._host, "--secure-port", str(self.port)),
+            *("--etcd-servers", f"http://{self._place}:{self._etcd_port}"),
             *("--cert-dir", str(self.folder / "certificates")),
             *("--authorization-mode", "RBAC", "--token-auth-file", str(self.folder / "tokens.csv")),
             *("--service-account-issuer", "https://kubernetes.default.svc.cluster.local"),
             *("--service-account-key-file", str(self._key), "--service-account-signing-key-file", str(self._key)),
-            *("--service-cluster-ip-range", "10.0.0.0/20", "--allow-privileged=true"),
+            *("--service-cluster-ip-range", self._services, "--allow-privileged=true"),
             *(() if self._controllers else ("--disable-admission-plugins", "ServiceAccount")),
             *("--shutdown-delay-duration", "0s", "--endpoint-reconciler-type", "none"),
             *self._options,
@@ -234,7 +243,7 @@ class ControlPlane:
 
     def start_etcd(self) -> None:
         """Start etcd."""
-        client, peer = f"http://127.0.0.1:{self._etcd_port}", f"http://127.0.0.1:{self._etcd_peer_port}"
+        client, peer = (f"http://{self._place}:{port}" for port in (self._etcd_port, self._etcd_peer_port))
         self._start(
             "etcd",
             *("--data-dir", str(self._data), "--unsafe-no-fsync", "--initial-cluster", f"default={peer}"),
@@ -280,8 +289,8 @@ class _Connections:
     costs both sides more than a call.
     """
 
-    def __init__(self, port: int) -> None:
-        self._port = port
+    def __init__(self, host: str, port: int) -> None:
+        self._host, self._port = host, port
         self._idle: deque[HTTPSConnection] = deque()
         # Without the machine's certificate authorities, which take longer to read than a call.
         self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -316,7 +325,7 @@ class _Connections:
                 if connection.sock is not None and not select.select([connection.sock], [], [], 0)[0]:
                     return connection
                 connection.close()  # the server has closed it
-        return HTTPSConnection("127.0.0.1", self._port, timeout=CALL_LIMIT_S, context=self._tls)
+        return HTTPSConnection(self._host, self._port, timeout=CALL_LIMIT_S, context=self._tls)
 
 
 def _parsed(text: bytes) -> Object:

@@ -63,6 +63,7 @@ class OperatorProcess(Part):
             **QUICK,
             **settings,
         }
+        self._host = given["OTLP_HOST"]
         environment = {f"PAGESTREAM_OPERATOR__{field}": value for field, value in given.items()}
         super().__init__(
             name,
@@ -74,7 +75,7 @@ class OperatorProcess(Part):
     def page(self, path: str) -> tuple[int, str]:
         """Status and text of a page of its metrics port."""
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}{path}", timeout=5) as answer:
+            with urllib.request.urlopen(f"http://{self._host}:{self.metrics_port}{path}", timeout=5) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             with error:
@@ -103,7 +104,7 @@ class OperatorProcess(Part):
 
     def export_metrics(self, request: ExportMetricsServiceRequest, *, limit_s: float = 30) -> None:
         """Export metrics to it, as a collector does. RpcError after `limit_s`, and where it does not take them."""
-        with grpc.insecure_channel(f"127.0.0.1:{self.otlp_port}") as channel:
+        with grpc.insecure_channel(f"{self._host}:{self.otlp_port}") as channel:
             call = channel.unary_unary(
                 "/opentelemetry.proto.collector.metrics.v1.MetricsService/Export",
                 request_serializer=ExportMetricsServiceRequest.SerializeToString,
