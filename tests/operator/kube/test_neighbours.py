@@ -11,6 +11,7 @@ import pytest
 from pagestream_operator.pool import api_time
 from support.kubernetes.control_plane import Refused, eventually
 from support.kubernetes.operator_process import OperatorProcess, PoolWorld
+from support.kubernetes.pool_objects import pool_body
 from support.kubernetes.webhook import Webhook
 
 pytestmark = pytest.mark.kube
@@ -231,3 +232,153 @@ def test_what_a_webhook_changes_is_neither_fought_nor_rolled_out_again(
     assert after["spec"]["template"] == before["spec"]["template"]
     assert not any(f"{name}-engine" in note for note in world.events("Updated"))
     assert webhook.calls < calls + 10 * pools, "each object is written a few times, not at each pass or list"
+
+
+# -- what the controllers of other projects write, as plain requests
+
+
+def test_a_scaled_object_of_a_pools_deployment_is_named(operator: OperatorProcess, world: PoolWorld) -> None:
+    """KEDA scales to zero by itself, at each poll anew, by an update of the scale; its autoscaler does the rest. The
+    API server notes no manager of a 0."""
+    world.create("keda", minReplicas=1, maxReplicas=4)
+    world.wait_replicas(1, "keda")
+    place = f"{world.path('deployments', 'keda-engine')}/scale"
+
+    def poll() -> bool:
+        scale = world.kube.get(place)
+        scale["spec"]["replicas"] = 0
+        try:
+            world.kube.request("PUT", f"{place}?fieldManager=keda", scale)
+        except Refused as error:
+            if error.status != 409:
+                raise
+        return bool(world.condition("Contested", "keda"))
+
+    eventually(poll, "the condition")
+    assert world.condition("Contested", "keda")["message"].startswith("another controller scales Deployment keda-")
+    world.wait_replicas(1, "keda")
+
+
+def mutated(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the webhooks of VPA, Istio and Linkerd change in a pod of an engine: requests, a proxy among the init
+    containers that goes on (Istio's way with native sidecars), one among the containers, labels and annotations."""
+    metadata, spec = body["metadata"], body["spec"]
+    if "pagestream.dev/pool" not in metadata.get("labels", {}) or metadata.get("annotations", {}).get("vpaUpdates"):
+        return []
+    restricted = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    proxy = {"image": "proxy:1", "securityContext": restricted}
+    native = {**proxy, "name": "istio-proxy", "restartPolicy": "Always"}
+    inits = [native, *spec.get("initContainers", [])]
+    annotations = {
+        **metadata.get("annotations", {}),
+        "vpaUpdates": "Pod resources updated by engines: container 0: cpu request, memory request",
+        "vpaObservedContainers": "engine",
+        "sidecar.istio.io/status": "{}",
+        "linkerd.io/proxy-version": "edge",
+    }
+    labels = {**metadata["labels"], "service.istio.io/canonical-name": "engine", "linkerd.io/workload-ns": "a"}
+    requests = spec["containers"][0].get("resources", {}).get("requests", {}) | {"cpu": "1250m", "memory": "3Gi"}
+    return [
+        {"op": "add", "path": "/metadata/annotations", "value": annotations},
+        {"op": "add", "path": "/metadata/labels", "value": labels},
+        {"op": "add", "path": "/spec/initContainers", "value": inits},
+        {"op": "add", "path": "/spec/containers/-", "value": {**proxy, "name": "linkerd-proxy"}},
+        {"op": "add", "path": "/spec/containers/0/resources", "value": {"requests": requests}},
+    ]
+
+
+def test_pods_that_vpa_and_meshes_have_changed_are_engines(
+    operator: OperatorProcess, world: PoolWorld, tmp_path: Path
+) -> None:
+    place = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations"
+    with Webhook(tmp_path, mutated) as webhook:
+        world.kube.post(place, webhook.configuration("pods", world.namespace, ("", "pods")))
+        try:
+            eventually(lambda: _is_mutated(world, f"mutated-{next(_NUMBERS)}"), "the webhook is called")
+            name = f"mutated-{next(_NUMBERS)}"
+            world.create(name, replicas=1)
+            [pod] = world.make_ready(name)
+            world.wait_condition("Ready", "EnoughEngines", name)
+            world.wait_condition("Degraded", "AsExpected", name)
+            before = world.deployment(name)
+            # VPA's updater evicts; its webhook changes the successor.
+            eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod}}
+            world.change({"replicas": 2}, name)
+            world.make_ready(name, 2)
+            world.wait_condition("Ready", "EnoughEngines", name)
+            eventually(lambda: _is_evicted(world, pod, eviction), "an eviction that the budget allows")
+            world.end_pods(name)
+            world.make_ready(name, 2)
+            world.wait_condition("Ready", "EnoughEngines", name)
+        finally:
+            world.kube.delete(f"{place}/pods")
+    assert world.deployment(name)["spec"]["template"] == before["spec"]["template"]
+    assert not any(f"{name}-engine" in note for note in world.events("Updated"))
+
+
+_NUMBERS = itertools.count()
+
+
+def _is_mutated(world: PoolWorld, name: str) -> bool:
+    world.create(name, replicas=1)
+    pod = eventually(lambda: next(iter(world.pods(name)), None), f"a pod of {name}")
+    return "vpaUpdates" in pod["metadata"].get("annotations", {})
+
+
+def _is_evicted(world: PoolWorld, pod: str, eviction: dict[str, Any]) -> bool:
+    try:
+        world.kube.post(f"{world.path('pods', pod)}/eviction", eviction)
+    except Refused as error:
+        if error.status != 429:
+            raise
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("manager", "metadata", "propagation"),
+    [
+        (
+            "argocd-controller",
+            {"annotations": {"argocd.argoproj.io/tracking-id": "app:pagestream.dev/EnginePool:a/b"}},
+            "Foreground",
+        ),
+        (
+            "kustomize-controller",
+            {"labels": {"kustomize.toolkit.fluxcd.io/name": "apps", "kustomize.toolkit.fluxcd.io/namespace": "flux"}},
+            "Background",
+        ),
+    ],
+    ids=["argo-cd", "flux"],
+)
+def test_a_pool_that_a_gitops_tool_applies_again_and_again_is_changed_once(
+    operator: OperatorProcess, world: PoolWorld, manager: str, metadata: dict[str, Any], propagation: str
+) -> None:
+    """Both apply on the server's side, by force, compare with a dry run, and prune by deleting."""
+    name = manager.partition("-")[0]
+    body = {
+        **pool_body(name, model={"source": {"path": "/models/demo"}, "servedName": name}, minReplicas=1),
+        "metadata": {"name": name, "namespace": world.namespace, **metadata},
+    }
+    place = f"{world.path('enginepools', name)}?fieldManager={manager}&force=true"
+
+    def apply(query: str = "") -> dict[str, Any]:
+        return world.kube.request("PATCH", place + query, body, kind="application/apply-patch+yaml")
+
+    apply()
+    world.make_ready(name)
+    world.wait_condition("Ready", "EnoughEngines", name)
+    eventually(lambda: world.pool(name)["metadata"].get("finalizers"), "the operator's finalizer")
+    for _ in range(3):  # a drift is a difference of what the dry run answers
+        live, dry = world.pool(name), apply("&dryRun=All")
+        assert dry["spec"] == live["spec"]
+        assert dry["metadata"]["finalizers"] == live["metadata"]["finalizers"]
+        assert apply()["metadata"]["generation"] == 1
+    world.kube.merge(f"{world.path('enginepools', name)}?fieldManager=kubectl-edit", {"spec": {"minReplicas": 2}})
+    assert apply()["spec"]["minReplicas"] == 1, "healed"
+    world.kube.delete(world.path("enginepools", name), propagationPolicy=propagation)
+    eventually(lambda: world.ending(name), "its engine drains")
+    world.end_pods(name)
+    eventually(lambda: world.kube.exists(world.path("jobs", f"{name}-unpublish")), "its Job")
+    world.end_job(f"{name}-unpublish", "Succeeded")
+    eventually(lambda: not world.kube.exists(world.path("enginepools", name)), f"{name} is gone")

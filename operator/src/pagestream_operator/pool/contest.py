@@ -80,6 +80,8 @@ _AUTOSCALER = "kube-controller-manager"
 """The field manager of every HorizontalPodAutoscaler, also of those that KEDA makes."""
 _RECENT_S = 300.0
 """Seconds after a write of an autoscaler for which it is expected to write again."""
+_UNNAMED = "another controller"
+"""Who sets 0 replicas through the scale, as KEDA does: the API server leaves out a 0, and so its field manager."""
 _FEWEST = 3
 """Writes of another manager within the window from which on it counts as a rival. A person scales once or twice."""
 
@@ -98,20 +100,27 @@ class Rivals:
     _last: tuple[str, int] | None = None
     """Who has scaled the Deployment last, and to what; None: the operator's scaler."""
 
-    def observe(self, deployment: Mapping[str, Any] | None, now_s: float, *, is_ours: bool = True) -> None:
+    def observe(
+        self, deployment: Mapping[str, Any] | None, now_s: float, *, is_ours: bool = True, wanted: int = 0
+    ) -> None:
         """Note who has scaled the Deployment. The API server keeps no time of it: another number is another write.
 
         Args:
             is_ours: whether the operator scales it now. Where it doesn't, nobody works against it.
+            wanted: the replicas that the operator has asked for last.
         """
         self._now_s = now_s
         while self._writes and now_s - self._writes[0][0] > _WINDOW_S:
             self._writes.popleft()
-        others = [] if deployment is None else [name for name in scaled_by(deployment) if name != SCALER]
-        if deployment is None or not others:
+        managers = [] if deployment is None else list(scaled_by(deployment))
+        replicas = whole(part(deployment, "spec", "replicas"), 1)
+        if deployment is not None and not managers and replicas == 0 and wanted > 0:
+            managers = [_UNNAMED]
+        others = [name for name in managers if name != SCALER]
+        if not others:
             self._last = None
             return
-        write = (others[0], whole(part(deployment, "spec", "replicas"), 1))
+        write = (others[0], replicas)
         if write != self._last:
             if is_ours:
                 self._writes.append((now_s, others[0]))

@@ -376,7 +376,8 @@ class Reconciler:
     def _watch_rivals(self, pool: EnginePool | None) -> None:
         """Note who scales the Deployment. Of a paused pool anyone may."""
         is_ours = pool is not None and not pool.spec.paused
-        self._rivals.observe(self._view().deployment, self.context.clock(), is_ours=is_ours)
+        deployment, now_s = self._view().deployment, self.context.clock()
+        self._rivals.observe(deployment, now_s, is_ours=is_ours, wanted=self.desired)
 
     async def _write_deletion_costs(self, view: PoolView, verdict: Verdict, excess: int) -> None:
         """Write deletion costs. A pod that is gone, or has changed meanwhile, is left out."""
