@@ -133,11 +133,9 @@ def test_a_claim_is_admitted_at_once_however_its_tokens_are_divided(name: str) -
         cache = CacheManager(BlockPool(num_blocks), layout_of(name), enable_prefix_caching=False)
         running, budget = RunningSequences(cache), new_budget(cache.layout)
         config = SchedulerConfig(max_num_seqs=MOST, max_num_batched_tokens=STEP_TOKENS)
-        waiting = WaitingQueue(policy := FirstComeFirstServed())
+        waiting = WaitingQueue(FirstComeFirstServed())
         turns = AdapterTurns(1, AdapterResidency(1), waiting, running)
-        admission = Admission(
-            config, cache, waiting, running, restore_cost=None, turns=turns, on_start=policy.scheduled
-        )
+        admission = Admission(config, cache, waiting, running, restore_cost=None, turns=turns, events=None)
         for number in range(num_running + dice.randint(0, 20)):  # the mean size of requests falls
             budget.reserve(8, [(str(number), 0)])
             budget.end_prefill(str(number))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -12,7 +12,7 @@ from typing import Any
 
 from pagestream_engine.capacity import fit_model_len
 from pagestream_engine.config import EngineConfig
-from pagestream_engine.errors import InvalidRequest, InvariantViolation, OutOfMemory
+from pagestream_engine.errors import EngineAsleep, InvalidRequest, InvariantViolation, OutOfMemory
 from pagestream_engine.executor.base import RunnerFactory, make_model_runner
 from pagestream_engine.executor.select import make_executor
 from pagestream_engine.features.beams import Searches, SearchLimits, make_search
@@ -104,7 +104,8 @@ class Engine:
         self.sleep = Sleep(self._steps, self._cache, self._gate.note, self.has_unfinished_requests)
         self._pieces = Pieces(self.tokenizer) if self.tokenizer is not None else None
         self._generations: dict[str, Generation] = {}
-        self._searches = Searches(self._scheduler, self._cache, self._pieces)
+        self._searches: Searches | None = None
+        """The beam searches, from the first one on."""
         self._search_limits = SearchLimits(
             max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
@@ -112,8 +113,11 @@ class Engine:
             num_blocks=facts.num_blocks,
             layout=facts.kv_layout,
         )
-        self._best_of = BestOf()
-        self._outputs = OutputProcessor(self._scheduler, self._generations, self._searches, self._pieces)
+        self._best_of: BestOf | None = None
+        """The requests with `best_of`, from the first one on."""
+        self._known_ids: list[Container[str]] = [self._generations]
+        """Ids of unfinished sequences, each kept by the part that it is in."""
+        self._outputs = OutputProcessor(self._scheduler, self._generations, self._pieces)
         self._already_ended: list[StepOutput] = []
         self._before_steps: list[Callable[[], None]] = []
         """What the features that some request has used do before each step."""
@@ -181,11 +185,10 @@ class Engine:
         asleep; until then an abort of its requests is ignored. Errors are those of `add`.
         """
         siblings, adapter = request.siblings, request.adapter
-        self.sleep.check_awake()
         seq_ids = [sibling.seq_id for sibling in siblings]
         if not seq_ids or len(set(seq_ids)) < len(seq_ids):
             raise InvalidRequest(f"siblings: given sequence ids {seq_ids}, expected at least one, and all different")
-        self._check_are_new(siblings)
+        self._check_takes(siblings)
         if adapter is not None and not self.adapters.is_enabled:
             raise InvalidRequest(f"adapter: given {adapter.name}, expected none without enable_lora")
 
@@ -196,23 +199,27 @@ class Engine:
             first_arrival = self._intake.take_arrivals(siblings[0].params.width)
             search = make_search(self._intake.make, request, first_arrival, self._search_limits)
             self._settle_if_idle()
+            if self._searches is None:
+                self._searches = self._outputs.searches = Searches(self._scheduler, self._cache, self._pieces)
+                self._known_ids.append(self._searches)
             self._searches.add(search)
             return
         candidates = None
-        if siblings[0].params.has_best_of:
+        if siblings[0].params.best_of is not None and siblings[0].params.has_best_of:
             candidates, siblings = make_candidates(siblings)
         first_arrival = self._intake.take_arrivals(len(siblings))
         made: list[tuple[Generation, Taken | None]] = []
         for arrival, sibling in enumerate(siblings, first_arrival):
             generation = self._intake.make(request, sibling, arrival)
             made.append((generation, (yield from generation.replay(sibling.output_token_ids))))
-        self.sleep.check_awake()
-        self._check_are_new(siblings)
+        self._check_takes(siblings)
         self._settle_if_idle()
         if candidates is not None:
-            self._best_of.add(candidates)
-            if not self._after_steps:
+            if self._best_of is None:
+                self._best_of = BestOf()
+                self._known_ids.append(self._best_of)
                 self._after_steps.append(self._best_of.take)
+            self._best_of.add(candidates)
         self._queue(made)
 
     def _queue(self, made: Iterable[tuple[Generation, Taken | None]]) -> None:
@@ -236,14 +243,14 @@ class Engine:
 
     def abort_request(self, seq_id: str) -> None:
         """Drop one sequence, by its seq_id, and free its blocks; there will be no output. An unknown one is ignored."""
-        if self._best_of.abort(seq_id, self.abort_request):
+        if self._best_of is not None and self._best_of.abort(seq_id, self.abort_request):
             return
         self._already_ended = [output for output in self._already_ended if output.seq_id != seq_id]
         generation = self._generations.pop(seq_id, None)
         if generation is not None:
             if not self._gate.abort(generation.seq):
                 self._scheduler.abort(generation.seq)
-        elif seq_id in self._searches:
+        elif self._searches is not None and seq_id in self._searches:
             self._searches.abort(seq_id)
 
     def has_unfinished_requests(self) -> bool:
@@ -318,7 +325,7 @@ class Engine:
             and not self._scheduler.residency.is_busy
             and (self._generations or self._searches)
         ):
-            num_waiting = len(self._generations) + len(self._searches)
+            num_waiting = len(self._generations) + len(self._searches or ())
             raise InvariantViolation(f"{num_waiting} requests wait and nothing can run")
         self._already_ended = []  # Not before `collect`: an error that it raises loses none of them.
         return self._finished(outputs) if self._after_steps else outputs
@@ -425,7 +432,8 @@ class Engine:
         check_requests(sequences)
         held = len(self._gate)
         sequences += self._gate.sequences()
-        if {seq.seq_id for seq in sequences} != self._generations.keys() | set(self._searches.beam_ids()):
+        beam_ids = set[str]() if self._searches is None else set(self._searches.beam_ids())
+        if {seq.seq_id for seq in sequences} != self._generations.keys() | beam_ids:
             raise InvariantViolation("the scheduler's sequences are not the engine's requests")
         if len(sequences) != self._scheduler.num_running + self._scheduler.num_waiting + held:
             raise InvariantViolation("the scheduler's counts do not match its sequences")
@@ -453,19 +461,20 @@ class Engine:
         return outputs
 
     def _settle_if_idle(self) -> None:
-        if not self._generations and not self._searches:
+        if self._steps.in_flight and not self._generations and not self._searches:
             self._steps.settle()
 
-    def _check_are_new(self, siblings: Sequence[Sibling]) -> None:
-        for sibling in siblings:
-            seq_id = sibling.seq_id
-            if seq_id in self._generations or seq_id in self._searches or seq_id in self._best_of:
-                raise InvalidRequest(f"seq_id: given {seq_id!r}, which is running; expected a new one")
+    def _check_takes(self, siblings: Sequence[Sibling]) -> None:
+        if self.sleep.is_asleep:
+            raise EngineAsleep("the engine sleeps, and takes no requests; call wake_up() before")
+        running = [each.seq_id for each in siblings if any(each.seq_id in ids for ids in self._known_ids)]
+        if running:
+            raise InvalidRequest(f"seq_id: given {running[0]!r}, which is running; expected a new one")
 
     def _fail(self, seqs: Iterable[TokenSequence], reason: str) -> None:
         """End sequences, with their searches; their ends are put out with the next outputs."""
         for seq in [seq for seq in seqs if seq.state is not SequenceState.FINISHED]:
-            if seq.seq_id in self._searches:
+            if self._searches is not None and seq.seq_id in self._searches:
                 self._already_ended += self._searches.fail(seq.seq_id, reason)
             elif not seq.params.use_beam_search:  # else its search has failed with another beam
                 del self._generations[seq.seq_id]

@@ -99,7 +99,8 @@ class Intake:
             num_kv_groups=self._num_kv_groups,
         )
         detokenizer = self._detokenizer(prompt_token_ids, params)
-        return Generation(seq, detokenizer, self._eos_token_ids, self._hidden_stops(params))
+        hidden_stops = self._hidden_stops(params) if params.stop else {}
+        return Generation(seq, detokenizer, self._eos_token_ids, hidden_stops)
 
     def _detokenizer(self, prompt: Sequence[int], params: SamplingParams) -> IncrementalDetokenizer | None:
         if self._pieces is None:

@@ -37,16 +37,14 @@ class OutputProcessor:
     Args:
         scheduler: frees what a finished sequence holds.
         generations: the text and stop state of each unfinished sequence, by its seq_id; finished ones are taken out.
-        searches: the beam searches, whose beams have no text.
         pieces: makes the texts of log probabilities; None without a tokenizer.
     """
 
-    def __init__(
-        self, scheduler: Scheduler, generations: dict[str, Generation], searches: Searches, pieces: Pieces | None
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, generations: dict[str, Generation], pieces: Pieces | None) -> None:
         self._scheduler = scheduler
         self._generations = generations
-        self._searches = searches
+        self.searches: Searches | None = None
+        """The beam searches, whose beams have no text; None before the first one."""
         self._pieces = pieces
 
     def process(self, step: ScheduledStep, tokens: Sequence[Sequence[int]], result: StepResult) -> list[StepOutput]:
@@ -61,7 +59,11 @@ class OutputProcessor:
         outputs: list[StepOutput] = []
         if result.prompt_logprobs is not None:
             outputs += self._take_prompt_logprobs(step, result.prompt_logprobs)
-        if result.has_one_each and result.logprobs is None and not (step.prefills and step.ends_prompts):
+        if (
+            result.has_one_each
+            and result.logprobs is None
+            and not any(chunk.needs_sample and chunk.seq.ends_with_prompt for chunk in step.prefills)
+        ):
             outputs += self._take_one_each(step.sampled(), tokens)
         else:
             outputs += self._take_tokens(step.sampled(), tokens, result)
@@ -75,16 +77,17 @@ class OutputProcessor:
         pooled = {} if result.pooled is None else result.pooled.by_sample()
         outputs: list[StepOutput] = []
         ended: list[TokenSequence] = []
-        searches: dict[int, RunningSearch] = {}
+        searches = self.searches
+        advanced: dict[int, RunningSearch] = {}
         for place, (seq, token_ids) in enumerate(zip(sampled, tokens, strict=True)):
             if seq.state is not SequenceState.RUNNING:
                 continue  # It ended while the step was in flight.
-            if seq.params.use_beam_search:
+            if searches is not None and seq.params.use_beam_search:
                 if place in errors:
-                    outputs += self._searches.fail(seq.seq_id, errors[place])
+                    outputs += searches.fail(seq.seq_id, errors[place])
                 elif token_ids:
-                    running = self._searches.note(seq, logprobs[place][0])
-                    searches[id(running)] = running
+                    running = searches.note(seq, logprobs[place][0])
+                    advanced[id(running)] = running
                 continue
             if seq.ends_with_prompt and place not in errors:
                 taken = [ended_prompt(seq, pooled.get(place))]
@@ -97,9 +100,9 @@ class OutputProcessor:
                 ended.append(seq)
         if ended:
             self._finish(ended)
-        for running in searches.values():
-            if running.is_due:
-                outputs += self._searches.advance(running)
+        if searches is not None:
+            due = [running for running in advanced.values() if running.is_due]
+            outputs += [output for running in due for output in searches.advance(running)]
         return outputs
 
     def _take_some(

@@ -510,11 +510,6 @@ class ScheduledStep:
         )
         return num_decoded + sum(chunk.num_scheduled_tokens for chunk in self.prefills)
 
-    @property
-    def ends_prompts(self) -> bool:
-        """Whether some sequence ends when this step has computed its prompt."""
-        return any(chunk.needs_sample and chunk.seq.ends_with_prompt for chunk in self.prefills)
-
     def sampled(self) -> list[TokenSequence]:
         """The sequences that get a token, in the order of the runner's answer: prefills, then decodes."""
         first = [seq for chunk in self.prefills if chunk.needs_sample for seq in (chunk.seq, *chunk.siblings)]

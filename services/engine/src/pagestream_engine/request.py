@@ -158,8 +158,8 @@ class TokenSequence:
 
     `token_ids[:num_computed_tokens]` have their keys and values in the cache: in KV group g token i is in block
     `block_tables[g][i // block_size]` at offset `i % block_size`, of the group's block size. Where a group has a
-    window, blocks behind it are replaced by NO_BLOCK. `executor/pipeline.py` shows how the counts move while steps are
-    in flight.
+    window, blocks behind it are replaced by NO_BLOCK. `steps.py` shows how the counts move while steps are in
+    flight.
     """
 
     __slots__ = (

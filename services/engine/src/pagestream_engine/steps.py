@@ -66,13 +66,8 @@ class StepPipeline:
         self._scheduler = scheduler
         self._plans = plans
         self._num_ahead = num_ahead
-        self._in_flight: deque[tuple[int, ScheduledStep]] = deque()
+        self.in_flight: deque[tuple[int, ScheduledStep]] = deque()
         """With the number of each step's plan."""
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is in flight."""
-        return not self._in_flight
 
     def launch_next(self, on_schedule: Callable[[ScheduledStep], None] | None) -> bool:
         """Schedule a step and give it to the executor. Return whether there was one.
@@ -83,7 +78,7 @@ class StepPipeline:
         step = self._scheduler.schedule()
         if self.loads_adapters:
             self._send_loads()
-        if not step.decodes and step.is_empty:
+        if not (step.decodes or step.prefills or step.loads):
             return False
         if self._limit.max_sequences is not None:
             self._limit.trim(step)
@@ -91,7 +86,7 @@ class StepPipeline:
             on_schedule(step)
         plan = self._plans.build(step)
         self._scheduler.update_after_schedule(step)
-        self._in_flight.append((plan.step_id, step))
+        self.in_flight.append((plan.step_id, step))
         try:
             self.executor.submit(plan)
         except BaseException:
@@ -110,7 +105,7 @@ class StepPipeline:
 
     def should_collect(self, launched: bool) -> bool:
         """Whether to wait for the oldest step: as many are in flight as allowed, or nothing new was `launched`."""
-        return len(self._in_flight) > self._num_ahead or not (launched or self.is_empty)
+        return len(self.in_flight) > self._num_ahead or (not launched and bool(self.in_flight))
 
     def collect(self) -> tuple[ScheduledStep, StepResult]:
         """Wait for the oldest step in flight; `Scheduler.update_from_output` is due then.
@@ -122,24 +117,24 @@ class StepPipeline:
         """
         try:
             result = self.executor.collect()
-            step_id, step = self._in_flight[0]
+            step_id, step = self.in_flight[0]
             if result.step_id != step_id:
                 raise InvariantViolation(f"the runner answered plan {result.step_id}, expected plan {step_id}")
             if step.prefills or not result.has_one_each or len(result.counts) != len(step.decodes):
                 _check_counts(step, result)
         except OutOfMemory:
-            self.unfit = self._limit.shrink(self._in_flight[0][1])
+            self.unfit = self._limit.shrink(self.in_flight[0][1])
             self.roll_back()
             raise
         except BaseException:
             self.roll_back()
             raise
-        self._in_flight.popleft()
+        self.in_flight.popleft()
         return step, result
 
     def settle(self) -> None:
         """Collect steps whose sequences have all ended: what they raise is nobody's failure, and rolls them back."""
-        while self._in_flight:
+        while self.in_flight:
             try:
                 step, result = self.collect()
             except Exception:  # noqa: BLE001 - no request waits for it, and the next step meets what lasts
@@ -149,7 +144,7 @@ class StepPipeline:
 
     def roll_back(self) -> None:
         """Forget the steps in flight."""
-        self._in_flight.clear()
+        self.in_flight.clear()
         self._plans.reset()
         self._scheduler.roll_back()
 

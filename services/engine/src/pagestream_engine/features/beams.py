@@ -87,7 +87,7 @@ class Searches:
     def __len__(self) -> int:
         return len(set(map(id, self._by_beam.values())))
 
-    def __contains__(self, seq_id: str) -> bool:
+    def __contains__(self, seq_id: object) -> bool:
         return seq_id in self._by_beam
 
     def beam_ids(self) -> Iterable[str]:

@@ -51,7 +51,7 @@ class BestOf:
     def __init__(self) -> None:
         self._by_entry: dict[str, Candidates] = {}
 
-    def __contains__(self, seq_id: str) -> bool:
+    def __contains__(self, seq_id: object) -> bool:
         """Whether a sequence takes part, also where it has ended: one that is wanted is put out under such an id."""
         return seq_id in self._by_entry
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import monotonic
 
-from pagestream_engine.errors import EngineAsleep, InvalidRequest, SleepFailed
+from pagestream_engine.errors import InvalidRequest, SleepFailed
 from pagestream_engine.kv_cache.manager import CacheManager
 from pagestream_engine.steps import StepPipeline
 from pagestream_engine.wire.executor import Prepared, SleepChange, SleepChanged
@@ -74,11 +74,6 @@ class Sleep:
         if self.is_asleep:
             self._change(SleepChange(is_asleep=False))
             self.is_asleep = False
-
-    def check_awake(self) -> None:
-        """Raise EngineAsleep while it sleeps."""
-        if self.is_asleep:
-            raise EngineAsleep("the engine sleeps, and takes no requests; call wake_up() before")
 
     def _change(self, wanted: SleepChange) -> None:
         executor, until = self._steps.executor, monotonic() + self._limit_s

@@ -13,7 +13,7 @@ Blocks are counted in these words, here and in `cache/`:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from pagestream_engine.kv_cache.manager import CachedPrefix, CacheManager
 from pagestream_engine.plan import ScheduledSequence
 from pagestream_engine.request import Request, TokenSequence
 from pagestream_engine.scheduler.budget import ChunkBudget, RestoreCost
-from pagestream_engine.scheduler.policies import WaitingQueue
+from pagestream_engine.scheduler.policies import SequenceEvents, WaitingQueue
 from pagestream_engine.scheduler.running import RunningSequences, choose_leader
 
 RESERVE_SHARE = 4
@@ -104,11 +104,11 @@ class Admission:
         *,
         restore_cost: RestoreCost | None,
         turns: AdapterTurns | None,
-        on_start: Callable[[TokenSequence], None],
+        events: SequenceEvents | None,
     ) -> None:
         """Take requests from `waiting` and start them in `running`, within the limits of `config` and where there are
-        adapters as `turns` lets them; call `on_start` for each sequence."""
-        self._on_start = on_start
+        adapters as `turns` lets them; `events` learns of each sequence."""
+        self._events = events
         self.seats = Seats(config.max_num_seqs)
         self._max_chunk = config.max_num_batched_tokens
         self._cache = cache
@@ -124,7 +124,9 @@ class Admission:
         turns = self._turns
         if turns is not None:
             turns.begin()
-        promised, coming = self._num_promised_blocks(), self._coming_hashes()
+        promised, coming = 0, set[bytes | None]()
+        if self._running.count:
+            promised, coming = self._num_promised_blocks(), self._coming_hashes()
         num_seen = Counter[Obstacle]()
         pool = self._cache.pool
         try:
@@ -208,7 +210,7 @@ class Admission:
         if wanted > room and num_running:
             self._note_shortage(request, leader, prefix)
             return Obstacle.BLOCKS
-        if self._waits_for_another(leader, found, coming) or not budget.limit(prefix.num_tokens):
+        if (num_running and self._waits_for_another(leader, found, coming)) or not budget.limit(prefix.num_tokens):
             return Obstacle.OTHERS
         # Alone it always fits, if in smaller chunks than `wanted` reckons with.
         return Start(members, leader, prefix, self._cache.next_block_hash(leader, found.num_tokens), promised + wanted)
@@ -269,7 +271,8 @@ class Admission:
         """Take choices of the next waiting request, and start them, with their first chunk or the loads before it."""
         self._waiting.pop()
         self._shortages.pop(id(request), None)
-        self.seats.note_start(request)
+        if request is self.seats.kept_for:
+            self.seats.kept_for = None
         request.waiting = [seq for seq in request.waiting if seq not in start.members]
         if request.waiting:
             self._waiting.push(request)
@@ -281,8 +284,9 @@ class Admission:
             self._turns.note_start(request)
         leader, prefix = start.leader, start.prefix
         self._running.start(start.members, leader, prefix)
-        for seq in start.members:
-            self._on_start(seq)
+        if self._events is not None:
+            for seq in start.members:
+                self._events.scheduled(seq)
         if self._cache.tier is not None and self._cache.tier.is_loading(leader):
             # A token that is copied counts as one that is computed, so that a step's copies have a bound as well.
             budget.num_tokens = max(0, budget.num_tokens - prefix.num_to_load * self._cache.block_size)
@@ -351,12 +355,13 @@ class Seats:
     def __init__(self, most: int) -> None:
         self.most = most
         """Sequences that run at once. It may be set to less while they run, from 1 on."""
-        self._kept_for: Request | None = None
+        self.kept_for: Request | None = None
+        """The request that has displaced some, until it starts, or a part of it."""
         self._num_kept = 0
 
     def limit_for(self, request: Request) -> int:
         """Return how many may run at once with a request, once it has started."""
-        return max(self.most, self._num_kept) if request is self._kept_for else self.most
+        return max(self.most, self._num_kept) if request is self.kept_for else self.most
 
     def keep(self, request: Request, num_running: int) -> None:
         """Keep as many seats as are taken now for a request, for which some that run are about to be displaced.
@@ -364,12 +369,7 @@ class Seats:
         They are kept until it starts: it need not be in this step.
         """
         self._num_kept = max(self.limit_for(request), num_running)
-        self._kept_for = request
-
-    def note_start(self, request: Request) -> None:
-        """Note that a request starts, or a part of it."""
-        if request is self._kept_for:
-            self._kept_for = None
+        self.kept_for = request
 
 
 def least_wanted_blocks(cache: CacheManager, seq: TokenSequence, prefix: CachedPrefix, chunk: int) -> int:

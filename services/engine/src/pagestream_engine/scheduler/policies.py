@@ -31,6 +31,12 @@ class SequenceEvents:
     def ended(self, seq: TokenSequence, *, is_complete: bool) -> None:
         """Note that a sequence is gone: complete, or aborted."""
 
+    @property
+    def learns(self) -> bool:
+        """Whether one of these is defined anew: an engine calls none of them otherwise."""
+        names = ("arrived", "scheduled", "preempted", "ended")
+        return any(getattr(type(self), name) is not getattr(SequenceEvents, name) for name in names)
+
 
 class SchedulingPolicy(SequenceEvents, ABC):
     """Decides the order in which sequences are admitted, which of them is preempted where blocks run out, and which

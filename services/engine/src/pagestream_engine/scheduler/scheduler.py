@@ -67,6 +67,7 @@ class Scheduler:
         self._config = config
         self._cache = cache
         self._policy = policy
+        self._events = policy if policy.learns else None
         self._waiting = WaitingQueue(policy)
         self._running = RunningSequences(cache)
         self.residency = AdapterResidency(adapters.max_cpu_loras)
@@ -82,7 +83,7 @@ class Scheduler:
             self._running,
             restore_cost=cost,
             turns=self._turns,
-            on_start=policy.scheduled,
+            events=self._events,
         )
         self._num_in_flight = 0
         """Steps that were sent and not collected."""
@@ -133,8 +134,9 @@ class Scheduler:
         """Queue the choices of a request. Each of them fits into the pool alone."""
         request = seqs[0].request
         request.sequences, request.waiting = list(seqs), list(seqs)
-        for seq in seqs:
-            self._policy.arrived(seq)
+        if self._events is not None:
+            for seq in seqs:
+                self._events.arrived(seq)
         self._waiting.push(request)
         if request.adapter is not None:
             self.residency.read_ahead(request.adapter)
@@ -144,7 +146,8 @@ class Scheduler:
         if seq.state is SequenceState.WAITING:
             seq.state = SequenceState.FINISHED
             self._waiting.forget(seq)
-            self._policy.ended(seq, is_complete=False)
+            if self._events is not None:
+                self._events.ended(seq, is_complete=False)
         else:
             self.finish_requests((seq,), is_complete=False)
 
@@ -243,7 +246,8 @@ class Scheduler:
         """Free the blocks of running sequences that are complete, or aborted, and forget them."""
         count = 0
         for seq in sequences:
-            self._policy.ended(seq, is_complete=is_complete)
+            if self._events is not None:
+                self._events.ended(seq, is_complete=is_complete)
             self._cache.free(seq)
             seq.state = SequenceState.FINISHED
             seq.row = NO_ROW
@@ -420,7 +424,8 @@ class Scheduler:
             seq.forget_unsettled()
             seq.state = SequenceState.WAITING
             seq.row = NO_ROW
-            self._policy.preempted(seq)
+            if self._events is not None:
+                self._events.preempted(seq)
         self._waiting.requeue(unit)
         self.num_requeues += 1
         self._running.drop_stopped(len(unit))

@@ -94,7 +94,7 @@ class GrammarGate:
         if not is_awaited and not self._compiling:
             return []
         has_work = (scheduler.num_running or scheduler.num_waiting) and not scheduler.waits_for_adapters
-        is_idle = is_awaited and self._steps.is_empty and not has_work
+        is_idle = is_awaited and not self._steps.in_flight and not has_work
         errors: dict[Grammar, RequestFault] = {}
         for done in self._steps.executor.prepared(IDLE_WAIT_S if is_idle else 0.0):
             self.note(done)
