@@ -57,7 +57,7 @@ def suspicious(path: Path) -> Iterator[str]:
                 yield name
 
 
-def test_only_pipes_between_own_processes_carry_pickles() -> None:
+def test_no_part_reads_pickles() -> None:
     found = {path.as_posix().partition("/src/")[2]: list(suspicious(path)) for path in SOURCES}
     assert len(found) > 500
     assert {path for path, names in found.items() if names} == set(PIPES)
