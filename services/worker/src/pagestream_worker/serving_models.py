@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
+import msgspec
 from pagestream.v1.records_pb2 import ModelCard
 from pagestream_engine.models.folder import resolve_model
 from pagestream_engine.wire.worker import EngineFacts, ModelFacts, Program
@@ -345,9 +346,8 @@ class Loader:
             logger.warning("the model %s does not wake up, and is loaded anew: %r", model.name, error)
             return None
         load_s = {**dict.fromkeys(model.facts.load_s, 0.0), "wake_up": duration_s}
-        return replace(
-            model, facts=replace(model.facts, load_s=load_s), began_s=began_s, loaded_s=process_age_s(), stood_by_s=0.0
-        )
+        facts = msgspec.structs.replace(model.facts, load_s=load_s)
+        return replace(model, facts=facts, began_s=began_s, loaded_s=process_age_s(), stood_by_s=0.0)
 
     async def card(self, name: str, facts: EngineFacts | ModelFacts) -> ModelCard:
         """Return the card of a model. Raises LoadTimeoutError, EngineError, ModelCardError, OSError."""
