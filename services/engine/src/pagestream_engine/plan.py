@@ -70,9 +70,6 @@ class BlockEdits:
     blocks: Int32Array
     """(edits,)"""
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:

@@ -191,8 +191,11 @@ class StepLoop:
             profiler.after_step()
 
     def _note_step(self, step: ScheduledStep) -> None:
-        remaining = prefill_remaining(step) if step.prefills else {}
-        change = self._members.update(remaining, lambda: decoding(step), self._engine.num_requeues)
+        num_requeues = self._engine.num_requeues
+        if not step.prefills and num_requeues == self._members.num_requeues:
+            return  # decodes alone: nobody entered, and whoever left has ended
+        remaining = prefill_remaining(step)
+        change = self._members.update(remaining, lambda: decoding(step), num_requeues)
         if change is None and not remaining:
             return
         self._num_begun += 1
@@ -359,7 +362,8 @@ class StepMembers:
 
     def __init__(self) -> None:
         self._members: set[str] = set()
-        self._num_requeues = 0
+        self.num_requeues = 0
+        """Of the engine, at the last update."""
 
     def update(
         self, prefilling: Collection[str], decoding: Callable[[], Collection[str]], num_requeues: int
@@ -374,10 +378,8 @@ class StepMembers:
             prefilling: sequences with prompt tokens in the step.
             decoding: returns its other sequences; called only after a requeue.
         """
-        requeued = num_requeues != self._num_requeues
-        if not prefilling and not requeued:
-            return None
-        self._num_requeues = num_requeues
+        requeued = num_requeues != self.num_requeues
+        self.num_requeues = num_requeues
         entered = frozenset(prefilling) - self._members
         left: set[str] = set()
         if requeued:

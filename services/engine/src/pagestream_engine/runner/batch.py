@@ -140,7 +140,7 @@ class PersistentBatch:
         for new in plan.added:
             self._add(new)
         for group, edits in enumerate(plan.appended):
-            if len(edits):
+            if edits.rows.size:
                 places = edits.rows.astype(np.int64) * self.block_tables[group].shape[1] + edits.places
                 self._edits[group].append(Edit(places, edits.blocks))
 
