@@ -109,11 +109,11 @@ def on_uvloop(scenario: Callable[[], Awaitable[None]]) -> None:
     uvloop.run(limited())
 
 
-def test_uvloop_has_a_word_of_its_own(redis_url: str, is_closed_once: Callable[[], None]) -> None:
+def test_a_transport_that_is_closed_is_a_lost_connection(redis_url: str, is_closed_once: Callable[[], None]) -> None:
     async def scenario() -> None:
         async with connected(redis_url) as connection:
             is_closed_once()
-            with pytest.raises(RuntimeError, match="handler is closed"):
+            with pytest.raises(exceptions.ConnectionError, match="the server has closed the connection"):
                 await connection.topology.execute("PING")
 
     on_uvloop(scenario)

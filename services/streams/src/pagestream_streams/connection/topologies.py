@@ -624,6 +624,10 @@ class Light(AbstractConnection):
 
     async def send_packed_command(self, command: bytes | str | Iterable[bytes], check_health: bool = True) -> None:
         """Write a command. ConnectionError, TimeoutError."""
+        if self._writer is not None and self._writer.is_closing():
+            # `writelines` of Python 3.12 and later fails with AttributeError on a transport that is closed.
+            await self.disconnect(nowait=True)
+            raise LostConnection("the server has closed the connection")
         writer = self._writer if not self.health_check_interval else None
         if writer is not None and not isinstance(command, bytes | str) and not writer.is_closing():
             # As one: `writelines` of Python 3.13 doesn't have the next `drain` wait for a full buffer.
