@@ -720,6 +720,26 @@ def test_statistics(tmp_path: Path) -> None:
     assert (stats.num_steps, stats.num_prompt_tokens, stats.num_generated_tokens) == (24, 10, 24)
 
 
+def test_the_scheduler_is_not_charged_with_the_models_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An executor in this process computes a step when it is submitted."""
+    now_s = [0.0]
+
+    class SlowRunner(ArithmeticRunner):
+        def execute(self, plan: StepPlan) -> PendingResult:
+            now_s[0] += 1.0
+            return super().execute(plan)
+
+    monkeypatch.setattr("pagestream_engine.engine.perf_counter", lambda: now_s[0])
+    monkeypatch.setattr("pagestream_engine.steps.perf_counter", lambda: now_s[0])
+    config = EngineConfig.from_options({"block_size": 4, "num_gpu_blocks_override": 32})
+    facts = ArithmeticFacts()
+    engine = Engine(make_folder(tmp_path / "model"), config, make_runner=lambda _, config: SlowRunner(config, facts))
+    engine.add_request("a", [1] * 5, GREEDY)
+    engine.step()
+    stats = engine.stats()
+    assert (stats.last_schedule_s, stats.last_step_s) == (0.0, 1.0)
+
+
 def test_a_search_goes_on_after_what_an_earlier_run_has_put_out(tmp_path: Path) -> None:
     """Its answers come whole at its end; a log may have a part of them when an engine dies between two appends."""
     prompt, params = [1, 2, 3], replace(SEARCH, stop_token_ids=[])

@@ -293,9 +293,8 @@ class Engine:
         steps, began = self._steps, perf_counter()
         for prepare in self._before_steps:
             prepare()
-        before = perf_counter()
         launched = steps.launch_next(self.on_schedule)
-        schedule_s = perf_counter() - before
+        schedule_s = steps.schedule_s
         outputs = self._already_ended
         if steps.should_collect(launched):
             try:

@@ -56,7 +56,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     last_step_s: float
     """Seconds that the last step took."""
     last_schedule_s: float
-    """Seconds of it that the scheduler took."""
+    """Seconds of it that the scheduler and the making of the plan took, without the model."""
     total_step_s: float
     total_schedule_s: float
     num_drafts: int = 0

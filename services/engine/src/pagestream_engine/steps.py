@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from time import perf_counter
 
 import numpy as np
 
@@ -68,6 +69,8 @@ class StepPipeline:
         self._num_ahead = num_ahead
         self.in_flight: deque[tuple[int, ScheduledStep]] = deque()
         """With the number of each step's plan."""
+        self.schedule_s = 0.0
+        """Seconds of the last `launch_next` but for the executor, which computes the step there on a CPU."""
 
     def launch_next(self, on_schedule: Callable[[ScheduledStep], None] | None) -> bool:
         """Schedule a step and give it to the executor. Return whether there was one.
@@ -75,10 +78,12 @@ class StepPipeline:
         Args:
             on_schedule: gets the step before it is sent.
         """
+        began = perf_counter()
         step = self._scheduler.schedule()
         if self.loads_adapters:
             self._send_loads()
         if not (step.decodes or step.prefills or step.loads):
+            self.schedule_s = perf_counter() - began
             return False
         if self._limit.max_sequences is not None:
             self._limit.trim(step)
@@ -87,6 +92,7 @@ class StepPipeline:
         plan = self._plans.build(step)
         self._scheduler.update_after_schedule(step)
         self.in_flight.append((plan.step_id, step))
+        self.schedule_s = perf_counter() - began
         try:
             self.executor.submit(plan)
         except BaseException:
