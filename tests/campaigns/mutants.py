@@ -53,7 +53,7 @@ AREAS = {
     "streams, engine's side": r"/pagestream_streams/engine/.*\.py$",
     "streams, gateway's side": r"/pagestream_streams/gateway/.*\.py$",
     "worker": r"/pagestream_worker/",
-    "gateway's answers": r"/pagestream_gateway/(api|core/output|openai|anthropic|grpc|output_formats)/",
+    "gateway's answers": r"/pagestream_(gateway/(openai|anthropic|grpc|output_formats)|grammars/output_formats)/",
     "operator": r"/pagestream_operator/",
 }
 """The files of each area that mutants are drawn from in equal numbers."""

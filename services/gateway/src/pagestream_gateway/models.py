@@ -17,10 +17,10 @@ import jinja2
 from pagestream.v1.inference_pb2 import SamplingParams
 from pagestream.v1.records_pb2 import Adapter, ModelCard
 from pagestream_grammars import TokenTable
+from pagestream_grammars.output_formats.names import BY_TEMPLATE, OutputParsers
 from pagestream_grammars.templates import ChatShapes, SystemPlace, TextBesideCalls
 from pagestream_streams import Broker, ModelInfo
 from pagestream_streams.errors import ModelNotFound, ModelUnavailable
-from pagestream_streams.protocol.output_formats import BY_TEMPLATE, OutputParsers
 from tokenizers import Tokenizer
 
 from pagestream_gateway.errors import ContextExceeded, InvalidRequest, Overloaded, PromptTooLong

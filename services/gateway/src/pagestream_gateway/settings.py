@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pagestream_grammars.output_formats.names import OutputParsers
 from pagestream_streams import StreamsSettings
-from pagestream_streams.protocol.output_formats import OutputParsers
 from pagestream_telemetry.settings import TelemetrySettings
 
 LOCALHOST = "localhost"

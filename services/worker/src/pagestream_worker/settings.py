@@ -12,13 +12,13 @@ from typing import Any
 
 from pagestream_engine.config import ENGINE_OPTIONS, EngineConfig, EngineOptions
 from pagestream_engine.errors import ConfigError
-from pagestream_options.arguments import add_flags, given_flags
-from pagestream_options.worker import STANDBY_STATES, WORKER_OPTIONS, WorkerOptions
-from pagestream_streams import StreamsSettings, settings_from_environment
-from pagestream_streams.protocol.output_formats import (
+from pagestream_grammars.output_formats.names import (
     BY_TEMPLATE,
     OutputParsers,
 )
+from pagestream_options.arguments import add_flags, given_flags
+from pagestream_options.worker import STANDBY_STATES, WORKER_OPTIONS, WorkerOptions
+from pagestream_streams import StreamsSettings, settings_from_environment
 from pagestream_telemetry.environment import fields_of, out_of_range, read_environment, variable_of
 from pagestream_telemetry.errors import VariableError
 from pagestream_telemetry.settings import TelemetrySettings, telemetry_settings

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pagestream.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, Usage
 from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, RequestSpec
+from pagestream_grammars.output_formats.parts import Arguments, CallBegin, Content, Part, Reasoning
 from pagestream_streams.protocol.records import finish_reason_name
 from pydantic import BaseModel, Field
 from pydantic_core import from_json
@@ -20,7 +21,6 @@ from pagestream_gateway.errors import ContextExceeded, UnknownField, Unsupported
 from pagestream_gateway.openai.chat.answer import ChoiceReader
 from pagestream_gateway.openai.errors import ErrorAnswer, error_headers, log_unexpected, writable
 from pagestream_gateway.openai.writer import LogWriter
-from pagestream_gateway.output_formats.parts import Arguments, CallBegin, Content, Part, Reasoning
 from pagestream_gateway.streams.events import EventStream
 from pagestream_gateway.streams.runs import START, Position, Run, position_after, split_runs
 from pagestream_gateway.streams.whole_answer import WholeAnswer

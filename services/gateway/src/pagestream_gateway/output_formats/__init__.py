@@ -1,1 +1,1 @@
-"""The formats in which models write reasoning and tool calls: a file a format divides an output as its text arrives."""
+"""Which format an answer has, written into its request's record, and what tools let a grammar force."""

@@ -11,34 +11,35 @@ from typing import Any, Self
 
 from pagestream.v1.inference_pb2 import TokenIds
 from pagestream.v1.records_pb2 import API_FORM_GRPC, OutputForm, ReasoningMarks
-from pagestream_streams.protocol.output_formats import (
+from pagestream_grammars.output_formats.json_calls import JsonCalls, NamedCall, RequiredCalls
+from pagestream_grammars.output_formats.names import (
     BY_TEMPLATE,
     NONE,
     REASONING_PARSERS,
     TOOL_CALL_PARSERS,
     OutputParsers,
 )
-
-from pagestream_gateway.errors import UnsupportedField
-from pagestream_gateway.models import LoadedModel
-from pagestream_gateway.output_formats import harmony
-from pagestream_gateway.output_formats.deepseek import CALLS_BEGIN, DeepSeek
-from pagestream_gateway.output_formats.harmony import CHANNEL, FINAL, MESSAGE, START, Harmony, call_header
-from pagestream_gateway.output_formats.hermes import Hermes
-from pagestream_gateway.output_formats.json_calls import JsonCalls, NamedCall, RequiredCalls
-from pagestream_gateway.output_formats.mistral import Mistral
-from pagestream_gateway.output_formats.parts import BlanksAtOnce, OutputParser, PlainText
-from pagestream_gateway.output_formats.pythonic import Pythonic
-from pagestream_gateway.output_formats.reasoning import MARKS, CallsWithin, Marks, Think
-from pagestream_gateway.output_formats.tagged import (
+from pagestream_grammars.output_formats.parts import BlanksAtOnce, OutputParser, PlainText
+from pagestream_grammars.output_formats.reasoning import MARKS, CallsWithin, Marks, Think
+from pagestream_grammars.output_formats.tagged import (
     SEED_CALL,
+    STRING,
     Glm,
     QwenCoder,
     SeedOss,
     TaggedCalls,
-    record_types,
-    recorded_types,
+    Types,
+    types_of,
 )
+from pagestream_grammars.output_formats.tool_calls import harmony
+from pagestream_grammars.output_formats.tool_calls.deepseek import CALLS_BEGIN, DeepSeek
+from pagestream_grammars.output_formats.tool_calls.harmony import CHANNEL, FINAL, MESSAGE, START, Harmony, call_header
+from pagestream_grammars.output_formats.tool_calls.hermes import Hermes
+from pagestream_grammars.output_formats.tool_calls.mistral import Mistral
+from pagestream_grammars.output_formats.tool_calls.pythonic import Pythonic
+
+from pagestream_gateway.errors import UnsupportedField
+from pagestream_gateway.models import LoadedModel
 from pagestream_gateway.request import ChatPrompt, Draft
 
 
@@ -182,6 +183,21 @@ def _open_header(prompt: str) -> str:
     """Return the header of the message within which a prompt ends."""
     header, marker, _ = prompt[prompt.rfind(START) + len(START) :].partition(MESSAGE)
     return header.removeprefix("assistant") + marker if marker and START in prompt else FINAL
+
+
+def recorded_types(form: OutputForm) -> Types:
+    """Return the types that a request's record has."""
+    return {tool.name: {each.name: tuple(each.types) for each in tool.parameters} for tool in form.typed_tools}
+
+
+def record_types(form: OutputForm, schemas: Mapping[str, object]) -> None:
+    """Write the types of tools' parameters into a record; those that are text alone, as all others, are left out."""
+    for name, schema in schemas.items():
+        types = {key: each for key, each in types_of(schema).items() if each != [STRING]}
+        if types:
+            tool = form.typed_tools.add(name=name)
+            for key, each in types.items():
+                tool.parameters.add(name=key, types=each)
 
 
 HARMONY, HARMONY_REASONING = "openai", "openai_gptoss"

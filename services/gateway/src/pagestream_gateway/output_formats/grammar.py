@@ -8,15 +8,15 @@ from typing import Any
 
 from pagestream.v1.inference_pb2 import StructuredOutputs
 from pagestream_grammars import GrammarError, TokenTable, json_grammar, stripped
+from pagestream_grammars.output_formats.json_calls import JsonCalls
+from pagestream_grammars.output_formats.tagged import STRING, Glm, QwenCoder, SeedOss, types_of
+from pagestream_grammars.output_formats.tool_calls import deepseek, harmony
+from pagestream_grammars.output_formats.tool_calls.hermes import Hermes
+from pagestream_grammars.output_formats.tool_calls.mistral import Mistral
 
 from pagestream_gateway.errors import InvalidRequest, UnsupportedField
 from pagestream_gateway.models import LoadedModel
-from pagestream_gateway.output_formats import deepseek, harmony
 from pagestream_gateway.output_formats.formats import HARMONY, tool_format
-from pagestream_gateway.output_formats.hermes import Hermes
-from pagestream_gateway.output_formats.json_calls import JsonCalls
-from pagestream_gateway.output_formats.mistral import Mistral
-from pagestream_gateway.output_formats.tagged import STRING, Glm, QwenCoder, SeedOss, types_of
 from pagestream_gateway.output_formats.tools import Tools, call_schema, moved_schema
 from pagestream_gateway.structured_outputs import schema_text
 

@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 from pagestream.v1.inference_pb2 import FINISH_REASON_STOP, Usage
 from pagestream.v1.records_pb2 import ChoiceFinish, LogEntry, RequestSpec
+from pagestream_grammars.output_formats.parts import Arguments, CallBegin, Content, Part, Reasoning
 from pagestream_streams.protocol.records import finish_reason_name
 from pydantic import BaseModel, Field
 
 from pagestream_gateway.openai.logprobs import ChatLogprobs
 from pagestream_gateway.openai.writer import AnswerSchema, AnswerWriter, ChoiceSchema, ChunkSchema, UsageSchema
 from pagestream_gateway.output_formats.formats import call_id, parser_of
-from pagestream_gateway.output_formats.parts import Arguments, CallBegin, Content, Part, Reasoning
 from pagestream_gateway.streams.runs import Run, split_runs
 
 

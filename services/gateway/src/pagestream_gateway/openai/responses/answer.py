@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pagestream.v1.inference_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_LENGTH, FINISH_REASON_STOP, Usage
 from pagestream.v1.records_pb2 import LogEnd, LogEntry, RequestSpec
+from pagestream_grammars.output_formats.parts import Arguments, CallBegin, Content, Part, Reasoning
 from pagestream_streams.errors import DigestMismatch
 from pagestream_streams.protocol.records import finish_reason_name
 from pydantic import BaseModel, Field
@@ -18,7 +19,6 @@ from pagestream_gateway.gateway import Gateway
 from pagestream_gateway.openai.chat.answer import ChoiceReader
 from pagestream_gateway.openai.logprobs import ChatLogprobs, Logprobs
 from pagestream_gateway.openai.writer import LogWriter
-from pagestream_gateway.output_formats.parts import Arguments, CallBegin, Content, Part, Reasoning
 from pagestream_gateway.streams.events import BodyWriter, EventStream, Reading
 from pagestream_gateway.streams.runs import START, Position, Run, position_after, split_runs
 from pagestream_gateway.streams.whole_answer import RETRY_AFTER_S, BudgetShare, WholeAnswer

@@ -10,9 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from pagestream.v1.records_pb2 import OutputForm
-
-from pagestream_gateway.output_formats.parts import (
+from pagestream_grammars.output_formats.parts import (
     MOST_NAME_CHARS,
     Arguments,
     CallBegin,
@@ -77,21 +75,6 @@ def _referred(reference: str, root: object) -> object:
             return None
         root = root.get(part.replace("~1", "/").replace("~0", "~"))
     return root
-
-
-def recorded_types(form: OutputForm) -> Types:
-    """Return the types that a request's record has."""
-    return {tool.name: {each.name: tuple(each.types) for each in tool.parameters} for tool in form.typed_tools}
-
-
-def record_types(form: OutputForm, schemas: Mapping[str, object]) -> None:
-    """Write the types of tools' parameters into a record; those that are text alone, as all others, are left out."""
-    for name, schema in schemas.items():
-        types = {key: each for key, each in types_of(schema).items() if each != [STRING]}
-        if types:
-            tool = form.typed_tools.add(name=name)
-            for key, each in types.items():
-                tool.parameters.add(name=key, types=each)
 
 
 def json_of(text: str, types: Sequence[str]) -> str:

@@ -2,7 +2,7 @@
 
 import json
 
-from pagestream_gateway.output_formats.parts import Arguments, CallBegin, Content, Part, joined
+from pagestream_grammars.output_formats.parts import Arguments, CallBegin, Content, Part, joined
 
 
 class ObjectText:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Set
 
-from pagestream_gateway.output_formats.parts import (
+from pagestream_grammars.output_formats.parts import (
     Arguments,
     CallBegin,
     Content,

@@ -3,7 +3,7 @@
 import ast
 import json
 
-from pagestream_gateway.output_formats.parts import MOST_NAME_CHARS, NAME, Arguments, CallBegin, Content, Part
+from pagestream_grammars.output_formats.parts import MOST_NAME_CHARS, NAME, Arguments, CallBegin, Content, Part
 
 _MOST_CHARS = 2**16  # of a call, which is held until it is complete
 _OF_JSON = {"true": True, "false": False, "null": None}

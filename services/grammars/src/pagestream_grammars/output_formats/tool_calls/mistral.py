@@ -2,8 +2,8 @@
 
 import re
 
-from pagestream_gateway.output_formats.json_calls import CallList, ObjectText
-from pagestream_gateway.output_formats.parts import (
+from pagestream_grammars.output_formats.json_calls import CallList, ObjectText
+from pagestream_grammars.output_formats.parts import (
     MOST_NAME_CHARS,
     NAME,
     Arguments,

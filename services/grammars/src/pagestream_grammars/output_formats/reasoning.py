@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from pagestream_gateway.output_formats.parts import (
+from pagestream_grammars.output_formats.parts import (
     Arguments,
     CallBegin,
     Content,

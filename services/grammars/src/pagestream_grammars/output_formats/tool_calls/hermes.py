@@ -1,7 +1,7 @@
 """Tool calls as Hermes and Qwen write them."""
 
-from pagestream_gateway.output_formats.json_calls import CallObject
-from pagestream_gateway.output_formats.parts import Content, Part, held_prefix, joined
+from pagestream_grammars.output_formats.json_calls import CallObject
+from pagestream_grammars.output_formats.parts import Content, Part, held_prefix, joined
 
 
 class Hermes:
