@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 import random
 from array import array
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import abc, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from pagestream_engine.kv_cache.block_pool import BlockPool
 from pagestream_engine.kv_cache.host_tier import HostTier
-from pagestream_engine.request import TokenSequence
+from pagestream_engine.request import Sequence
 from pagestream_simulator.errors import SettingInvalidError
 from pagestream_simulator.virtual_engine import Floats, VirtualEngine, VirtualRequest
 
@@ -27,7 +27,7 @@ class ReceivedBlocks(HostTier):
         super().__init__(pool, num_pages, num_ahead=0)
         self.saves_blocks = False
 
-    def receive(self, block_hashes: Sequence[bytes]) -> None:
+    def receive(self, block_hashes: abc.Sequence[bytes]) -> None:
         """Keep the blocks of a prompt, in its order; where pages are short, the least recently used are dropped."""
         pages = []
         for block_hash in block_hashes[: self._pages.num_free]:
@@ -81,10 +81,10 @@ class VirtualPool:
 
     def __init__(
         self,
-        claiming: Sequence[VirtualEngine],
+        claiming: abc.Sequence[VirtualEngine],
         *,
         claim_tokens: int,
-        decoding: Sequence[VirtualEngine] = (),
+        decoding: abc.Sequence[VirtualEngine] = (),
         handover: Handover | None = None,
     ) -> None:
         if decoding and handover is None:
@@ -99,7 +99,7 @@ class VirtualPool:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._ties = count()
         self._rng = random.Random(0)
-        self._requests: Sequence[VirtualRequest] = ()
+        self._requests: abc.Sequence[VirtualRequest] = ()
         self._last_s: list[float] = []
         self._owner: dict[int, PooledEngine] = {}
         self.now_s = 0.0
@@ -110,7 +110,7 @@ class VirtualPool:
         self.gaps_s = array("d")
         """Seconds between two tokens of a request, of all requests."""
 
-    def run(self, requests: Sequence[VirtualRequest]) -> None:
+    def run(self, requests: abc.Sequence[VirtualRequest]) -> None:
         """Serve all requests to their ends."""
         self._requests = requests
         self.first_s, self.end_s = np.full((2, len(requests)), np.inf)
@@ -175,7 +175,7 @@ class VirtualPool:
             self.first_s[number] = self.now_s
         self._last_s[number] = self.now_s
 
-    def _hand_over(self, sender: PooledEngine, seq: TokenSequence) -> None:
+    def _hand_over(self, sender: PooledEngine, seq: Sequence) -> None:
         receiver = min(self._decoding, key=lambda place: place.held_tokens)
         self._owner[seq.arrival] = receiver
         receiver.held_tokens += seq.num_prompt_tokens

@@ -14,7 +14,7 @@ import time
 
 from pagestream_engine.kv_cache.block_pool import BlockPool
 from pagestream_engine.kv_cache.inspection import BlockMap, block_map
-from pagestream_engine.request import Request, TokenSequence
+from pagestream_engine.request import Request, Sequence
 from pagestream_engine.sampling_params import SamplingParams
 from pagestream_engine.stats import EngineStats
 from pagestream_worker.telemetry import record_of
@@ -24,14 +24,14 @@ REPEATS = 20
 STATS = EngineStats(**dict.fromkeys(EngineStats.__struct_fields__, 1) | {"accepted_by_position": (1,)})  # type: ignore[arg-type]
 
 
-def full_pool(num_blocks: int, num_sequences: int) -> tuple[BlockPool, list[TokenSequence]]:
+def full_pool(num_blocks: int, num_sequences: int) -> tuple[BlockPool, list[Sequence]]:
     """Return a pool whose blocks are all held, the first ones by all sequences."""
     pool = BlockPool(num_blocks)
     shared = [pool.allocate() for _ in range(SHARED_BLOCKS)]
     own = (num_blocks - SHARED_BLOCKS) // num_sequences
     sequences = []
     for number in range(num_sequences):
-        seq = TokenSequence(
+        seq = Sequence(
             f"{number:048x}/0/0",
             [1],
             SamplingParams(),

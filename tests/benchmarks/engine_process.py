@@ -22,7 +22,7 @@ from statistics import median
 from time import perf_counter
 
 from goals import print_goal
-from pagestream_engine import EngineConfig, SamplingParams, Sibling, StepOutput
+from pagestream_engine import Choice, EngineConfig, SamplingParams, SequenceOutput
 from pagestream_engine.stats import EngineStats
 from pagestream_engine.wire.worker import REPORTS, AddGroup, Figures, StepDone
 from pagestream_worker.engine_core import EngineProcess
@@ -37,7 +37,8 @@ def report(num_outputs: int) -> StepDone:
     """Return the report of a step of decodes, with ids as long as real ones."""
     stats = EngineStats(**dict.fromkeys(EngineStats.__struct_fields__, 1) | {"accepted_by_position": (1,)})  # type: ignore[arg-type]
     outputs = [
-        StepOutput(f"2a97516c-0001-{number:032x}/abcdef0123456789/0", number, " word") for number in range(num_outputs)
+        SequenceOutput(f"2a97516c-0001-{number:032x}/abcdef0123456789/0", number, " word")
+        for number in range(num_outputs)
     ]
     return StepDone(outputs, 0.01, num_outputs, has_prompts=False, figures=Figures(stats, 0.01, None, 5, is_busy=True))
 
@@ -76,7 +77,7 @@ async def notice_ms(folder: Path) -> float:
     await asyncio.wrap_future(process.loaded)
     begun = asyncio.Event()
     process.listen(on_outputs=lambda *_: begun.set(), on_begun=lambda _: None, on_step=lambda *_: None)
-    process.submit(AddGroup([1, 2], [Sibling("a", SamplingParams(max_tokens=None, ignore_eos=True))]))
+    process.submit(AddGroup([1, 2], [Choice("a", SamplingParams(max_tokens=None, ignore_eos=True))]))
     await begun.wait()
     started = perf_counter()
     os.kill(process.pid, signal.SIGKILL)

@@ -40,7 +40,7 @@ from time import thread_time
 import msgspec
 import torch
 from goals import print_goal
-from pagestream_engine import Engine, EngineConfig, SamplingParams, StepOutput
+from pagestream_engine import Engine, EngineConfig, SamplingParams, SequenceOutput
 from pagestream_engine.plan import PendingResult, ScheduledStep, StepPlan, StepResult
 from pagestream_engine.runner.batch import PersistentBatch, pending_result
 from pagestream_engine.sampler import Sampled
@@ -172,7 +172,7 @@ class Workload:
         )
         self.num_running = num_running
         self.runner = TimedRunner(config, max_model_len)
-        self.outputs: Sequence[StepOutput] = ()
+        self.outputs: Sequence[SequenceOutput] = ()
         """Of the last step."""
         self._num_decodes = 0
         self._scheduled = 0.0
@@ -225,7 +225,7 @@ def mean_ms(action: Callable[[], object], repeats: int = 50) -> float:
     return (thread_time() - started) / repeats * 1e3
 
 
-async def append_ms(outputs: Sequence[StepOutput], stats: EngineStats, num_steps: int) -> tuple[float, float]:
+async def append_ms(outputs: Sequence[SequenceOutput], stats: EngineStats, num_steps: int) -> tuple[float, float]:
     """Return what a step's report costs the engine's process, and the worker up to the arguments of append.lua.
 
     Args:

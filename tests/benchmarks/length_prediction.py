@@ -12,7 +12,7 @@ import csv
 from pathlib import Path
 from statistics import fmean, median
 
-from pagestream_engine.request import TokenSequence
+from pagestream_engine.request import Sequence
 from pagestream_engine.sampling_params import SamplingParams
 from pagestream_engine.scheduler.policies import LengthPredictor
 
@@ -23,9 +23,7 @@ def errors(lengths: list[tuple[int, int]]) -> list[float]:
     """Return the absolute error of each prediction, from pairs of prompt and output tokens."""
     predictor, found = LengthPredictor(), list[float]()
     for number, (num_prompt, num_output) in enumerate(lengths):
-        seq = TokenSequence(
-            "s", [0] * num_prompt, SamplingParams(), seed=0, arrival=number, max_total_tokens=MOST_TOKENS
-        )
+        seq = Sequence("s", [0] * num_prompt, SamplingParams(), seed=0, arrival=number, max_total_tokens=MOST_TOKENS)
         # What an unlimited request may have is no prediction: the first one counts as none.
         found.append(abs(num_output - (predictor.expected(seq) if number else 0)))
         seq.token_ids += [0] * num_output

@@ -17,7 +17,7 @@ and judged on the second. The last line of each is the mean over sizes of the sh
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections import abc
 from statistics import fmean
 
 from pagestream_engine.config import ENGINE_OPTIONS
@@ -25,7 +25,7 @@ from pagestream_engine.kv_cache.block_pool import BlockPool
 from pagestream_engine.kv_cache.eviction import EvictionOrder, HeapOrder, make_eviction_order
 from pagestream_engine.kv_cache.manager import CacheManager
 from pagestream_engine.plan import full_attention
-from pagestream_engine.request import SequenceState, TokenSequence
+from pagestream_engine.request import Sequence, SequenceState
 from pagestream_engine.sampling_params import SamplingParams
 from pagestream_simulator.traces import MOONCAKE_BLOCK_TOKENS, TraceRow, read_trace
 
@@ -81,7 +81,7 @@ class Clairvoyant(HeapOrder):
         return -self.next_use[self.pool.hashes[block] or b""]
 
 
-def best_hit_rate(rows: Sequence[TraceRow], num_blocks: int) -> float:
+def best_hit_rate(rows: abc.Sequence[TraceRow], num_blocks: int) -> float:
     """Return the best possible hit rate."""
     order = Clairvoyant(num_blocks)
     trace = TraceCache(order, num_blocks)
@@ -92,7 +92,7 @@ def best_hit_rate(rows: Sequence[TraceRow], num_blocks: int) -> float:
     return trace.hit_rate
 
 
-def hit_rate(rows: Sequence[TraceRow], name: str, num_blocks: int) -> float:
+def hit_rate(rows: abc.Sequence[TraceRow], name: str, num_blocks: int) -> float:
     """Return the hit rate with one of POLICIES."""
     trace = TraceCache(make_eviction_order(name, num_blocks), num_blocks)
     for row in rows:
@@ -100,7 +100,7 @@ def hit_rate(rows: Sequence[TraceRow], name: str, num_blocks: int) -> float:
     return trace.hit_rate
 
 
-def _next_uses(rows: Sequence[TraceRow]) -> list[list[float]]:
+def _next_uses(rows: abc.Sequence[TraceRow]) -> list[list[float]]:
     """For each block of each request, the number of the next request that has it."""
     seen: dict[int, float] = {}
     next_uses = []
@@ -114,13 +114,13 @@ def _hashes(row: TraceRow) -> list[bytes]:
     return [block.to_bytes(8, "little") for block in row.blocks]
 
 
-def _sequence(row: TraceRow) -> TokenSequence:
-    seq = TokenSequence("", _TOKENS[: row.input_tokens], _PARAMS, seed=0, arrival=0, max_total_tokens=len(_TOKENS))
+def _sequence(row: TraceRow) -> Sequence:
+    seq = Sequence("", _TOKENS[: row.input_tokens], _PARAMS, seed=0, arrival=0, max_total_tokens=len(_TOKENS))
     seq.block_hashes = _hashes(row)
     return seq
 
 
-def print_table(title: str, rows: Sequence[TraceRow], sizes: Sequence[int]) -> None:
+def print_table(title: str, rows: abc.Sequence[TraceRow], sizes: abc.Sequence[int]) -> None:
     """Measure every order at every size, and print the rates."""
     print(f"\n{title}: {len(rows):,} requests, {sum(row.input_tokens for row in rows):,} prompt tokens")
     print("\n| blocks | " + " | ".join((*POLICIES, BEST)) + " |")

@@ -20,7 +20,7 @@ from pagestream_engine.kv_cache.block_pool import BlockPool
 from pagestream_engine.kv_cache.manager import CacheManager
 from pagestream_engine.output import Generation, IncrementalDetokenizer, Pieces
 from pagestream_engine.plan import full_attention
-from pagestream_engine.request import StepOutput, TokenSequence
+from pagestream_engine.request import Sequence, SequenceOutput
 from pagestream_engine.sampling_params import SamplingParams
 from pagestream_engine.scheduler.policies import make_policy
 from pagestream_engine.scheduler.scheduler import Scheduler
@@ -40,11 +40,11 @@ def make_scheduler(num_running: int, *, num_steps: int) -> tuple[Scheduler, Cach
     return Scheduler(config, cache, make_policy("fcfs")), cache
 
 
-def make_sequences(num_running: int, *, staggered: bool) -> list[TokenSequence]:
+def make_sequences(num_running: int, *, staggered: bool) -> list[Sequence]:
     """Return sequences without a common prefix."""
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     return [
-        TokenSequence(
+        Sequence(
             str(index),
             [index, *range(PROMPT_LEN - 1 + (index % BLOCK_SIZE if staggered else 0))],
             params,
@@ -91,7 +91,7 @@ def measure(num_running: int, *, staggered: bool, num_steps: int) -> tuple[list[
         for entry, token_id in zip(step.decodes, token_ids, strict=True):
             seq = entry.seq
             taken = generations[seq.seq_id].take(token_id, seq.num_output_tokens)
-            outputs.append(StepOutput(seq.seq_id, token_id, *taken, seq.num_cached_tokens))
+            outputs.append(SequenceOutput(seq.seq_id, token_id, *taken, seq.num_cached_tokens))
         done = thread_time()
         scheduling.append((planned - start + advanced - resumed) * 1e3)
         text.append((done - advanced) * 1e3)
@@ -107,7 +107,7 @@ def measure_waiting(num_steps: int) -> tuple[list[float], list[float]]:
     names = ["cached", *map(str, range(32)), "waiting"]
     prompts = [[1] * LONG_PROMPT_LEN, *([2 + index] * 1024 for index in range(32)), [1] * LONG_PROMPT_LEN]
     cached, *decoding, waiting = (
-        TokenSequence(name, prompt, params, seed=0, arrival=arrival, max_total_tokens=1 << 30)
+        Sequence(name, prompt, params, seed=0, arrival=arrival, max_total_tokens=1 << 30)
         for arrival, (name, prompt) in enumerate(zip(names, prompts, strict=True))
     )
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from pagestream_engine import EngineConfig, SamplingParams, TokenSequence
+from pagestream_engine import EngineConfig, SamplingParams, Sequence
 from pagestream_engine.cpu import instruction_sets, read_cpuinfo, usable_instruction_sets
 from pagestream_engine.layers.linear import OnednnMethod, PlainMethod, native_linears
 from pagestream_engine.native_build import find_compiler
@@ -202,7 +202,7 @@ def test_keys_and_values_of_prefill_and_decode_have_the_same_bits(
     for cuts in ([75], [1] * 75, [40, *[1] * 35], [7, 30, 1, 1, 33, 3]):
         runner = ModelRunner(folder_of(name), EngineConfig.from_options(options), CPU)
         runner.allocate_kv_cache(8)
-        seq = TokenSequence("one", prompt, SamplingParams(temperature=0), seed=0, arrival=0, max_total_tokens=100)
+        seq = Sequence("one", prompt, SamplingParams(temperature=0), seed=0, arrival=0, max_total_tokens=100)
         seq.block_tables[0] = [6, 0, 3, 7, 1]
         for cut in cuts:
             items = [ScheduledSequence(seq, cut, True)]

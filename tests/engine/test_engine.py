@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pagestream_engine import (
+    Choice,
     ConfigError,
     Engine,
     EngineConfig,
@@ -18,9 +19,8 @@ from pagestream_engine import (
     ModelNotFound,
     PromptTooLong,
     SamplingParams,
-    Sibling,
-    StepOutput,
-    TokenSequence,
+    Sequence,
+    SequenceOutput,
 )
 from pagestream_engine.output import Generation, IncrementalDetokenizer, bad_words_token_ids
 from pagestream_engine.plan import PendingResult, StepLogprobs, StepPlan, StepResult
@@ -53,8 +53,8 @@ def make_engine(tmp_path: Path, *, facts: ArithmeticFacts | None = None, text: b
     return Engine(folder, config, make_runner=lambda _, config: ArithmeticRunner(config, facts))
 
 
-def run(engine: Engine, limit: int = 2000) -> dict[str, list[StepOutput]]:
-    outputs: dict[str, list[StepOutput]] = {}
+def run(engine: Engine, limit: int = 2000) -> dict[str, list[SequenceOutput]]:
+    outputs: dict[str, list[SequenceOutput]] = {}
     for _ in range(limit):
         if not engine.has_unfinished_requests():
             return outputs
@@ -64,11 +64,11 @@ def run(engine: Engine, limit: int = 2000) -> dict[str, list[StepOutput]]:
     raise AssertionError("the engine does not come to an end")
 
 
-def tokens(outputs: list[StepOutput]) -> list[int]:
+def tokens(outputs: list[SequenceOutput]) -> list[int]:
     return [output.token_id for output in outputs if output.token_id is not None]
 
 
-def text(outputs: list[StepOutput]) -> str:
+def text(outputs: list[SequenceOutput]) -> str:
     return "".join(output.text for output in outputs)
 
 
@@ -150,7 +150,7 @@ def test_a_displaced_search_needs_its_prompt_once(tmp_path: Path) -> None:
     """Of 16 beams over 1,000 tokens: what would run again fits, so memory is not short."""
     engine = make_engine(tmp_path, num_gpu_blocks_override=400, max_num_seqs=16, scheduling_policy="priority")
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, use_beam_search=True, n=16)
-    beams = [Sibling(f"search/{place}", params.for_child(1, place), (), place) for place in range(16)]
+    beams = [Choice(f"search/{place}", params.for_child(1, place), (), place) for place in range(16)]
     engine.add_group([7] * 1000, beams, priority=2)
     for _ in range(5):
         engine.step()
@@ -170,7 +170,7 @@ def test_the_shortest_goes_first_and_a_search_is_as_long_as_it_may_get(tmp_path:
     engine.add_request("first", [1], replace(GREEDY, max_tokens=100))
     engine.step()
     params = replace(GREEDY, max_tokens=300, use_beam_search=use_beam_search)
-    engine.add_group([1, 2], [Sibling("long", params.for_child(1, 0))])
+    engine.add_group([1, 2], [Choice("long", params.for_child(1, 0))])
     engine.add_request("short", [1, 2], replace(GREEDY, max_tokens=4))
     assert list(run(engine)) == ["first", "short", "long"]
 
@@ -179,7 +179,7 @@ def test_a_search_with_many_tokens_that_end_it_is_refused(tmp_path: Path) -> Non
     engine = make_engine(tmp_path, text=True)
     params = replace(GREEDY, use_beam_search=True, stop_token_ids=list(range(3, 70)))
     with pytest.raises(InvalidRequest, match="stop_token_ids: given 67 tokens that end an output, expected at most 64"):
-        engine.add_group([1, 2], [Sibling("search", params.for_child(1, 0))])
+        engine.add_group([1, 2], [Choice("search", params.for_child(1, 0))])
 
 
 def test_a_repeated_prompt_is_found_in_the_cache(tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_an_id_is_unique_while_it_runs(tmp_path: Path) -> None:
 
 def test_ids_that_are_added_while_a_group_is_are_found(tmp_path: Path) -> None:
     engine = make_engine(tmp_path)
-    adding = engine.adding(Request([1], [Sibling("a", GREEDY)]))
+    adding = engine.adding(Request([1], [Choice("a", GREEDY)]))
     next(adding)
     engine.add_request("a", [2], GREEDY)
     with pytest.raises(InvalidRequest, match="seq_id: given 'a', which is running"):
@@ -436,7 +436,7 @@ def test_an_interrupt_is_no_fault_of_the_request_that_it_meets(tmp_path: Path, m
 def test_several_tokens_of_a_step_end_where_they_end_one_by_one(
     tmp_path: Path, ahead: bool, given: dict[str, Any]
 ) -> None:
-    def outputs(num_drafts: int) -> dict[str, list[StepOutput]]:
+    def outputs(num_drafts: int) -> dict[str, list[SequenceOutput]]:
         def make_runner(_: Path, config: EngineConfig) -> ArithmeticRunner:
             if not num_drafts:
                 return ArithmeticRunner(config, TEXT_FACTS)
@@ -481,8 +481,8 @@ def test_a_request_whose_text_can_not_be_replayed_is_refused(tmp_path: Path, mon
     assert not engine.has_unfinished_requests()
 
 
-def siblings(n: int, params: SamplingParams, outputs: dict[int, list[int]] | None = None) -> list[Sibling]:
-    return [Sibling(str(child), params.for_child(7, child), (outputs or {}).get(child, [])) for child in range(n)]
+def siblings(n: int, params: SamplingParams, outputs: dict[int, list[int]] | None = None) -> list[Choice]:
+    return [Choice(str(child), params.for_child(7, child), (outputs or {}).get(child, [])) for child in range(n)]
 
 
 def test_the_choices_of_a_prompt_are_one_group(tmp_path: Path) -> None:
@@ -511,25 +511,25 @@ def test_a_resumed_group_goes_on_exactly(tmp_path: Path, cut: int) -> None:
 @pytest.mark.parametrize(
     ("bad", "match"),
     [
-        ([], "siblings: given sequence ids"),
-        ([Sibling("a", GREEDY), Sibling("a", GREEDY)], "siblings: given sequence ids"),
-        ([Sibling("a", GREEDY), Sibling("good", GREEDY)], "seq_id: given 'good', which is running"),
-        ([Sibling("a", GREEDY), Sibling("b", GREEDY, [99])], "output_token_ids: given token 99"),
-        ([Sibling("a", GREEDY), Sibling("b", SamplingParams(n=2))], "n: given 2"),
-        ([Sibling("a", SamplingParams(best_of=2))], "best_of .2., and a seed"),
-        ([Sibling("a", SamplingParams(best_of=2, seed=1), index=2)], "siblings: given choice 2, expected one of best"),
-        ([Sibling("a", SEARCH), Sibling("b", GREEDY)], "siblings: given different parameters"),
-        ([Sibling("a", SEARCH, index=3)], "siblings: given choice 3, expected one of 3 beams"),
-        ([Sibling("a", replace(SEARCH, beam_width=32))], "beam_width: given 32 and 16 tokens that end an output, exp"),
-        ([Sibling("a", replace(SEARCH, max_tokens=90))], "beam_width: given 3 beams of up to 9. tokens, which take"),
-        ([Sibling("a", SamplingParams(logprobs=21))], "logprobs: given 21, expected at most 20"),
-        ([Sibling("a", SamplingParams(logit_bias={47: 1}))], "logit_bias: given token 47, expected 0 to 46"),
-        ([Sibling("a", SamplingParams(allowed_token_ids=[3, 47]))], "allowed_token_ids: given token 47, expected 0 to"),
-        ([Sibling("a", SamplingParams(bad_words_token_ids=[[1], [47]]))], "bad_words_token_ids: given token 47, exp"),
-        ([Sibling("a", SamplingParams(bad_words=["a"]))], "bad_words: given words, expected none without a tokenizer"),
+        ([], "choices: given sequence ids"),
+        ([Choice("a", GREEDY), Choice("a", GREEDY)], "choices: given sequence ids"),
+        ([Choice("a", GREEDY), Choice("good", GREEDY)], "seq_id: given 'good', which is running"),
+        ([Choice("a", GREEDY), Choice("b", GREEDY, [99])], "output_token_ids: given token 99"),
+        ([Choice("a", GREEDY), Choice("b", SamplingParams(n=2))], "n: given 2"),
+        ([Choice("a", SamplingParams(best_of=2))], "best_of .2., and a seed"),
+        ([Choice("a", SamplingParams(best_of=2, seed=1), index=2)], "choices: given choice 2, expected one of best"),
+        ([Choice("a", SEARCH), Choice("b", GREEDY)], "choices: given different parameters"),
+        ([Choice("a", SEARCH, index=3)], "choices: given choice 3, expected one of 3 beams"),
+        ([Choice("a", replace(SEARCH, beam_width=32))], "beam_width: given 32 and 16 tokens that end an output, exp"),
+        ([Choice("a", replace(SEARCH, max_tokens=90))], "beam_width: given 3 beams of up to 9. tokens, which take"),
+        ([Choice("a", SamplingParams(logprobs=21))], "logprobs: given 21, expected at most 20"),
+        ([Choice("a", SamplingParams(logit_bias={47: 1}))], "logit_bias: given token 47, expected 0 to 46"),
+        ([Choice("a", SamplingParams(allowed_token_ids=[3, 47]))], "allowed_token_ids: given token 47, expected 0 to"),
+        ([Choice("a", SamplingParams(bad_words_token_ids=[[1], [47]]))], "bad_words_token_ids: given token 47, exp"),
+        ([Choice("a", SamplingParams(bad_words=["a"]))], "bad_words: given words, expected none without a tokenizer"),
     ],
 )
-def test_a_group_is_added_whole_or_not_at_all(tmp_path: Path, bad: list[Sibling], match: str) -> None:
+def test_a_group_is_added_whole_or_not_at_all(tmp_path: Path, bad: list[Choice], match: str) -> None:
     engine = make_engine(tmp_path)
     engine.add_request("good", [1, 2, 3], GREEDY)
     with pytest.raises(InvalidRequest, match=match):
@@ -549,7 +549,7 @@ def test_a_group_is_added_whole_or_not_at_all(tmp_path: Path, bad: list[Sibling]
 def test_the_limits_of_words_are_named_as_they_were_given(tmp_path: Path, words: list[str], match: str | None) -> None:
     engine = make_engine(tmp_path, text=True)
     with pytest.raises(InvalidRequest, match=match) if match else nullcontext():
-        engine.add_group([5], [Sibling("a", SamplingParams(bad_words=words))])
+        engine.add_group([5], [Choice("a", SamplingParams(bad_words=words))])
 
 
 class FailingRunner(ArithmeticRunner):
@@ -745,7 +745,7 @@ def test_a_search_goes_on_after_what_an_earlier_run_has_put_out(tmp_path: Path) 
     prompt, params = [1, 2, 3], replace(SEARCH, stop_token_ids=[])
     best = searched(prompt, params, ArithmeticFacts(), 128)
     engine = make_engine(tmp_path)
-    given = [Sibling("b", params, best[1][:5], index=1), Sibling("c", params, [1, 1], index=2)]
+    given = [Choice("b", params, best[1][:5], index=1), Choice("c", params, [1, 1], index=2)]
     engine.add_group(prompt, given)
     outputs = run(engine)
     assert tokens(outputs["b"]) == best[1][5:]
@@ -756,7 +756,7 @@ def test_a_search_goes_on_after_what_an_earlier_run_has_put_out(tmp_path: Path) 
 
 def test_a_search_whose_only_wanted_choices_are_aborted_ends(tmp_path: Path) -> None:
     engine = make_engine(tmp_path)
-    engine.add_group([1, 2, 3], [Sibling("a", SEARCH), Sibling("b", SEARCH)])
+    engine.add_group([1, 2, 3], [Choice("a", SEARCH), Choice("b", SEARCH)])
     engine.step()
     engine.abort_request("a")
     assert engine.has_unfinished_requests()
@@ -770,7 +770,7 @@ def test_a_search_whose_only_wanted_choices_are_aborted_ends(tmp_path: Path) -> 
 def test_the_likeliest_of_best_of_come_at_the_end(tmp_path: Path, ahead: bool) -> None:
     params = SamplingParams(best_of=4, seed=7, max_tokens=6, ignore_eos=True)
     engine = make_engine(tmp_path, async_scheduling=ahead)
-    engine.add_group([5], [Sibling("a", params), Sibling("b", params)])
+    engine.add_group([5], [Choice("a", params), Choice("b", params)])
     while not (outputs := engine.step()):
         engine.check_invariants()
     assert [output.seq_id for output in outputs] == ["a"] * 6 + ["b"] * 6
@@ -780,7 +780,7 @@ def test_the_likeliest_of_best_of_come_at_the_end(tmp_path: Path, ahead: bool) -
     assert second is not None
     assert first >= second
     assert engine.stats().num_free_blocks == 32
-    engine.add_group([5], [Sibling("c", params, tokens(outputs)[6:9], index=1)])
+    engine.add_group([5], [Choice("c", params, tokens(outputs)[6:9], index=1)])
     assert tokens(run(engine)["c"]) == tokens(outputs)[9:]
 
 
@@ -796,7 +796,7 @@ def test_a_choice_that_has_ended_is_not_new_before_its_best_of_has(tmp_path: Pat
 
     config = EngineConfig.from_options({"block_size": 4, "num_gpu_blocks_override": 32})
     engine = Engine(make_folder(tmp_path), config, make_runner=lambda _, config: Runner(config, ArithmeticFacts()))
-    engine.add_group([5], [Sibling("a", SamplingParams(best_of=4, seed=7, max_tokens=6, ignore_eos=True))])
+    engine.add_group([5], [Choice("a", SamplingParams(best_of=4, seed=7, max_tokens=6, ignore_eos=True))])
     for _ in range(3):
         engine.step()
     with pytest.raises(InvalidRequest, match="seq_id: given 'a', which is running"):
@@ -837,7 +837,7 @@ def test_the_words_of_a_group_are_spelled_once(tmp_path: Path) -> None:
     sys.setprofile(note)
     try:
         engine.add_group([5], siblings(3, params))
-        engine.add_group([5], [Sibling("other", replace(params, bad_words=["b"]))])
+        engine.add_group([5], [Choice("other", replace(params, bad_words=["b"]))])
     finally:
         sys.setprofile(before)
     assert spelled == [("ab",), ("b",)]
@@ -848,7 +848,7 @@ def test_what_has_ended_is_freed_without_the_garbage_collector(tmp_path: Path) -
     """However it ends. A cycle through a sequence would keep a prompt of 100,000 tokens for seconds or longer."""
 
     def living() -> int:
-        return sum(type(each) in (TokenSequence, Request, Generation) for each in gc.get_objects())
+        return sum(type(each) in (Sequence, Request, Generation) for each in gc.get_objects())
 
     engine = make_engine(tmp_path, text=True, max_num_seqs=4)
     left = []

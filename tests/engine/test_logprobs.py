@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from pagestream_engine import LLM, Engine, EngineConfig, InvalidRequest, RequestOutput, SamplingParams, StepOutput
+from pagestream_engine import LLM, Engine, EngineConfig, InvalidRequest, RequestOutput, SamplingParams, SequenceOutput
 from pagestream_engine.plan import ScheduledStep
 from support.engines.architectures import small_config, write_model
 from support.engines.tiny_models import VOCAB_SIZE, random_prompts, reference_model
@@ -342,8 +342,8 @@ def test_a_resumed_request_goes_on_with_its_counts(llama: Path, cut: int) -> Non
         assert [t.logprob for t in got.logprobs] == pytest.approx([t.logprob for t in wanted.logprobs], abs=1e-4)
 
 
-def run(engine: Engine) -> list[StepOutput]:
-    outputs: list[StepOutput] = []
+def run(engine: Engine) -> list[SequenceOutput]:
+    outputs: list[SequenceOutput] = []
     while engine.has_unfinished_requests():
         outputs += engine.step()
     return outputs

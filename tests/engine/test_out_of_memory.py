@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pagestream_engine import Engine, EngineConfig, OutOfMemory, SamplingParams, Sibling, StepOutput
+from pagestream_engine import Choice, Engine, EngineConfig, OutOfMemory, SamplingParams, SequenceOutput
 from pagestream_engine.plan import PendingResult, StepPlan
 from support.engines.arithmetic_model import ArithmeticFacts, ArithmeticRunner, make_folder, undisturbed
 
@@ -52,8 +52,8 @@ def make(tmp_path: Path, runner_limits: dict[str, Any], **options: Any) -> tuple
     return Engine(make_folder(tmp_path), config, make_runner=lambda _, __: runner), runner
 
 
-def run(engine: Engine) -> dict[str, list[StepOutput]]:
-    outputs: dict[str, list[StepOutput]] = {}
+def run(engine: Engine) -> dict[str, list[SequenceOutput]]:
+    outputs: dict[str, list[SequenceOutput]] = {}
     for _ in range(1500):
         if not engine.has_unfinished_requests():
             return outputs
@@ -63,7 +63,7 @@ def run(engine: Engine) -> dict[str, list[StepOutput]]:
     raise AssertionError("the engine does not come to an end")
 
 
-def assert_undisturbed(outputs: list[StepOutput], prompt: list[int]) -> None:
+def assert_undisturbed(outputs: list[SequenceOutput], prompt: list[int]) -> None:
     assert [output.token_id for output in outputs] == undisturbed(prompt, GREEDY, ArithmeticFacts(), 4096)
     assert outputs[-1].finish_reason == "length"
 
@@ -113,7 +113,7 @@ def test_only_the_request_that_does_not_fit_alone_fails(
 def test_all_choices_of_the_request_fail_and_no_other(tmp_path: Path) -> None:
     engine, _ = make(tmp_path, {})
     engine.add_request("a", [1, 2, 3], GREEDY)
-    choices = [Sibling(f"huge-{child}", GREEDY.for_child(7, child)) for child in range(3)]
+    choices = [Choice(f"huge-{child}", GREEDY.for_child(7, child)) for child in range(3)]
     engine.add_group([HUGE, 5, 6, 7, 8], choices)
     engine.add_request("b", [2, 2, 3], GREEDY)
     outputs = run(engine)
@@ -126,7 +126,7 @@ def test_all_choices_of_the_request_fail_and_no_other(tmp_path: Path) -> None:
 def test_all_choices_of_best_of_fail_and_no_other_request(tmp_path: Path, n: int, best_of: int) -> None:
     engine, _ = make(tmp_path, {})
     params = replace(GREEDY, temperature=1.0, n=n, best_of=best_of)
-    engine.add_group([HUGE, *range(40)], [Sibling(f"huge/{child}", params.for_child(7, child)) for child in range(n)])
+    engine.add_group([HUGE, *range(40)], [Choice(f"huge/{child}", params.for_child(7, child)) for child in range(n)])
     engine.add_request("small", [1, 2, 3], GREEDY)
     outputs = run(engine)
     assert_undisturbed(outputs.pop("small"), [1, 2, 3])

@@ -16,7 +16,15 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from pagestream_engine import Engine, EngineConfig, InvalidRequest, SamplingParams, Sibling, StepOutput, register_policy
+from pagestream_engine import (
+    Choice,
+    Engine,
+    EngineConfig,
+    InvalidRequest,
+    SamplingParams,
+    SequenceOutput,
+    register_policy,
+)
 from pagestream_engine.kv_cache import CACHED, FREE, HELD
 from pagestream_engine.sampling_params import child_seed
 from pagestream_engine.scheduler import RoundRobin
@@ -187,7 +195,7 @@ class GroupMachine(RuleBasedStateMachine):
         """Adds the siblings that have not ended, with what was seen of them."""
         prompt, params, n = self.groups[number]
         siblings = [
-            Sibling(f"{number}/{child}", params.for_child(number, child), self.seen[f"{number}/{child}"], child)
+            Choice(f"{number}/{child}", params.for_child(number, child), self.seen[f"{number}/{child}"], child)
             for child in range(n)
             if f"{number}/{child}" in self.expected
         ]
@@ -233,7 +241,7 @@ class GroupMachine(RuleBasedStateMachine):
             self.take(self.engine.step())
             self.engine.check_invariants()
 
-    def take(self, outputs: list[StepOutput]) -> None:
+    def take(self, outputs: list[SequenceOutput]) -> None:
         for output in outputs:
             assert output.seq_id in self.expected, "an output of a sequence that is gone"
             assert output.token_id is not None
@@ -244,7 +252,7 @@ class GroupMachine(RuleBasedStateMachine):
             if output.finish_reason is not None:
                 assert seen == self.expected.pop(output.seq_id)
 
-    def check_hit(self, output: StepOutput, num_seen: int) -> None:
+    def check_hit(self, output: SequenceOutput, num_seen: int) -> None:
         """A hit is of whole blocks, at least one token is computed, and without caching there is none."""
         prompt, _, _ = self.groups[int(output.seq_id.split("/")[0])]
         most = min(len(prompt), len(prompt) + num_seen - 1) if self.is_caching else 0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pagestream.v1.inference_pb2 import SamplingParams
 from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry
-from pagestream_engine.request import StepOutput
+from pagestream_engine.request import SequenceOutput
 from pagestream_engine.wire.worker import AbortSequences, AddGroup, TokenColumns
 from pagestream_streams import Append, AppendKind, AppendOutcome
 from pagestream_streams.protocol import to_entry_values
@@ -28,8 +28,8 @@ async def test_a_request_that_is_claimed_again_before_its_loss_is_seen_leaves_no
     assert table.budget.available(1000) == (0, 0)
     table.requests.start(claim("new", length=STEP_TOKENS + 100))
     assert [type(command) for command in table.commands] == [AddGroup, AbortSequences, AddGroup]
-    table.requests.add_outputs([StepOutput("r/old/0", 1, "")])
-    table.requests.add_outputs([StepOutput("r/new/0", 1, "", "length")])
+    table.requests.add_outputs([SequenceOutput("r/old/0", 1, "")])
+    table.requests.add_outputs([SequenceOutput("r/new/0", 1, "", "length")])
     requests, tokens = table.budget.available(1000)
     assert requests == 1
     assert tokens > STEP_TOKENS
@@ -63,11 +63,11 @@ async def test_a_dropped_request_is_aborted_and_takes_no_outputs() -> None:
     table = RequestTable()
     table.requests.start(claim("n", prompts=2))
     assert table.requests.ids_without_tokens() == ["r"]
-    table.requests.add_outputs([StepOutput("r/n/0", 10, "a")])
+    table.requests.add_outputs([SequenceOutput("r/n/0", 10, "a")])
     assert table.requests.ids_without_tokens() == []
     table.requests.drop(["r", "unknown"])
     assert table.commands[-1] == AbortSequences(["r/n/0", "r/n/1"])
-    table.requests.add_outputs([StepOutput("r/n/0", 11, "b")])
+    table.requests.add_outputs([SequenceOutput("r/n/0", 11, "b")])
     assert (len(table.requests), table.requests.has_pending) == (0, False)
 
 
@@ -76,7 +76,9 @@ async def test_a_sequence_that_fails_before_its_first_token_counts_none(monkeypa
     table.requests.start(claim("n", prompts=2))
     first_tokens: list[int] = []
     monkeypatch.setattr(table.telemetry, "first_token", lambda _request, choice: first_tokens.append(choice))
-    table.requests.add_outputs([StepOutput("r/n/1", 7, "a"), StepOutput("r/n/0", None, "", "error", error="broken")])
+    table.requests.add_outputs(
+        [SequenceOutput("r/n/1", 7, "a"), SequenceOutput("r/n/0", None, "", "error", error="broken")]
+    )
     assert first_tokens == [1]
     assert not table.budget.prefilling
 
@@ -88,11 +90,11 @@ async def test_nothing_is_left_of_requests_that_have_gone() -> None:
     for request_id in request_ids:
         table.requests.start(claim("n", request_id=request_id, prompts=2, num_choices=2))
     table.requests.start(claim("m", request_id="again"))
-    ends = [StepOutput(f"completed/n/{choice}", 1, "", "length") for choice in (3, 1, 0, 2)]
-    failed = StepOutput("failed/n/0", None, "", "error", error="broken")
-    waits = [StepOutput("siblings/n/1", 1, "", "length"), StepOutput("siblings/n/3", 1, "")]
-    fails = StepOutput("siblings/n/0", 1, "", "error", error="broken")
-    table.requests.add_outputs([*ends, failed, *waits, fails, StepOutput("again/m/0", 1, "", "stop")])
+    ends = [SequenceOutput(f"completed/n/{choice}", 1, "", "length") for choice in (3, 1, 0, 2)]
+    failed = SequenceOutput("failed/n/0", None, "", "error", error="broken")
+    waits = [SequenceOutput("siblings/n/1", 1, "", "length"), SequenceOutput("siblings/n/3", 1, "")]
+    fails = SequenceOutput("siblings/n/0", 1, "", "error", error="broken")
+    table.requests.add_outputs([*ends, failed, *waits, fails, SequenceOutput("again/m/0", 1, "", "stop")])
     for append in table.requests.pending(100).appends:
         table.requests.apply_outcome(append, AppendOutcome(AppendKind.OK, len(append.entries)))
     assert table.requests.ids() == ["dropped"]
@@ -115,17 +117,17 @@ async def test_what_is_kept_to_be_sent_again_is_bounded_in_bytes(make_logs: Call
     assert long is not None
     assert short is not None
     for number in range(400):
-        table.requests.add_outputs([StepOutput("long/n/0", number, " word")])
+        table.requests.add_outputs([SequenceOutput("long/n/0", number, " word")])
         long.log.acknowledge(number + 1)
         if number < 40:
-            table.requests.add_outputs([StepOutput("short/n/0", number, " word")])
+            table.requests.add_outputs([SequenceOutput("short/n/0", number, " word")])
             short.log.acknowledge(number + 1)
         assert table.logs.held_bytes <= 8_000
     assert short.log.can_send_from(0)
     assert long.log.can_send_from(350)
     assert not long.log.can_send_from(0)
     for number in range(400, 800):
-        table.requests.add_outputs([StepOutput("long/n/0", number, " word")])
+        table.requests.add_outputs([SequenceOutput("long/n/0", number, " word")])
         assert table.logs.held_bytes <= 8_000
     assert table.requests.ids() == ["short"]
     table.requests.drop(["short"])
@@ -137,7 +139,7 @@ async def test_a_small_cache_keeps_what_redis_lacks(make_logs: Callable[[int], T
     table = RequestTable(make_logs=make_logs)
     for request_id in ("acknowledged", "pending"):
         table.requests.start(claim("n", request_id=request_id))
-        table.requests.add_outputs([StepOutput(f"{request_id}/n/0", number, " word") for number in range(200)])
+        table.requests.add_outputs([SequenceOutput(f"{request_id}/n/0", number, " word") for number in range(200)])
     acknowledged, pending = table.requests.get("acknowledged"), table.requests.get("pending")
     assert acknowledged is not None
     assert pending is not None
@@ -170,10 +172,10 @@ def begin(table: RequestTable, *request_ids: str) -> dict[str, int]:
     """Start requests and append their first tokens; return the logs that the engine got for further ones."""
     for request_id in request_ids:
         table.requests.start(claim("n", request_id=request_id))
-        table.requests.add_outputs([StepOutput(f"{request_id}/n/0", 1, "a")])
+        table.requests.add_outputs([SequenceOutput(f"{request_id}/n/0", 1, "a")])
     settle(table)
     groups = [command for command in table.commands if isinstance(command, AddGroup)]
-    return {group.siblings[0].seq_id.partition("/")[0]: group.log for group in groups}
+    return {group.choices[0].seq_id.partition("/")[0]: group.log for group in groups}
 
 
 def settle(table: RequestTable) -> None:
@@ -199,7 +201,7 @@ async def test_a_request_goes_on_in_columns_and_ends_with_an_output(table: Reque
     assert written(table) == {request_id: [(TOKEN, str(10 + number))] for number, request_id in enumerate(IDS)}
     settle(table)
     assert not table.requests.has_pending
-    last = StepOutput(f"{IDS[0]}/n/0", 12, "", "length")
+    last = SequenceOutput(f"{IDS[0]}/n/0", 12, "", "length")
     table.requests.add_outputs([last], TokenColumns.of([logs[IDS[0]]], [11], ["c"]))
     assert written(table) == {IDS[0]: [(TOKEN, "11"), (TOKEN, "12"), (FINISH, "length"), (END, "length")]}
     end = table.requests.pending(100).appends[0].entries[-1]
@@ -210,7 +212,7 @@ async def test_a_request_goes_on_in_columns_and_ends_with_an_output(table: Reque
 
 async def test_tokens_after_the_end_or_the_loss_of_a_request_are_ignored(table: RequestTable) -> None:
     logs = begin(table, IDS[0], IDS[1])
-    table.requests.add_outputs([StepOutput(f"{IDS[0]}/n/0", 2, "", "stop")])
+    table.requests.add_outputs([SequenceOutput(f"{IDS[0]}/n/0", 2, "", "stop")])
     table.requests.drop([IDS[1]])
     before = written(table)
     table.requests.start(claim("again", request_id=IDS[1]))
@@ -230,7 +232,7 @@ async def test_only_a_single_choice_without_logprobs_has_a_log_for_plain_tokens(
 async def test_columns_wait_for_the_append_of_first_tokens(table: RequestTable) -> None:
     logs = begin(table, IDS[0])
     table.requests.start(claim("n", request_id=IDS[1]))
-    table.requests.take_outputs([StepOutput(f"{IDS[1]}/n/0", 5, "")], TokenColumns.of([logs[IDS[0]]], [2], ["b"]))
+    table.requests.take_outputs([SequenceOutput(f"{IDS[1]}/n/0", 5, "")], TokenColumns.of([logs[IDS[0]]], [2], ["b"]))
     assert table.requests.deferred is not None
     assert written(table) == {IDS[1]: [(TOKEN, "5")]}
     table.requests.take_outputs([], TokenColumns.of([logs[IDS[0]]], [3], ["c"]))
@@ -274,9 +276,9 @@ def test_what_is_no_plain_token_is_logged_in_python() -> None:
 async def test_the_order_of_a_log_does_not_depend_on_what_is_being_appended(is_appending: bool) -> None:
     table = RequestTable()
     table.requests.start(claim("n", prompts=2))
-    table.requests.take_outputs([StepOutput("r/n/0", 10, "a")])
+    table.requests.take_outputs([SequenceOutput("r/n/0", 10, "a")])
     table.requests.is_appending = is_appending
-    table.requests.take_outputs([StepOutput("r/n/0", 11, "b"), StepOutput("r/n/1", 20, "c")])
+    table.requests.take_outputs([SequenceOutput("r/n/0", 11, "b"), SequenceOutput("r/n/1", 20, "c")])
     table.requests.take_deferred()
     assert [(entry.choice, entry.token_id) for entry in table.entries()] == [(0, 10), (0, 11), (1, 20)]
 
@@ -285,10 +287,10 @@ async def test_the_order_of_a_log_does_not_depend_on_what_is_being_appended(is_a
 async def test_only_first_tokens_are_taken_while_nothing_is_being_appended(is_appending: bool) -> None:
     table = RequestTable()
     table.requests.start(claim("n", request_id="old"))
-    table.requests.take_outputs([StepOutput("old/n/0", 1, "a")])
+    table.requests.take_outputs([SequenceOutput("old/n/0", 1, "a")])
     table.requests.start(claim("n", request_id="new"))
     table.requests.is_appending = is_appending
-    table.requests.take_outputs([StepOutput("old/n/0", 2, "b"), StepOutput("new/n/0", 3, "c")])
+    table.requests.take_outputs([SequenceOutput("old/n/0", 2, "b"), SequenceOutput("new/n/0", 3, "c")])
     assert (table.requests.deferred is None) is is_appending
     assert len(table.entries("new")) == 1
     assert len(table.entries("old")) == (2 if is_appending else 1)
@@ -299,19 +301,19 @@ async def test_only_first_tokens_are_taken_while_nothing_is_being_appended(is_ap
 async def test_an_output_that_cannot_be_taken_ends_the_engine() -> None:
     table = RequestTable()
     table.requests.start(claim("n"))
-    table.requests.take_outputs([StepOutput("r/n/0", 1, "", "no such reason")])
+    table.requests.take_outputs([SequenceOutput("r/n/0", 1, "", "no such reason")])
     assert isinstance(table.requests.failure, EngineFailed)
     before = table.entries()
-    table.requests.take_outputs([StepOutput("r/n/0", 1, "")])
+    table.requests.take_outputs([SequenceOutput("r/n/0", 1, "")])
     assert table.entries() == before
 
 
 async def test_deferred_outputs_are_taken_before_the_end_and_may_be_what_fails() -> None:
     table = RequestTable()
     table.requests.start(claim("n", request_id="old"))
-    table.requests.take_outputs([StepOutput("old/n/0", 1, "")])
+    table.requests.take_outputs([SequenceOutput("old/n/0", 1, "")])
     table.requests.start(claim("n"))
-    table.requests.take_outputs([StepOutput("r/n/0", 1, ""), StepOutput("old/n/0", 2, "", "no such reason")])
+    table.requests.take_outputs([SequenceOutput("r/n/0", 1, ""), SequenceOutput("old/n/0", 2, "", "no such reason")])
     assert table.requests.deferred is not None
     table.requests.end_outputs(None)
     assert table.requests.ended.is_set()

@@ -5,7 +5,7 @@ from pagestream_engine import SchedulerConfig
 from pagestream_engine.features.lora.scheduling import AdapterTurns
 from pagestream_engine.kv_cache import BlockPool, CacheManager
 from pagestream_engine.plan import KVLayout, KVSpec, full_attention, make_layout
-from pagestream_engine.request import TokenSequence
+from pagestream_engine.request import Sequence
 from pagestream_engine.sampling_params import SamplingParams
 from pagestream_engine.scheduler import MOST_PASSING, AdapterResidency, FirstComeFirstServed, WaitingQueue
 from pagestream_engine.scheduler.admission import Admission
@@ -148,9 +148,7 @@ def test_a_claim_is_admitted_at_once_however_its_tokens_are_divided(name: str) -
         cuts = sorted(dice.sample(range(1, tokens), count - 1))
         wanted = 0
         for begin, end in zip([0, *cuts], [*cuts, tokens], strict=True):
-            seq = TokenSequence(
-                str(begin), [1] * (end - begin), SamplingParams(), seed=0, arrival=0, max_total_tokens=4096
-            )
+            seq = Sequence(str(begin), [1] * (end - begin), SamplingParams(), seed=0, arrival=0, max_total_tokens=4096)
             wanted += admission.num_wanted_blocks(seq, running.get_computed_blocks(seq))
         assert wanted + admission.num_reserved_blocks(num_running + count - 1) <= num_blocks, (
             num_blocks,

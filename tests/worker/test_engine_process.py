@@ -20,14 +20,14 @@ from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
 from pagestream.v1.inference_pb2 import TokenIds
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_engine import (
+    Choice,
     ConfigError,
     Engine,
     EngineConfig,
     EngineError,
     RankLost,
     SamplingParams,
-    Sibling,
-    StepOutput,
+    SequenceOutput,
 )
 from pagestream_engine.plan import PendingResult, StepPlan
 from pagestream_engine.wire.worker import AddGroup, Program, Stop, TokenColumns
@@ -226,10 +226,10 @@ class Owner:
 
     def __init__(self, process: EngineProcess) -> None:
         self.process = process
-        self.outputs: list[StepOutput] = []
+        self.outputs: list[SequenceOutput] = []
         process.listen(on_outputs=self._take, on_begun=lambda _: None, on_step=lambda *_: None)
 
-    def _take(self, outputs: Sequence[StepOutput], _: TokenColumns) -> None:
+    def _take(self, outputs: Sequence[SequenceOutput], _: TokenColumns) -> None:
         self.outputs += outputs
 
     async def ended(self) -> None:
@@ -254,9 +254,9 @@ async def test_it_computes_the_same_tokens_and_stops_when_asked(tmp_path: Path) 
         facts = owner.process.loaded.result(0)
         assert (facts.vocab_size, facts.kv_layout.block_size, dict(facts.memory_bytes)) == (FACTS.vocab_size, 16, {})
         assert title(owner.process.pid) == TITLE
-        owner.process.submit(AddGroup(PROMPT, [Sibling("a", PARAMS)]))
+        owner.process.submit(AddGroup(PROMPT, [Choice("a", PARAMS)]))
         # Larger than what a socket takes at once.
-        owner.process.submit(AddGroup([FACTS.vocab_size] * 100_000, [Sibling("bad", PARAMS)]))
+        owner.process.submit(AddGroup([FACTS.vocab_size] * 100_000, [Choice("bad", PARAMS)]))
         await until(lambda: len(owner.outputs) == 21, "all outputs")
         assert owner.process.figures.num_commands == 2
         os.kill(owner.process.pid, signal.SIGTERM)  # to the whole group, of which the worker decides the end
@@ -305,8 +305,8 @@ async def test_messages_are_read_however_they_are_cut(tmp_path: Path, monkeypatc
     prompts = {f"{number}": [number + 1] * length for number, length in enumerate((1, 40, 90))}
     async with cut_connections(monkeypatch), running(tmp_path) as owner:
         for seq_id, prompt in prompts.items():
-            owner.process.submit(AddGroup(prompt, [Sibling(f"{seq_id}/{child}", PARAMS) for child in range(2)]))
-        owner.process.submit(AddGroup([FACTS.vocab_size], [Sibling("bad", PARAMS)]))
+            owner.process.submit(AddGroup(prompt, [Choice(f"{seq_id}/{child}", PARAMS) for child in range(2)]))
+        owner.process.submit(AddGroup([FACTS.vocab_size], [Choice("bad", PARAMS)]))
         await until(lambda: len(owner.outputs) == 121, "all outputs", LIMIT_S)
         figures = owner.process.figures
         assert (figures.num_commands, figures.stats.num_generated_tokens) == (4, 120)
@@ -324,7 +324,7 @@ async def test_messages_are_read_however_they_are_cut(tmp_path: Path, monkeypatc
 async def test_it_waits_for_a_worker_that_takes_no_reports(tmp_path: Path) -> None:
     """A worker that is stopped, or starved, must not find that its engine has finished what it shows as running."""
     async with running(tmp_path) as owner:
-        owner.process.submit(AddGroup(PROMPT, [Sibling("a", ENDLESS)]))
+        owner.process.submit(AddGroup(PROMPT, [Choice("a", ENDLESS)]))
         await until(lambda: len(owner.outputs) > STEPS_AHEAD, "steps that were taken")
         before = len(owner.outputs)
         wait_until(is_asleep(owner.process.pid), "the engine to wait for this event loop", LIMIT_S)
@@ -344,7 +344,7 @@ async def test_it_waits_for_a_worker_that_takes_no_reports(tmp_path: Path) -> No
 )
 async def test_a_process_that_ends_itself_says_why(tmp_path: Path, runner: type[ArithmeticRunner], reason: str) -> None:
     async with running(tmp_path, runner) as owner:
-        owner.process.submit(AddGroup(PROMPT, [Sibling("a", PARAMS)]))
+        owner.process.submit(AddGroup(PROMPT, [Choice("a", PARAMS)]))
         with pytest.raises(EngineCoreError, match=reason) as caught:
             await owner.ended()
         assert len(owner.outputs) == 2

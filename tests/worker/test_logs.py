@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 )
 from pagestream.v1.inference_pb2 import LogprobEntry, TokenIds, TokenLogprobs
 from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, LogSlice, RequestSpec, WakeUp
-from pagestream_engine import StepOutput
+from pagestream_engine import SequenceOutput
 from pagestream_engine.wire.worker import NO_TOKENS, TokenColumns
 from pagestream_streams import Append, Claim
 from pagestream_streams.engine import append_arguments
@@ -371,7 +371,7 @@ def test_a_log_sends_what_was_written_to_it(make_logs: Callable[[int], TokenLogs
 def test_the_first_and_the_last_output_of_a_sequence_stay_whole() -> None:
     plain = PlainSequences()
     plain.add("a", 7)
-    first, second, third = StepOutput("a", 1, "x"), StepOutput("a", 2, "é"), StepOutput("a", 3, "", "stop")
+    first, second, third = SequenceOutput("a", 1, "x"), SequenceOutput("a", 2, "é"), SequenceOutput("a", 3, "", "stop")
     assert plain.split([first]) == (NO_TOKENS, [first])
     assert plain.split([second, third]) == (TokenColumns.of([7], [2], ["é"]), [third])
     plain.discard("a")
@@ -381,7 +381,7 @@ def test_the_first_and_the_last_output_of_a_sequence_stay_whole() -> None:
 def test_tokens_of_the_step_with_the_first_one_stay_whole_behind_it() -> None:
     plain = PlainSequences()
     plain.add("a", 7)
-    outputs = [StepOutput("a", 1, "x"), StepOutput("a", 2, "y")]
+    outputs = [SequenceOutput("a", 1, "x"), SequenceOutput("a", 2, "y")]
     assert plain.split(outputs) == (NO_TOKENS, outputs)
     assert plain.split(outputs) == (TokenColumns.of([7, 7], [1, 2], ["x", "y"]), [])
 
@@ -389,8 +389,8 @@ def test_tokens_of_the_step_with_the_first_one_stay_whole_behind_it() -> None:
 def test_an_output_without_a_token_is_no_first_one_and_other_sequences_stay_whole() -> None:
     plain = PlainSequences()
     plain.add("a", 7)
-    of_prompt, other = StepOutput("a", None, ""), StepOutput("b", 5, "z")
-    first, second = StepOutput("a", 1, "x"), StepOutput("a", 2, "y")
+    of_prompt, other = SequenceOutput("a", None, ""), SequenceOutput("b", 5, "z")
+    first, second = SequenceOutput("a", 1, "x"), SequenceOutput("a", 2, "y")
     assert plain.split([of_prompt, other]) == (NO_TOKENS, [of_prompt, other])
     assert plain.split([first, other]) == (NO_TOKENS, [first, other])
     assert plain.split([other, second]) == (TokenColumns.of([7], [2], ["y"]), [other])

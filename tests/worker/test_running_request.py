@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pagestream.v1.inference_pb2 import FinishReason, SamplingParams, TokenIds
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_engine import InvalidRequest
-from pagestream_engine.request import Sibling, StepOutput, TokenLogprob
+from pagestream_engine.request import Choice, SequenceOutput, TokenLogprob
 from pagestream_engine.sampling_params import child_seed
 from pagestream_streams import Claim
 from pagestream_streams.protocol import ClaimedLog, chain, to_log_entry
@@ -42,17 +42,17 @@ def claim(entries: list[LogEntry] | None = None, *, n: int = 1, num_prompts: int
     )
 
 
-def open_choices(request: RunningRequest) -> list[Sibling]:
+def open_choices(request: RunningRequest) -> list[Choice]:
     """Begin a request; return what the engine runs of it, with their places among all of its choices."""
     groups = list(request.open_groups())
-    return [replace(each, index=first + (each.index or 0)) for first, group in groups for each in group.siblings]
+    return [replace(each, index=first + (each.index or 0)) for first, group in groups for each in group.choices]
 
 
 def is_plain(request: RunningRequest) -> bool:
     return all(group.log for _, group in request.open_groups())
 
 
-def play(request: RunningRequest, script: list[tuple[int, StepOutput]]) -> list[LogEntry]:
+def play(request: RunningRequest, script: list[tuple[int, SequenceOutput]]) -> list[LogEntry]:
     for choice, output in script:
         request.add_output(choice, output)
     return sent(request)
@@ -67,8 +67,8 @@ def sent(request: RunningRequest, limit: int = 100) -> list[LogEntry]:
     return entries
 
 
-def step(token: int, text: str, finish: str | None = None, cached: int = 0) -> StepOutput:
-    return StepOutput("", token_id=token, text=text, finish_reason=finish, num_cached_tokens=cached)
+def step(token: int, text: str, finish: str | None = None, cached: int = 0) -> SequenceOutput:
+    return SequenceOutput("", token_id=token, text=text, finish_reason=finish, num_cached_tokens=cached)
 
 
 SCRIPT = [
@@ -190,7 +190,7 @@ def test_what_another_engine_wrote_before_cannot_be_sent_again() -> None:
 def test_an_error_ends_every_choice_and_names_the_sequences_that_still_run() -> None:
     request = running(claim(n=2))
     seq_ids = [choice.seq_id for choice in open_choices(request)]
-    request.add_output(0, StepOutput("", token_id=None, text="", finish_reason="error", error="broken"))
+    request.add_output(0, SequenceOutput("", token_id=None, text="", finish_reason="error", error="broken"))
     log = sent(request)
     assert [entry.choice for entry in log if entry.HasField("finish")] == [0, 1]
     assert log[-1].end.error.message == "broken"
@@ -200,14 +200,14 @@ def test_an_error_ends_every_choice_and_names_the_sequences_that_still_run() -> 
 def test_an_error_that_quotes_half_a_surrogate_pair_can_be_appended() -> None:
     request = running(claim())
     open_choices(request)
-    log = play(request, [(0, StepOutput("", None, "", "error", error="no such file: caf\udce9"))])
+    log = play(request, [(0, SequenceOutput("", None, "", "error", error="no such file: caf\udce9"))])
     assert log[-1].end.error.message == "no such file: caf?"
 
 
 def test_cached_tokens_count_once_where_a_sequence_fails_after_its_first_token() -> None:
     request = running(claim())
     open_choices(request)
-    failed = StepOutput("", None, "", "error", num_cached_tokens=2, error="broken")
+    failed = SequenceOutput("", None, "", "error", num_cached_tokens=2, error="broken")
     log = play(request, [(0, step(10, "a", cached=2)), (0, failed)])
     assert log[-1].end.usage.cached_tokens == 2
 
@@ -259,7 +259,7 @@ def test_log_probabilities_are_in_the_tokens_entry_alone() -> None:
     request = running(claim())
     open_choices(request)
     tokens = (TokenLogprob(11, -1.5, 2, "b"), TokenLogprob(10, -0.5, 1, "a"))
-    output = StepOutput("", token_id=11, text="b", finish_reason="length", logprobs=tokens)
+    output = SequenceOutput("", token_id=11, text="b", finish_reason="length", logprobs=tokens)
     token, finish, end = play(request, [(0, output)])
     assert [(e.token_id, e.logprob, e.rank, e.text) for e in token.logprobs.entries] == list(tokens)
     assert not finish.HasField("logprobs")
@@ -269,7 +269,7 @@ def test_log_probabilities_are_in_the_tokens_entry_alone() -> None:
 def test_the_choices_of_a_prompt_come_together_and_only_those_that_are_open() -> None:
     whole = running(claim(n=2, num_prompts=2))
     groups = list(whole.open_groups())
-    assert [(first, [each.index for each in group.siblings]) for first, group in groups] == [(0, [0, 1]), (2, [0, 1])]
+    assert [(first, [each.index for each in group.choices]) for first, group in groups] == [(0, [0, 1]), (2, [0, 1])]
     assert [group.prompt_token_ids for _, group in groups] == [list(prompt) for prompt in PROMPTS]
     log = play(whole, [(0, step(10, "a", "stop")), (2, step(20, "x")), (3, step(21, "y", "length"))])
     second = running(claim(log, n=2, num_prompts=2, nonce="b"))
@@ -298,7 +298,7 @@ def test_prompt_parts_are_bounded_and_go_on_where_a_killed_engine_left_them() ->
     taken = claim(n=2)
     taken.spec.prompts[0].ids[:] = range(201)
     taken.spec.sampling.prompt_logprobs = 0
-    script = [(1, StepOutput("", None, "", prompt_logprobs=rows)), *SCRIPT]
+    script = [(1, SequenceOutput("", None, "", prompt_logprobs=rows)), *SCRIPT]
     whole = play(running(taken), script)
     parts = [entry.prompt_part for entry in whole if entry.HasField("prompt_part")]
     assert [row.entries[0].token_id for part in parts for row in part.logprobs] == list(range(200))
@@ -319,7 +319,7 @@ def test_a_vector_that_the_log_has_is_not_computed_again() -> None:
     taken.spec.pooling.normalize = True
     taken.spec.sampling.max_tokens = 0
     vector = np.array([3.0, 4.0], "<f4").tobytes()
-    script = [(choice, StepOutput("", None, "", "stop", num_cached_tokens=1, pooled=vector)) for choice in (0, 1)]
+    script = [(choice, SequenceOutput("", None, "", "stop", num_cached_tokens=1, pooled=vector)) for choice in (0, 1)]
     request = running(taken)
     assert {choice.params.pooling for choice in open_choices(request)} == {"last"}
     whole = play(request, script)

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from pagestream_engine import Engine, EngineConfig, SamplingParams, Sibling, StepOutput
+from pagestream_engine import Choice, Engine, EngineConfig, SamplingParams, SequenceOutput
 from pagestream_engine.wire.worker import AbortSequences, AddGroup, StepBegun, StepMarked, Stop, TokenColumns
 from pagestream_worker import EngineThread
 from support.engines.arithmetic_model import ArithmeticFacts, ArithmeticRunner, make_folder, undisturbed
@@ -28,7 +28,7 @@ class Owner:
             config = EngineConfig.from_options(options)
             return Engine(make_folder(folder), config, make_runner=lambda _, config: ArithmeticRunner(config, FACTS))
 
-        self.outputs: list[StepOutput] = []
+        self.outputs: list[SequenceOutput] = []
         self.columns: list[tuple[int, int]] = []
         self.begun: list[StepBegun] = []
         self.steps: list[int] = []
@@ -39,19 +39,19 @@ class Owner:
             on_outputs=self._take, on_begun=self.begun.append, on_step=lambda _, sequences: self.steps.append(sequences)
         )
 
-    def _take(self, outputs: Sequence[StepOutput], columns: TokenColumns) -> None:
+    def _take(self, outputs: Sequence[SequenceOutput], columns: TokenColumns) -> None:
         assert threading.current_thread() is threading.main_thread()
         self.outputs += outputs
         self.columns += [(log, token_id) for log, token_id, _ in columns.rows()]
 
     def add(self, seq_id: str, prompt: list[int] = PROMPT, *, then: Sequence[int] = (), log: int = 0) -> None:
         """Add a sequence that goes on after some tokens."""
-        self.thread.submit(AddGroup(prompt, [Sibling(seq_id, PARAMS, list(then))], log=log))
+        self.thread.submit(AddGroup(prompt, [Choice(seq_id, PARAMS, list(then))], log=log))
 
     async def tokens_of(self, seq_id: str) -> list[int | None]:
         """Wait for a sequence's end, and return its tokens."""
 
-        def own() -> list[StepOutput]:
+        def own() -> list[SequenceOutput]:
             return [output for output in self.outputs if output.seq_id == seq_id]
 
         await until(lambda: any(output.finish_reason for output in own()), f"the end of {seq_id}", LIMIT_S)
@@ -94,7 +94,7 @@ async def test_plain_tokens_of_a_sequence_with_a_log_come_in_columns(tmp_path: P
 
 async def test_refused_siblings_all_end_and_others_go_on(tmp_path: Path) -> None:
     async with running(tmp_path) as owner:
-        siblings = [Sibling("a", PARAMS), Sibling("b", PARAMS, [FACTS.vocab_size])]
+        siblings = [Choice("a", PARAMS), Choice("b", PARAMS, [FACTS.vocab_size])]
         owner.thread.submit(AddGroup(PROMPT, siblings))
         owner.add("c", [FACTS.vocab_size])
         owner.add("good")
@@ -113,7 +113,7 @@ async def test_a_sequence_goes_on_where_another_engine_left_it(tmp_path: Path) -
 
 async def test_an_aborted_sequence_has_no_further_output(tmp_path: Path) -> None:
     async with running(tmp_path) as owner:
-        owner.thread.submit(AddGroup([1], [Sibling("a", ENDLESS)]))
+        owner.thread.submit(AddGroup([1], [Choice("a", ENDLESS)]))
         await until(lambda: bool(owner.outputs), "its first token", LIMIT_S)
         owner.thread.submit(AbortSequences(["a", "unknown"]))
         owner.add("b", [2])
@@ -124,7 +124,7 @@ async def test_an_aborted_sequence_has_no_further_output(tmp_path: Path) -> None
 
 async def test_a_step_that_a_request_enters_is_reported_before_it_runs(tmp_path: Path) -> None:
     async with running(tmp_path, max_num_batched_tokens=16) as owner:
-        owner.thread.submit(AddGroup(list(range(1, 41)), [Sibling("r/n/0", PARAMS), Sibling("r/n/1", PARAMS)]))
+        owner.thread.submit(AddGroup(list(range(1, 41)), [Choice("r/n/0", PARAMS), Choice("r/n/1", PARAMS)]))
         await owner.tokens_of("r/n/1")
     changes = [(each.number, each.entered, each.left, each.waits, dict(each.remaining)) for each in owner.begun]
     assert changes == [
@@ -137,14 +137,14 @@ async def test_a_step_that_a_request_enters_is_reported_before_it_runs(tmp_path:
 async def test_a_request_leaves_the_steps_with_its_last_sequence(tmp_path: Path) -> None:
     """Of two choices one is preempted, and comes back after the other's end; of two requests one leaves."""
     async with running(tmp_path, block_size=4, num_gpu_blocks_override=8) as owner:
-        owner.thread.submit(AddGroup(PROMPT, [Sibling("r/n/0", PARAMS), Sibling("r/n/1", PARAMS)]))
+        owner.thread.submit(AddGroup(PROMPT, [Choice("r/n/0", PARAMS), Choice("r/n/1", PARAMS)]))
         await owner.tokens_of("r/n/0")
         await owner.tokens_of("r/n/1")
         assert owner.thread.figures.stats.num_preemptions > 0
         assert not any(each.left for each in owner.begun)
         num_begun = len(owner.begun)
         for number in range(2):
-            owner.thread.submit(AddGroup([number + 4] * 3, [Sibling(f"{number}/n/0", PARAMS)]))
+            owner.thread.submit(AddGroup([number + 4] * 3, [Choice(f"{number}/n/0", PARAMS)]))
         await owner.tokens_of("0/n/0")
         await owner.tokens_of("1/n/0")
     assert frozenset({"1"}) in [each.left for each in owner.begun[num_begun:]]
@@ -153,13 +153,13 @@ async def test_a_request_leaves_the_steps_with_its_last_sequence(tmp_path: Path)
 async def test_a_step_waits_for_the_mark_of_a_request_that_was_claimed_before(tmp_path: Path) -> None:
     """And no longer than its limit, so that the order of mark and step is seen where the mark comes at once."""
     async with running(tmp_path) as owner:
-        owner.thread.submit(AddGroup([1], [Sibling("r/n/0", PARAMS)], waits_for_mark=True))
+        owner.thread.submit(AddGroup([1], [Choice("r/n/0", PARAMS)], waits_for_mark=True))
         await until(lambda: bool(owner.begun), "the step", LIMIT_S)
         [begun] = owner.begun
         assert begun.waits
         owner.thread.submit(StepMarked(begun.number))
         assert await owner.tokens_of("r/n/0") == undisturbed([1], PARAMS, FACTS, 100)
-        owner.thread.submit(AddGroup([2], [Sibling("s/n/0", PARAMS)], waits_for_mark=True))
+        owner.thread.submit(AddGroup([2], [Choice("s/n/0", PARAMS)], waits_for_mark=True))
         assert await owner.tokens_of("s/n/0") == undisturbed([2], PARAMS, FACTS, 100), "its mark never comes"
 
 

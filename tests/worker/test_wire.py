@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from pagestream_engine import Engine, EngineConfig, EngineError, MessageError, SamplingParams, Sibling, StepOutput
+from pagestream_engine import Choice, Engine, EngineConfig, EngineError, MessageError, SamplingParams, SequenceOutput
 from pagestream_engine.request import TokenLogprob
 from pagestream_engine.sampling_params import ReasoningMarks, StructuredOutputsParams
 from pagestream_engine.stats import EngineStats
@@ -43,15 +43,15 @@ PARAMS = SamplingParams(
 CONFIG = EngineConfig.from_options({"tensor_parallel_size": 2, "plugins": ["a", "b"], "swap_space": 0.5})
 COMMANDED = [
     AbortSequences(["a", "b"]),
-    AddGroup([1, 2, 70_000], [Sibling("a", SamplingParams()), Sibling("b", PARAMS, [7], 3)], b"salt", 2, 0.5, "t", 2.0),
+    AddGroup([1, 2, 70_000], [Choice("a", SamplingParams()), Choice("b", PARAMS, [7], 3)], b"salt", 2, 0.5, "t", 2.0),
     Program("module:name", "caf\udce9", CONFIG, "json", "INFO", "e", Path("caf\udce9")),
 ]
 REPORTED = [
     StepDone(
         [
-            StepOutput("a", 5, " w\u00f6rd", logprobs=ROW, prompt_logprobs=(ROW, ROW), cumulative_logprob=-1.0),
-            StepOutput("b", None, "", "error", error="no such file: caf\udce9", is_request_fault=True),
-            StepOutput("c", 1, "", "stop", 7, 3, pooled=b"\0\1"),
+            SequenceOutput("a", 5, " w\u00f6rd", logprobs=ROW, prompt_logprobs=(ROW, ROW), cumulative_logprob=-1.0),
+            SequenceOutput("b", None, "", "error", error="no such file: caf\udce9", is_request_fault=True),
+            SequenceOutput("c", 1, "", "stop", 7, 3, pooled=b"\0\1"),
         ],
         0.5,
         3,
@@ -84,7 +84,7 @@ def test_a_record_comes_out_as_it_went_in(codec: Codec, record: object) -> None:
     assert type(found) is type(record)
     assert shown(found) == shown(record)
     if isinstance(found, AddGroup):
-        assert [each.params for each in found.siblings] == [SamplingParams(), PARAMS]
+        assert [each.params for each in found.choices] == [SamplingParams(), PARAMS]
 
 
 def hostile() -> Iterator[bytes]:

@@ -16,7 +16,7 @@ from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_engine import SamplingParams
 from pagestream_engine.plan import PendingResult, StepPlan
-from pagestream_engine.request import StepOutput
+from pagestream_engine.request import SequenceOutput
 from pagestream_engine.sampling_params import child_seed
 from pagestream_streams import Append, AppendOutcome, Broker, EngineSession, GatewaySession, StreamsSettings
 from pagestream_worker import EXIT_STALLED, EngineFailed, RunningRequest
@@ -227,7 +227,7 @@ async def test_first_tokens_are_appended_before_the_steps_other_tokens_are_taken
     done: list[tuple[str, list[str]]] = []
     add_output, append = RunningRequest.add_output, EngineSession.append
 
-    def recorded_add_output(request: RunningRequest, choice: int, output: StepOutput) -> None:
+    def recorded_add_output(request: RunningRequest, choice: int, output: SequenceOutput) -> None:
         done.append(("taken", [request.request_id]))
         add_output(request, choice, output)
 
@@ -309,7 +309,7 @@ async def test_outputs_that_cannot_be_taken_end_the_worker_and_lose_no_token(
 ) -> None:
     add_output = RunningRequest.add_output
 
-    def broken(request: RunningRequest, choice: int, output: StepOutput) -> None:
+    def broken(request: RunningRequest, choice: int, output: SequenceOutput) -> None:
         if list(request.claim.spec.prompts[0].ids) == [1, 2] and request.pending(100).first_index >= 5:
             raise OverflowError("no such number")
         add_output(request, choice, output)

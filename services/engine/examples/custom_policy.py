@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from pagestream_engine import LLM, SchedulingPolicy, TokenSequence, register_policy
+from pagestream_engine import LLM, SchedulingPolicy, Sequence, register_policy
 
 AGEING = 4
 """Prompt tokens that one arrival is worth: a prompt of n tokens is overtaken by fewer than n / AGEING later ones."""
@@ -18,7 +18,7 @@ AGEING = 4
 class ShortestPromptFirst(SchedulingPolicy):
     """Ranks by the prompt's length, and by arrival so that a long prompt is not overtaken for ever."""
 
-    def rank(self, seq: TokenSequence) -> float:
+    def rank(self, seq: Sequence) -> float:
         """Return the prompt's tokens, plus AGEING for each sequence that came before."""
         return seq.num_prompt_tokens + AGEING * seq.arrival
 

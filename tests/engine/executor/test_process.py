@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from pagestream_engine import ConfigError, Engine, EngineConfig, ExecutorDied, ExecutorError, SamplingParams, Sibling
+from pagestream_engine import Choice, ConfigError, Engine, EngineConfig, ExecutorDied, ExecutorError, SamplingParams
 from support.engines.arithmetic_model import HOST_PAGE_BYTES, make_folder, undisturbed
 from support.engines.faulty_runners import (
     COMPUTING,
@@ -56,7 +56,7 @@ def add_requests(engine: Engine) -> Tokens:
     expected: Tokens = {}
     for number, prompt in enumerate(PROMPTS):
         params = SamplingParams(seed=number, max_tokens=12)
-        siblings = [Sibling(f"{number}/{child}", params.for_child(number, child)) for child in range(2)]
+        siblings = [Choice(f"{number}/{child}", params.for_child(number, child)) for child in range(2)]
         engine.add_group(prompt, siblings)
         for sibling in siblings:
             seed = sibling.params.seed or 0

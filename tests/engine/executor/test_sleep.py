@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from pagestream_engine import LLM, ConfigError, EngineAsleep, InvalidRequest, SamplingParams, Sibling, SleepFailed
+from pagestream_engine import LLM, Choice, ConfigError, EngineAsleep, InvalidRequest, SamplingParams, SleepFailed
 from pagestream_engine.output import Generation
 from pagestream_engine.request import Request
 from pagestream_engine.runner import ModelRunner
@@ -62,7 +62,7 @@ def test_a_group_that_is_added_in_parts_finds_an_engine_that_fell_asleep(
 ) -> None:
     monkeypatch.setattr(sys.modules[Generation.__module__], "REPLAY_TOKENS", 4)
     engine = LLM(llama, **OPTIONS).engine
-    adding = engine.adding(Request([5, 6], [Sibling("a", PARAMS, [7] * 6)]))
+    adding = engine.adding(Request([5, 6], [Choice("a", PARAMS, [7] * 6)]))
     next(adding)
     engine.sleep.begin()
     with pytest.raises(EngineAsleep):

@@ -20,7 +20,7 @@ from pagestream_engine import (
     ReasoningMarks,
     RequestFault,
     SamplingParams,
-    StepOutput,
+    SequenceOutput,
     StructuredOutputsParams,
 )
 from pagestream_engine.features.grammar.compiler import Allowed, GrammarCompiler, Reply
@@ -236,9 +236,9 @@ def test_what_is_there_waits_for_no_thread(monkeypatch: pytest.MonkeyPatch) -> N
 # -- masks that take long ---------------------------------------------------------------------------------------------
 
 
-def run_until(engine: Engine, seq_id: str, num_tokens: int) -> dict[str, list[StepOutput]]:
+def run_until(engine: Engine, seq_id: str, num_tokens: int) -> dict[str, list[SequenceOutput]]:
     """Step until a sequence has so many tokens, or has ended. Return all outputs by sequence."""
-    outputs: dict[str, list[StepOutput]] = {}
+    outputs: dict[str, list[SequenceOutput]] = {}
     while len(own := outputs.get(seq_id, [])) < num_tokens and not (own and own[-1].finish_reason):
         for output in engine.step():
             outputs.setdefault(output.seq_id, []).append(output)

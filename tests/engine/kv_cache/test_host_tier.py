@@ -1,7 +1,7 @@
 from pathlib import Path
 
 import pytest
-from pagestream_engine import Engine, EngineConfig, SamplingParams, TokenSequence
+from pagestream_engine import Engine, EngineConfig, SamplingParams, Sequence
 from pagestream_engine.kv_cache import BlockPool, CacheManager, HostTier
 from pagestream_engine.plan import TO_LOAD, PageCopy
 from pagestream_engine.request import SequenceState
@@ -31,7 +31,7 @@ class Tiered:
             self.tier.note_collected()
         return saves
 
-    def resume(self, token_ids: list[int]) -> TokenSequence:
+    def resume(self, token_ids: list[int]) -> Sequence:
         """Begin a sequence with what is cached in either place."""
         seq = make_seq(token_ids)
         self.cache.touch_prefix(seq, self.cache.get_computed_blocks(seq, may_load=True))

@@ -1,7 +1,7 @@
 from hashlib import sha256
 
 import pytest
-from pagestream_engine import TokenSequence
+from pagestream_engine import Sequence
 from pagestream_engine.kv_cache import BlockHasher, check_cache
 from pagestream_engine.plan import NO_BLOCK, KVSpec, make_layout
 from pagestream_engine.request import SequenceState
@@ -149,7 +149,7 @@ def test_the_longest_prefix_is_one_that_all_groups_have() -> None:
     assert [len(table) for table in found.tables] == [3, 3]
 
 
-def numbered_seq(num_tokens: int, salt: bytes = b"", num_outputs: int = 0) -> TokenSequence:
+def numbered_seq(num_tokens: int, salt: bytes = b"", num_outputs: int = 0) -> Sequence:
     tokens = list(range(num_tokens))
     prompt, outputs = tokens[: num_tokens - num_outputs], tokens[num_tokens - num_outputs :]
     return make_seq(prompt, salt=salt, output_token_ids=outputs)

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pagestream_engine import InvalidRequest, SamplingParams, TokenSequence
+from pagestream_engine import InvalidRequest, SamplingParams, Sequence
 from pagestream_engine.output import Generation, IncrementalDetokenizer, Pieces, Taken
 from support.engines.arithmetic_model import byte_level_tokenizer
 
@@ -18,7 +18,7 @@ def make(*, max_model_len: int = 100, text: bool = True, **fields: Any) -> Gener
     params = SamplingParams(**{"max_tokens": 20, **fields})
     ends = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else {EOS})
     total = min(max_model_len, len(PROMPT) + (params.max_tokens or max_model_len))
-    seq = TokenSequence("a", PROMPT, params, seed=0, arrival=0, max_total_tokens=total, end_token_ids=ends)
+    seq = Sequence("a", PROMPT, params, seed=0, arrival=0, max_total_tokens=total, end_token_ids=ends)
     return Generation(seq, IncrementalDetokenizer(PIECES, PROMPT) if text else None, frozenset({EOS}))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pagestream_engine import Engine, EngineConfig, InvariantViolation, SamplingParams, Sibling, TokenSequence
+from pagestream_engine import Choice, Engine, EngineConfig, InvariantViolation, SamplingParams, Sequence
 from pagestream_engine.plan import PendingResult, ScheduledSequence, ScheduledStep, StepPlan
 from pagestream_engine.runner.batch import PersistentBatch, StepInputs
 from pagestream_engine.transfers import PackedUpload
@@ -119,13 +119,13 @@ def test_edits_leave_what_a_new_batch_would_hold(
     for number, (length, n, max_tokens) in enumerate(groups):
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         prompt = [(number + place) % 23 for place in range(length)]
-        engine.add_group(prompt, [Sibling(f"{number}/{child}", params) for child in range(n)])
+        engine.add_group(prompt, [Choice(f"{number}/{child}", params) for child in range(n)])
     while engine.has_unfinished_requests():
         engine.step()
 
 
-def _sequence(num_tokens: int, block_table: list[int], num_computed_tokens: int) -> TokenSequence:
-    seq = TokenSequence("", range(num_tokens), SamplingParams(), seed=0, arrival=0, max_total_tokens=99)
+def _sequence(num_tokens: int, block_table: list[int], num_computed_tokens: int) -> Sequence:
+    seq = Sequence("", range(num_tokens), SamplingParams(), seed=0, arrival=0, max_total_tokens=99)
     seq.block_tables[0], seq.num_computed_tokens = block_table, num_computed_tokens
     return seq
 

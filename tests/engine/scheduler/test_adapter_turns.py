@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from pagestream_engine import AdapterConfig, SamplingParams, SchedulerConfig, TokenSequence
+from pagestream_engine import AdapterConfig, SamplingParams, SchedulerConfig, Sequence
 from pagestream_engine.kv_cache import BlockPool, CacheManager
 from pagestream_engine.plan import LoadedAdapter, full_attention
 from pagestream_engine.request import Adapter, Request, SequenceState
@@ -26,10 +26,10 @@ class Harness:
         self.arrivals = 0
         self.loads: list[tuple[str, str | None]] = []
 
-    def add(self, name: str | None) -> TokenSequence:
+    def add(self, name: str | None) -> Sequence:
         given = None if name is None else adapter(name)
         number = self.arrivals
-        seq = TokenSequence(
+        seq = Sequence(
             str(number),
             [1, 2],
             SamplingParams(),
@@ -53,7 +53,7 @@ class Harness:
         self.scheduler.update_from_output(step, [(7,)] * len(step.sampled()))
         return [entry.seq.adapter_revision for entry in (*step.prefills, *step.decodes)]
 
-    def end(self, *seqs: TokenSequence) -> None:
+    def end(self, *seqs: Sequence) -> None:
         self.scheduler.finish_requests(seqs)
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from pagestream_engine import (
+    Choice,
     ConfigError,
     Engine,
     EngineConfig,
     SamplingParams,
     SchedulingPolicy,
-    Sibling,
-    TokenSequence,
+    Sequence,
     register_policy,
 )
 from pagestream_engine.request import Request
@@ -65,7 +65,7 @@ class Run:
         prompt = [1 + len(self.tokens) % 20] * num_prompt
         self._expected[name] = undisturbed(prompt, params, FACTS, self.engine.max_model_len)
         self.tokens[name] = self._expected[name][:num_had]
-        sibling = Sibling(name, dataclasses.replace(params, seed=0), tuple(self.tokens[name]))
+        sibling = Choice(name, dataclasses.replace(params, seed=0), tuple(self.tokens[name]))
         for _ in self.engine.adding(Request(prompt, [sibling], **caller)):
             pass
 
@@ -227,11 +227,11 @@ def test_tenants_get_tokens_by_their_weights(tmp_path: Path, ahead: bool, is_nam
         assert sums["heavy"] / sums["light"] == pytest.approx(2.0, rel=0.25)
 
 
-def make_seq(arrival: int) -> TokenSequence:
-    return TokenSequence(str(arrival), [1], SamplingParams(), seed=0, arrival=arrival, max_total_tokens=9)
+def make_seq(arrival: int) -> Sequence:
+    return Sequence(str(arrival), [1], SamplingParams(), seed=0, arrival=arrival, max_total_tokens=9)
 
 
-def waiting(*seqs: TokenSequence) -> Request:
+def waiting(*seqs: Sequence) -> Request:
     """Make sequences the choices of one request, which all wait."""
     request = seqs[0].request
     request.sequences, request.waiting = list(seqs), list(seqs)
@@ -309,7 +309,7 @@ def living_requests() -> int:
 
 
 class LastComeFirstServed(SchedulingPolicy):
-    def rank(self, seq: TokenSequence) -> float:
+    def rank(self, seq: Sequence) -> float:
         return -seq.arrival
 
 
@@ -384,8 +384,8 @@ def test_nobody_is_displaced_for_blocks_that_others_hold_too(tmp_path: Path) -> 
     assert len(ended) == 6
 
 
-def ended(tenant: str, num_prompt: int, num_output: int) -> TokenSequence:
-    return TokenSequence(
+def ended(tenant: str, num_prompt: int, num_output: int) -> Sequence:
+    return Sequence(
         "s",
         [0] * num_prompt,
         SamplingParams(),

@@ -4,7 +4,7 @@ import random
 from statistics import fmean
 
 import pytest
-from pagestream_engine import ConfigError, SamplingParams, SchedulerConfig, TokenSequence
+from pagestream_engine import ConfigError, SamplingParams, SchedulerConfig, Sequence
 from pagestream_engine.plan import ScheduledSequence, ScheduledStep
 from pagestream_engine.scheduler import LEAST_SHARE, LOOK_EVERY, PrefillBudget, RestoreCost
 from support.engines.cached_sequences import make_seq
@@ -15,7 +15,7 @@ NUM_DECODES = 32
 
 
 def decodes(count: int) -> list[ScheduledSequence]:
-    seq = TokenSequence("d", [0], SamplingParams(), seed=0, arrival=0, max_total_tokens=99)
+    seq = Sequence("d", [0], SamplingParams(), seed=0, arrival=0, max_total_tokens=99)
     return [ScheduledSequence(seq, 1, needs_sample=True)] * count
 
 
@@ -36,7 +36,7 @@ class Machine:
         self._budget = budget
         self._num_ahead = num_ahead
         self._noise, self._random = noise, random.Random(0)
-        self._seq = TokenSequence("p", [0], SamplingParams(), seed=0, arrival=0, max_total_tokens=10**6)
+        self._seq = Sequence("p", [0], SamplingParams(), seed=0, arrival=0, max_total_tokens=10**6)
         self._in_flight: list[tuple[ScheduledStep, float]] = []
 
     def seconds(self, context: int, chunk: int) -> float:
@@ -166,7 +166,7 @@ def test_a_bound_that_is_none_is_refused(wrong: object) -> None:
 def test_a_step_that_prompts_made_no_longer_leaves_all_tokens_to_the_next_chunk() -> None:
     """As where other load hides what a prompt costs: the model of step times has a prompt's token for nothing."""
     budget = PrefillBudget(1.0)
-    seq = TokenSequence("p", [0] * 64, SamplingParams(), seed=0, arrival=0, max_total_tokens=99)
+    seq = Sequence("p", [0] * 64, SamplingParams(), seed=0, arrival=0, max_total_tokens=99)
     for _ in range(8):
         budget.note(ScheduledStep([], decodes(4)), 0.002)
         budget.note(ScheduledStep([ScheduledSequence(seq, 16, needs_sample=False)], decodes(4)), 0.002)

@@ -1,5 +1,5 @@
 import pytest
-from pagestream_engine import SamplingParams, SchedulerConfig, SchedulingPolicy, TokenSequence
+from pagestream_engine import SamplingParams, SchedulerConfig, SchedulingPolicy, Sequence
 from pagestream_engine.kv_cache import BlockPool, CacheManager, check_cache
 from pagestream_engine.plan import ScheduledStep, full_attention
 from pagestream_engine.request import Request, SequenceState
@@ -26,23 +26,23 @@ class Harness:
         self.scheduler = Scheduler(config, self.cache, policy or make_policy("fcfs"))
         self.arrivals = 0
 
-    def add(self, num_tokens: int, first: int = 0) -> TokenSequence:
+    def add(self, num_tokens: int, first: int = 0) -> Sequence:
         tokens = list(range(first, first + num_tokens))
-        seq = TokenSequence(
+        seq = Sequence(
             str(self.arrivals), tokens, SamplingParams(), seed=0, arrival=self.arrivals, max_total_tokens=999
         )
         self.arrivals += 1
         self.scheduler.add(seq)
         return seq
 
-    def add_group(self, num_tokens: int, outputs: list[int], first: int = 0) -> list[TokenSequence]:
+    def add_group(self, num_tokens: int, outputs: list[int], first: int = 0) -> list[Sequence]:
         """Siblings of one prompt that have so many output tokens each."""
         siblings = []
         request = Request(list(range(first, first + num_tokens)), ())
         for num_outputs in outputs:
             name = str(self.arrivals)
             siblings.append(
-                TokenSequence(
+                Sequence(
                     name,
                     request.prompt_token_ids,
                     SamplingParams(),
@@ -198,7 +198,7 @@ def test_a_block_that_a_decode_fills_is_found_while_it_runs() -> None:
     for _ in range(4):
         harness.step()
     assert (seq.num_computed_tokens, seq.num_cached_blocks) == (8, 2)
-    other = TokenSequence("other", [*seq.token_ids[:8], 1], SamplingParams(), seed=0, arrival=9, max_total_tokens=99)
+    other = Sequence("other", [*seq.token_ids[:8], 1], SamplingParams(), seed=0, arrival=9, max_total_tokens=99)
     assert harness.cache.get_computed_blocks(other).tables == [seq.block_tables[0][:2]]
 
 
@@ -219,7 +219,7 @@ def test_preempts_the_newest_arrival_and_takes_it_back_first() -> None:
 
 
 class OldestIsPreempted(FirstComeFirstServed):
-    def victim_rank(self, seq: TokenSequence) -> float:
+    def victim_rank(self, seq: Sequence) -> float:
         return -seq.arrival
 
 

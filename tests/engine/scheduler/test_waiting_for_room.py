@@ -2,7 +2,7 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pagestream_engine import SamplingParams, SchedulerConfig, SchedulingPolicy, TokenSequence
+from pagestream_engine import SamplingParams, SchedulerConfig, SchedulingPolicy, Sequence
 from pagestream_engine.kv_cache import BlockPool, CachedPrefix, CacheManager, HostTier, check_cache
 from pagestream_engine.plan import KVLayout, full_attention, make_layout
 from pagestream_engine.request import Request
@@ -15,7 +15,7 @@ BLOCK_SIZE = 4
 class ShortestFirst(SchedulingPolicy):
     """So that newcomers pass one that waits, and share its prefix."""
 
-    def rank(self, seq: TokenSequence) -> float:
+    def rank(self, seq: Sequence) -> float:
         return seq.num_prompt_tokens
 
 
@@ -24,9 +24,7 @@ class CountingCache(CacheManager):
 
     num_lookups = 0
 
-    def get_computed_blocks(
-        self, seq: TokenSequence, most: int | None = None, *, may_load: bool = False
-    ) -> CachedPrefix:
+    def get_computed_blocks(self, seq: Sequence, most: int | None = None, *, may_load: bool = False) -> CachedPrefix:
         self.num_lookups += 1
         return super().get_computed_blocks(seq, most, may_load=may_load)
 
@@ -56,12 +54,12 @@ class Harness:
         self.cache = CountingCache(pool, layout, enable_prefix_caching=True, tier=tier)
         config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
         self.scheduler = Scheduler(config, self.cache, policy)
-        self.sequences: list[TokenSequence] = []
+        self.sequences: list[Sequence] = []
 
-    def add(self, tokens: list[int], num_choices: int = 1) -> list[TokenSequence]:
+    def add(self, tokens: list[int], num_choices: int = 1) -> list[Sequence]:
         first, request = len(self.sequences), Request(tokens, ())
         added = [
-            TokenSequence(
+            Sequence(
                 str(number),
                 tokens,
                 SamplingParams(),

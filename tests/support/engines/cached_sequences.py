@@ -1,8 +1,8 @@
 """Sequences over a cache manager, without a scheduler: each takes its blocks and is computed by one call."""
 
-from collections.abc import Sequence
+from collections import abc
 
-from pagestream_engine import SamplingParams, TokenSequence
+from pagestream_engine import SamplingParams, Sequence
 from pagestream_engine.kv_cache import BlockPool, CacheManager
 from pagestream_engine.plan import KVLayout, full_attention
 from pagestream_engine.request import Request, SequenceState
@@ -20,9 +20,9 @@ def make_seq(
     name: str = "a",
     salt: bytes = b"",
     num_kv_groups: int = 1,
-    output_token_ids: Sequence[int] = (),
-) -> TokenSequence:
-    return TokenSequence(
+    output_token_ids: abc.Sequence[int] = (),
+) -> Sequence:
+    return Sequence(
         name,
         token_ids,
         SamplingParams(),
@@ -35,7 +35,7 @@ def make_seq(
     )
 
 
-def run(cache: CacheManager, seq: TokenSequence, num_tokens: int | None = None) -> None:
+def run(cache: CacheManager, seq: Sequence, num_tokens: int | None = None) -> None:
     """Take what is cached, and compute up to `num_tokens`; all but the last where it is left out."""
     num_tokens = len(seq.token_ids) - 1 if num_tokens is None else num_tokens
     cache.touch_prefix(seq, cache.get_computed_blocks(seq))

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
         ScoringRequestOutput,
     )
     from pagestream_engine.offline.prompts import Prompt, TextPrompt, TokensPrompt
-    from pagestream_engine.request import LoRARequest, Request, Sibling, StepOutput, TokenLogprob, TokenSequence
+    from pagestream_engine.request import Choice, LoRARequest, Request, Sequence, SequenceOutput, TokenLogprob
     from pagestream_engine.sampling_params import (
         BeamSearchParams,
         PoolingParams,
@@ -90,6 +90,7 @@ __all__ = [
     "BeamSearchParams",
     "BeamSearchSequence",
     "Capacity",
+    "Choice",
     "ClassificationOutput",
     "ClassificationRequestOutput",
     "CompletionOutput",
@@ -139,13 +140,12 @@ __all__ = [
     "SchedulingPolicy",
     "ScoringOutput",
     "ScoringRequestOutput",
-    "Sibling",
+    "Sequence",
+    "SequenceOutput",
     "SleepFailed",
-    "StepOutput",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokenLogprob",
-    "TokenSequence",
     "TokensPrompt",
     "UnsupportedAdapter",
     "UnsupportedModel",
@@ -239,10 +239,10 @@ _NAMES = {
     "request": (
         "LoRARequest",
         "Request",
-        "Sibling",
-        "StepOutput",
+        "Choice",
+        "SequenceOutput",
         "TokenLogprob",
-        "TokenSequence",
+        "Sequence",
     ),
     "sampling_params": (
         "BeamSearchParams",

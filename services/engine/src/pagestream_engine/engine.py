@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections import abc
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -31,7 +32,7 @@ from pagestream_engine.models.tokenizer import load_tokenizer
 from pagestream_engine.output import Generation, OutputProcessor, Pieces, Taken, failed_output
 from pagestream_engine.plan import ScheduledStep, StepResult
 from pagestream_engine.plugins import import_plugins
-from pagestream_engine.request import Request, SequenceState, Sibling, StepOutput, TokenSequence
+from pagestream_engine.request import Choice, Request, Sequence, SequenceOutput, SequenceState
 from pagestream_engine.sampling_params import SamplingParams
 from pagestream_engine.scheduler.policies import make_policy
 from pagestream_engine.scheduler.scheduler import Scheduler, check_requests
@@ -118,10 +119,10 @@ class Engine:
         self._known_ids: list[Container[str]] = [self._generations]
         """Ids of unfinished sequences, each kept by the part that it is in."""
         self._outputs = OutputProcessor(self._scheduler, self._generations, self._pieces)
-        self._already_ended: list[StepOutput] = []
+        self._already_ended: list[SequenceOutput] = []
         self._before_steps: list[Callable[[], None]] = []
         """What the features that some request has used do before each step."""
-        self._after_steps: list[Callable[[list[StepOutput]], list[StepOutput]]] = []
+        self._after_steps: list[Callable[[list[SequenceOutput]], list[SequenceOutput]]] = []
         """What they make of each step's outputs."""
         self._seeds = random.Random(config.model.seed)
         self._intake = Intake(
@@ -165,18 +166,18 @@ class Engine:
     def add_request(
         self,
         request_id: str,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: abc.Sequence[int],
         params: SamplingParams,
         *,
-        output_token_ids: Sequence[int] = (),
+        output_token_ids: abc.Sequence[int] = (),
         **fields: Any,
     ) -> None:
         """Do `add` for one sequence, whose `seq_id` is `request_id`; `fields` are others of `Request`."""
-        self.add(Request(prompt_token_ids, (Sibling(request_id, params, output_token_ids),), **fields))
+        self.add(Request(prompt_token_ids, (Choice(request_id, params, output_token_ids),), **fields))
 
-    def add_group(self, prompt_token_ids: Sequence[int], siblings: Sequence[Sibling], **fields: Any) -> None:
+    def add_group(self, prompt_token_ids: abc.Sequence[int], choices: abc.Sequence[Choice], **fields: Any) -> None:
         """Do `add`; `fields` are others of `Request`."""
-        self.add(Request(prompt_token_ids, siblings, **fields))
+        self.add(Request(prompt_token_ids, choices, **fields))
 
     def adding(self, request: Request) -> Iterator[None]:
         """Do `add` in parts, between which steps may run: each takes at most `REPLAY_TOKENS` output tokens.
@@ -184,19 +185,19 @@ class Engine:
         The choices are queued by the last one, which also finds ids that were added meanwhile, and an engine that fell
         asleep; until then an abort of its requests is ignored. Errors are those of `add`.
         """
-        siblings, adapter = request.siblings, request.adapter
-        seq_ids = [sibling.seq_id for sibling in siblings]
+        choices, adapter = request.choices, request.adapter
+        seq_ids = [choice.seq_id for choice in choices]
         if not seq_ids or len(set(seq_ids)) < len(seq_ids):
-            raise InvalidRequest(f"siblings: given sequence ids {seq_ids}, expected at least one, and all different")
-        self._check_takes(siblings)
+            raise InvalidRequest(f"choices: given sequence ids {seq_ids}, expected at least one, and all different")
+        self._check_takes(choices)
         if adapter is not None and not self.adapters.is_enabled:
             raise InvalidRequest(f"adapter: given {adapter.name}, expected none without enable_lora")
 
         if adapter is not None:
             self._follow_preparations()
             self._steps.loads_adapters = True
-        if siblings[0].params.use_beam_search:
-            first_arrival = self._intake.take_arrivals(siblings[0].params.width)
+        if choices[0].params.use_beam_search:
+            first_arrival = self._intake.take_arrivals(choices[0].params.width)
             search = make_search(self._intake.make, request, first_arrival, self._search_limits)
             self._settle_if_idle()
             if self._searches is None:
@@ -205,14 +206,14 @@ class Engine:
             self._searches.add(search)
             return
         candidates = None
-        if siblings[0].params.best_of is not None and siblings[0].params.has_best_of:
-            candidates, siblings = make_candidates(siblings)
-        first_arrival = self._intake.take_arrivals(len(siblings))
+        if choices[0].params.best_of is not None and choices[0].params.has_best_of:
+            candidates, choices = make_candidates(choices)
+        first_arrival = self._intake.take_arrivals(len(choices))
         made: list[tuple[Generation, Taken | None]] = []
-        for arrival, sibling in enumerate(siblings, first_arrival):
-            generation = self._intake.make(request, sibling, arrival)
-            made.append((generation, (yield from generation.replay(sibling.output_token_ids))))
-        self._check_takes(siblings)
+        for arrival, choice in enumerate(choices, first_arrival):
+            generation = self._intake.make(request, choice, arrival)
+            made.append((generation, (yield from generation.replay(choice.output_token_ids))))
+        self._check_takes(choices)
         self._settle_if_idle()
         if candidates is not None:
             if self._best_of is None:
@@ -230,7 +231,7 @@ class Engine:
             if end is None:
                 open_ones[seq.seq_id] = generation
             else:
-                ended = StepOutput(seq.seq_id, None, end.text, end.finish_reason, end.stop_reason)
+                ended = SequenceOutput(seq.seq_id, None, end.text, end.finish_reason, end.stop_reason)
                 self._already_ended.append(ended)
         if open_ones:
             self._generations |= open_ones
@@ -275,7 +276,7 @@ class Engine:
 
     # -- steps --
 
-    def step(self) -> list[StepOutput]:
+    def step(self) -> list[SequenceOutput]:
         """Run one step: schedule, model, then text and ends.
 
         With `async_scheduling` a step is launched, and the one before it is waited for: its outputs are returned while
@@ -454,7 +455,7 @@ class Engine:
             lost = [seq for seq in self._scheduler.sequences() if seq.adapter_revision == failed.revision]
             self._fail(lost, failed.error or "")
 
-    def _finished(self, outputs: list[StepOutput]) -> list[StepOutput]:
+    def _finished(self, outputs: list[SequenceOutput]) -> list[SequenceOutput]:
         for change in self._after_steps:
             outputs = change(outputs)
         return outputs
@@ -463,14 +464,14 @@ class Engine:
         if self._steps.in_flight and not self._generations and not self._searches:
             self._steps.settle()
 
-    def _check_takes(self, siblings: Sequence[Sibling]) -> None:
+    def _check_takes(self, choices: abc.Sequence[Choice]) -> None:
         if self.sleep.is_asleep:
             raise EngineAsleep("the engine sleeps, and takes no requests; call wake_up() before")
-        running = [each.seq_id for each in siblings if any(each.seq_id in ids for ids in self._known_ids)]
+        running = [each.seq_id for each in choices if any(each.seq_id in ids for ids in self._known_ids)]
         if running:
             raise InvalidRequest(f"seq_id: given {running[0]!r}, which is running; expected a new one")
 
-    def _fail(self, seqs: Iterable[TokenSequence], reason: str) -> None:
+    def _fail(self, seqs: Iterable[Sequence], reason: str) -> None:
         """End sequences, with their searches; their ends are put out with the next outputs."""
         for seq in [seq for seq in seqs if seq.state is not SequenceState.FINISHED]:
             if self._searches is not None and seq.seq_id in self._searches:

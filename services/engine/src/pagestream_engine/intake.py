@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from itertools import chain
 
 from tokenizers import Tokenizer
@@ -17,7 +18,7 @@ from pagestream_engine.output import (
     bad_words_token_ids,
     is_fault_of_request,
 )
-from pagestream_engine.request import Request, Sibling, TokenSequence
+from pagestream_engine.request import Choice, Request, Sequence
 from pagestream_engine.sampling_params import ALL_LOGPROBS, SamplingParams
 
 
@@ -63,14 +64,14 @@ class Intake:
         self._can_pool, self._has_head = can_pool, has_head
         self._num_arrivals = 0
         self._spelled: tuple[object, tuple[tuple[int, ...], ...]] = (None, ())
-        """Bad words and all their tokens, of the latest choice that had some: its siblings have the same ones."""
+        """Bad words and all their tokens, of the latest choice that had some: its choices have the same ones."""
 
     def take_arrivals(self, count: int) -> int:
         """Return the first of `count` arrival numbers, which no other sequence has."""
         self._num_arrivals += count
         return self._num_arrivals - count
 
-    def make(self, request: Request, sibling: Sibling, arrival: int) -> Generation:
+    def make(self, request: Request, choice: Choice, arrival: int) -> Generation:
         """Make a choice's sequence, and the state of its text before `Generation.replay`.
 
         Raises:
@@ -78,22 +79,22 @@ class Intake:
             PromptTooLong: the prompt leaves no room for a new token.
         """
         prompt_token_ids = request.prompt_token_ids
-        params = self._with_bad_words(sibling.params)
-        self._check(prompt_token_ids, sibling.output_token_ids, params)
+        params = self._with_bad_words(choice.params)
+        self._check(prompt_token_ids, choice.output_token_ids, params)
         max_total_tokens = self._max_model_len
         if params.max_tokens is not None:
             max_total_tokens = min(max_total_tokens, len(prompt_token_ids) + max(1, params.max_tokens))
         end_token_ids = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos or params.structured_outputs is not None:
             end_token_ids |= self._eos_token_ids
-        seq = TokenSequence(
-            sibling.seq_id,
+        seq = Sequence(
+            choice.seq_id,
             prompt_token_ids,
             params,
             seed=params.seed if params.seed is not None else self._draw_seed(),
             arrival=arrival,
             max_total_tokens=max_total_tokens,
-            output_token_ids=sibling.output_token_ids,
+            output_token_ids=choice.output_token_ids,
             request=request,
             end_token_ids=end_token_ids,
             num_kv_groups=self._num_kv_groups,
@@ -102,7 +103,7 @@ class Intake:
         hidden_stops = self._hidden_stops(params) if params.stop else {}
         return Generation(seq, detokenizer, self._eos_token_ids, hidden_stops)
 
-    def _detokenizer(self, prompt: Sequence[int], params: SamplingParams) -> IncrementalDetokenizer | None:
+    def _detokenizer(self, prompt: abc.Sequence[int], params: SamplingParams) -> IncrementalDetokenizer | None:
         if self._pieces is None:
             return None
         try:
@@ -144,7 +145,7 @@ class Intake:
         self._check_tokens("bad_words", tuple(chain.from_iterable(token_ids)))
         return checks.words("bad_words", (*params.bad_words_token_ids, *token_ids))
 
-    def _check(self, prompt: Sequence[int], outputs: Sequence[int], params: SamplingParams) -> None:
+    def _check(self, prompt: abc.Sequence[int], outputs: abc.Sequence[int], params: SamplingParams) -> None:
         if params.n != 1:
             raise InvalidRequest(f"n: given {params.n}, expected 1; add several choices with add_group")
         self._check_params(params)
@@ -189,7 +190,7 @@ class Intake:
         self._check_tokens("allowed_token_ids", params.allowed_token_ids or ())
         self._check_tokens("bad_words_token_ids", tuple(chain.from_iterable(params.bad_words_token_ids)))
 
-    def _check_tokens(self, field: str, token_ids: Sequence[int]) -> None:
+    def _check_tokens(self, field: str, token_ids: abc.Sequence[int]) -> None:
         try:
             low, high = min(array("q", token_ids), default=0), max(token_ids, default=0)
         except (TypeError, OverflowError) as error:

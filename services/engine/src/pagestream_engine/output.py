@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 from codecs import utf_8_decode
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections import abc
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from tokenizers import Tokenizer
 
 from pagestream_engine.errors import InvalidRequest, RequestFault
 from pagestream_engine.plan import Float32Array, ScheduledStep, StepLogprobs, StepPromptLogprobs, StepResult
-from pagestream_engine.request import LogprobRow, SequenceState, StepOutput, TokenLogprob, TokenSequence
+from pagestream_engine.request import LogprobRow, Sequence, SequenceOutput, SequenceState, TokenLogprob
 from pagestream_engine.sampling_params import STATES_DTYPE
 from pagestream_engine.scheduler.scheduler import Scheduler
 
@@ -47,7 +48,9 @@ class OutputProcessor:
         """The beam searches, whose beams have no text; None before the first one."""
         self._pieces = pieces
 
-    def process(self, step: ScheduledStep, tokens: Sequence[Sequence[int]], result: StepResult) -> list[StepOutput]:
+    def process(
+        self, step: ScheduledStep, tokens: abc.Sequence[abc.Sequence[int]], result: StepResult
+    ) -> list[SequenceOutput]:
         """Return an output for each prompt whose log probabilities are complete, then one for each new token.
 
         What a step has sampled for a sequence past its end, or after it was aborted, is dropped.
@@ -56,7 +59,7 @@ class OutputProcessor:
             step: a collected step, after `Scheduler.update_from_output`.
             tokens: `result.tokens()`.
         """
-        outputs: list[StepOutput] = []
+        outputs: list[SequenceOutput] = []
         if result.prompt_logprobs is not None:
             outputs += self._take_prompt_logprobs(step, result.prompt_logprobs)
         if (
@@ -70,13 +73,13 @@ class OutputProcessor:
         return outputs
 
     def _take_tokens(
-        self, sampled: list[TokenSequence], tokens: Sequence[Sequence[int]], result: StepResult
-    ) -> list[StepOutput]:
+        self, sampled: list[Sequence], tokens: abc.Sequence[abc.Sequence[int]], result: StepResult
+    ) -> list[SequenceOutput]:
         """Return an output for each new token, up to the end of its sequence."""
         errors, logprobs = result.errors, logprob_rows(result.logprobs)
         pooled = {} if result.pooled is None else result.pooled.by_sample()
-        outputs: list[StepOutput] = []
-        ended: list[TokenSequence] = []
+        outputs: list[SequenceOutput] = []
+        ended: list[Sequence] = []
         searches = self.searches
         advanced: dict[int, RunningSearch] = {}
         for place, (seq, token_ids) in enumerate(zip(sampled, tokens, strict=True)):
@@ -106,11 +109,11 @@ class OutputProcessor:
         return outputs
 
     def _take_some(
-        self, seq: TokenSequence, token_ids: Sequence[int], logprobs: list[LogprobRow] | None
-    ) -> list[StepOutput]:
+        self, seq: Sequence, token_ids: abc.Sequence[int], logprobs: list[LogprobRow] | None
+    ) -> list[SequenceOutput]:
         """Return the outputs of one sequence's new tokens, up to its end."""
         generation = self._generations[seq.seq_id]
-        outputs: list[StepOutput] = []
+        outputs: list[SequenceOutput] = []
         for index, token_id in enumerate(token_ids):
             output = output_of(generation, token_id, seq.num_output_tokens - len(token_ids) + index + 1)
             if logprobs is not None:
@@ -120,11 +123,11 @@ class OutputProcessor:
                 break
         return outputs
 
-    def _take_one_each(self, sampled: list[TokenSequence], tokens: Sequence[Sequence[int]]) -> list[StepOutput]:
+    def _take_one_each(self, sampled: list[Sequence], tokens: abc.Sequence[abc.Sequence[int]]) -> list[SequenceOutput]:
         """Do `_take_tokens` for a step without errors, drafts and log probabilities: most steps."""
         generations, running = self._generations, SequenceState.RUNNING
-        outputs: list[StepOutput] = []
-        ended: list[TokenSequence] = []
+        outputs: list[SequenceOutput] = []
+        ended: list[Sequence] = []
         for seq, (token_id,) in zip(sampled, tokens, strict=True):
             if seq.state is not running:
                 continue  # It ended while the step was in flight.
@@ -136,9 +139,9 @@ class OutputProcessor:
             self._finish(ended)
         return outputs
 
-    def _take_prompt_logprobs(self, step: ScheduledStep, given: StepPromptLogprobs) -> list[StepOutput]:
+    def _take_prompt_logprobs(self, step: ScheduledStep, given: StepPromptLogprobs) -> list[SequenceOutput]:
         """Keep what chunks report of their prompts. Return an output for each prompt that is complete."""
-        outputs: list[StepOutput] = []
+        outputs: list[SequenceOutput] = []
         for part in prompt_logprob_rows(given):
             seq = step.prefills[part.scheduled].seq
             if seq.state is not SequenceState.RUNNING or not seq.wants_prompt_logprobs:
@@ -154,7 +157,7 @@ class OutputProcessor:
                     self._finish([seq])
         return outputs
 
-    def _finish(self, ended: list[TokenSequence]) -> None:
+    def _finish(self, ended: list[Sequence]) -> None:
         for seq in ended:
             del self._generations[seq.seq_id]
         self._scheduler.finish_requests(ended)
@@ -191,7 +194,7 @@ class Generation:
 
     def __init__(
         self,
-        seq: TokenSequence,
+        seq: Sequence,
         detokenizer: IncrementalDetokenizer | None,
         eos_token_ids: frozenset[int] = frozenset(),
         hidden_stops: Mapping[int, str] | None = None,
@@ -213,7 +216,7 @@ class Generation:
         """Stop strings that are special tokens which the text doesn't show, by their tokens."""
         self._matcher = StopStringMatcher(stops, include_stop_string=include) if stops else None
 
-    def replay(self, output_token_ids: Sequence[int]) -> Generator[None, None, Taken | None]:
+    def replay(self, output_token_ids: abc.Sequence[int]) -> Generator[None, None, Taken | None]:
         """Take the tokens of an earlier run, in parts of REPLAY_TOKENS, and yield after each.
 
         Returns:
@@ -286,17 +289,17 @@ class Generation:
         return self._matcher.push(rest).text + self._matcher.flush()
 
 
-def output_of(generation: Generation, token_id: int, num_output_tokens: int) -> StepOutput:
+def output_of(generation: Generation, token_id: int, num_output_tokens: int) -> SequenceOutput:
     """Return the output of a sequence's next token, the `num_output_tokens`-th of its output."""
     seq = generation.seq
     try:
         plain = generation.take_plain(token_id, num_output_tokens)
         if plain is not None:
-            return StepOutput(seq.seq_id, token_id, plain, None, None, seq.num_cached_tokens)
+            return SequenceOutput(seq.seq_id, token_id, plain, None, None, seq.num_cached_tokens)
         text, finish, stop = generation.take(token_id, num_output_tokens)
     except BaseException as error:  # noqa: BLE001 - what one request's text raises must not fail its neighbours
         return _failed_by(error, seq, token_id)
-    return StepOutput(seq.seq_id, token_id, text, finish, stop, seq.num_cached_tokens)
+    return SequenceOutput(seq.seq_id, token_id, text, finish, stop, seq.num_cached_tokens)
 
 
 def token_logprobs(row: LogprobRow, pieces: Pieces | None) -> tuple[TokenLogprob, ...]:
@@ -307,7 +310,7 @@ def token_logprobs(row: LogprobRow, pieces: Pieces | None) -> tuple[TokenLogprob
     )
 
 
-def with_logprobs(output: StepOutput, row: LogprobRow, seq: TokenSequence, pieces: Pieces | None) -> StepOutput:
+def with_logprobs(output: SequenceOutput, row: LogprobRow, seq: Sequence, pieces: Pieces | None) -> SequenceOutput:
     """Return a token's output with its log probabilities."""
     try:
         output.logprobs = token_logprobs(row, pieces)
@@ -316,32 +319,32 @@ def with_logprobs(output: StepOutput, row: LogprobRow, seq: TokenSequence, piece
     return output
 
 
-def with_prompt_logprobs(seq: TokenSequence, rows: list[LogprobRow], pieces: Pieces | None) -> StepOutput:
+def with_prompt_logprobs(seq: Sequence, rows: list[LogprobRow], pieces: Pieces | None) -> SequenceOutput:
     """Return the output of a prompt whose log probabilities are complete."""
     try:
         prompt_logprobs = tuple(token_logprobs(row, pieces) for row in rows)
     except BaseException as error:  # noqa: BLE001 - as for the text
         return _failed_by(error, seq, None)
-    return StepOutput(seq.seq_id, None, "", prompt_logprobs=prompt_logprobs)
+    return SequenceOutput(seq.seq_id, None, "", prompt_logprobs=prompt_logprobs)
 
 
-def ended_prompt(seq: TokenSequence, states: Float32Array | None) -> StepOutput:
+def ended_prompt(seq: Sequence, states: Float32Array | None) -> SequenceOutput:
     """Return the end of a sequence that ends with its prompt, with the (hidden_size,) states pooled from it."""
     if states is None:
-        return StepOutput(seq.seq_id, None, "", "length", None, seq.num_cached_tokens)
+        return SequenceOutput(seq.seq_id, None, "", "length", None, seq.num_cached_tokens)
     if not np.isfinite(states).all():
         return failed_output(seq, "the hidden states of the prompt are not finite")
     pooled = states.astype(STATES_DTYPE).tobytes()
-    return StepOutput(seq.seq_id, None, "", "stop", None, seq.num_cached_tokens, pooled=pooled)
+    return SequenceOutput(seq.seq_id, None, "", "stop", None, seq.num_cached_tokens, pooled=pooled)
 
 
-def failed_output(seq: TokenSequence, error: str, token_id: int | None = None) -> StepOutput:
+def failed_output(seq: Sequence, error: str, token_id: int | None = None) -> SequenceOutput:
     """Return the end of a sequence that failed, with the token that it failed at, if there is one."""
     is_fault = isinstance(error, RequestFault)
-    return StepOutput(seq.seq_id, token_id, "", "error", None, seq.num_cached_tokens, error, is_fault)
+    return SequenceOutput(seq.seq_id, token_id, "", "error", None, seq.num_cached_tokens, error, is_fault)
 
 
-def _failed_by(error: BaseException, seq: TokenSequence, token_id: int | None) -> StepOutput:
+def _failed_by(error: BaseException, seq: Sequence, token_id: int | None) -> SequenceOutput:
     """Return the end of a sequence whose text has raised; raise what is no request's fault."""
     if not is_fault_of_request(error):
         raise error
@@ -444,7 +447,9 @@ class IncrementalDetokenizer:
 
     __slots__ = ("_pending", "_pieces")
 
-    def __init__(self, pieces: Pieces, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, pieces: Pieces, prompt_token_ids: abc.Sequence[int], *, skip_special_tokens: bool = True
+    ) -> None:
         self._pieces = pieces.table(skip_special_tokens=skip_special_tokens)
         self._pending = self._unfinished(prompt_token_ids)
 
@@ -466,7 +471,7 @@ class IncrementalDetokenizer:
         pending, self._pending = self._pending, b""
         return "" if pending is _SPACE else utf_8_decode(pending, "replace", True)[0]
 
-    def _unfinished(self, prompt_token_ids: Sequence[int]) -> bytes:
+    def _unfinished(self, prompt_token_ids: abc.Sequence[int]) -> bytes:
         """The bytes at the end of the prompt that the first output tokens may complete to a character, or the space
         before them."""
         tail = b""
@@ -507,7 +512,7 @@ class StopStringMatcher:
     what follows the match in the same piece is dropped.
     """
 
-    def __init__(self, stop_strings: Sequence[str], *, include_stop_string: bool = False) -> None:
+    def __init__(self, stop_strings: abc.Sequence[str], *, include_stop_string: bool = False) -> None:
         self._stops = tuple(stop_strings)
         self._include = include_stop_string
         self._held = ""

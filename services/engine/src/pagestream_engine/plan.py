@@ -9,7 +9,8 @@ KV groups are layers whose caches have one shape, with a block table of their ow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import abc
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ import numpy.typing as npt
 from pagestream_grammars import Grammar
 
 from pagestream_engine.errors import RequestFault, UnsupportedModel
-from pagestream_engine.request import Adapter, TokenSequence
+from pagestream_engine.request import Adapter, Sequence
 from pagestream_engine.sampling_params import SamplingParams
 
 Int32Array = npt.NDArray[np.int32]
@@ -193,7 +194,7 @@ class StepResult:
     """None where no prompt that is pooled has ended."""
     num_drafts: Int32Array | None = None
     """(samples,): drafts that each has computed; None in a step without any."""
-    faults: Sequence[int] = ()
+    faults: abc.Sequence[int] = ()
     """Those of the errors that are a `RequestFault`: set from them, and they from it in another process."""
     has_one_each: bool = field(init=False)
     """Whether each sample has exactly one token, and none failed."""
@@ -209,7 +210,7 @@ class StepResult:
         object.__setattr__(self, "errors", errors)
         object.__setattr__(self, "faults", [at for at, text in errors.items() if isinstance(text, RequestFault)])
 
-    def tokens(self) -> Sequence[Sequence[int]]:
+    def tokens(self) -> abc.Sequence[abc.Sequence[int]]:
         """The tokens of each sample; of one that failed those before."""
         if self.has_one_each:
             return list(zip(self.token_ids[:, 0].tolist(), strict=True))
@@ -356,7 +357,9 @@ class KVLayout:
         return fits
 
 
-def make_layout(specs: Sequence[KVSpec], block_size: int, max_model_len: int, stages: Sequence[range] = ()) -> KVLayout:
+def make_layout(
+    specs: abc.Sequence[KVSpec], block_size: int, max_model_len: int, stages: abc.Sequence[range] = ()
+) -> KVLayout:
     """Divide a model's layers into groups.
 
     Layers of one shape are divided into as many groups as it takes so that no group has more than `num_slots` layers.
@@ -387,13 +390,13 @@ def make_layout(specs: Sequence[KVSpec], block_size: int, max_model_len: int, st
     return KVLayout(tuple(groups), max(len(group.layers) for group in groups))
 
 
-def _dealt(layers: list[int], stages: Sequence[range]) -> tuple[int, ...]:
+def _dealt(layers: list[int], stages: abc.Sequence[range]) -> tuple[int, ...]:
     """Order layers so that those of each stage are spread evenly."""
     places = {layer: (place + 0.5) / len(own) for own in _own_layers(layers, stages) for place, layer in enumerate(own)}
     return tuple(sorted(layers, key=lambda layer: (places[layer], layer))) if stages else tuple(layers)
 
 
-def _own_layers(layers: list[int], stages: Sequence[range]) -> list[list[int]]:
+def _own_layers(layers: list[int], stages: abc.Sequence[range]) -> list[list[int]]:
     return [[layer for layer in layers if layer in stage] for stage in stages]
 
 
@@ -467,12 +470,12 @@ class ScheduledSequence:
     Its block tables cover these tokens.
     """
 
-    seq: TokenSequence
+    seq: Sequence
     num_scheduled_tokens: int
     """Tokens that this step computes. Of a decode: its last token, then drafts of those after it."""
     needs_sample: bool
     """Whether these tokens reach the end of `token_ids`, so that the next token can be sampled."""
-    siblings: Sequence[TokenSequence] = ()
+    siblings: abc.Sequence[Sequence] = ()
     """Sequences with equal tokens, which sample from the same logits, each with noise of its own."""
 
 
@@ -507,7 +510,7 @@ class ScheduledStep:
         )
         return num_decoded + sum(chunk.num_scheduled_tokens for chunk in self.prefills)
 
-    def sampled(self) -> list[TokenSequence]:
+    def sampled(self) -> list[Sequence]:
         """The sequences that get a token, in the order of the runner's answer: prefills, then decodes."""
         first = [seq for chunk in self.prefills if chunk.needs_sample for seq in (chunk.seq, *chunk.siblings)]
         return first + [entry.seq for entry in self.decodes]

@@ -6,7 +6,7 @@ compute, and it imports none of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from hashlib import sha256
@@ -53,14 +53,14 @@ def salted(cache_salt: bytes, adapter: Adapter | None) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Sibling:
+class Choice:
     """One choice among several of one prompt, of a `Request`."""
 
     seq_id: str
     """The engine's id of it: unique among the unfinished ones; its outputs carry it."""
     params: SamplingParams
     """With `n` 1 and a seed of its own (see `SamplingParams.for_child`)."""
-    output_token_ids: Sequence[int] = ()
+    output_token_ids: abc.Sequence[int] = ()
     """What an earlier run has generated: its next output is the token after them."""
     index: int | None = None
     """Its place among the choices of its request; None: its place among those that are given together."""
@@ -74,9 +74,9 @@ class Request:
     of the prompt: a leader computes it, the others follow. They are preempted and end one by one.
     """
 
-    prompt_token_ids: Sequence[int]
+    prompt_token_ids: abc.Sequence[int]
     """At least one token, at most `max_model_len - 1`."""
-    siblings: Sequence[Sibling]
+    choices: abc.Sequence[Choice]
     """Its choices. With `use_beam_search` they are the best hypotheses of one search, with `best_of` the likeliest of
     so many choices, by their places."""
     priority: int = 0
@@ -93,10 +93,10 @@ class Request:
     """That computes its tokens; the prefix cache is shared within its revision only."""
     prefix_key: bytes = field(init=False)
     """Salt and adapter in one: what must not share blocks although the tokens are equal."""
-    sequences: list[TokenSequence] = field(init=False, repr=False, default_factory=list)
+    sequences: list[Sequence] = field(init=False, repr=False, default_factory=list)
     """Its unfinished choices, in the order in which they were added. What ends leaves: a cycle would keep the tokens
     until the garbage collector comes."""
-    waiting: list[TokenSequence] = field(init=False, repr=False, default_factory=list)
+    waiting: list[Sequence] = field(init=False, repr=False, default_factory=list)
     """Those of them that wait."""
     was_admitted: bool = field(init=False, default=False)
     """Whether one of them has run: what the cache has of the prompt from then on is their own work."""
@@ -125,20 +125,20 @@ class Request:
 _EXTRA = "~"
 
 
-def with_extra_ids(siblings: Sequence[Sibling], count: int) -> list[str]:
-    """Return ids of `count` sequences: those of the siblings, then others, which stand for the first one."""
-    ids = [sibling.seq_id for sibling in siblings]
+def with_extra_ids(choices: abc.Sequence[Choice], count: int) -> list[str]:
+    """Return ids of `count` sequences: those of the choices, then others, which stand for the first one."""
+    ids = [choice.seq_id for choice in choices]
     return ids + [f"{ids[0]}{_EXTRA}{place}" for place in range(len(ids), count)]
 
 
-def sibling_id(seq_id: str) -> str:
-    """Return the id of the sibling that a sequence is, or stands for."""
+def choice_id(seq_id: str) -> str:
+    """Return the id of the choice that a sequence is, or stands for."""
     return seq_id.partition(_EXTRA)[0]
 
 
-def choice_indexes(siblings: Sequence[Sibling]) -> list[int]:
-    """Return the place of each sibling among the choices of its request."""
-    return [place if sibling.index is None else sibling.index for place, sibling in enumerate(siblings)]
+def choice_indexes(choices: abc.Sequence[Choice]) -> list[int]:
+    """Return the place of each choice among the choices of its request."""
+    return [place if choice.index is None else choice.index for place, choice in enumerate(choices)]
 
 
 NO_ROW = -1
@@ -153,7 +153,7 @@ class SequenceState(Enum):
     FINISHED = auto()
 
 
-class TokenSequence:
+class Sequence:
     """Tokens, block tables and progress of one choice.
 
     `token_ids[:num_computed_tokens]` have their keys and values in the cache: in KV group g token i is in block
@@ -192,13 +192,13 @@ class TokenSequence:
     def __init__(
         self,
         seq_id: str,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: abc.Sequence[int],
         params: SamplingParams,
         *,
         seed: int,
         arrival: int,
         max_total_tokens: int,
-        output_token_ids: Sequence[int] = (),
+        output_token_ids: abc.Sequence[int] = (),
         request: Request | None = None,
         end_token_ids: frozenset[int] = frozenset(),
         num_kv_groups: int = 1,
@@ -243,9 +243,9 @@ class TokenSequence:
         """Chained hashes of its first full blocks, as far as they were needed."""
         self.num_cached_blocks = 0
         """Leading blocks of the finest table that the prefix cache knows (or has another block for), in all groups."""
-        self.leader: TokenSequence | None = None
+        self.leader: Sequence | None = None
         """That computes the prompt for it too: it runs, and has no blocks until then."""
-        self.followers: list[TokenSequence] = []
+        self.followers: list[Sequence] = []
         """Those whose leader it is."""
 
     def __len__(self) -> int:
@@ -316,7 +316,7 @@ class TokenSequence:
 
     def __repr__(self) -> str:
         done, total = self.num_computed_tokens, len(self.token_ids)
-        return f"TokenSequence({self.seq_id!r}, {self.state.name.lower()}, {done}/{total} tokens computed)"
+        return f"Sequence({self.seq_id!r}, {self.state.name.lower()}, {done}/{total} tokens computed)"
 
 
 class TokenLogprob(NamedTuple):
@@ -331,14 +331,14 @@ class TokenLogprob(NamedTuple):
     """The token alone, special ones shown; U+FFFD for bytes that are no character."""
 
 
-class StepOutput(msgspec.Struct, array_like=True, omit_defaults=True):
+class SequenceOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     """What one step did for one sequence.
 
     A finishing output carries the last token too. A sequence that failed may finish without a token.
     """
 
     seq_id: str
-    """The engine's id of the sequence: what its `Sibling` was given."""
+    """The engine's id of the sequence: what its `Choice` was given."""
     token_id: int | None
     text: str
     """The new text, a pure function of the tokens. Empty while a character or a stop string may be incomplete."""

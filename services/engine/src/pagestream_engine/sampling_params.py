@@ -199,7 +199,7 @@ KINDS = (LAST, MEAN, CLS)
 OF_WHOLE_PROMPTS = (MEAN, CLS)
 """Those that need states which a cached prefix does not have: the prompt is computed, not read from the cache."""
 STATES_DTYPE = "<f4"
-"""Of `StepOutput.pooled`: float32 in little-endian order."""
+"""Of `SequenceOutput.pooled`: float32 in little-endian order."""
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from pagestream_engine.plan import (
     StepPlan,
     StepResult,
 )
-from pagestream_engine.request import NO_ROW, SequenceState, TokenSequence
+from pagestream_engine.request import NO_ROW, Sequence, SequenceState
 from pagestream_engine.scheduler.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class StepPipeline:
 
     def __init__(self, scheduler: Scheduler, plans: PlanBuilder, executor: Executor, num_ahead: int) -> None:
         self.executor = executor
-        self.unfit: list[TokenSequence] = []
+        self.unfit: list[Sequence] = []
         """Those of one request that the step which ran out of memory last held alone: they must end."""
         self.loads_adapters = False
         """Whether a request with an adapter has come."""
@@ -182,7 +182,7 @@ class PlanBuilder:
 
     def __init__(self, max_num_seqs: int, layout: KVLayout) -> None:
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
-        self._placed: dict[int, TokenSequence] = {}
+        self._placed: dict[int, Sequence] = {}
         self._finest_group = layout.finest_group
         self._num_sent_blocks = [[0] * max_num_seqs for _ in layout.groups]
         """Of each KV group and row."""
@@ -260,7 +260,7 @@ class PlanBuilder:
             return self._no_edits
         return tuple(self._edits(group, grown) for group in range(len(self._num_sent_blocks)))
 
-    def _edits(self, group: int, grown: list[TokenSequence]) -> BlockEdits:
+    def _edits(self, group: int, grown: list[Sequence]) -> BlockEdits:
         """What the tables of one group have more than was sent."""
         edits: list[tuple[int, int, int]] = []
         num_sent_blocks = self._num_sent_blocks[group]
@@ -284,7 +284,7 @@ class PlanBuilder:
                 added.append(self._place(entry.seq, entry.seq.num_computed_tokens))
         return added
 
-    def _place(self, seq: TokenSequence, num_computed_tokens: int) -> NewSequence:
+    def _place(self, seq: Sequence, num_computed_tokens: int) -> NewSequence:
         row = seq.row = self._free_rows.pop()
         self._placed[row] = seq
         for num_sent_blocks, table in zip(self._num_sent_blocks, seq.block_tables, strict=True):
@@ -331,7 +331,7 @@ class StepLimit:
         """Of a step; None: no limit, and nothing to trim."""
         self._max_tokens: int | None = None
         """Of a step with one sequence."""
-        self._turns: set[TokenSequence] = set()
+        self._turns: set[Sequence] = set()
         """Those that have still to run in this round."""
         self._num_rounds = 0
 
@@ -349,7 +349,7 @@ class StepLimit:
         step.decodes[:] = [entry for entry in step.decodes if id(entry) in kept]
         self._turns.difference_update(entry.seq for entry in entries if id(entry) in kept)
 
-    def shrink(self, failed: ScheduledStep) -> list[TokenSequence]:
+    def shrink(self, failed: ScheduledStep) -> list[Sequence]:
         """Note that a step ran out of memory.
 
         Returns:

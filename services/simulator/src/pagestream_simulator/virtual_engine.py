@@ -11,7 +11,7 @@ import numpy.typing as npt
 from pagestream_engine.config import SchedulerConfig
 from pagestream_engine.kv_cache.manager import CacheManager
 from pagestream_engine.plan import ScheduledStep
-from pagestream_engine.request import Request, TokenSequence
+from pagestream_engine.request import Request, Sequence
 from pagestream_engine.sampling_params import SamplingParams
 from pagestream_engine.scheduler.policies import make_policy
 from pagestream_engine.scheduler.scheduler import Scheduler
@@ -38,9 +38,9 @@ class Collected(NamedTuple):
     """A step that has ended."""
 
     step: ScheduledStep
-    sampled: list[TokenSequence]
+    sampled: list[Sequence]
     """Those that it has sampled a token for; `arrival` is the request's number."""
-    ended: list[TokenSequence]
+    ended: list[Sequence]
     """Those of them that got their last token."""
 
 
@@ -73,7 +73,7 @@ class VirtualEngine:
         """When each request's last token came; infinity before."""
         self._step_seconds = step_seconds
         self._num_ahead = num_ahead
-        self._ends_at: dict[TokenSequence, int] = {}
+        self._ends_at: dict[Sequence, int] = {}
         """Of each request that was added and has not ended: the tokens of its prompt and its answer."""
         self._in_flight: deque[tuple[ScheduledStep, float]] = deque()
         self._max_tokens = cache.layout.max_tokens(cache.pool.num_blocks, 1 << 31)
@@ -110,7 +110,7 @@ class VirtualEngine:
 
     def add(self, number: int, request: VirtualRequest) -> None:
         """Queue a request under a number that no other has; prompts with different numbers have nothing in common."""
-        seq = TokenSequence(
+        seq = Sequence(
             str(number),
             [number + 1] + [0] * (request.prompt_tokens - 1),
             _PARAMS,

@@ -26,7 +26,7 @@ from typing import Protocol, TypeVar, cast
 from pagestream_engine.engine import Engine
 from pagestream_engine.errors import EngineError, MessageError, ModelError, RankLost
 from pagestream_engine.kv_cache.inspection import BlockMap
-from pagestream_engine.request import StepOutput
+from pagestream_engine.request import SequenceOutput
 from pagestream_engine.wire.codec import Frames
 from pagestream_engine.wire.worker import (
     COMMANDS,
@@ -66,7 +66,7 @@ from pagestream_streams.fault_points import FaultPoint, reach
 from pagestream_worker.profiler import StepProfiler, answer_profile
 from pagestream_worker.step_loop import STEPS_AHEAD, CommandQueue, StepLoop, StepsAhead
 
-TakeOutputs = Callable[[Sequence[StepOutput], TokenColumns], None]
+TakeOutputs = Callable[[Sequence[SequenceOutput], TokenColumns], None]
 PROFILE_LIMIT_S = 5.0
 """Seconds to wait for the answer to a request for a profile."""
 

@@ -49,7 +49,7 @@ from pagestream.v1.records_pb2 import (
 )
 from pagestream_engine.errors import InvalidRequest
 from pagestream_engine.features.pooling.config import IDENTITY, SIGMOID, SOFTMAX, probabilities_of, vector_of
-from pagestream_engine.request import Sibling, StepOutput, TokenLogprob
+from pagestream_engine.request import Choice, SequenceOutput, TokenLogprob
 from pagestream_engine.sampling_params import (
     STATES_DTYPE,
     ReasoningMarks,
@@ -110,7 +110,7 @@ class PendingAppends:
 
 logger = logging.getLogger(__name__)
 
-_Outputs = tuple[Sequence[StepOutput], TokenColumns]
+_Outputs = tuple[Sequence[SequenceOutput], TokenColumns]
 
 
 class EngineFailed(RuntimeError):  # noqa: N818 - reads as what happened
@@ -211,19 +211,19 @@ class ActiveRequests:
         self._on_pending()
 
     def _run_group(self, request: RunningRequest, first: int, group: AddGroup) -> None:
-        siblings, params = group.siblings, group.siblings[0].params
+        choices, params = group.choices, group.choices[0].params
         self._budget.reserve(
             len(group.prompt_token_ids),
-            [(sibling.seq_id, len(sibling.output_token_ids)) for sibling in siblings],
+            [(choice.seq_id, len(choice.output_token_ids)) for choice in choices],
             priority=group.priority,
             num_at_end=params.width if params.use_beam_search or params.has_best_of else 0,
             is_search=params.use_beam_search,
         )
-        for sibling in siblings:
-            self._sequences[sibling.seq_id] = request, first + (sibling.index or 0)
+        for choice in choices:
+            self._sequences[choice.seq_id] = request, first + (choice.index or 0)
         self._submit(group)
 
-    def take_outputs(self, outputs: Sequence[StepOutput], tokens: TokenColumns = NO_TOKENS) -> None:
+    def take_outputs(self, outputs: Sequence[SequenceOutput], tokens: TokenColumns = NO_TOKENS) -> None:
         """Add a step's plain tokens and outputs to their requests, first tokens before others.
 
         Where no append is under way, the outputs of requests with a first token are added at once, and the others of
@@ -260,7 +260,7 @@ class ActiveRequests:
         self.failure = EngineFailed(f"the engine ended by {error!r}")
         self.failure.__cause__ = error
 
-    def _defer(self, outputs: Sequence[StepOutput], tokens: TokenColumns) -> _Outputs:
+    def _defer(self, outputs: Sequence[SequenceOutput], tokens: TokenColumns) -> _Outputs:
         """Return what to add now, and defer the rest: whole requests, since the order of entries in a log must not
         depend on timing. A plain token is no first one.
         """
@@ -273,7 +273,7 @@ class ActiveRequests:
             self.deferred = others, tokens
         return [output for output in outputs if request_id_of(output.seq_id) in begun], NO_TOKENS
 
-    def add_outputs(self, outputs: Iterable[StepOutput], tokens: TokenColumns = NO_TOKENS) -> None:
+    def add_outputs(self, outputs: Iterable[SequenceOutput], tokens: TokenColumns = NO_TOKENS) -> None:
         """Add a step's plain tokens, then its other outputs, to their requests.
 
         Those of sequences that were dropped during the step are ignored.
@@ -298,7 +298,7 @@ class ActiveRequests:
             self._on_pending()
         self._bound_memory()
 
-    def _end_sequence(self, request: RunningRequest, choice: int, output: StepOutput) -> None:
+    def _end_sequence(self, request: RunningRequest, choice: int, output: SequenceOutput) -> None:
         del self._sequences[output.seq_id]
         self._telemetry.sequence_ended(request, choice)
         if fault_points.IS_ON:
@@ -439,7 +439,7 @@ def _shape(spec: RequestSpec) -> RequestShape:
     return RequestShape(num_prompt_tokens, spec.tenant, most_output_tokens(spec))
 
 
-def error_code(output: StepOutput) -> str:
+def error_code(output: SequenceOutput) -> str:
     """Return the code of the error that a sequence ended with: whether its request is at fault."""
     return INVALID_REQUEST if output.is_request_fault else "engine_error"
 
@@ -470,7 +470,7 @@ class RunningRequest:
         self._num_choices = self._siblings * len(claim.spec.prompts)
         self._resumed = {choice: list(claim.log.tokens.get(choice, ())) for choice in range(self._num_choices)}
         self._num_tokens = {choice: len(tokens) for choice, tokens in self._resumed.items()}  # beside log.num_taken
-        self._held: defaultdict[int, deque[StepOutput]] = defaultdict(deque)  # generated before their turn
+        self._held: defaultdict[int, deque[SequenceOutput]] = defaultdict(deque)  # generated before their turn
         self._finishes = dict(claim.log.finishes)
         self._prompt_parts = PromptParts(claim.spec, claim.log.prompt_ends)
         self._running: set[int] = set()
@@ -497,7 +497,7 @@ class RunningRequest:
         adapter = AdapterName(given.name, given.path, given.revision) if given.name else None
         log = self.log.handle if has_plain_tokens(spec) else 0
         for number, prompt in enumerate(spec.prompts):
-            first, siblings = number * num_siblings, list[Sibling]()
+            first, choices = number * num_siblings, list[Choice]()
             for index in range(first, first + num_siblings):
                 if index in self._finishes:
                     continue
@@ -512,11 +512,11 @@ class RunningRequest:
                         continue
                     params = params.without_prompt_logprobs()
                 self._running.add(index)
-                siblings.append(Sibling(self._seq_id(index), params, self._resumed[index], index - first))
-            if siblings:
+                choices.append(Choice(self._seq_id(index), params, self._resumed[index], index - first))
+            if choices:
                 group = AddGroup(
                     list(prompt.ids),
-                    siblings,
+                    choices,
                     spec.cache_salt,
                     priority=spec.priority,
                     aged_classes=claim.aged_classes,
@@ -536,7 +536,7 @@ class RunningRequest:
 
     # -- from the engine --
 
-    def add_output(self, choice: int, output: StepOutput) -> None:
+    def add_output(self, choice: int, output: SequenceOutput) -> None:
         """Add one step's output of a choice to the log; the last choice's finish also ends the log."""
         if choice in self._finishes:
             return
@@ -563,7 +563,7 @@ class RunningRequest:
                 return
             self._add(turn, self._held[turn].popleft())
 
-    def _add(self, choice: int, output: StepOutput) -> None:
+    def _add(self, choice: int, output: SequenceOutput) -> None:
         if output.token_id is not None:
             # The finish carries the last token's text, so that a stop string never spans two entries.
             text = output.text if output.finish_reason is None else ""
@@ -624,7 +624,7 @@ class RunningRequest:
         # The nonce separates the outputs of this claim from those of an earlier claim of the same request.
         return f"{self.request_id}/{self.claim.nonce}/{choice}"
 
-    def _finish_choice(self, choice: int, output: StepOutput) -> None:
+    def _finish_choice(self, choice: int, output: SequenceOutput) -> None:
         reason = parse_finish_reason(output.finish_reason) if output.finish_reason else FINISH_REASON_ERROR
         stop_reason = "" if output.stop_reason is None else str(output.stop_reason)
         self._write_finish(choice, reason, stop_reason, output.text)
@@ -775,7 +775,7 @@ class PromptParts:
             return end > 0
         return 0 < end >= len(self._spec.prompts[first // max(1, self._spec.sampling.n)].ids) - 1
 
-    def missing(self, first: int, output: StepOutput) -> list[tuple[int, bytes]]:
+    def missing(self, first: int, output: SequenceOutput) -> list[tuple[int, bytes]]:
         """Return the parts that the log lacks: of each PromptPart.end, and the part without it."""
         begin = self._ends.get(first, 0)
         if output.pooled is None:
@@ -812,7 +812,7 @@ def embedding_part(states: bytes, pooling: Pooling) -> tuple[int, bytes]:
     probabilities of labels.
 
     Args:
-        states: `StepOutput.pooled`.
+        states: `SequenceOutput.pooled`.
     """
     if pooling.activation:
         vector = probabilities_of(states, ACTIVATIONS[pooling.activation])

@@ -17,7 +17,7 @@ from pagestream_engine.engine import Engine
 from pagestream_engine.errors import AdapterError, InvalidRequest, SleepFailed
 from pagestream_engine.output import REPLAY_TOKENS
 from pagestream_engine.plan import ScheduledStep
-from pagestream_engine.request import Request, Sibling, StepOutput, sibling_id
+from pagestream_engine.request import Choice, Request, SequenceOutput, choice_id
 from pagestream_engine.wire.worker import (
     NO_TOKENS,
     AbortSequences,
@@ -180,7 +180,7 @@ class StepLoop:
         has_prompts = came and stats.last_step_prompt_tokens > 0
         self._report(StepDone(others, duration_s, num_sequences, has_prompts, figures, tokens))
 
-    def _run_step(self) -> list[StepOutput]:
+    def _run_step(self) -> list[SequenceOutput]:
         profiler = self._profiler
         if profiler is None or not profiler.is_wanted:
             return self._engine.step()
@@ -297,9 +297,9 @@ class StepLoop:
         if command.waits_for_mark:
             self._waits_for_mark |= _seq_ids(command)
         if command.log:
-            self._plain.add(command.siblings[0].seq_id, command.log)
+            self._plain.add(command.choices[0].seq_id, command.log)
         adding = self._adding_group(command)
-        if sum(len(sibling.output_token_ids) for sibling in command.siblings) > REPLAY_TOKENS:
+        if sum(len(choice.output_token_ids) for choice in command.choices) > REPLAY_TOKENS:
             self._adding.append((command, adding))
         else:
             self._add(command, adding, inf)
@@ -311,7 +311,7 @@ class StepLoop:
             adapter = self._engine.adapters.pinned(given.name, given.path, given.revision)
         request = Request(
             command.prompt_token_ids,
-            command.siblings,
+            command.choices,
             priority=command.priority,
             aged_classes=command.aged_classes,
             tenant=command.tenant,
@@ -336,17 +336,17 @@ class StepLoop:
         except (InvalidRequest, AdapterError) as error:
             for seq_id in _seq_ids(command):
                 self._forget(seq_id)
-            self._report(Refused([_refused(sibling, error) for sibling in command.siblings]))
+            self._report(Refused([_refused(choice, error) for choice in command.choices]))
         return True
 
 
 def _seq_ids(command: AddGroup) -> set[str]:
-    return {sibling.seq_id for sibling in command.siblings}
+    return {choice.seq_id for choice in command.choices}
 
 
-def _refused(sibling: Sibling, error: InvalidRequest | AdapterError) -> StepOutput:
+def _refused(choice: Choice, error: InvalidRequest | AdapterError) -> SequenceOutput:
     is_fault = isinstance(error, InvalidRequest)
-    return StepOutput(sibling.seq_id, None, "", "error", error=str(error), is_request_fault=is_fault)
+    return SequenceOutput(choice.seq_id, None, "", "error", error=str(error), is_request_fault=is_fault)
 
 
 @dataclass(frozen=True)
@@ -400,16 +400,16 @@ class StepMembers:
 
 def prefill_remaining(step: ScheduledStep) -> Mapping[str, int]:
     """Return, for each sequence with prompt tokens in the step, the tokens that it needs computed after it."""
-    remaining = {sibling_id(sibling.seq_id): 0 for chunk in step.prefills for sibling in chunk.siblings}
+    remaining = {choice_id(seq.seq_id): 0 for chunk in step.prefills for seq in chunk.siblings}
     for chunk in step.prefills:
         seq = chunk.seq
-        remaining[sibling_id(seq.seq_id)] = seq.num_unsent_tokens - chunk.num_scheduled_tokens
+        remaining[choice_id(seq.seq_id)] = seq.num_unsent_tokens - chunk.num_scheduled_tokens
     return remaining
 
 
 def decoding(step: ScheduledStep) -> set[str]:
     """Return the sequences that the step only decodes."""
-    return {sibling_id(entry.seq.seq_id) for entry in step.decodes}
+    return {choice_id(entry.seq.seq_id) for entry in step.decodes}
 
 
 class PlainSequences:
@@ -430,12 +430,12 @@ class PlainSequences:
         self._logs.pop(seq_id, None)
         self._begun.pop(seq_id, None)
 
-    def split(self, outputs: Iterable[StepOutput]) -> tuple[TokenColumns, list[StepOutput]]:
+    def split(self, outputs: Iterable[SequenceOutput]) -> tuple[TokenColumns, list[SequenceOutput]]:
         """Return the plain tokens of a step, and its other outputs.
 
         A sequence's plain tokens come before its other output: that is its last one.
         """
-        begun, others = self._begun, list[StepOutput]()
+        begun, others = self._begun, list[SequenceOutput]()
         logs, token_ids, texts = list[int](), list[int](), list[str]()
         for output in outputs:
             log = begun.get(output.seq_id)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from pagestream.v1.records_pb2 import BlockHolders, RunningSequence
 from pagestream.v1.records_pb2 import BlockMap as Record
 from pagestream_engine.kv_cache.inspection import BlockMap
-from pagestream_engine.request import sibling_id
+from pagestream_engine.request import choice_id
 from pagestream_engine.stats import EngineStats
 from pagestream_engine.wire.worker import Figures, request_id_of
 from pagestream_streams import EngineSession
@@ -472,5 +472,5 @@ def record_of(found: BlockMap, stats: EngineStats, block_size: int) -> Record:
 
 def _choice_of(seq_id: str) -> int:
     """Return the choice of `<request id>/<nonce>/<choice>`; a beam's is that of its search."""
-    choice = sibling_id(seq_id).rpartition("/")[2]
+    choice = choice_id(seq_id).rpartition("/")[2]
     return int(choice) if choice.isdecimal() else 0

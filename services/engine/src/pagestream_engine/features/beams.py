@@ -15,7 +15,8 @@ The rules are those of `transformers`' `generate(num_beams=..., do_sample=False)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import abc
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -25,11 +26,11 @@ from pagestream_engine.output import Generation, Pieces, output_of, with_logprob
 from pagestream_engine.plan import KVLayout
 from pagestream_engine.request import (
     NO_ROW,
+    Choice,
     LogprobRow,
     Request,
-    Sibling,
-    StepOutput,
-    TokenSequence,
+    Sequence,
+    SequenceOutput,
     choice_indexes,
     with_extra_ids,
 )
@@ -45,7 +46,7 @@ class Answer:
     """Makes its text. Its sequence is a beam like others, and gives it its id alone."""
     index: int
     """The rank of its hypothesis, from 0."""
-    given: Sequence[int]
+    given: abc.Sequence[int]
     """Tokens that an earlier run has put out: they are found again, and not put out again."""
 
 
@@ -58,7 +59,7 @@ class RunningSearch:
     """
 
     search: BeamSearch
-    beams: list[TokenSequence]
+    beams: list[Sequence]
     """In the order of the search's beams."""
     answers: list[Answer]
     rows: dict[int, LogprobRow] = field(default_factory=dict)
@@ -110,7 +111,7 @@ class Searches:
             for seq in running.beams:
                 self._scheduler.abort(seq)
 
-    def fail(self, seq_id: str, error: str) -> list[StepOutput]:
+    def fail(self, seq_id: str, error: str) -> list[SequenceOutput]:
         """End the search of a beam. Return the ends of its answers."""
         running = self._by_beam[seq_id]
         self._forget(running)
@@ -118,13 +119,13 @@ class Searches:
             self._scheduler.abort(seq)
         return [_failed(answer, error) for answer in running.answers]
 
-    def note(self, seq: TokenSequence, row: LogprobRow) -> RunningSearch:
+    def note(self, seq: Sequence, row: LogprobRow) -> RunningSearch:
         """Take the likeliest tokens of a beam that was sampled. Return its search."""
         running = self._by_beam[seq.seq_id]
         running.rows[id(seq)] = row
         return running
 
-    def advance(self, running: RunningSearch) -> list[StepOutput]:
+    def advance(self, running: RunningSearch) -> list[SequenceOutput]:
         """Choose what each beam of a search that is due goes on with. Return the answers if it has ended."""
         rows = [running.rows[id(seq)] for seq in running.beams]
         is_first = len(running.beams[0].token_ids) == running.beams[0].num_prompt_tokens + 1
@@ -143,7 +144,7 @@ class Searches:
             seq.max_total_tokens += 1
         return []
 
-    def _fork(self, beams: list[TokenSequence], parents: Sequence[int]) -> list[TokenSequence]:
+    def _fork(self, beams: list[Sequence], parents: abc.Sequence[int]) -> list[Sequence]:
         """Return a sequence for each new beam: its parent's own for the first child, a fork for each other."""
         idle = [seq for place, seq in enumerate(beams) if place not in set(parents)]
         taken = set[int]()
@@ -157,7 +158,7 @@ class Searches:
             children.append(child)
         return children
 
-    def _replace(self, child: TokenSequence, parent: TokenSequence) -> None:
+    def _replace(self, child: Sequence, parent: Sequence) -> None:
         """Make a beam a copy of another. They share all blocks; one that is not full is copied before the next step.
 
         No step in flight computes either: a beam waits for its search after each token.
@@ -172,7 +173,7 @@ class Searches:
         for seq in running.beams:
             del self._by_beam[seq.seq_id]
 
-    def _outputs(self, running: RunningSearch, answer: Answer) -> list[StepOutput]:
+    def _outputs(self, running: RunningSearch, answer: Answer) -> list[SequenceOutput]:
         """Return the outputs of one answer, a token each, without those that an earlier run has put out."""
         hypothesis: Hypothesis = running.search.hypotheses[answer.index]
         path = hypothesis.beam.path()
@@ -190,10 +191,10 @@ class Searches:
         return outputs[len(answer.given) :]
 
 
-def _failed(answer: Answer, error: str) -> StepOutput:
+def _failed(answer: Answer, error: str) -> SequenceOutput:
     seq = answer.generation.seq
     is_fault = isinstance(error, RequestFault)
-    return StepOutput(seq.seq_id, None, "", "error", None, seq.num_cached_tokens, error, is_fault)
+    return SequenceOutput(seq.seq_id, None, "", "error", None, seq.num_cached_tokens, error, is_fault)
 
 
 MAX_END_TOKENS = 64
@@ -210,7 +211,7 @@ class SearchLimits:
     num_blocks: int
     layout: KVLayout
 
-    def check(self, search: BeamSearch, seq: TokenSequence, max_total_tokens: int) -> None:
+    def check(self, search: BeamSearch, seq: Sequence, max_total_tokens: int) -> None:
         """Check that a search fits into an engine that runs nothing else: its beams are never parted.
 
         Args:
@@ -255,7 +256,7 @@ class SearchLimits:
 
 
 def make_search(
-    make: Callable[[Request, Sibling, int], Generation], request: Request, first_arrival: int, limits: SearchLimits
+    make: Callable[[Request, Choice, int], Generation], request: Request, first_arrival: int, limits: SearchLimits
 ) -> RunningSearch:
     """Make the beams of a search.
 
@@ -268,15 +269,15 @@ def make_search(
         InvalidRequest: names what is wrong.
         PromptTooLong: the prompt leaves no room for a new token.
     """
-    siblings = request.siblings
-    params = replace(siblings[0].params, seed=0)
-    if any(replace(sibling.params, seed=0) != params for sibling in siblings):
-        raise InvalidRequest("siblings: given different parameters, expected equal ones for the choices of one search")
-    indexes = choice_indexes(siblings)
+    choices = request.choices
+    params = replace(choices[0].params, seed=0)
+    if any(replace(choice.params, seed=0) != params for choice in choices):
+        raise InvalidRequest("choices: given different parameters, expected equal ones for the choices of one search")
+    indexes = choice_indexes(choices)
     if max(indexes) >= params.width:
-        raise InvalidRequest(f"siblings: given choice {max(indexes)}, expected one of {params.width} beams")
-    ids = with_extra_ids(siblings, params.width)
-    made = [make(request, Sibling(seq_id, params), arrival) for arrival, seq_id in enumerate(ids, first_arrival)]
+        raise InvalidRequest(f"choices: given choice {max(indexes)}, expected one of {params.width} beams")
+    ids = with_extra_ids(choices, params.width)
+    made = [make(request, Choice(seq_id, params), arrival) for arrival, seq_id in enumerate(ids, first_arrival)]
     beams = [generation.seq for generation in made]
     max_total_tokens = beams[0].max_total_tokens
     search = BeamSearch(params, beams[0].end_token_ids, max_total_tokens - beams[0].num_prompt_tokens)
@@ -285,8 +286,8 @@ def make_search(
     for seq in beams:
         seq.params = beam_params
     answers = [
-        Answer(generation, index, sibling.output_token_ids)
-        for generation, index, sibling in zip(made, indexes, siblings, strict=False)
+        Answer(generation, index, choice.output_token_ids)
+        for generation, index, choice in zip(made, indexes, choices, strict=False)
     ]
     return RunningSearch(search, beams, answers)
 
@@ -370,7 +371,7 @@ class BeamSearch:
         asked = -1 if self._params.logprobs is None else self._params.logprobs
         return asked if self._params.logprobs == ALL_LOGPROBS else max(self.num_candidates, asked)
 
-    def advance(self, rows: Sequence[LogprobRow]) -> list[Step]:
+    def advance(self, rows: abc.Sequence[LogprobRow]) -> list[Step]:
         """Choose the beams that go on.
 
         Args:
@@ -394,7 +395,7 @@ class BeamSearch:
             return []
         return [Step(candidate.parent, candidate.token_id) for candidate in chosen]
 
-    def _candidates(self, rows: Sequence[LogprobRow]) -> list[_Candidate]:
+    def _candidates(self, rows: abc.Sequence[LogprobRow]) -> list[_Candidate]:
         """All candidates, the best first."""
         scores = [beam.score for beam in self._beams] or [0.0]
         may_end = self._num_tokens > self._params.min_tokens
@@ -410,7 +411,7 @@ class BeamSearch:
                     candidates.append(_Candidate(-score - logprob, parent, place, token_id, is_end))
         return sorted(candidates)
 
-    def _extended(self, candidate: _Candidate, rows: Sequence[LogprobRow]) -> Beam:
+    def _extended(self, candidate: _Candidate, rows: abc.Sequence[LogprobRow]) -> Beam:
         before = self._beams[candidate.parent] if self._num_tokens > 1 else None
         row = None
         if self._params.logprobs is not None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from pagestream_engine.errors import InvalidRequest
-from pagestream_engine.request import Sibling, StepOutput, choice_indexes, with_extra_ids
+from pagestream_engine.request import Choice, SequenceOutput, choice_indexes, with_extra_ids
 from pagestream_engine.sampling_params import child_seed
 
 
@@ -14,7 +14,7 @@ from pagestream_engine.sampling_params import child_seed
 class Entry:
     """One choice that takes part."""
 
-    outputs: list[StepOutput] = field(default_factory=list)
+    outputs: list[SequenceOutput] = field(default_factory=list)
 
     @property
     def has_ended(self) -> bool:
@@ -59,9 +59,9 @@ class BestOf:
         """Hold back the outputs of its choices, which are about to be queued."""
         self._by_entry.update(dict.fromkeys(candidates.entries, candidates))
 
-    def take(self, outputs: Iterable[StepOutput]) -> list[StepOutput]:
+    def take(self, outputs: Iterable[SequenceOutput]) -> list[SequenceOutput]:
         """Return a step's outputs, those of candidates in the place of the ones that end them."""
-        passed: list[StepOutput] = []
+        passed: list[SequenceOutput] = []
         for output in outputs:
             candidates = self._by_entry.get(output.seq_id)
             if candidates is None:
@@ -98,43 +98,41 @@ class BestOf:
             del self._by_entry[seq_id]
 
 
-def make_candidates(siblings: Sequence[Sibling]) -> tuple[Candidates, list[Sibling]]:
+def make_candidates(choices: Sequence[Choice]) -> tuple[Candidates, list[Choice]]:
     """Return candidates, and the choices that take part.
 
     Args:
-        siblings: the choices that are wanted of a prompt, with equal parameters, the seed included; `best_of` is how
+        choices: the choices that are wanted of a prompt, with equal parameters, the seed included; `best_of` is how
             many take part.
 
     Raises:
         InvalidRequest: the parameters differ, or a choice is wanted that can't come out.
     """
-    params = siblings[0].params
-    count, indexes = params.best_of or 1, choice_indexes(siblings)
-    if any(sibling.params != params for sibling in siblings):
-        raise InvalidRequest("siblings: given different parameters, expected equal ones with best_of")
+    params = choices[0].params
+    count, indexes = params.best_of or 1, choice_indexes(choices)
+    if any(choice.params != params for choice in choices):
+        raise InvalidRequest("choices: given different parameters, expected equal ones with best_of")
     if max(indexes) >= count or params.seed is None:
-        raise InvalidRequest(f"siblings: given choice {max(indexes)}, expected one of best_of ({count}), and a seed")
-    ids = with_extra_ids(siblings, count)
-    answers = {
-        sibling.seq_id: (index, sibling.output_token_ids) for sibling, index in zip(siblings, indexes, strict=True)
-    }
+        raise InvalidRequest(f"choices: given choice {max(indexes)}, expected one of best_of ({count}), and a seed")
+    ids = with_extra_ids(choices, count)
+    answers = {choice.seq_id: (index, choice.output_token_ids) for choice, index in zip(choices, indexes, strict=True)}
     candidates = Candidates({seq_id: Entry() for seq_id in ids}, answers, params.logprobs is not None)
     own = replace(params, best_of=None, logprobs=params.logprobs or 0)
     return candidates, [
-        Sibling(seq_id, own.with_seed(child_seed(params.seed, place))) for place, seq_id in enumerate(ids)
+        Choice(seq_id, own.with_seed(child_seed(params.seed, place))) for place, seq_id in enumerate(ids)
     ]
 
 
-def _answers(candidates: Candidates) -> list[StepOutput]:
+def _answers(candidates: Candidates) -> list[SequenceOutput]:
     """The outputs of the choices that won, under the ids that are wanted."""
     ranked = sorted(candidates.entries.values(), key=lambda entry: entry.rank)
-    outputs: list[StepOutput] = []
+    outputs: list[SequenceOutput] = []
     for seq_id, (index, given) in candidates.answers.items():
         own = ranked[index].outputs
         own[-1].cumulative_logprob = ranked[index].cumulative_logprob
         if list(given) != [output.token_id for output in own[: len(given)]]:
             error = "other choices are the likeliest than in the earlier run that has put out a part of this one"
-            outputs.append(StepOutput(seq_id, None, "", "error", error=error))
+            outputs.append(SequenceOutput(seq_id, None, "", "error", error=error))
             continue
         for output in own[len(given) :]:
             output.seq_id = seq_id

@@ -10,13 +10,13 @@ from pagestream_engine.config import SchedulerConfig
 from pagestream_engine.kv_cache.block_pool import BlockPool
 from pagestream_engine.kv_cache.eviction import Segmented
 from pagestream_engine.plan import HostMemory, KVLayout, PageCopy
-from pagestream_engine.request import TokenSequence
+from pagestream_engine.request import Sequence
 
 
 class Load(NamedTuple):
     """A block that a sequence gets back from a page."""
 
-    seq: TokenSequence
+    seq: Sequence
     copy: PageCopy
     block_hash: bytes
     num_tokens: int
@@ -59,7 +59,7 @@ class HostTier:
         self._pages = BlockPool(num_pages, Segmented(num_pages))
         self._num_ahead = num_ahead
         self._loads: list[Load] = []
-        self._loading: set[TokenSequence] = set()
+        self._loading: set[Sequence] = set()
         self._saves: list[Save] = []
         self._in_flight: deque[tuple[list[Save], list[Load]]] = deque()
         self.saves_blocks = True
@@ -89,13 +89,11 @@ class HostTier:
         """What the next step loads."""
         return [load.copy for load in self._loads]
 
-    def is_loading(self, seq: TokenSequence) -> bool:
+    def is_loading(self, seq: Sequence) -> bool:
         """Whether the next step loads blocks of a sequence, which it must not compute then."""
         return seq in self._loading
 
-    def load(
-        self, seq: TokenSequence, block: int, block_hash: bytes, num_tokens: int, parent_hash: bytes | None
-    ) -> None:
+    def load(self, seq: Sequence, block: int, block_hash: bytes, num_tokens: int, parent_hash: bytes | None) -> None:
         """Load a block that some page holds.
 
         Args:
@@ -108,7 +106,7 @@ class HostTier:
         self._loads.append(Load(seq, PageCopy(block, page), block_hash, num_tokens, parent_hash))
         self._loading.add(seq)
 
-    def forget(self, seq: TokenSequence) -> None:
+    def forget(self, seq: Sequence) -> None:
         """Drop the loads of a sequence that is about to release its blocks."""
         if seq in self._loading:
             self._loading.remove(seq)

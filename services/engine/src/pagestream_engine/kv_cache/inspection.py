@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, abc
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -14,13 +14,13 @@ from pagestream_engine.kv_cache.block_pool import BlockPool
 from pagestream_engine.kv_cache.host_tier import HostTier
 from pagestream_engine.kv_cache.manager import BlockHasher, CacheManager, CopyOnWrite
 from pagestream_engine.plan import NO_BLOCK, KVGroup, KVLayout
-from pagestream_engine.request import SequenceState, TokenSequence
+from pagestream_engine.request import Sequence, SequenceState
 
 
 def check_cache(
     pool: BlockPool,
     layout: KVLayout,
-    sequences: Iterable[TokenSequence],
+    sequences: Iterable[Sequence],
     copy_on_write: CopyOnWrite | None = None,
     *,
     num_drafts: int = 0,
@@ -46,7 +46,7 @@ def check_cache(
     _require(contradiction is None, str(contradiction))
 
 
-def _check_references(pool: BlockPool, sequences: list[TokenSequence], sources: list[int]) -> None:
+def _check_references(pool: BlockPool, sequences: list[Sequence], sources: list[int]) -> None:
     free = list(pool.free_blocks)
     _require(len(free) == len(set(free)) == pool.num_free, "the free list repeats a block, or its length is wrong")
     held = [[block for table in seq.block_tables for block in table if block != NO_BLOCK] for seq in sequences]
@@ -73,7 +73,7 @@ def _check_hash_map(pool: BlockPool) -> None:
     _require(pool.num_cached == cached, f"{pool.num_cached} free blocks are said to be cached, {cached} are")
 
 
-def _check_table(seq: TokenSequence, table: list[int], group: KVGroup, finest_block_size: int, num_drafts: int) -> None:
+def _check_table(seq: Sequence, table: list[int], group: KVGroup, finest_block_size: int, num_drafts: int) -> None:
     computed, size = seq.num_computed_tokens, group.block_size
     if seq.state is not SequenceState.RUNNING:
         _require(not table and computed == 0, f"{seq!r} does not run, yet holds blocks")
@@ -97,7 +97,7 @@ def _check_table(seq: TokenSequence, table: list[int], group: KVGroup, finest_bl
     )
 
 
-def _check_hashes(pool: BlockPool, seq: TokenSequence, table: list[int], group: KVGroup, hasher: BlockHasher) -> None:
+def _check_hashes(pool: BlockPool, seq: Sequence, table: list[int], group: KVGroup, hasher: BlockHasher) -> None:
     end_of_cached = seq.num_cached_blocks * hasher.block_size
     _require(end_of_cached <= seq.num_computed_tokens, f"{seq!r} cached a block too early")
     block_hash = None
@@ -108,9 +108,9 @@ def _check_hashes(pool: BlockPool, seq: TokenSequence, table: list[int], group: 
             _require(known is None or known.startswith(block_hash), f"{seq!r} shares a block of other tokens")
 
 
-def _check_writers(layout: KVLayout, sequences: list[TokenSequence], shared: CopyOnWrite) -> None:
+def _check_writers(layout: KVLayout, sequences: list[Sequence], shared: CopyOnWrite) -> None:
     """No block that some sequence will write is held by another, but for what `CopyOnWrite` will give an own."""
-    holders: dict[int, list[TokenSequence]] = {}
+    holders: dict[int, list[Sequence]] = {}
     for seq in sequences:
         for table in seq.block_tables:
             for block in table:
@@ -178,17 +178,17 @@ class BlockMap:
     """Blocks that nothing references, cached ones included."""
     num_cached: int
     """Free blocks that the prefix cache can still find."""
-    cells: Sequence[int]
+    cells: abc.Sequence[int]
     """See FREE. Cell c of n is block `c * num_blocks // n`."""
-    holders: Sequence[Holders]
+    holders: abc.Sequence[Holders]
     """Each once."""
-    sequences: Sequence[RunningSequence]
+    sequences: abc.Sequence[RunningSequence]
     """The first MOST_SEQUENCES that run."""
     num_running: int
     num_waiting: int
 
 
-def block_map(pool: BlockPool, running: Iterable[TokenSequence], *, num_running: int, num_waiting: int) -> BlockMap:
+def block_map(pool: BlockPool, running: Iterable[Sequence], *, num_running: int, num_waiting: int) -> BlockMap:
     """Return the map of a pool; O(blocks in tables), at the speed of set intersections, and O(MOST_CELLS).
 
     Args:
@@ -227,14 +227,14 @@ def block_map(pool: BlockPool, running: Iterable[TokenSequence], *, num_running:
     )
 
 
-def _running(seq: TokenSequence) -> RunningSequence:
+def _running(seq: Sequence) -> RunningSequence:
     num_blocks = sum(len(table) - table.count(NO_BLOCK) for table in seq.block_tables)
     return RunningSequence(
         seq.seq_id, seq.tenant, seq.num_prompt_tokens, len(seq.token_ids), seq.num_computed_tokens, num_blocks
     )
 
 
-def fragmentation(cache: CacheManager, sequences: Iterable[TokenSequence]) -> float:
+def fragmentation(cache: CacheManager, sequences: Iterable[Sequence]) -> float:
     """The share of the slots in referenced blocks that hold no token, between two steps; 0 without such blocks.
 
     Slots that a step in flight fills count as filled, and those behind a window until their block is released. What
@@ -253,7 +253,7 @@ def fragmentation(cache: CacheManager, sequences: Iterable[TokenSequence]) -> fl
     return sum(unused.values()) / used if used else 0.0
 
 
-def _note_unused(unused: dict[int, float], cache: CacheManager, index: int, sequences: Sequence[TokenSequence]) -> None:
+def _note_unused(unused: dict[int, float], cache: CacheManager, index: int, sequences: abc.Sequence[Sequence]) -> None:
     """Set the unused share of each block of one KV group that is not full."""
     size = cache.layout.groups[index].block_size
     for seq in sequences:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import abc, deque
+from collections.abc import Iterable
 from hashlib import sha256
 from typing import NamedTuple
 
 from pagestream_engine.kv_cache.block_pool import BlockPool
 from pagestream_engine.kv_cache.host_tier import HostTier
 from pagestream_engine.plan import NO_BLOCK, TO_LOAD, BlockCopy, KVGroup, KVLayout
-from pagestream_engine.request import TokenSequence
+from pagestream_engine.request import Sequence
 
 _HASH_AT_LEAST = 32
 """Blocks that are hashed in a step however few wait: about 50 microseconds."""
@@ -78,29 +78,29 @@ class CacheManager:
         self._with_window = [cache for cache in self.groups if cache.group.spec.window is not None]
         self._lookup_order = sorted(self.groups, key=lambda cache: cache.group.spec.window is not None)
         self._alignment = max(group.block_size for group in layout.groups)
-        self.uncached: deque[TokenSequence] = deque()
+        self.uncached: deque[Sequence] = deque()
         """Those with full blocks that wait to be hashed."""
 
     # -- how much it takes --
 
-    def num_missing_blocks(self, seq: TokenSequence, num_tokens: int) -> int:
+    def num_missing_blocks(self, seq: Sequence, num_tokens: int) -> int:
         """Blocks that the tables lack to cover the first `num_tokens`."""
         return sum([cache.num_missing_blocks(seq, num_tokens) for cache in self.groups])
 
-    def num_next_blocks(self, sequences: list[TokenSequence]) -> int:
+    def num_next_blocks(self, sequences: list[Sequence]) -> int:
         """Blocks that `allocate_next_slots` takes for sequences that need a block (see `Scheduler.schedule`)."""
         if len(self.groups) == 1:
             return len(sequences)
         return sum([self.num_missing_blocks(seq, seq.num_sent_tokens + 1) for seq in sequences])
 
-    def num_fitting_tokens(self, seq: TokenSequence, most: int) -> int:
+    def num_fitting_tokens(self, seq: Sequence, most: int) -> int:
         """How many of a sequence's next tokens the free blocks can cover, up to `most`."""
         sent, free = seq.num_sent_tokens, self.pool.num_free
         if self.num_missing_blocks(seq, sent + most) <= free:
             return most
         return bisect_right(range(1, most), free, key=lambda count: self.num_missing_blocks(seq, sent + count))
 
-    def num_promised_blocks(self, seq: TokenSequence, chunk: int, prefix: CachedPrefix | None = None) -> int:
+    def num_promised_blocks(self, seq: Sequence, chunk: int, prefix: CachedPrefix | None = None) -> int:
         """Blocks that a sequence has yet to take until its present tokens are computed, in chunks of at most `chunk`.
 
         Args:
@@ -127,9 +127,7 @@ class CacheManager:
 
     # -- prefix --
 
-    def get_computed_blocks(
-        self, seq: TokenSequence, most: int | None = None, *, may_load: bool = False
-    ) -> CachedPrefix:
+    def get_computed_blocks(self, seq: Sequence, most: int | None = None, *, may_load: bool = False) -> CachedPrefix:
         """Return the longest cached prefix of a sequence.
 
         Args:
@@ -143,14 +141,14 @@ class CacheManager:
         num_tokens = self._common_hit(seq, most_tokens, may_load=may_load)
         return CachedPrefix(num_tokens, [cache.cached_table(seq, num_tokens) for cache in self.groups], most_tokens)
 
-    def next_block_hash(self, seq: TokenSequence, num_tokens: int) -> bytes | None:
+    def next_block_hash(self, seq: Sequence, num_tokens: int) -> bytes | None:
         """Return the hash of the block that would continue a cached prefix of so many tokens; None where none can."""
         end = (num_tokens // self._alignment + 1) * self._alignment
         if not self.enable_prefix_caching or end > len(seq.token_ids) - 1:
             return None
         return self._hasher.block_hash(seq, end)
 
-    def touch_prefix(self, seq: TokenSequence, prefix: CachedPrefix) -> None:
+    def touch_prefix(self, seq: Sequence, prefix: CachedPrefix) -> None:
         """Reference what `get_computed_blocks` found as the beginning of empty tables, and take blocks for what
         the next step loads: see `HostTier`."""
         for cache, table in zip(self.groups, prefix.tables, strict=True):
@@ -169,13 +167,13 @@ class CacheManager:
             self.num_hit_tokens += prefix.num_tokens
 
     @staticmethod
-    def _counts_hits_of(seq: TokenSequence) -> bool:
+    def _counts_hits_of(seq: Sequence) -> bool:
         """Whether what the cache has of a sequence is a hit. What it, or a choice of the same prompt, has computed
         before it lost its blocks, or what another engine has generated of it, is found again, and saves nobody's work.
         """
         return not seq.request.was_admitted and not seq.num_output_tokens
 
-    def _common_hit(self, seq: TokenSequence, num_tokens: int, *, may_load: bool) -> int:
+    def _common_hit(self, seq: Sequence, num_tokens: int, *, may_load: bool) -> int:
         """Lower the number of tokens until all groups agree to it: a window may have kept less than full attention, or
         what it kept may end elsewhere."""
         agreed = 0
@@ -190,17 +188,17 @@ class CacheManager:
 
     # -- tables --
 
-    def allocate_slots(self, seq: TokenSequence, num_tokens: int) -> None:
+    def allocate_slots(self, seq: Sequence, num_tokens: int) -> None:
         """Extend the tables to cover the first `num_tokens`; the caller has seen to it that blocks are free."""
         for cache in self.groups:
             cache.allocate_slots(seq, num_tokens)
 
-    def allocate_next_slots(self, sequences: list[TokenSequence]) -> None:
+    def allocate_next_slots(self, sequences: list[Sequence]) -> None:
         """Extend the tables to cover one more token of each; the caller has seen to it that blocks are free."""
         for cache in self.groups:
             cache.allocate_next_slots(sequences)
 
-    def fork(self, parent: TokenSequence, child: TokenSequence, num_tokens: int) -> None:
+    def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Let a sequence without blocks share those of its first tokens, which `parent` has too, and has computed.
 
         Where the last block is not full, it is shared only until `copy_on_write.assign_own_blocks`.
@@ -213,7 +211,7 @@ class CacheManager:
         child.num_cached_blocks = min(parent.num_cached_blocks, num_full)
         child.num_computed_tokens = num_tokens
 
-    def free(self, seq: TokenSequence) -> None:
+    def free(self, seq: Sequence) -> None:
         """Cache what is full, and release all blocks: the end of the prefix is evicted before its beginning."""
         if self.copy_on_write.is_pending:
             self.copy_on_write.forget(seq)
@@ -229,7 +227,7 @@ class CacheManager:
         seq.num_computed_tokens = 0
         seq.num_in_flight_tokens = 0
 
-    def _from_end_to_beginning(self, seq: TokenSequence) -> Iterable[int]:
+    def _from_end_to_beginning(self, seq: Sequence) -> Iterable[int]:
         """The blocks of all groups, in the order in which they are to be evicted."""
         if len(self.groups) == 1:
             return [block for block in reversed(seq.block_tables[0]) if block != NO_BLOCK]
@@ -244,7 +242,7 @@ class CacheManager:
 
     # -- progress --
 
-    def note_full_block(self, seq: TokenSequence) -> None:
+    def note_full_block(self, seq: Sequence) -> None:
         """Queue a sequence that has filled at least one more block, and release what its windows have left behind."""
         if self.enable_prefix_caching:
             self.uncached.append(seq)
@@ -268,11 +266,11 @@ class CacheManager:
             if seq.num_cached_blocks >= full:
                 queue.popleft()
 
-    def _num_full_blocks(self, seq: TokenSequence) -> int:
+    def _num_full_blocks(self, seq: Sequence) -> int:
         """Of the finest group."""
         return seq.num_computed_tokens // self.block_size
 
-    def _cache_full_blocks(self, seq: TokenSequence, until: int) -> None:
+    def _cache_full_blocks(self, seq: Sequence, until: int) -> None:
         """Cache in all groups what ends with one of the first `until` blocks of the finest."""
         if not self.enable_prefix_caching:
             return
@@ -304,11 +302,11 @@ class BlockHasher:
         """Return the parent of a first block. Sequences with another extra key (adapter, tenant salt) share nothing."""
         return sha256(_ROOT + extra_key, usedforsecurity=False).digest()
 
-    def hash_block_tokens(self, parent: bytes, token_ids: Sequence[int]) -> bytes:
+    def hash_block_tokens(self, parent: bytes, token_ids: abc.Sequence[int]) -> bytes:
         """Return the hash of a full block that follows the one with the hash `parent`."""
         return sha256(parent + self._pack(*token_ids), usedforsecurity=False).digest()
 
-    def block_hash(self, seq: TokenSequence, num_tokens: int) -> bytes:
+    def block_hash(self, seq: Sequence, num_tokens: int) -> bytes:
         """Return the hash of the block that ends with a sequence's first `num_tokens`, a multiple of the block size.
 
         Larger blocks that end there have it too. Each link of the chain is computed once and kept in
@@ -319,7 +317,7 @@ class BlockHasher:
             hashes.append(self.hash_next_block(seq, len(hashes) * size, hashes[-1] if hashes else None))
         return hashes[num_tokens // size - 1]
 
-    def hash_next_block(self, seq: TokenSequence, start: int, parent: bytes | None) -> bytes:
+    def hash_next_block(self, seq: Sequence, start: int, parent: bytes | None) -> bytes:
         """Return the hash of a sequence's full block that begins with token `start`, after the one with the hash
         `parent`; None: the first."""
         parent = self.root(seq.request.prefix_key) if parent is None else parent
@@ -350,17 +348,17 @@ class GroupCache:
         self._hasher = hasher
         self._suffix = b"" if index == 0 else index.to_bytes(2, "little")
 
-    def table(self, seq: TokenSequence) -> list[int]:
+    def table(self, seq: Sequence) -> list[int]:
         """This group's block table of a sequence."""
         return seq.block_tables[self.index]
 
     # -- how much it takes --
 
-    def num_missing_blocks(self, seq: TokenSequence, num_tokens: int) -> int:
+    def num_missing_blocks(self, seq: Sequence, num_tokens: int) -> int:
         """Blocks that the table lacks to cover the first `num_tokens`."""
         return self.group.num_blocks_for(num_tokens) - len(seq.block_tables[self.index])
 
-    def num_promised_blocks(self, seq: TokenSequence, table: list[int], chunk: int) -> int:
+    def num_promised_blocks(self, seq: Sequence, table: list[int], chunk: int) -> int:
         """Blocks that a sequence has yet to take for its present tokens, beyond those of `table`, at the moment when it
         holds most."""
         if self.group.spec.window is None:
@@ -380,13 +378,13 @@ class GroupCache:
 
     # -- tables --
 
-    def allocate_slots(self, seq: TokenSequence, num_tokens: int) -> None:
+    def allocate_slots(self, seq: Sequence, num_tokens: int) -> None:
         """Extend the table to cover the first `num_tokens`."""
         table = seq.block_tables[self.index]
         for _ in range(self.group.num_blocks_for(num_tokens) - len(table)):
             table.append(self._pool.allocate())
 
-    def allocate_next_slots(self, sequences: list[TokenSequence]) -> None:
+    def allocate_next_slots(self, sequences: list[Sequence]) -> None:
         """Extend the tables to cover one more token of each."""
         index, size, allocate = self.index, self.group.block_size, self._pool.allocate
         for seq in sequences:
@@ -394,7 +392,7 @@ class GroupCache:
             if seq.num_sent_tokens == len(table) * size:
                 table.append(allocate())
 
-    def share(self, parent: TokenSequence, child: TokenSequence, num_tokens: int) -> bool:
+    def share(self, parent: Sequence, child: Sequence, num_tokens: int) -> bool:
         """Give a child without blocks those of its first tokens, which its parent has computed, and still holds.
 
         Return whether the last of them is not full.
@@ -406,14 +404,14 @@ class GroupCache:
         self.table(child).extend([NO_BLOCK] * first + shared)
         return num_tokens % self.group.block_size > 0
 
-    def reuse(self, seq: TokenSequence, table: list[int]) -> None:
+    def reuse(self, seq: Sequence, table: list[int]) -> None:
         """Reference blocks that were found by their hashes, as the beginning of an empty table."""
         for block in table:
             if block >= 0:
                 self._pool.reuse(block)
         self.table(seq).extend(table)
 
-    def load(self, seq: TokenSequence) -> None:
+    def load(self, seq: Sequence) -> None:
         """Give a table's places TO_LOAD their blocks; the caller has seen to it that enough are free."""
         table, size = self.table(seq), self.group.block_size
         for place, block in enumerate(table):
@@ -422,7 +420,7 @@ class GroupCache:
                 parent_hash = self._hash_at(seq, place - 1) if place else None
                 self._tier.load(seq, table[place], self._hash_at(seq, place), (place + 1) * size, parent_hash)
 
-    def drop_behind_window(self, seq: TokenSequence) -> None:
+    def drop_behind_window(self, seq: Sequence) -> None:
         """Release what no token that is still to be computed reads. The latest of it is evicted first."""
         table = self.table(seq)
         place = min(self.group.first_block(seq.num_computed_tokens), len(table)) - 1
@@ -433,7 +431,7 @@ class GroupCache:
 
     # -- block hashes --
 
-    def cache_full_block(self, seq: TokenSequence, num_tokens: int, block_hash: bytes) -> None:
+    def cache_full_block(self, seq: Sequence, num_tokens: int, block_hash: bytes) -> None:
         """Let the block that ends with the first `num_tokens` tokens be found, if there is such a block.
 
         Args:
@@ -446,7 +444,7 @@ class GroupCache:
                 parent_hash = self._hash_at(seq, place - 1) if place else None
                 self._pool.cache_full_block(block, self._with_group(block_hash), num_tokens, parent_hash)
 
-    def longest_hit(self, seq: TokenSequence, num_tokens: int, alignment: int, *, may_load: bool = False) -> int:
+    def longest_hit(self, seq: Sequence, num_tokens: int, alignment: int, *, may_load: bool = False) -> int:
         """Tokens of the longest prefix that can go on: the pool has all of its blocks that attention still reads.
 
         Args:
@@ -463,13 +461,13 @@ class GroupCache:
             end = missing * size // alignment * alignment  # Each longer prefix reads the missing block too.
         return 0
 
-    def cached_table(self, seq: TokenSequence, num_tokens: int) -> list[int]:
+    def cached_table(self, seq: Sequence, num_tokens: int) -> list[int]:
         """The table of a prefix that `longest_hit` has found, with TO_LOAD for blocks that host memory has."""
         first, end = self.group.first_block(num_tokens), num_tokens // self.group.block_size
         by_hash = self._pool.by_hash
         return [NO_BLOCK] * first + [by_hash.get(self._hash_at(seq, place), TO_LOAD) for place in range(first, end)]
 
-    def most_held(self, seq: TokenSequence, table: list[int], num_tokens: int) -> tuple[int, list[bytes]]:
+    def most_held(self, seq: Sequence, table: list[int], num_tokens: int) -> tuple[int, list[bytes]]:
         """Bound the blocks of a cached prefix that running sequences hold, and that cost another no free block.
 
         Args:
@@ -490,7 +488,7 @@ class GroupCache:
         blocks = table + [by_hash.get(block_hash, TO_LOAD) for block_hash in hashes[len(table) : known]]
         return sum(1 for block in blocks if block != TO_LOAD and ref_counts[block]), hashes
 
-    def _first_missing(self, seq: TokenSequence, first: int, end: int, *, may_load: bool) -> int | None:
+    def _first_missing(self, seq: Sequence, first: int, end: int, *, may_load: bool) -> int | None:
         by_hash, tier = self._pool.by_hash, self._tier if may_load else None
         for place in range(first, end):
             block_hash = self._hash_at(seq, place)
@@ -498,7 +496,7 @@ class GroupCache:
                 return place
         return None
 
-    def _hash_at(self, seq: TokenSequence, place: int) -> bytes:
+    def _hash_at(self, seq: Sequence, place: int) -> bytes:
         return self._with_group(self._hasher.block_hash(seq, (place + 1) * self.group.block_size))
 
     def _with_group(self, block_hash: bytes) -> bytes:
@@ -509,7 +507,7 @@ class GroupCache:
 class Fork(NamedTuple):
     """A sequence that shares the last block of one of its tables, which it will write."""
 
-    seq: TokenSequence
+    seq: Sequence
     group: int
     """Index of the KV group."""
 
@@ -529,7 +527,7 @@ class CopyOnWrite:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._forks: list[Fork] = []
-        self._due: list[tuple[TokenSequence, BlockCopy]] = []
+        self._due: list[tuple[Sequence, BlockCopy]] = []
         self.is_pending = False
         """Whether there is a fork, or a copy that is due."""
 
@@ -543,7 +541,7 @@ class CopyOnWrite:
         """Sequences that share their last block in a group, and will write it."""
         return self._forks
 
-    def add(self, seq: TokenSequence, group: int) -> None:
+    def add(self, seq: Sequence, group: int) -> None:
         """Note a running sequence that shares the last block of a table, and has not filled it."""
         self._forks.append(Fork(seq, group))
         self.is_pending = True
@@ -568,7 +566,7 @@ class CopyOnWrite:
         self._due.clear()
         self.is_pending = bool(self._forks)
 
-    def forget(self, seq: TokenSequence) -> None:
+    def forget(self, seq: Sequence) -> None:
         """Drop a sequence that is about to release its blocks."""
         self._forks = [fork for fork in self._forks if fork.seq is not seq]
         for entry in [entry for entry in self._due if entry[0] is seq]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pagestream_engine.offline.prompts import EncodedPrompt
-from pagestream_engine.request import Adapter, LoRARequest, Request, Sibling, StepOutput, TokenLogprob
+from pagestream_engine.request import Adapter, Choice, LoRARequest, Request, SequenceOutput, TokenLogprob
 from pagestream_engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache had."""
     pooled: bytes | None = None
-    """As `StepOutput.pooled`."""
+    """As `SequenceOutput.pooled`."""
     lora_request: LoRARequest | None = None
     """The adapter that computed it."""
 
@@ -211,12 +211,12 @@ class OfflineRequest:
         """Queue the choices; raises as `Engine.add`."""
         params = self.params
         seed = engine.draw_seed() if params.seed is None else params.seed
-        siblings = [Sibling(seq_id, params.for_child(seed, choice.index)) for seq_id, choice in self.choices.items()]
+        choices = [Choice(seq_id, params.for_child(seed, choice.index)) for seq_id, choice in self.choices.items()]
         self.texts = {seq_id: [] for seq_id in self.choices}
         engine.add(
             Request(
                 self.output.prompt_token_ids,
-                siblings,
+                choices,
                 priority=self.priority,
                 cache_salt=self.cache_salt,
                 adapter=self.adapter,
@@ -229,7 +229,7 @@ class OfflineRequest:
             if choice.finish_reason is None:
                 engine.abort_request(seq_id)
 
-    def take(self, step: StepOutput) -> bool:
+    def take(self, step: SequenceOutput) -> bool:
         """Take what a step brought. Return whether all choices have ended with it."""
         choice = self.choices[step.seq_id]
         if step.prompt_logprobs is not None:

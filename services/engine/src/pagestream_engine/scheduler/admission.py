@@ -12,8 +12,7 @@ Blocks are counted in these words, here and in `cache/`:
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, abc
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ from pagestream_engine.errors import InvariantViolation
 from pagestream_engine.features.lora.scheduling import AdapterTurns
 from pagestream_engine.kv_cache.manager import CachedPrefix, CacheManager
 from pagestream_engine.plan import ScheduledSequence
-from pagestream_engine.request import Request, TokenSequence
+from pagestream_engine.request import Request, Sequence
 from pagestream_engine.scheduler.budget import ChunkBudget, RestoreCost
 from pagestream_engine.scheduler.policies import SequenceEvents, WaitingQueue
 from pagestream_engine.scheduler.running import RunningSequences, choose_leader
@@ -60,8 +59,8 @@ class Shortage(NamedTuple):
 class Start(NamedTuple):
     """Choices of a waiting request that can start now."""
 
-    members: list[TokenSequence]
-    leader: TokenSequence
+    members: list[Sequence]
+    leader: Sequence
     prefix: CachedPrefix
     next_hash: bytes | None
     """Of the first block that the leader computes, where others may wait for it."""
@@ -223,9 +222,7 @@ class Admission:
             return count
         return min(num_seats, self._waiting.num_before_next())
 
-    def _that_fit(
-        self, members: list[TokenSequence], leader: TokenSequence, wanted: int, room: int
-    ) -> list[TokenSequence]:
+    def _that_fit(self, members: list[Sequence], leader: Sequence, wanted: int, room: int) -> list[Sequence]:
         """Return the first members for which there is room, and room for those to grow; at least the leader.
 
         Args:
@@ -249,7 +246,7 @@ class Admission:
         computing = [*self._running.prefills, *self._running.with_chunk_in_flight()]
         return {cache.next_block_hash(seq, seq.num_cached_blocks * cache.block_size) for seq in computing}
 
-    def _waits_for_another(self, leader: TokenSequence, prefix: CachedPrefix, coming: set[bytes | None]) -> bool:
+    def _waits_for_another(self, leader: Sequence, prefix: CachedPrefix, coming: set[bytes | None]) -> bool:
         """Whether another sequence is computing the block after a request's cached prefix, which they share a step
         later, or another choice the log probabilities of the prompt."""
         if leader.wants_prompt_logprobs and leader.request.is_computing_prompt_logprobs:
@@ -257,7 +254,7 @@ class Admission:
         next_hash = self._cache.next_block_hash(leader, prefix.num_tokens)
         return next_hash is not None and next_hash in coming
 
-    def _with_host_pages(self, leader: TokenSequence, found: CachedPrefix, count: int) -> CachedPrefix:
+    def _with_host_pages(self, leader: Sequence, found: CachedPrefix, count: int) -> CachedPrefix:
         """Return the longer prefix that host memory has, where it costs less to copy than to compute."""
         cost = self._restore_cost
         if cost is None:
@@ -301,9 +298,7 @@ class Admission:
         own = sum(self._num_own_blocks(seq) for seq in self._running.followers())
         return own + sum(self._cache.num_promised_blocks(seq, self._max_chunk) for seq in self._running.prefills)
 
-    def num_wanted_blocks(
-        self, leader: TokenSequence, prefix: CachedPrefix, members: Sequence[TokenSequence] = ()
-    ) -> int:
+    def num_wanted_blocks(self, leader: Sequence, prefix: CachedPrefix, members: abc.Sequence[Sequence] = ()) -> int:
         """Free blocks that choices of a request want, their leader starting from a cached prefix."""
         cache = self._cache
         wanted = cache.num_promised_blocks(leader, self._max_chunk, prefix) + cache.num_free_blocks_used_by(prefix)
@@ -316,7 +311,7 @@ class Admission:
             return known.num_blocks
         return len(request.waiting) - 1 if request.is_search else 0  # Whatever is cached, each follower takes a block.
 
-    def _note_shortage(self, request: Request, leader: TokenSequence, prefix: CachedPrefix) -> None:
+    def _note_shortage(self, request: Request, leader: Sequence, prefix: CachedPrefix) -> None:
         pool = self._cache.pool
         if not pool.is_watching or len(self._shortages) > MOST_WITHOUT_BLOCKS:
             self._shortages.clear()
@@ -326,13 +321,13 @@ class Admission:
             num_blocks += sum(self._num_own_blocks(seq) for seq in request.waiting if seq is not leader)
         self._shortages[id(request)] = Shortage(request, list(map(len, request.waiting)), num_blocks)
 
-    def _num_own_blocks(self, seq: TokenSequence) -> int:
+    def _num_own_blocks(self, seq: Sequence) -> int:
         """Own blocks of a follower; one without output needs room for its first token at once."""
         num_tokens = max(len(seq), seq.num_prompt_tokens + 1)
         return self._cache.num_own_blocks(seq.num_prompt_tokens, num_tokens, self._max_chunk)
 
 
-def _first(request: Request, leader: TokenSequence, count: int) -> list[TokenSequence]:
+def _first(request: Request, leader: Sequence, count: int) -> list[Sequence]:
     """Return so many choices of a request that wait, in order, of which one is their leader."""
     first = request.waiting[:count]
     return first if leader in first else [*first[:-1], leader]
@@ -372,7 +367,7 @@ class Seats:
         self.kept_for = request
 
 
-def least_wanted_blocks(cache: CacheManager, seq: TokenSequence, prefix: CachedPrefix, chunk: int) -> int:
+def least_wanted_blocks(cache: CacheManager, seq: Sequence, prefix: CachedPrefix, chunk: int) -> int:
     """Free blocks that a waiting sequence takes at least, whatever prefix a lookup finds while the pool's watch lasts.
 
     What it takes is `num_promised_blocks` and `num_free_blocks_used_by`. A cached block that is free counts in one

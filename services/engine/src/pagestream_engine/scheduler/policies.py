@@ -13,22 +13,22 @@ from math import log2
 from typing import Any, NamedTuple
 
 from pagestream_engine.errors import ConfigError
-from pagestream_engine.request import Request, TokenSequence
+from pagestream_engine.request import Request, Sequence
 
 
 class SequenceEvents:
     """What a policy may learn of each sequence, siblings included. By default it learns nothing."""
 
-    def arrived(self, seq: TokenSequence) -> None:
+    def arrived(self, seq: Sequence) -> None:
         """Note that a sequence was added; a resumed one has output tokens."""
 
-    def scheduled(self, seq: TokenSequence) -> None:
+    def scheduled(self, seq: Sequence) -> None:
         """Note that a sequence was admitted, at first or again."""
 
-    def preempted(self, seq: TokenSequence) -> None:
+    def preempted(self, seq: Sequence) -> None:
         """Note that a running sequence has lost its place, before it is queued again."""
 
-    def ended(self, seq: TokenSequence, *, is_complete: bool) -> None:
+    def ended(self, seq: Sequence, *, is_complete: bool) -> None:
         """Note that a sequence is gone: complete, or aborted."""
 
     @property
@@ -60,14 +60,14 @@ class SchedulingPolicy(SequenceEvents, ABC):
     "fcfs" (by arrival and class), "shortest_first" or "fair"."""
 
     @abstractmethod
-    def rank(self, seq: TokenSequence) -> float:
+    def rank(self, seq: Sequence) -> float:
         """Return its place: the lowest rank is admitted first, and its prompt computed first."""
 
-    def victim_rank(self, seq: TokenSequence) -> float:
+    def victim_rank(self, seq: Sequence) -> float:
         """Return its place in the order of preemption, by default `rank`: the highest is preempted first."""
         return self.rank(seq)
 
-    def may_displace(self, waiting: TokenSequence, running: TokenSequence) -> bool:
+    def may_displace(self, waiting: Sequence, running: Sequence) -> bool:
         """Whether the first one that waits, for want of a seat or of blocks, takes the place of one that runs.
 
         Those with the highest victim ranks lose theirs, no more than it needs. For two sequences it must not be true
@@ -80,7 +80,7 @@ Place = tuple[float, int]
 """Rank and arrival of the first choice of a request that waits: the lowest goes first."""
 
 
-_Entry = tuple[float, int, list[TokenSequence]]
+_Entry = tuple[float, int, list[Sequence]]
 """The place of a request, and its choices that wait."""
 
 
@@ -106,7 +106,7 @@ class WaitingQueue:
         """Sequences, not requests."""
         return self.num_sequences
 
-    def __iter__(self) -> Iterator[TokenSequence]:
+    def __iter__(self) -> Iterator[Sequence]:
         entries = chain(self._heap, self._held_back, *self._lanes.values())
         return (seq for _, _, waiting in entries for seq in waiting)
 
@@ -185,7 +185,7 @@ class WaitingQueue:
         self.num_sequences -= len(waiting)
         return waiting[0].request
 
-    def forget(self, seq: TokenSequence) -> None:
+    def forget(self, seq: Sequence) -> None:
         """Take one sequence out of its request, which is in the queue."""
         request = seq.request
         request.waiting.remove(seq)
@@ -195,7 +195,7 @@ class WaitingQueue:
         if len(self._heap) + sum(map(len, self._lanes.values())) > 2 * self._num_requests + 64:
             self._keep(bool)
 
-    def requeue(self, seqs: Iterable[TokenSequence]) -> None:
+    def requeue(self, seqs: Iterable[Sequence]) -> None:
         """Queue choices of a prompt that have run, with those of it that wait, each in the place of its rank."""
         seqs = list(seqs)
         request = seqs[0].request
@@ -208,7 +208,7 @@ class WaitingQueue:
         request.waiting = seqs
         self.push(request)
 
-    def _keep(self, is_kept: Callable[[list[TokenSequence]], bool]) -> None:
+    def _keep(self, is_kept: Callable[[list[Sequence]], bool]) -> None:
         for entries in (self._heap, *self._lanes.values()):
             entries[:] = [entry for entry in entries if is_kept(entry[2])]
             heapify(entries)
@@ -228,7 +228,7 @@ MOST_IDLE_TENANTS = 256
 class FirstComeFirstServed(SchedulingPolicy):
     """By arrival: a preempted sequence goes before everything that came after it."""
 
-    def rank(self, seq: TokenSequence) -> float:
+    def rank(self, seq: Sequence) -> float:
         """Return its arrival."""
         return seq.arrival
 
@@ -248,11 +248,11 @@ class PriorityFirst(SchedulingPolicy):
     def __init__(self, class_arrivals: int = CLASS_ARRIVALS) -> None:
         self._class_arrivals = class_arrivals
 
-    def rank(self, seq: TokenSequence) -> float:
+    def rank(self, seq: Sequence) -> float:
         """Return its arrival, later by `class_arrivals` for each class that it has not risen by its age."""
         return seq.arrival + self._class_arrivals * max(0.0, seq.priority - seq.aged_classes)
 
-    def may_displace(self, waiting: TokenSequence, running: TokenSequence) -> bool:
+    def may_displace(self, waiting: Sequence, running: Sequence) -> bool:
         """Whether it is of class 0, and before one of another class in the order."""
         return waiting.priority == 0 < running.priority and self.rank(waiting) < self.rank(running)
 
@@ -273,17 +273,17 @@ class ShortestFirst(SchedulingPolicy):
         self.predictor = LengthPredictor()
         self._ranks: dict[int, float] = {}
 
-    def rank(self, seq: TokenSequence) -> float:
+    def rank(self, seq: Sequence) -> float:
         """Return the tokens that it had yet to compute and generate when it arrived, and `token_arrivals` for
         each arrival before it."""
         return self._ranks[seq.arrival]
 
-    def arrived(self, seq: TokenSequence) -> None:
+    def arrived(self, seq: Sequence) -> None:
         """Reckon its rank."""
         output = max(0.0, self.predictor.expected(seq) - seq.num_output_tokens)
         self._ranks[seq.arrival] = len(seq.token_ids) + output + self._token_arrivals * seq.arrival
 
-    def ended(self, seq: TokenSequence, *, is_complete: bool) -> None:
+    def ended(self, seq: Sequence, *, is_complete: bool) -> None:
         """Learn its length."""
         del self._ranks[seq.arrival]
         if is_complete:
@@ -309,29 +309,29 @@ class RoundRobin(SchedulingPolicy):
         self._begun_at: dict[int, int] = {}
         """Output tokens at the beginning of the turn; of those that run."""
 
-    def rank(self, seq: TokenSequence) -> float:
+    def rank(self, seq: Sequence) -> float:
         """Return the number of its turn."""
         return self._turns[seq.arrival]
 
-    def may_displace(self, waiting: TokenSequence, running: TokenSequence) -> bool:
+    def may_displace(self, waiting: Sequence, running: Sequence) -> bool:
         """Whether the one that runs has had its slice."""
         return running.num_output_tokens - self._begun_at[running.arrival] >= self._slice_tokens
 
-    def arrived(self, seq: TokenSequence) -> None:
+    def arrived(self, seq: Sequence) -> None:
         """Queue it behind all others."""
         self._turns[seq.arrival] = self._num_turns
         self._num_turns += 1
 
-    def scheduled(self, seq: TokenSequence) -> None:
+    def scheduled(self, seq: Sequence) -> None:
         """Begin its slice."""
         self._begun_at[seq.arrival] = seq.num_output_tokens
 
-    def preempted(self, seq: TokenSequence) -> None:
+    def preempted(self, seq: Sequence) -> None:
         """Queue it behind all others after a slice; one that lost its blocks before keeps its turn."""
         if seq.num_output_tokens - self._begun_at.pop(seq.arrival) >= self._slice_tokens:
             self.arrived(seq)
 
-    def ended(self, seq: TokenSequence, *, is_complete: bool) -> None:
+    def ended(self, seq: Sequence, *, is_complete: bool) -> None:
         """Forget it."""
         del self._turns[seq.arrival]
         self._begun_at.pop(seq.arrival, None)
@@ -363,11 +363,11 @@ class FairByTenant(SchedulingPolicy):
         self._charged: dict[int, tuple[int, float, int]] = {}
         """Of a sequence: prompt tokens, those expected of its output, and those of it that others have generated."""
 
-    def rank(self, seq: TokenSequence) -> float:
+    def rank(self, seq: Sequence) -> float:
         """Return its tenant's virtual time when it arrived."""
         return self._starts[seq.arrival]
 
-    def arrived(self, seq: TokenSequence) -> None:
+    def arrived(self, seq: Sequence) -> None:
         """Charge its tenant what is expected of it; of siblings the first is charged the prompt of all."""
         tenant = seq.tenant
         start = self._starts[seq.arrival] = max(self._now, self._tenants.get(tenant, 0.0))
@@ -377,11 +377,11 @@ class FairByTenant(SchedulingPolicy):
         self._charge(seq, start, prompt + output)
         self._num_of[tenant] = self._num_of.get(tenant, 0) + 1
 
-    def scheduled(self, seq: TokenSequence) -> None:
+    def scheduled(self, seq: Sequence) -> None:
         """Move the time on to its place."""
         self._now = max(self._now, self._starts[seq.arrival])
 
-    def ended(self, seq: TokenSequence, *, is_complete: bool) -> None:
+    def ended(self, seq: Sequence, *, is_complete: bool) -> None:
         """Charge what it has generated here in place of what was expected; of one that never ran nothing."""
         tenant = seq.tenant
         del self._starts[seq.arrival]
@@ -395,7 +395,7 @@ class FairByTenant(SchedulingPolicy):
             del self._num_of[tenant]
         self._forget_idle()
 
-    def _charge(self, seq: TokenSequence, since: float, tokens: float) -> None:
+    def _charge(self, seq: Sequence, since: float, tokens: float) -> None:
         self._tenants[seq.tenant] = since + tokens / self._weights.get(seq.tenant, seq.weight)
 
     def _forget_idle(self) -> None:
@@ -499,7 +499,7 @@ class LengthPredictor:
     def __init__(self) -> None:
         self._medians: dict[_Key, _Median] = {}
 
-    def expected(self, seq: TokenSequence) -> float:
+    def expected(self, seq: Sequence) -> float:
         """Return the output tokens to expect of a sequence, at most what it may have."""
         return self.expected_of(_shape(seq))
 
@@ -515,7 +515,7 @@ class LengthPredictor:
             weight = PRIOR
         return min(found, float(most))
 
-    def note(self, seq: TokenSequence) -> None:
+    def note(self, seq: Sequence) -> None:
         """Learn from a sequence that is complete."""
         self.note_length(_shape(seq), seq.num_output_tokens)
 
@@ -542,7 +542,7 @@ class LengthPredictor:
         return {"octave_parts": OCTAVE_PARTS, "prior": PRIOR, "rows": rows[:most_rows]}
 
 
-def _shape(seq: TokenSequence) -> RequestShape:
+def _shape(seq: Sequence) -> RequestShape:
     return RequestShape(seq.num_prompt_tokens, seq.tenant, seq.most_total_tokens - seq.num_prompt_tokens)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, abc
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from pagestream_engine.features.lora.scheduling import AdapterResidency, Adapter
 from pagestream_engine.kv_cache.block_pool import BlockPool
 from pagestream_engine.kv_cache.manager import CacheManager
 from pagestream_engine.plan import NO_BLOCK, ScheduledSequence, ScheduledStep
-from pagestream_engine.request import NO_ROW, Request, SequenceState, TokenSequence
+from pagestream_engine.request import NO_ROW, Request, Sequence, SequenceState
 from pagestream_engine.scheduler.admission import RESERVE_SHARE, Admission
 from pagestream_engine.scheduler.budget import ChunkBudget, PrefillBudget, RestoreCost
 from pagestream_engine.scheduler.policies import SchedulingPolicy, WaitingQueue
@@ -119,18 +119,18 @@ class Scheduler:
         """Whether nothing runs, and nothing can before an adapter was read."""
         return not self.num_running and self._waiting.is_all_aside and self.residency.is_busy
 
-    def sequences(self) -> Iterator[TokenSequence]:
+    def sequences(self) -> Iterator[Sequence]:
         """All sequences that have not finished."""
         yield from self.running()
         yield from self._waiting
 
-    def running(self) -> Iterator[TokenSequence]:
+    def running(self) -> Iterator[Sequence]:
         """The sequences that are admitted."""
         return iter(self._running)
 
     # -- from outside --
 
-    def add(self, *seqs: TokenSequence) -> None:
+    def add(self, *seqs: Sequence) -> None:
         """Queue the choices of a request. Each of them fits into the pool alone."""
         request = seqs[0].request
         request.sequences, request.waiting = list(seqs), list(seqs)
@@ -141,7 +141,7 @@ class Scheduler:
         if request.adapter is not None:
             self.residency.read_ahead(request.adapter)
 
-    def abort(self, seq: TokenSequence) -> None:
+    def abort(self, seq: Sequence) -> None:
         """End a sequence, wherever it stands; what a step in flight samples for it is dropped."""
         if seq.state is SequenceState.WAITING:
             seq.state = SequenceState.FINISHED
@@ -214,7 +214,7 @@ class Scheduler:
             # Whoever gets a source next writes it in a later step, which runs after the copies.
             self._cache.copy_on_write.note_copied()
 
-    def update_from_output(self, step: ScheduledStep, tokens: Sequence[Sequence[int]]) -> None:
+    def update_from_output(self, step: ScheduledStep, tokens: abc.Sequence[abc.Sequence[int]]) -> None:
         """Note what the oldest step in flight has computed, and append the sampled tokens to their sequences.
 
         Those of sequences that have ended meanwhile are dropped.
@@ -242,7 +242,7 @@ class Scheduler:
         for request in {id(seq.request): seq.request for seq in self.running()}.values():
             self._requeue([seq for seq in request.sequences if seq.state is SequenceState.RUNNING])
 
-    def finish_requests(self, sequences: Iterable[TokenSequence], *, is_complete: bool = True) -> None:
+    def finish_requests(self, sequences: Iterable[Sequence], *, is_complete: bool = True) -> None:
         """Free the blocks of running sequences that are complete, or aborted, and forget them."""
         count = 0
         for seq in sequences:
@@ -258,7 +258,7 @@ class Scheduler:
 
     # -- inside --
 
-    def _choose_decodes(self) -> tuple[list[ScheduledSequence], list[TokenSequence]]:
+    def _choose_decodes(self) -> tuple[list[ScheduledSequence], list[Sequence]]:
         """Return the decodes that have another token to compute, not those whose last token a step in flight samples;
         and the sequences of them that need a new block for it."""
         block_size, group = self._cache.block_size, self._cache.finest_group
@@ -275,7 +275,7 @@ class Scheduler:
             == len(seq.block_tables[group]) * block_size
         ]
 
-    def _update_decodes(self, decodes: Sequence[ScheduledSequence], samples: Iterator[Sequence[int]]) -> None:
+    def _update_decodes(self, decodes: abc.Sequence[ScheduledSequence], samples: Iterator[abc.Sequence[int]]) -> None:
         """Append each decode's tokens. It has computed one for each: its last one, then the drafts that hold."""
         block_size, note_full_block = self._cache.block_size, self._cache.note_full_block
         running = SequenceState.RUNNING
@@ -291,7 +291,7 @@ class Scheduler:
             if end % block_size < num_computed:  # A block has become full.
                 note_full_block(seq)
 
-    def _update_chunk(self, chunk: ScheduledSequence, samples: Iterator[Sequence[int]]) -> None:
+    def _update_chunk(self, chunk: ScheduledSequence, samples: Iterator[abc.Sequence[int]]) -> None:
         """Count a chunk, and append what was sampled. A sequence that got no token computes its last one again."""
         running = SequenceState.RUNNING
         sampled = [(seq, next(samples)) for seq in (chunk.seq, *chunk.siblings)] if chunk.needs_sample else []
@@ -306,14 +306,14 @@ class Scheduler:
         for follower in ready:
             self._running.decode(follower)
 
-    def _count_chunk(self, chunk: ScheduledSequence, num_again: int) -> Iterable[TokenSequence]:
+    def _count_chunk(self, chunk: ScheduledSequence, num_again: int) -> Iterable[Sequence]:
         """Count a chunk as computed, but for so many tokens that are computed again. Return the followers that can
         decode now."""
         seq = chunk.seq
         before = seq.num_computed_tokens // self._cache.block_size
         seq.num_computed_tokens += chunk.num_scheduled_tokens - num_again
         seq.num_in_flight_tokens -= chunk.num_scheduled_tokens
-        ready: Iterable[TokenSequence] = ()
+        ready: Iterable[Sequence] = ()
         if seq.followers and seq.num_computed_tokens + num_again >= seq.num_prompt_tokens:
             ready = self._running.follow(seq)
         if seq.num_computed_tokens // self._cache.block_size > before:
@@ -357,12 +357,12 @@ class Scheduler:
             self.num_displaced += 1
         return True
 
-    def _lacks_blocks(self, needing_block: list[TokenSequence]) -> bool:
+    def _lacks_blocks(self, needing_block: list[Sequence]) -> bool:
         """Whether too few blocks are free for the next tokens of `needing_block`, and to part what was forked."""
         wanted = self._cache.num_next_blocks(needing_block) + self._cache.copy_on_write.num_blocks_wanted()
         return wanted > self._cache.pool.num_free
 
-    def _preempt_until_fits(self, needing_block: list[TokenSequence]) -> None:
+    def _preempt_until_fits(self, needing_block: list[Sequence]) -> None:
         """Preempt the highest victim rank until enough blocks are free."""
         by_rank = self._by_victim_rank()
         while self._lacks_blocks(needing_block):
@@ -431,13 +431,13 @@ class Scheduler:
         self._running.drop_stopped(len(unit))
 
 
-Unit = Sequence[TokenSequence]
+Unit = abc.Sequence[Sequence]
 """Running choices of one request that lose their places together: one, or all beams of a search."""
 
 
 def displaced_units(
     head: Request,
-    by_victim_rank: Sequence[Unit],
+    by_victim_rank: abc.Sequence[Unit],
     policy: SchedulingPolicy,
     admission: Admission,
     pool: BlockPool,
@@ -471,7 +471,7 @@ def displaced_units(
         count //= 2
 
 
-def _fewest(candidates: Sequence[Unit], num_seats: int, num_blocks: int, pool: BlockPool) -> list[Unit] | None:
+def _fewest(candidates: abc.Sequence[Unit], num_seats: int, num_blocks: int, pool: BlockPool) -> list[Unit] | None:
     """Return the first candidates that have so many seats and blocks to themselves; None where all have not."""
     chosen, dropped = list[Unit](), Counter[int]()
     for unit in candidates:
@@ -486,7 +486,7 @@ def _fewest(candidates: Sequence[Unit], num_seats: int, num_blocks: int, pool: B
     return chosen if num_seats <= 0 and num_blocks <= 0 else None
 
 
-def check_requests(sequences: Iterable[TokenSequence]) -> None:
+def check_requests(sequences: Iterable[Sequence]) -> None:
     """Check that the unfinished sequences are the choices of their requests, and who waits, leads and follows.
 
     Raises:

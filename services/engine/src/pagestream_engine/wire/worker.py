@@ -17,7 +17,7 @@ from pagestream_engine.config import EngineConfig
 from pagestream_engine.kv_cache.inspection import BlockMap
 from pagestream_engine.models.folder import model_revision
 from pagestream_engine.plan import KVLayout
-from pagestream_engine.request import Sibling, StepOutput
+from pagestream_engine.request import Choice, SequenceOutput
 from pagestream_engine.stats import EngineStats
 from pagestream_engine.wire.codec import Codec
 
@@ -80,7 +80,7 @@ class AddGroup(Message, frozen=True):
     """Run the choices of one prompt, or go on with those that have output tokens already."""
 
     prompt_token_ids: Sequence[int]
-    siblings: Sequence[Sibling]
+    choices: Sequence[Choice]
     cache_salt: bytes = b""
     priority: int = 0
     aged_classes: float = 0.0
@@ -280,7 +280,7 @@ class StepBegun(Message, frozen=True):
 class StepDone(Message, frozen=True):
     """A step has run, or the first of two steps in flight was launched."""
 
-    outputs: Sequence[StepOutput]
+    outputs: Sequence[SequenceOutput]
     duration_s: float
     """Of the engine's call; with two steps in flight, from one launch to the next."""
     num_sequences: int
@@ -294,7 +294,7 @@ class StepDone(Message, frozen=True):
 class Refused(Message, frozen=True):
     """A group could not be added; each of its sequences ends with the error."""
 
-    outputs: Sequence[StepOutput]
+    outputs: Sequence[SequenceOutput]
 
 
 class ProfileAnswer(Message, frozen=True):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections import abc
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -12,7 +13,7 @@ from pagestream_engine.errors import RequestFault
 from pagestream_engine.features.grammar.compiler import NUM_THREADS
 from pagestream_engine.output import failed_output
 from pagestream_engine.plan import LoadedAdapter, PreparedGrammar
-from pagestream_engine.request import StepOutput, TokenSequence
+from pagestream_engine.request import Sequence, SequenceOutput
 from pagestream_engine.sampling_params import Grammar
 from pagestream_engine.scheduler.scheduler import Scheduler
 from pagestream_engine.steps import StepPipeline
@@ -29,7 +30,7 @@ IDLE_WAIT_S = 0.01
 class Held:
     """The choices of one prompt, and the grammars that they still lack."""
 
-    seqs: list[TokenSequence]
+    seqs: list[Sequence]
     missing: set[Grammar]
     until: float
     """Seconds on time.monotonic(): the wait for a thread ends."""
@@ -58,12 +59,12 @@ class GrammarGate:
         """Sequences that are held back."""
         return sum(len(held.seqs) for held in self._held)
 
-    def sequences(self) -> Iterator[TokenSequence]:
+    def sequences(self) -> Iterator[Sequence]:
         """Those that are held back."""
         for held in self._held:
             yield from held.seqs
 
-    def add(self, seqs: Sequence[TokenSequence]) -> None:
+    def add(self, seqs: abc.Sequence[Sequence]) -> None:
         """Take the choices of one prompt."""
         missing = {
             seq.params.structured_outputs.compiled_from for seq in seqs if seq.params.structured_outputs is not None
@@ -74,7 +75,7 @@ class GrammarGate:
         self._held.append(Held(list(seqs), missing, time.monotonic() + self._limit_s))
         self._ask(missing)
 
-    def abort(self, seq: TokenSequence) -> bool:
+    def abort(self, seq: Sequence) -> bool:
         """Forget a sequence; return whether it was held back."""
         for held in self._held:
             if seq in held.seqs:
@@ -83,7 +84,7 @@ class GrammarGate:
                 return True
         return False
 
-    def release(self) -> list[StepOutput]:
+    def release(self) -> list[SequenceOutput]:
         """Pass on what has its grammars now, and let the scheduler know of adapters that were read. Return the ends of
         sequences whose grammar can't be compiled, or is not in time; they are forgotten.
 
@@ -109,7 +110,7 @@ class GrammarGate:
         # What was left out while no thread was free. It raises where the executor has died, and nothing has moved yet.
         self._ask({grammar for held in self._held for grammar in held.missing}.difference(errors))
         held_before, self._held = self._held, []
-        ended: list[StepOutput] = []
+        ended: list[SequenceOutput] = []
         for held in held_before:
             failed = next((errors[grammar] for grammar in held.missing if grammar in errors), None)
             reason = self._late(held) if failed is None else failed

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 from pagestream_engine.plan import AdapterLoad, LoadedAdapter
-from pagestream_engine.request import Adapter, Request, TokenSequence
+from pagestream_engine.request import Adapter, Request, Sequence
 
 if TYPE_CHECKING:
     from pagestream_engine.scheduler.policies import Place, WaitingQueue
@@ -31,7 +31,7 @@ class AdapterTurns:
         max_loras: int,
         residency: AdapterResidency,
         waiting: WaitingQueue,
-        running: Iterable[TokenSequence],
+        running: Iterable[Sequence],
     ) -> None:
         """Take requests from `waiting`; `running` has all admitted sequences."""
         self._max_loras = max_loras

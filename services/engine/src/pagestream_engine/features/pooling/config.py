@@ -19,7 +19,7 @@ def vector_of(states: bytes, *, dimensions: int = 0, normalize: bool = True) -> 
     """Return pooled states as a vector, cut first and normalised then, as in vLLM.
 
     Args:
-        states: `StepOutput.pooled`.
+        states: `SequenceOutput.pooled`.
         dimensions: leading numbers that are kept; 0: all.
         normalize: whether it is divided by its length; one of zeros stays.
     """
@@ -34,7 +34,7 @@ def probabilities_of(states: bytes, activation: str) -> Float32Array:
     """Return the probabilities of a model's labels; its scores themselves by `IDENTITY`.
 
     Args:
-        states: `StepOutput.pooled`: a score for each label.
+        states: `SequenceOutput.pooled`: a score for each label.
         activation: `PoolingConfig.activation`.
     """
     scores = np.frombuffer(states, STATES_DTYPE).astype(np.float64)
