@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.served
 
 MODELS = {"torch", "triton", "transformers", "pagestream_kernels", "pagestream_engine"}
-EXPORTERS = {"opentelemetry.exporter", "pagestream_telemetry.otlp_metrics", "pagestream_telemetry.otlp_tracing"}
+EXPORTERS = {"opentelemetry.exporter", "pagestream_telemetry.otlp"}
 LEFT_OUT = {
     "pagestream_gateway.__main__": MODELS | EXPORTERS,
     "pagestream_worker.__main__": EXPORTERS,

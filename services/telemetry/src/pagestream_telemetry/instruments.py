@@ -1,7 +1,7 @@
 """Instruments of a tenth of a microsecond: numbers and bucket counts, read at collection.
 
 Each series has one writer thread; a reader may see a state between two of its fields, never a wrong type. Nothing here
-imports OpenTelemetry: `exposition` and `otlp_metrics` export the same snapshot (docs/design/telemetry.md).
+imports OpenTelemetry: `exposition` and `otlp` export the same snapshot (docs/design/telemetry.md).
 """
 
 from __future__ import annotations

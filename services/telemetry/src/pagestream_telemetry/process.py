@@ -60,8 +60,7 @@ def running_telemetry(
     with ExitStack() as stack:
         tracer = NO_TRACER
         if settings.exports:
-            from pagestream_telemetry.otlp_metrics import OtlpMetrics
-            from pagestream_telemetry.otlp_tracing import OtlpTracing
+            from pagestream_telemetry.otlp import OtlpMetrics, OtlpTracing
 
             if settings.traces:
                 tracing = OtlpTracing(settings, resource)

@@ -1,6 +1,6 @@
 """Traces: the context of a request or task, in the form of W3C Trace Context, and the interface of spans.
 
-`NO_TRACER` propagates the caller's trace and records nothing; `otlp_tracing` has the tracer that exports, so that a
+`NO_TRACER` propagates the caller's trace and records nothing; `otlp` has the tracer that exports, so that a
 process that exports nothing never imports OpenTelemetry's exporters. https://www.w3.org/TR/trace-context/
 """
 
