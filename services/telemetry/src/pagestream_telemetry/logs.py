@@ -7,7 +7,7 @@ import logging
 from pythonjsonlogger.json import JsonFormatter
 
 from pagestream_telemetry.settings import TelemetrySettings
-from pagestream_telemetry.tracing import current_trace
+from pagestream_telemetry.tracing import add_trace
 
 _JSON = "%(asctime)s %(levelname)s %(name)s %(message)s"
 _NAMES = {"asctime": "time", "levelname": "level", "name": "logger"}
@@ -30,14 +30,6 @@ def configure_logs(settings: TelemetrySettings) -> None:
 def json_formatter() -> logging.Formatter:
     """Return what makes a record an object of JSON."""
     return JsonFormatter(_JSON, rename_fields=_NAMES)
-
-
-def add_trace(record: logging.LogRecord) -> bool:
-    """Add the running task's trace to a record that names none. A filter that drops nothing."""
-    trace = current_trace()
-    if trace and not hasattr(record, "trace_id"):
-        record.trace_id, record.span_id = trace.trace_id, trace.span_id
-    return True
 
 
 class TextFormatter(logging.Formatter):

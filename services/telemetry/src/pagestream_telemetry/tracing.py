@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum
+from logging import LogRecord
 from typing import NamedTuple, Protocol
 
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
@@ -69,6 +70,14 @@ def within_trace(context: TraceContext) -> Iterator[None]:
 def set_trace(context: TraceContext) -> None:
     """Set the running task's trace for the rest of the task."""
     _current.set(context)
+
+
+def add_trace(record: LogRecord) -> bool:
+    """Add the running task's trace to a log record that names none. A filter that drops nothing."""
+    trace = _current.get()
+    if trace.traceparent and not hasattr(record, "trace_id"):
+        record.trace_id, record.span_id = trace.trace_id, trace.span_id
+    return True
 
 
 Attributes = Mapping[str, str | int | float | bool]
