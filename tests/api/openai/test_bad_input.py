@@ -248,6 +248,44 @@ async def test_broken_bodies(http: httpx.AsyncClient) -> None:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
 
 
+HOLE = "where it is deep"
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "examples": HOLE}}}
+# By path, a body with a hole; beside it the number of levels around the hole.
+DEEP: list[tuple[str, dict[str, Any], int]] = [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "metadata": HOLE}, 1),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "["}], "chat_template_kwargs": {"a": HOLE}}, 2),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": '"]}'}], "tools": [TOOL], "tool_choice": "none"},
+        5,
+    ),
+    ("/v1/completions", {"prompt": "a", "metadata": {"a": HOLE}}, 2),
+    ("/v1/responses", {"input": "a", "max_tool_calls": HOLE}, 1),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "metadata": {"user_id": None, "a": HOLE}}, 2),
+    ("/v1/embeddings", {"input": "a", "metadata": HOLE}, 1),
+    ("/v1/batches", {"endpoint": "/v1/completions", "requests": [{"custom_id": "a", "body": {"metadata": HOLE}}]}, 4),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "around"), DEEP)
+async def test_a_body_has_at_most_256_levels(
+    http: httpx.AsyncClient, path: str, body: dict[str, Any], around: int
+) -> None:
+    """The same for each version of Python, of which each reads to another depth."""
+    for depth in (257, 900, 100_000):
+        nested = "[" * (depth - around) + "]" * (depth - around)
+        content = json.dumps({"model": MODEL, "max_tokens": 2} | body).replace(f'"{HOLE}"', nested)
+        for key in ({}, {"Idempotency-Key": f"deep-{depth}"}):
+            answer = await http.post(path, content=content, headers=JSON | key)
+            assert answer.status_code == 400, answer.text
+            assert f"nested {depth} levels deep; at most 256 are allowed" in answer.text
+    nested = "[" * (256 - around) + "]" * (256 - around)
+    content = json.dumps({"model": MODEL, "max_tokens": 2} | body).replace(f'"{HOLE}"', nested)
+    answer = await http.post(path, content=content, headers=JSON | {"Idempotency-Key": f"deep-{hash(content)}"})
+    assert "levels deep" not in answer.text
+    assert answer.status_code in (200, 400), answer.text
+
+
 async def test_a_body_that_is_not_said_to_be_json(http: httpx.AsyncClient) -> None:
     for headers in ({"Content-Type": "text/plain"}, {}):
         answer = await http.post("/v1/chat/completions", content=b"{}", headers=headers)
@@ -338,6 +376,22 @@ NO_MESSAGES: list[tuple[bytes, list[str]]] = [
     (b"\x12\xff\x01abc", []),
     (b"hello", []),
 ]
+
+
+async def test_a_schema_has_at_most_64_levels_for_grpc_and_in_texts_of_http(
+    http: httpx.AsyncClient, gateway: Address
+) -> None:
+    async with grpc_stub(gateway) as stub:
+        for depth in (65, 900, 100_000):
+            schema = '{"examples":' + "[" * (depth - 1) + "]" * (depth - 1) + "}"
+            message = api.GenerateRequest(model=MODEL, prompt="a")
+            message.sampling.structured_outputs.json = schema
+            with pytest.raises(grpc.aio.AioRpcError, match="at most 64 levels of nesting") as caught:
+                await stub.Generate(message).read()
+            assert refusal(caught.value).fields == ["sampling.structured_outputs"]
+            answer = await http.post("/v1/completions", json=TEXT | {"structured_outputs": {"json": schema}})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "structured_outputs")
+            assert "at most 64 levels of nesting" in answer.text
 
 
 async def test_grpc_bytes_that_are_no_message(gateway: Address) -> None:

@@ -59,12 +59,10 @@ def constraint_message(body: StructuredOutputsBody) -> StructuredOutputs:
 
 
 def schema_text(schema: object, field: str) -> str:
-    """Return a schema as text. Raises InvalidRequest where it is nested too deeply to be written, or is not text."""
+    """Return a schema as text. Raises InvalidRequest where it is not text."""
     try:
         text = json.dumps(schema, ensure_ascii=False)
         text.encode()
-    except RecursionError as error:
-        raise InvalidRequest(field, "is nested too deeply") from error
     except UnicodeEncodeError as error:
         raise InvalidRequest(field, _HALF_PAIR) from error
     return text

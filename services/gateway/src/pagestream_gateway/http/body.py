@@ -13,7 +13,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
 from pydantic import Field, ValidationError, create_model
@@ -195,6 +195,14 @@ _DISCARD_LIMIT_S = 5.0
 # Lists, objects and members of objects in one body. They take far more time and memory than the bytes that spell them,
 # and Python's parser lets no other thread run meanwhile. A conversation of many thousand messages has fewer.
 _MAX_PARTS = 2**18
+MAX_DEPTH = 256
+"""Levels of lists and objects in one body, the body's own among them.
+
+Python's parser has a limit too, which each version draws elsewhere: what reads and writes a body's parts counts on
+this one.
+"""
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 # From anywhere outside a string to behind the next character that begins a part, or to the end. The quantifiers are
 # possessive: nothing is matched twice, so that the time is linear whatever the bytes are.
 _TO_NEXT_PART = re.compile(rb'[^"\[{:]*+(?:"(?:[^"\\]++|\\.)*+"?[^"\[{:]*+)*+([\[{:]|\Z)', re.DOTALL)
@@ -222,15 +230,21 @@ def parse_json(data: bytes) -> dict[str, Any]:
     """
     data = data.removeprefix(BOM_UTF8)
     # The exact count lets no other thread run while it passes over a string: 50 ms for one of 7 MiB.
-    if _most_parts(data) > _MAX_PARTS and count_parts(data, _MAX_PARTS + 1) > _MAX_PARTS:
+    most_parts = _most_parts(data)
+    if most_parts > _MAX_PARTS and count_parts(data, _MAX_PARTS + 1) > _MAX_PARTS:
         raise InvalidRequest(None, f"the body has more than {_MAX_PARTS} lists, objects and fields")
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InvalidRequest(_find_bad_text(data), f"is not valid UTF-8 (byte {error.start} of the body)") from error
-    document = _load(text)
+    try:
+        document = _load(text)
+    except RecursionError as error:
+        raise _too_deep(data) from error
     if not isinstance(document, dict):
         raise InvalidRequest(None, f"the body must be a JSON object, got {_json_kind(document)}")
+    if most_parts > MAX_DEPTH and is_deeper(document, MAX_DEPTH):
+        raise _too_deep(data)
     if _SURROGATE.search(data) and (field := _find_text(document, _has_half_pair)) is not None:
         raise InvalidRequest(field or None, "half of a surrogate pair is not text")
     return document
@@ -246,11 +260,31 @@ def _most_parts(data: bytes) -> int:
     return data.count(b"[") + data.count(b"{") + data.count(b":")
 
 
+def is_deeper(document: dict[str, Any] | list[Any], limit: int) -> bool:
+    """Return whether a document has more than `limit` levels of lists and objects, its own among them."""
+    level: list[dict[str, Any] | list[Any]] = [document]
+    for _ in range(limit):
+        level = [
+            child
+            for part in level
+            for child in (part.values() if isinstance(part, dict) else part)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _too_deep(data: bytes) -> InvalidRequest:
+    brackets = _STRING.sub(b"", data).translate(None, _NO_BRACKETS)
+    steps = (1 if each in b"[{" else -1 for each in islice(brackets, 2 * _MAX_PARTS))
+    depth = max(accumulate(steps), default=0)
+    return InvalidRequest(None, f"the body is nested {depth} levels deep; at most {MAX_DEPTH} are allowed")
+
+
 def _load(text: str) -> object:
     try:
         return json.loads(text, parse_constant=_refuse_constant)
-    except RecursionError as error:
-        raise InvalidRequest(None, "the body is nested too deeply") from error
     except json.JSONDecodeError as error:
         raise InvalidRequest(
             None, f"the body is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}"

@@ -6,7 +6,6 @@ from typing import Any
 
 from pagestream.v1.inference_pb2 import StructuredOutputs
 
-from pagestream_gateway.errors import InvalidRequest
 from pagestream_gateway.structured_outputs import schema_text
 
 
@@ -48,7 +47,7 @@ class Tools:
 
 
 def call_schema(tools: Tools, arguments: str) -> dict[str, Any]:
-    """Return the schema of a call as an object of "name" and `arguments`. Raises InvalidRequest.
+    """Return the schema of a call as an object of "name" and `arguments`.
 
     Each tool's schema is a definition, and its references begin there.
     """
@@ -69,19 +68,12 @@ def call_schema(tools: Tools, arguments: str) -> dict[str, Any]:
 
 
 def moved_schema(schema: Any, place: str) -> Any:
-    """Return a schema that stands at another place than its document's root. Raises InvalidRequest for deep nesting."""
-    try:
-        return _with_references(schema, place)
-    except RecursionError as error:
-        raise InvalidRequest("tools", "a schema is nested too deeply") from error
-
-
-def _with_references(value: Any, place: str) -> Any:
-    if isinstance(value, list):
-        return [_with_references(each, place) for each in value]
-    if not isinstance(value, dict):
-        return value
-    found = {name: _with_references(each, place) for name, each in value.items()}
+    """Return a schema that stands at another place than its document's root."""
+    if isinstance(schema, list):
+        return [moved_schema(each, place) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {name: moved_schema(each, place) for name, each in schema.items()}
     reference = found.get("$ref")
     if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
         found["$ref"] = place + reference[1:]

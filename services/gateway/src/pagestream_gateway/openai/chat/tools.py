@@ -8,7 +8,7 @@ from pagestream.v1.inference_pb2 import SamplingParams
 from pydantic import Field
 
 from pagestream_gateway.errors import InvalidRequest, UnsupportedField
-from pagestream_gateway.http.body import Body, current_warnings, parse_body, within
+from pagestream_gateway.http.body import MAX_DEPTH, Body, current_warnings, is_deeper, parse_body, within
 from pagestream_gateway.json_types import Items, expects
 from pagestream_gateway.output_formats.tools import Tools
 
@@ -110,12 +110,13 @@ class ToolCall(Body):
     def for_template(self) -> dict[str, Any]:
         """Return the call; `shaped` makes an object of its arguments where the template takes one.
 
-        What is no JSON object, as of an answer that was cut off, becomes an empty one: a template could fail on it, in
-        each later turn of the conversation.
+        What is no JSON object, as of an answer that was cut off, or is deeper than a body may be, becomes an empty one:
+        a template could fail on it, in each later turn of the conversation.
         """
         arguments: Any = self.function.arguments
         try:
-            is_object = isinstance(json.loads(arguments), dict)
+            given = json.loads(arguments)
+            is_object = isinstance(given, dict) and not is_deeper(given, MAX_DEPTH)
         except (ValueError, RecursionError):
             is_object = False
         function = {"name": self.function.name, "arguments": arguments if is_object else {}}

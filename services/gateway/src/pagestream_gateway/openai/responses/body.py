@@ -255,7 +255,6 @@ _UNSUPPORTED_OF_TOOLS: Mapping[str, tuple[Any, ...]] = {
     "async": (False,),
     "defer_loading": (False,),
 }
-_ROOM = 200  # levels of nesting, and of calls, around what a response repeats when it is written
 _LOGPROBS = "message.output_text.logprobs"
 _FIELD_NAMES = {
     "max_tokens": "max_output_tokens",
@@ -438,7 +437,7 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRespons
     if body.background:
         queued["on_disconnect"] = ON_DISCONNECT_CONTINUE
     form = ResponseForm(
-        members_zlib=zlib.compress(_dumped(_members(body, shown_tools)).encode()),
+        members_zlib=zlib.compress(json.dumps(_members(body, shown_tools)).encode()),
         background=bool(body.background),
         unstored=body.store is False,
     )
@@ -525,14 +524,3 @@ def _reasoning(asked: Reasoning | None) -> dict[str, Any]:
     if asked is None:
         return {"effort": None, "summary": None}
     return {"effort": asked.effort, "summary": asked.summary if isinstance(asked.summary, str) else None}
-
-
-def _dumped(members: dict[str, Any]) -> str:
-    """Return members as JSON. Raises InvalidRequest where they are nested too deeply to be written within an event."""
-    value: Any = members
-    for _ in range(_ROOM):
-        value = [value]
-    try:
-        return json.dumps(value)[_ROOM:-_ROOM]
-    except RecursionError as error:
-        raise InvalidRequest(None, "the body is nested too deeply") from error
