@@ -3,11 +3,12 @@ from collections import deque
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pagestream_engine.config import ENGINE_OPTIONS
 from pagestream_engine.kv_cache import BlockHasher, BlockPool, CacheManager, FreeList, make_eviction_order
 from pagestream_engine.plan import NO_BLOCK, full_attention
 from support.engines.cached_sequences import make_seq, run
 
-EVICTION_POLICIES = ("lru", "slru", "lfu", "cost")
+EVICTION_POLICIES = ENGINE_OPTIONS["eviction_policy"].choices or ()
 NUM_BLOCKS = 12
 LONG = 20_000
 
@@ -23,6 +24,16 @@ def serve(cache: CacheManager, token_ids: list[int]) -> int:
     run(cache, seq)
     cache.free(seq)
     return cache.num_hit_tokens
+
+
+def test_each_name_of_the_option_has_its_own_order() -> None:
+    names = {name: type(make_eviction_order(name, NUM_BLOCKS)).__name__ for name in EVICTION_POLICIES}
+    assert names == {
+        "lru": "LeastRecentlyUsed",
+        "slru": "Segmented",
+        "lfu": "LeastFrequentlyUsed",
+        "cost": "LeastCost",
+    }
 
 
 @pytest.mark.parametrize("policy", EVICTION_POLICIES)

@@ -10,8 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from heapq import heapify, heappop, heappush
 
-from pagestream_engine.config import ENGINE_OPTIONS
-
 NO_PARENT = -1
 """In place of the block before it: the block begins a prefix."""
 
@@ -330,13 +328,12 @@ class LeastCost(_Ageing):
         return (1.0 + num_hits) * (1.0 + num_tokens / ATTENTION_TOKENS)
 
 
-_MAKERS: Mapping[str, Callable[[int], EvictionOrder]] = dict(
-    zip(
-        ENGINE_OPTIONS["eviction_policy"].choices or (),
-        (LeastRecentlyUsed, Segmented, LeastFrequentlyUsed, LeastCost),
-        strict=True,
-    )
-)
+_MAKERS: Mapping[str, Callable[[int], EvictionOrder]] = {
+    "lru": LeastRecentlyUsed,
+    "slru": Segmented,
+    "lfu": LeastFrequentlyUsed,
+    "cost": LeastCost,
+}
 
 
 def make_eviction_order(name: str, num_blocks: int) -> EvictionOrder:
