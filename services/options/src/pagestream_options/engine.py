@@ -184,8 +184,8 @@ class CacheConfig:
     eviction_policy: str = option(
         "slru",
         """KV cache eviction policy. lru evicts the least recently used block; slru likewise, but blocks that were never
-        found again before the others; lfu the least often used one, with ageing; cost the least recently used one,
-        weighed by what attention takes to compute it again. slru finds most on a real trace:
+        found again before the others; lfu the block that was found least often, with ageing; cost the one whose hits,
+        times what its tokens cost to compute again, are least, with ageing. slru finds most on a real trace:
         docs/benchmarks/prefix-cache.md.""",
         "KV cache eviction policy",
         choices=("lru", "slru", "lfu", "cost"),
