@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from pagestream_engine.config import CacheConfig
 from pagestream_engine.errors import InvariantViolation
-from pagestream_engine.kv_cache.eviction import NO_PARENT, EvictionOrder, LeastRecentlyUsed
+from pagestream_engine.kv_cache.eviction import NO_PARENT, EvictionOrder, make_eviction_order
 
 
 class BlockPool:
@@ -22,13 +23,13 @@ class BlockPool:
         """Make a pool whose blocks are all free.
 
         Args:
-            order: of all of them, for this pool alone; None: least recently used first.
+            order: of all of them, for this pool alone; None: that of the option `eviction_policy` by default.
         """
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
         self.hashes: list[bytes | None] = [None] * num_blocks
         self.by_hash: dict[bytes, int] = {}
-        self.free_blocks = LeastRecentlyUsed(num_blocks) if order is None else order
+        self.free_blocks = make_eviction_order(CacheConfig().eviction_policy, num_blocks) if order is None else order
         self.num_free = num_blocks
         """Unreferenced blocks, cached ones included: as many as `free_blocks` has."""
         self.num_cached = 0
