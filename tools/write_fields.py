@@ -21,8 +21,8 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 from pagestream_gateway.anthropic import body as messages
 from pagestream_gateway.batches import routes as batches
+from pagestream_gateway.openai import chat as chat_completions
 from pagestream_gateway.openai import completions, embeddings, scoring, tokens
-from pagestream_gateway.openai.chat import body as chat_completions
 from pagestream_gateway.openai.responses import body as responses
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo

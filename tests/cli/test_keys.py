@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pagestream_cli.__main__ import main
 from pagestream_gateway import GatewayError
-from pagestream_gateway.auth.api_keys import KeyFile
+from pagestream_gateway.auth.authenticator import KeyFile
 
 pytestmark = pytest.mark.served
 

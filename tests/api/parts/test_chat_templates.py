@@ -4,7 +4,7 @@ from typing import Any
 import jinja2
 import pytest
 from pagestream_gateway.errors import InvalidRequest
-from pagestream_gateway.text.chat_templates import ChatTemplate
+from pagestream_gateway.models import ChatTemplate
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 MESSAGES = [

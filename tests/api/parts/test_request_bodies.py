@@ -14,9 +14,9 @@ from pagestream_gateway.error_codes import error_report
 from pagestream_gateway.errors import InvalidRequest
 from pagestream_gateway.http.body import count_parts, parse_body, parse_json
 from pagestream_gateway.models import load_model
+from pagestream_gateway.openai import chat as chat_completions
 from pagestream_gateway.openai import completions
-from pagestream_gateway.openai.chat import body as chat_completions
-from pagestream_gateway.openai.chat.body import ChatBody
+from pagestream_gateway.openai.chat import ChatBody
 from pagestream_gateway.openai.completions import CompletionBody
 from pagestream_gateway.request import ChatPrompt, check_draft
 from pagestream_gateway.settings import LimitSettings

@@ -7,7 +7,7 @@ from pathlib import Path
 from urllib.parse import quote_plus
 
 import pytest
-from pagestream_gateway.auth.api_keys import KeyFile
+from pagestream_gateway.auth.authenticator import KeyFile
 from support.kubernetes.api import Administrator
 from support.kubernetes.chart import CHART, one, render
 

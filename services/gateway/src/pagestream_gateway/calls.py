@@ -1,9 +1,14 @@
-"""Metrics and span of one call, from its begin to its end."""
+"""Metrics and span of one call, from its begin to its end; and the time that it may wait for Redis."""
 
+import asyncio
+import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 from pagestream.v1.records_pb2 import RequestSpec
+from pagestream_streams.errors import Unavailable
 from pagestream_streams.rates import Rate
 from pagestream_telemetry import catalog
 from pagestream_telemetry.instruments import Registry
@@ -231,3 +236,29 @@ class Calls:
         if operation not in ("", RESUME):
             call.begin_span(caller)
         return call
+
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RedisTimeout:
+    """Bounds the time of single replies of Redis: a client can retry a refused call, but not one that hangs."""
+
+    seconds: float
+
+    async def wait(self, answer: Awaitable[T]) -> T:
+        """Return a reply of Redis. Raises Unavailable where it refuses, or takes longer than `seconds`.
+
+        What Redis said goes to the log.
+        """
+        try:
+            async with asyncio.timeout(self.seconds):
+                return await answer
+        except Unavailable as error:
+            logger.warning("refused: %s", error)
+            raise
+        except TimeoutError as error:
+            logger.warning("Redis took longer to answer than %g s", self.seconds)
+            raise Unavailable("Redis took too long to answer") from error

@@ -16,11 +16,10 @@ from pagestream_gateway.auth.audit import Audit
 from pagestream_gateway.auth.authenticator import Authenticator, Reload
 from pagestream_gateway.auth.identity import Administrator, Credentials, Identity
 from pagestream_gateway.batches.uploads import Batches
-from pagestream_gateway.calls import Calls
+from pagestream_gateway.calls import Calls, RedisTimeout
 from pagestream_gateway.errors import GatewayStopping, Unauthenticated, WrongCredential
 from pagestream_gateway.models import Models
 from pagestream_gateway.monitors import EngineMonitor, MemoryMonitor, QueueMonitor
-from pagestream_gateway.redis_timeout import RedisTimeout
 from pagestream_gateway.settings import Settings
 from pagestream_gateway.streams.accepted import AcceptedRequests, OpenStreams
 from pagestream_gateway.submission import Submission

@@ -32,7 +32,7 @@ from pagestream_telemetry import catalog
 from pagestream_telemetry.catalog import Metric
 from pagestream_telemetry.instruments import Registry
 
-from pagestream_gateway.redis_timeout import RedisTimeout
+from pagestream_gateway.calls import RedisTimeout
 
 MOST_MODELS = 8
 MOST_ENGINES = 8

@@ -18,7 +18,7 @@ from pagestream.v1.records_pb2 import (
 from pagestream_gateway.errors import InvalidRequest, UnsupportedField
 from pagestream_gateway.request import AskedPooling
 from pagestream_gateway.settings import LimitSettings
-from pagestream_gateway.streams.runs import Run
+from pagestream_gateway.streams.accepted import Run
 
 _JSON_BYTES, _BASE64_BYTES = 12, 6  # of a number
 

@@ -24,7 +24,7 @@ from pagestream_gateway.auth.authenticator import Identities, Reload
 from pagestream_gateway.batches.driver import BatchDispatcher
 from pagestream_gateway.batches.jobs import JobApi
 from pagestream_gateway.batches.uploads import Batches
-from pagestream_gateway.calls import Calls, Metrics
+from pagestream_gateway.calls import Calls, Metrics, RedisTimeout
 from pagestream_gateway.errors import StartupError
 from pagestream_gateway.gateway import Gateway
 from pagestream_gateway.grpc.server import GrpcServer
@@ -34,7 +34,6 @@ from pagestream_gateway.http.server import ConnectionLimits, HttpServer
 from pagestream_gateway.limits import LimitFile, TenantLimits, TenantMetrics
 from pagestream_gateway.models import Models
 from pagestream_gateway.monitors import EngineMonitor, MemoryMonitor, QueueMonitor
-from pagestream_gateway.redis_timeout import RedisTimeout
 from pagestream_gateway.settings import Settings
 from pagestream_gateway.streams.accepted import AcceptedRequests, OpenStreams
 from pagestream_gateway.submission import Submission

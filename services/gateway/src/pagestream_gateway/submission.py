@@ -18,7 +18,7 @@ from pagestream_streams.protocol.records import num_sequences
 from pagestream_telemetry.tracing import TraceContext
 
 from pagestream_gateway.auth.identity import Identity
-from pagestream_gateway.calls import Call
+from pagestream_gateway.calls import Call, RedisTimeout
 from pagestream_gateway.errors import InvalidRequest, RequestDiffers, UnsupportedField
 from pagestream_gateway.limits import TenantLimits, TenantMetrics
 from pagestream_gateway.models import LoadedModel, Models
@@ -30,7 +30,6 @@ from pagestream_gateway.pooling import (
     resolve_pooling,
     sampling_of_vectors,
 )
-from pagestream_gateway.redis_timeout import RedisTimeout
 from pagestream_gateway.request import (
     AskedPooling,
     ChatPrompt,

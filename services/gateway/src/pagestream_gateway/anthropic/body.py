@@ -24,7 +24,12 @@ from pagestream_gateway.http.body import (
 )
 from pagestream_gateway.json_types import Items, expects
 from pagestream_gateway.openai import generation
-from pagestream_gateway.openai.chat.tools import (
+from pagestream_gateway.openai.generation import (
+    named_as,
+    queued_arguments,
+    without_unsupported,
+)
+from pagestream_gateway.openai.tools import (
     Effort,
     Function,
     FunctionName,
@@ -35,14 +40,8 @@ from pagestream_gateway.openai.chat.tools import (
     force_calls,
     tools_of,
 )
-from pagestream_gateway.openai.generation import (
-    named_as,
-    queued_arguments,
-    without_unsupported,
-)
 from pagestream_gateway.request import ChatPrompt, Draft, now_s
-from pagestream_gateway.sampling import PARAMETERS, sampling_from_json
-from pagestream_gateway.structured_outputs import JsonSchema, JsonSchemaFormat, constraint_of
+from pagestream_gateway.sampling import PARAMETERS, JsonSchema, JsonSchemaFormat, constraint_of, sampling_from_json
 
 _MARK = "pagestream."
 

@@ -36,8 +36,8 @@ from pagestream_gateway.errors import GatewayError, InvalidRequest, UnsupportedF
 from pagestream_gateway.gateway import Gateway
 from pagestream_gateway.http.body import Body, RequestWarnings, collecting, parse_body, parse_json, within
 from pagestream_gateway.models import LoadedModel
+from pagestream_gateway.openai import chat as chat_completions
 from pagestream_gateway.openai import completions, embeddings
-from pagestream_gateway.openai.chat import body as chat_completions
 from pagestream_gateway.openai.errors import error_body
 from pagestream_gateway.openai.responses import body as responses
 from pagestream_gateway.request import Draft, check_draft

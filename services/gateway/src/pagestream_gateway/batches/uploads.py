@@ -11,8 +11,8 @@ from pagestream_batches.files import FileBounds, FileStore, StoredFile
 from pagestream_streams import Broker
 from pagestream_streams.errors import Unavailable
 
+from pagestream_gateway.calls import RedisTimeout
 from pagestream_gateway.errors import Overloaded
-from pagestream_gateway.redis_timeout import RedisTimeout
 from pagestream_gateway.settings import BatchSettings
 
 logger = logging.getLogger(__name__)

@@ -45,7 +45,7 @@ from pagestream_gateway.request import (
     now_s,
 )
 from pagestream_gateway.sampling import PARAMETER_NAMES
-from pagestream_gateway.streams.runs import Run, split_runs
+from pagestream_gateway.streams.accepted import Run, split_runs
 
 _SIDES: Mapping[int, Literal["left", "right"] | None] = {
     TRUNCATION_SIDE_UNSPECIFIED: None,

@@ -8,7 +8,6 @@ from pagestream_streams.tasks import Turns
 from pydantic import BaseModel
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pagestream_gateway.admin import adapters
 from pagestream_gateway.admin import models as model_changes
 from pagestream_gateway.admin import routes as administration
 from pagestream_gateway.anthropic import answer as messages_answer
@@ -20,9 +19,8 @@ from pagestream_gateway.gateway import Gateway
 from pagestream_gateway.http import documents, health, page
 from pagestream_gateway.http.body import Lenient, WithWarnings
 from pagestream_gateway.http.callers import allow_origins, limit_hosts
+from pagestream_gateway.openai import chat as chat_completions
 from pagestream_gateway.openai import completions, embeddings, models, scoring, tokens
-from pagestream_gateway.openai.chat import body as chat_body
-from pagestream_gateway.openai.chat import routes as chat_completions
 from pagestream_gateway.openai.errors import install_error_handlers
 from pagestream_gateway.openai.responses import body as responses_body
 from pagestream_gateway.openai.responses import routes as responses
@@ -61,7 +59,6 @@ _RESOURCES = (
     tokens,
     models,
     requests,
-    adapters,
     model_changes,
     administration,
     health,
@@ -78,7 +75,7 @@ def build_app(gateway: Gateway) -> FastAPI:
     app.include_router(health.router(gateway, is_for_callers=True))
     bodies: list[type[BaseModel]] = [
         completions.CompletionBody,
-        chat_body.ChatBody,
+        chat_completions.ChatBody,
         responses_body.ResponseBody,
         messages_body.MessageBody,
         messages_body.CountBody,
@@ -89,8 +86,8 @@ def build_app(gateway: Gateway) -> FastAPI:
     settings = gateway.settings.gateway
     has_administrators = settings.admin_keys is not None
     if settings.allow_runtime_lora or has_administrators:
-        app.include_router(adapters.router(gateway))
-        bodies += [adapters.LoadBody, adapters.UnloadBody]
+        app.include_router(model_changes.adapters_router(gateway))
+        bodies += [model_changes.LoadBody, model_changes.UnloadBody]
     if settings.allow_model_changes or has_administrators:
         app.include_router(model_changes.router(gateway))
         bodies += [model_changes.ModelBody]

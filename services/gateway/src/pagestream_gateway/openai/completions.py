@@ -30,10 +30,16 @@ from pagestream_gateway.openai.generation import (
     shared_draft,
     without_unsupported,
 )
-from pagestream_gateway.openai.logprobs import CompletionLogprobs
-from pagestream_gateway.openai.writer import AnswerSchema, AnswerWriter, ChoiceSchema, ChunkSchema, UsageSchema
+from pagestream_gateway.openai.writer import (
+    AnswerSchema,
+    AnswerWriter,
+    ChoiceSchema,
+    ChunkSchema,
+    CompletionLogprobs,
+    UsageSchema,
+)
 from pagestream_gateway.request import Draft
-from pagestream_gateway.streams.runs import Run
+from pagestream_gateway.streams.accepted import Run
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's and vLLM's
 UNSUPPORTED = {**generation.UNSUPPORTED, "suffix": ("",), "prompt_embeds": ()}

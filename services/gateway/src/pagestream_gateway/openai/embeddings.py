@@ -36,7 +36,7 @@ from pagestream_gateway.openai.generation import queued_arguments, without_unsup
 from pagestream_gateway.openai.writer import LogWriter
 from pagestream_gateway.pooling import numbers_of
 from pagestream_gateway.request import AskedPooling, AskedTruncation, Draft, Prompt, now_s
-from pagestream_gateway.streams.runs import Position, Run, position_after
+from pagestream_gateway.streams.accepted import Position, Run, position_after
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "padding": ("do_not_pad",),

@@ -32,10 +32,15 @@ from pagestream_gateway.http.callers import identify
 from pagestream_gateway.models import check_unicode
 from pagestream_gateway.openai.writer import AnswerBody, LogWriter, WholeBody
 from pagestream_gateway.request import AskedTruncation, Draft, now_s
-from pagestream_gateway.sampling import PARAMETERS, UNSUPPORTED_PARAMETERS, sampling_from_json
+from pagestream_gateway.sampling import (
+    PARAMETERS,
+    UNSUPPORTED_PARAMETERS,
+    ResponseFormat,
+    constraint_of,
+    sampling_from_json,
+)
 from pagestream_gateway.streams.events import EventStream, Reading, accepts_lines
 from pagestream_gateway.streams.whole_answer import WholeAnswer
-from pagestream_gateway.structured_outputs import ResponseFormat, constraint_of
 from pagestream_gateway.text.tokenization import SMALL_BYTES
 
 _MAX_TIMEOUT_S = 7 * 24 * 3600.0

@@ -44,7 +44,7 @@ from pagestream_gateway.openai.generation import without_unsupported
 from pagestream_gateway.openai.writer import LogWriter
 from pagestream_gateway.pooling import Similarities, numbers_of
 from pagestream_gateway.request import AskedPooling, Draft, TextPrompt
-from pagestream_gateway.streams.runs import Position, Run
+from pagestream_gateway.streams.accepted import Position, Run
 
 _RESULT_BYTES = 128  # of a result's object, without a document's text
 

@@ -18,9 +18,9 @@ from pagestream_gateway.http.callers import identify
 from pagestream_gateway.http.documents import MESSAGES, Answers, AnswersByPath, body_of
 from pagestream_gateway.json_types import Items, Token
 from pagestream_gateway.models import LoadedModel
-from pagestream_gateway.openai.chat.body import Message
-from pagestream_gateway.openai.chat.tools import Tool, chat_tools, tools_of
+from pagestream_gateway.openai.chat import Message
 from pagestream_gateway.openai.generation import parsed_request, without_unsupported
+from pagestream_gateway.openai.tools import Tool, chat_tools, tools_of
 from pagestream_gateway.request import ChatPrompt, Draft, Prompt, TextPrompt, most_counted_tokens
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {

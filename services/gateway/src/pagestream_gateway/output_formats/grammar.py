@@ -18,7 +18,7 @@ from pagestream_gateway.errors import InvalidRequest, UnsupportedField
 from pagestream_gateway.models import LoadedModel
 from pagestream_gateway.output_formats.formats import HARMONY, tool_format
 from pagestream_gateway.output_formats.tools import Tools, call_schema, moved_schema
-from pagestream_gateway.structured_outputs import schema_text
+from pagestream_gateway.sampling import schema_text
 
 _WHITESPACE = r"[ \n\r\t]{0,16}"
 """Between the parts of JSON, as of other constraints in engines: without a bound a model may write blanks forever."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from pagestream.v1.inference_pb2 import StructuredOutputs
 
-from pagestream_gateway.structured_outputs import schema_text
+from pagestream_gateway.sampling import schema_text
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,7 @@ from pagestream_gateway.errors import GatewayError
 from pagestream_gateway.gateway import Gateway
 from pagestream_gateway.openai.errors import error_data
 from pagestream_gateway.openai.writer import AnswerBody, LogWriter, WholeBody
-from pagestream_gateway.streams.accepted import QueuePlace
-from pagestream_gateway.streams.runs import START, Position, Run, position_after
+from pagestream_gateway.streams.accepted import START, Position, QueuePlace, Run, position_after
 
 NDJSON = "application/x-ndjson"
 SSE = "text/event-stream"

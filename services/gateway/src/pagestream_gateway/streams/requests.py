@@ -54,9 +54,9 @@ from pagestream_gateway.http.documents import (
     AnswersByPath,
     body_of,
 )
+from pagestream_gateway.openai import chat as chat_completions
 from pagestream_gateway.openai import completions, embeddings, scoring
-from pagestream_gateway.openai.chat import body as chat_completions
-from pagestream_gateway.openai.chat.answer import ChatAnswer, ChatChunk, ChatWriter
+from pagestream_gateway.openai.chat import ChatAnswer, ChatChunk, ChatWriter
 from pagestream_gateway.openai.completions import CompletionAnswer, CompletionChunk, CompletionWriter
 from pagestream_gateway.openai.embeddings import EmbeddingAnswer, EmbeddingEvent, EmbeddingList, EmbeddingWriter
 from pagestream_gateway.openai.errors import ErrorEvent, error_response
@@ -79,8 +79,8 @@ from pagestream_gateway.openai.writer import (
     usage_body,
 )
 from pagestream_gateway.request import Draft
+from pagestream_gateway.streams.accepted import Position
 from pagestream_gateway.streams.events import EventStream, Reading, accepts_lines, learn_tokens, request_headers
-from pagestream_gateway.streams.runs import Position
 from pagestream_gateway.streams.whole_answer import WholeAnswer
 
 

@@ -16,8 +16,8 @@ from pagestream_gateway.errors import AnswerTooLarge, GatewayError, GenerationFa
 from pagestream_gateway.gateway import Gateway
 from pagestream_gateway.openai.errors import error_response, log_unexpected
 from pagestream_gateway.openai.writer import AnswerBody
+from pagestream_gateway.streams.accepted import START, Run
 from pagestream_gateway.streams.events import LogAnswer, Reading
-from pagestream_gateway.streams.runs import START, Run
 
 _PIECE_BYTES = 64 * 1024  # handed to the server at once
 STALL_S = 5.0  # without a piece taken: the rest is dropped, and read again when the client reads on

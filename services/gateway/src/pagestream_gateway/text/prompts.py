@@ -15,7 +15,14 @@ from pagestream_grammars.templates import ChatShapes, shaped, text_of
 from tokenizers import Tokenizer
 
 from pagestream_gateway.errors import InvalidRequest, PromptTooLong, UnsupportedField
-from pagestream_gateway.models import LoadedModel, check_unicode, unbroken_text
+from pagestream_gateway.models import (
+    INSTRUCTING,
+    LoadedModel,
+    check_unicode,
+    harmony_messages,
+    unbroken_text,
+    with_system_first,
+)
 from pagestream_gateway.output_formats.formats import (
     TemplateFormats,
     is_harmony,
@@ -36,7 +43,6 @@ from pagestream_gateway.request import (
     must_fit,
 )
 from pagestream_gateway.settings import LimitSettings
-from pagestream_gateway.text.chat_templates import INSTRUCTING, harmony_messages, with_system_first
 from pagestream_gateway.text.encoder import (
     MAX_RUN_CHARS,
     NO_FRAME,

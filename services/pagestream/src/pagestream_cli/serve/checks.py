@@ -49,7 +49,7 @@ def check_options(options: ServeOptions) -> None:
 
 
 def _check_keys(file: Path) -> None:
-    from pagestream_gateway.auth.api_keys import KeyFile
+    from pagestream_gateway.auth.authenticator import KeyFile
     from pagestream_gateway.errors import SettingsError
 
     try:

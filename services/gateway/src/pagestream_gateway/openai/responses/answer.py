@@ -16,11 +16,10 @@ from starlette.types import Receive, Scope, Send
 from pagestream_gateway.error_codes import error_report, failure, is_failed
 from pagestream_gateway.errors import InvalidRequest, Overloaded
 from pagestream_gateway.gateway import Gateway
-from pagestream_gateway.openai.chat.answer import ChoiceReader
-from pagestream_gateway.openai.logprobs import ChatLogprobs, Logprobs
-from pagestream_gateway.openai.writer import LogWriter
+from pagestream_gateway.openai.chat import ChoiceReader
+from pagestream_gateway.openai.writer import ChatLogprobs, Logprobs, LogWriter
+from pagestream_gateway.streams.accepted import START, Position, Run, position_after, split_runs
 from pagestream_gateway.streams.events import BodyWriter, EventStream, Reading
-from pagestream_gateway.streams.runs import START, Position, Run, position_after, split_runs
 from pagestream_gateway.streams.whole_answer import RETRY_AFTER_S, BudgetShare, WholeAnswer
 
 Event = dict[str, Any]

@@ -15,7 +15,8 @@ from pagestream_gateway.http.body import Body, QueuedBody, current_warnings, par
 from pagestream_gateway.json_types import Items, expects
 from pagestream_gateway.models import check_unicode
 from pagestream_gateway.openai import generation
-from pagestream_gateway.openai.chat.tools import (
+from pagestream_gateway.openai.generation import named_as, queued_arguments, without_unsupported
+from pagestream_gateway.openai.tools import (
     CHOICES,
     AllowedTools,
     CalledFunction,
@@ -31,15 +32,15 @@ from pagestream_gateway.openai.chat.tools import (
     force_calls,
     tools_of,
 )
-from pagestream_gateway.openai.generation import named_as, queued_arguments, without_unsupported
 from pagestream_gateway.request import WHAT_FITS, AskedTruncation, ChatPrompt, Draft, now_s
-from pagestream_gateway.sampling import PARAMETERS, sampling_from_json
-from pagestream_gateway.structured_outputs import (
+from pagestream_gateway.sampling import (
+    PARAMETERS,
     JsonObjectFormat,
     JsonSchema,
     JsonSchemaFormat,
     TextFormat,
     constraint_of,
+    sampling_from_json,
 )
 
 _Id = Annotated[str, Field(max_length=512)]

@@ -58,8 +58,8 @@ from pagestream_gateway.openai.responses.answer import (
 )
 from pagestream_gateway.openai.responses.body import REFERENCE, Item, ParsedResponse, ResponseBody, items_of, parse
 from pagestream_gateway.request import Draft
+from pagestream_gateway.streams.accepted import Position, split_runs
 from pagestream_gateway.streams.events import Reading, request_headers
-from pagestream_gateway.streams.runs import Position, split_runs
 from pagestream_gateway.streams.whole_answer import WholeAnswer
 
 _INPUT_PREFIX = "item"

@@ -1,1 +1,0 @@
-"""POST /v1/chat/completions: body, route and answer, tools, and answers in parts."""
