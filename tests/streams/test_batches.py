@@ -13,6 +13,7 @@ from pagestream_batches import (
     ActiveBatch,
     Batch,
     BatchesFull,
+    BatchGone,
     BatchLease,
     BatchNotFound,
     BatchRegistry,
@@ -23,9 +24,8 @@ from pagestream_batches import (
     FilesFull,
     FileStore,
     FileTooLarge,
-    Gone,
-    Held,
     Job,
+    LeaseHeld,
     LeaseLost,
     Tokens,
     new_file_id,
@@ -55,20 +55,20 @@ def registry(broker: Broker) -> BatchRegistry:
 
 
 async def stored(files: FileStore, data: bytes, tenant: str = OURS, *, purpose: str = "batch", s: int = 3600) -> str:
-    file_id = await files.begin(tenant, 60_000)
+    file_id = await files.create(tenant, 60_000)
     await files.append(tenant, file_id, 0, data)
-    await files.end(tenant, file_id, name="a", purpose=purpose, lifetime_s=s)
+    await files.complete(tenant, file_id, name="a", purpose=purpose, lifetime_s=s)
     return file_id
 
 
 async def leased(broker: Broker, batch: Batch, lease_ms: int = 60_000) -> BatchLease:
     lease = BatchLease(broker.connection, ActiveBatch(batch.tag, batch.batch_id), lease_ms=lease_ms)
-    await lease.take()
+    await lease.acquire()
     return lease
 
 
 async def advance(lease: BatchLease, before: str, status: str, **fields: str | int) -> bool:
-    return await lease.advance(before, status, lifetime_s=3600, batch_lifetime_s=3600, **fields)
+    return await lease.change_status(before, status, lifetime_s=3600, batch_lifetime_s=3600, **fields)
 
 
 async def running(broker: Broker, files: FileStore, registry: BatchRegistry) -> tuple[Batch, BatchLease]:
@@ -79,14 +79,14 @@ async def running(broker: Broker, files: FileStore, registry: BatchRegistry) -> 
 
 
 async def test_a_part_is_appended_once(files: FileStore) -> None:
-    file_id = await files.begin(OURS, 60_000)
+    file_id = await files.create(OURS, 60_000)
     for offset, part in ((0, b"one"), (0, b"one"), (3, b"two"), (3, b"two")):
         await files.append(OURS, file_id, offset, part)
     with pytest.raises(FileNotFound):
         await files.append(OURS, file_id, 9, b"behind a gap")
     with pytest.raises(FileNotFound):
         await files.get(OURS, file_id)
-    made = await files.end(OURS, file_id, name="a", purpose="batch", lifetime_s=60)
+    made = await files.complete(OURS, file_id, name="a", purpose="batch", lifetime_s=60)
     assert (made.num_bytes, await files.read(tenant_tag(OURS), file_id, 0, 100)) == (6, b"onetwo")
     with pytest.raises(FileNotFound):
         await files.append(OURS, file_id, 6, b"later")
@@ -95,20 +95,20 @@ async def test_a_part_is_appended_once(files: FileStore) -> None:
 
 
 async def test_bounds_are_of_a_file_a_tenant_and_all(files: FileStore, redis_server: Place) -> None:
-    file_id = await files.begin(OURS, 60_000)
+    file_id = await files.create(OURS, 60_000)
     with pytest.raises(FileTooLarge):
         await files.append(OURS, file_id, 0, b"x" * 101)
     await files.append(OURS, file_id, 0, b"x" * 100)
-    second = await files.begin(OURS, 60_000)
+    second = await files.create(OURS, 60_000)
     with pytest.raises(FilesFull, match="of a tenant may have 150 bytes"):
         await files.append(OURS, second, 0, b"x" * 51)
-    other = await files.begin(OTHERS, 60_000)
+    other = await files.create(OTHERS, 60_000)
     with pytest.raises(FilesFull, match="all files"):
         await files.append(OTHERS, other, 0, b"x" * 90)
     await files.abandon(OTHERS, other)
-    await files.begin(OURS, 60_000)
+    await files.create(OURS, 60_000)
     with pytest.raises(FilesFull, match="3 files"):
-        await files.begin(OURS, 60_000)
+        await files.create(OURS, 60_000)
     await files.abandon(OURS, file_id)
     await stored(files, b"x" * 100, OTHERS)
 
@@ -116,7 +116,7 @@ async def test_bounds_are_of_a_file_a_tenant_and_all(files: FileStore, redis_ser
 async def test_what_has_expired_is_swept_with_its_bytes(broker: Broker, files: FileStore, redis_server: Place) -> None:
     await stored(files, b"x" * 90, s=0)
     kept = await stored(files, b"y" * 20)
-    await files.begin(OTHERS, 0)
+    await files.create(OTHERS, 0)
     await sweep(broker.connection)
     page = await files.page(OURS, limit=10, after="", purpose="", newest_first=True)
     assert [file.file_id for file in page.files] == [kept]
@@ -129,15 +129,15 @@ async def test_what_has_expired_is_swept_with_its_bytes(broker: Broker, files: F
 
 async def test_one_driver_at_a_time(broker: Broker, files: FileStore, registry: BatchRegistry) -> None:
     batch, first = await running(broker, files, registry)
-    with pytest.raises(Held):
+    with pytest.raises(LeaseHeld):
         await leased(broker, batch)
-    await first.give_back()
+    await first.release()
     second = await leased(broker, batch)
     for step in (
         first.renew(""),
-        first.take_lines(JOBS, 10, room_bytes=0),
-        first.note(JOBS[0]),
-        first.finish(JOBS[0], OUTPUT, b"x\n", Tokens(), most_bytes=ANY),
+        first.start_jobs(JOBS, 10, room_bytes=0),
+        first.record_request(JOBS[0]),
+        first.write_result(JOBS[0], OUTPUT, b"x\n", Tokens(), most_bytes=ANY),
         advance(first, IN_PROGRESS, FINALIZING),
     ):
         with pytest.raises(LeaseLost):
@@ -151,20 +151,20 @@ async def test_each_job_has_one_line(broker: Broker, files: FileStore, registry:
     """Whatever is repeated, here and by the next driver."""
     batch, lease = await running(broker, files, registry)
     for _ in range(2):
-        assert await lease.take_lines(JOBS, 10, room_bytes=0)
+        assert await lease.start_jobs(JOBS, 10, room_bytes=0)
     noted = JOBS[0]._replace(request_id="r")
-    await lease.note(noted)
-    await lease.give_back()
+    await lease.record_request(noted)
+    await lease.release()
     lease = await leased(broker, batch)
-    assert await lease.jobs() == [noted, JOBS[1]]
+    assert await lease.unfinished_jobs() == [noted, JOBS[1]]
     for _ in range(2):
-        assert await lease.finish(noted, OUTPUT, b"one\n", Tokens(3, 2, 1), most_bytes=ANY)
-        await lease.note(noted)
-        assert await lease.take_lines(JOBS, 10, room_bytes=0)
-    assert not await lease.finish(JOBS[1], ERRORS, b"two\n", Tokens(), most_bytes=3)
-    await lease.finish_all([(JOBS[1], b"two\n")] * 2, ERRORS, most_bytes=ANY)
-    assert await lease.jobs() == []
-    assert not await lease.take_lines([Job(3, 10, 1)], 12, room_bytes=len(INPUT)), "no room"
+        assert await lease.write_result(noted, OUTPUT, b"one\n", Tokens(3, 2, 1), most_bytes=ANY)
+        await lease.record_request(noted)
+        assert await lease.start_jobs(JOBS, 10, room_bytes=0)
+    assert not await lease.write_result(JOBS[1], ERRORS, b"two\n", Tokens(), most_bytes=3)
+    await lease.write_results([(JOBS[1], b"two\n")] * 2, ERRORS, most_bytes=ANY)
+    assert await lease.unfinished_jobs() == []
+    assert not await lease.start_jobs([Job(3, 10, 1)], 12, room_bytes=len(INPUT)), "no room"
     with pytest.raises(FileInUse):
         await files.delete(OURS, batch.input_file_id)
     for before, status in ((IN_PROGRESS, FINALIZING), (FINALIZING, COMPLETED), (FINALIZING, COMPLETED)):
@@ -175,7 +175,7 @@ async def test_each_job_has_one_line(broker: Broker, files: FileStore, registry:
         file = await files.get(OURS, ended.file_ids[name])
         assert (file.purpose, file.num_bytes) == ("batch_output", 4)
         assert await files.read(batch.tag, file.file_id, 0, 100) == line
-    with pytest.raises(Gone):
+    with pytest.raises(BatchGone):
         await leased(broker, batch)
     await files.delete(OURS, batch.input_file_id)
 
@@ -185,13 +185,13 @@ async def test_lines_that_overlap_with_those_taken_before_are_taken_once(
 ) -> None:
     """A driver may read lines again that it took a moment before: its step was cancelled before the reply came."""
     batch, lease = await running(broker, files, registry)
-    assert await lease.take_lines(JOBS[:1], 5, room_bytes=0)
-    assert await lease.finish(JOBS[0], OUTPUT, b"one\n", Tokens(), most_bytes=ANY)
-    assert await lease.take_lines(JOBS, 10, room_bytes=0)
-    assert await lease.jobs() == [JOBS[1]]
+    assert await lease.start_jobs(JOBS[:1], 5, room_bytes=0)
+    assert await lease.write_result(JOBS[0], OUTPUT, b"one\n", Tokens(), most_bytes=ANY)
+    assert await lease.start_jobs(JOBS, 10, room_bytes=0)
+    assert await lease.unfinished_jobs() == [JOBS[1]]
     found = await registry.get(OURS, batch.batch_id)
     assert (found.offset, found.line) == (10, 2)
-    assert await lease.take_lines([JOBS[1]], 12, room_bytes=0), "empty lines may follow"
+    assert await lease.start_jobs([JOBS[1]], 12, room_bytes=0), "empty lines may follow"
     assert (await registry.get(OURS, batch.batch_id)).offset == 12
 
 
@@ -236,7 +236,7 @@ async def test_a_driver_that_is_silent_loses_its_batch(
     while True:
         try:
             second = await leased(broker, batch)
-        except Held:
+        except LeaseHeld:
             continue
         break
     with pytest.raises(LeaseLost):

@@ -19,19 +19,19 @@ from pagestream_streams.scripts import Script
 from pagestream_batches.errors import BatchEnded, BatchesFull, BatchNotFound, FileNotFound, FilePurposeDiffers
 from pagestream_batches.files import report
 from pagestream_batches.scripts import (
-    ADVANCE_BATCH,
     CANCEL_BATCH,
+    CHANGE_STATUS,
     CREATE_BATCH,
-    FINISH_JOB,
     LEASE_BATCH,
-    NOTE_JOB,
-    TAKE_LINES,
+    RECORD_REQUEST,
+    START_JOBS,
+    WRITE_RESULT,
 )
 
 _MOST_ACTIVE = 1000  # of all tenants; each gateway reads their names every second
 _READ_AT_ONCE = 100
-_FULL, _NO_FILE, _OTHER_PURPOSE = 0, 2, 3  # create.lua's replies
-_NO_BATCH, _HAS_ENDED = 0, 2  # cancel.lua's
+_FULL, _NO_FILE, _OTHER_PURPOSE = 0, 2, 3  # create_batch.lua's replies
+_NO_BATCH, _HAS_ENDED = 0, 2  # cancel_batch.lua's
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class BatchRegistry:
             about,
         )
         if code in (_FULL, _NO_FILE, _OTHER_PURPOSE):
-            await self.forget(active)
+            await self.remove_active(active)
         if code == _FULL:
             raise BatchesFull("this tenant has", self._most_batches)
         if code == _NO_FILE:
@@ -138,8 +138,8 @@ class BatchRegistry:
         parts = (member.decode().partition("/") for member in members)
         return [ActiveBatch(tag, batch_id) for tag, _, batch_id in parts]
 
-    async def forget(self, active: ActiveBatch, *, least_age_s: int = 0) -> None:
-        """Take a batch out of those that have not ended, if it was created so long ago."""
+    async def remove_active(self, active: ActiveBatch, *, least_age_s: int = 0) -> None:
+        """Remove a batch from those that have not ended, if it was created so long ago."""
         names = self.connection.keyspace.active_batches
         if least_age_s:
             created = await self.connection.execute("ZSCORE", names, active.member)
@@ -171,17 +171,17 @@ def fields_of(reply: object) -> dict[str, str]:
     return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
-_HELD, _ENDED, _MISSING = 0, 2, 3  # lease.lua's replies beside 1
-_TOO_LONG = 2  # finish.lua's
-_NO_ROOM = 2  # take.lua's
-_OTHER_STATUS = 2  # advance.lua's
+_HELD, _ENDED, _MISSING = 0, 2, 3  # lease_batch.lua's replies beside 1
+_TOO_LONG = 2  # write_result.lua's
+_NO_ROOM = 2  # start_jobs.lua's
+_OTHER_STATUS = 2  # change_status.lua's
 
 
 class LeaseLost(Exception):  # noqa: N818 - reads as what has happened
     """Another driver has the batch, or it has ended."""
 
 
-class Held(Exception):  # noqa: N818 - reads as what is
+class LeaseHeld(Exception):  # noqa: N818 - reads as what is
     """Another driver has the lease for `rest_ms` more milliseconds, unless it renews it."""
 
     def __init__(self, rest_ms: int) -> None:
@@ -189,7 +189,7 @@ class Held(Exception):  # noqa: N818 - reads as what is
         self.rest_ms = rest_ms
 
 
-class Gone(Exception):  # noqa: N818 - reads as what is
+class BatchGone(Exception):  # noqa: N818 - reads as what is
     """The batch has ended, or there is none. `is_missing` says which."""
 
     def __init__(self, *, is_missing: bool) -> None:
@@ -201,20 +201,20 @@ class BatchLease:
     """A driver's lease of one batch. Every method raises Unavailable, and LeaseLost where another driver has it."""
 
     def __init__(self, connection: Connection, active: ActiveBatch, *, lease_ms: int) -> None:
-        """Take nothing yet. `lease_ms`: milliseconds without a renewal after which others may take it."""
+        """Acquire nothing yet. `lease_ms`: milliseconds without a renewal after which others may acquire it."""
         self.active = active
         self._connection = connection
         self._prefix = connection.keyspace.batches(active.tag)
         self._lease_ms = lease_ms
         self._token = secrets.token_hex(8)
 
-    async def take(self) -> tuple[Batch, int]:
-        """Take the lease; return the batch, and the time by Redis' clock in ms. Raises Held, Gone."""
+    async def acquire(self) -> tuple[Batch, int]:
+        """Acquire the lease; return the batch, and the time by Redis' clock in ms. Raises LeaseHeld, BatchGone."""
         code, *found = await self._run_lease(self._lease_ms, "")
         if code == _HELD:
-            raise Held(found[0])
+            raise LeaseHeld(found[0])
         if code in (_ENDED, _MISSING):
-            raise Gone(is_missing=code == _MISSING)
+            raise BatchGone(is_missing=code == _MISSING)
         return batch_of(self.active.batch_id, self.active.tag, fields_of(found[1])), found[0]
 
     async def renew(self, waits_for: str) -> tuple[Batch, int]:
@@ -224,8 +224,8 @@ class BatchLease:
             raise LeaseLost(f"another driver has {self.active.batch_id}, or it has ended")
         return batch_of(self.active.batch_id, self.active.tag, fields_of(found[1])), found[0]
 
-    async def give_back(self) -> None:
-        """Let others take the lease at once."""
+    async def release(self) -> None:
+        """Let others acquire the lease at once."""
         await self._run_lease(0, "")
 
     async def _run_lease(self, lease_ms: int, waits_for: str) -> list[int]:
@@ -233,10 +233,10 @@ class BatchLease:
         reply: list[int] = await self._connection.run(LEASE_BATCH, self._prefix, *arguments)
         return reply
 
-    async def advance(
+    async def change_status(
         self, before: str, status: str, *, lifetime_s: int, batch_lifetime_s: int, **fields: str | int
     ) -> bool:
-        """Bring the batch from one status to another; return False where it has another one than `before`.
+        """Change the status of the batch; return False where it has another one than `before`.
 
         Args:
             before: the status that it has.
@@ -247,11 +247,11 @@ class BatchLease:
         """
         flat = [part for pair in fields.items() for part in pair]
         lifetimes = lifetime_s * 1000, batch_lifetime_s * 1000
-        code = await self._acknowledged(ADVANCE_BATCH, before, status, *lifetimes, *flat)
+        code = await self._acknowledged(CHANGE_STATUS, before, status, *lifetimes, *flat)
         return bool(code != _OTHER_STATUS)
 
-    async def jobs(self) -> list[Job]:
-        """Return the jobs that have been taken and have no result yet, by their lines."""
+    async def unfinished_jobs(self) -> list[Job]:
+        """Return the jobs that were started and have no result yet, by their lines."""
         found = await self._connection.execute("HGETALL", f"{self._prefix}jobs:{self.active.batch_id}")
         jobs = []
         for line, text in fields_of(found).items():
@@ -259,19 +259,19 @@ class BatchLease:
             jobs.append(Job(int(line), int(offset), int(num_bytes), *request_id))
         return sorted(jobs)
 
-    async def take_lines(self, jobs: Sequence[Job], next_offset: int, *, room_bytes: int) -> bool:
-        """Take lines as jobs; return False where the tenant's files have reached `room_bytes` (0: any)."""
+    async def start_jobs(self, jobs: Sequence[Job], next_offset: int, *, room_bytes: int) -> bool:
+        """Record lines as jobs that run; return False where the tenant's files have reached `room_bytes` (0: any)."""
         flat = [part for job in jobs for part in (job.line, job.offset, job.num_bytes)]
-        code = await self._acknowledged(TAKE_LINES, room_bytes, next_offset, *flat)
+        code = await self._acknowledged(START_JOBS, room_bytes, next_offset, *flat)
         return bool(code != _NO_ROOM)
 
-    async def note(self, job: Job) -> None:
-        """Note the request of a job."""
-        await self._acknowledged(NOTE_JOB, job.line, f"{job.offset} {job.num_bytes} {job.request_id}")
+    async def record_request(self, job: Job) -> None:
+        """Record which request runs a job."""
+        await self._acknowledged(RECORD_REQUEST, job.line, f"{job.offset} {job.num_bytes} {job.request_id}")
 
-    async def finish(self, job: Job, file: str, line: bytes, tokens: Tokens, *, most_bytes: int) -> bool:
+    async def write_result(self, job: Job, file: str, line: bytes, tokens: Tokens, *, most_bytes: int) -> bool:
         """Write a job's line to OUTPUT or ERRORS, once; return False where the file would get too long."""
-        code, *held = await self._acknowledged(FINISH_JOB, job.line, file, line, most_bytes, *tokens)
+        code, *held = await self._acknowledged(WRITE_RESULT, job.line, file, line, most_bytes, *tokens)
         if code == _TOO_LONG:
             return False
         if not code:
@@ -279,11 +279,11 @@ class BatchLease:
         await report(self._connection, self.active.tag, held[0])
         return True
 
-    async def finish_all(self, lines: Sequence[tuple[Job, bytes]], file: str, *, most_bytes: int) -> None:
+    async def write_results(self, lines: Sequence[tuple[Job, bytes]], file: str, *, most_bytes: int) -> None:
         """Write the lines of jobs that have used no token; those for which there is no room are left out."""
         identity = self.active.batch_id, self._token
         calls = [
-            Call(FINISH_JOB, self._prefix, (*identity, job.line, file, line, most_bytes, *Tokens()))
+            Call(WRITE_RESULT, self._prefix, (*identity, job.line, file, line, most_bytes, *Tokens()))
             for job, line in lines
         ]
         for reply in await self._connection.run_many(calls):

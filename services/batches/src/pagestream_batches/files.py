@@ -10,7 +10,7 @@ from pagestream_streams.connection.connection import Connection
 from pagestream_streams.protocol.keys import tenant_tag
 
 from pagestream_batches.errors import FileInUse, FileNotFound, FilesFull, FileTooLarge
-from pagestream_batches.scripts import APPEND_FILE, BEGIN_FILE, DROP_FILE, END_FILE, REPORT_BYTES, SWEEP_FILES
+from pagestream_batches.scripts import APPEND_FILE, COMPLETE_FILE, CREATE_FILE, DROP_FILE, REPORT_BYTES, SWEEP_FILES
 
 _READ_AT_ONCE = 100
 _FIELDS = ("state", "name", "purpose", "created", "expires")
@@ -60,11 +60,11 @@ class FileStore:
 
     # -- write --
 
-    async def begin(self, tenant: str, limit_ms: int) -> str:
-        """Begin a file; return its id. It is removed after `limit_ms` unless it is ended. Raises FilesFull."""
+    async def create(self, tenant: str, limit_ms: int) -> str:
+        """Create a file; return its id. It is removed after `limit_ms` unless it is completed. Raises FilesFull."""
         file_id = new_file_id()
         most = self.bounds.num_files
-        if not await self.connection.run(BEGIN_FILE, self.prefix(tenant), file_id, limit_ms, most):
+        if not await self.connection.run(CREATE_FILE, self.prefix(tenant), file_id, limit_ms, most):
             raise FilesFull(f"a tenant may have {most} files, and this one has so many; delete some")
         return file_id
 
@@ -85,15 +85,15 @@ class FileStore:
         if await report(self.connection, tenant_tag(tenant), held[0]) > bounds.all_bytes:
             raise FilesFull(f"all files together may have {bounds.all_bytes} bytes, and there is no room; try later")
 
-    async def end(self, tenant: str, file_id: str, *, name: str, purpose: str, lifetime_s: int) -> StoredFile:
-        """Let readers see a file that has been written. Raises FileNotFound."""
+    async def complete(self, tenant: str, file_id: str, *, name: str, purpose: str, lifetime_s: int) -> StoredFile:
+        """Complete a file: readers see it from now on. Raises FileNotFound."""
         arguments = file_id, name, purpose, lifetime_s * 1000
-        if not await self.connection.run_acknowledged(END_FILE, self.prefix(tenant), *arguments):
+        if not await self.connection.run_acknowledged(COMPLETE_FILE, self.prefix(tenant), *arguments):
             raise FileNotFound(file_id)
         return await self.get(tenant, file_id)
 
     async def abandon(self, tenant: str, file_id: str) -> None:
-        """Remove a file that has not been ended."""
+        """Remove a file that was not completed."""
         await self._drop(tenant, file_id, "uploading")
 
     async def delete(self, tenant: str, file_id: str) -> None:

@@ -18,10 +18,10 @@ from pagestream_batches.batches import (
     VALIDATING,
     ActiveBatch,
     Batch,
+    BatchGone,
     BatchLease,
-    Gone,
-    Held,
     Job,
+    LeaseHeld,
     LeaseLost,
 )
 from pagestream_batches.files import all_bytes, new_file_id, sweep
@@ -116,7 +116,7 @@ class BatchDriver:
     async def _advance(self, status: str, **fields: str | int) -> None:
         """Bring the batch to another status, unless it was cancelled meanwhile."""
         await self._waits.for_success(
-            lambda: self._lease.advance(
+            lambda: self._lease.change_status(
                 self._batch.status,
                 status,
                 lifetime_s=self._about.output_lifetime_s,
@@ -140,7 +140,7 @@ class BatchDriver:
         running: set[asyncio.Task[None]] = set()
         ends = asyncio.create_task(runner.ends.run(), name="ends of a batch's jobs")
         try:
-            for job in await self._waits.for_success(self._lease.jobs):
+            for job in await self._waits.for_success(self._lease.unfinished_jobs):
                 running.add(asyncio.create_task(runner.run(job)))
             while True:
                 free = self._settings.jobs_in_flight - len(running)
@@ -166,7 +166,7 @@ class BatchDriver:
         async def take() -> bool:
             if await all_bytes(self._gateway.broker.connection) >= self._settings.max_bytes:
                 return False
-            return await self._lease.take_lines(jobs, offset, room_bytes=self._settings.max_tenant_bytes)
+            return await self._lease.start_jobs(jobs, offset, room_bytes=self._settings.max_tenant_bytes)
 
         while jobs and not await self._waits.for_success(take):
             with self._waits.shown("files_full"):
@@ -185,7 +185,7 @@ class BatchDriver:
                     await runner.stop(job, result)
 
             async with asyncio.TaskGroup() as tasks:
-                for job in await self._waits.for_success(self._lease.jobs):
+                for job in await self._waits.for_success(self._lease.unfinished_jobs):
                     tasks.create_task(stop(job))
             reader = self._reader()
             while lines := await self._next(reader, _UNRUN_LINES):
@@ -201,8 +201,8 @@ class BatchDriver:
             (job, result_line(self._batch.batch_id, job.line, name, result))
             for job, name in zip(jobs, names, strict=True)
         ]
-        await self._waits.for_success(lambda: self._lease.take_lines(jobs, offset, room_bytes=0))
-        await self._waits.for_success(lambda: self._lease.finish_all(written, ERRORS, most_bytes=SHORT_FILE_BYTES))
+        await self._waits.for_success(lambda: self._lease.start_jobs(jobs, offset, room_bytes=0))
+        await self._waits.for_success(lambda: self._lease.write_results(written, ERRORS, most_bytes=SHORT_FILE_BYTES))
 
     # -- parts of phases --
 
@@ -296,11 +296,11 @@ class BatchDispatcher:
                 return
             lease = BatchLease(registry.connection, active, lease_ms=round(self._settings.lease_s * 1000))
             try:
-                batch, now_ms = await lease.take()
-            except Held as held:
+                batch, now_ms = await lease.acquire()
+            except LeaseHeld as held:
                 self._not_before[active.member] = time.monotonic() + min(held.rest_ms / 1000, _HELD_S)
-            except Gone as gone:
-                await registry.forget(active, least_age_s=_UNKNOWN_S if gone.is_missing else 0)
+            except BatchGone as gone:
+                await registry.remove_active(active, least_age_s=_UNKNOWN_S if gone.is_missing else 0)
             else:
                 self._drive(active, lease, batch, now_ms)
 
@@ -331,7 +331,7 @@ class BatchDispatcher:
     async def _driving(self, active: ActiveBatch, lease: BatchLease, batch: Batch, now_ms: int) -> None:
         try:
             await BatchDriver(self._gateway, self._api, lease, batch, now_ms).run()
-            await self._gateway.batches.registry.forget(active)
+            await self._gateway.batches.registry.remove_active(active)
         except LeaseLost as error:
             logger.info("another process drives a batch: %s", error)
         except StreamsError as error:
@@ -346,6 +346,6 @@ class BatchDispatcher:
     async def _give_back(self, lease: BatchLease) -> None:
         try:
             async with asyncio.timeout(_GIVE_BACK_S):
-                await lease.give_back()
+                await lease.release()
         except (TimeoutError, Unavailable) as error:
             logger.info("a batch's lease lapses by itself: %s", error)

@@ -561,7 +561,7 @@ class JobRunner:
         file = OUTPUT if result.status == 200 else ERRORS
         line = result_line(self._batch.batch_id, job.line, custom_id, result)
         return await self._waits.for_success(
-            lambda: self._lease.finish(job, file, line, result.tokens, most_bytes=most_bytes)
+            lambda: self._lease.write_result(job, file, line, result.tokens, most_bytes=most_bytes)
         )
 
     async def _line(self, job: Job) -> bytes:
@@ -579,7 +579,7 @@ class JobRunner:
                 if not request_id:
                     request_id = await self._accepted(job, parsed)
                     noted = job._replace(request_id=request_id)
-                    await self._waits.for_success(lambda: self._lease.note(noted))  # noqa: B023 - awaited here
+                    await self._waits.for_success(lambda: self._lease.record_request(noted))  # noqa: B023 - awaited here
                 if await self.ends.wait(request_id):
                     return await self._answer(request_id)
                 logger.warning("a job is lost, and runs again", extra={"request_id": request_id})

@@ -42,7 +42,7 @@ class Upload:
         """Let readers see the file, for `lifetime_s` seconds. Raises as `write`."""
         if self._part:
             await self._append(len(self._part))
-        ending = self._files.end(self._tenant, self.file_id, name=name, purpose=purpose, lifetime_s=lifetime_s)
+        ending = self._files.complete(self._tenant, self.file_id, name=name, purpose=purpose, lifetime_s=lifetime_s)
         found = await self._limit.wait(ending)
         self.has_ended = True
         return found
@@ -80,7 +80,7 @@ class Uploads:
         self._open[tenant] += 1
         try:
             limit_ms = round(self._settings.upload_timeout_s * 2000)
-            file_id = await self._limit.wait(self._files.begin(tenant, limit_ms))
+            file_id = await self._limit.wait(self._files.create(tenant, limit_ms))
             upload = Upload(self._files, self._limit, tenant, file_id)
             try:
                 yield upload
