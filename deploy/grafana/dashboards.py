@@ -2,17 +2,20 @@
 
 Metrics have the labels that the collector makes from resource attributes, or the chart's monitors from pod labels:
 k8s_namespace_name, k8s_pod_name, pagestream_pool, service_name. All gateways export the same queue, so that its value
-is the largest of them and not their sum.
+is the largest of them and not their sum. A figure of engines that no panel names has one in the last row.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from pagestream_telemetry import ENGINE_METRICS, Kind, Metric, exposed_name
 from panels import Choice, Dashboard, Panel, Query, Row
 
 TARGET = Path(__file__).resolve().parents[2] / "helm" / "pagestream" / "files" / "dashboards"
@@ -408,7 +411,23 @@ ENGINES = Dashboard(
     ),
 )
 
-DASHBOARDS = {"service.json": OVERVIEW, "engines.json": ENGINES}
+
+def _further_figures(rows: Sequence[Row]) -> Row:
+    """Return a row with a panel for each figure of engines in telemetry's catalog that these rows don't show."""
+    shown = " ".join(query.expr for row in rows for panel in row.panels for query in panel.queries)
+    further = [metric for metric in ENGINE_METRICS if metric.figure and exposed_name(metric) not in shown]
+    return Row("Further figures of the engines", [_figure(metric) for metric in further])
+
+
+def _figure(metric: Metric) -> Panel:
+    name = exposed_name(metric)
+    if metric.kind is Kind.COUNTER:
+        return Panel(metric.name, metric.text, [Query(_pool_rate(f"{name}_total"), "{{pagestream_pool}}")], unit="ops")
+    return Panel(metric.name, metric.text, [Query(f"max by (k8s_pod_name) ({name}{{{_POOL}}})", _POD)])
+
+
+_FURTHER = _further_figures([*OVERVIEW.rows, *ENGINES.rows])
+DASHBOARDS = {"service.json": OVERVIEW, "engines.json": replace(ENGINES, rows=(*ENGINES.rows, _FURTHER))}
 
 
 def text_of(dashboard: Dashboard) -> str:
