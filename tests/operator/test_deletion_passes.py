@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from pagestream_operator import ApiUnavailable, Conflict, Gone, Rejected
+from pagestream_operator.commands import remove_finalizers, remove_pools
 from pagestream_operator.kube import DEPLOYMENT, JOB, LEASE, POD, POOL, SERVICE_ACCOUNT, STATEFUL_SET, Kind
 from pagestream_operator.pool import Finalizers, Home
 from support.kubernetes.pool_objects import pod_body
@@ -90,6 +91,47 @@ async def test_an_engine_that_was_ready_has_published_though_its_deployment_lags
     status: dict[str, Any] = passes.client.objects[(POOL.name, "demo")]["status"]
     assert status["readyReplicas"] == 1
     assert status["publishedCard"], "something that a deletion has to remove"
+
+
+INVALID = Rejected('patch demo: 422 EnginePool.pagestream.dev "demo" is invalid: spec.template: Invalid value', 422)
+
+
+@pytest.mark.parametrize(("refusals", "patches"), [([], 1), ([INVALID], 2)], ids=["valid", "breaks-the-definition"])
+async def test_others_can_remove_their_finalizers(refusals: list[Rejected], patches: int) -> None:
+    """From a pool that has published nothing, and has none of the operator's."""
+    passes = PoolPasses()
+    await passes.run(seconds=2)
+    body = passes.client.objects[(POOL.name, "demo")]
+    left = ["foregroundDeletion"]
+    passes.show(POOL, {**body, "metadata": {**body["metadata"], "finalizers": left}})
+    before, passes.client.tries = body["spec"], []
+    left_refusals = list(refusals)
+
+    def fault(verb: str, kind: Kind, _: str) -> Exception | None:
+        return left_refusals.pop() if (verb, kind) == ("patch", POOL) and left_refusals else None
+
+    passes.client.fault = fault
+    delete(passes)
+    await passes.run(seconds=30)
+    pool = passes.client.objects[(POOL.name, "demo")]
+    assert pool["metadata"]["finalizers"] == left
+    assert (pool["spec"] == before) == (not refusals)
+    assert passes.client.tries.count(("patch", POOL.name)) == patches
+    await passes.run(seconds=40)
+    assert passes.client.tries.count(("patch", POOL.name)) == patches + 1, "the definition may have been replaced"
+
+
+async def test_a_definition_that_refuses_even_that_is_reported() -> None:
+    passes = PoolPasses()
+    await passes.run(seconds=2)
+    body = passes.client.objects[(POOL.name, "demo")]
+    passes.show(POOL, {**body, "metadata": {**body["metadata"], "finalizers": ["orphan"]}})
+    passes.client.fault = lambda verb, kind, _: INVALID if (verb, kind) == ("patch", POOL) else None
+    delete(passes)
+    with pytest.raises(Rejected, match="is invalid"):
+        await passes.run()
+    assert await passes.run(seconds=30) == "ok", "it is tried again after a while"
+    assert "nobody can remove the finalizers orphan" in notes(passes)["ChangeRefused"]
 
 
 # -- Pools that nobody drains
@@ -180,3 +222,22 @@ async def test_a_pool_that_cannot_be_read_keeps_no_other_one(field: str, odd: An
     passes.client.objects[(POOL.name, "demo")] = demo
     await finalizers(passes, namespaces=("others",)).sweep()
     assert not has_finalizer(passes)
+
+
+@pytest.mark.parametrize("command", [remove_finalizers, remove_pools])
+async def test_a_pool_that_a_command_may_not_change_keeps_no_other_one(command: Any) -> None:
+    """Whatever its place in the list is."""
+    passes = await published()
+    demo = passes.client.objects.pop((POOL.name, "demo"))
+    kept = {**demo, "metadata": {**demo["metadata"], "name": "kept"}}
+    passes.client.objects |= {(POOL.name, "kept"): kept, (POOL.name, "demo"): demo}
+    passes.client.fault = lambda verb, kind, name: INVALID if kind is POOL and name == "kept" else None
+    more = (
+        {"selector": "", "limit_s": 0.0} if command is remove_pools else {"release": demo["status"]["controllerClass"]}
+    )
+    places = {"namespaces": ["default"]} if command is remove_pools else {}
+    with pytest.raises(Rejected, match="is invalid"):
+        await command(passes.client, **places, **more)
+    left = {name for kind, name in passes.client.objects if kind == POOL.name}
+    assert "kept" in left
+    assert "demo" not in left or not has_finalizer(passes)

@@ -47,9 +47,15 @@ async def remove_pools(client: KubeClient, namespaces: Sequence[str], selector: 
 
     async def are_gone() -> bool:
         left = await found()
+        refusal: Rejected | None = None
         for pool in left:
             if pool["metadata"].get("deletionTimestamp") is None:
-                await _delete(client, pool)
+                try:
+                    await _delete(client, pool)
+                except Rejected as error:
+                    refusal = error  # the others first
+        if refusal is not None:
+            raise refusal
         return not left
 
     if await wait_until(are_gone, limit_s=limit_s):

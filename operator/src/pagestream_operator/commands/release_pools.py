@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from pagestream_operator.commands.once import report, run_once
-from pagestream_operator.errors import Gone
+from pagestream_operator.errors import Gone, Rejected
 from pagestream_operator.kube.client import KubeClient
 from pagestream_operator.kube.kinds import POOL
 from pagestream_operator.pool.contest import is_claimed
@@ -31,17 +31,27 @@ async def remove_finalizers(client: KubeClient, release: str) -> list[str]:
         These pools (namespace/name).
 
     Raises:
-        ApiFailure: the API server refuses, or doesn't answer.
+        ApiFailure: the API server refuses, for one pool at least, or doesn't answer.
     """
     try:
         found = await client.list(POOL, None)
     except Gone:
         return []  # EnginePool isn't defined any more
-    released = []
+    released: list[str] = []
+    refusal: Rejected | None = None
     for body in found:
         if is_claimed(body, release) and FINALIZER in (body["metadata"].get("finalizers") or []):
             name = f"{body['metadata']['namespace']}/{body['metadata']['name']}"
-            await remove_finalizer(client, body)
+            try:
+                await remove_finalizer(client, body)
+            except Rejected as error:
+                report(
+                    f"{name} keeps its finalizer, and would stay when it is deleted, correct what this names: {error}"
+                )
+                refusal = error
+                continue
             report(f"{name} stays, and no operator serves it: it can be deleted, and its models stay listed")
             released.append(name)
+    if refusal is not None:
+        raise refusal
     return released

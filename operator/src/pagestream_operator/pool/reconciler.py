@@ -49,6 +49,7 @@ from pagestream_operator.pool.deletion import (
     is_orphaning,
     is_terminating,
     models_to_remove,
+    patch_deleted,
     removal_commands,
     remove_finalizer,
     report_left,
@@ -71,6 +72,8 @@ _COSTS, _DECISION, _STATUS = "deletion costs", "decision", "status"
 """Parts of a pass."""
 _CLAIM_PAUSE_S = 300.0
 """Between claims under a definition that lacks the field; an administrator may have applied a newer one."""
+_REMOVABLE_PAUSE_S = 60.0
+"""Between two looks at whether the finalizers that others hold on a deleted pool can be removed."""
 _CONTEST_PAUSE_S = 300.0
 """Between two conditions about a pool of another release, whose operator may be one that drops them."""
 _PODS_NEED = frozenset({CONFIG_MAP.name, SERVICE_ACCOUNT.name})
@@ -139,6 +142,8 @@ class Reconciler:
     """When a condition of a pool that is left to another release may be written again."""
     _claims_again_s: float = float("-inf")
     """When a claim is tried again after the API server has dropped what it wrote."""
+    _removable_again_s: float = float("-inf")
+    """When it is looked at again whether others can remove their finalizers from the deleted pool."""
     _reported: str = ""
     """The uid of the pool whose deletion has been reported."""
     _refusal: tuple[int | None, str] | None = None
@@ -399,6 +404,7 @@ class Reconciler:
         Nothing that is refused on the way holds up the pool: an event names what stays.
         """
         if FINALIZER not in pool.finalizers:
+            await self._make_removable(pool, body)
             return
         if is_orphaning(pool, view):
             note = "its objects stay, and its models listed, as the deletion with --cascade=orphan asks"
@@ -422,6 +428,29 @@ class Reconciler:
             await self._show_deletion(pool, body)
             return
         await self._let_go(pool, body, partial(self._report_end, pool, body, view, outcome, refusal))
+
+    async def _make_removable(self, pool: EnginePool, body: dict[str, Any]) -> None:
+        """See to it that others can remove their finalizers, as garbage collection does after a deletion in the
+        foreground: a server may refuse every change of a pool that breaks the definition. Asked by a change of nothing,
+        and again after a while, since the definition may be replaced meanwhile.
+        """
+        if not pool.finalizers or self.context.steady() < self._removable_again_s:
+            return
+        again_s = self.context.steady() + _REMOVABLE_PAUSE_S
+        try:
+            async with self.context.leadership.act():
+                done = await patch_deleted(self.context.client, body, {"resourceVersion": pool.resource_version})
+        except Gone:
+            self.context.suspect(self.key.namespace, POOL)
+            return
+        except Rejected as error:
+            self._removable_again_s = again_s
+            held = ", ".join(pool.finalizers)
+            todo = "correct what it names, or apply the definition of the release before until the pool is gone"
+            await self._report_refusal(body, f"nobody can remove the finalizers {held}: {error}: {todo}")
+            raise
+        self._removable_again_s = again_s
+        self.context.store.put(POOL, done)
 
     async def _drain(self, pool: EnginePool, body: dict[str, Any], view: PoolView, *, is_late: bool) -> str:
         """Lower the replicas to 0; returns why that was refused, if it was."""

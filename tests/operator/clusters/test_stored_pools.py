@@ -27,6 +27,8 @@ ODD = {
     "source": {"model": {"source": {"path": "models/demo"}}},
 }
 """What of a spec earlier definitions have let pass, by the pool's name."""
+SILENT = {"Foreground": "silent", "Orphan": "orphan"}
+"""Odd pools that have published nothing, by how they are deleted: the operator has no finalizer there."""
 
 
 def loosened(schema: Any) -> Any:
@@ -53,19 +55,25 @@ def kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
 
 @pytest.fixture(scope="module")
 def stored(kube: ControlPlane) -> PoolWorld:
-    """Pools that have published their models, three of them odd, and the definition of today."""
+    """The definition of today, and pools: some that have published their models, three of them odd, and odd ones that
+    have published nothing.
+    """
     world = PoolWorld(kube, "stored")
     with running_operator(kube, "stored"):
         for name in (*ODD, "good"):
             world.create(name, minReplicas=1)
             world.make_ready(name)
             eventually(partial(_card_of, world, name), f"the card of {name}")
-    for name, spec in ODD.items():
+        for name in SILENT.values():
+            world.create(name, minReplicas=1)
+            world.wait_condition("Ready", "NoEngine", name)
+    odd = {**ODD, **dict.fromkeys(SILENT.values(), ODD["quantity"])}
+    for name, spec in odd.items():
         world.change(spec, name)
     path = f"{DEFINITIONS}/{STRICT['metadata']['name']}"
     version = kube.get(path)["metadata"]["resourceVersion"]
     kube.request("PUT", path, {**STRICT, "metadata": {**STRICT["metadata"], "resourceVersion": version}})
-    for name in ODD:
+    for name in odd:
         eventually(partial(_is_refused, world, name), f"no change of {name} is taken")
     return world
 
@@ -111,6 +119,19 @@ def test_they_are_deleted_like_others(
     eventually(lambda: stored.end_pods(name) or not _exists(stored, name), f"{name} is gone")  # type: ignore[func-returns-value]
     drained = [event for event in stored.kube.get(stored.path("events"))["items"] if event["reason"] == "Drained"]
     assert [event["regarding"]["name"] for event in drained].count(name) == 1
+
+
+@pytest.mark.parametrize("propagation", SILENT)
+def test_garbage_collection_can_remove_its_finalizer(
+    operator: OperatorProcess, stored: PoolWorld, propagation: str
+) -> None:
+    """Of a pool that has published nothing it is the only one."""
+    name = SILENT[propagation]
+    assert "finalizers" not in stored.pool(name)["metadata"]
+    stored.kube.delete(stored.path("enginepools", name), propagationPolicy=propagation)
+    eventually(lambda: stored.end_pods(name) or not _exists(stored, name), f"{name} is gone")  # type: ignore[func-returns-value]
+    orphaned = stored.kube.exists(stored.path("deployments", f"{name}-engine"))
+    assert orphaned == (propagation == "Orphan")
 
 
 def test_a_release_that_is_uninstalled_leaves_none(stored: PoolWorld) -> None:
