@@ -35,7 +35,10 @@ SHARING = {
     "a process that forks ranks": ("tests/engine/executor/", "tests/engine/test_ranks.py"),
 }
 """Folders that share something of the session, and therefore a process."""
-LONG = ("tests/faults/", "tests/cli/", "tests/engine/", "tests/worker/")
+LONG = (
+    *("tests/faults/", "tests/cli/", "tests/engine/", "tests/worker/"),
+    *("tests/operator/clusters/", "tests/chart/test_smoke.py"),
+)
 """Folders with files that take more than 20 s. They are begun first, but for what is shared."""
 
 _LEFT_OUT = re.compile(r"not \w+( and not \w+)*")

@@ -1,6 +1,7 @@
 """An API server with controllers, and an operator for the tests that don't disturb it.
 
-What needs them lies in two folders, so that each can have an API server in a process of its own.
+What needs them lies in two folders, so that each can have an API server in a process of its own. Files in `clusters/`
+start clusters of other kinds, each file its own.
 """
 
 from __future__ import annotations

@@ -43,10 +43,19 @@ async def until(condition: Callable[[], bool], what: str, limit_s: float = 30.0)
         await asyncio.sleep(POLL_S)
 
 
-def wait_until(condition: Callable[[], bool], what: str, limit_s: float = 30.0) -> None:
-    """Wait in a thread until `condition` holds. TimeoutError, which names `what`, after the limit."""
-    end = time.monotonic() + limit_s
+def wait_until(
+    condition: Callable[[], bool], what: str, limit_s: float = 30.0, *, late: float = 0.0, pause_s: float = 0.25
+) -> None:
+    """Wait in a thread until `condition` holds. TimeoutError, which names `what`, after the limit.
+
+    Args:
+        condition: asked every `POLL_S` at first.
+        late: part of the wait by which its end may be seen late, where each question costs others something.
+        pause_s: the longest pause then.
+    """
+    start = time.monotonic()
     while not condition():
-        if time.monotonic() > end:
+        waited_s = time.monotonic() - start
+        if waited_s > limit_s:
             raise TimeoutError(f"waited {limit_s:.0f} s for {what}")
-        time.sleep(POLL_S)
+        time.sleep(min(max(POLL_S, late * waited_s), pause_s))
