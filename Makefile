@@ -112,7 +112,7 @@ check: $(STAMP) ## Lint, format, types, layer order, widths of Markdown and YAML
 	$(BIN)/lint-imports
 	$(BIN)/rumdl check --quiet --no-cache .
 	$(BIN)/yamllint --strict .
-	for page in options fields sizing vllm_flags reference telemetry; do \
+	for page in options fields outputs sizing vllm_flags reference telemetry; do \
 	  $(BIN)/python tools/write_$$page.py --check || { echo "run: .venv/bin/python tools/write_$$page.py" >&2; exit 1; }; \
 	done
 

@@ -21,7 +21,7 @@ import jinja2
 from pagestream.v1.inference_pb2 import SamplingParams
 from pagestream.v1.records_pb2 import Adapter, ModelCard
 from pagestream_grammars import TokenTable
-from pagestream_grammars.output_formats.names import BY_TEMPLATE, OutputParsers
+from pagestream_grammars.output_formats.registry import BY_TEMPLATE, OutputParsers
 from pagestream_grammars.templates import (
     ChatShapes,
     SystemPlace,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pagestream_grammars.output_formats.names import OutputParsers
+from pagestream_grammars.output_formats.registry import OutputParsers
 from pagestream_streams import StreamsSettings
 from pagestream_telemetry.settings import TelemetrySettings
 

@@ -27,7 +27,7 @@ from pagestream_engine.models.chat_template import special_tokens
 from pagestream_engine.models.defaults import read_generation_config, sampling_defaults
 from pagestream_engine.models.tokenizer import tokenizer_json
 from pagestream_engine.wire.worker import ModelFacts
-from pagestream_grammars.output_formats.names import BY_TEMPLATE, OutputParsers
+from pagestream_grammars.output_formats.registry import BY_TEMPLATE, OutputParsers
 
 from pagestream_worker.settings import ChatTemplateOptions
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from pagestream_engine.config import ENGINE_OPTIONS, EngineConfig, EngineOptions
 from pagestream_engine.errors import ConfigError
-from pagestream_grammars.output_formats.names import (
+from pagestream_grammars.output_formats.registry import (
     BY_TEMPLATE,
     OutputParsers,
 )

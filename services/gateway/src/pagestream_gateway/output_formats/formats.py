@@ -7,36 +7,25 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 from pagestream.v1.inference_pb2 import TokenIds
 from pagestream.v1.records_pb2 import API_FORM_GRPC, OutputForm, ReasoningMarks
-from pagestream_grammars.output_formats.json_calls import JsonCalls, NamedCall, RequiredCalls
-from pagestream_grammars.output_formats.names import (
-    BY_TEMPLATE,
-    NONE,
-    REASONING_PARSERS,
-    TOOL_CALL_PARSERS,
-    OutputParsers,
-)
-from pagestream_grammars.output_formats.parts import BlanksAtOnce, OutputParser, PlainText
-from pagestream_grammars.output_formats.reasoning import MARKS, CallsWithin, Marks, Think
-from pagestream_grammars.output_formats.tagged import (
-    SEED_CALL,
-    STRING,
-    Glm,
-    QwenCoder,
-    SeedOss,
-    TaggedCalls,
-    Types,
-    types_of,
-)
+from pagestream_grammars.output_formats.json_calls import NamedCall, RequiredCalls
+from pagestream_grammars.output_formats.parts import BlanksAtOnce, OutputParser, PlainText, Types
+from pagestream_grammars.output_formats.reasoning import MARKS, REASONING_PARSERS, CallsWithin, Marks, Think
+from pagestream_grammars.output_formats.registry import BY_TEMPLATE, NONE, TOOL_FORMATS, OutputParsers, tool_format
+from pagestream_grammars.output_formats.tagged import STRING, types_of
 from pagestream_grammars.output_formats.tool_calls import harmony
-from pagestream_grammars.output_formats.tool_calls.deepseek import CALLS_BEGIN, DeepSeek
-from pagestream_grammars.output_formats.tool_calls.harmony import CHANNEL, FINAL, MESSAGE, START, Harmony, call_header
-from pagestream_grammars.output_formats.tool_calls.hermes import Hermes
-from pagestream_grammars.output_formats.tool_calls.mistral import Mistral
-from pagestream_grammars.output_formats.tool_calls.pythonic import Pythonic
+from pagestream_grammars.output_formats.tool_calls.harmony import (
+    FINAL,
+    MESSAGE,
+    START,
+    Harmony,
+    call_header,
+    is_harmony,
+)
 
 from pagestream_gateway.errors import UnsupportedField
 from pagestream_gateway.models import LoadedModel
@@ -144,7 +133,7 @@ def set_output_form(draft: Draft, chat: ChatPrompt, model: LoadedModel, prompt: 
         answer.output.tool_names.extend(tools.names)
         answer.output.one_call = tools.one_call
         answer.output.own_format = found if tools.is_forced and found else ""
-        if written in TYPED_FORMATS or answer.output.own_format in TYPED_FORMATS:
+        if written in _TYPED_FORMATS or answer.output.own_format in _TYPED_FORMATS:
             functions = [each["function"] for each in tools.definitions]
             record_types(answer.output, {each["name"]: each.get("parameters") for each in functions})
     return prompt_end
@@ -201,45 +190,25 @@ def record_types(form: OutputForm, schemas: Mapping[str, object]) -> None:
 
 
 HARMONY, HARMONY_REASONING = "openai", "openai_gptoss"
-_BY_NAMES: dict[str, Callable[[frozenset[str]], OutputParser]] = {
-    "hermes": Hermes,
-    "llama3_json": JsonCalls,
-    "mistral": Mistral,
-    "pythonic": Pythonic,
-    "deepseek_v3": DeepSeek,
-    "required": RequiredCalls,
-    "named": NamedCall,
-}
-TYPED_FORMATS: dict[str, type[TaggedCalls]] = {"qwen3_coder": QwenCoder, "seed_oss": SeedOss, "glm45": Glm}
-"""Those that spell arguments as text, and need the parameters' types."""
-FORMATS = (*_BY_NAMES, *TYPED_FORMATS, HARMONY)
+_FORCED: dict[str, Callable[[frozenset[str]], OutputParser]] = {"required": RequiredCalls, "named": NamedCall}
+"""What a grammar forces, with any model."""
+FORMATS = (*_FORCED, *TOOL_FORMATS)
 """Names that a request's record has."""
+_TYPED_FORMATS = {each.name for each in TOOL_FORMATS.values() if each.needs_types}
 
-FORCED = ("required", "named")
-"""Those of them that a grammar forces, with any model."""
-_MARKED = ("hermes", "mistral", "deepseek_v3", *TYPED_FORMATS)
-"""Formats whose calls have a mark at their beginning, so that they are found anywhere."""
 
-_CALL_MARKERS: dict[str, tuple[str, ...]] = {
-    "hermes": (Hermes.BEGIN, Hermes.END),
-    "llama3_json": (JsonCalls.MARKER,),
-    "mistral": Mistral.MARKERS,
-    "deepseek_v3": DeepSeek.MARKERS,
-    "qwen3_coder": QwenCoder.MARKERS,
-    "seed_oss": SeedOss.MARKERS,
-    "glm45": Glm.MARKERS,
-    HARMONY: harmony.MARKERS,
-}
+def _call_markers(name: str) -> tuple[str, ...]:
+    return TOOL_FORMATS[name].markers if name in TOOL_FORMATS else ()
 
 
 def markers_of(form: OutputForm) -> tuple[str, ...]:
     """Return what a format is told by, which the text must show where these are special tokens of a model."""
-    calls = _CALL_MARKERS.get(form.tool_format, ())
+    calls = _call_markers(form.tool_format)
     if form.reasoning_format == HARMONY_REASONING:
         return (*calls, *harmony.MARKERS)
     if not form.reasoning_format:
         return calls
-    within = _CALL_MARKERS.get(_format_within(form), ())
+    within = _call_markers(_format_within(form))
     return (*calls, *within, *MARKS.get(form.reasoning_marks, MARKS[""]))
 
 
@@ -255,8 +224,11 @@ def _parser_of(form: OutputForm) -> OutputParser:
     calls = _calls_parser(form.tool_format, form)
     if not form.reasoning_format:
         return calls
-    name = _format_within(form)
-    within = CallsWithin(lambda: _calls_within(name, form), _CALL_MARKERS[name][0][0]) if name else None
+    found = TOOL_FORMATS.get(_format_within(form))
+    within = None
+    if found is not None and found.parser_within is not None:
+        names, types = frozenset(form.tool_names), recorded_types(form)
+        within = CallsWithin(partial(found.parser_within, names, types), found.markers[0][0])
     return Think(
         calls,
         is_open=form.reasoning_format == "open",
@@ -269,69 +241,24 @@ def _parser_of(form: OutputForm) -> OutputParser:
 
 def _calls_parser(name: str, form: OutputForm) -> OutputParser:
     names = frozenset(form.tool_names)
-    if name in _BY_NAMES:
-        return _BY_NAMES[name](names)
-    return TYPED_FORMATS[name](names, recorded_types(form)) if name in TYPED_FORMATS else PlainText()
-
-
-def _calls_within(name: str, form: OutputForm) -> OutputParser:
-    if name == "mistral":
-        return Mistral(frozenset(form.tool_names), is_marked=True)
-    return _calls_parser(name, form)
+    if name in _FORCED:
+        return _FORCED[name](names)
+    return TOOL_FORMATS[name].parser(names, recorded_types(form)) if name in TOOL_FORMATS else PlainText()
 
 
 def _format_within(form: OutputForm) -> str:
     """Return the format of calls that are looked for in reasoning; "" where none are."""
-    name = form.own_format if form.tool_format in FORCED else form.tool_format
-    return name if name in _MARKED else ""
+    name = form.own_format if form.tool_format in _FORCED else form.tool_format
+    return name if name in TOOL_FORMATS and TOOL_FORMATS[name].parser_within else ""
 
 
 _SWITCHES = ("enable_thinking", "thinking")
 """Values of templates that ask for reasoning: of Qwen3 and GLM, and of DeepSeek-V3.1."""
 _THINKING = re.compile(r"\bthinking\b")
-_PYTHONIC = re.compile(r"\[func_name\d?\(")
 _BUDGET = "thinking_budget"
 """Likewise of Seed-OSS, which takes a number of tokens."""
 _ALWAYS_REASON = ("deepseek_r1", "seed_oss")
 """Parsers that take an output for reasoning until it ends, as vLLM's of these names."""
-
-
-def is_harmony(template: str) -> bool:
-    """Return whether a chat template has the channels of gpt-oss."""
-    return CHANNEL in template and MESSAGE in template
-
-
-def tool_format(template: str, parsers: OutputParsers = BY_TEMPLATE) -> str | None:
-    """Return the format of tool calls, "" for none.
-
-    None where no parser is named and the chat template takes no tools, or in a format that is not known here.
-    """
-    named = parsers.tool_call_parser
-    if named == NONE:
-        return ""
-    return TOOL_CALL_PARSERS.get(named) or _taught_format(template)
-
-
-def _taught_format(template: str) -> str | None:
-    if "tools" not in template:
-        return None
-    if is_harmony(template):
-        return HARMONY
-    for marker, name in (
-        (CALLS_BEGIN, "deepseek_v3"),
-        ("[TOOL_CALLS]", "mistral"),
-        (SEED_CALL, "seed_oss"),
-        ("<function=", "qwen3_coder"),
-        ("<arg_key>", "glm45"),
-        ("<tool_call>", "hermes"),
-    ):
-        if marker in template:
-            return name
-    if _PYTHONIC.search(template):
-        return "pythonic"
-    if "<|python_tag|>" in template or ('"parameters"' in template and "ipython" in template):
-        return "llama3_json"
-    return None
 
 
 def marks_name(template: str, parsers: OutputParsers = BY_TEMPLATE) -> str:
@@ -402,9 +329,15 @@ def call_id(place: str, form: OutputForm) -> str:
     It is as long as the model's template takes it; where a record doesn't say whose calls a grammar forces, so short
     that each template does.
     """
-    own = form.own_format if form.tool_format in FORCED else form.tool_format
+    own = form.own_format if form.tool_format in _FORCED else form.tool_format
     digest = _digest(place)
-    return digest[:_LENGTH] if own in ("", "mistral") else f"call_{digest[:24]}"
+    return digest[:_LENGTH] if not own or has_short_ids(own) else f"call_{digest[:24]}"
+
+
+def has_short_ids(name: str | None) -> bool:
+    """Return whether templates of models with a format of calls take short ids alone."""
+    found = TOOL_FORMATS.get(name or "")
+    return found is not None and found.has_short_ids
 
 
 def with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagestream.v1.inference_pb2 import StructuredOutputs
+from pagestream_grammars.output_formats.declaration import call_schema
 
 from pagestream_gateway.sampling import schema_text
 
@@ -40,41 +41,7 @@ class Tools:
             schemas = {each["function"]["name"]: each["function"].get("parameters") for each in self.definitions}
             schema: Any = schemas[self.forced_name] or {"type": "object"}
         else:
-            call = call_schema(self, "parameters")
+            call = call_schema(self.definitions, "parameters")
             most = {"maxItems": 1} if self.one_call else {}
             schema = {"type": "array", "minItems": 1, **most, "items": {"anyOf": call["anyOf"]}, "$defs": call["$defs"]}
         return StructuredOutputs(json=schema_text(schema, "tools"))
-
-
-def call_schema(tools: Tools, arguments: str) -> dict[str, Any]:
-    """Return the schema of a call as an object of "name" and `arguments`.
-
-    Each tool's schema is a definition, and its references begin there.
-    """
-    roots, calls = {}, []
-    for tool in tools.definitions:
-        name, given = tool["function"]["name"], tool["function"].get("parameters")
-        place = f"#/$defs/{name}"
-        roots[name] = moved_schema(given or {"type": "object"}, place)
-        calls.append(
-            {
-                "type": "object",
-                "properties": {"name": {"const": name}, arguments: {"$ref": place}},
-                "required": ["name", arguments],
-                "additionalProperties": False,
-            }
-        )
-    return {"anyOf": calls, "$defs": roots}
-
-
-def moved_schema(schema: Any, place: str) -> Any:
-    """Return a schema that stands at another place than its document's root."""
-    if isinstance(schema, list):
-        return [moved_schema(each, place) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found = {name: moved_schema(each, place) for name, each in schema.items()}
-    reference = found.get("$ref")
-    if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
-        found["$ref"] = place + reference[1:]
-    return found

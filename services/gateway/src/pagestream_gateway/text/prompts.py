@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
+from pagestream_grammars.output_formats.tool_calls.harmony import is_harmony
 from pagestream_grammars.templates import ChatShapes, shaped, text_of
 from tokenizers import Tokenizer
 
@@ -25,7 +26,7 @@ from pagestream_gateway.models import (
 )
 from pagestream_gateway.output_formats.formats import (
     TemplateFormats,
-    is_harmony,
+    has_short_ids,
     reasoning_arguments,
     set_output_form,
     with_short_ids,
@@ -366,7 +367,7 @@ def _render(chat: ChatPrompt, prompt_field: str, model: LoadedModel) -> str:
         messages = harmony_messages(messages)
     elif model.shapes.no_developer or not formats.knows_developer:
         messages = with_system_first(messages)
-    if formats.own_calls == "mistral":
+    if has_short_ids(formats.own_calls):
         messages = with_short_ids(messages)
     render = partial(
         model.chat_template.render,

@@ -1,7 +1,7 @@
 """The parts of an output, what divides it into them, and the bound on long runs of blanks."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
@@ -41,6 +41,10 @@ class Arguments:
 
 
 Part = Content | Reasoning | CallBegin | Arguments
+
+
+Types = Mapping[str, Mapping[str, Sequence[str]]]
+"""Of each tool's parameters: names of JSON schema's types."""
 
 
 class OutputParser(Protocol):

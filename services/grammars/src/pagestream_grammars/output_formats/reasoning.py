@@ -33,6 +33,10 @@ MARKS = {
 """By the name that a request's record has."""
 
 
+REASONING_PARSERS = ("deepseek_r1", "deepseek_v3", "glm45", "mistral", "openai_gptoss", "qwen3", "seed_oss")
+"""Names of parsers of reasoning."""
+
+
 class CallsWithin(NamedTuple):
     """How calls are found anywhere in a text."""
 

@@ -7,21 +7,21 @@ import ast
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+from pagestream_grammars.output_formats.declaration import LINE, argument_schema, json_rule, text_rule
 from pagestream_grammars.output_formats.parts import (
     MOST_NAME_CHARS,
     Arguments,
     CallBegin,
     Content,
     Part,
+    Types,
     held_prefix,
     joined,
 )
 
-Types = Mapping[str, Mapping[str, Sequence[str]]]
-"""Of each tool's parameters: names of JSON schema's types."""
 STRING = "string"
 _MOST_SCHEMAS = 64  # that the types of one parameter are looked for in
 _NAMES = {str: STRING, bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array"}
@@ -137,11 +137,9 @@ def _refuse(name: str) -> None:
 
 _MOST_VALUE_CHARS = 2**16
 """Of a value that is not text, which is held until it is complete; a longer one is text."""
-_MOST_AHEAD = MOST_NAME_CHARS + 256
+MOST_AHEAD = MOST_NAME_CHARS + 256
 """Text that tells whether a value ends before it."""
-_VALUE_END = re.compile(r"</parameter[^<>\n]{0,16}>?")
 CALL, CALL_END = "<tool_call>", "</tool_call>"
-SEED_CALL, SEED_CALL_END = "<seed:tool_call>", "</seed:tool_call>"
 
 
 class TaggedCalls(ABC):
@@ -305,7 +303,7 @@ class TaggedCalls(ABC):
             self._held, self._state = self._held[behind:], "between"
             return True
         self._searched = behind
-        if place < 0 and len(self._held) < _MOST_VALUE_CHARS + _MOST_AHEAD:
+        if place < 0 and len(self._held) < _MOST_VALUE_CHARS + MOST_AHEAD:
             return False
         return self._begin_string(parts)
 
@@ -348,113 +346,50 @@ class TaggedCalls(ABC):
         return True
 
 
-class QwenCoder(TaggedCalls):
-    """`<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>`: Qwen3-Coder, Qwen3.5.
+class Values:
+    """Rules of arguments whose values stand before an end tag: text as it is, all else as JSON."""
 
-    A call also begins without its first marker, which these models leave out at times. So they do with a value's end,
-    or misspell it: a value ends where the next argument begins or the call ends. A tag that neither follows is text: a
-    value may be a file that mentions some.
-    """
+    text, _tag = "text", "tag"
+    """Rules of a text and the tag, and of the tag; each with the line's end behind."""
 
-    FUNCTION, FUNCTION_END = "<function=", "</function>"
-    MARKERS: ClassVar[tuple[str, ...]] = (CALL, CALL_END)
-    begins = (CALL, FUNCTION)
-    key_begin, value_end, call_ends = "<parameter=", "</parameter>", (FUNCTION_END, CALL_END)
-    trims_lines = True
+    def __init__(self, end: str, tag: str) -> None:
+        """`end`: what matches the tag."""
+        self._end, self._name = end, tag
+        self._is_text = end == text_rule(tag)
 
-    def name_in(self, text: str) -> tuple[str, int] | None:
-        """See TaggedCalls."""
-        stripped = text.lstrip()
-        if not stripped.startswith(self.FUNCTION):
-            return ("", 0) if self.FUNCTION.startswith(stripped) else None
-        begin = len(text) - len(stripped) + len(self.FUNCTION)
-        return _up_to(">", text, begin)
+    def rules(self) -> str:
+        """Return the rules that all arguments share."""
+        if self._is_text:  # a text ends where the tag is written, by whatever tokens
+            value = f"any_text {LINE}\nany_text[suffix={self._end}]: /(.|\\n)*/"
+        else:
+            tag = re.escape(self._name).replace("/", r"\/")
+            value = f"TEXT? {self._end} {LINE}\nTEXT: /(.|\\n)+/ & ~/(?s:.*){tag}(?s:.*)/"
+        return f"{self.text}: {value}\n{self._tag}: {LINE} {self._end} {LINE}\nKEY: /[^<>\\n]{{1,128}}/\n"
 
-    def key_in(self, text: str) -> tuple[str, int] | None:
-        """See TaggedCalls."""
-        return _up_to(">", text, 0)
+    def arguments(self, rule: str, schema: Mapping[str, Any], head: Callable[[str], str]) -> str:
+        """Return a tool's arguments in the schema's order; "" where it names none, so that they may be any.
 
-    def end_of_value(self, text: str, searched: int) -> tuple[int, int]:
-        """See TaggedCalls."""
-        place = searched - 1
-        while (place := text.find("<", place + 1)) >= 0:
-            ahead = text[place : place + _MOST_AHEAD]
-            length = self._end_at(ahead, is_at_line=self._is_at_line(text, place))
-            if length is None and len(ahead) < _MOST_AHEAD:
-                return -1, place
-            if length is not None and length >= 0:
-                return place, place + length
-        return -1, len(text)
-
-    def _is_at_line(self, text: str, place: int) -> bool:
-        """Return whether a tag stands where those of a call do: a value on lines of its own may mention some."""
-        return not self.is_on_lines or (text[place - 1] == "\n" if place else self.is_empty)
-
-    def _end_at(self, ahead: str, *, is_at_line: bool) -> int | None:
-        """Return how long the end of a value is that a text begins with; 0 where it has none, and what follows it.
-
-        -1 where the value goes on; None where more of the text is needed.
+        `head`: returns what comes before the value of an argument.
         """
-        if found := _VALUE_END.match(ahead):
-            is_closed = self._follows(ahead[found.end() :], (self.key_begin, self.FUNCTION_END, self.call_end))
-            return None if is_closed is None else found.end() if is_closed else -1
-        is_end: bool | None = False
-        if ahead.startswith(self.key_begin):
-            key = self.key_in(ahead[len(self.key_begin) :]) if is_at_line else None
-            is_end = None if key == ("", 0) else key is not None and key[0] not in self.keys
-        elif ahead.startswith(self.FUNCTION_END):
-            is_end = self._follows(ahead[len(self.FUNCTION_END) :], (self.call_end, self.FUNCTION))
-        elif ahead.startswith(self.call_end):
-            is_end = is_at_line and self._follows(ahead[len(self.call_end) :], (self.call_begin,))
-        elif any(each.startswith(ahead) for each in (self.value_end, self.key_begin, self.FUNCTION_END, self.call_end)):
-            is_end = None
-        return None if is_end is None else 0 if is_end else -1
+        properties = schema.get("properties")
+        if not isinstance(properties, dict):
+            return ""
+        required = schema.get("required")
+        needed = required if isinstance(required, list) else ()
+        types = types_of(schema)
+        parts = []
+        for key, each in properties.items():
+            value = self._value(rule, schema, key, each, types.get(key, [STRING]))
+            parts.append(f"({head(key)} {value}){'' if key in needed else '?'}")
+        return " ".join(parts) or LINE
 
-    def _follows(self, text: str, tags: tuple[str, ...]) -> bool | None:
-        """Return whether a tag or nothing follows; None where more is needed."""
-        text = text.lstrip()
-        if any(each.startswith(text) and each != text for each in tags):
-            return not text if self._is_last else None
-        return text.startswith(tags)
-
-
-class SeedOss(QwenCoder):
-    """`<seed:tool_call><function=NAME><parameter=KEY>value</parameter></function></seed:tool_call>`: Seed-OSS."""
-
-    MARKERS = (SEED_CALL, SEED_CALL_END)
-    call_begin, call_end = SEED_CALL, SEED_CALL_END
-    begins = (SEED_CALL, QwenCoder.FUNCTION)
-    call_ends = (QwenCoder.FUNCTION_END, SEED_CALL_END)
-
-
-class Glm(TaggedCalls):
-    """`<tool_call>NAME<arg_key>KEY</arg_key><arg_value>value</arg_value></tool_call>`: GLM-4.5 to 4.7."""
-
-    KEY_END, VALUE = "</arg_key>", "<arg_value>"
-    key_begin, value_end, call_ends = "<arg_key>", "</arg_value>", (CALL_END,)
-    MARKERS = (CALL, CALL_END, key_begin, KEY_END, VALUE, value_end)
-
-    def name_in(self, text: str) -> tuple[str, int] | None:
-        """See TaggedCalls."""
-        found = _up_to("<", text, 0)
-        if found is None or not found[0]:
-            return found
-        behind = text[found[1] - 1 :]
-        follows = (self.key_begin, CALL_END)
-        if behind.startswith(follows):
-            return found[0], found[1] - 1
-        return ("", 0) if any(each.startswith(behind) for each in follows) else None
-
-    def key_in(self, text: str) -> tuple[str, int] | None:
-        """See TaggedCalls."""
-        found = _up_to(self.KEY_END, text, 0)
-        if found is None or not found[0]:
-            return found
-        behind = text[found[1] :]
-        stripped = behind.lstrip()
-        if stripped.startswith(self.VALUE):
-            return found[0], len(text) - len(stripped) + len(self.VALUE)
-        return ("", 0) if self.VALUE.startswith(stripped) else None
+    def _value(self, rule: str, schema: Mapping[str, Any], key: str, given: Any, types: list[str]) -> str:
+        if STRING not in types:
+            return f"{LINE} {json_rule(argument_schema(rule, schema, key, given))} {self._tag}"
+        texts = given.get("enum", [given["const"]] if "const" in given else None) if isinstance(given, dict) else None
+        if isinstance(texts, list) and texts and all(isinstance(each, str) for each in texts):
+            return f"{LINE} ({' | '.join(map(text_rule, texts))}) {self._tag}"
+        return self.text
 
 
 def _first(text: str, markers: Sequence[str]) -> tuple[int, str]:
@@ -463,7 +398,7 @@ def _first(text: str, markers: Sequence[str]) -> tuple[int, str]:
     return min(found, default=(-1, ""))
 
 
-def _up_to(end: str, text: str, begin: int) -> tuple[str, int] | None:
+def up_to(end: str, text: str, begin: int) -> tuple[str, int] | None:
     """Return a name that stands before `end`, and the place behind; ("", 0) where more is needed, None for no name."""
     place = text.find(end, begin)
     if place < 0:

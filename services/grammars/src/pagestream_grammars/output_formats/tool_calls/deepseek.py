@@ -2,6 +2,7 @@
 
 import re
 
+from pagestream_grammars.output_formats.declaration import CallWriter, Spelling, ToolFormat, json_rule, text_rule
 from pagestream_grammars.output_formats.json_calls import ObjectText
 from pagestream_grammars.output_formats.parts import (
     MOST_NAME_CHARS,
@@ -124,3 +125,36 @@ class DeepSeek:
         self._state, self._raw, self._had_call = "arguments", "", True
         self._object, self._held = ObjectText(), self._held[place:]
         return True
+
+
+def _rules(writer: CallWriter) -> str:
+    marker, lines = writer.marker, []
+    separator = marker(SEPARATOR)
+    for rule, name, schema in writer.functions():
+        if "```json" in writer.template:
+            opened, closed = text_rule(f"{name}\n```json\n"), text_rule("\n```")
+            call = f'"function" {separator} {opened} {json_rule(schema)} {closed}'
+        else:
+            call = f"{text_rule(name)} {separator} {json_rule(schema)}"
+        lines.append(f"{rule}: {call}\n")
+    one = f"{marker(CALL_BEGIN)} {writer.any_function()} {marker(CALL_END)}"
+    calls = f"{marker(CALLS_BEGIN)} {writer.repeated('call')} {marker(CALLS_END)}"
+    return f"calls: {calls}\ncall: {one}\n{''.join(lines)}"
+
+
+FORMAT = ToolFormat(
+    name="deepseek_v3",
+    parsers=("deepseek_v3", "deepseek_v31"),
+    spellings=(
+        Spelling(
+            "DeepSeek V3, R1, V3.1",
+            "`<｜tool▁call▁begin｜>...<｜tool▁call▁end｜>`",
+            "`deepseekv3_tool_parser.py`, `deepseekv31_tool_parser.py`",
+        ),
+    ),
+    is_taught=lambda template: CALLS_BEGIN in template,
+    parser=lambda names, _: DeepSeek(names),
+    parser_within=lambda names, _: DeepSeek(names),
+    markers=DeepSeek.MARKERS,
+    rules=_rules,
+)

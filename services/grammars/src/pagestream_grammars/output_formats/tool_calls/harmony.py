@@ -3,6 +3,7 @@
 import re
 from collections.abc import Set
 
+from pagestream_grammars.output_formats.declaration import CallWriter, Spelling, ToolFormat, json_rule, text_rule
 from pagestream_grammars.output_formats.parts import (
     Arguments,
     CallBegin,
@@ -12,6 +13,7 @@ from pagestream_grammars.output_formats.parts import (
     held_prefix,
     joined,
 )
+from pagestream_grammars.output_formats.tagged import Values
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END = "<|end|>"
@@ -142,3 +144,50 @@ class Harmony:
         if self._kind is not None and not self._is_empty:
             self._shown.add(self._kind)
         self._kind = None
+
+
+def harmony_rules(writer: CallWriter, answer: str) -> str:
+    """Return the rules of an output in gpt-oss' channels: its reasoning, then an answer or calls.
+
+    `answer`: the terminal of the answer. What ends the output, `<|return|>` or `<|call|>`, is no part of it; so
+    there is one call.
+    """
+    channel, message, constrain, end, start = map(writer.marker, (CHANNEL, MESSAGE, CONSTRAIN, END, START))
+    values = Values(end, END)
+    form = f'" "? ({constrain}? "json")?'
+    lines = [
+        "start: thought* (answer | (thought | said)* calls)\n",
+        f'thought: {channel} "analysis" {message} {values.text} {start} "assistant"\n',
+        f'said: {channel} "commentary" {message} {values.text} {start} "assistant"\n',
+    ]
+    lines.append(f'answer: {channel} "final" {form} {message} {answer}\n')
+    lines.append(f"calls: {writer.any_function()}\n")
+    for rule, name, schema in writer.functions():
+        address = f"to={FUNCTIONS}{name}"
+        behind = f"{channel} {text_rule(f'commentary {address}')}"
+        before = f"{text_rule(f' {address}')} {channel} {text_rule('commentary')}"
+        lines.append(f"{rule}: ({behind} | {before}) {form} {message} {json_rule(schema)}\n")
+    return "".join([*lines, values.rules()])
+
+
+def is_harmony(template: str) -> bool:
+    """Return whether a chat template has the channels of gpt-oss."""
+    return CHANNEL in template and MESSAGE in template
+
+
+FORMAT = ToolFormat(
+    name="openai",
+    parsers=("openai",),
+    spellings=(
+        Spelling(
+            "gpt-oss",
+            "a message of the channel `commentary` to `functions.NAME`",
+            'OpenAI\'s format "harmony"',
+        ),
+    ),
+    is_taught=is_harmony,
+    generality=0,
+    parser=lambda names, _: Harmony(names),
+    markers=MARKERS,
+    rules=None,
+)

@@ -1,5 +1,13 @@
 """Tool calls as Hermes and Qwen write them."""
 
+from pagestream_grammars.output_formats.declaration import (
+    CallWriter,
+    Spelling,
+    ToolFormat,
+    call_schema,
+    json_rule,
+    text_rule,
+)
 from pagestream_grammars.output_formats.json_calls import CallObject
 from pagestream_grammars.output_formats.parts import Content, Part, held_prefix, joined
 
@@ -92,3 +100,29 @@ class Hermes:
             return ""
         self._is_inside = False
         return text
+
+
+def _rules(writer: CallWriter) -> str:
+    begin, end = map(writer.marker, (Hermes.BEGIN, Hermes.END))
+    body = json_rule(call_schema(writer.definitions, "arguments"))
+    line = text_rule("\n")
+    return f"calls: {writer.repeated('call')}\ncall: {begin} {line} body {line} {end}\nbody: {body}\n"
+
+
+FORMAT = ToolFormat(
+    name="hermes",
+    parsers=("hermes",),
+    spellings=(
+        Spelling(
+            "Hermes 2 and 3, Qwen 2.5 and 3",
+            '`<tool_call>{"name": ..., "arguments": ...}</tool_call>`',
+            "`hermes_tool_parser.py`",
+        ),
+    ),
+    is_taught=lambda template: Hermes.BEGIN in template,
+    generality=4,  # Qwen3-Coder and GLM have the same mark
+    parser=lambda names, _: Hermes(names),
+    parser_within=lambda names, _: Hermes(names),
+    markers=(Hermes.BEGIN, Hermes.END),
+    rules=_rules,
+)

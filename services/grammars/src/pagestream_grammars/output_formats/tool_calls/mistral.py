@@ -2,6 +2,14 @@
 
 import re
 
+from pagestream_grammars.output_formats.declaration import (
+    CallWriter,
+    Spelling,
+    ToolFormat,
+    call_schema,
+    json_rule,
+    text_rule,
+)
 from pagestream_grammars.output_formats.json_calls import CallList, ObjectText
 from pagestream_grammars.output_formats.parts import (
     MOST_NAME_CHARS,
@@ -134,3 +142,43 @@ class Mistral:
             return ""
         self._state = "between"
         return text[end:]
+
+
+def _rules(writer: CallWriter) -> str:
+    begin = writer.marker(Mistral.BEGIN)
+    if writer.tokens.added_id(Mistral.ARGS) is not None:  # as vLLM tells tokenizers from version 11 on
+        has_ids = writer.tokens.added_id(Mistral.CALL_ID) is not None
+        call_id = f"({writer.marker(Mistral.CALL_ID)} /[a-zA-Z0-9]{{9}}/)? " if has_ids else ""
+        lines = [
+            f"{rule}: {text_rule(name)} {call_id}{writer.marker(Mistral.ARGS)} {json_rule(schema)}\n"
+            for rule, name, schema in writer.functions()
+        ]
+        return f"calls: {writer.repeated('call', '')}\ncall: {begin} {writer.any_function()}\n{''.join(lines)}"
+    item = call_schema(writer.definitions, "arguments")
+    definitions = {"$defs": item.pop("$defs")}
+    most = {"maxItems": 1} if writer.one_call else {}
+    schema = {"type": "array", "minItems": 1, **most, "items": item, **definitions}
+    return f'calls: {begin} " "? {json_rule(schema)}\n'
+
+
+_COMMON = "of `mistral-common`"
+
+FORMAT = ToolFormat(
+    name="mistral",
+    parsers=("mistral",),
+    spellings=(
+        Spelling(
+            "Mistral, up to tokenizer v7",
+            '`[TOOL_CALLS][{"name": ..., "arguments": ...}]`',
+            f"`InstructTokenizerV7` {_COMMON}",
+        ),
+        Spelling("Mistral Small 3.2 (v11)", "`[TOOL_CALLS]NAME[CALL_ID]id[ARGS]{...}`", f"`V11` {_COMMON}"),
+        Spelling("Magistral, Devstral (v13)", "`[TOOL_CALLS]NAME[ARGS]{...}`", f"`V13` {_COMMON}"),
+    ),
+    is_taught=lambda template: Mistral.BEGIN in template,
+    parser=lambda names, _: Mistral(names),
+    parser_within=lambda names, _: Mistral(names, is_marked=True),
+    markers=Mistral.MARKERS,
+    has_short_ids=True,
+    rules=_rules,
+)

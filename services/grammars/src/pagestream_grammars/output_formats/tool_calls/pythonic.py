@@ -2,7 +2,18 @@
 
 import ast
 import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+from pagestream_grammars.output_formats.declaration import (
+    CallWriter,
+    Spelling,
+    ToolFormat,
+    argument_schema,
+    json_rule,
+    text_rule,
+)
 from pagestream_grammars.output_formats.parts import MOST_NAME_CHARS, NAME, Arguments, CallBegin, Content, Part
 
 _MOST_CHARS = 2**16  # of a call, which is held until it is complete
@@ -126,3 +137,42 @@ class _Brackets:
                     return place + 1
         self.place = len(text)
         return None
+
+
+def _rules(writer: CallWriter) -> str:
+    lines = []
+    for rule, name, schema in writer.functions():
+        lines.append(f"{rule}: {text_rule(f'{name}(')} {rule}_a0 {text_rule(')')}\n")
+        lines += _keywords(rule, schema)
+    calls = writer.repeated("call", '"," " "?')
+    return f'calls: "[" {calls} "]"\ncall: {writer.any_function()}\n{"".join(lines)}'
+
+
+def _keywords(rule: str, schema: Mapping[str, Any]) -> Iterator[str]:
+    """Yield rules of a tool's arguments as keywords with values in JSON, which is Python but for three names.
+
+    Rule `a<n>` is what may stand from the n-th argument on where none came before, `b<n>` where one did.
+    """
+    properties, required = schema.get("properties"), schema.get("required")
+    given = properties if isinstance(properties, dict) else {}
+    needed = required if isinstance(required, list) else ()
+    for number, (key, each) in enumerate(given.items()):
+        yield f"{rule}_v{number}: {text_rule(f'{key}=')} {json_rule(argument_schema(rule, schema, key, each))}\n"
+        for kind, separator in (("a", ""), ("b", '"," " "? ')):
+            skipped = "" if key in needed else f" | {rule}_{kind}{number + 1}"
+            yield f"{rule}_{kind}{number}: {separator}{rule}_v{number} {rule}_b{number + 1}{skipped}\n"
+    for kind in ("a", "b"):
+        yield f'{rule}_{kind}{len(given)}: ""\n'
+
+
+_TAUGHT = re.compile(r"\[func_name\d?\(")
+
+FORMAT = ToolFormat(
+    name="pythonic",
+    parsers=("pythonic", "llama4_pythonic"),
+    spellings=(Spelling("Llama 3.2 and 4", "`[name(argument=value)]`", "`pythonic_tool_parser.py`"),),
+    is_taught=lambda template: _TAUGHT.search(template) is not None,
+    generality=5,
+    parser=lambda names, _: Pythonic(names),
+    rules=_rules,
+)
