@@ -106,9 +106,13 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_sessionfinish() -> None:
-    """Show again what was left out: hypothesis, imported for its summary, takes trio's generator for garbage."""
-    gc.unfreeze()
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Show again what was left out: hypothesis, imported for its summary, takes trio's generator for garbage.
+
+    A process of pytest-xdist has no summary, and ends without a look at all that was imported.
+    """
+    if not hasattr(session.config, "workerinput"):
+        gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

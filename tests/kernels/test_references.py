@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -345,23 +343,3 @@ def test_grid_and_scratch_of_a_plan_do_not_depend_on_the_batch() -> None:
 )
 def test_units_before_a_window_are_no_work(lengths: list[int], options: dict[str, Any], units: list[int]) -> None:
     assert planned(lengths, **options).unit_starts.diff().tolist() == units
-
-
-WITHOUT_TRITON = """
-import sys
-sys.modules["triton"] = None  # an import of it fails as where it is not installed
-import torch, pagestream_kernels as kernels
-gate_up = torch.ones(2, 8)
-assert kernels.silu_and_mul_reference(gate_up).shape == (2, 4)
-try:
-    kernels.silu_and_mul(gate_up)
-except kernels.KernelUnavailableError as error:
-    assert "Triton is not installed; use silu_and_mul_reference" in str(error), error
-else:
-    raise SystemExit("the kernel ran without Triton")
-"""
-
-
-@pytest.mark.served
-def test_references_work_without_triton() -> None:
-    subprocess.run([sys.executable, "-c", WITHOUT_TRITON], check=True, timeout=90)

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -60,14 +61,23 @@ def _sources() -> Iterator[Path]:
                 yield path
 
 
+@cache
+def _named_together() -> list[tuple[str, frozenset[str]]]:
+    """Return where many names are spelled out, and the names."""
+    return [
+        (f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}", names)
+        for path in _sources()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if len(names := frozenset(_spelled(node))) > MOST_NAMED_TOGETHER
+    ]
+
+
 def _lists(declared: frozenset[str]) -> list[str]:
-    found = []
-    for path in _sources():
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = declared.intersection(_spelled(node))
-            if len(names) > MOST_NAMED_TOGETHER:
-                found.append(f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)} names {', '.join(sorted(names))}")
-    return found
+    return [
+        f"{place} names {', '.join(sorted(found))}"
+        for place, names in _named_together()
+        if len(found := declared & names) > MOST_NAMED_TOGETHER
+    ]
 
 
 @pytest.mark.parametrize(
