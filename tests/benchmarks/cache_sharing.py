@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from pagestream_engine.config import CacheConfig
-from pagestream_engine.kv_cache.eviction import make_eviction_order
+from pagestream_engine.kv_cache.block_pool import make_eviction_order
 from pagestream_simulator.traces import TraceRow, read_trace
 from prefix_cache import SHORT_REQUESTS, TraceCache
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from itertools import accumulate, count
 
 from pagestream_engine.config import CacheConfig
-from pagestream_engine.kv_cache.eviction import make_eviction_order
+from pagestream_engine.kv_cache.block_pool import make_eviction_order
 from pagestream_simulator.traces import MOONCAKE_BLOCK_TOKENS, TraceRow, read_trace
 from pagestream_streams import StreamsSettings
 from pagestream_streams.gateway.place import Placer, left_ms

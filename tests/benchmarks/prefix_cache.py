@@ -21,8 +21,7 @@ from collections import abc
 from statistics import fmean
 
 from pagestream_engine.config import ENGINE_OPTIONS
-from pagestream_engine.kv_cache.block_pool import BlockPool
-from pagestream_engine.kv_cache.eviction import EvictionOrder, HeapOrder, make_eviction_order
+from pagestream_engine.kv_cache.block_pool import BlockPool, EvictionOrder, HeapOrder, make_eviction_order
 from pagestream_engine.kv_cache.manager import CacheManager
 from pagestream_engine.plan import full_attention
 from pagestream_engine.request import Sequence, SequenceState

@@ -729,7 +729,7 @@ def test_the_scheduler_is_not_charged_with_the_models_time(tmp_path: Path, monke
             now_s[0] += 1.0
             return super().execute(plan)
 
-    monkeypatch.setattr("pagestream_engine.engine.perf_counter", lambda: now_s[0])
+    monkeypatch.setattr(sys.modules[Engine.__module__], "perf_counter", lambda: now_s[0])
     monkeypatch.setattr("pagestream_engine.steps.perf_counter", lambda: now_s[0])
     config = EngineConfig.from_options({"block_size": 4, "num_gpu_blocks_override": 32})
     facts = ArithmeticFacts()

@@ -49,7 +49,6 @@ PARTS = {
     "pagestream_engine.sampler.stages": "the stages of a sampled row, beside vLLM's",
     "pagestream_engine.scheduler.admission": "the count at admission that the claim budget has to match",
     "pagestream_engine.scheduler.policies": "the length that shortest_first expects",
-    "pagestream_engine.scheduler.running": "as above",
     "pagestream_engine.stats": "the ground: the figures of an engine",
     "pagestream_engine.steps": "plans from scheduled steps",
     "pagestream_engine.wire": "records as bytes, and back",

@@ -7,9 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pagestream_engine.capacity import Capacity, measure_capacity
     from pagestream_engine.config import AdapterConfig, EngineConfig, EngineOptions, SchedulerConfig
-    from pagestream_engine.engine import Engine
+    from pagestream_engine.engine import Capacity, Engine, measure_capacity
     from pagestream_engine.errors import (
         AdapterChanged,
         AdapterError,
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
         UnsupportedOption,
         WeightsError,
     )
-    from pagestream_engine.llm import LLM
+    from pagestream_engine.offline.llm import LLM
     from pagestream_engine.offline.llm_engine import (
         Counter,
         Gauge,
@@ -161,17 +160,17 @@ __all__ = [
 ]
 
 _NAMES = {
-    "capacity": (
-        "Capacity",
-        "measure_capacity",
-    ),
     "config": (
         "AdapterConfig",
         "EngineConfig",
         "EngineOptions",
         "SchedulerConfig",
     ),
-    "engine": ("Engine",),
+    "engine": (
+        "Capacity",
+        "Engine",
+        "measure_capacity",
+    ),
     "errors": (
         "AdapterChanged",
         "AdapterError",
@@ -202,7 +201,7 @@ _NAMES = {
         "UnsupportedOption",
         "WeightsError",
     ),
-    "llm": ("LLM",),
+    "offline.llm": ("LLM",),
     "offline.llm_engine": (
         "Counter",
         "Gauge",

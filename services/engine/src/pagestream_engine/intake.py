@@ -9,7 +9,6 @@ from itertools import chain
 
 from tokenizers import Tokenizer
 
-from pagestream_engine import parameter_checks as checks
 from pagestream_engine.errors import InvalidRequest, PromptTooLong
 from pagestream_engine.output import (
     Generation,
@@ -19,7 +18,7 @@ from pagestream_engine.output import (
     is_fault_of_request,
 )
 from pagestream_engine.request import Choice, Request, Sequence
-from pagestream_engine.sampling_params import ALL_LOGPROBS, SamplingParams
+from pagestream_engine.sampling_params import ALL_LOGPROBS, SamplingParams, checked_words
 
 
 class Intake:
@@ -143,7 +142,7 @@ class Intake:
                 raise
             raise InvalidRequest(f"bad_words: given words that the tokenizer can't encode: {error}") from error
         self._check_tokens("bad_words", tuple(chain.from_iterable(token_ids)))
-        return checks.words("bad_words", (*params.bad_words_token_ids, *token_ids))
+        return checked_words("bad_words", (*params.bad_words_token_ids, *token_ids))
 
     def _check(self, prompt: abc.Sequence[int], outputs: abc.Sequence[int], params: SamplingParams) -> None:
         if params.n != 1:

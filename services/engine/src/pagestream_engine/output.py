@@ -24,10 +24,10 @@ from pagestream_engine.errors import InvalidRequest, RequestFault
 from pagestream_engine.plan import Float32Array, ScheduledStep, StepLogprobs, StepPromptLogprobs, StepResult
 from pagestream_engine.request import LogprobRow, Sequence, SequenceOutput, SequenceState, TokenLogprob
 from pagestream_engine.sampling_params import STATES_DTYPE
-from pagestream_engine.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from pagestream_engine.features.beams import RunningSearch, Searches
+    from pagestream_engine.scheduler.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
 

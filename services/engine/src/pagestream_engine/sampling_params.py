@@ -6,7 +6,8 @@ Names, defaults and meanings are vLLM's.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, fields
@@ -21,9 +22,9 @@ from pagestream_grammars import (
     regex_grammar,
     rules_grammar,
 )
+from pagestream_options.declaration import MAX_FLOAT32
 from pagestream_options.sampling import ALL_LOGPROBS, SAMPLING_PARAMETERS, SamplingFields
 
-from pagestream_engine import parameter_checks as checks
 from pagestream_engine.errors import InvalidSamplingParams
 
 __all__ = [
@@ -54,13 +55,13 @@ class SamplingParams(SamplingFields):
     """Whether any of the three penalties does something."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", checks.strings("stop", self.stop))
-        object.__setattr__(self, "stop_token_ids", checks.token_ids("stop_token_ids", self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", checks.biases("logit_bias", self.logit_bias))
-        object.__setattr__(self, "bad_words", checks.strings("bad_words", self.bad_words))
-        object.__setattr__(self, "bad_words_token_ids", checks.words("bad_words_token_ids", self.bad_words_token_ids))
+        object.__setattr__(self, "stop", _strings("stop", self.stop))
+        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _biases("logit_bias", self.logit_bias))
+        object.__setattr__(self, "bad_words", _strings("bad_words", self.bad_words))
+        object.__setattr__(self, "bad_words_token_ids", checked_words("bad_words_token_ids", self.bad_words_token_ids))
         if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", checks.token_ids("allowed_token_ids", self.allowed_token_ids))
+            object.__setattr__(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
             if not self.allowed_token_ids:
                 raise InvalidSamplingParams(
                     "allowed_token_ids", (), "at least one token id", "leave it out to allow all"
@@ -113,7 +114,7 @@ class SamplingParams(SamplingFields):
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise InvalidSamplingParams("early_stopping", self.early_stopping, 'True, False or "never"')
         if self.beam_width is not None:
-            checks.whole("beam_width", self.beam_width, low=self.n, high=MAX_BEAM_WIDTH)
+            _whole("beam_width", self.beam_width, low=self.n, high=MAX_BEAM_WIDTH)
         if not self.use_beam_search:
             for name, each in SAMPLING_PARAMETERS.items():
                 if each.is_of_search and getattr(self, name) != each.default:
@@ -226,9 +227,9 @@ class ReasoningMarks:
     has none, and is constrained from that token on. Empty: the prompt has opened the reasoning. Kept as tuples."""
 
     def __post_init__(self) -> None:
-        [end] = checks.words("structured_outputs.reasoning.end", [self.end])
+        [end] = checked_words("structured_outputs.reasoning.end", [self.end])
         object.__setattr__(self, "end", end)
-        object.__setattr__(self, "openings", checks.words("structured_outputs.reasoning.openings", self.openings))
+        object.__setattr__(self, "openings", checked_words("structured_outputs.reasoning.openings", self.openings))
 
 
 @dataclass(frozen=True)
@@ -316,9 +317,9 @@ class PoolingParams:
 
     def __post_init__(self) -> None:
         if self.truncate_prompt_tokens is not None:
-            checks.whole("truncate_prompt_tokens", self.truncate_prompt_tokens, low=-1)
+            _whole("truncate_prompt_tokens", self.truncate_prompt_tokens, low=-1)
         if self.dimensions is not None:
-            checks.whole("dimensions", self.dimensions, low=1)
+            _whole("dimensions", self.dimensions, low=1)
         for name in ("normalize", "use_activation"):
             if not isinstance(getattr(self, name), bool | None):
                 raise InvalidSamplingParams(name, getattr(self, name), "True, False or None")
@@ -353,3 +354,85 @@ class BeamSearchParams:
             length_penalty=self.length_penalty,
             include_stop_str_in_output=self.include_stop_str_in_output,
         )
+
+
+_MAX_BIAS = 100.0
+_MAX_BAD_WORDS = 4096
+_MAX_BAD_WORD_TOKENS = 514
+"""Of one word: 128 characters, which gateways take, may be 512 bytes that are tokens, with what begins a word."""
+_MAX_BAD_WORDS_TABLE = 1 << 18
+"""Words by tokens of the longest one. The sampler's table has for each row the most words by the most tokens of any
+row, 8 bytes each: 2 MiB a row where all have one request's words."""
+
+
+def _strings(field: str, given: object) -> tuple[str, ...]:
+    """Return a string, or a list of strings, as a tuple; none of them is empty."""
+    if given is None:
+        return ()
+    if isinstance(given, str):
+        given = (given,)
+    if not isinstance(given, (list, tuple)) or not all(isinstance(text, str) for text in given):
+        raise InvalidSamplingParams(field, given, "a string or a list of strings")
+    if not all(given):
+        raise InvalidSamplingParams(field, given, "no empty string")
+    return tuple(given)
+
+
+def _token_ids(field: str, given: object) -> tuple[int, ...]:
+    """Return a list of token ids as a tuple."""
+    if given is None:
+        return ()
+    if not isinstance(given, (list, tuple)):
+        raise InvalidSamplingParams(field, given, "a list of token ids")
+    for token_id in given:
+        _whole(field, token_id, low=0)
+    return tuple(given)
+
+
+def checked_words(field: str, given: object) -> tuple[tuple[int, ...], ...]:
+    """Return lists of token ids as tuples; none of them is empty."""
+    if not isinstance(given, (list, tuple)) or not all(isinstance(word, (list, tuple)) and word for word in given):
+        raise InvalidSamplingParams(field, given, "a list of lists of token ids, none of them empty")
+    if len(given) > _MAX_BAD_WORDS:
+        raise InvalidSamplingParams(field, f"{len(given)} words", f"at most {_MAX_BAD_WORDS}")
+    longest = max(map(len, given), default=0)
+    if longest > _MAX_BAD_WORD_TOKENS:
+        raise InvalidSamplingParams(field, f"a word of {longest} tokens", f"at most {_MAX_BAD_WORD_TOKENS}")
+    if len(given) * longest > _MAX_BAD_WORDS_TABLE:
+        most = f"at most {_MAX_BAD_WORDS_TABLE // longest} with one that long"
+        raise InvalidSamplingParams(field, f"{len(given)} words of up to {longest} tokens", most)
+    return tuple(_token_ids(field, word) for word in given)
+
+
+def _biases(name: str, given: object) -> Mapping[int, float] | None:
+    """A copy with the token ids as numbers (JSON has them as strings), clamped."""
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise InvalidSamplingParams(name, given, "token ids and the bias of each")
+    clamped: dict[int, float] = {}
+    for token_id, bias in given.items():
+        number = int(token_id) if isinstance(token_id, str) and token_id.isdecimal() else token_id
+        _whole(name, number, low=0)
+        _real(name, bias, low=-math.inf, high=math.inf)
+        clamped[number] = float(min(_MAX_BIAS, max(-_MAX_BIAS, bias)))
+    return clamped
+
+
+def _whole(field: str, given: object, *, low: int, high: int | None = None) -> None:
+    """Check low <= given <= high for a whole number."""
+    limits = f"a whole number of at least {low}" + (f" and at most {high}" if high is not None else "")
+    if isinstance(given, bool) or not isinstance(given, int) or given < low or (high is not None and given > high):
+        raise InvalidSamplingParams(field, given, limits)
+
+
+def _real(field: str, given: object, *, low: float, high: float, above: bool = False) -> None:
+    """Check low <= given <= high, or low < given with `above`; NaN and infinity never pass."""
+    limits = "a finite number"
+    limits += f" {'above' if above else 'of at least'} {low}" if low != -math.inf else ""
+    limits += f" and at most {high}" if high < MAX_FLOAT32 else ""
+    if isinstance(given, bool) or not isinstance(given, (int, float)):
+        raise InvalidSamplingParams(field, given, limits)
+    is_outside = given < low or given > high or (above and given == low)
+    if is_outside or (isinstance(given, float) and not math.isfinite(given)):
+        raise InvalidSamplingParams(field, given, limits)

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from pagestream_engine.capacity import measure_capacity
+from pagestream_engine.engine import measure_capacity
 from pagestream_engine.errors import EngineError
 
 from pagestream_worker.settings import add_engine_options, engine_config

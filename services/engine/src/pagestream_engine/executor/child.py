@@ -14,11 +14,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Protocol
 
-from pagestream_engine.config import EngineConfig
+from pagestream_engine.config import EngineConfig, import_plugins
 from pagestream_engine.executor.base import DeviceRunner, Runner, RunnerFactory, load_runner
 from pagestream_engine.executor.preparations import prepare
 from pagestream_engine.plan import PendingResult, StepPlan, raising
-from pagestream_engine.plugins import import_plugins
 from pagestream_engine.wire.executor import ANSWERS, LOADING, PLANS, Failure, Preparation, Prepared
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

@@ -1,7 +1,6 @@
 """The block pool, its prefix cache, and what holds them together."""
 
-from pagestream_engine.kv_cache.block_pool import BlockPool
-from pagestream_engine.kv_cache.eviction import FreeList, make_eviction_order
+from pagestream_engine.kv_cache.block_pool import BlockPool, FreeList, make_eviction_order
 from pagestream_engine.kv_cache.host_tier import HostTier
 from pagestream_engine.kv_cache.inspection import CACHED, FREE, HELD, BlockMap, check_cache
 from pagestream_engine.kv_cache.manager import BlockHasher, CachedPrefix, CacheManager

@@ -7,8 +7,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from pagestream_engine.config import SchedulerConfig
-from pagestream_engine.kv_cache.block_pool import BlockPool
-from pagestream_engine.kv_cache.eviction import Segmented
+from pagestream_engine.kv_cache.block_pool import BlockPool, Segmented
 from pagestream_engine.plan import HostMemory, KVLayout, PageCopy
 from pagestream_engine.request import Sequence
 

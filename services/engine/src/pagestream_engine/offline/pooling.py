@@ -10,7 +10,6 @@ from tokenizers import Tokenizer
 
 from pagestream_engine.errors import InvalidRequest
 from pagestream_engine.features.pooling.config import IDENTITY, PoolingConfig, probabilities_of, vector_of
-from pagestream_engine.offline.chats import ChatTemplate
 from pagestream_engine.offline.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -20,7 +19,7 @@ from pagestream_engine.offline.outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from pagestream_engine.offline.prompts import EncodedPrompt
+from pagestream_engine.offline.prompts import ChatTemplate, EncodedPrompt
 from pagestream_engine.sampling_params import PoolingParams
 
 Pooled = Sequence[tuple[RequestOutput, bytes]]

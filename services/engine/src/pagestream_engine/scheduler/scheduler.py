@@ -14,10 +14,9 @@ from pagestream_engine.kv_cache.block_pool import BlockPool
 from pagestream_engine.kv_cache.manager import CacheManager
 from pagestream_engine.plan import NO_BLOCK, ScheduledSequence, ScheduledStep
 from pagestream_engine.request import NO_ROW, Request, Sequence, SequenceState
-from pagestream_engine.scheduler.admission import RESERVE_SHARE, Admission
+from pagestream_engine.scheduler.admission import RESERVE_SHARE, Admission, RunningSequences
 from pagestream_engine.scheduler.budget import ChunkBudget, PrefillBudget, RestoreCost
 from pagestream_engine.scheduler.policies import SchedulingPolicy, WaitingQueue
-from pagestream_engine.scheduler.running import RunningSequences
 
 
 class Load(NamedTuple):

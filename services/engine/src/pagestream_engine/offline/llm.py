@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Unpack
+from time import monotonic
+from typing import Any, TextIO, Unpack
 
 from tokenizers import Tokenizer
 
@@ -16,7 +19,6 @@ from pagestream_engine.executor.base import RunnerFactory, make_model_runner
 from pagestream_engine.features.pooling.config import PoolingConfig, read_pooling
 from pagestream_engine.models.defaults import read_generation_config, sampling_defaults
 from pagestream_engine.offline import pooling
-from pagestream_engine.offline.chats import ChatTemplate, Message, as_conversations
 from pagestream_engine.offline.llm_engine import LLMEngine, Metric, metrics_of
 from pagestream_engine.offline.options import VllmOptions, translate
 from pagestream_engine.offline.outputs import (
@@ -30,8 +32,16 @@ from pagestream_engine.offline.outputs import (
     RequestOutput,
     ScoringRequestOutput,
 )
-from pagestream_engine.offline.prompts import EncodedPrompt, Prompt, as_list, encode_prompts, one_for_each
-from pagestream_engine.progress_line import ProgressLine
+from pagestream_engine.offline.prompts import (
+    ChatTemplate,
+    EncodedPrompt,
+    Message,
+    Prompt,
+    as_conversations,
+    as_list,
+    encode_prompts,
+    one_for_each,
+)
 from pagestream_engine.request import LoRARequest
 from pagestream_engine.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
 
@@ -481,3 +491,39 @@ def _pairs(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> list[tup
             f"score: given {len(first)} and {len(second)} texts, expected 1 and N, or N and N, of at least one"
         )
     return list(zip(first, second, strict=True))
+
+
+_REFRESH_S = 0.1
+
+
+class ProgressLine:
+    """Counts finished prompts and generated tokens. Writes nothing unless enabled and the stream is a terminal."""
+
+    def __init__(self, total: int, *, enabled: bool, stream: TextIO | None = None) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._enabled = enabled and self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._total = total
+        self._done = 0
+        self._tokens = 0
+        self._started = monotonic()
+        self._shown_at = float("-inf")
+
+    def note(self, *, tokens: int, finished: int) -> None:
+        """Add what a step brought."""
+        self._tokens += tokens
+        self._done += finished
+        if self._enabled and monotonic() - self._shown_at >= _REFRESH_S:
+            self._show()
+
+    def close(self) -> None:
+        """Show the last state and end the line."""
+        if self._enabled:
+            self._show()
+            self._stream.write("\n")
+            self._stream.flush()
+
+    def _show(self) -> None:
+        self._shown_at = monotonic()
+        rate = self._tokens / max(self._shown_at - self._started, 1e-9)
+        self._stream.write(f"\r{self._done}/{self._total} prompts, {self._tokens} tokens, {rate:.0f} tokens/s\x1b[K")
+        self._stream.flush()
