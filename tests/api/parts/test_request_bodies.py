@@ -18,9 +18,9 @@ from pagestream_gateway.openai import chat as chat_completions
 from pagestream_gateway.openai import completions
 from pagestream_gateway.openai.chat import ChatBody
 from pagestream_gateway.openai.completions import CompletionBody
-from pagestream_gateway.request import ChatPrompt, check_draft
+from pagestream_gateway.request import ChatPrompt
 from pagestream_gateway.settings import LimitSettings
-from pagestream_gateway.submission import prepare
+from pagestream_gateway.submission import check_draft, prepare
 from pagestream_streams import StreamsError
 from pydantic import ValidationError
 from starlette.datastructures import Headers

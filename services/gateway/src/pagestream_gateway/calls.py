@@ -83,6 +83,11 @@ class Metrics:
         self._duration.series(model, operation, error_type).record(seconds)
 
 
+def now_s() -> int:
+    """Return Unix seconds, for answers that show when they were made; no decision depends on it."""
+    return int(time.time())
+
+
 OK, DISCONNECTED = "ok", "disconnected"
 CHAT, TEXT_COMPLETION, EMBEDDINGS, RESUME = "chat", "text_completion", "embeddings", "resume"
 """Operations: names of the GenAI semantic conventions, and one for a stream that is read on."""

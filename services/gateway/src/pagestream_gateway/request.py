@@ -3,7 +3,6 @@
 Everything after that is shared, so that the APIs can't disagree about what is allowed.
 """
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,12 +10,7 @@ from typing import Any, Literal
 from pagestream.v1.inference_pb2 import ON_DISCONNECT_CANCEL, OnDisconnect, SamplingParams
 from pagestream.v1.records_pb2 import AnswerForm, ReasoningMarks
 
-from pagestream_gateway.errors import InvalidRequest
 from pagestream_gateway.output_formats.tools import Tools
-from pagestream_gateway.settings import PRIORITIES, LimitSettings
-
-_COUNTED_CONTEXTS = 4
-"""Contexts of the model whose tokens are counted in a chat that is too long: an agent's next turn is rarely longer."""
 
 
 @dataclass(frozen=True)
@@ -138,51 +132,3 @@ class Draft:
     """Whether the answer is wanted as a stream."""
     field_names: Mapping[str, str] = field(default_factory=dict)
     """Names in its body of sampling parameters that this calls otherwise, for error messages."""
-
-
-def check_draft(draft: Draft, limits: LimitSettings) -> None:
-    """Check what needs no model. Raises InvalidRequest."""
-    if not draft.prompts:
-        raise InvalidRequest(draft.prompt_field, "must not be empty")
-    most = limits.max_prompts if draft.pooling is None else limits.max_inputs
-    if len(draft.prompts) > most:
-        name = "prompts" if draft.pooling is None else "inputs"
-        raise InvalidRequest(draft.prompt_field, f"at most {most} {name}, got {len(draft.prompts)}")
-    for prompt in draft.prompts:
-        if isinstance(prompt, ChatPrompt) and len(prompt.messages) > limits.max_messages:
-            raise InvalidRequest(
-                draft.prompt_field, f"at most {limits.max_messages} messages, got {len(prompt.messages)}"
-            )
-    for name in ("client_request_id", "idempotency_key", "cache_salt"):
-        if len(getattr(draft, name)) > limits.max_id_chars:
-            raise InvalidRequest(name, f"at most {limits.max_id_chars} characters, got {len(getattr(draft, name))}")
-    if draft.priority not in PRIORITIES:
-        raise InvalidRequest("priority", f"must be 0 (first), 1 or 2, got {draft.priority}")
-
-
-def most_tokens(draft: Draft, max_model_len: int, limits: LimitSettings) -> int:
-    """Return how many tokens one of its prompts may be encoded to: what fits the model, unless it need not fit.
-
-    Of a chat it is more: agents compact one by as many tokens as they are told that it has too many.
-    """
-    most = most_counted_tokens(max_model_len, limits)
-    if not must_fit(draft):
-        return most
-    if any(isinstance(prompt, ChatPrompt) for prompt in draft.prompts):
-        return min(_COUNTED_CONTEXTS * max_model_len, most)
-    return max_model_len - 1  # one of the context is left for the output
-
-
-def must_fit(draft: Draft) -> bool:
-    """Return whether prompts that don't fit the model's context are refused."""
-    return not draft.is_counted and draft.truncation is None
-
-
-def most_counted_tokens(max_model_len: int, limits: LimitSettings) -> int:
-    """Return how many tokens a text may have that need not fit the model."""
-    return max(limits.max_input_tokens, 2 * max_model_len)
-
-
-def now_s() -> int:
-    """Return Unix seconds, for answers that show when they were made; no decision depends on it."""
-    return int(time.time())

@@ -30,23 +30,16 @@ from pagestream_gateway.pooling import (
     resolve_pooling,
     sampling_of_vectors,
 )
-from pagestream_gateway.request import (
-    AskedPooling,
-    ChatPrompt,
-    Draft,
-    TextPrompt,
-    TokenPrompt,
-    check_draft,
-    most_tokens,
-)
+from pagestream_gateway.request import AskedPooling, ChatPrompt, Draft, TextPrompt, TokenPrompt
 from pagestream_gateway.sampling import fit_context, resolve_sampling
-from pagestream_gateway.settings import PREFIX_SHARING_ALL, CacheSettings, LimitSettings, Settings
+from pagestream_gateway.settings import PREFIX_SHARING_ALL, PRIORITIES, CacheSettings, LimitSettings, Settings
 from pagestream_gateway.text.encoder import PIECE_CHARS, Encoded, EncodingCache, EncodingJob
 from pagestream_gateway.text.prompts import (
     cut_prompts,
     echo_of,
     encoding_pairs,
     job_or_ids,
+    most_tokens,
     truncation_of,
     with_short_texts,
 )
@@ -228,6 +221,26 @@ def _is_quick(draft: Draft) -> bool:
     if draft.sampling.HasField("structured_outputs"):
         return False
     return sum(len(prompt.token_ids) for prompt in draft.prompts if isinstance(prompt, TokenPrompt)) <= _FEW_TOKENS
+
+
+def check_draft(draft: Draft, limits: LimitSettings) -> None:
+    """Check what needs no model. Raises InvalidRequest."""
+    if not draft.prompts:
+        raise InvalidRequest(draft.prompt_field, "must not be empty")
+    most = limits.max_prompts if draft.pooling is None else limits.max_inputs
+    if len(draft.prompts) > most:
+        name = "prompts" if draft.pooling is None else "inputs"
+        raise InvalidRequest(draft.prompt_field, f"at most {most} {name}, got {len(draft.prompts)}")
+    for prompt in draft.prompts:
+        if isinstance(prompt, ChatPrompt) and len(prompt.messages) > limits.max_messages:
+            raise InvalidRequest(
+                draft.prompt_field, f"at most {limits.max_messages} messages, got {len(prompt.messages)}"
+            )
+    for name in ("client_request_id", "idempotency_key", "cache_salt"):
+        if len(getattr(draft, name)) > limits.max_id_chars:
+            raise InvalidRequest(name, f"at most {limits.max_id_chars} characters, got {len(getattr(draft, name))}")
+    if draft.priority not in PRIORITIES:
+        raise InvalidRequest("priority", f"must be 0 (first), 1 or 2, got {draft.priority}")
 
 
 def cache_salt(tenant: str, caller_salt: str, settings: CacheSettings) -> bytes:

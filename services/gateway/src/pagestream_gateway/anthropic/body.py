@@ -12,21 +12,18 @@ from pagestream.v1.inference_pb2 import SamplingParams, StructuredOutputs
 from pagestream.v1.records_pb2 import API_FORM_MESSAGES, AnswerForm
 from pydantic import Field
 
+from pagestream_gateway.calls import now_s
 from pagestream_gateway.errors import InvalidRequest, UnsupportedField, UnsupportedThread
-from pagestream_gateway.http.body import (
-    SERVED_NAME,
-    Body,
-    PromptedBody,
-    QueuedBody,
-    parse_body,
-    with_parameters,
-    within,
-)
+from pagestream_gateway.http.body import Body, parse_body, within
 from pagestream_gateway.json_types import Items, expects
 from pagestream_gateway.openai import generation
 from pagestream_gateway.openai.generation import (
+    SERVED_NAME,
+    PromptedBody,
+    QueuedBody,
     named_as,
     queued_arguments,
+    with_parameters,
     without_unsupported,
 )
 from pagestream_gateway.openai.tools import (
@@ -40,7 +37,7 @@ from pagestream_gateway.openai.tools import (
     force_calls,
     tools_of,
 )
-from pagestream_gateway.request import ChatPrompt, Draft, now_s
+from pagestream_gateway.request import ChatPrompt, Draft
 from pagestream_gateway.sampling import PARAMETERS, JsonSchema, JsonSchemaFormat, constraint_of, sampling_from_json
 
 _MARK = "pagestream."

@@ -40,10 +40,10 @@ from pagestream_gateway.openai import chat as chat_completions
 from pagestream_gateway.openai import completions, embeddings
 from pagestream_gateway.openai.errors import error_body
 from pagestream_gateway.openai.responses import body as responses
-from pagestream_gateway.request import Draft, check_draft
+from pagestream_gateway.request import Draft
 from pagestream_gateway.settings import PRIORITIES, LimitSettings
 from pagestream_gateway.streams.requests import collect
-from pagestream_gateway.submission import check_parameters
+from pagestream_gateway.submission import check_draft, check_parameters
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,7 @@ One POST begins in each round of the event loop: a burst of a thousand must not 
 """
 
 from fastapi import FastAPI
-from pagestream_streams.tasks import Turns
 from pydantic import BaseModel
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pagestream_gateway.admin import models as model_changes
 from pagestream_gateway.admin import routes as administration
@@ -17,28 +15,14 @@ from pagestream_gateway.batches import files
 from pagestream_gateway.batches import routes as batches
 from pagestream_gateway.gateway import Gateway
 from pagestream_gateway.http import documents, health, page
-from pagestream_gateway.http.body import Lenient, WithWarnings
-from pagestream_gateway.http.callers import allow_origins, limit_hosts
+from pagestream_gateway.http.body import WithWarnings
+from pagestream_gateway.http.callers import Lenient, Paced, allow_origins, limit_hosts
 from pagestream_gateway.openai import chat as chat_completions
 from pagestream_gateway.openai import completions, embeddings, models, scoring, tokens
 from pagestream_gateway.openai.errors import install_error_handlers
 from pagestream_gateway.openai.responses import body as responses_body
 from pagestream_gateway.openai.responses import routes as responses
 from pagestream_gateway.streams import requests
-
-
-class Paced:
-    """ASGI middleware. Probes and other quick requests do not wait."""
-
-    def __init__(self, app: ASGIApp, turns: Turns) -> None:
-        self._app = app
-        self._turns = turns
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST":
-            await self._turns.take()
-        await self._app(scope, receive, send)
-
 
 _ABOUT = (
     "OpenAI's API, and Anthropic's messages, over a durable token stream. Each answer's X-Request-Id names its "

@@ -9,22 +9,20 @@ import json
 import re
 import types
 from codecs import BOM_UTF8
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from itertools import accumulate, islice
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
-from pydantic import Field, ValidationError, create_model
+from pydantic import ValidationError
 from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagestream_gateway.errors import BodyTooLarge, InvalidRequest, UnknownField, WrongContentType
-from pagestream_gateway.json_types import HALF_SURROGATE, UNION, Items, StrictModel, Token, expects
-from pagestream_gateway.request import Prompt, TextPrompt, TokenPrompt
-from pagestream_gateway.sampling import PARAMETERS
+from pagestream_gateway.json_types import HALF_SURROGATE, UNION, StrictModel
 
 HEADER = "X-Request-Warnings"
 _MOST = 16
@@ -382,74 +380,11 @@ def _json_kind(document: object) -> str:
     return kinds.get(type(document), "something else")
 
 
-SERVED_NAME = "Served name; left out: what `pagestream serve` was started with, or the only model with engines."
 BodyModel = TypeVar("BodyModel", bound="Body")
-Prompts = Annotated[
-    str | Items[str] | Items[Token] | Items[Items[Token]],
-    expects("must be a string, a list of strings, a list of token ids or a list of lists of token ids"),
-]
-"""A completion's prompt, an embedding's input."""
-NumKeptTokens = Annotated[int, Field(ge=-1, lt=2**31)]
-"""Tokens to which a prompt is cut; -1: as many as fit."""
-Side = Literal["left", "right"]
-"""Where it is cut."""
 
 
 class Body(StrictModel):
     """A body, or a part of one."""
-
-
-class PromptedBody(Body):
-    """The fields that change no answer, and that all bodies with a prompt take, whatever their API."""
-
-    user: Any = None
-    metadata: Any = None
-    client_metadata: Any = None
-    safety_identifier: Any = None
-    session_id: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
-
-
-class QueuedBody(PromptedBody):
-    """The fields of all bodies that become requests in a queue. Null is the same as leaving a field out."""
-
-    model: str | None = Field(None, description=SERVED_NAME)
-    add_special_tokens: bool | None = Field(
-        None, description="Whether the tokenizer adds its special tokens to the prompt."
-    )
-    priority: int | None = Field(None, description="0 (default) is served first, then 1, then 2.")
-    on_disconnect: Literal["cancel", "continue"] | None = Field(
-        None,
-        description='Without a reader: "cancel" after the disconnect grace (default), or "continue".',
-    )
-    request_id: str | None = Field(None, description="The caller's own id, kept as metadata.")
-    cache_salt: str | None = Field(
-        None, min_length=1, description="Only requests with the same salt share computed prefixes."
-    )
-    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
-        None, description='There is one tier: answers say "default".'
-    )
-
-
-def with_sampling_parameters(kind: type[BodyModel]) -> type[BodyModel]:
-    """Add a field for each sampling parameter that OpenAI bodies share."""
-    return with_parameters()(kind)
-
-
-def with_parameters(without: Container[str] = ()) -> Callable[[type[BodyModel]], type[BodyModel]]:
-    """Return what adds a field for each sampling parameter that OpenAI bodies share, but for those of `without`."""
-    return lambda kind: _with_parameters(kind, without)
-
-
-def _with_parameters(kind: type[BodyModel], without: Container[str]) -> type[BodyModel]:
-    fields: dict[str, Any] = {
-        parameter.name: (parameter.json_type | None, Field(None, description=parameter.description))
-        for parameter in PARAMETERS
-        if parameter.json_type is not None and parameter.name not in without
-    }
-    return create_model(kind.__name__, __base__=kind, __module__=kind.__module__, __doc__=kind.__doc__, **fields)
 
 
 @contextmanager
@@ -512,66 +447,3 @@ def _invalid(kind: str, location: tuple[int | str, ...], message: str) -> Invali
 
 def _path(location: tuple[int | str, ...]) -> str:
     return ".".join(str(step)[:80] or '""' for step in location)
-
-
-def prompts_of(given: str | list[str] | list[int] | list[list[int]], add_special_tokens: bool) -> list[Prompt]:
-    """Return the prompts of such a field."""
-    if isinstance(given, str):
-        return [TextPrompt(given, add_special_tokens)]
-    if given and isinstance(given[0], int):
-        return [TokenPrompt(given)]
-    return [
-        TextPrompt(item, add_special_tokens) if isinstance(item, str) else TokenPrompt(item)
-        for item in given
-        if not isinstance(item, int)
-    ]
-
-
-class Lenient:
-    """ASGI middleware in front of the routes."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the application with the path without its last slash; HEAD as GET, without the body."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        path = scope["path"]
-        if path != "/" and path.endswith("/"):
-            scope = {**scope, "path": path.rstrip("/") or "/"}
-        scope = _with_authorization(scope)
-        if scope["method"] != "HEAD":
-            await self._app(scope, receive, send)
-            return
-        answer = _HeadersAlone(receive, send)
-        await self._app({**scope, "method": "GET"}, answer.receive, answer.send)
-
-
-def _with_authorization(scope: Scope) -> Scope:
-    """Return a call with `x-api-key` as its Authorization, where it has none."""
-    headers = dict(scope["headers"])
-    if b"x-api-key" not in headers or b"authorization" in headers:
-        return scope
-    return {**scope, "headers": [*scope["headers"], (b"authorization", b"Bearer " + headers[b"x-api-key"])]}
-
-
-class _HeadersAlone:
-    """Sends the headers of an answer, and is a client that leaves then: a stream ends there."""
-
-    def __init__(self, receive: Receive, send: Send) -> None:
-        self._receive = receive
-        self._send = send
-        self._is_complete = False
-
-    async def receive(self) -> Message:
-        return {"type": "http.disconnect"} if self._is_complete else await self._receive()
-
-    async def send(self, message: Message) -> None:
-        if self._is_complete:
-            return
-        await self._send(message)
-        if message["type"] == "http.response.start":
-            self._is_complete = True
-            await self._send({"type": "http.response.body", "body": b"", "more_body": False})

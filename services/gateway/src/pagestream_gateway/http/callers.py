@@ -5,10 +5,11 @@ from typing import TypedDict
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
+from pagestream_streams.tasks import Turns
 from pagestream_telemetry import is_loopback, unmapped
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagestream_gateway.auth.identity import Credentials, Identity
 from pagestream_gateway.error_codes import HEADERS
@@ -176,3 +177,66 @@ def _without_port(host: str) -> str:
     name, colon, port = host.rpartition(":")
     has_port = bool(colon) and (not port or port.isdecimal()) and (":" not in name or name.endswith("]"))
     return (name if has_port else host).lower().removesuffix(".")
+
+
+class Lenient:
+    """ASGI middleware in front of the routes."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the application with the path without its last slash; HEAD as GET, without the body."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"]
+        if path != "/" and path.endswith("/"):
+            scope = {**scope, "path": path.rstrip("/") or "/"}
+        scope = _with_authorization(scope)
+        if scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+        answer = _HeadersAlone(receive, send)
+        await self._app({**scope, "method": "GET"}, answer.receive, answer.send)
+
+
+def _with_authorization(scope: Scope) -> Scope:
+    """Return a call with `x-api-key` as its Authorization, where it has none."""
+    headers = dict(scope["headers"])
+    if b"x-api-key" not in headers or b"authorization" in headers:
+        return scope
+    return {**scope, "headers": [*scope["headers"], (b"authorization", b"Bearer " + headers[b"x-api-key"])]}
+
+
+class _HeadersAlone:
+    """Sends the headers of an answer, and is a client that leaves then: a stream ends there."""
+
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self._receive = receive
+        self._send = send
+        self._is_complete = False
+
+    async def receive(self) -> Message:
+        return {"type": "http.disconnect"} if self._is_complete else await self._receive()
+
+    async def send(self, message: Message) -> None:
+        if self._is_complete:
+            return
+        await self._send(message)
+        if message["type"] == "http.response.start":
+            self._is_complete = True
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class Paced:
+    """ASGI middleware. Probes and other quick requests do not wait."""
+
+    def __init__(self, app: ASGIApp, turns: Turns) -> None:
+        self._app = app
+        self._turns = turns
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            await self._turns.take()
+        await self._app(scope, receive, send)

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from pagestream_gateway.calls import CHAT
 from pagestream_gateway.errors import InvalidRequest, UnsupportedField
 from pagestream_gateway.gateway import Gateway
-from pagestream_gateway.http.body import Body, parse_body, with_sampling_parameters
+from pagestream_gateway.http.body import Body, parse_body
 from pagestream_gateway.http.documents import (
     CHAT_EXAMPLE,
     FORM_NAME,
@@ -42,6 +42,7 @@ from pagestream_gateway.openai.generation import (
     GenerationBody,
     named_as,
     shared_draft,
+    with_sampling_parameters,
     without_unsupported,
 )
 from pagestream_gateway.openai.tools import (

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from pagestream_gateway.calls import TEXT_COMPLETION
 from pagestream_gateway.gateway import Gateway
-from pagestream_gateway.http.body import Prompts, parse_body, prompts_of, with_sampling_parameters
+from pagestream_gateway.http.body import parse_body
 from pagestream_gateway.http.documents import (
     GENERATED_HEADERS,
     GENERATION_ERRORS,
@@ -26,8 +26,11 @@ from pagestream_gateway.openai.errors import ErrorEvent
 from pagestream_gateway.openai.generation import (
     NAMES_BY_FORMAT,
     GenerationBody,
+    Prompts,
     named_as,
+    prompts_of,
     shared_draft,
+    with_sampling_parameters,
     without_unsupported,
 )
 from pagestream_gateway.openai.writer import (

@@ -12,17 +12,10 @@ from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagestream_gateway.calls import EMBEDDINGS
+from pagestream_gateway.calls import EMBEDDINGS, now_s
 from pagestream_gateway.errors import InvalidRequest
 from pagestream_gateway.gateway import Gateway
-from pagestream_gateway.http.body import (
-    NumKeptTokens,
-    Prompts,
-    QueuedBody,
-    Side,
-    parse_body,
-    prompts_of,
-)
+from pagestream_gateway.http.body import parse_body
 from pagestream_gateway.http.documents import (
     FAILED_HEADERS,
     GENERATION_ERRORS,
@@ -32,10 +25,18 @@ from pagestream_gateway.http.documents import (
     body_of,
 )
 from pagestream_gateway.openai import generation
-from pagestream_gateway.openai.generation import queued_arguments, without_unsupported
+from pagestream_gateway.openai.generation import (
+    NumKeptTokens,
+    Prompts,
+    QueuedBody,
+    Side,
+    prompts_of,
+    queued_arguments,
+    without_unsupported,
+)
 from pagestream_gateway.openai.writer import LogWriter
 from pagestream_gateway.pooling import numbers_of
-from pagestream_gateway.request import AskedPooling, AskedTruncation, Draft, Prompt, now_s
+from pagestream_gateway.request import AskedPooling, AskedTruncation, Draft, Prompt
 from pagestream_gateway.streams.accepted import Position, Run, position_after
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {

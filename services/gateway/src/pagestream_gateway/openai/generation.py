@@ -3,35 +3,27 @@
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Container, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pagestream.v1.inference_pb2 import ON_DISCONNECT_CANCEL, ON_DISCONNECT_CONTINUE, SamplingParams
 from pagestream.v1.records_pb2 import AnswerForm, ApiForm
-from pydantic import Field
+from pydantic import Field, create_model
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagestream_gateway.calls import DISCONNECTED, Call
+from pagestream_gateway.calls import DISCONNECTED, Call, now_s
 from pagestream_gateway.error_codes import error_report
 from pagestream_gateway.errors import InvalidRequest, UnsupportedField
 from pagestream_gateway.gateway import Gateway
-from pagestream_gateway.http.body import (
-    Body,
-    NumKeptTokens,
-    QueuedBody,
-    Side,
-    collecting,
-    current_warnings,
-    parse_json,
-    read_body,
-)
+from pagestream_gateway.http.body import Body, BodyModel, collecting, current_warnings, parse_json, read_body
 from pagestream_gateway.http.callers import identify
+from pagestream_gateway.json_types import Items, Token, expects
 from pagestream_gateway.models import check_unicode
 from pagestream_gateway.openai.writer import AnswerBody, LogWriter, WholeBody
-from pagestream_gateway.request import AskedTruncation, Draft, now_s
+from pagestream_gateway.request import AskedTruncation, Draft, Prompt, TextPrompt, TokenPrompt
 from pagestream_gateway.sampling import (
     PARAMETERS,
     UNSUPPORTED_PARAMETERS,
@@ -69,6 +61,87 @@ OF_CHATS_AND_COMPLETIONS: Mapping[str, tuple[Any, ...]] = {
     "truncation_side": (),
 }
 """Likewise, for bodies other than those of completions and chats, which take them."""
+
+
+SERVED_NAME = "Served name; left out: what `pagestream serve` was started with, or the only model with engines."
+
+Prompts = Annotated[
+    str | Items[str] | Items[Token] | Items[Items[Token]],
+    expects("must be a string, a list of strings, a list of token ids or a list of lists of token ids"),
+]
+"""A completion's prompt, an embedding's input."""
+
+NumKeptTokens = Annotated[int, Field(ge=-1, lt=2**31)]
+"""Tokens to which a prompt is cut; -1: as many as fit."""
+
+Side = Literal["left", "right"]
+"""Where it is cut."""
+
+
+class PromptedBody(Body):
+    """The fields that change no answer, and that all bodies with a prompt take, whatever their API."""
+
+    user: Any = None
+    metadata: Any = None
+    client_metadata: Any = None
+    safety_identifier: Any = None
+    session_id: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+
+
+class QueuedBody(PromptedBody):
+    """The fields of all bodies that become requests in a queue. Null is the same as leaving a field out."""
+
+    model: str | None = Field(None, description=SERVED_NAME)
+    add_special_tokens: bool | None = Field(
+        None, description="Whether the tokenizer adds its special tokens to the prompt."
+    )
+    priority: int | None = Field(None, description="0 (default) is served first, then 1, then 2.")
+    on_disconnect: Literal["cancel", "continue"] | None = Field(
+        None,
+        description='Without a reader: "cancel" after the disconnect grace (default), or "continue".',
+    )
+    request_id: str | None = Field(None, description="The caller's own id, kept as metadata.")
+    cache_salt: str | None = Field(
+        None, min_length=1, description="Only requests with the same salt share computed prefixes."
+    )
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
+        None, description='There is one tier: answers say "default".'
+    )
+
+
+def with_sampling_parameters(kind: type[BodyModel]) -> type[BodyModel]:
+    """Add a field for each sampling parameter that OpenAI bodies share."""
+    return with_parameters()(kind)
+
+
+def with_parameters(without: Container[str] = ()) -> Callable[[type[BodyModel]], type[BodyModel]]:
+    """Return what adds a field for each sampling parameter that OpenAI bodies share, but for those of `without`."""
+    return lambda kind: _with_parameters(kind, without)
+
+
+def _with_parameters(kind: type[BodyModel], without: Container[str]) -> type[BodyModel]:
+    fields: dict[str, Any] = {
+        parameter.name: (parameter.json_type | None, Field(None, description=parameter.description))
+        for parameter in PARAMETERS
+        if parameter.json_type is not None and parameter.name not in without
+    }
+    return create_model(kind.__name__, __base__=kind, __module__=kind.__module__, __doc__=kind.__doc__, **fields)
+
+
+def prompts_of(given: str | list[str] | list[int] | list[list[int]], add_special_tokens: bool) -> list[Prompt]:
+    """Return the prompts of such a field."""
+    if isinstance(given, str):
+        return [TextPrompt(given, add_special_tokens)]
+    if given and isinstance(given[0], int):
+        return [TokenPrompt(given)]
+    return [
+        TextPrompt(item, add_special_tokens) if isinstance(item, str) else TokenPrompt(item)
+        for item in given
+        if not isinstance(item, int)
+    ]
 
 
 NAMES_BY_FORMAT: Mapping[str, str] = {"structured_outputs": "response_format"}

@@ -26,7 +26,7 @@ from starlette.responses import Response
 from pagestream_gateway.calls import EMBEDDINGS
 from pagestream_gateway.errors import InvalidRequest
 from pagestream_gateway.gateway import Gateway
-from pagestream_gateway.http.body import Prompts, parse_body, prompts_of
+from pagestream_gateway.http.body import parse_body
 from pagestream_gateway.http.documents import AnswersByPath, at, body_of
 from pagestream_gateway.json_types import Items, StrictModel, expects
 from pagestream_gateway.openai import generation
@@ -40,7 +40,7 @@ from pagestream_gateway.openai.embeddings import (
     usage_of,
     vector_request,
 )
-from pagestream_gateway.openai.generation import without_unsupported
+from pagestream_gateway.openai.generation import Prompts, prompts_of, without_unsupported
 from pagestream_gateway.openai.writer import LogWriter
 from pagestream_gateway.pooling import Similarities, numbers_of
 from pagestream_gateway.request import AskedPooling, Draft, TextPrompt

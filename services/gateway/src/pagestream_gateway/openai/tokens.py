@@ -13,15 +13,16 @@ from starlette.responses import JSONResponse, Response
 
 from pagestream_gateway.errors import InvalidRequest
 from pagestream_gateway.gateway import Gateway
-from pagestream_gateway.http.body import SERVED_NAME, Body, PromptedBody, parse_body
+from pagestream_gateway.http.body import Body, parse_body
 from pagestream_gateway.http.callers import identify
 from pagestream_gateway.http.documents import MESSAGES, Answers, AnswersByPath, body_of
 from pagestream_gateway.json_types import Items, Token
 from pagestream_gateway.models import LoadedModel
 from pagestream_gateway.openai.chat import Message
-from pagestream_gateway.openai.generation import parsed_request, without_unsupported
+from pagestream_gateway.openai.generation import SERVED_NAME, PromptedBody, parsed_request, without_unsupported
 from pagestream_gateway.openai.tools import Tool, chat_tools, tools_of
-from pagestream_gateway.request import ChatPrompt, Draft, Prompt, TextPrompt, most_counted_tokens
+from pagestream_gateway.request import ChatPrompt, Draft, Prompt, TextPrompt
+from pagestream_gateway.text.prompts import most_counted_tokens
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "chat_template": (),

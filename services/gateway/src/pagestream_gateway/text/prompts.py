@@ -32,17 +32,7 @@ from pagestream_gateway.output_formats.formats import (
     with_short_ids,
 )
 from pagestream_gateway.pooling import check_num_tokens
-from pagestream_gateway.request import (
-    WHAT_FITS,
-    AskedPooling,
-    ChatPrompt,
-    Draft,
-    Prompt,
-    TextPrompt,
-    TokenPrompt,
-    most_tokens,
-    must_fit,
-)
+from pagestream_gateway.request import WHAT_FITS, AskedPooling, ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt
 from pagestream_gateway.settings import LimitSettings
 from pagestream_gateway.text.encoder import (
     MAX_RUN_CHARS,
@@ -232,6 +222,33 @@ def _beginning(text: str, num_tokens: int, tokenizer: Tokenizer) -> str:
             continue
         end = min(encoding.offsets[num_tokens - 1][1], encoding.offsets[num_tokens][0])
         text = text[: min(end, len(piece) - 1)]
+
+
+_COUNTED_CONTEXTS = 4
+"""Contexts of the model whose tokens are counted in a chat that is too long: an agent's next turn is rarely longer."""
+
+
+def most_tokens(draft: Draft, max_model_len: int, limits: LimitSettings) -> int:
+    """Return how many tokens one of its prompts may be encoded to: what fits the model, unless it need not fit.
+
+    Of a chat it is more: agents compact one by as many tokens as they are told that it has too many.
+    """
+    most = most_counted_tokens(max_model_len, limits)
+    if not must_fit(draft):
+        return most
+    if any(isinstance(prompt, ChatPrompt) for prompt in draft.prompts):
+        return min(_COUNTED_CONTEXTS * max_model_len, most)
+    return max_model_len - 1  # one of the context is left for the output
+
+
+def must_fit(draft: Draft) -> bool:
+    """Return whether prompts that don't fit the model's context are refused."""
+    return not draft.is_counted and draft.truncation is None
+
+
+def most_counted_tokens(max_model_len: int, limits: LimitSettings) -> int:
+    """Return how many tokens a text may have that need not fit the model."""
+    return max(limits.max_input_tokens, 2 * max_model_len)
 
 
 Encoding = Generator[list[EncodingJob], list[Encoded], list[Sequence[int]]]

@@ -10,12 +10,19 @@ from pagestream.v1.inference_pb2 import ON_DISCONNECT_CONTINUE
 from pagestream.v1.records_pb2 import API_FORM_RESPONSES, AnswerForm, ResponseForm
 from pydantic import Field, model_validator
 
+from pagestream_gateway.calls import now_s
 from pagestream_gateway.errors import InvalidRequest, UnsupportedField
-from pagestream_gateway.http.body import Body, QueuedBody, current_warnings, parse_body, with_parameters, within
+from pagestream_gateway.http.body import Body, current_warnings, parse_body, within
 from pagestream_gateway.json_types import Items, expects
 from pagestream_gateway.models import check_unicode
 from pagestream_gateway.openai import generation
-from pagestream_gateway.openai.generation import named_as, queued_arguments, without_unsupported
+from pagestream_gateway.openai.generation import (
+    QueuedBody,
+    named_as,
+    queued_arguments,
+    with_parameters,
+    without_unsupported,
+)
 from pagestream_gateway.openai.tools import (
     CHOICES,
     AllowedTools,
@@ -32,7 +39,7 @@ from pagestream_gateway.openai.tools import (
     force_calls,
     tools_of,
 )
-from pagestream_gateway.request import WHAT_FITS, AskedTruncation, ChatPrompt, Draft, now_s
+from pagestream_gateway.request import WHAT_FITS, AskedTruncation, ChatPrompt, Draft
 from pagestream_gateway.sampling import (
     PARAMETERS,
     JsonObjectFormat,
