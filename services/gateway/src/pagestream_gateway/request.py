@@ -1,7 +1,4 @@
-"""What a caller asks for, before it is checked against a model: both APIs fill a `Draft`.
-
-Everything after that is shared, so that the APIs can't disagree about what is allowed.
-"""
+"""What a caller asks for, before it is checked against a model: all APIs fill a `Draft`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -36,7 +36,7 @@ from pagestream_options.sampling import SAMPLING_PARAMETERS
 from pydantic import Field
 
 from pagestream_gateway.errors import ContextExceeded, InvalidRequest
-from pagestream_gateway.json_types import Biases, EarlyStops, Items, StrictModel, Strings, Token, expects
+from pagestream_gateway.http.body import Biases, EarlyStops, Items, StrictModel, Strings, Token, expects
 from pagestream_gateway.settings import LimitSettings
 
 _HALF_PAIR = "holds half of a surrogate pair, which is not text"

@@ -1,7 +1,7 @@
 """Submit a request: turn its draft into the record that its model's queue carries, and write that durably.
 
-A draft is rendered, tokenized and checked against its model. The salt of its prefix blocks decides who may see, by a
-count or a time, that its prompt was computed before.
+A draft is checked, rendered and tokenized for its model; both APIs fill one, so that they can't disagree about what is
+allowed. The salt of its prefix blocks decides who may see, by a count or a time, that its prompt was computed before.
 """
 
 import hashlib

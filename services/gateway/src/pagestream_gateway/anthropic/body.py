@@ -14,8 +14,7 @@ from pydantic import Field
 
 from pagestream_gateway.calls import now_s
 from pagestream_gateway.errors import InvalidRequest, UnsupportedField, UnsupportedThread
-from pagestream_gateway.http.body import Body, parse_body, within
-from pagestream_gateway.json_types import Items, expects
+from pagestream_gateway.http.body import Body, Items, expects, parse_body, within
 from pagestream_gateway.openai import generation
 from pagestream_gateway.openai.generation import (
     SERVED_NAME,

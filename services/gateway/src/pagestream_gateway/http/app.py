@@ -1,7 +1,4 @@
-"""The ASGI applications: all HTTP APIs together, and those of the administrators' and the metrics port.
-
-One POST begins in each round of the event loop: a burst of a thousand must not hold up the streams.
-"""
+"""The ASGI applications: all HTTP APIs together, and those of the administrators' and the metrics port."""
 
 from fastapi import FastAPI
 from pydantic import BaseModel

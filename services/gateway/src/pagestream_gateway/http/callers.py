@@ -1,4 +1,8 @@
-"""Who calls over HTTP: credentials, web pages that may call from a browser, names that a Host header may have."""
+"""What stands before the routes: who calls and from where, spellings that clients differ in, and turns of requests.
+
+Credentials, web pages that may call from a browser, names that a Host header may have. One POST begins in each round of
+the event loop: a burst of a thousand must not hold up the streams.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import TypedDict

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from pagestream_gateway.calls import CHAT
 from pagestream_gateway.errors import InvalidRequest, UnsupportedField
 from pagestream_gateway.gateway import Gateway
-from pagestream_gateway.http.body import Body, parse_body
+from pagestream_gateway.http.body import Body, Items, expects, parse_body
 from pagestream_gateway.http.documents import (
     CHAT_EXAMPLE,
     FORM_NAME,
@@ -34,7 +34,6 @@ from pagestream_gateway.http.documents import (
     AnswersByPath,
     stream_body_of,
 )
-from pagestream_gateway.json_types import Items, expects
 from pagestream_gateway.openai import generation
 from pagestream_gateway.openai.errors import ErrorEvent
 from pagestream_gateway.openai.generation import (

@@ -1,4 +1,4 @@
-"""What completions and chat completions share: fields of the body, their draft, and the handling of a call."""
+"""What OpenAI's resources share: fields of their bodies, drafts of them, and the handling of a call."""
 
 import asyncio
 import hashlib
@@ -18,9 +18,18 @@ from pagestream_gateway.calls import DISCONNECTED, Call, now_s
 from pagestream_gateway.error_codes import error_report
 from pagestream_gateway.errors import InvalidRequest, UnsupportedField
 from pagestream_gateway.gateway import Gateway
-from pagestream_gateway.http.body import Body, BodyModel, collecting, current_warnings, parse_json, read_body
+from pagestream_gateway.http.body import (
+    Body,
+    BodyModel,
+    Items,
+    Token,
+    collecting,
+    current_warnings,
+    expects,
+    parse_json,
+    read_body,
+)
 from pagestream_gateway.http.callers import identify
-from pagestream_gateway.json_types import Items, Token, expects
 from pagestream_gateway.models import check_unicode
 from pagestream_gateway.openai.writer import AnswerBody, LogWriter, WholeBody
 from pagestream_gateway.request import AskedTruncation, Draft, Prompt, TextPrompt, TokenPrompt

@@ -26,9 +26,8 @@ from starlette.responses import Response
 from pagestream_gateway.calls import EMBEDDINGS
 from pagestream_gateway.errors import InvalidRequest
 from pagestream_gateway.gateway import Gateway
-from pagestream_gateway.http.body import parse_body
+from pagestream_gateway.http.body import Items, StrictModel, expects, parse_body
 from pagestream_gateway.http.documents import AnswersByPath, at, body_of
-from pagestream_gateway.json_types import Items, StrictModel, expects
 from pagestream_gateway.openai import generation
 from pagestream_gateway.openai.embeddings import (
     UNSUPPORTED,

@@ -13,10 +13,9 @@ from starlette.responses import JSONResponse, Response
 
 from pagestream_gateway.errors import InvalidRequest
 from pagestream_gateway.gateway import Gateway
-from pagestream_gateway.http.body import Body, parse_body
+from pagestream_gateway.http.body import Body, Items, Token, parse_body
 from pagestream_gateway.http.callers import identify
 from pagestream_gateway.http.documents import MESSAGES, Answers, AnswersByPath, body_of
-from pagestream_gateway.json_types import Items, Token
 from pagestream_gateway.models import LoadedModel
 from pagestream_gateway.openai.chat import Message
 from pagestream_gateway.openai.generation import SERVED_NAME, PromptedBody, parsed_request, without_unsupported

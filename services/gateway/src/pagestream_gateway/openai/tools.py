@@ -8,8 +8,16 @@ from pagestream.v1.inference_pb2 import SamplingParams
 from pydantic import Field
 
 from pagestream_gateway.errors import InvalidRequest, UnsupportedField
-from pagestream_gateway.http.body import MAX_DEPTH, Body, current_warnings, is_deeper, parse_body, within
-from pagestream_gateway.json_types import Items, expects
+from pagestream_gateway.http.body import (
+    MAX_DEPTH,
+    Body,
+    Items,
+    current_warnings,
+    expects,
+    is_deeper,
+    parse_body,
+    within,
+)
 from pagestream_gateway.output_formats.tools import Tools
 
 _MOST_TOOLS = 1024  # OpenAI takes 128; those who gather them from many servers have more

@@ -12,8 +12,7 @@ from pydantic import Field, model_validator
 
 from pagestream_gateway.calls import now_s
 from pagestream_gateway.errors import InvalidRequest, UnsupportedField
-from pagestream_gateway.http.body import Body, current_warnings, parse_body, within
-from pagestream_gateway.json_types import Items, expects
+from pagestream_gateway.http.body import Body, Items, current_warnings, expects, parse_body, within
 from pagestream_gateway.models import check_unicode
 from pagestream_gateway.openai import generation
 from pagestream_gateway.openai.generation import (
