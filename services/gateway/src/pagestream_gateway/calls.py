@@ -12,7 +12,7 @@ from pagestream_streams.errors import Unavailable
 from pagestream_streams.rates import Rate
 from pagestream_telemetry import catalog
 from pagestream_telemetry.instruments import Registry
-from pagestream_telemetry.tracing import NoSpan, Span, SpanKind, TraceContext, Tracer, caller_context, set_trace
+from pagestream_telemetry.tracing import NO_TRACER, Span, SpanKind, TraceContext, Tracer, caller_context, set_trace
 
 from pagestream_gateway.auth.audit import Audit
 from pagestream_gateway.auth.identity import Identity
@@ -107,7 +107,10 @@ class Call:
         self._tracer = tracer
         self._caller = caller
         self._begun_at = time.time()
-        self._span: Span = NoSpan(caller)
+        self._span: Span | None = None
+        """None where the process traces nothing, and before it begins."""
+        self.context = caller
+        """The trace context that the request carries."""
         self._operation = operation
         self._model = ""
         self._started = time.perf_counter()
@@ -123,18 +126,17 @@ class Call:
         """Note how far the caller's limits are used, this request included."""
         self.rates = rates
 
-    @property
-    def context(self) -> TraceContext:
-        """The trace context that the request carries."""
-        return self._span.context
-
     def begin_span(self, parent: TraceContext) -> None:
         """Start the call's span below `parent`, with the call's begin as its start."""
-        attributes = {"gen_ai.provider.name": "pagestream", "pagestream.api": self.api}
-        self._span = self._tracer.start(
-            self.api, parent, kind=SpanKind.SERVER, attributes=attributes, at_s=self._begun_at
-        )
-        set_trace(self._span.context)
+        if self._tracer is NO_TRACER:
+            self.context = parent
+        else:
+            attributes = {"gen_ai.provider.name": "pagestream", "pagestream.api": self.api}
+            self._span = self._tracer.start(
+                self.api, parent, kind=SpanKind.SERVER, attributes=attributes, at_s=self._begun_at
+            )
+            self.context = self._span.context
+        set_trace(self.context)
 
     def name_operation(self, operation: str) -> None:
         """Set the operation, where the body decides it."""
@@ -149,7 +151,8 @@ class Call:
         self._describe(spec)
         if self._identity is not None and self._audit.is_on:
             self._audit.accepted(self._identity, spec)
-        self._span.event("accepted")
+        if self._span is not None:
+            self._span.event("accepted")
 
     def resumed(self, spec: RequestSpec) -> None:
         """Note that the call reads an earlier request on; the span joins its trace, unless the caller sent one."""
@@ -158,6 +161,8 @@ class Call:
 
     def _describe(self, spec: RequestSpec) -> None:
         self._model, self._spec = spec.model, spec
+        if self._span is None:
+            return
         self._span.set(
             {
                 "gen_ai.request.model": spec.model,
@@ -186,7 +191,8 @@ class Call:
             return
         self._is_open = False
         self._metrics.count_request(self.api, outcome)
-        self._end_span(outcome)
+        if self._span is not None:
+            self._end_span(self._span, outcome)
         if self._identity is not None and self._audit.is_on:
             self._end_audit(self._identity, outcome)
         if outcome == DISCONNECTED:
@@ -209,15 +215,16 @@ class Call:
 
     def _begin_tokens(self, now: float, number: int) -> None:
         self._first_at, self._first_count = now, number
-        self._span.event("first_token")
+        if self._span is not None:
+            self._span.event("first_token")
         if self._operation != RESUME:
             self._metrics.first_token(self._model, self._operation, now - self._started)
 
-    def _end_span(self, outcome: str) -> None:
-        self._span.set({"gen_ai.operation.name": self._operation, "gen_ai.usage.output_tokens": self._tokens})
+    def _end_span(self, span: Span, outcome: str) -> None:
+        span.set({"gen_ai.operation.name": self._operation, "gen_ai.usage.output_tokens": self._tokens})
         if outcome != OK:
-            self._span.fail(outcome)
-        self._span.end()
+            span.fail(outcome)
+        span.end()
 
 
 class Calls:

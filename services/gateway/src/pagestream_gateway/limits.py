@@ -53,12 +53,16 @@ class Rules:
     """
 
 
+NO_RULES = Rules()
+"""Nothing is limited."""
+
+
 class TenantLimits:
     """The limits of all callers. A source of the limits that a gateway's session enforces (`LimitSource`)."""
 
     def __init__(self, rules: Rules | None = None) -> None:
         """Without rules nothing is limited."""
-        self.rules = rules or Rules()
+        self.rules = rules or NO_RULES
 
     def of(self, tenant: str, credential: str) -> tuple[Limits, Limits]:
         """Return the limits of a tenant, and those of one of its credentials."""

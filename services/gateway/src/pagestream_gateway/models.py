@@ -396,6 +396,7 @@ class Models:
         self._pool = pool
         self._limit = limit
         self._formats = formats or FormatSettings()
+        self._names_parsers = bool(self._formats.tool_call_parser_of or self._formats.reasoning_parser_of)
         self._default = default
         self._cache = ModelCache()
         self._broken: dict[str, ModelCard] = {}
@@ -428,10 +429,11 @@ class Models:
                 "model", f"{name!r} is an adapter of {card.name!r}, whose engines take none: enable_lora is off"
             )
         model = await self._cache.load(card, self._pool.run)
-        named = self._formats.parsers_of(card.name)
-        if adapter is None and named == BY_TEMPLATE:
-            return model
-        return replace(model, adapter=adapter, parsers=named.over(model.parsers))
+        if adapter is not None:
+            model = replace(model, adapter=adapter)
+        if self._names_parsers and (named := self._formats.parsers_of(card.name)) != BY_TEMPLATE:
+            model = replace(model, parsers=named.over(model.parsers))
+        return model
 
     async def default_name(self, allows: Callable[[str], bool]) -> str:
         """Return the model of a request that names none: the setting's, else the only one, else the only one with

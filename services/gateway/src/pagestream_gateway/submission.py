@@ -20,7 +20,7 @@ from pagestream_telemetry.tracing import TraceContext
 from pagestream_gateway.auth.identity import Identity
 from pagestream_gateway.calls import Call, RedisTimeout
 from pagestream_gateway.errors import InvalidRequest, RequestDiffers, UnsupportedField
-from pagestream_gateway.limits import TenantLimits, TenantMetrics
+from pagestream_gateway.limits import NO_RULES, TenantLimits, TenantMetrics
 from pagestream_gateway.models import LoadedModel, Models
 from pagestream_gateway.output_formats.formats import may_call, shows_special_tokens
 from pagestream_gateway.output_formats.grammar import with_calls
@@ -172,7 +172,7 @@ class Submission:
         served = self.models.aliases.get(name, name)
         if not name:
             served = await self.models.default_name(lambda each: self.tenants.allows(identity, each))
-        elif not self.tenants.allows(identity, served):
+        elif self.tenants.rules is not NO_RULES and not self.tenants.allows(identity, served):
             raise ModelNotFound(name)
         return await self.models.resolve(served)
 
@@ -200,7 +200,9 @@ class Submission:
         spec.tenant = tenant
         spec.credential = " ".join(identity.key.split())
         spec.disconnect_grace_ms = round(settings.stream.disconnect_grace_s * 1000)
-        spec.priority = settings.classes.allowed(tenant, draft.priority, identity.best_class)
+        classes, spec.priority = settings.classes, draft.priority
+        if classes.first or classes.first_of or identity.best_class:
+            spec.priority = classes.allowed(tenant, draft.priority, identity.best_class)
         salt = cache_salt(tenant, draft.cache_salt, settings.cache)
         spec.cache_salt = adapted_salt(salt, spec.adapter if spec.HasField("adapter") else None)
         spec.traceparent, spec.tracestate = trace.traceparent, trace.tracestate

@@ -149,11 +149,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         if self._socket is None and self._unfinished_bytes > self._limits.settings.max_header_bytes:
             self._refuse(HeaderTooLarge(self._limits.settings.max_header_bytes))
-        elif self._socket is None:
+        elif self._socket is None and self._unfinished_bytes:
             self._time_header()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        if self._in_body and not self.pipeline and is_handshake(cast(MutableMapping[str, Any], cycle.scope)):
+        scope = cast(MutableMapping[str, Any], cycle.scope)
+        if scope["method"] == "GET" and self._in_body and not self.pipeline and is_handshake(scope):
             self._socket = _socket_of(cycle, self._limits)
             self._stop_timer()
             app = _carried_by(self._socket, cycle, app)

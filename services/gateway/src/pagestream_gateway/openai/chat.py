@@ -289,8 +289,7 @@ class ChatWriter(AnswerWriter):
         return {**members, "prompt_token_ids": self.prompt_ids(0)} if self.spec.answer.token_ids else members
 
     def _opening_members(self) -> str:
-        ids = self.prompt_ids(0) if self.spec.answer.token_ids else None
-        return "" if ids is None else f',"prompt_token_ids":{json.dumps(ids, separators=(",", ":"))}'
+        return f',"prompt_token_ids":{json.dumps(self.prompt_ids(0), separators=(",", ":"))}'
 
     def opening_parts(self) -> list[str]:
         """Return the roles."""

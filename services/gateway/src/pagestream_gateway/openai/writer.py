@@ -399,7 +399,8 @@ class AnswerWriter(LogWriter):
         ]
         if not choices:
             return None
-        return f"{self._head}{','.join(choices)}{self._tail_of(0)}{self._opening_members()}{self._position(START)}"
+        more = self._opening_members() if self.spec.answer.token_ids else ""
+        return f"{self._head}{','.join(choices)}{self._tail_of(0)}{more}{self._position(START)}"
 
     def chunk(self, run: Run) -> str:
         if run.prompt_end:
@@ -422,7 +423,7 @@ class AnswerWriter(LogWriter):
         return f',"token_ids":{_compact(run.token_ids)}'
 
     def _opening_members(self) -> str:
-        """Return what the chunk before the first entry shows beside its choices."""
+        """Return what the chunk before the first entry shows beside its choices, of an answer with token ids."""
         return ""
 
     def _first_logprobs(self, choice: int) -> str:

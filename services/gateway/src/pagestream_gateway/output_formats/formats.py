@@ -84,7 +84,7 @@ class TemplateFormats:
 
 
 def set_output_form(draft: Draft, chat: ChatPrompt, model: LoadedModel, prompt: str) -> str:
-    """Set how the answer to a chat with `prompt`, as its template has rendered it, is divided.
+    """Set how the answer to a chat with `prompt`, as its template has rendered it, is divided, where it is.
 
     Sets `draft.answer.output`, and `draft.marks` where reasoning may come before what a grammar holds. Returns what the
     prompt ends with beside that: where a grammar holds an output in channels, and does not choose among them, the one
@@ -92,10 +92,6 @@ def set_output_form(draft: Draft, chat: ChatPrompt, model: LoadedModel, prompt: 
     Raises UnsupportedField for tools where neither the template nor a setting says how the model writes calls.
     """
     answer, tools, formats = draft.answer, chat.tools, model.once(TemplateFormats.of)
-    answer.ClearField("output")
-    draft.marks.Clear()
-    if not (formats.divides or tools.definitions):
-        return ""
     found, template, parsers = formats.calls, model.card.chat_template, model.parsers
     is_free = not draft.sampling.HasField("structured_outputs") or (found == HARMONY and may_call(chat, model))
     written = tools.forced_format or (found if tools.definitions else "")

@@ -237,11 +237,6 @@ class LogAnswer(Response):
     async def tell_unserved(self, send: Send) -> None:
         """Say that the request waits for an engine, where none runs its model; called once, after `unserved_s`."""
 
-    async def learn_tokens(self) -> None:
-        """Let the writer look tokens up in the model's tokenizer, where the answer depends on it."""
-        if self._writer.logprobs.is_asked:
-            await learn_tokens(self._gateway, self._writer)
-
     def follow(
         self, sink: Sink | None = None, on_engine: Callable[[str], None] | None = None
     ) -> AsyncGenerator[list[LogEntry], None]:
@@ -327,10 +322,8 @@ def request_headers(spec: RequestSpec) -> dict[str, str]:
     return headers
 
 
-def queue_headers(place: QueuePlace | None) -> dict[str, str]:
+def queue_headers(place: QueuePlace) -> dict[str, str]:
     """Return the headers of a stream whose request is queued: what goes before it, and how long that may take."""
-    if place is None:
-        return {}
     headers = {"X-Queue-Position": str(place.position)}
     if place.expected_wait_ms is not None:
         headers["X-Expected-Wait-Ms"] = str(place.expected_wait_ms)
@@ -364,7 +357,8 @@ class EventStream(LogAnswer):
         """Write all events; return the outcome for the metrics."""
         self._body = scope.get("extensions", {}).get(BODY_WRITER)
         await self._start(send)
-        await self.learn_tokens()
+        if self._writer.logprobs.is_asked:
+            await learn_tokens(self._gateway, self._writer)
         try:
             if not self._reading.is_complete:
                 await self._send_log(send)
@@ -415,7 +409,7 @@ class EventStream(LogAnswer):
             (b"content-type", self._framing.media_type.encode()),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
-            *self.header_pairs(**queue_headers(place)),
+            *self.header_pairs(**({} if place is None else queue_headers(place))),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         self._headers_sent = True

@@ -17,7 +17,7 @@ from pagestream_gateway.gateway import Gateway
 from pagestream_gateway.openai.errors import error_response, log_unexpected
 from pagestream_gateway.openai.writer import AnswerBody
 from pagestream_gateway.streams.accepted import START, Run
-from pagestream_gateway.streams.events import LogAnswer, Reading
+from pagestream_gateway.streams.events import LogAnswer, Reading, learn_tokens
 
 _PIECE_BYTES = 64 * 1024  # handed to the server at once
 STALL_S = 5.0  # without a piece taken: the rest is dropped, and read again when the client reads on
@@ -103,7 +103,8 @@ class WholeAnswer(LogAnswer):
 
     async def write(self, scope: Scope, receive: Receive, send: Send) -> str:
         """Write the body, or the error that the log or this gateway ended with; return the outcome."""
-        await self.learn_tokens()
+        if self._writer.logprobs.is_asked:
+            await learn_tokens(self._gateway, self._writer)
         try:
             try:
                 with self._gateway.streams.entered():

@@ -349,7 +349,10 @@ def job_or_ids(
                 raise InvalidRequest(prompt_field, "must not be empty")
         case ChatPrompt(add_special_tokens=add_special_tokens):
             text = _render(prompt, prompt_field, model)
-            text += set_output_form(draft, prompt, model, text)
+            draft.answer.ClearField("output")
+            draft.marks.Clear()
+            if prompt.tools.definitions or model.once(TemplateFormats.of).divides:
+                text += set_output_form(draft, prompt, model, text)
             max_fitting = model.max_model_len - 1 if must_fit(draft) else None
     return model.check(EncodingJob(text, add_special_tokens, limit, prompt_field, scope, max_fitting))
 
@@ -386,11 +389,13 @@ def _render(chat: ChatPrompt, prompt_field: str, model: LoadedModel) -> str:
         messages = with_system_first(messages)
     if has_short_ids(formats.own_calls):
         messages = with_short_ids(messages)
+    is_asked = chat.documents or chat.effort is not None or chat.reasons is not None
+    asked = _asked_arguments(chat, model) if is_asked else {}
     render = partial(
         model.chat_template.render,
         add_generation_prompt=opens,
         continue_final_message=chat.continue_final_message,
-        arguments=_arguments(chat, model),
+        arguments={**model.template_arguments, **chat.arguments, **asked},
         tools=chat.tools.definitions,
     )
     if not chat.continue_final_message and all(each.get("role") in INSTRUCTING for each in messages):
@@ -416,12 +421,6 @@ def _with_both_names(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a message that has its reasoning under both names by which templates read it."""
     old, new = "reasoning_content", "reasoning"
     return {**message, new: message[old]} if old in message and new not in message else message
-
-
-def _arguments(chat: ChatPrompt, model: LoadedModel) -> Mapping[str, Any]:
-    if not chat.documents and chat.effort is None and chat.reasons is None:
-        return {**model.template_arguments, **chat.arguments}
-    return {**model.template_arguments, **_asked_arguments(chat, model)}
 
 
 def _asked_arguments(chat: ChatPrompt, model: LoadedModel) -> Mapping[str, Any]:
