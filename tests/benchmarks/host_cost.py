@@ -50,8 +50,7 @@ from pagestream_engine.wire.worker import REPORTS, AddGroup, Figures, StepDone
 from pagestream_streams import AppendKind, AppendOutcome
 from pagestream_streams.engine.append import append_arguments, slice_of
 from pagestream_streams.protocol.records import TokenOutcomes
-from pagestream_worker.core_process import spare_what_lives
-from pagestream_worker.step_loop import PlainSequences
+from pagestream_worker.core_process import PlainSequences, spare_what_lives
 from scheduler_step import make_tokenizer
 from support.engines.arithmetic_model import ArithmeticFacts, ArithmeticRunner, make_folder
 from support.engines.request_table import RequestTable, claim

@@ -13,7 +13,7 @@ from support.processes.waiting import wait_until
 
 pytestmark = pytest.mark.served
 
-LIGHT = ("pagestream_worker.__main__, pagestream_worker.card", "pagestream_worker.unpublish")
+LIGHT = ("pagestream_worker.process, pagestream_worker.card", "pagestream_worker.unpublish")
 
 
 @pytest.mark.parametrize("modules", LIGHT)
@@ -27,11 +27,11 @@ import os, signal, sys
 
 class Finder:
     def find_spec(self, name, path=None, target=None):
-        if name == "pagestream_worker.__main__":
+        if name == "pagestream_worker.process":
             os.kill(os.getpid(), signal.SIGTERM)
 
 sys.meta_path.insert(0, Finder())
-from pagestream_worker.entry import main
+from pagestream_worker.__main__ import main
 main()
 """
 

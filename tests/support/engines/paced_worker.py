@@ -18,7 +18,7 @@ from pathlib import Path
 from pagestream_engine import Engine, EngineConfig
 from pagestream_engine.models.registry import read_info
 from pagestream_engine.plan import PendingResult, StepPlan, full_attention
-from pagestream_worker import __main__ as worker
+from pagestream_worker import process as worker
 from support.engines.arithmetic_model import as_result
 
 NUM_BLOCKS, BLOCK_SIZE = 8192, 16

@@ -33,7 +33,7 @@ MODEL = "demo"
 ADAPTER, OTHER_MODEL = "adapter", "other"
 NUM_ENGINES = NUM_GATEWAYS = 2
 TENANT = "default"
-MODULES = ("pagestream_worker.__main__", "pagestream_gateway.__main__", "transformers.models.llama")
+MODULES = ("pagestream_worker.process", "pagestream_gateway.__main__", "transformers.models.llama")
 TEXTS_DTYPE = "float32"
 """In which the answers have the stop strings of their rows; in another one no row's finish is known beforehand."""
 READY_LIMIT_S = 240.0

@@ -23,7 +23,7 @@ from support.processes.session import at_session_end
 from support.processes.waiting import descendants_of, wait_until
 
 SERVER = Path(__file__).with_name("fork_server_main.py")
-ENGINES = ("pagestream_worker.__main__", "transformers.models.llama")
+ENGINES = ("pagestream_worker.process", "transformers.models.llama")
 GATEWAYS = ("pagestream_gateway.__main__",)
 END_LIMIT_S = 60.0
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pagestream_worker.card import build_card
     from pagestream_worker.claim_budget import UNLIMITED_TOKENS, ClaimBudget
-    from pagestream_worker.core_process import TITLE
+    from pagestream_worker.core_process import STEPS_AHEAD, TITLE, PlainSequences
     from pagestream_worker.engine_core import EngineCore, EngineCoreError, EngineProcess, EngineThread, is_link_lost
     from pagestream_worker.load_shedding import (
         BETWEEN_MARKS,
@@ -50,13 +50,17 @@ if TYPE_CHECKING:
         Demand,
         Duties,
         EngineState,
+        EngineStuckError,
         Failures,
+        Loader,
+        LoadTimeoutError,
         SharingLimits,
         Turns,
         plan_changes,
         read_duties,
     )
     from pagestream_worker.pool_adapters import MOST_RESULT_BYTES
+    from pagestream_worker.process import Cores
     from pagestream_worker.requests import (
         PART_BYTES,
         ActiveRequests,
@@ -66,9 +70,7 @@ if TYPE_CHECKING:
         sampling_of,
         sampling_of_child,
     )
-    from pagestream_worker.serving_models import Cores, EngineStuckError, Loader, LoadTimeoutError
     from pagestream_worker.settings import ProcessSettings, WorkerSettings, build_parser, engine_config, load_settings
-    from pagestream_worker.step_loop import STEPS_AHEAD, PlainSequences
     from pagestream_worker.telemetry import EXIT_STALLED, EngineGauges, EngineReaders, Health, WorkerTelemetry
     from pagestream_worker.worker import Worker
 
@@ -202,13 +204,14 @@ _MODULES = {
     "MOST_RESULT_BYTES": "pool_adapters",
     **dict.fromkeys(("PART_BYTES", "child_of", "sampling_of", "sampling_of_child"), "requests"),
     "RunningRequest": "requests",
-    **dict.fromkeys(("Cores", "EngineStuckError", "LoadTimeoutError", "Loader"), "serving_models"),
+    **dict.fromkeys(("EngineStuckError", "LoadTimeoutError", "Loader"), "model_sharing"),
     **dict.fromkeys(
         ("ProcessSettings", "WorkerSettings", "build_parser", "engine_config", "load_settings"), "settings"
     ),
-    **dict.fromkeys(("PlainSequences", "STEPS_AHEAD"), "step_loop"),
+    **dict.fromkeys(("PlainSequences", "STEPS_AHEAD"), "core_process"),
     "WorkerTelemetry": "telemetry",
     "Worker": "worker",
+    "Cores": "process",
 }
 """The module that defines each exported name."""
 

@@ -63,8 +63,7 @@ from pagestream_engine.wire.worker import (
 )
 from pagestream_streams.fault_points import FaultPoint, reach
 
-from pagestream_worker.profiler import StepProfiler, answer_profile
-from pagestream_worker.step_loop import STEPS_AHEAD, CommandQueue, StepLoop, StepsAhead
+from pagestream_worker.core_process import STEPS_AHEAD, CommandQueue, StepLoop, StepProfiler, StepsAhead, answer_profile
 
 TakeOutputs = Callable[[Sequence[SequenceOutput], TokenColumns], None]
 PROFILE_LIMIT_S = 5.0
