@@ -118,10 +118,13 @@ def test_gateway_and_engine_have_the_rights_that_they_need(server: Server, tmp_p
     assert [each for each in refused if not each[1].startswith("client|")] == []
 
 
+_ADAPTERS = "import sys; from pagestream_worker.jobs import run_adapters; sys.exit(run_adapters())"
+
+
 def loaded_adapter(server: Server, folder: Path) -> str:
     """What the command of a pool's Job says of an adapter, with the engines' access."""
     write_adapter(folder)
-    command = [sys.executable, "-m", "pagestream_worker.pool_adapters", "demo", f"--load=a={folder}"]
+    command = [sys.executable, "-c", _ADAPTERS, "demo", f"--load=a={folder}"]
     environment = {**os.environ, "PAGESTREAM_WORKER__REDIS": server.url("url")}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True).stdout
 

@@ -13,7 +13,7 @@ from support.processes.waiting import wait_until
 
 pytestmark = pytest.mark.served
 
-LIGHT = ("pagestream_worker.process, pagestream_worker.card", "pagestream_worker.unpublish")
+LIGHT = ("pagestream_worker.process, pagestream_worker.card", "pagestream_worker.jobs")
 
 
 @pytest.mark.parametrize("modules", LIGHT)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from pagestream_worker.claim_budget import UNLIMITED_TOKENS, ClaimBudget
     from pagestream_worker.core_process import STEPS_AHEAD, TITLE, PlainSequences
     from pagestream_worker.engine_core import EngineCore, EngineCoreError, EngineProcess, EngineThread, is_link_lost
+    from pagestream_worker.jobs import MOST_RESULT_BYTES
     from pagestream_worker.load_shedding import (
         BETWEEN_MARKS,
         TOP,
@@ -59,7 +60,6 @@ if TYPE_CHECKING:
         plan_changes,
         read_duties,
     )
-    from pagestream_worker.pool_adapters import MOST_RESULT_BYTES
     from pagestream_worker.process import Cores
     from pagestream_worker.requests import (
         PART_BYTES,
@@ -201,7 +201,7 @@ _MODULES = {
         ),
         "model_sharing",
     ),
-    "MOST_RESULT_BYTES": "pool_adapters",
+    "MOST_RESULT_BYTES": "jobs",
     **dict.fromkeys(("PART_BYTES", "child_of", "sampling_of", "sampling_of_child"), "requests"),
     "RunningRequest": "requests",
     **dict.fromkeys(("EngineStuckError", "LoadTimeoutError", "Loader"), "model_sharing"),

@@ -16,12 +16,12 @@ LIMIT_S = 120.0
 
 
 def size(model: str | None, gpus: Sequence[str]) -> dict[str, Any]:
-    """Return what `pagestream_worker.sizing` prints, which runs in a process of its own.
+    """Return what `pagestream_worker.capacity --cards` prints, which runs in a process of its own.
 
     Raises:
         UsageError: the model can't be sized, or a card is not known.
     """
-    command = [sys.executable, "-m", "pagestream_worker.sizing", model or str(find_demo_model())]
+    command = [sys.executable, "-m", "pagestream_worker.capacity", "--cards", model or str(find_demo_model())]
     for gpu in gpus:
         command += ["--gpu", gpu]
     try:
