@@ -32,9 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the fields of `Capacity`, or with `--cards` the sizes; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m pagestream_worker.capacity", description=__doc__)
     parser.add_argument("model", metavar="MODEL", help="model folder, or Hugging Face repository")
-    parser.add_argument(
-        "--cards", action="store_true", help="sizes in bytes, and the largest batch by card"
-    )
+    parser.add_argument("--cards", action="store_true", help="sizes in bytes, and the largest batch by card")
     parser.add_argument("--gpu", action="append", choices=sorted(CARDS), help="with --cards: these (default: all)")
     add_engine_options(parser)
     options = parser.parse_args(arguments)
