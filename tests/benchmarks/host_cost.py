@@ -48,7 +48,7 @@ from pagestream_engine.stats import EngineStats
 from pagestream_engine.wire.executor import ANSWERS, PLANS
 from pagestream_engine.wire.worker import REPORTS, AddGroup, Figures, StepDone
 from pagestream_streams import AppendKind, AppendOutcome
-from pagestream_streams.engine.append import append_arguments, slice_of
+from pagestream_streams.engine.session import append_arguments, slice_of
 from pagestream_streams.protocol.records import TokenOutcomes
 from pagestream_worker.core_process import PlainSequences, spare_what_lives
 from scheduler_step import make_tokenizer

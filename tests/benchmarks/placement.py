@@ -30,7 +30,7 @@ from pagestream_engine.config import CacheConfig
 from pagestream_engine.kv_cache.block_pool import make_eviction_order
 from pagestream_simulator.traces import MOONCAKE_BLOCK_TOKENS, TraceRow, read_trace
 from pagestream_streams import StreamsSettings
-from pagestream_streams.gateway.place import Placer, left_ms
+from pagestream_streams.gateway.accept import Placer, left_ms
 from pagestream_streams.protocol.keys import Keyspace, Partition, ownership, prefixes_of
 from prefix_cache import TraceCache, best_hit_rate
 

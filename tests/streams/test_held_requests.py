@@ -4,7 +4,7 @@ import pytest
 from pagestream.v1.inference_pb2 import FINISH_REASON_STOP
 from pagestream.v1.records_pb2 import LogEnd, LogEntry
 from pagestream_streams import Append, AppendKind, AppendOutcome
-from pagestream_streams.engine.lease import HeldRequests
+from pagestream_streams.engine.session import HeldRequests
 from pagestream_streams.protocol import to_entry_values
 
 

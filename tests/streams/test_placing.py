@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from pagestream_streams import StreamsSettings
-from pagestream_streams.gateway.place import MOST_HOLDERS, HeldPrefixes, Placer, left_ms
+from pagestream_streams.gateway.accept import MOST_HOLDERS, HeldPrefixes, Placer, left_ms
 from pagestream_streams.protocol import Keyspace, Partition, ownership, prefixes_of
 
 SETTINGS = StreamsSettings()
