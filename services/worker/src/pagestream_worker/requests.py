@@ -197,7 +197,8 @@ class ActiveRequests:
             return
         for first, group in groups:
             self._run_group(request, first, group)
-        request.end_if_complete()
+        if not groups:
+            request.end_if_complete()
         self._on_pending()
         logger.info(
             "claimed",
@@ -370,7 +371,7 @@ class ActiveRequests:
             outcome.kind is AppendKind.GAP and request.log.can_send_from(outcome.next_index)
         ):
             request.log.acknowledge(outcome.next_index)
-            if request.is_complete:
+            if request.has_ended and request.is_complete:
                 self._telemetry.completed(request)
                 self.lengths.note_length(_shape(request.claim.spec), request.num_output_tokens)
                 self._remove(request)
@@ -449,7 +450,6 @@ class RunningRequest:
 
     __slots__ = (
         "_cached_tokens",
-        "_ended",
         "_finishes",
         "_held",
         "_num_choices",
@@ -459,6 +459,7 @@ class RunningRequest:
         "_running",
         "_siblings",
         "claim",
+        "has_ended",
         "log",
         "request_id",
     )
@@ -476,7 +477,7 @@ class RunningRequest:
         self._running: set[int] = set()
         self._cached_tokens = claim.cached_tokens
         self.log = logs.open(claim)
-        self._ended = False
+        self.has_ended = False
 
     @property
     def trace(self) -> TraceContext:
@@ -502,7 +503,7 @@ class RunningRequest:
                 if index in self._finishes:
                     continue
                 of_all = of_all or sampling_of(spec)
-                params = sampling_of_child(of_all, child_of(spec, index))
+                params = sampling_of_child(of_all, child_of(spec, index) if index else 0)
                 if bounds is not None:
                     params = params.with_max_tokens(bounds[number])
                 if self._prompt_parts.are_complete(first):
@@ -591,7 +592,7 @@ class RunningRequest:
 
     def end_if_complete(self) -> None:
         """Write the end of a log whose last finish was written by an engine that died before the end."""
-        if not self._ended and len(self._finishes) == self._num_choices:
+        if not self.has_ended and len(self._finishes) == self._num_choices:
             self._end(None)
 
     def num_generated(self, choice: int) -> int:
@@ -609,7 +610,7 @@ class RunningRequest:
     @property
     def is_complete(self) -> bool:
         """Whether the end of the log has been acknowledged."""
-        return self._ended and not self.log.has_pending
+        return self.has_ended and not self.log.has_pending
 
     def pending(self, limit: int) -> Append:
         """Return the next append, of at most `limit` entries or one more (see UnacknowledgedLog.pending)."""
@@ -638,9 +639,9 @@ class RunningRequest:
         self.log.write(FINISH, str(choice), finish_reason_name(reason), text, stop_reason)
 
     def _end(self, error: RequestError | None) -> None:
-        if self._ended:
+        if self.has_ended:
             return
-        self._ended = True
+        self.has_ended = True
         usage = Usage(
             prompt_tokens=sum(len(prompt.ids) for prompt in self.claim.spec.prompts),
             completion_tokens=self.num_output_tokens,

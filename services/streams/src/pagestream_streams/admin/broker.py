@@ -173,7 +173,9 @@ class Broker:
         where = await self.directory.locate(request_id)
         fields = "tenant", "state", "queue", "entry", "rank"
         owner, *found = await self.connection.execute("HMGET", where.request(request_id), *fields)
-        return await self._place(where.model, *found) if owner == tenant.encode() else None
+        state, _, entry, _ = found
+        waits = owner == tenant.encode() and (entry or state == b"queued")
+        return await self._place(where.model, *found) if waits else None
 
     async def _place(
         self, model: str, state: bytes, queue: bytes | None, entry: bytes | None, rank: bytes | None

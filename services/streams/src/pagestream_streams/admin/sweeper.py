@@ -78,6 +78,11 @@ class Sweeper:
         """Whether a model had neither engines nor unfinished requests at its last sweep."""
         return self._rests_until.get(model, 0.0) > time.monotonic()
 
+    def awake(self, partitions: Iterable[Partition]) -> list[Partition]:
+        """Return the partitions of models that don't rest."""
+        now = time.monotonic()
+        return [where for where in partitions if self._rests_until.get(where.model, 0.0) <= now]
+
     def wake(self, model: str) -> None:
         """Note that a model gets a request."""
         self._woken.add(model)
@@ -89,7 +94,7 @@ class Sweeper:
         Unavailable once all are tried, or where the server is silent; the next round then begins behind what failed.
         """
         self._woken.clear()
-        partitions = [where for where in await self._partitions() if not self.is_resting(where.model)]
+        partitions = self.awake(await self._partitions())
         start = self._start % len(partitions) if partitions else 0
         self._start = 0
         in_turn = partitions[start:] + partitions[:start]
@@ -106,7 +111,8 @@ class Sweeper:
                 raise failure
         until = time.monotonic() + self._rest_s
         resting = {where.model for where in in_turn} - busy - self._woken
-        self._rests_until = {model: each for model, each in self._rests_until.items() if self.is_resting(model)}
+        now = time.monotonic()
+        self._rests_until = {model: each for model, each in self._rests_until.items() if each > now}
         self._rests_until.update(dict.fromkeys(resting, until))
 
     async def _sweep_part(self, partitions: Sequence[Partition]) -> list[bool | Unavailable]:

@@ -219,19 +219,14 @@ class Connection:
         """Close the connections on which no command waits; the next command opens them again."""
         await self.topology.drop_idle()
 
-    @asynccontextmanager
-    async def dropping_idle_on_timeout(self) -> AsyncIterator[None]:
-        """Drop the idle connections where what runs inside fails by a timeout, and let the error pass.
+    async def drop_idle_after(self, error: Unavailable) -> None:
+        """Drop the idle connections where a heartbeat has failed by a timeout.
 
-        For heartbeats: no reply, unlike a refusal, may mean that the network lost every connection to the server. The
-        next beat then opens new ones.
+        No reply, unlike a refusal, may mean that the network lost every connection to the server. The next beat then
+        opens new ones.
         """
-        try:
-            yield
-        except Unavailable as error:
-            if isinstance(error.__cause__, TimeoutError):
-                await self.drop_idle()
-            raise
+        if isinstance(error.__cause__, TimeoutError):
+            await self.drop_idle()
 
     def pubsub(self) -> PubSub:
         """Return a subscriber on a connection of its own."""

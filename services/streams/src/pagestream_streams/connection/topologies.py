@@ -561,7 +561,10 @@ class Gathering:
         del self._trips[trip]
         for reply in together:
             self._trip_of.pop(reply, None)
-        _fail(together, LostConnection(_CLOSED) if trip.cancelled() else trip.exception())
+        if trip.cancelled():
+            _fail(together, LostConnection(_CLOSED))
+        elif (error := trip.exception()) is not None:
+            _fail(together, error)
         self._send()
 
     async def _take_turn(self, together: dict[_Reply, Command]) -> None:
@@ -597,10 +600,10 @@ class Gathering:
             return error
 
 
-def _fail(replies: Iterable[_Reply], error: BaseException | None) -> None:
-    """Raise the error where it is awaited; None: all have their replies."""
+def _fail(replies: Iterable[_Reply], error: BaseException) -> None:
+    """Raise the error where a reply is still awaited."""
     for reply in replies:
-        if error is not None and not reply.done():
+        if not reply.done():
             reply.set_exception(error)
 
 

@@ -103,7 +103,8 @@ class Claimer:
         with self._session.held.claiming():
             try:
                 await self._ask_changed(found)
-                if not await self._claim_suspect(found):
+                is_isolated = bool(assignment.with_suspects) and await self._claim_suspect(found)
+                if not is_isolated and self._session.claim_order.with_heads:
                     await self._claim_in_order(found)
             except Unavailable as error:
                 found.unreachable = error
@@ -560,6 +561,8 @@ class ClaimOrder:
     _known: dict[int, _Known] = field(default_factory=dict)
     _rang_at: dict[int, float] = field(default_factory=dict)
     _away_until: dict[int, float] = field(default_factory=dict)
+    with_heads: set[int] = field(default_factory=set)
+    """Partitions that have something which the engine may take, as last heard."""
 
     def ring(self, number: int, now: float) -> None:
         """Note that a partition may have got an earlier head."""
@@ -569,15 +572,21 @@ class ClaimOrder:
         """Know nothing: messages may have been missed, or the engine may take other entries than before."""
         self._known.clear()
         self._away_until.clear()
+        self.with_heads.clear()
 
     def learn(self, number: int, heads: Heads, asked_at: float, *, is_own: bool) -> None:
         """Keep a partition's heads. `asked_at`: when the question was sent; a later ring asks again."""
         self._known[number] = _Known(heads, asked_at, is_own)
         self._away_until.pop(number, None)
+        if heads.first is None:
+            self.with_heads.discard(number)
+        else:
+            self.with_heads.add(number)
 
     def note_away(self, number: int, now: float) -> None:
         """Leave a partition out for a while: its node does not answer."""
         self._known.pop(number, None)
+        self.with_heads.discard(number)
         self._away_until[number] = now + AWAY_S
 
     def present(self, numbers: Collection[int], now: float) -> list[int]:

@@ -44,6 +44,7 @@ from pagestream_streams.errors import ModelNotFound, RequestNotFound, Unavailabl
 from pagestream_streams.protocol.keys import Keyspace, Partition, parse_request_id, partitions_of
 from pagestream_streams.protocol.records import (
     CONTEXT_FIELD,
+    END,
     FINGERPRINT_FIELD,
     Append,
     AppendKind,
@@ -412,8 +413,11 @@ class Lease:
         return {request_id.decode() for ids, *_ in replies for request_id in ids}
 
     async def _beat_in_time(self) -> None:
-        async with self._session.connection.dropping_idle_on_timeout():
+        try:
             await self.beat(self._session.settings.beat_limit_s)
+        except Unavailable as error:
+            await self._session.connection.drop_idle_after(error)
+            raise
 
     async def _read_partitions(self, limit_s: float | None) -> Sequence[Partition]:
         """Return the model's partitions; those known before where the cluster's node with the models is silent."""
@@ -646,12 +650,14 @@ class Appender:
                 results.update(zip(mine, reply, strict=True))
         outcomes = {i: AppendOutcome(AppendKind(found[0]), found[1]) for i, found in results.items()}
         for i, outcome in outcomes.items():
-            is_over = self._session.held.drop_if_over(appends[i], outcome)
+            entries = appends[i].entries
+            may_be_over = outcome.kind is not AppendKind.OK or not entries or entries[-1][0] == END
+            is_over = may_be_over and self._session.held.drop_if_over(appends[i], outcome)
             if self._isolation.run is not None:
                 self._isolation.note_append(appends[i], outcome, is_over=is_over)
-        await self._wake(
-            (wake_up_message(self._slice_of(appends[i])), found[2]) for i, found in results.items() if found[2]
-        )
+        wake_ups = [(wake_up_message(self._slice_of(appends[i])), found[2]) for i, found in results.items() if found[2]]
+        if wake_ups:
+            await self._wake(wake_ups)
         return [outcomes.get(i, AppendOutcome(AppendKind.AWAY, 0)) for i in range(len(appends))]
 
     async def append_tokens(self, batches: Sequence[TokenAppends]) -> list[TokenOutcomes | None]:

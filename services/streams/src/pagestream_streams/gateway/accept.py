@@ -341,7 +341,7 @@ class Placer:
         fleet = self._fleets[model]
         owned = fleet.owned(partitions)
         prefixes = prefixes_of(prompt_token_ids, self._settings.placement_tokens, cache_salt)
-        lengths = fleet.held.lengths(prefixes, owned)
+        lengths = fleet.held.lengths(prefixes, owned) if prefixes else {}
         waiting = {each: sum(self._load(model, number) for number in owned[each]) for each in owned}
 
         mean = fleet.work.mean_tokens(len(prompt_token_ids))
@@ -356,7 +356,8 @@ class Placer:
         where = self._keyspace.partition(model, number)
         placed = Placed(model, engine, number, len(prompt_token_ids) - held, held, self._readings[where])
         fleet.work.add(engine, placed.new_tokens)
-        fleet.held.expect((digest for _, digest in prefixes), engine)
+        if prefixes:
+            fleet.held.expect((digest for _, digest in prefixes), engine)
         self.queued[where] += 1
         return placed
 
@@ -421,7 +422,8 @@ class HeldPrefixes:
         for digest in digests:
             self._touch(digest)
             self._expected[digest] = engine
-        self._forget()
+        if len(self._engines) > self._most:
+            self._drop_oldest()
 
     def note(self, digests: Iterable[bytes], engine: str) -> None:
         """Note that an engine has taken a request with these beginnings, whichever was expected to."""
@@ -430,14 +432,15 @@ class HeldPrefixes:
             if engine not in engines:
                 self._engines[digest] = (*engines, engine)[-MOST_HOLDERS:]
             self._expected.pop(digest, None)
-        self._forget()
+        if len(self._engines) > self._most:
+            self._drop_oldest()
 
     def _touch(self, digest: bytes) -> tuple[str, ...]:
         engines = self._engines.setdefault(digest, ())
         self._engines.move_to_end(digest)
         return engines
 
-    def _forget(self) -> None:
+    def _drop_oldest(self) -> None:
         while len(self._engines) > self._most:
             digest, _ = self._engines.popitem(last=False)
             self._expected.pop(digest, None)
@@ -577,7 +580,7 @@ class EngineWatch:
                 self._living[model] = [each.decode() for each in living]
                 self._placer.note_living(model, set(self._living[model]))
         for model, entries in zip(models, islice(replies, len(models)), strict=True):
-            if not isinstance(entries, Unavailable):
+            if entries and not isinstance(entries, Unavailable):
                 self._note_held(model, entries)
         for model, entries in zip(models, islice(replies, len(models)), strict=True):
             if entries and not isinstance(entries, Unavailable):

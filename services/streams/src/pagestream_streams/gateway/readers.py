@@ -489,7 +489,7 @@ class Poller:
             for read, next_index, finished in zip(reads, reply[::2], reply[1::2], strict=True):
                 if read.waiting_since is not None:
                     read.waiting_since = now
-                if _compare(read, next_index, finished=bool(finished)):
+                if (finished or next_index != read.next_index) and _compare(read, next_index, finished=bool(finished)):
                     missing.append(read)
         shuffle(missing)
         for read in missing[:_READS_OF_A_ROUND]:

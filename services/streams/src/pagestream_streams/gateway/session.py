@@ -321,7 +321,8 @@ class GatewaySession:
 
     async def _awake_partitions(self) -> list[Partition]:
         partitions, read = await self._partitions(), {read.where.model for read in self.readers.reads}
-        return [where for where in partitions if where.model in read or not self.sweeper.is_resting(where.model)]
+        awake = {where.model for where in self.sweeper.awake(partitions)}
+        return [where for where in partitions if where.model in awake or where.model in read]
 
     async def _is_known(self, same: RequestSpec, spec: RequestSpec) -> bool:
         """Return whether an earlier try's request is in Redis: what bounds new requests doesn't concern it then."""
@@ -374,23 +375,29 @@ class GatewayHeartbeat:
 
     async def beat(self) -> None:
         """Renew the lease, with a limit on the replies so that another beat comes within the lease. Unavailable."""
-        limit_s = self._settings.beat_limit_s
-        async with self._connection.dropping_idle_on_timeout():
-            partitions = await self._read_partitions(limit_s / 2)
-            arguments = self._gateway_id, self._settings.lease_ms
-            replies = await run_on_each(self._connection, GATEWAY_HEARTBEAT, partitions, arguments, limit_s)
-            for where, reply in zip(partitions, replies, strict=True):
-                if isinstance(reply, Unavailable):
-                    continue
-                registered, queued = reply
-                self._acceptor.placer.note_queued(where, queued)
-                async with within(limit_s / 2, f"the registrations in {where.prefix}"):
-                    await self._registrations.compare(where, registered)
-            models = {where.model for where in partitions}
+        try:
+            await self._beat(self._settings.beat_limit_s)
+        except Unavailable as error:
+            await self._connection.drop_idle_after(error)
+            raise
+
+    async def _beat(self, limit_s: float) -> None:
+        partitions = await self._read_partitions(limit_s / 2)
+        arguments = self._gateway_id, self._settings.lease_ms
+        replies = await run_on_each(self._connection, GATEWAY_HEARTBEAT, partitions, arguments, limit_s)
+        for where, reply in zip(partitions, replies, strict=True):
+            if isinstance(reply, Unavailable):
+                continue
+            registered, queued = reply
+            self._acceptor.placer.note_queued(where, queued)
+            async with within(limit_s / 2, f"the registrations in {where.prefix}"):
+                await self._registrations.compare(where, registered)
+        models = {where.model for where in partitions}
+        if self._acceptor.engines.read_at.keys() - models:
             self._acceptor.engines.keep_only(models)
-            await self._acceptor.engines.read(models, limit_s / 2)
-            if replies and all(isinstance(reply, Unavailable) for reply in replies):
-                raise replies[0]
+        await self._acceptor.engines.read(models, limit_s / 2)
+        if replies and all(isinstance(reply, Unavailable) for reply in replies):
+            raise replies[0]
 
     async def _read_partitions(self, limit_s: float) -> Sequence[Partition]:
         try:
