@@ -46,7 +46,7 @@ from pagestream_engine.models.folder import model_revision, resolve_model
 from pagestream_engine.models.tokenizer import load_tokenizer
 from pagestream_engine.output import REPLAY_TOKENS
 from pagestream_engine.plan import ScheduledStep
-from pagestream_engine.request import Request, Sibling, StepOutput, sibling_id
+from pagestream_engine.request import Choice, Request, SequenceOutput, choice_id
 from pagestream_engine.wire.codec import Frames
 from pagestream_engine.wire.worker import (
     COMMANDS,
@@ -657,12 +657,12 @@ class PlainSequences:
         self._logs.pop(seq_id, None)
         self._begun.pop(seq_id, None)
 
-    def split(self, outputs: Iterable[StepOutput]) -> tuple[TokenColumns, list[StepOutput]]:
+    def split(self, outputs: Iterable[SequenceOutput]) -> tuple[TokenColumns, list[SequenceOutput]]:
         """Return the plain tokens of a step, and its other outputs.
 
         A sequence's plain tokens come before its other output: that is its last one.
         """
-        begun, others = self._begun, list[StepOutput]()
+        begun, others = self._begun, list[SequenceOutput]()
         logs, token_ids, texts = list[int](), list[int](), list[str]()
         for output in outputs:
             log = begun.get(output.seq_id)
