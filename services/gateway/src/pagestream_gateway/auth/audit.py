@@ -10,6 +10,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from pagestream.v1.records_pb2 import RequestSpec
+from pagestream_telemetry import unmapped
 from pagestream_telemetry.logs import json_formatter
 
 from pagestream_gateway.auth.identity import Administrator, Identity
@@ -51,7 +52,7 @@ class Audit:
     def failed(self, peer: str, reason: str) -> None:
         """Note a call whose credentials were refused. What it gave as such is not noted, not even as a digest."""
         if self.is_on and self._failures.allows():
-            logger.info("audit", extra={"event": "auth_failure", "peer": peer[:_MAX_TEXT], "reason": reason})
+            logger.info("audit", extra={"event": "auth_failure", "peer": unmapped(peer[:_MAX_TEXT]), "reason": reason})
 
     def accepted(self, identity: Identity, spec: RequestSpec) -> None:
         """Note an accepted request."""
@@ -73,13 +74,13 @@ class Audit:
     def administered(self, administrator: Administrator, method: str, path: str, code: str) -> None:
         """Note an administrator's call, with "ok" or an error's code."""
         if self.is_on:
-            who = {"administrator": administrator.name, "key": administrator.key, "peer": administrator.peer}
+            who = {"administrator": administrator.name, "key": administrator.key, "peer": unmapped(administrator.peer)}
             what = {"event": "admin", "method": method, "path": path[:_MAX_TEXT], "code": code}
             logger.info("audit", extra={**what, **who})
 
     def _write(self, event: str, identity: Identity, **more: object) -> None:
         if self.is_on:
-            who = {"tenant": identity.tenant, "key": identity.key, "peer": identity.peer}
+            who = {"tenant": identity.tenant, "key": identity.key, "peer": unmapped(identity.peer)}
             logger.info("audit", extra={"event": event, **who, **more})
 
 

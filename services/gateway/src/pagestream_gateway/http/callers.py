@@ -10,7 +10,7 @@ from typing import TypedDict
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from pagestream_streams.tasks import Turns
-from pagestream_telemetry import is_loopback, unmapped
+from pagestream_telemetry import is_loopback
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -44,7 +44,7 @@ async def check_operator(gateway: Gateway, request: Request, *, is_open: bool) -
 
 def credentials_of(request: Request) -> Credentials:
     """Return what a call carries."""
-    peer = "" if request.client is None else unmapped(request.client.host)
+    peer = "" if request.client is None else request.client.host
     return Credentials(request.headers.get("authorization"), _certificate(request.scope), peer)
 
 
