@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 import pytest
 from pagestream_telemetry import (
     NO_TRACE,
-    NO_TRACER,
     Endpoint,
     EndpointError,
     Probes,
@@ -24,30 +23,17 @@ from pagestream_telemetry import (
     resource_attributes,
     running_telemetry,
     set_trace,
-    silent_telemetry,
     within_trace,
 )
-
-TRACED = TraceContext(f"00-{'a' * 32}-{'b' * 16}-01", "vendor=1")
 
 
 def test_without_an_endpoint_nothing_is_loaded_and_everything_is_counted() -> None:
     with running_telemetry(TelemetrySettings(), service="s", instance_id="i", environ={}) as telemetry:
-        assert telemetry.tracer is NO_TRACER
+        assert telemetry.tracer is None
         telemetry.registry.number(catalog.STREAMS_OPEN).series().set(2)
         text = telemetry.render().decode()
     assert "pagestream_streams_open 2.0" in text
     assert 'target_info{service_instance_id="i",service_name="s"' in text
-
-
-def test_spans_that_are_not_kept_hand_the_callers_trace_on() -> None:
-    span = silent_telemetry().tracer.start("any", TRACED)
-    span.set({"a": 1})
-    span.event("b")
-    span.fail("c")
-    span.end()
-    assert span.context == TRACED
-    assert silent_telemetry().tracer.start("any", NO_TRACE).context == NO_TRACE
 
 
 def test_a_process_own_attributes_override_those_of_the_environment() -> None:

@@ -12,7 +12,7 @@ from pagestream_streams.errors import Unavailable
 from pagestream_streams.rates import Rate
 from pagestream_telemetry import catalog
 from pagestream_telemetry.instruments import Registry
-from pagestream_telemetry.tracing import NO_TRACER, Span, SpanKind, TraceContext, Tracer, caller_context, set_trace
+from pagestream_telemetry.tracing import Span, SpanKind, TraceContext, Tracer, caller_context, set_trace
 
 from pagestream_gateway.auth.audit import Audit
 from pagestream_gateway.auth.identity import Identity
@@ -97,7 +97,7 @@ class Call:
     """One call. `Calls.begin` makes it, the tasks that answer the call use it, `end` ends it once."""
 
     def __init__(
-        self, metrics: Metrics, tracer: Tracer, audit: Audit, caller: TraceContext, *, api: str, operation: str
+        self, metrics: Metrics, tracer: Tracer | None, audit: Audit, caller: TraceContext, *, api: str, operation: str
     ) -> None:
         self.api = api
         self._audit = audit
@@ -108,7 +108,7 @@ class Call:
         self._caller = caller
         self._begun_at = time.time()
         self._span: Span | None = None
-        """None where the process traces nothing, and before it begins."""
+        """None where no spans are exported, and before it begins."""
         self.context = caller
         """The trace context that the request carries."""
         self._operation = operation
@@ -127,10 +127,9 @@ class Call:
         self.rates = rates
 
     def begin_span(self, parent: TraceContext) -> None:
-        """Start the call's span below `parent`, with the call's begin as its start."""
-        if self._tracer is NO_TRACER:
-            self.context = parent
-        else:
+        """Start the call's span below `parent`, where spans are exported, with the call's begin as its start."""
+        self.context = parent
+        if self._tracer is not None:
             attributes = {"gen_ai.provider.name": "pagestream", "pagestream.api": self.api}
             self._span = self._tracer.start(
                 self.api, parent, kind=SpanKind.SERVER, attributes=attributes, at_s=self._begun_at
@@ -230,7 +229,7 @@ class Call:
 class Calls:
     """Makes the calls of one process."""
 
-    def __init__(self, metrics: Metrics, tracer: Tracer, audit: Audit) -> None:
+    def __init__(self, metrics: Metrics, tracer: Tracer | None, audit: Audit) -> None:
         self._metrics = metrics
         self._audit = audit
         self._tracer = tracer

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from pagestream_telemetry.settings import TelemetrySettings, telemetry_settings
     from pagestream_telemetry.tracing import (
         NO_TRACE,
-        NO_TRACER,
         TraceContext,
         caller_context,
         current_trace,
@@ -42,7 +41,6 @@ __all__ = [
     "GATEWAY_METRICS",
     "GROUPS",
     "NO_TRACE",
-    "NO_TRACER",
     "Endpoint",
     "EndpointError",
     "Family",
@@ -103,7 +101,6 @@ _MODULES = {
     **dict.fromkeys(("configure_logs", "json_formatter"), "logs"),
     **dict.fromkeys(("Telemetry", "resource_attributes", "running_telemetry", "silent_telemetry"), "process"),
     **dict.fromkeys(("TelemetrySettings", "telemetry_settings"), "settings"),
-    "NO_TRACER": "tracing",
 }
 """The module that defines each exported name."""
 

@@ -15,7 +15,7 @@ from pagestream_telemetry.catalog import Metric
 from pagestream_telemetry.exposition import render, render_some
 from pagestream_telemetry.instruments import Registry
 from pagestream_telemetry.settings import TelemetrySettings
-from pagestream_telemetry.tracing import NO_TRACER, Tracer
+from pagestream_telemetry.tracing import Tracer
 
 RESOURCE_VARIABLE = "OTEL_RESOURCE_ATTRIBUTES"
 _DISTRIBUTION = "pagestream-telemetry"
@@ -28,7 +28,8 @@ class Telemetry:
     """Instruments and tracer of a process, with the attributes that identify it."""
 
     registry: Registry
-    tracer: Tracer
+    tracer: Tracer | None
+    """None: no spans are exported."""
     resource: Mapping[str, str]
 
     def render(self) -> bytes:
@@ -42,7 +43,7 @@ class Telemetry:
 
 def silent_telemetry(service: str = "pagestream") -> Telemetry:
     """Return telemetry that exports nothing; its instruments count all the same."""
-    return Telemetry(Registry(), NO_TRACER, {"service.name": service})
+    return Telemetry(Registry(), None, {"service.name": service})
 
 
 @contextmanager
@@ -58,7 +59,7 @@ def running_telemetry(
     """
     registry, resource = Registry(), resource_attributes(service, instance_id, environ)
     with ExitStack() as stack:
-        tracer = NO_TRACER
+        tracer: Tracer | None = None
         if settings.exports:
             from pagestream_telemetry.otlp import OtlpMetrics, OtlpTracing
 

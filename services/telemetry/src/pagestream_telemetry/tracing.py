@@ -1,7 +1,7 @@
 """Traces: the context of a request or task, in the form of W3C Trace Context, and the interface of spans.
 
-`NO_TRACER` propagates the caller's trace and records nothing; `otlp` has the tracer that exports, so that a
-process that exports nothing never imports OpenTelemetry's exporters. https://www.w3.org/TR/trace-context/
+A process that exports no spans has no tracer: it passes the caller's trace on and records nothing. `otlp` has the
+tracer that exports, and is imported for it alone. https://www.w3.org/TR/trace-context/
 """
 
 from __future__ import annotations
@@ -130,48 +130,3 @@ class Tracer(Protocol):
     ) -> Span:
         """Start a span under `parent`; without a parent it starts a trace."""
         ...
-
-
-class NoSpan:
-    """Records nothing; its context is its parent's."""
-
-    __slots__ = ("_context",)
-
-    def __init__(self, context: TraceContext) -> None:
-        self._context = context
-
-    @property
-    def context(self) -> TraceContext:
-        """The parent's."""
-        return self._context
-
-    def set(self, attributes: Attributes) -> None:
-        """Do nothing."""
-
-    def event(self, name: str, attributes: Attributes = NO_ATTRIBUTES) -> None:
-        """Do nothing."""
-
-    def fail(self, error_type: str, message: str = "") -> None:
-        """Do nothing."""
-
-    def end(self, at_s: float | None = None) -> None:
-        """Do nothing."""
-
-
-class NoTracer:
-    """Creates spans that record nothing."""
-
-    def start(
-        self,
-        name: str,
-        parent: TraceContext,
-        *,
-        kind: SpanKind = SpanKind.INTERNAL,
-        attributes: Attributes = NO_ATTRIBUTES,
-        at_s: float | None = None,
-    ) -> Span:
-        """Return a span that records nothing."""
-        return NoSpan(parent)
-
-
-NO_TRACER: Tracer = NoTracer()

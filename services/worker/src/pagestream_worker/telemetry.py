@@ -27,7 +27,7 @@ from pagestream_streams.tasks import Periodic, within
 from pagestream_telemetry import catalog
 from pagestream_telemetry.instruments import Registry
 from pagestream_telemetry.process import Telemetry, process_age_s
-from pagestream_telemetry.tracing import NO_TRACE, NO_TRACER, Span, SpanKind, TraceContext
+from pagestream_telemetry.tracing import NO_TRACE, Span, SpanKind, TraceContext
 
 from pagestream_worker.engine_core import EngineCore, EngineCoreError
 from pagestream_worker.load_shedding import Rung, Shares
@@ -122,7 +122,7 @@ class WorkerTelemetry:
         else:
             self._queue_wait.record(claim.waited_s)
         phases = self._phases[request.request_id] = _Phases()
-        if self._tracer is NO_TRACER:
+        if self._tracer is None:
             return
         phases.context = request.trace
         phases.attributes = {
@@ -145,7 +145,7 @@ class WorkerTelemetry:
         phases = self._phases.get(request.request_id)
         if phases is None:
             return
-        if not phases.first_token_at and phases.span is not None:
+        if self._tracer is not None and phases.span is not None and not phases.first_token_at:
             phases.span.end()
             phases.span = self._tracer.start("decode", phases.context, attributes=phases.attributes)
         phases.first_token_at[choice] = time.perf_counter(), request.num_generated(choice)
