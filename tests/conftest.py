@@ -32,7 +32,10 @@ SHARING = {
         *("tests/engine/test_pooling.py", "tests/engine/test_examples.py", "tests/engine/test_logprobs.py"),
         *("tests/engine/layers/test_rope.py", "tests/api/parts/test_chat_templates.py"),
     ),
-    "a process that forks ranks": ("tests/engine/executor/", "tests/engine/test_ranks.py"),
+    "a process that forks ranks and engines": (
+        *("tests/engine/executor/", "tests/engine/test_ranks.py", "tests/worker/test_answers_at_the_end.py"),
+        *("tests/worker/test_block_maps.py", "tests/worker/test_engine_process.py", "tests/worker/test_telemetry.py"),
+    ),
 }
 """Folders that share something of the session, and therefore a process."""
 LONG = (

@@ -249,6 +249,7 @@ async def running(folder: Path, runner: type[ArithmeticRunner] = ArithmeticRunne
         process.close()
 
 
+@pytest.mark.parametrize("starts_by_itself", [True], ids=["an interpreter of its own"])
 async def test_it_computes_the_same_tokens_and_stops_when_asked(tmp_path: Path) -> None:
     async with running(tmp_path) as owner:
         facts = owner.process.loaded.result(0)

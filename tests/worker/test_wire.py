@@ -156,6 +156,12 @@ BABBLE = {
 }
 
 
+@pytest.fixture
+def starts_by_itself() -> bool:
+    """What babbles finds its connection in the arguments of an interpreter."""
+    return True
+
+
 def babbling_load(model: str, config: EngineConfig) -> Engine:
     """Send what is no report on the connection to the worker."""
     os.write(int(sys.argv[1]), BABBLE[model])
