@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pagestream_options.choices import ATTENTION_BACKENDS, EVICTION_POLICIES
 from pagestream_options.declaration import Option, Pool, check, declared, option
 from pagestream_options.errors import ConfigError
 
@@ -73,7 +74,7 @@ class ModelConfig:
         torch where they can't be used (no compiler, or a head size that is no multiple of 16). triton needs a GPU;
         torch runs on both.""",
         "what computes attention",
-        choices=("auto", "torch", "triton"),
+        choices=ATTENTION_BACKENDS,
         is_numeric=True,
         pool=Pool(),
     )
@@ -188,7 +189,7 @@ class CacheConfig:
         times what its tokens cost to compute again, are least, with ageing. slru finds most on a real trace:
         docs/benchmarks/prefix-cache.md.""",
         "KV cache eviction policy",
-        choices=("lru", "slru", "lfu", "cost"),
+        choices=EVICTION_POLICIES,
         pool=Pool(),
     )
     kv_cache_dtype: str = option(

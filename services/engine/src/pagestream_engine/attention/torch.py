@@ -9,13 +9,42 @@ on anything but the number.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own habit
 from torch import Tensor
 
-from pagestream_engine.attention.base import Angles, Attention, AttentionBatch, AttentionSpec, Operators, Rotation
+from pagestream_engine.attention.base import (
+    Angles,
+    Attention,
+    AttentionBatch,
+    AttentionSpec,
+    Backend,
+    CacheShape,
+    KVStore,
+    Operators,
+    Rotation,
+)
+from pagestream_engine.errors import ConfigError
+
+_NOT_DETERMINISTIC = (
+    "the order in which torch adds up there depends on the sizes of a step; with the Triton kernels a GPU computes "
+    "deterministically"
+)
+
+
+def make_backend(shapes: Sequence[CacheShape], device: torch.device, *, deterministic: bool) -> Backend:
+    """Build the backend of torch's operations; see `select_backend`."""
+    if deterministic and device.type != "cpu":
+        raise ConfigError("deterministic", True, "False or None with attention by torch on a GPU", _NOT_DETERMINISTIC)
+    store, dtype = KVStore(shapes, device), shapes[0].dtype
+    if deterministic:
+        return Backend(
+            "deterministic torch", store, DeterministicTorchAttention(store), DeterministicTorchOperators(dtype)
+        )
+    return Backend("torch", store, TorchAttention(store), TorchOperators(dtype))
 
 
 @dataclass(frozen=True, slots=True)

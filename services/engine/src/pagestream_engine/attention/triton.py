@@ -8,22 +8,27 @@ they are computed again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
 import pagestream_kernels as kernels
 import torch
+import triton
 from pagestream_kernels.decode_plan import FIXED_SPLIT_TOKENS, MAX_QUERY_LEN
+from pagestream_kernels.launcher import compilations
 from pagestream_kernels.paging import BLOCK_SIZES, FLOAT8_BLOCK_SIZES, MAX_HEAD_DIM
+from pagestream_kernels.prebuild import take_prebuilt
 from pagestream_kernels.runtime import can_launch
 from torch import Tensor
+from triton.errors import TritonError
 
 from pagestream_engine.attention.base import (
     Angles,
     Attention,
     AttentionBatch,
     AttentionSpec,
+    Backend,
     CacheShape,
     DecodeBatch,
     HeadNorm,
@@ -38,6 +43,21 @@ from pagestream_engine.transfers import to_device
 FLOAT8_CAPABILITY = (8, 9)
 """Least compute capability of an NVIDIA GPU for which Triton compiles float8 of 4 and 3 bits. On AMD it has them all,
 by instructions or by integers."""
+
+
+def make_backend(shapes: Sequence[CacheShape], device: torch.device, *, deterministic: bool) -> Backend:
+    """Build the backend of the Triton kernels; see `select_backend`."""
+    check_supported(shapes, device)
+    store, dtype = TritonKVStore(shapes, device), shapes[0].dtype
+    attention: TritonAttention = TritonAttention(store)
+    operators = TritonOperators(dtype)
+    if deterministic:
+        attention, operators = DeterministicTritonAttention(store), DeterministicTritonOperators(dtype)
+    backend = Backend("triton", store, attention, operators, f"triton {triton.__version__}")
+    if device.type == "cpu":  # interpreted
+        return backend
+    take_prebuilt()
+    return replace(backend, num_compilations=lambda: compilations.count, compile_errors=(TritonError,))
 
 
 @dataclass(frozen=True, slots=True)

@@ -461,14 +461,15 @@ class LeastCost(_Ageing):
         return (1.0 + num_hits) * (1.0 + num_tokens / ATTENTION_TOKENS)
 
 
-_MAKERS: Mapping[str, Callable[[int], EvictionOrder]] = {
+EVICTION_ORDERS: Mapping[str, Callable[[int], EvictionOrder]] = {
     "lru": LeastRecentlyUsed,
     "slru": Segmented,
     "lfu": LeastFrequentlyUsed,
     "cost": LeastCost,
 }
+"""By the name of the option `eviction_policy`, whose choices `tools/write_options.py` writes."""
 
 
 def make_eviction_order(name: str, num_blocks: int) -> EvictionOrder:
     """Make the order of the option `eviction_policy` for a pool of so many blocks, all of which are free."""
-    return _MAKERS[name](num_blocks)
+    return EVICTION_ORDERS[name](num_blocks)

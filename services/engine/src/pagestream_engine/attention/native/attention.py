@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ from pagestream_engine.attention.base import (
     Attention,
     AttentionBatch,
     AttentionSpec,
+    Backend,
     CacheShape,
     HeadNorm,
     KVStore,
@@ -35,12 +37,30 @@ from pagestream_engine.attention.base import (
 from pagestream_engine.attention.native.levels import NATIVE, find_prebuilt, library_for
 from pagestream_engine.attention.torch import DeterministicTorchOperators
 from pagestream_engine.errors import NativeBuildError
-from pagestream_engine.native_build import cached
+from pagestream_engine.native_build import cached, toolchain_of
 
 Int64Array = npt.NDArray[np.int64]
 
 _TILE_TOKENS = 16
 """Query tokens that share each key and value that was widened: with a group of 3, 48 rows to one transposition."""
+
+
+def make_native_backend(shapes: Sequence[CacheShape], device: torch.device) -> Backend | None:
+    """Build the backend of the C++ kernels; None where they can't be had."""
+    dtype = shapes[0].dtype
+    if not supports(dtype):
+        return None
+    kernels: dict[int, NativeKernels] = {}
+    versions = []
+    for head_dim in sorted({shape.head_dim for shape in shapes}):
+        library = load_library(head_dim, shapes[0].cache_dtype)
+        if library is None:
+            return None
+        kernels[head_dim] = NativeKernels(library, dtype)
+        versions.append(toolchain_of(Path(library._name)))
+    store = NativeKVStore(shapes, device, kernels)
+    operators = NativeOperators(dtype, next(iter(kernels.values())))
+    return Backend("native", store, NativeAttention(store, kernels), operators, " ".join(versions))
 
 
 @dataclass(frozen=True, slots=True)
