@@ -1,4 +1,5 @@
-"""Runs every causal language model that the installed `transformers` registers, and writes what came of it as a table.
+"""Runs every model that the installed `transformers` registers as causal or as one of images and text, and writes what
+came of it as two tables.
 
 Each gets a small random configuration. Its greedy tokens in the engine (several requests in one batch, prompts in
 chunks, prefix cache, a second pass over cached prefixes) must equal those of `generate`, its log probabilities nearly.
@@ -23,8 +24,8 @@ import transformers
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pagestream_engine import EngineError
-from pagestream_engine.models.registry import find_family, open_model
-from support.engines.architectures import model_types, small_config, write_model
+from pagestream_engine.models.registry import FamilySource, open_model
+from support.engines.architectures import all_types, model_types, nested_config, nested_types, small_config, write_model
 from support.engines.general_parity import check_parity
 
 MIN_SHARE = 0.8
@@ -32,10 +33,21 @@ HEAD = """# Models
 
 Written by `make deep PARTS=families`, which runs each of these with a small random configuration and compares tokens
 and log probabilities with `transformers` {version}. "fused" is a family of the engine's own layers, "general" is
-`transformers`' own modelling code on the paged cache. A model type counts if it is registered as a causal language
-model, its code calls the attention interface, and it is no encoder-decoder.
+`transformers`' own modelling code on the paged cache. These are all types that are registered as causal language
+models.
 
-{passed} of {total} model types pass.
+{passed} of {total} model types pass; of the {attention} whose code calls the attention interface, {passed}.
+
+| model type | architecture | result |
+|---|---|---|
+"""
+NESTED_HEAD = """
+## Models of images and text
+
+Their language model runs, as text: a request with an image is refused. "fused" and "general" are as above; of the
+general ones the whole class is loaded, and what sees images is dropped.
+
+{passed} of {total} model types pass as text.
 
 | model type | architecture | result |
 |---|---|---|
@@ -78,28 +90,30 @@ def main(arguments: Sequence[str]) -> int:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(1)
-    known = model_types()
-    rows = []
-    for kind in options.kinds or known:
-        row = run_one(kind, known[kind])
-        print(f"{'passes' if row.passed else 'FAILS '} {row.kind}: {row.text}", flush=True)
-        rows.append(row)
-    passed = sum(row.passed for row in rows)
-    print(f"{passed} of {len(rows)} model types pass")
+    causal, nested = all_types(), nested_types()
+    kinds = options.kinds or [*causal, *nested]
+    rows = [report(run_one(kind, causal[kind])) for kind in kinds if kind in causal]
+    nested_rows = [report(run_one(kind, nested[kind], is_nested=True)) for kind in kinds if kind in nested]
     if options.write is not None:
-        options.write.write_text(table(rows))
-    return 0 if passed >= MIN_SHARE * len(rows) else 1
+        options.write.write_text(page(rows, nested_rows))
+    counted = [row for row in rows if row.kind in model_types()]
+    return 0 if sum(row.passed for row in counted) >= MIN_SHARE * len(counted) else 1
 
 
-def run_one(kind: str, architecture: str) -> Row:
-    """Run one model type."""
-    way = "general" if find_family(architecture) is None else "fused"
+def report(row: Row) -> Row:
+    print(f"{'passes' if row.passed else 'FAILS '} {row.kind}: {row.text}", flush=True)
+    return row
+
+
+def run_one(kind: str, architecture: str, *, is_nested: bool = False) -> Row:
+    """Run one model type, or the language model of one of images and text."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         try:
-            config = small_config(kind)
+            config = nested_config(kind) if is_nested else small_config(kind)
             config.save_pretrained(folder)
-            open_model(folder)  # what is refused needs no weights
+            source = open_model(folder)  # what is refused needs no weights
+            way = "fused" if isinstance(source, FamilySource) else "general"
             write_model(folder, config)
             check_parity(folder)
         except EngineError as error:
@@ -108,20 +122,27 @@ def run_one(kind: str, architecture: str) -> Row:
             return Row(kind, architecture, False, f"differs: {_one_line(error)}")
         except Exception as error:  # noqa: BLE001 - a row of the table, like any other
             return Row(kind, architecture, False, f"not run: {type(error).__name__}: {_one_line(error)}")
-    return Row(kind, architecture, True, f"passes ({way})")
+    return Row(kind, architecture, True, f"passes{' as text' if is_nested else ''} ({way})")
+
+
+def page(rows: Sequence[Row], nested: Sequence[Row]) -> str:
+    """Return the page: tables of all rows, and the reasons of those that did not pass."""
+    counts = {"passed": sum(row.passed for row in rows), "total": len(rows), "attention": len(model_types())}
+    of_nested = {"passed": sum(row.passed for row in nested), "total": len(nested)}
+    text = HEAD.format(version=transformers.__version__, **counts) + table(rows)
+    return text + NESTED_HEAD.format(**of_nested) + table(nested) + TAIL
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Return the page: a table of all rows, and the reasons of those that did not pass."""
+    """Return the rows of a table, and below it the reasons."""
     rows = sorted(rows, key=lambda row: row.kind)
-    page = HEAD.format(version=transformers.__version__, passed=sum(row.passed for row in rows), total=len(rows))
-    page += "".join(f"| {row.kind} | {row.architecture} | {row.text.partition(':')[0]} |\n" for row in rows)
-    page += "\n## Reasons\n\n"
+    text = "".join(f"| {row.kind} | {row.architecture} | {row.text.partition(':')[0]} |\n" for row in rows)
+    text += "\nReasons:\n\n"
     for row in rows:
         if not row.passed:
             reason = row.text.replace(f"{row.architecture}: ", "")
-            page += textwrap.fill(f"- `{row.kind}`: {reason}", 100, subsequent_indent="  ") + "\n"
-    return page + TAIL
+            text += textwrap.fill(f"- `{row.kind}`: {reason}", 100, subsequent_indent="  ") + "\n"
+    return text
 
 
 def _one_line(error: Exception) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from pagestream_engine import LLM, ConfigError, RequestOutput, SamplingParams
-from support.engines.architectures import small_config, write_model
+from support.engines.architectures import nested_config, small_config, write_model
 from support.engines.general_parity import check_parity, references
 from support.engines.general_parity import mixed_prompts as general_prompts
 from support.engines.tiny_models import make_model, random_prompts, reference_model
@@ -42,6 +42,28 @@ GENERAL = {
     "roberta": "an encoder's code as a decoder, all logits",
 }
 """Architectures without a family, which differ in what the probe has to find out."""
+NESTED = {
+    "gemma3": "windows, a nested configuration without what its class has as defaults",
+    "mistral3": "names that begin with language_model",
+    "qwen2_5_vl": "a rotation of three axes, names without a prefix beside those of the part that sees",
+    "qwen3_vl_moe": "its own code, experts in one tensor",
+    **dict.fromkeys(("cohere2_vision", "gemma4", "glm4v", "llama4", "mllama"), "its own code"),
+    **dict.fromkeys(
+        (
+            "deepseek_vl",
+            "got_ocr2",
+            "idefics3",
+            "internvl",
+            "llava",
+            "llava_onevision",
+            "qwen2_vl",
+            "qwen3_vl",
+            "smolvlm",
+        ),
+        "a family",
+    ),
+}
+"""Models of images and text, whose language model runs."""
 GENERAL_CHANGES = {"cohere2": {"layer_types": ["sliding_attention", "full_attention"]}}
 
 
@@ -139,6 +161,21 @@ def test_architectures_without_a_family(tmp_path: Path, kind: str) -> None:
     num_blocks = llm.engine.kv_layout.num_blocks_for(longest) + 2
     tight = check_parity(tmp_path, reference, copies=2, num_gpu_blocks_override=num_blocks, max_model_len=longest)
     assert tight.engine.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("kind", _mostly_slow([*NESTED], ["gemma3", "qwen2_5_vl", "qwen3_vl_moe"]))
+def test_the_language_model_of_a_checkpoint_that_has_more(tmp_path: Path, kind: str) -> None:
+    """As the whole class computes it. Published files nest only what differs from the defaults of a class."""
+    config = nested_config(kind)
+    write_model(tmp_path, config)
+    file = tmp_path / "config.json"
+    fields = json.loads(file.read_text())
+    changed = config.get_text_config().to_diff_dict()
+    fields["text_config"] = {
+        name: value for name, value in fields["text_config"].items() if name in (*changed, "model_type")
+    }
+    file.write_text(json.dumps(fields))
+    check_parity(tmp_path)
 
 
 def test_the_demo_model_ends_where_the_reference_has_its_end_token() -> None:

@@ -88,17 +88,23 @@ _NEEDED: Mapping[str, Mapping[str, Any]] = {"gemma4_assistant": {"text_config": 
 """Fields without which a configuration class can't be made."""
 
 
+def all_types() -> dict[str, str]:
+    """Model type -> class of every causal language model."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
 def model_types() -> dict[str, str]:
     """Model type -> class of every causal language model that counts: its code calls the attention interface, and it is
     no encoder-decoder.
     """
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return {
         kind: name
-        for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
+        for kind, name in all_types().items()
         if getattr(transformers, name)._supports_attention_backend
         and not getattr(CONFIG_MAPPING[kind], "is_encoder_decoder", False)
     }
@@ -109,14 +115,86 @@ def small_config(kind: str, **changes: Any) -> Any:
     import transformers
 
     # Of a model with further inputs the class of the language model alone, where it has one.
-    config_class = getattr(transformers, model_types()[kind]).config_class
+    config_class = getattr(transformers, all_types()[kind]).config_class
     default = config_class(**_NEEDED.get(kind, {}))
     fields = {**_known(default), **_CHANGES.get(kind, {}), **changes}
     text = getattr(default, "text_config", None)
     if text is not None:
         fields = {"text_config": {**_known(text), **_CHANGES.get(kind, {}), **changes}}
     config = config_class(**fields)
-    config.architectures = [model_types()[kind]]
+    config.architectures = [all_types()[kind]]
+    return config
+
+
+_SMALL_VISION: Mapping[str, Any] = {
+    **dict.fromkeys(("hidden_size", "embed_dim", "width"), 32),
+    **dict.fromkeys(("num_hidden_layers", "depth", "layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "num_heads", "attention_heads"), 2),
+    **dict.fromkeys(("intermediate_size",), 48),
+    **dict.fromkeys(("projection_dim", "head_dim"), 16),
+    **dict.fromkeys(("out_hidden_size", "vision_output_dim", "projector_input_dim", "projector_output_dim"), 64),
+    "fullatt_block_indexes": [0],
+    "deepstack_visual_indexes": [0],
+    "intermediate_layers_indices": [0],
+    "num_global_layers": 1,
+    "image_size": 28,
+    "patch_size": 14,
+}
+"""As `_SMALL`, of the part that sees images, which no test runs."""
+_AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+_THREE_AXES = {"rope_parameters": _AXES}
+_TURNED = {"rope_parameters": {**_AXES, "mrope_interleaved": True}, "sliding_window": None}
+_PART_OF_AXES = {"rope_parameters": {**_AXES, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}}
+_NESTED_CHANGES: Mapping[str, Mapping[str, Any]] = {
+    "qwen2_vl": _THREE_AXES,
+    "qwen2_5_vl": _THREE_AXES,
+    "qwen3_vl": _TURNED,
+    "qwen3_vl_moe": _TURNED,
+    "qwen3_omni_moe_thinker": _TURNED,
+    "glm4v": _PART_OF_AXES,
+    "glm4v_moe": _PART_OF_AXES,
+    "glm46v": _PART_OF_AXES,
+    "glm_ocr": _PART_OF_AXES,
+    "gemma3": {"layer_types": ["sliding_attention", "full_attention"]},
+    "mllama": {"num_hidden_layers": 4, "cross_attention_layers": [1]},
+}
+"""As `_CHANGES`, of the language model in a checkpoint that has more."""
+_NESTED_VISION: Mapping[str, Mapping[str, Any]] = {"qwen2_vl": {"hidden_size": 64}}
+
+
+def nested_types() -> dict[str, str]:
+    """Model type -> class of every model of images and text whose language model is a part of its own."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    return dict(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+
+
+def nested_config(kind: str, **changes: Any) -> Any:
+    """Return a small configuration of a model of images and text.
+
+    Args:
+        changes: of its language model.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    default = CONFIG_MAPPING[kind]()
+    text = default.get_text_config()
+    fields: dict[str, Any] = {
+        "text_config": {
+            **({"model_type": text.model_type} if text.model_type else {}),
+            **_known(text),
+            **_CHANGES.get(str(text.model_type), {}),
+            **_NESTED_CHANGES.get(kind, {}),
+            **changes,
+        }
+    }
+    vision = getattr(default, "vision_config", None)
+    if vision is not None:
+        small = {name: value for name, value in _SMALL_VISION.items() if _has(vision, name)}
+        fields["vision_config"] = {"model_type": vision.model_type, **small, **_NESTED_VISION.get(kind, {})}
+    tokens = [name for name in ("image_token_index", "image_token_id") if _has(default, name)]
+    config = CONFIG_MAPPING[kind](**fields, **dict.fromkeys(tokens, 3))
+    config.architectures = [nested_types()[kind]]
     return config
 
 

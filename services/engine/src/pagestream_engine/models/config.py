@@ -19,6 +19,7 @@ from pagestream_engine.models.defaults import (
     sampling_defaults,
     tokenizer_end,
 )
+from pagestream_engine.models.nested import is_nested, language_model
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -46,10 +47,13 @@ class ConfigFile:
     """The contents of `config.json`, with typed access to its fields."""
 
     fields: Mapping[str, Any]
+    """Of the language model, where the file describes more."""
     generation: Mapping[str, Any] = field(default_factory=dict)
     """Contents of `generation_config.json`."""
     tokenizer_end: int | None = None
     """The tokenizer's own end token."""
+    outer: Mapping[str, Any] | None = None
+    """Of a checkpoint that has more than a language model; None: `fields` are all."""
 
     @classmethod
     def read(cls, folder: Path) -> ConfigFile:
@@ -60,6 +64,9 @@ class ConfigFile:
         """
         fields, generation = read_json(folder / "config.json"), read_generation_config(folder)
         sampling_defaults(generation)
+        text = language_model(folder, fields) if is_nested(fields) else None
+        if text is not None:
+            return cls(text, generation, tokenizer_end(folder), fields)
         return cls(fields, generation, tokenizer_end(folder))
 
     @property

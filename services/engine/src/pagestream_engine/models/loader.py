@@ -43,6 +43,7 @@ from pagestream_engine.layers.quantised import (
 from pagestream_engine.models.division.staging import part_names
 from pagestream_engine.models.folder import model_revision
 from pagestream_engine.models.model import Target
+from pagestream_engine.models.nested import text_tensors
 from pagestream_engine.models.quantised.scheme import Scheme
 from pagestream_engine.models.quantised.tensors import read_quantised
 from pagestream_engine.models.safetensors_file import Entry, FileCache, open_files, read_folder
@@ -65,6 +66,7 @@ def load_parameters(
     scheme: Scheme | None = None,
     *,
     whole: WeightMap | None = None,
+    is_nested: bool = False,
 ) -> Parameters:
     """Read the weights of `folder` in the dtype and onto the device of `target`.
 
@@ -76,6 +78,7 @@ def load_parameters(
         target: what for.
         scheme: how linears are quantised there; None: they are not.
         whole: of the model, where other stages read some of it; None: `weights`.
+        is_nested: whether the folder has more than a language model, of which this is the weights.
 
     Raises:
         ConfigError: an option does not go with weights that are quantised already, or what is offloaded would free no
@@ -84,7 +87,7 @@ def load_parameters(
         WeightsError: a tensor is missing, unexpected, or mis-shaped.
         UnsupportedModel: quantised weights are in a form that has no reader.
     """
-    whole = weights if whole is None else whole
+    names = _Names(weights if whole is None else whole, is_nested)
     if scheme is not None:
         scheme.check_options(target.quantization, offloads=target.offload is not None)
     if target.offload is not None:
@@ -93,14 +96,14 @@ def load_parameters(
         offloaded = OffloadedWeights(plan, target.dtype, target.device, target.offload.copier)
         _log.info("%d layers' weights are in %d MiB of host memory", len(plan.pages), offloaded.num_host_bytes >> 20)
         parameters = Parameters(offloaded.layers, offloaded.num_device_bytes)
-        for _ in _load_each(folder, weights, target, parameters, whole, scheme=scheme, offloaded=offloaded):
+        for _ in _load_each(folder, weights, target, parameters, names, scheme=scheme, offloaded=offloaded):
             pass
         return parameters
     if target.shared_bytes and can_be_shared(target):
         key = _key(folder, weights, target)
         try:
             shared = map_or_write(
-                key, lambda: _laid_out(folder, weights, target, whole, scheme), target.shared_bytes, weights_folder()
+                key, lambda: _laid_out(folder, weights, target, names, scheme), target.shared_bytes, weights_folder()
             )
         except (OSError, NativeBuildError) as error:
             _log.warning("the weights are in this engine's own memory, no other shares them: %s", error)
@@ -108,9 +111,27 @@ def load_parameters(
             _log.info("mapped %d MiB of weights, which this machine's engines share", shared.num_bytes >> 20)
             return _from_file(shared, weights, target)
     parameters = Parameters()
-    for _ in _load_each(folder, weights, target, parameters, whole, scheme=scheme):
+    for _ in _load_each(folder, weights, target, parameters, names, scheme=scheme):
         pass
     return parameters
+
+
+class _Names(NamedTuple):
+    """By which names a folder has what a family declares."""
+
+    whole: WeightMap
+    """Of the model, of which other stages may read some."""
+    is_nested: bool
+    """Whether the folder has more than a language model."""
+
+    def of(self, entries: dict[str, Entry]) -> dict[str, Entry]:
+        """Return a folder's tensors by the declared names: those that `AutoModel` saved lack a prefix."""
+        if self.is_nested:
+            entries = text_tensors(entries)
+        declared = part_names(self.whole)
+        if any(name.startswith(_PREFIX) for name in entries) or not any(name.startswith(_PREFIX) for name in declared):
+            return entries
+        return {name if name.startswith(_HEAD) else _PREFIX + name: entry for name, entry in entries.items()}
 
 
 def can_be_shared(target: Target) -> bool:
@@ -125,14 +146,15 @@ def _load_each(
     weights: WeightMap,
     target: Target,
     parameters: Parameters,
-    whole: WeightMap,
+    names: _Names,
     *,
     scheme: Scheme | None,
     offloaded: OffloadedWeights | None = None,
 ) -> Iterator[str]:
     """Read a folder's weights into `parameters`, and those of some layers into host memory; yield the name of each that
     is there."""
-    entries = _named_as(read_folder(folder), whole)
+    whole = names.whole
+    entries = names.of(read_folder(folder))
     with open_files() as files:
         reader = WeightReader(entries, files, target, scheme)
         if lays_out_anew(target.device.type, target.dtype, exact=target.exact_linears, by_triton=target.by_triton):
@@ -151,20 +173,12 @@ def _load_each(
             )
 
 
-def _named_as(entries: dict[str, Entry], weights: WeightMap) -> dict[str, Entry]:
-    """Return a folder's tensors by the names that a family declares: those that `AutoModel` saved lack a prefix."""
-    declared = part_names(weights)
-    if any(name.startswith(_PREFIX) for name in entries) or not any(name.startswith(_PREFIX) for name in declared):
-        return entries
-    return {name if name.startswith(_HEAD) else _PREFIX + name: entry for name, entry in entries.items()}
-
-
 def _laid_out(
-    folder: Path, weights: WeightMap, target: Target, whole: WeightMap, scheme: Scheme | None
+    folder: Path, weights: WeightMap, target: Target, names: _Names, scheme: Scheme | None
 ) -> Iterator[tuple[str, Tensor]]:
     """Read a folder's weights; yield each by its name, with what `_from_file` makes a linear of."""
     parameters = Parameters()
-    for name in _load_each(folder, weights, target, parameters, whole, scheme=scheme):
+    for name in _load_each(folder, weights, target, parameters, names, scheme=scheme):
         if isinstance(weights[name], TensorWeight):
             yield name, parameters.tensor(name)
             continue

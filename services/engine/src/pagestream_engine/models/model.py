@@ -19,7 +19,7 @@ from pagestream_engine.errors import InvariantViolation
 from pagestream_engine.features.offload import OffloadTarget
 from pagestream_engine.layers.linear import Linear
 from pagestream_engine.models.config import ModelInfo
-from pagestream_engine.models.safetensors_file import read_folder
+from pagestream_engine.models.safetensors_file import Entry, read_folder
 from pagestream_engine.models.weights import WeightMap
 from pagestream_engine.parallel.ranks import ONE_RANK, Ranks
 from pagestream_engine.parallel.stages import ONE_STAGE, Stage
@@ -139,7 +139,7 @@ class ModelSource(ABC):
         Raises:
             ModelFileError: a file is missing or malformed.
         """
-        entries = read_folder(self.folder).values()
+        entries = self.tensors().values()
         return sum(prod(each.shape) * target.dtype.itemsize if each.is_plain else each.num_bytes for each in entries)
 
     def check_files(self) -> None:
@@ -148,7 +148,15 @@ class ModelSource(ABC):
         Raises:
             ModelError: a file is missing, malformed or cut off, or its tensors are not those of the configuration.
         """
-        read_folder(self.folder)
+        self.tensors()
+
+    def tensors(self) -> dict[str, Entry]:
+        """List the tensors in the folder's files, by name.
+
+        Raises:
+            ModelFileError: a file is missing or malformed.
+        """
+        return read_folder(self.folder)
 
     @property
     def pooled_size(self) -> int:

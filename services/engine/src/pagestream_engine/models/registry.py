@@ -27,8 +27,9 @@ from pagestream_engine.models.decoder import DecoderConfig
 from pagestream_engine.models.division import sharding, staging
 from pagestream_engine.models.loader import load_parameters, stored_bytes
 from pagestream_engine.models.model import Model, ModelSource, Target
+from pagestream_engine.models.nested import text_tensors
 from pagestream_engine.models.quantised.scheme import Scheme
-from pagestream_engine.models.safetensors_file import read_folder
+from pagestream_engine.models.safetensors_file import Entry
 from pagestream_engine.models.weights import SCORES, Parameters, TensorWeight, TiedWeight, WeightMap, check_shapes
 from pagestream_engine.parallel.ranks import ONE_RANK, Ranks
 from pagestream_engine.parallel.stages import ONE_STAGE, Stage
@@ -181,6 +182,7 @@ class FamilySource(ModelSource):
             num_labels: that the folder has a matrix of scores for; 0: it has none.
         """
         self._family = family
+        self._is_nested = file.outer is not None
         self.plugin_digest = plugin_digest(family)
         self._config = family.read(file)
         self._scheme = Scheme.read(file)
@@ -208,9 +210,13 @@ class FamilySource(ModelSource):
         return stored_bytes(weights, target.dtype, target.quantization, self._scheme)
 
     def check_files(self) -> None:
-        entries = read_folder(self.folder)
+        entries = self.tensors()
         if self._scheme is None:  # else parts of linears are stored, under names that its reader knows
             check_shapes(self.weights, {name: entry.shape for name, entry in entries.items()})
+
+    def tensors(self) -> dict[str, Entry]:
+        entries = super().tensors()
+        return text_tensors(entries) if self._is_nested else entries
 
     @property
     def pooled_size(self) -> int:
@@ -238,7 +244,9 @@ class FamilySource(ModelSource):
 
     def load(self, target: Target, backend: Backend) -> Model:
         ranks, weights = target.ranks, self.weights_of_rank(target)
-        parameters = load_parameters(self.folder, weights, target, self._scheme, whole=self.weights)
+        parameters = load_parameters(
+            self.folder, weights, target, self._scheme, whole=self.weights, is_nested=self._is_nested
+        )
         sharding.join_linears(parameters, weights, ranks, self.info.vocab_size)
         context = BuildContext(backend, target.max_model_len, ranks, target.stage)
         model = self._family.build(self._config_of_rank(target), parameters, self.attention_specs(target), context)

@@ -81,7 +81,8 @@ class GeneralSource(ModelSource):
             )
         self._config = _read_config(folder, file)
         self._class = _find_class(file)
-        _check_class(self._class, self._config)
+        self._is_nested = file.outer is not None
+        _check_class(self._class, self._config, is_nested=self._is_nested)
         super().__init__(folder, _read_info(file, self._class.__name__, self._config))
         self._module: nn.Module | None = None
         self._found: tuple[AttentionSpec, ...] = ()
@@ -137,6 +138,11 @@ class GeneralSource(ModelSource):
                     local_files_only=True,
                     trust_remote_code=False,
                 )
+        except ImportError as error:
+            raise UnsupportedModel(
+                f"{self.info.architecture}: given modelling code that needs a package which isn't installed: "
+                f"{' '.join(str(error).split())[:200]}"
+            ) from error
         except Exception as error:
             raise ModelFileError(
                 f"{self.folder}: given weights that can't be loaded ({type(error).__name__}: "
@@ -149,6 +155,8 @@ class GeneralSource(ModelSource):
                     f"weights: given {len(names)} {kind.split('_')[0]} tensors ({', '.join(names[:5])}), expected "
                     f"{expected}; {DOWNLOAD_AGAIN}"
                 )
+        if self._is_nested:
+            _drop_others(module)
         loaded: nn.Module = module.to(target.device).eval().requires_grad_(False)
         fix_rotations(loaded, target.max_model_len)
         return loaded
@@ -185,25 +193,43 @@ def _read_config(folder: Path, file: ConfigFile) -> Any:
 
 def _find_class(file: ConfigFile) -> Any:
     import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
 
-    known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-    for name in file.architectures:
+    known, names = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()), file.architectures
+    if file.outer is not None:  # not the language model's own class: the whole may compute more of its output
+        known |= set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values())
+        names = ConfigFile(file.outer).architectures
+    for name in names:
         if name in known and hasattr(transformers, name):
             return getattr(transformers, name)
     raise UnsupportedModel(
-        f"config.json: architectures: given {file.architectures!r}, expected a causal language model of the installed "
-        "transformers"
+        f"config.json: architectures: given {names!r}, expected a causal language model of the installed transformers"
     )
 
 
-def _check_class(model_class: Any, config: Any) -> None:
-    """Refuse what can't run on a paged cache, before its weights are read."""
+def _drop_others(module: Any) -> None:
+    """Free what of a loaded model is no part of its language model."""
+    decoder = module.get_decoder()
+    kept = {id(each) for each in decoder.modules()}
+    for name, child in list(module.base_model.named_children()):
+        if child is not decoder and not any(id(each) in kept for each in child.modules()):
+            setattr(module.base_model, name, nn.Identity())
+
+
+def _check_class(model_class: Any, config: Any, *, is_nested: bool) -> None:
+    """Refuse what can't run on a paged cache, before its weights are read.
+
+    Args:
+        is_nested: whether the language model alone of the class runs, as text.
+    """
     name = model_class.__name__
     if config.is_encoder_decoder:
         raise UnsupportedModel(f"{name}: given an encoder-decoder, expected a decoder; there are no encoder inputs")
     inputs = [kind for kind in ("vision", "audio") if getattr(config, f"{kind}_config", None) is not None]
-    if inputs:
+    if inputs and not is_nested:
         raise UnsupportedModel(f"{name}: given a model with {' and '.join(inputs)} inputs, expected one of text alone")
     if getattr(config.get_text_config(), "index_topk", None) is not None:
         raise UnsupportedModel(f"{name}: given attention to selected tokens (index_topk), expected attention to all")
