@@ -84,7 +84,7 @@ def test_what_a_template_makes_of_a_body_is_bounded(monkeypatch: pytest.MonkeyPa
     for source in ("{{ tools | tojson(indent=4) }}", "{% for m in messages %}{{ messages }}{% endfor %}"):
         template = ChatTemplate(source, TOKENS)
         with monkeypatch.context() as patch:
-            patch.setattr("pagestream_grammars.templates.bounds.MAX_CHARS", 10_000)
+            patch.setattr("pagestream_grammars.templates.rendering.MAX_CHARS", 10_000)
             with pytest.raises(InvalidRequest, match="more than 10000 characters"):
                 template.render(MESSAGES * 30, arguments={"tools": deep})
         assert template.render(MESSAGES * 30, arguments={"tools": deep})
@@ -146,14 +146,14 @@ LARGE = {
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_every_template_ends(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagestream_grammars.templates.bounds.MAX_RENDER_S", 0.05)
+    monkeypatch.setattr("pagestream_grammars.templates.rendering.MAX_RENDER_S", 0.05)
     with pytest.raises(InvalidRequest, match=r"takes longer than 0\.05 s|RecursionError"):
         ChatTemplate(ENDLESS[name], {}).render(MESSAGES)
 
 
 @pytest.mark.parametrize("name", LARGE)
 def test_what_a_template_makes_is_small(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagestream_grammars.templates.bounds.MAX_CHARS", 2**18)
+    monkeypatch.setattr("pagestream_grammars.templates.rendering.MAX_CHARS", 2**18)
     with pytest.raises(InvalidRequest, match=r"more than \d+ (characters|items|bits)"):
         ChatTemplate(LARGE[name], {}).render(MESSAGES)
 

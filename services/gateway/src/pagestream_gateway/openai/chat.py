@@ -86,6 +86,8 @@ UNSUPPORTED = {
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 _ROLES = get_args(Role)
+_PLAIN = {"role", "content", "name"}
+"""Fields of a message that says something, and nothing beside it."""
 _UNSUPPORTED_OF_MESSAGES = ("function_call", "audio")
 _CONTENT = 'must be a string or a list of {"type": "text", "text": ...} parts; other kinds are not supported'
 
@@ -180,7 +182,10 @@ class ChatBody(GenerationBody):
 
 def parse(document: dict[str, Any], headers: Mapping[str, str]) -> Draft:
     """Read a body and its headers. Raises InvalidRequest."""
-    _check_messages(document.get("messages"))
+    messages = document.get("messages")
+    for number, message in enumerate(messages if isinstance(messages, list) else ()):
+        if isinstance(message, dict) and not (message.keys() <= _PLAIN and message.get("content") is not None):
+            _check_message(number, message)
     has_tools = "tools" in document or "tool_choice" in document
     given_tools = chat_tools(document.get("tools"), document.get("tool_choice")) if has_tools else None
     parsed_apart = {} if given_tools is None else {"tools": None}
@@ -223,19 +228,16 @@ def _tools(body: ChatBody, given: Sequence[Tool] | None) -> Tools:
     return tools_of(given, allowed, body.parallel_tool_calls)
 
 
-def _check_messages(messages: object) -> None:
+def _check_message(number: int, message: Mapping[str, Any]) -> None:
     """Refuse what a message asks for beside text and calls, and one that says nothing, before its parts are checked."""
-    for number, message in enumerate(messages if isinstance(messages, list) else ()):
-        if not isinstance(message, dict):
-            continue
-        for name in _UNSUPPORTED_OF_MESSAGES:
-            if message.get(name):
-                raise UnsupportedField(f"messages.{number}.{name}")
-        is_assistants = message.get("role") == "assistant"  # which may have said nothing, but thought
-        if message.get("content") is None and message.get("role") in _ROLES and not is_assistants:
-            raise InvalidRequest(f"messages.{number}.content", _CONTENT)
-        if message.get("tool_calls") and message.get("role") != "assistant":
-            raise InvalidRequest(f"messages.{number}.tool_calls", "only an assistant's message has them")
+    for name in _UNSUPPORTED_OF_MESSAGES:
+        if message.get(name):
+            raise UnsupportedField(f"messages.{number}.{name}")
+    is_assistants = message.get("role") == "assistant"  # which may have said nothing, but thought
+    if message.get("content") is None and message.get("role") in _ROLES and not is_assistants:
+        raise InvalidRequest(f"messages.{number}.content", _CONTENT)
+    if message.get("tool_calls") and message.get("role") != "assistant":
+        raise InvalidRequest(f"messages.{number}.tool_calls", "only an assistant's message has them")
 
 
 def _num_logprobs(body: ChatBody) -> int | None:

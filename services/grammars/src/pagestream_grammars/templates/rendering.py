@@ -1,16 +1,292 @@
-"""Render a model's Jinja chat template into a prompt, in a sandbox, by the conventions of Hugging Face's tokenizers."""
+"""Render a model's Jinja chat template into a prompt, in a sandbox, by the conventions of Hugging Face's tokenizers.
+
+A template comes with a model, so its loops, macros and paddings are a stranger's, and what it loops over is a caller's.
+Jinja's sandbox keeps it from the process' objects, and bounds `range` alone. Here seconds, and the size of the texts
+and lists that it makes, are bounded: loops, calls, filters and operators are counted, and what multiplies is checked
+before it is computed.
+"""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import wraps
 from typing import Any
 
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
 
-from pagestream_grammars.templates.bounds import BoundedEnvironment, bounded_text
+# Twice the characters of the largest body by default. What a caller sends can grow in a template: indented JSON by the
+# square of its depth.
+MAX_CHARS = 2**24
+MAX_RENDER_S = 10.0
+_MAX_WRITTEN = 8
+"""Times MAX_CHARS: of all that is written into the prompt, into variables and by macros."""
+_MAX_ITEMS = 2**20
+"""Of a list that an operator makes."""
+_MAX_BITS = 2**14
+"""Of a number that an operator makes. Python writes out those of 4,300 digits at most."""
+_MAX_WIDTH = 9_999
+"""Of a padding, an indentation, or a field of a format."""
+_LOOP, _JOIN = " loop", " join"
+"""Filters that a template can't name."""
+_WIDE, _TOO_WIDE, _GIVEN_WIDTH = re.compile(r"\d\d|:[^{}]*\{"), re.compile(r"\d{5}|\*"), re.compile(r":[^{}]*\{")
+_PADDINGS = ("center", "expandtabs", "indent", "ljust", "rjust", "tojson", "zfill")
+
+
+class TemplateTooExpensive(jinja2.TemplateError):
+    """A bound is reached."""
+
+
+class _Namespace(Namespace):
+    """What templates keep values in. Its text doesn't spell them: they may hold each other many times."""
+
+    def __repr__(self) -> str:
+        return "<Namespace>"
+
+
+class _Usage(threading.local):
+    """What the rendering in this thread has used."""
+
+    ends_at = float("inf")
+    limit_s = MAX_RENDER_S
+    num_written = 0
+    shares = False
+    """Whether a list may hold another one several times: its text is longer than all that is in memory."""
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """The sandbox of one template, which ends."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(finalize=self._write, **options)
+        self._usage = _Usage()
+        self._shares = False
+        del self.globals["lipsum"]  # any number of random words
+        self.globals["namespace"] = _Namespace
+        for name, function in list(self.filters.items()):
+            self.add_filter(name, function)
+        self.filters[_LOOP], self.filters[_JOIN] = self._loop, self._join
+
+    def add_filter(self, name: str, function: Callable[..., Any]) -> None:
+        """Set a filter, within the bounds."""
+        num_passed = 1 if hasattr(function, "jinja_pass_arg") else 0
+
+        @wraps(function)
+        def bounded(*args: Any, **kwargs: Any) -> Any:
+            self._check_time()
+            value, *others = args[num_passed:]
+            if name == "join" and not hasattr(value, "__len__"):
+                value = list(value)
+                args = (*args[:num_passed], value, *others)
+            self._check_growth(name, value, [*others, *kwargs.values()])
+            return function(*args, **kwargs)
+
+        self.filters[name] = bounded
+
+    def compile_counted(self, source: str) -> jinja2.Template:
+        """Compile a template so that its loops count. Raises jinja2.TemplateError where it is broken."""
+        tree = self.parse(source)
+        literals = [each for each in tree.find_all((nodes.List, nodes.Tuple, nodes.Dict)) if not _is_target(each)]
+        self._shares = any(not isinstance(part, nodes.Const) for each in literals for part in each.find_all(nodes.Expr))
+        return self.template_class.from_code(self, self.compile(_Counting().visit(tree)), self.make_globals(None))
+
+    def render_bounded(self, template: jinja2.Template, values: Mapping[str, Any], limit_s: float | None = None) -> str:
+        """Render a template, in `limit_s` seconds at most, or MAX_RENDER_S.
+
+        Raises jinja2.TemplateError, and whatever the template's own faults raise.
+        """
+        usage = self._usage
+        usage.limit_s = MAX_RENDER_S if limit_s is None else limit_s
+        usage.ends_at, usage.num_written, usage.shares = time.monotonic() + usage.limit_s, 0, self._shares
+        try:
+            return bounded_text(template.generate(dict(values)))
+        finally:
+            usage.ends_at = float("inf")
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Compute `+`, `*`, `**` or `%`, where the result is small enough."""
+        if operator == "%" and isinstance(left, str):
+            self._check_format(left, list(right) if isinstance(right, tuple) else [right])
+        elif operator == "+" and isinstance(left, str | list | tuple):
+            self._check_length(left, len(left) + (len(right) if isinstance(right, str | list | tuple) else 0))
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+            _bounded(left.bit_length() * right, _MAX_BITS, "a number", "bits")
+        elif operator == "*" and isinstance(left, int) and isinstance(right, int):
+            _bounded(left.bit_length() + right.bit_length(), _MAX_BITS, "a number", "bits")
+        elif operator == "*":
+            for sequence, count in ((left, right), (right, left)):
+                if isinstance(sequence, str | list | tuple) and isinstance(count, int):
+                    self._check_length(sequence, len(sequence) * count)
+        return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        """Call what a template calls, within the bounds."""
+        __self._check_time()
+        owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
+        if isinstance(owner, str):
+            __self._check_growth(__obj.__name__, owner, [*args, *kwargs.values()])
+        __self._usage.shares |= __obj is dict
+        result = super().call(__context, __obj, *args, **kwargs)
+        __self._count(len(result) if isinstance(result, str) else 1)
+        return result
+
+    def _check_time(self) -> None:
+        if time.monotonic() > self._usage.ends_at:
+            raise self._too_late()
+
+    def _too_late(self) -> TemplateTooExpensive:
+        return TemplateTooExpensive(f"rendering takes longer than {self._usage.limit_s:g} s")
+
+    def _count(self, num_chars: int) -> None:
+        usage = self._usage
+        usage.num_written += num_chars
+        if time.monotonic() > usage.ends_at:
+            raise self._too_late()
+        if usage.num_written > _MAX_WRITTEN * MAX_CHARS:
+            raise TemplateTooExpensive(f"all that is rendered has more than {_MAX_WRITTEN * MAX_CHARS} characters")
+
+    def _check_length(self, sequence: Any, length: int) -> None:
+        if isinstance(sequence, str):
+            _bounded_chars(length)
+        else:
+            self._usage.shares = True
+            _bounded(length, _MAX_ITEMS, "a list", "items")
+
+    def _check_growth(self, name: str, value: Any, given: list[Any]) -> None:
+        """Check what a filter, or a method of a text, makes of `value`."""
+        # A new filter or method that multiplies its input needs a branch below.
+        size, sizes = self._size(value), [self._size(each) for each in given]
+        most = max(sizes, default=0)
+        _bounded_chars(size + sum(sizes))
+        if name in _PADDINGS:
+            width = max((each for each in given if isinstance(each, int)), default=0)
+            _bounded(width, _MAX_WIDTH, "a width", "characters")
+            places = sum(map(value.count, "\n\t")) if isinstance(value, str) else 0
+            _bounded_chars(size + (1 + places) * (width + most))
+        elif name == "replace" and isinstance(value, str) and given:
+            _bounded_chars(size + value.count(str(given[0])) * most)
+        elif name == "join":
+            texts = [len(each) for each in (value, *given) if isinstance(each, str)]
+            num_parts = max(len(each) for each in (value, *given) if hasattr(each, "__len__"))
+            _bounded_chars(size + num_parts * max(texts, default=0) if given else size)
+        elif name in ("format", "format_map") and isinstance(value, str):
+            self._check_format(value, given)
+
+    def _check_format(self, text: str, given: list[Any]) -> None:
+        numbers = [each for each in given if isinstance(each, int)]
+        if _TOO_WIDE.search(text) or (_GIVEN_WIDTH.search(text) and any(each > _MAX_WIDTH for each in numbers)):
+            raise TemplateTooExpensive(f"a format has a width of more than {_MAX_WIDTH} characters")
+        each_field = max(map(self._size, given), default=0) + (_MAX_WIDTH if _WIDE.search(text) else 0)
+        _bounded_chars(len(text) + sum(map(text.count, "%{")) * each_field)
+
+    def _size(self, value: Any) -> int:
+        """Return the characters of a text; of a list or dict where that can be more than its memory, else 0."""
+        if isinstance(value, str):
+            return len(value)
+        if not self._usage.shares:
+            return 0
+        size, waiting = 0, [value]
+        while waiting:
+            each = waiting.pop()
+            size += len(each) if isinstance(each, str) else 1
+            if isinstance(each, dict):
+                waiting += [*each.keys(), *each.values()]
+            elif isinstance(each, list | tuple | set):
+                waiting += each
+            if not size % 1024:
+                self._check_time()
+            _bounded_chars(size + len(waiting))
+        return size
+
+    def _write(self, value: Any) -> Any:
+        """Count what a template writes."""
+        self._count(len(value) if type(value) is str else self._size(value))
+        return value
+
+    def _loop(self, items: Any, num_chars: int) -> Any:
+        """Return what a loop runs over, counted."""
+        return _Turns(items, lambda: self._count(num_chars)) if items else items
+
+    def _join(self, parts: list[Any]) -> str:
+        """Do what `~` does."""
+        _bounded_chars(sum(map(self._size, parts)))
+        return "".join(map(str, parts))
+
+
+class _Turns:
+    """The items of a loop; calls `count` before each."""
+
+    def __init__(self, items: Iterable[Any], count: Callable[[], None]) -> None:
+        self._items, self._count = items, count
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self._items:
+            self._count()
+            yield item
+
+    def __len__(self) -> int:
+        return len(self._items)  # type: ignore[arg-type]  # TypeError for an iterator, as Jinja expects
+
+
+class _Counting(NodeTransformer):
+    """Puts `_LOOP` around what loops run over, with the characters that a turn may write, and `_JOIN` for `~`."""
+
+    def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802
+        self.generic_visit(node)
+        num_chars = nodes.Const(1 + sum(map(_written_chars, (*node.body, *node.else_))))
+        node.iter = nodes.Filter(node.iter, _LOOP, [num_chars], [], None, None, lineno=node.lineno)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:  # noqa: N802
+        self.generic_visit(node)
+        parts = nodes.List(node.nodes, lineno=node.lineno)
+        return nodes.Filter(parts, _JOIN, [], [], None, None, lineno=node.lineno)
+
+
+def bounded_text(parts: Iterable[str]) -> str:
+    """Join parts of a text. Raises jinja2.TemplateError where it gets too long, or takes too long to make."""
+    kept, num_chars, end = [], 0, time.monotonic() + MAX_RENDER_S
+    for part in parts:
+        num_chars = _bounded_chars(num_chars + len(part))
+        if time.monotonic() > end:
+            raise TemplateTooExpensive(f"rendering takes longer than {MAX_RENDER_S:g} s")
+        kept.append(part)
+    return "".join(kept)
+
+
+def _written_chars(node: nodes.Node) -> int:
+    """Return the characters of a node's own text, without those of loops and macros within it."""
+    if isinstance(node, nodes.TemplateData):
+        return len(node.data)
+    if isinstance(node, nodes.For | nodes.Macro):
+        return 0
+    return sum(map(_written_chars, node.iter_child_nodes()))
+
+
+def _is_target(node: nodes.Node) -> bool:
+    """Whether a tuple names what is assigned to."""
+    return isinstance(node, nodes.Tuple) and node.ctx == "store"
+
+
+def _bounded_chars(num_chars: int) -> int:
+    return _bounded(num_chars, MAX_CHARS, "the rendered prompt", "characters")
+
+
+def _bounded(number: int, most: int, what: str, unit: str) -> int:
+    if number > most:
+        raise TemplateTooExpensive(f"{what} has more than {most} {unit}")
+    return number
 
 
 class _GenerationBlock(Extension):
