@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pagestream.v1.records_pb2 import OutputForm
-from pagestream_gateway.output_formats.formats import FORMATS, parser_of, reasoning_format, record_types
+from pagestream_gateway.output_formats import FORMATS, parser_of, reasoning_format, record_types
 from pagestream_grammars.output_formats.parts import (
     MOST_BLANKS,
     Arguments,

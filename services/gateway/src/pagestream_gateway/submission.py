@@ -22,8 +22,7 @@ from pagestream_gateway.calls import Call, RedisTimeout
 from pagestream_gateway.errors import InvalidRequest, RequestDiffers, UnsupportedField
 from pagestream_gateway.limits import NO_RULES, TenantLimits, TenantMetrics
 from pagestream_gateway.models import LoadedModel, Models
-from pagestream_gateway.output_formats.formats import may_call, shows_special_tokens
-from pagestream_gateway.output_formats.grammar import with_calls
+from pagestream_gateway.output_formats import may_call, shows_special_tokens, with_calls
 from pagestream_gateway.pooling import (
     check_inputs,
     is_cross_encoder,

@@ -62,9 +62,8 @@ from pagestream_gateway.openai.writer import (
     ChunkSchema,
     UsageSchema,
 )
-from pagestream_gateway.output_formats.formats import call_id, parser_of
-from pagestream_gateway.output_formats.tools import Tools
-from pagestream_gateway.request import ChatPrompt, Draft
+from pagestream_gateway.output_formats import call_id, parser_of
+from pagestream_gateway.request import ChatPrompt, Draft, Tools
 from pagestream_gateway.streams.accepted import Run, split_runs
 
 UNSUPPORTED = {

@@ -18,7 +18,7 @@ from pagestream_gateway.http.body import (
     parse_body,
     within,
 )
-from pagestream_gateway.output_formats.tools import Tools
+from pagestream_gateway.request import Tools
 
 _MOST_TOOLS = 1024  # OpenAI takes 128; those who gather them from many servers have more
 Effort = Annotated[

@@ -24,7 +24,7 @@ from pagestream_gateway.models import (
     unbroken_text,
     with_system_first,
 )
-from pagestream_gateway.output_formats.formats import (
+from pagestream_gateway.output_formats import (
     TemplateFormats,
     has_short_ids,
     reasoning_arguments,
