@@ -146,10 +146,11 @@ def test_a_quantised_checkpoint(form: str, folder: Path, tmp_path: Path, caplog:
     with caplog.at_level(logging.WARNING):
         got = generate(quantised, quantization=None)
     check_equal(got, generate(plain))
-    has_activations = form in {"compressed-tensors int8, W8A8", "fp8"}
+    of_weights_alone = {"awq", "gptq", "gptq_v2", "compressed-tensors"} & set(re.split(r"[ ,]", form))
+    has_activations = form.endswith("W8A8") or not of_weights_alone
     assert ("activations, which are not quantised here" in caplog.text) == has_activations
     sized = size_model(quantised, EngineConfig.from_options({"dtype": "float32"}))
-    named = re.split(r"[ ,_]", form)[0]  # as vLLM takes it
+    named = FORMS[form][1]["quant_method"]  # as vLLM takes it
     engine = LLM(str(quantised), **OPTIONS, quantization=named).engine
     assert engine.memory_bytes()["model"] == pytest.approx(sized.weight_bytes, rel=0.35)
     engine.close()
@@ -157,7 +158,7 @@ def test_a_quantised_checkpoint(form: str, folder: Path, tmp_path: Path, caplog:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ranks")
-@pytest.mark.parametrize(("form", "size"), [("awq", 2), ("fp8", 4), ("compressed-tensors int4", 4)])
+@pytest.mark.parametrize(("form", "size"), [("awq", 2), ("fp8", 4), ("fp8, blocks", 2), ("compressed-tensors int4", 4)])
 def test_ranks_give_the_tokens_of_a_quantised_checkpoint(form: str, size: int, folder: Path, tmp_path: Path) -> None:
     quantised, _ = write(folder, tmp_path, form)
     check_equal(generate(quantised, tensor_parallel_size=size), generate(quantised))
@@ -188,7 +189,9 @@ REFUSED = {
     "quant_method: given bitsandbytes, expected one of awq, comp": {"quant_method": "bitsandbytes"},
     "version: given gemv, expected gemm": {"quant_method": "awq", "bits": 4, "version": "gemv"},
     "bits: given 3, expected 4": {"quant_method": "gptq", "bits": 3},
-    "weight_block_size: given [128, 128], expected None": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "weight_block_size: given [128], expected two whole": {"quant_method": "fp8", "weight_block_size": [128]},
+    "weight_block_size: given [128, 9], expected an even": {"quant_method": "fp8", "weight_block_size": [128, 9]},
+    "quant_algo: given NVFP4, expected FP8": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
     "config_groups.group_0.format: given nvfp4-pack-quantized, expected one of pack": {
         "quant_method": "compressed-tensors",
         "config_groups": {"group_0": {"weights": {"num_bits": 4}, "format": "nvfp4-pack-quantized"}},

@@ -7,7 +7,8 @@ The packing is written here from the formats' descriptions, word by word, apart 
 - int-quantized and float-quantized: `compressed_tensors/compressors/naive_quantized`;
 - AWQ, version gemm: AutoAWQ, `awq/modules/linear/gemm.py` (nibbles of a word hold columns 0, 2, 4, 6, 1, 3, 5, 7);
 - GPTQ: AutoGPTQ, `auto_gptq/nn_modules/qlinear` (nibbles of a word hold 8 inputs; zeros are stored less 1);
-- fp8 with a scale for a matrix: AutoFP8.
+- fp8 with a scale for a matrix: AutoFP8; for blocks: `weight_scale_inv` of DeepSeek V3's `inference/fp8_cast_bf16.py`;
+- fbgemm_fp8: `transformers/integrations/fbgemm_fp8.py`; modelopt: the export of NVIDIA's Model Optimizer.
 """
 
 from __future__ import annotations
@@ -130,6 +131,29 @@ def _float8(*, of_matrix: bool) -> Packer:
     return pack
 
 
+def _blocks(rows: int, columns: int, *, suffix: str) -> Packer:
+    """Scales of blocks of outputs and inputs, the last of which may be smaller."""
+
+    def pack(weight: Tensor, _: torch.Generator) -> tuple[Tensors, Tensor]:
+        outputs, inputs = weight.shape
+        padded = torch.nn.functional.pad(weight, (0, -inputs % columns, 0, -outputs % rows))
+        blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+        scales = blocks.abs().amax(dim=(1, 3)) / 448
+        of_weight = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[:outputs, :inputs]
+        values = (weight / of_weight).to(torch.float8_e4m3fn)
+        return {"weight": values, suffix: scales}, values.float() * of_weight
+
+    return pack
+
+
+def _with_cache_scales(packer: Packer) -> Packer:
+    def pack(weight: Tensor, generator: torch.Generator) -> tuple[Tensors, Tensor]:
+        tensors, restored = packer(weight, generator)
+        return {**tensors, "k_scale": torch.tensor(0.5), "v_scale": torch.tensor(0.5)}, restored
+
+    return pack
+
+
 def _awq(weight: Tensor, _: torch.Generator) -> tuple[Tensors, Tensor]:
     values, scales, zeros = _grouped(weight, 4, symmetric=False)
     places = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -190,6 +214,24 @@ FORMS: dict[str, tuple[Packer, dict[str, Any]]] = {
     ),
     "compressed-tensors fp8": (_float8(of_matrix=False), _compressed("float-quantized", type="float")),
     "fp8": (_float8(of_matrix=True), {"quant_method": "fp8", "activation_scheme": "static"}),
+    "fp8, blocks": (
+        _blocks(24, 48, suffix="weight_scale_inv"),
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [24, 48]},
+    ),
+    "fp8, blocks wider than a matrix": (
+        _blocks(128, 128, suffix="weight_scale_inv"),
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]},
+    ),
+    "compressed-tensors fp8, blocks": (
+        _blocks(16, 32, suffix="weight_scale"),
+        _compressed("float-quantized", type="float", strategy="block", block_structure=[16, 32])
+        | {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"}},
+    ),
+    "fbgemm_fp8": (_float8(of_matrix=False), {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}),
+    "modelopt": (
+        _with_cache_scales(_float8(of_matrix=True)),
+        {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
+    ),
     "awq": (_awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}),
     "gptq, symmetric": (_gptq(symmetric=True, in_order=True), {**_GPTQ, "desc_act": False, "sym": True}),
     "gptq, desc_act": (_gptq(symmetric=False, in_order=False), {**_GPTQ, "desc_act": True, "sym": False}),

@@ -50,7 +50,8 @@ from pagestream_engine.models.safetensors_file import Entry, FileCache, open_fil
 from pagestream_engine.models.weights import LinearWeight, Parameters, Part, TensorWeight, TiedWeight, Weight, WeightMap
 from pagestream_engine.native_build import check_private, user_cache
 
-_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # old checkpoints hold what is computed
+_IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".k_scale", ".v_scale", ".q_scale", ".prob_scale")
+"""Old checkpoints hold what is computed; some hold scales of a cache of 8 bits, whose entries have their own here."""
 _COPIED_HEAD_BYTES = 16 << 20
 """Largest tied head of which a copy is packed: memory for speed."""
 _BIAS = ".bias"

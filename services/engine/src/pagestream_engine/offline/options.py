@@ -49,7 +49,9 @@ _METHODS = {
     "gptq_marlin": "gptq",
     "auto_gptq": "gptq",
     "compressed-tensors": "compressed-tensors",
+    "fbgemm_fp8": "fbgemm_fp8",
     "fp8": "fp8",
+    "modelopt": "modelopt",
 }
 """vLLM's names of methods in which checkpoints are quantised, and what config.json calls them."""
 _BOOLS = (False, True)

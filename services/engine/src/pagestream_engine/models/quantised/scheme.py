@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pagestream_engine.errors import ConfigError, ModelFileError, UnsupportedModel
 from pagestream_engine.models.config import ConfigFile
 
-METHODS = ("awq", "compressed-tensors", "fp8", "gptq")
 _FORMATS = {"pack-quantized": (4, 8), "int-quantized": (8,), "float-quantized": (8,), "naive-quantized": (8,)}
 """Of compressed-tensors -> bits of a weight."""
 
@@ -22,10 +21,12 @@ class Scheme:
     """How a checkpoint's quantised linears are stored. Tensors say the rest: which linears are plain, sizes."""
 
     method: str
-    """One of METHODS."""
+    """Its name in config.json."""
     bits: int
     group_size: int | None = None
     """Inputs that share a scale; None: all of an output, or of the matrix."""
+    block_rows: int | None = None
+    """Outputs that share a scale with all inputs of a group; None: each has its own."""
     zeros_less_one: bool = False
     """Whether zeros are stored less 1 (GPTQ's first format)."""
 
@@ -43,16 +44,9 @@ class Scheme:
         if not isinstance(given, Mapping):
             raise ModelFileError(f"config.json: quantization_config: given {given!r:.80}, expected an object")
         method = str(given.get("quant_method"))
-        match method:
-            case "compressed-tensors":
-                return _compressed_tensors(given)
-            case "fp8":
-                return _fp8(given)
-            case "awq":
-                return _awq(given)
-            case "gptq":
-                return _gptq(given)
-        raise _refusal("quant_method", method, f"one of {', '.join(METHODS)}")
+        if method not in _READERS:
+            raise _refusal("quant_method", method, f"one of {', '.join(_READERS)}")
+        return _READERS[method](given)
 
     def check_options(self, quantization: str | None, *, offloads: bool) -> None:
         """Raise ConfigError for options that do not go with a quantised checkpoint.
@@ -70,7 +64,6 @@ class Scheme:
 
 
 def _compressed_tensors(given: Mapping[str, Any]) -> Scheme:
-    _expect(given, "kv_cache_scheme", (None,))
     sparsity = given.get("sparsity_config") or {}
     if sparsity.get("format", "dense") != "dense":
         raise _refusal("sparsity_config.format", sparsity["format"], "dense")
@@ -96,7 +89,7 @@ def _weights_of(name: str, group: Any, default_format: Any) -> Scheme:
     _expect(weights, "num_bits", _FORMATS[form], place)
     kind = "float" if form == "float-quantized" else "int"
     _expect(weights, "type", (kind, *(("float",) if form == "naive-quantized" else ())), place)
-    _expect(weights, "strategy", ("tensor", "channel", "group"), place)
+    _expect(weights, "strategy", ("tensor", "channel", "group", "block"), place)
     if weights["num_bits"] == 8:
         _expect(weights, "symmetric", (True, None), place)
     activations = group.get("input_activations")
@@ -104,15 +97,44 @@ def _weights_of(name: str, group: Any, default_format: Any) -> Scheme:
         _warn_of_activations(f"{activations.get('num_bits')}-bit {activations.get('type')}")
     if group.get("output_activations") is not None:
         raise _refusal(f"{place}.output_activations", "some", "null")
+    if weights["strategy"] == "block":
+        _expect(weights, "num_bits", (8,), place)
+        rows, columns = _block(f"{place}.weights.block_structure", weights.get("block_structure"))
+        return Scheme("compressed-tensors", 8, columns, rows)
     size = weights.get("group_size")
     return Scheme("compressed-tensors", int(weights["num_bits"]), size if weights["strategy"] == "group" else None)
 
 
 def _fp8(given: Mapping[str, Any]) -> Scheme:
-    _expect(given, "weight_block_size", (None,))
     _expect(given, "fmt", (None, "e4m3"))
     _warn_of_activations("float8")
-    return Scheme("fp8", 8)
+    size = given.get("weight_block_size")
+    if size is None:
+        return Scheme("fp8", 8)
+    rows, columns = _block("weight_block_size", size)
+    return Scheme("fp8", 8, columns, rows)
+
+
+def _block(field: str, given: Any) -> tuple[int, int]:
+    """Read how many outputs and inputs share a scale."""
+    is_pair = isinstance(given, list) and len(given) == 2
+    if not is_pair or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in given):
+        raise _refusal(field, given, "two whole numbers, of outputs and inputs that share a scale")
+    rows, columns = given
+    if columns % 2:
+        raise _refusal(field, given, "an even number of inputs")
+    return rows, columns
+
+
+def _fbgemm(_: Mapping[str, Any]) -> Scheme:
+    _warn_of_activations("float8")
+    return Scheme("fbgemm_fp8", 8)
+
+
+def _modelopt(given: Mapping[str, Any]) -> Scheme:
+    _expect(given, "quant_algo", ("FP8",))
+    _warn_of_activations("float8")
+    return Scheme("modelopt", 8)
 
 
 def _awq(given: Mapping[str, Any]) -> Scheme:
@@ -128,6 +150,17 @@ def _gptq(given: Mapping[str, Any]) -> Scheme:
     _expect(given, "dynamic", (None, {}))
     is_first = given.get("checkpoint_format") != "gptq_v2"
     return Scheme("gptq", 4, _group_size(given.get("group_size", 128)), zeros_less_one=is_first)
+
+
+_READERS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
+    "awq": _awq,
+    "compressed-tensors": _compressed_tensors,
+    "fbgemm_fp8": _fbgemm,
+    "fp8": _fp8,
+    "gptq": _gptq,
+    "modelopt": _modelopt,
+}
+"""Of each method that config.json may name."""
 
 
 def _group_size(given: Any) -> int | None:

@@ -8,6 +8,7 @@ word are 8 inputs; zeros less 1), AutoFP8.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import gcd
 from typing import Protocol
 
 import torch
@@ -65,11 +66,13 @@ def read_projection(source: TensorSource, scheme: Scheme, name: str, shape: tupl
         "awq": _awq,
         "gptq": _gptq,
         "compressed-tensors": _packed if source.has(f"{name}.weight_packed") else _whole,
+        "fbgemm_fp8": _whole,
         "fp8": _whole,
+        "modelopt": _whole,
     }
     projection = _Projection(source, scheme, name, shape)
     weight = readers[scheme.method](projection)
-    for ignored in ("input_scale", "weight_shape"):
+    for ignored in ("input_scale", "weight_shape", "output_scale", "k_scale", "v_scale"):
         if source.has(f"{name}.{ignored}"):
             source.raw(f"{name}.{ignored}")
     return weight
@@ -84,6 +87,8 @@ class _Projection:
         self.scheme = scheme
         self.outputs, self.inputs = shape
         self.group_size = scheme.group_size or self.inputs
+        if scheme.block_rows is not None:  # the last block may be narrower
+            self.group_size = gcd(self.group_size, self.inputs)
         if self.inputs % self.group_size or (self.group_size % 2 and self.group_size < self.inputs):
             raise UnsupportedModel(
                 f"{name}: given groups of {self.group_size}, expected an even divisor of {self.inputs}"
@@ -100,6 +105,14 @@ class _Projection:
                 f"{self._name}.{suffix}: given shape {tuple(tensor.shape)}, expected {shape} by config.json"
             )
         return tensor
+
+    def block_scales(self, suffix: str) -> Tensor:
+        """(groups, outputs), of a scale for each block of outputs and inputs."""
+        rows, columns = self.scheme.block_rows or 1, self.scheme.group_size or self.inputs
+        blocks = self.read(suffix, -(-self.outputs // rows), -(-self.inputs // columns)).float()
+        of_outputs = torch.arange(self.outputs) // rows
+        of_groups = torch.arange(self.groups) * self.group_size // columns
+        return blocks[of_outputs][:, of_groups].T.contiguous()
 
     def refuse(self, suffix: str, given: object, expected: str) -> UnsupportedModel:
         return UnsupportedModel(f"{self._name}.{suffix}: given {given}, expected {expected}")
@@ -165,13 +178,16 @@ def _packed(projection: _Projection) -> QuantisedWeight:
 def _whole(projection: _Projection) -> QuantisedWeight:
     """A byte a weight: int-quantized and float-quantized of compressed-tensors, and fp8."""
     values = projection.read("weight", projection.outputs, projection.inputs)
+    in_blocks = projection.scheme.block_rows is not None
+    name = "weight_scale_inv" if in_blocks and projection.has("weight_scale_inv") else "weight_scale"
     for suffix in ("weight_scale_inv", "weight_zero_point"):
-        if projection.has(suffix):
+        if suffix != name and projection.has(suffix):
             raise projection.refuse(suffix, "scales of blocks, or zeros", "weight_scale of tensors, outputs or groups")
     storage = Storage.INT8 if values.dtype == torch.int8 else Storage.FLOAT8
     if storage == Storage.FLOAT8 and bool(((values.view(torch.uint8) & _FLOAT8_NAN) == _FLOAT8_NAN).any()):
         raise projection.refuse("weight", "NaN", "numbers")
-    return QuantisedWeight(storage, values, projection.scales(), projection.group_size)
+    scales = projection.block_scales(name) if in_blocks else projection.scales()
+    return QuantisedWeight(storage, values, scales, projection.group_size)
 
 
 def _order(projection: _Projection, groups: Tensor, suffix: str) -> Tensor | None:
