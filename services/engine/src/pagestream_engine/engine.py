@@ -404,7 +404,7 @@ class Engine:
         return fragmentation(self._cache, self._scheduler.running())
 
     def block_map(self) -> BlockMap:
-        """Which sequences hold which blocks, between two steps; see `cache.block_map` for its cost and bounds."""
+        """Which sequences hold which blocks, between two steps; see `inspection.block_map` for its cost and bounds."""
         scheduler = self._scheduler
         num_waiting = scheduler.num_waiting + len(self._gate)
         return block_map(self._pool, scheduler.running(), num_running=scheduler.num_running, num_waiting=num_waiting)

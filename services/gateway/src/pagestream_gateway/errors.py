@@ -28,7 +28,7 @@
     |- SettingsError          a flag, variable or file that the process was started with is wrong
     `- StartupError           a port or Redis, which the process needs to start, is not there
 
-The durable streams have their own tree in `pagestream_streams.errors`; `api/error_codes.py` gives the errors of both
+The durable streams have their own tree in `pagestream_streams.errors`; `error_codes.py` gives the errors of both
 their HTTP and gRPC codes.
 """
 

@@ -22,7 +22,7 @@ class TokenTable:
     Every token passes the decoder, added and special ones too, as in `transformers`. Thread-safe.
 
     Args:
-        tokenizer: as `pagestream_engine.models.load_tokenizer` returns it, or of a model card.
+        tokenizer: as `pagestream_engine.models.tokenizer.load_tokenizer` returns it, or of a model card.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -34,7 +34,7 @@ class Additions(Protocol):
 
     It is all that a linear knows of them, and comes after the base product, whatever its method: the merged projections
     of one input (query, key and value; gate and up) are one linear, and an adapter adds to the columns of each by the
-    places of `adapters.modules.ModuleSlice`. A linear that holds a part of the outputs or inputs needs matrices cut
+    places of `lora.files.ModuleSlice`. A linear that holds a part of the outputs or inputs needs matrices cut
     alike.
     """
 

@@ -18,7 +18,7 @@ _TRIAL_PAGES = 8
 
 
 class HostPages:
-    """The executor's side of `cache.host_tier`.
+    """The executor's side of `kv_cache.host_tier`.
 
     On a GPU the pages are pinned, and copies run on a stream of their own: after all steps that were launched before,
     beside the step that they come with, and before the next one, which waits for them on the device. The host waits

@@ -1,6 +1,6 @@
 """Admission: which waiting sequences start, the blocks that must be free for that, and how those that run move on.
 
-Blocks are counted in these words, here and in `cache/`:
+Blocks are counted in these words, here and in `kv_cache/`:
 
 * missing: what tables lack to cover some first tokens;
 * promised: what a sequence, once admitted, has yet to take until its present tokens are computed, chunk by chunk;

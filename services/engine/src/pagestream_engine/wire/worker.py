@@ -258,7 +258,7 @@ class LoadFailed(Message, frozen=True):
     is_option: bool
     """Whether an option or the model is wrong (an EngineError), so that another start would fail as well."""
     is_permanent: bool = False
-    """Whether files or options are at fault, see `stepping.loading.is_permanent`."""
+    """Whether files or options are at fault, so that another load would fail as well."""
 
 
 class StepBegun(Message, frozen=True):

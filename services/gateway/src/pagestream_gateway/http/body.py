@@ -486,7 +486,7 @@ def within(place: str) -> Iterator[None]:
 def parse_body(kind: type[BodyModel], document: dict[str, Any]) -> BodyModel:
     """Return the body as a model. Raises InvalidRequest that names the field.
 
-    Of unknown fields see `api.unknown_fields`.
+    Of unknown fields see `unknown_fields`.
     """
     try:
         return kind.model_validate(document)

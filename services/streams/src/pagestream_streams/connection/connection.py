@@ -555,7 +555,7 @@ def wake_up_message(log_slice: LogSlice) -> bytes:
 
 
 async def publish_wake_ups(connection: Connection, wake_ups: Iterable[tuple[bytes, bytes]]) -> None:
-    """Send wake-ups (see `message_of`) to their readers, one message to each gateway.
+    """Send wake-ups (see `wake_up_message`) to their readers, one message to each gateway.
 
     A slice without entries makes readers read the log. A lost message costs them settings.poll_ms, so failures are
     logged only.
@@ -582,7 +582,7 @@ class WakeUpSender:
         return bool(self._sending)
 
     def send(self, wake_ups: Iterable[tuple[bytes, bytes]]) -> None:
-        """Queue wake-ups (see `message_of`) for their readers. Beyond _MOST_WAITING_BYTES, they are dropped."""
+        """Queue wake-ups (see `wake_up_message`) for their readers. Beyond _MOST_WAITING_BYTES, they are dropped."""
         for gateway, message in _by_gateway(wake_ups).items():
             if gateway not in self._sending:
                 self._sending[gateway] = asyncio.create_task(self._send(gateway, message), name="wake-ups")
