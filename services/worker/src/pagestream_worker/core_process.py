@@ -135,7 +135,7 @@ LoopCommand = QueuedCommand | StepMarked
 
 
 def main() -> None:
-    """Run the program that `child.launch` starts: the arguments are a descriptor and the worker's process id."""
+    """Run the program that `engine_core.launch` starts: the arguments are a descriptor and the worker's process id."""
     serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
 
 

@@ -223,7 +223,7 @@ class ModelRunner:
         return self._ranks.least(num_blocks)
 
     def _profile(self) -> tuple[int, int]:
-        """Run what `profile_num_blocks` says on a cache of one block. Return the bytes for the pool, and of the largest step."""
+        """Run the largest steps on a cache of one block. Return the bytes for the pool, and of the largest step."""
         self._backend.store.allocate(1)
         vocab_size = self.model_info.vocab_size
         try:
