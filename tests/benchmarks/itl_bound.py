@@ -120,12 +120,13 @@ def start_streams(engine: Any, num_tokens: int) -> None:
     for number in range(NUM_STREAMS):
         engine.add_request(str(number), [3 + number] * num_tokens, params)
     scheduler = engine._scheduler
-    bounded = scheduler.prefill_budget
+    bounded, learners = scheduler.prefill_budget, scheduler.learners
     scheduler.prefill_budget = FixedChunks(engine.config.scheduler.max_num_batched_tokens)
+    scheduler.learners = []
     begun: set[str] = set()
     while len(begun) < NUM_STREAMS:
         begun.update(output.seq_id for output in engine.step() if output.token_id is not None)
-    scheduler.prefill_budget = bounded
+    scheduler.prefill_budget, scheduler.learners = bounded, learners
     for _ in range(NUM_WARM_UP_STEPS):
         engine.step()
 
@@ -167,12 +168,9 @@ class FixedChunks:
 
     def begin(self, _num_decodes: int, num_tokens: int) -> Any:
         """Return a budget of `num_tokens` tokens."""
-        from pagestream_engine.scheduler.budget import ChunkBudget
+        from pagestream_engine.scheduler.admission import ChunkBudget
 
         return ChunkBudget(min(num_tokens, self.num_tokens))
-
-    def note(self, _step: Any, _seconds: float) -> None:
-        """Learn nothing."""
 
 
 def print_by_chunk(engine: Any, num_tokens: int) -> None:

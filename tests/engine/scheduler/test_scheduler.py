@@ -63,7 +63,8 @@ class Harness:
         done = shape(step)
         self.scheduler.update_after_schedule(step)
         self.scheduler.update_from_output(step, [(7,)] * len(step.sampled()))
-        self.scheduler.prefill_budget.note(step, seconds)
+        if self.scheduler.prefill_budget is not None:
+            self.scheduler.prefill_budget.note(step, seconds)
         self.check()
         return done
 

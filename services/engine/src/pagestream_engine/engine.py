@@ -187,7 +187,8 @@ class Engine:
         seq_ids = [choice.seq_id for choice in choices]
         if not seq_ids or len(set(seq_ids)) < len(seq_ids):
             raise InvalidRequest(f"choices: given sequence ids {seq_ids}, expected at least one, and all different")
-        self._check_takes(choices)
+        if self.sleep.is_asleep or any(seq_id in ids for ids in self._known_ids for seq_id in seq_ids):
+            raise self._refusal(seq_ids)
         if adapter is not None and not self.adapters.is_enabled:
             raise InvalidRequest(f"adapter: given {adapter.name}, expected none without enable_lora")
 
@@ -195,24 +196,21 @@ class Engine:
             self._follow_preparations()
             self._steps.loads_adapters = True
         if choices[0].params.use_beam_search:
-            first_arrival = self._intake.take_arrivals(choices[0].params.width)
-            search = make_search(self._intake.make, request, first_arrival, self._search_limits)
-            self._settle_if_idle()
-            if self._searches is None:
-                self._searches = self._outputs.searches = Searches(self._scheduler, self._cache, self._pieces)
-                self._known_ids.append(self._searches)
-            self._searches.add(search)
+            self._add_search(request, choices[0].params.width)
             return
         candidates = None
         if choices[0].params.best_of is not None and choices[0].params.has_best_of:
             candidates, choices = make_candidates(choices)
+            seq_ids = list(candidates.entries)
         first_arrival = self._intake.take_arrivals(len(choices))
         made: list[tuple[Generation, Taken | None]] = []
         for arrival, choice in enumerate(choices, first_arrival):
             generation = self._intake.make(request, choice, arrival)
             made.append((generation, (yield from generation.replay(choice.output_token_ids))))
-        self._check_takes(choices)
-        self._settle_if_idle()
+        if self.sleep.is_asleep or any(seq_id in ids for ids in self._known_ids for seq_id in seq_ids):
+            raise self._refusal(seq_ids)
+        if self._steps.in_flight:
+            self._settle_if_idle()
         if candidates is not None:
             if self._best_of is None:
                 self._best_of = BestOf()
@@ -220,6 +218,15 @@ class Engine:
                 self._after_steps.append(self._best_of.take)
             self._best_of.add(candidates)
         self._queue(made)
+
+    def _add_search(self, request: Request, width: int) -> None:
+        search = make_search(self._intake.make, request, self._intake.take_arrivals(width), self._search_limits)
+        if self._steps.in_flight:
+            self._settle_if_idle()
+        if self._searches is None:
+            self._searches = self._outputs.searches = Searches(self._scheduler, self._cache, self._pieces)
+            self._known_ids.append(self._searches)
+        self._searches.add(search)
 
     def _queue(self, made: Iterable[tuple[Generation, Taken | None]]) -> None:
         """Queue the choices of a prompt, but for those whose output is complete already."""
@@ -459,15 +466,15 @@ class Engine:
         return outputs
 
     def _settle_if_idle(self) -> None:
-        if self._steps.in_flight and not self._generations and not self._searches:
+        if not self._generations and not self._searches:
             self._steps.settle()
 
-    def _check_takes(self, choices: abc.Sequence[Choice]) -> None:
+    def _refusal(self, seq_ids: list[str]) -> EngineAsleep | InvalidRequest:
+        """Return why sequences with these ids can't be added: one of them runs, or the engine sleeps."""
         if self.sleep.is_asleep:
-            raise EngineAsleep("the engine sleeps, and takes no requests; call wake_up() before")
-        running = [each.seq_id for each in choices if any(each.seq_id in ids for ids in self._known_ids)]
-        if running:
-            raise InvalidRequest(f"seq_id: given {running[0]!r}, which is running; expected a new one")
+            return EngineAsleep("the engine sleeps, and takes no requests; call wake_up() before")
+        running = next(seq_id for seq_id in seq_ids if any(seq_id in ids for ids in self._known_ids))
+        return InvalidRequest(f"seq_id: given {running!r}, which is running; expected a new one")
 
     def _fail(self, seqs: Iterable[Sequence], reason: str) -> None:
         """End sequences, with their searches; their ends are put out with the next outputs."""

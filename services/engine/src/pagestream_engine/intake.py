@@ -148,7 +148,7 @@ class Intake:
         if params.n != 1:
             raise InvalidRequest(f"n: given {params.n}, expected 1; add several choices with add_group")
         self._check_params(params)
-        if params.stop_strings and self._tokenizer is None:
+        if params.stop and self._tokenizer is None:
             raise InvalidRequest(
                 "stop: given strings, expected none without a tokenizer.json in the model folder; use stop_token_ids"
             )

@@ -209,12 +209,11 @@ class Generation:
             frozenset() if params.ignore_eos else eos_token_ids
         )
         include = params.include_stop_str_in_output
-        stops = params.stop_strings
         self._first_end = 0 if params.structured_outputs is not None else params.min_tokens
         """Output tokens from which an end token ends it. A grammar lets no end come earlier, unless it must."""
         self._hidden_stops = hidden_stops or {}
         """Stop strings that are special tokens which the text doesn't show, by their tokens."""
-        self._matcher = StopStringMatcher(stops, include_stop_string=include) if stops else None
+        self._matcher = StopStringMatcher(params.stop_strings, include_stop_string=include) if params.stop else None
 
     def replay(self, output_token_ids: abc.Sequence[int]) -> Generator[None, None, Taken | None]:
         """Take the tokens of an earlier run, in parts of REPLAY_TOKENS, and yield after each.

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from pagestream_engine.errors import InvalidRequest
-from pagestream_engine.sampling_params import OF_WHOLE_PROMPTS, SamplingParams
+from pagestream_engine.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,11 +303,6 @@ class Sequence:
     def num_unsent_tokens(self) -> int:
         """Tokens that are neither computed nor in flight; the last of them may be a placeholder."""
         return len(self) - self.num_sent_tokens
-
-    @property
-    def needs_whole_prompt(self) -> bool:
-        """Whether its prompt has to be computed from the first token on: no cached prefix will do."""
-        return self.wants_prompt_logprobs or self.params.pooling in OF_WHOLE_PROMPTS
 
     def forget_unsettled(self) -> None:
         """Drop what was sampled for a beam and not chosen yet: its search allows it one token at a time."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, fields
@@ -38,6 +38,7 @@ GREEDY_BELOW = 1e-5
 """As vLLM: a logit divided by a lower temperature may exceed float32's range."""
 MAX_BEAM_WIDTH = 64
 """Beams of one request. A step chooses among width x (width + end tokens) candidates on the host."""
+_OF_SEARCH = {name: each.default for name, each in SAMPLING_PARAMETERS.items() if each.is_of_search}
 _MOST_BEAMS = f"at most {MAX_BEAM_WIDTH} with use_beam_search"
 
 
@@ -53,13 +54,16 @@ class SamplingParams(SamplingFields):
     structured_outputs: StructuredOutputsParams | None = None
     has_penalties: bool = field(init=False, repr=False, compare=False)
     """Whether any of the three penalties does something."""
+    is_greedy: bool = field(init=False, repr=False, compare=False)
+    """Whether the likeliest token is always taken."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", _strings("stop", self.stop))
-        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", _biases("logit_bias", self.logit_bias))
-        object.__setattr__(self, "bad_words", _strings("bad_words", self.bad_words))
-        object.__setattr__(self, "bad_words_token_ids", checked_words("bad_words_token_ids", self.bad_words_token_ids))
+        for name, check in _LISTS.items():
+            given = getattr(self, name)
+            is_empty = given is None or (isinstance(given, (list, tuple)) and not given)
+            object.__setattr__(self, name, () if is_empty else check(name, given))
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", _biases("logit_bias", self.logit_bias))
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
             if not self.allowed_token_ids:
@@ -76,10 +80,16 @@ class SamplingParams(SamplingFields):
                 raise InvalidSamplingParams("max_tokens", 0, "a whole number of at least 1")
             if self.min_tokens > self.max_tokens:
                 raise InvalidSamplingParams("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
-        self._check_pooling()
-        self._check_beam_search()
+        if self.pooling is not None or self.max_tokens == 0:
+            self._check_pooling()
+        if self.use_beam_search or any(
+            (given := getattr(self, name)) != default or type(given) is not type(default)
+            for name, default in _OF_SEARCH.items()
+        ):
+            self._check_beam_search()
         has_penalties = bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
         object.__setattr__(self, "has_penalties", has_penalties)
+        object.__setattr__(self, "is_greedy", self.temperature < GREEDY_BELOW)
         self.__dict__["_is_checked"] = True
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -134,11 +144,6 @@ class SamplingParams(SamplingFields):
     def stop_strings(self) -> tuple[str, ...]:
         """The stop strings, in the order given."""
         return tuple(self.stop or ())
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
-        return self.temperature < GREEDY_BELOW
 
     @property
     def has_best_of(self) -> bool:
@@ -367,8 +372,6 @@ row, 8 bytes each: 2 MiB a row where all have one request's words."""
 
 def _strings(field: str, given: object) -> tuple[str, ...]:
     """Return a string, or a list of strings, as a tuple; none of them is empty."""
-    if given is None:
-        return ()
     if isinstance(given, str):
         given = (given,)
     if not isinstance(given, (list, tuple)) or not all(isinstance(text, str) for text in given):
@@ -380,8 +383,6 @@ def _strings(field: str, given: object) -> tuple[str, ...]:
 
 def _token_ids(field: str, given: object) -> tuple[int, ...]:
     """Return a list of token ids as a tuple."""
-    if given is None:
-        return ()
     if not isinstance(given, (list, tuple)):
         raise InvalidSamplingParams(field, given, "a list of token ids")
     for token_id in given:
@@ -404,10 +405,8 @@ def checked_words(field: str, given: object) -> tuple[tuple[int, ...], ...]:
     return tuple(_token_ids(field, word) for word in given)
 
 
-def _biases(name: str, given: object) -> Mapping[int, float] | None:
+def _biases(name: str, given: object) -> Mapping[int, float]:
     """A copy with the token ids as numbers (JSON has them as strings), clamped."""
-    if given is None:
-        return None
     if not isinstance(given, Mapping):
         raise InvalidSamplingParams(name, given, "token ids and the bias of each")
     clamped: dict[int, float] = {}
@@ -436,3 +435,12 @@ def _real(field: str, given: object, *, low: float, high: float, above: bool = F
     is_outside = given < low or given > high or (above and given == low)
     if is_outside or (isinstance(given, float) and not math.isfinite(given)):
         raise InvalidSamplingParams(field, given, limits)
+
+
+_LISTS: Mapping[str, Callable[[str, object], tuple[object, ...]]] = {
+    "stop": _strings,
+    "stop_token_ids": _token_ids,
+    "bad_words": _strings,
+    "bad_words_token_ids": checked_words,
+}
+"""Parameters that are kept as tuples, by what checks them."""

@@ -140,7 +140,8 @@ class VirtualEngine:
             on_step(seconds)
         sampled = step.sampled()
         self.scheduler.update_from_output(step, [(0,)] * len(sampled))
-        self.scheduler.prefill_budget.note(step, seconds)
+        if self.scheduler.prefill_budget is not None:
+            self.scheduler.prefill_budget.note(step, seconds)
         ended = [seq for seq in sampled if len(seq.token_ids) >= self._ends_at.get(seq, self._max_tokens + 1)]
         for seq in ended:
             del self._ends_at[seq]

@@ -17,6 +17,7 @@ from pagestream_engine.kv_cache.block_pool import BlockPool
 from pagestream_engine.kv_cache.host_tier import HostTier
 from pagestream_engine.plan import NO_BLOCK, TO_LOAD, BlockCopy, KVGroup, KVLayout
 from pagestream_engine.request import Sequence
+from pagestream_engine.sampling_params import OF_WHOLE_PROMPTS
 
 _HASH_AT_LEAST = 32
 """Blocks that are hashed in a step however few wait: about 50 microseconds."""
@@ -136,9 +137,13 @@ class CacheManager:
             may_load: whether blocks in host memory count.
         """
         most_tokens = 0
-        if self.enable_prefix_caching and not seq.needs_whole_prompt:
+        if self.enable_prefix_caching and not (seq.wants_prompt_logprobs or seq.params.pooling in OF_WHOLE_PROMPTS):
             most_tokens = len(seq.token_ids) - 1 if most is None else min(len(seq.token_ids) - 1, most)
-        num_tokens = self._common_hit(seq, most_tokens, may_load=may_load)
+        num_tokens = 0
+        if most_tokens >= self._alignment:
+            num_tokens = self._common_hit(seq, most_tokens, may_load=may_load)
+        if num_tokens == 0:
+            return CachedPrefix(0, [[] for _ in self.groups], most_tokens)
         return CachedPrefix(num_tokens, [cache.cached_table(seq, num_tokens) for cache in self.groups], most_tokens)
 
     def next_block_hash(self, seq: Sequence, num_tokens: int) -> bytes | None:
@@ -171,7 +176,7 @@ class CacheManager:
         """Whether what the cache has of a sequence is a hit. What it, or a choice of the same prompt, has computed
         before it lost its blocks, or what another engine has generated of it, is found again, and saves nobody's work.
         """
-        return not seq.request.was_admitted and not seq.num_output_tokens
+        return not seq.request.was_admitted and len(seq.token_ids) == seq.num_prompt_tokens
 
     def _common_hit(self, seq: Sequence, num_tokens: int, *, may_load: bool) -> int:
         """Lower the number of tokens until all groups agree to it: a window may have kept less than full attention, or
@@ -475,9 +480,10 @@ class GroupCache:
         if num_tokens % self.group.block_size == 0:
             place = num_tokens // self.group.block_size - 1
             block = seq.block_tables[self.index][place]
-            if block != NO_BLOCK:
+            own_hash = self._with_group(block_hash)
+            if block != NO_BLOCK and own_hash not in self._pool.by_hash:
                 parent_hash = self._hash_at(seq, place - 1) if place else None
-                self._pool.cache_full_block(block, self._with_group(block_hash), num_tokens, parent_hash)
+                self._pool.cache_full_block(block, own_hash, num_tokens, parent_hash)
 
     def longest_hit(self, seq: Sequence, num_tokens: int, alignment: int, *, may_load: bool = False) -> int:
         """Tokens of the longest prefix that can go on: the pool has all of its blocks that attention still reads.

@@ -13,9 +13,9 @@ Blocks are counted in these words, here and in `kv_cache/`:
 from __future__ import annotations
 
 from collections import Counter, abc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pagestream_engine.config import SchedulerConfig
 from pagestream_engine.errors import InvariantViolation
@@ -23,8 +23,10 @@ from pagestream_engine.features.lora.scheduling import AdapterTurns
 from pagestream_engine.kv_cache.manager import CachedPrefix, CacheManager
 from pagestream_engine.plan import ScheduledSequence
 from pagestream_engine.request import NO_ROW, Request, Sequence, SequenceState
-from pagestream_engine.scheduler.budget import ChunkBudget, RestoreCost
 from pagestream_engine.scheduler.policies import SequenceEvents, WaitingQueue
+
+if TYPE_CHECKING:
+    from pagestream_engine.scheduler.budget import RestoreCost
 
 RESERVE_SHARE = 4
 """Blocks are kept free for one in so many running sequences when another is admitted: a few steps of growth, so that
@@ -40,6 +42,52 @@ MOST_HELD_BACK = 64
 """Requests that are passed in one step."""
 MOST_WITHOUT_BLOCKS = 8
 """Those of them that wait for blocks, and those that wait for others: each may cost a lookup of its prefix."""
+
+
+class ChunkBudget:
+    """Prompt tokens that one step may still have.
+
+    Args:
+        num_tokens: most of all chunks.
+    """
+
+    __slots__ = ("num_tokens",)
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        """What is left of them, whatever they take."""
+
+    def limit(self, context: int) -> int:
+        """Return the most tokens of a chunk with so many tokens before it; 0: none fits any more."""
+        return self.num_tokens
+
+    def take(self, context: int, num_tokens: int) -> None:
+        """Note a chunk of the step."""
+        self.num_tokens -= num_tokens
+
+
+class ComingBlocks:
+    """Blocks that running sequences compute next, and that are not cached yet. Nothing is hashed before one is looked
+    for."""
+
+    def __init__(self, cache: CacheManager, computing: Iterable[Sequence]) -> None:
+        self._cache = cache
+        self._hashes = set[bytes | None]()
+        self._ends = [(seq, seq.num_cached_blocks * cache.block_size) for seq in computing]
+        """Sequences, and the tokens after which their next block begins, of those that are not hashed yet."""
+
+    def add(self, seq: Sequence, num_tokens: int) -> None:
+        """Add the block of a sequence that begins after so many tokens, if there is one."""
+        self._ends.append((seq, num_tokens))
+
+    def have_next_of(self, seq: Sequence, num_tokens: int) -> bool:
+        """Whether they have the block of a sequence that begins after so many tokens, if there is one."""
+        next_hash = self._cache.next_block_hash(seq, num_tokens)
+        if next_hash is None:
+            return False
+        self._hashes.update(self._cache.next_block_hash(*end) for end in self._ends)
+        self._ends.clear()
+        return next_hash in self._hashes
 
 
 class Shortage(NamedTuple):
@@ -62,8 +110,8 @@ class Start(NamedTuple):
     members: list[Sequence]
     leader: Sequence
     prefix: CachedPrefix
-    next_hash: bytes | None
-    """Of the first block that the leader computes, where others may wait for it."""
+    num_found_tokens: int
+    """That the pool has: others may wait for the block after them, which the leader computes first, or loads."""
     num_blocks: int
     """Free blocks that they want."""
 
@@ -123,9 +171,10 @@ class Admission:
         turns = self._turns
         if turns is not None:
             turns.begin()
-        promised, coming = 0, set[bytes | None]()
-        if self._running.count:
-            promised, coming = self._num_promised_blocks(), self._coming_hashes()
+        running = self._running
+        promised = self._num_promised_blocks() if running.count else 0
+        computing = [*running.prefills, *running.with_chunk_in_flight()] if running.count else ()
+        coming = ComingBlocks(self._cache, computing)
         num_seen = Counter[Obstacle]()
         pool = self._cache.pool
         try:
@@ -147,7 +196,7 @@ class Admission:
                     continue
                 num_free = pool.num_free
                 self._start(request, start, budget, chunks)
-                coming.add(start.next_hash)
+                coming.add(start.leader, start.num_found_tokens)
                 promised = start.num_blocks - (num_free - pool.num_free)
         finally:
             self._waiting.show_held_back()
@@ -184,7 +233,7 @@ class Admission:
         return self.seats.limit_for(request) - self._running.count
 
     def _find_start(
-        self, request: Request, promised: int, coming: set[bytes | None], budget: ChunkBudget
+        self, request: Request, promised: int, coming: ComingBlocks, budget: ChunkBudget
     ) -> Start | Obstacle:
         """Return the choices of the next request that can start, or why none can."""
         num_running, count = self._running.count, len(request.waiting)
@@ -212,7 +261,7 @@ class Admission:
         if (num_running and self._waits_for_another(leader, found, coming)) or not budget.limit(prefix.num_tokens):
             return Obstacle.OTHERS
         # Alone it always fits, if in smaller chunks than `wanted` reckons with.
-        return Start(members, leader, prefix, self._cache.next_block_hash(leader, found.num_tokens), promised + wanted)
+        return Start(members, leader, prefix, found.num_tokens, promised + wanted)
 
     def _most_to_start(self, request: Request) -> int:
         """Return how many of the choices of a prompt may start by the seats, and by the order of ranks where not all
@@ -240,19 +289,12 @@ class Admission:
             wanted -= self._num_own_blocks(last)
         return members
 
-    def _coming_hashes(self) -> set[bytes | None]:
-        """Hashes of the blocks that running sequences compute next, and that are not cached yet."""
-        cache = self._cache
-        computing = [*self._running.prefills, *self._running.with_chunk_in_flight()]
-        return {cache.next_block_hash(seq, seq.num_cached_blocks * cache.block_size) for seq in computing}
-
-    def _waits_for_another(self, leader: Sequence, prefix: CachedPrefix, coming: set[bytes | None]) -> bool:
+    def _waits_for_another(self, leader: Sequence, prefix: CachedPrefix, coming: ComingBlocks) -> bool:
         """Whether another sequence is computing the block after a request's cached prefix, which they share a step
         later, or another choice the log probabilities of the prompt."""
         if leader.wants_prompt_logprobs and leader.request.is_computing_prompt_logprobs:
             return True
-        next_hash = self._cache.next_block_hash(leader, prefix.num_tokens)
-        return next_hash is not None and next_hash in coming
+        return coming.have_next_of(leader, prefix.num_tokens)
 
     def _with_host_pages(self, leader: Sequence, found: CachedPrefix, count: int) -> CachedPrefix:
         """Return the longer prefix that host memory has, where it costs less to copy than to compute."""
@@ -301,7 +343,9 @@ class Admission:
     def num_wanted_blocks(self, leader: Sequence, prefix: CachedPrefix, members: abc.Sequence[Sequence] = ()) -> int:
         """Free blocks that choices of a request want, their leader starting from a cached prefix."""
         cache = self._cache
-        wanted = cache.num_promised_blocks(leader, self._max_chunk, prefix) + cache.num_free_blocks_used_by(prefix)
+        wanted = cache.num_promised_blocks(leader, self._max_chunk, prefix)
+        if prefix.num_tokens:
+            wanted += cache.num_free_blocks_used_by(prefix)
         return wanted + sum(self._num_own_blocks(seq) for seq in members if seq is not leader)
 
     def _least_wanted_blocks(self, request: Request) -> int:
@@ -406,7 +450,8 @@ class RunningSequences:
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self.prefills
-        yield from self.followers()
+        if self._leaders:
+            yield from self.followers()
         yield from (entry.seq for entry in self.decodes)
 
     def followers(self) -> Iterator[Sequence]:
@@ -506,6 +551,8 @@ class RunningSequences:
     def end(self, seq: Sequence) -> None:
         """Take a sequence that has ended, decoding or not, out of its request; its followers get another leader."""
         seq.request.sequences.remove(seq)
+        if seq.leader is None and not seq.followers:
+            return
         followers = self.part(seq)
         if followers:
             leader = choose_leader(followers)
@@ -535,4 +582,4 @@ class RunningSequences:
 
 def choose_leader(members: abc.Sequence[Sequence]) -> Sequence:
     """Who computes the prompt: one that ends with it, if there is one, as its logits are then the others' too."""
-    return min(members, key=lambda seq: seq.num_output_tokens)
+    return members[0] if len(members) == 1 else min(members, key=lambda seq: seq.num_output_tokens)

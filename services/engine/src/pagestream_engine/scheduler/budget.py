@@ -10,6 +10,7 @@ from math import inf, sqrt
 from typing import NamedTuple, Self
 
 from pagestream_engine.plan import ScheduledStep
+from pagestream_engine.scheduler.admission import ChunkBudget
 
 LEAST_SHARE = 0.25
 """A step's prompts get tokens worth so much of what it takes without them (decodes, and the context of the first
@@ -29,30 +30,23 @@ PROBE_EVERY = 8
 and its context cost by themselves."""
 
 
-class ChunkBudget:
-    """Prompt tokens that one step may still have, by their number, and by their time where decodes are bounded.
+class TimedBudget(ChunkBudget):
+    """Prompt tokens that one step may still have, by their number, and by their time beside decodes.
 
     Args:
         num_tokens: most of all chunks.
-        times: what tokens take; None: time does not matter.
+        times: what tokens take.
         decodes: the step without prompts.
         bound_s: what it may take.
         is_probe: whether its first chunk has half of what fits.
     """
 
-    __slots__ = ("_bound_s", "_is_probe", "_taken", "_times", "num_tokens")
+    __slots__ = ("_bound_s", "_is_probe", "_taken", "_times")
 
     def __init__(
-        self,
-        num_tokens: int,
-        times: StepTimes | None = None,
-        decodes: StepWork | None = None,
-        bound_s: float = 0.0,
-        *,
-        is_probe: bool = False,
+        self, num_tokens: int, times: StepTimes, decodes: StepWork, bound_s: float, *, is_probe: bool = False
     ) -> None:
-        self.num_tokens = num_tokens
-        """What is left of them, whatever they take."""
+        super().__init__(num_tokens)
         self._times = times
         self._taken = decodes
         self._bound_s = bound_s
@@ -60,10 +54,9 @@ class ChunkBudget:
 
     def limit(self, context: int) -> int:
         """Return the most tokens of a chunk with so many tokens before it; 0: none fits any more."""
-        if self._times is None or self._taken is None or not self.num_tokens:
-            return self.num_tokens
-        work = self._with_chunk(self._taken, context, 0)
-        fixed_s = self._times.expected_s(work)
+        if not self.num_tokens:
+            return 0
+        fixed_s = self._times.expected_s(self._with_chunk(context, 0))
         spare_s = self._bound_s - fixed_s
         if self._taken.num_chunks:
             return int(min(self.num_tokens, self._times.num_tokens_in(spare_s, context)))  # any number, also infinity
@@ -72,12 +65,11 @@ class ChunkBudget:
 
     def take(self, context: int, num_tokens: int) -> None:
         """Note a chunk of the step."""
-        self.num_tokens -= num_tokens
-        if self._taken is not None:
-            self._taken = self._with_chunk(self._taken, context, num_tokens)
+        super().take(context, num_tokens)
+        self._taken = self._with_chunk(context, num_tokens)
 
-    @staticmethod
-    def _with_chunk(work: StepWork, context: int, num_tokens: int) -> StepWork:
+    def _with_chunk(self, context: int, num_tokens: int) -> StepWork:
+        work = self._taken
         return work._replace(
             num_tokens=work.num_tokens + num_tokens,
             num_pairs=work.num_pairs + num_tokens * (context + num_tokens / 2),
@@ -92,10 +84,10 @@ class PrefillBudget:
     Nothing is assumed of the model or the machine but that a step's time is linear in `StepWork`.
 
     Args:
-        bound_s: of a step in which sequences decode, in seconds; None: no bound.
+        bound_s: of a step in which sequences decode, in seconds.
     """
 
-    def __init__(self, bound_s: float | None) -> None:
+    def __init__(self, bound_s: float) -> None:
         self._bound_s = bound_s
         self._times = StepTimes()
         self._num_mixed = 0
@@ -105,7 +97,7 @@ class PrefillBudget:
 
     def begin(self, num_decodes: int, num_tokens: int) -> ChunkBudget:
         """Return the budget of a step with so many decodes, of `num_tokens` at most."""
-        if self._bound_s is None or not num_decodes:
+        if not num_decodes:
             return ChunkBudget(num_tokens)
         if self._num_mixed >= LOOK_EVERY:
             return ChunkBudget(0)
@@ -114,11 +106,11 @@ class PrefillBudget:
             return ChunkBudget(num_tokens)
         is_probe = self._num_mixed % PROBE_EVERY == PROBE_EVERY - 1
         work = StepWork(1, num_decodes, 0, 0.0, 0, 0)
-        return ChunkBudget(num_tokens, self._times, work, self._bound_s, is_probe=is_probe)
+        return TimedBudget(num_tokens, self._times, work, self._bound_s, is_probe=is_probe)
 
     def note(self, step: ScheduledStep, seconds: float) -> None:
         """Learn from a step that was just collected."""
-        if self._bound_s is None or not step.decodes:
+        if not step.decodes:
             return
         self._num_mixed = self._num_mixed + 1 if step.prefills else 0
         work = StepWork.of(step)

@@ -14,8 +14,8 @@ from pagestream_engine.kv_cache.block_pool import BlockPool
 from pagestream_engine.kv_cache.manager import CacheManager
 from pagestream_engine.plan import NO_BLOCK, ScheduledSequence, ScheduledStep
 from pagestream_engine.request import NO_ROW, Request, Sequence, SequenceState
-from pagestream_engine.scheduler.admission import RESERVE_SHARE, Admission, RunningSequences
-from pagestream_engine.scheduler.budget import ChunkBudget, PrefillBudget, RestoreCost
+from pagestream_engine.scheduler.admission import RESERVE_SHARE, Admission, ChunkBudget, RunningSequences
+from pagestream_engine.scheduler.budget import PrefillBudget, RestoreCost
 from pagestream_engine.scheduler.policies import SchedulingPolicy, WaitingQueue
 
 
@@ -87,11 +87,12 @@ class Scheduler:
         self._num_in_flight = 0
         """Steps that were sent and not collected."""
         bound_ms = config.itl_bound_ms
-        self.prefill_budget = PrefillBudget(None if bound_ms is None else bound_ms / 1000)
+        self.prefill_budget = None if bound_ms is None else PrefillBudget(bound_ms / 1000)
+        """Sizes chunks by what steps take; None where inter-token latency has no bound."""
         self.learners: list[Callable[[ScheduledStep, float], None]] = []
         """Want to know what each collected step has taken, in seconds."""
-        if bound_ms is not None:
-            self.learners.append(self._size_prompts)
+        if self.prefill_budget is not None:
+            self.learners.append(self.prefill_budget.note)
         if cost is not None:
             self.learners.append(cost.note)
 
@@ -320,12 +321,11 @@ class Scheduler:
             self._cache.note_full_block(seq)
         return ready
 
-    def _size_prompts(self, step: ScheduledStep, seconds: float) -> None:
-        self.prefill_budget.note(step, seconds)
-
     def _fill_with_prompts(self, step: ScheduledStep, num_tokens: int, *, preempts: bool) -> None:
         """Add chunks of admitted prompts, then, unless the step preempts, of newly admitted ones."""
-        budget = self.prefill_budget.begin(len(step.decodes), num_tokens)
+        budget = ChunkBudget(num_tokens)
+        if self.prefill_budget is not None:
+            budget = self.prefill_budget.begin(len(step.decodes), num_tokens)
         if self._running.prefills:
             self._continue_prefills(step.prefills, budget)
             while step.is_empty and self._running.prefills and not self._num_in_flight:
@@ -358,7 +358,9 @@ class Scheduler:
 
     def _lacks_blocks(self, needing_block: list[Sequence]) -> bool:
         """Whether too few blocks are free for the next tokens of `needing_block`, and to part what was forked."""
-        wanted = self._cache.num_next_blocks(needing_block) + self._cache.copy_on_write.num_blocks_wanted()
+        wanted, forks = self._cache.num_next_blocks(needing_block), self._cache.copy_on_write
+        if forks.is_pending:
+            wanted += forks.num_blocks_wanted()
         return wanted > self._cache.pool.num_free
 
     def _preempt_until_fits(self, needing_block: list[Sequence]) -> None:
