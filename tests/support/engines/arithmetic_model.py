@@ -109,7 +109,8 @@ class ArithmeticRunner:
     def allocate_kv_cache(self, num_blocks: int) -> None:
         self._pages = [Page() for _ in range(num_blocks)]
 
-    def allocate_host_pages(self, num_bytes: int) -> HostMemory:
+    def allocate_host_pages(self) -> HostMemory:
+        num_bytes = int(self._config.cache.swap_space * 2**30)
         self._host_pages = [Page() for _ in range(num_bytes // HOST_PAGE_BYTES)]
         return HostMemory(len(self._host_pages), HOST_PAGE_BYTES, load_page_s=0.0)
 

@@ -126,8 +126,8 @@ class PoolingRunner(Protocol):
 class TieredRunner(Protocol):
     """A runner that can keep blocks in host memory."""
 
-    def allocate_host_pages(self, num_bytes: int) -> HostMemory:
-        """Allocate pages in so many bytes, once the cache is allocated."""
+    def allocate_host_pages(self) -> HostMemory:
+        """Allocate the pages of `swap_space`, once the cache is allocated."""
         ...
 
 
@@ -232,10 +232,9 @@ class _LoadTimes:
 
 
 def _with_host_pages(facts: ExecutorFacts, runner: Runner, swap_space: float) -> ExecutorFacts:
-    """Allocate the host pages of so many GiB."""
     if not isinstance(runner, TieredRunner):
         raise UnsupportedOption("swap_space", swap_space, "0", f"{type(runner).__name__} has no host pages")
-    return replace(facts, host_memory=runner.allocate_host_pages(int(swap_space * 2**30)))
+    return replace(facts, host_memory=runner.allocate_host_pages())
 
 
 def facts_of(runner: Runner, num_blocks: int) -> ExecutorFacts:

@@ -7,11 +7,15 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from statistics import median
 from time import perf_counter
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from pagestream_engine.attention.base import KVStore, host_tensor
+from pagestream_engine.config import CacheConfig
+from pagestream_engine.errors import ConfigError
+from pagestream_engine.transfers import slab_pages
 
 _TRIALS = 5
 _TRIAL_PAGES = 8
@@ -41,6 +45,29 @@ class HostPages:
         self._slabs: list[list[Tensor]] = []
         """Of each allocation the parts of its pages, (pages, 2, layer slots, ...)."""
         self.allocate()
+
+    @classmethod
+    def of(cls, store: KVStore, options: CacheConfig, free: int, num_ranks: int) -> Self:
+        """Allocate a rank's part of what the options say.
+
+        Args:
+            store: of the device's blocks, allocated.
+            options: of the cache.
+            free: bytes of memory that it may take.
+            num_ranks: that share the machine.
+
+        Raises:
+            ConfigError: they do not hold one block, or there is less memory.
+        """
+        num_bytes = int(options.swap_space * 2**30) // num_ranks
+        page_bytes, is_cuda = store.block_bytes, store.device.type == "cuda"
+        if not is_cuda:  # whose memory counts as free until blocks are first written
+            free -= sum(part.nbytes for part in store.parts)
+        slabs = slab_pages(num_bytes, page_bytes, pinned=is_cuda)
+        if not slabs or num_bytes > free:
+            expected = f"GiB of at least one block of {page_bytes} bytes, and at most the {free / 2**30:.1f} free ones"
+            raise ConfigError("swap_space", num_bytes / 2**30, expected)
+        return cls(store, slabs)
 
     def __len__(self) -> int:
         return self._ends[-1]

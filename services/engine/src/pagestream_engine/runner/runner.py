@@ -52,7 +52,7 @@ from pagestream_engine.runner.memory import (
 from pagestream_engine.runner.numerics import check_model_allows, fingerprint, settle_numerics, wants_exact_linears
 from pagestream_engine.runner.sampled_tokens import SampledTokens
 from pagestream_engine.sampler import SamplingBatch
-from pagestream_engine.transfers import slab_pages, to_device
+from pagestream_engine.transfers import to_device
 
 _log = logging.getLogger(__name__)
 
@@ -259,25 +259,16 @@ class ModelRunner:
         self._backend.store.allocate(num_blocks + self._num_padding_blocks)
         self._num_blocks = num_blocks
 
-    def allocate_host_pages(self, num_bytes: int) -> HostMemory:
-        """Allocate at most so many bytes of host memory for blocks, over all ranks of this machine, once the cache is
-        allocated.
+    def allocate_host_pages(self) -> HostMemory:
+        """Allocate this rank's part of the pages beyond the device, once the cache is allocated.
 
         Raises:
             ConfigError: they do not hold one block, or there is less memory.
         """
-        store, free = self._backend.store, available_bytes() // self._config.place.num_local
-        num_bytes //= self._config.place.num_local
-        page_bytes, is_cuda = store.block_bytes, self.device.type == "cuda"
-        if not is_cuda:  # whose memory counts as free until blocks are first written
-            free -= sum(part.nbytes for part in store.parts)
-        slabs = slab_pages(num_bytes, page_bytes, pinned=is_cuda)
-        if not slabs or num_bytes > free:
-            expected = f"GiB of at least one block of {page_bytes} bytes, and at most the {free / 2**30:.1f} free ones"
-            raise ConfigError("swap_space", num_bytes / 2**30, expected)
-        self._host_pages = pages = HostPages(store, slabs)
+        store, num_ranks = self._backend.store, self._config.place.num_local
+        self._host_pages = pages = HostPages.of(store, self._config.cache, available_bytes() // num_ranks, num_ranks)
         num_pages = self._ranks.least(len(pages))
-        return HostMemory(num_pages, page_bytes, self._ranks.first(pages.measure_load_s()))
+        return HostMemory(num_pages, store.block_bytes, self._ranks.first(pages.measure_load_s()))
 
     @torch.inference_mode()
     def warm_up(self) -> None:
