@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from pagestream_simulator.traces import sample_path, write_csv
+from pagestream_simulator.load import sample_path, write_csv
 
 REQUESTS = 400
 SEED = 0

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from pagestream_simulator.load import Load
-from pagestream_simulator.traces import TraceRow, scale_to_context
+from pagestream_simulator.load import Load, TraceRow, scale_to_context
 
 
 @dataclass(frozen=True, slots=True)

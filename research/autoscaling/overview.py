@@ -22,12 +22,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from pagestream_simulator.laws import FixedLaw, Law, PagestreamLaw, RestartedLaw, Setting, default_policy, make_law
-from pagestream_simulator.load import Load
+from pagestream_simulator.load import Load, TraceRow, read_trace
 from pagestream_simulator.optimum import Planner, peak_factor, scaled_load, smallest_fleet
 from pagestream_simulator.profile import EngineProfile, packaged_profile, read_profile
 from pagestream_simulator.simulation import Floats, simulate
 from pagestream_simulator.terms import Terms
-from pagestream_simulator.traces import TraceRow, read_trace
 
 from research.autoscaling.loads import ConstantArrivals, MixedArrivals, synthetic_rows
 

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from pagestream_simulator import FixedLaw
-from pagestream_simulator.load import Load
+from pagestream_simulator.load import Load, TraceRow, read_trace
 from pagestream_simulator.optimum import Planner, lower_bound, peak_factor, scaled_load
 from pagestream_simulator.profile import EngineProfile, packaged_profile, read_profile
 from pagestream_simulator.simulation import Outcome, simulate
 from pagestream_simulator.terms import Terms, read_terms
-from pagestream_simulator.traces import TraceRow, read_trace
 
 from research.autoscaling.search import search
 from research.autoscaling.spaces import Setting, Space, spaces

@@ -19,10 +19,9 @@ from typing import Any
 
 import numpy as np
 from pagestream_simulator.fleet import Fleet
-from pagestream_simulator.load import Load, scale_arrivals
+from pagestream_simulator.load import Load, read_trace, scale_arrivals
 from pagestream_simulator.profile import EngineProfile, packaged_profile, read_profile
 from pagestream_simulator.simulation import Floats
-from pagestream_simulator.traces import read_trace
 
 
 def run_engine(engine: Any, vocab_size: int, load: Load) -> tuple[Floats, Floats]:

@@ -24,8 +24,8 @@ from pagestream_engine.config import DEFAULT_BLOCK_SIZE, SchedulerConfig
 from pagestream_engine.kv_cache.block_pool import BlockPool
 from pagestream_engine.kv_cache.manager import CacheManager
 from pagestream_engine.plan import ScheduledStep, full_attention
+from pagestream_simulator.load import TraceRow, read_trace, scale_to_context
 from pagestream_simulator.profile import packaged_profile, read_profile
-from pagestream_simulator.traces import TraceRow, read_trace, scale_to_context
 from pagestream_simulator.virtual_engine import Floats, StepContents, VirtualEngine, VirtualRequest
 
 from research.disaggregation.gpu_steps import H100_SXM, LLAMA_3_1_8B, LLAMA_3_1_8B_ON_TWO_A100, Roofline

@@ -21,7 +21,7 @@ from pagestream_simulator import (
     read_trace,
 )
 from pagestream_simulator.laws import Setting
-from pagestream_simulator.traces import sample_path, write_csv
+from pagestream_simulator.load import sample_path, write_csv
 
 from research.autoscaling.loads import ConstantArrivals, MixedArrivals, synthetic_rows
 from research.autoscaling.measure import MeasuredStep, fit, residuals

@@ -18,7 +18,7 @@ from random import Random
 
 from pagestream_engine.config import CacheConfig
 from pagestream_engine.kv_cache.block_pool import make_eviction_order
-from pagestream_simulator.traces import TraceRow, read_trace
+from pagestream_simulator.load import TraceRow, read_trace
 from prefix_cache import SHORT_REQUESTS, TraceCache
 
 BLOCKS = (1000, 4000, 16_000)

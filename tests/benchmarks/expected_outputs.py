@@ -14,12 +14,11 @@ from pathlib import Path
 
 import numpy as np
 from pagestream_simulator.laws import make_law
-from pagestream_simulator.load import Load
+from pagestream_simulator.load import Load, read_trace
 from pagestream_simulator.optimum import scaled_load
 from pagestream_simulator.profile import packaged_profile, read_profile
 from pagestream_simulator.simulation import simulate
 from pagestream_simulator.terms import Terms
-from pagestream_simulator.traces import read_trace
 
 OVERVIEW = Path(__file__).parents[2] / "docs" / "benchmarks" / "autoscaling-overview.json"
 DURATION_S = 2400.0

@@ -28,7 +28,7 @@ from itertools import accumulate, count
 
 from pagestream_engine.config import CacheConfig
 from pagestream_engine.kv_cache.block_pool import make_eviction_order
-from pagestream_simulator.traces import MOONCAKE_BLOCK_TOKENS, TraceRow, read_trace
+from pagestream_simulator.load import MOONCAKE_BLOCK_TOKENS, TraceRow, read_trace
 from pagestream_streams import StreamsSettings
 from pagestream_streams.gateway.accept import Placer, left_ms
 from pagestream_streams.protocol.keys import Keyspace, Partition, ownership, prefixes_of

@@ -26,7 +26,7 @@ from pagestream_engine.kv_cache.manager import CacheManager
 from pagestream_engine.plan import full_attention
 from pagestream_engine.request import Sequence, SequenceState
 from pagestream_engine.sampling_params import SamplingParams
-from pagestream_simulator.traces import MOONCAKE_BLOCK_TOKENS, TraceRow, read_trace
+from pagestream_simulator.load import MOONCAKE_BLOCK_TOKENS, TraceRow, read_trace
 
 POLICIES = ENGINE_OPTIONS["eviction_policy"].choices or ()
 SIZES = (500, 1000, 2000, 4000, 8000, 16_000, 32_000, 64_000)

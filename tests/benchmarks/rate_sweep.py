@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from engine_throughput import DTYPES, SHAPE, generate_static, make_model
 from goals import print_goal
-from pagestream_simulator.traces import SAMPLE, read_trace
+from pagestream_simulator.load import SAMPLE, read_trace
 
 PEER_RATIO = 2.0
 """What is wanted against the better peer; the paper reports 2 to 4 against systems of its time."""

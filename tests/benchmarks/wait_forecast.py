@@ -23,7 +23,7 @@ from pathlib import Path
 
 from pagestream.v1.inference_pb2 import SamplingParams, TokenIds
 from pagestream.v1.records_pb2 import ModelCard, RequestSpec
-from pagestream_simulator.traces import TraceRow, read_trace
+from pagestream_simulator.load import TraceRow, read_trace
 from pagestream_streams import Broker, Claim, EmbeddedRedis, EngineSession, GatewaySession
 from support.engines.synthetic_engine import answer_entries
 from support.protocol.token_streams import append_of

@@ -179,7 +179,7 @@ def test_ctrl_c_in_bench_prints_what_was_measured(tmp_path: Path) -> None:
     assert (summary["succeeded"], summary["interrupted"], summary["output_tokens"]) == (2, 1, 8)
 
 
-MOMENTS = ("argparse", "pagestream_cli.console", "pagestream_cli.serve.checks", "pagestream_worker.settings")
+MOMENTS = ("argparse", "pagestream_cli.console", "pagestream_cli.serve.plan", "pagestream_worker.settings")
 
 
 @pytest.mark.parametrize("module", MOMENTS)

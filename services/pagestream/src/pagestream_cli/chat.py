@@ -50,8 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CliError: no server answers, or a stream could not be resumed.
     """
-    from pagestream_cli.client.answer import choose_model
     from pagestream_cli.client.endpoint import find_endpoint
+    from pagestream_cli.client.gateways import choose_model
 
     data_dir = DataDir.at(arguments.data_dir)
     endpoint = find_endpoint(arguments.url, data_dir, arguments.api_key)
@@ -91,7 +91,7 @@ class Conversation:
             RequestRejectedError: the server refuses the conversation, for example because it has become too long.
             StreamLostError: the stream could not be resumed.
         """
-        from pagestream_cli.client.answer import show_answer, show_formatted_answer
+        from pagestream_cli.client.gateways import show_answer, show_formatted_answer
 
         opening: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*self._messages, {"role": "user", "content": message}]
@@ -108,7 +108,7 @@ def _picked(endpoint: Endpoint) -> str:
     Raises:
         UsageError: there is no model, or none was picked.
     """
-    from pagestream_cli.client.answer import default_model, marked
+    from pagestream_cli.client.gateways import default_model, marked
 
     models = _models(endpoint)
     if (found := default_model(endpoint, models)) is not None:
@@ -181,7 +181,7 @@ def _command(conversation: Conversation, line: str) -> None:
 
 
 def _change_model(conversation: Conversation, given: str) -> None:
-    from pagestream_cli.client.answer import marked
+    from pagestream_cli.client.gateways import marked
 
     models = _models(conversation.endpoint)
     name = choice_of(given, [model.name for model in models])

@@ -37,8 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _complete(arguments: argparse.Namespace, prompt: str) -> None:
-    from pagestream_cli.client.answer import choose_model, show_answer
     from pagestream_cli.client.endpoint import find_endpoint
+    from pagestream_cli.client.gateways import choose_model, show_answer
 
     endpoint = find_endpoint(arguments.url, DataDir.at(arguments.data_dir), arguments.api_key)
     model = await choose_model(endpoint, arguments.model)

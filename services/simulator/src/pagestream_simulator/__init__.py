@@ -20,12 +20,19 @@ if TYPE_CHECKING:
         make_law,
         read_policy,
     )
-    from pagestream_simulator.load import Load, scale_arrivals
+    from pagestream_simulator.load import (
+        SAMPLE,
+        Load,
+        TraceRow,
+        read_trace,
+        scale_arrivals,
+        scale_factor,
+        scale_to_context,
+    )
     from pagestream_simulator.optimum import Planner, lower_bound, peak_factor, planned, scaled_load, smallest_fleet
     from pagestream_simulator.profile import EngineProfile, StepCost, packaged_profile, read_profile, write_profile
     from pagestream_simulator.simulation import Course, Outcome, simulate
     from pagestream_simulator.terms import FleetTerms, LoadTerms, Terms, read_terms
-    from pagestream_simulator.traces import SAMPLE, TraceRow, read_trace, scale_factor, scale_to_context
     from pagestream_simulator.virtual_engine import StepContents, VirtualEngine, VirtualRequest
 
 __all__ = [
@@ -78,12 +85,11 @@ _MODULES = {
         "errors": "InputFileInvalidError SettingInvalidError SimulatorError",
         "fleet": "Fleet",
         "laws": "FixedLaw HpaBehavior HpaLaw HpaSettings KedaLaw KedaSettings PlannedLaw make_law read_policy",
-        "load": "Load scale_arrivals",
+        "load": "SAMPLE Load TraceRow read_trace scale_arrivals scale_factor scale_to_context",
         "optimum": "Planner lower_bound peak_factor planned scaled_load smallest_fleet",
         "profile": "EngineProfile StepCost packaged_profile read_profile write_profile",
         "simulation": "Course Outcome simulate",
         "terms": "FleetTerms LoadTerms Terms read_terms",
-        "traces": "SAMPLE TraceRow read_trace scale_factor scale_to_context",
         "virtual_engine": "StepContents VirtualEngine VirtualRequest",
     }.items()
     for name in names.split()

@@ -16,12 +16,11 @@ from pagestream_scaling import ScalingPolicy
 
 from pagestream_simulator.errors import SettingInvalidError
 from pagestream_simulator.laws import FixedLaw, Law, make_law, read_policy
-from pagestream_simulator.load import Load
+from pagestream_simulator.load import Load, read_trace
 from pagestream_simulator.optimum import Planner, lower_bound, peak_factor, planned, scaled_load
 from pagestream_simulator.profile import EngineProfile, packaged_profile, read_profile
 from pagestream_simulator.simulation import Course, Floats, Outcome, format_ttft, simulate
 from pagestream_simulator.terms import LAWS, Terms, read_terms
-from pagestream_simulator.traces import read_trace
 
 
 @dataclass(frozen=True, slots=True)

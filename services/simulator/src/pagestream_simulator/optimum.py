@@ -18,11 +18,10 @@ import numpy.typing as npt
 
 from pagestream_simulator.errors import SettingInvalidError
 from pagestream_simulator.laws import FixedLaw, PlannedLaw
-from pagestream_simulator.load import Load, scale_arrivals
+from pagestream_simulator.load import Load, TraceRow, scale_arrivals
 from pagestream_simulator.profile import EngineProfile
 from pagestream_simulator.simulation import Outcome, simulate
 from pagestream_simulator.terms import Terms
-from pagestream_simulator.traces import TraceRow
 
 _FACTOR_STEPS = 12
 _FACTOR_MAX = 4096.0

@@ -8,10 +8,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pagestream_cli.bench.http_client import HttpClient
-    from pagestream_cli.bench.load import run_load
+    from pagestream_cli.bench.load import (
+        BenchRequest,
+        from_prompts,
+        from_random,
+        from_trace,
+        poisson,
+        run_load,
+        with_poisson,
+    )
     from pagestream_cli.bench.options import LengthRange
     from pagestream_cli.bench.results import Outcome, Run, as_json, as_text, spread, summarize, write_plot
-    from pagestream_cli.bench.workload import BenchRequest, from_prompts, from_random, from_trace, poisson, with_poisson
 
 __all__ = [
     "BenchRequest",
@@ -34,11 +41,10 @@ __all__ = [
 
 _MODULES = {
     "HttpClient": "http_client",
-    "run_load": "load",
     "LengthRange": "options",
     **dict.fromkeys(("Outcome", "Run", "as_json", "as_text", "spread", "summarize", "write_plot"), "results"),
     **dict.fromkeys(
-        ("BenchRequest", "from_prompts", "from_random", "from_trace", "poisson", "with_poisson"), "workload"
+        ("BenchRequest", "from_prompts", "from_random", "from_trace", "poisson", "run_load", "with_poisson"), "load"
     ),
 }
 """The module that defines each exported name."""

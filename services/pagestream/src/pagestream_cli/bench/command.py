@@ -12,10 +12,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pagestream_simulator.traces import read_trace, scale_factor, scale_to_context
+from pagestream_simulator.load import read_trace, scale_factor, scale_to_context
 
 from pagestream_cli.bench.http_client import HttpClient
-from pagestream_cli.bench.load import LoadClient, run_load
+from pagestream_cli.bench.load import (
+    BenchRequest,
+    LoadClient,
+    from_prompts,
+    from_random,
+    from_trace,
+    run_load,
+    with_poisson,
+)
 from pagestream_cli.bench.results import (
     INTERRUPTED,
     Outcome,
@@ -26,9 +34,8 @@ from pagestream_cli.bench.results import (
     write_json,
     write_plot,
 )
-from pagestream_cli.bench.workload import BenchRequest, from_prompts, from_random, from_trace, with_poisson
-from pagestream_cli.client.answer import choose_model, list_models, telling_unserved
 from pagestream_cli.client.endpoint import Endpoint, find_endpoint
+from pagestream_cli.client.gateways import choose_model, list_models, telling_unserved
 from pagestream_cli.console import is_watched, say
 from pagestream_cli.datadir import DataDir, read_record
 from pagestream_cli.errors import ServerNotFoundError, UsageError

@@ -9,8 +9,7 @@ from pathlib import Path
 import grpc
 from pagestream.v1 import inference_pb2, inference_pb2_grpc
 
-from pagestream_cli.bench.load import AnswerError, ResponseMeasurement
-from pagestream_cli.bench.workload import BenchRequest
+from pagestream_cli.bench.load import AnswerError, BenchRequest, ResponseMeasurement
 from pagestream_cli.client.endpoint import Endpoint
 
 CHANNELS_EACH = 4

@@ -16,8 +16,7 @@ from urllib.parse import urlsplit
 
 from pagestream_client.sse import Event, SseDecoder
 
-from pagestream_cli.bench.load import AnswerError, ResponseMeasurement
-from pagestream_cli.bench.workload import BenchRequest
+from pagestream_cli.bench.load import AnswerError, BenchRequest, ResponseMeasurement
 from pagestream_cli.client.endpoint import Endpoint
 from pagestream_cli.client.gateways import error_message, next_index_of
 

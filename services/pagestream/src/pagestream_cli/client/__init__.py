@@ -7,8 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pagestream_cli.client.answer import choose_model, list_models, show_answer, stream_answer
     from pagestream_cli.client.endpoint import API_KEY_VARIABLE, Endpoint, find_endpoint
+    from pagestream_cli.client.gateways import choose_model, list_models, show_answer, stream_answer
 
 __all__ = [
     "API_KEY_VARIABLE",
@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    **dict.fromkeys(("choose_model", "list_models", "show_answer", "stream_answer"), "answer"),
+    **dict.fromkeys(("choose_model", "list_models", "show_answer", "stream_answer"), "gateways"),
     **dict.fromkeys(("API_KEY_VARIABLE", "Endpoint", "find_endpoint"), "endpoint"),
 }
 """The module that defines each exported name."""

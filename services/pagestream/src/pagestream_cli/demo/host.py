@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 from pagestream_cli.datadir import DataDirLock
 from pagestream_cli.errors import CliError
 from pagestream_cli.serve import options as serve_options
-from pagestream_cli.serve.checks import check_options, check_parts
 from pagestream_cli.serve.deployment import Deployment
 from pagestream_cli.serve.model import choose_model
-from pagestream_cli.serve.plan import EngineLogs, Plan, assign_ports, engines_left_behind
+from pagestream_cli.serve.plan import EngineLogs, Plan, assign_ports, check_options, check_parts, engines_left_behind
 from pagestream_cli.serve.redis import redis_command
 from pagestream_cli.serve.report import Reporter
 

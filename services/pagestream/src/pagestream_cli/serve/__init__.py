@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pagestream_cli.serve.checks import check_parts
     from pagestream_cli.serve.deployment import Deployment
     from pagestream_cli.serve.model import ModelChoice, choose_model, demo_model_places, find_demo_model
     from pagestream_cli.serve.options import PASSED_ON, ServeOptions, parse_options
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
         Plan,
         PortPlan,
         assign_ports,
+        check_parts,
         engine_environment,
         engine_name,
         engines_left_behind,
@@ -55,7 +55,6 @@ __all__ = [
 ]
 
 _MODULES = {
-    "check_parts": "checks",
     "Deployment": "deployment",
     **dict.fromkeys(("ModelChoice", "choose_model", "demo_model_places", "find_demo_model"), "model"),
     **dict.fromkeys(("PASSED_ON", "ServeOptions", "parse_options"), "options"),
@@ -67,6 +66,7 @@ _MODULES = {
             "Plan",
             "PortPlan",
             "assign_ports",
+            "check_parts",
             "engine_environment",
             "engine_name",
             "engines_left_behind",

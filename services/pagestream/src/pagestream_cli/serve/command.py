@@ -19,11 +19,18 @@ from pagestream_cli.console import program, say
 from pagestream_cli.datadir import DataDir, DataDirLock
 from pagestream_cli.errors import UsageError
 from pagestream_cli.keys import write_given_keys
-from pagestream_cli.serve.checks import check_options, check_parts
 from pagestream_cli.serve.deployment import Deployment
 from pagestream_cli.serve.model import AdapterChoice, choose_model
 from pagestream_cli.serve.options import ServeOptions, parse_options
-from pagestream_cli.serve.plan import EngineLogs, Plan, PortPlan, assign_ports, engines_left_behind
+from pagestream_cli.serve.plan import (
+    EngineLogs,
+    Plan,
+    PortPlan,
+    assign_ports,
+    check_options,
+    check_parts,
+    engines_left_behind,
+)
 from pagestream_cli.serve.redis import check_redis, ignored_file, redis_command
 from pagestream_cli.serve.report import Reporter
 

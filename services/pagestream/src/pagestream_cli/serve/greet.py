@@ -6,8 +6,8 @@ import json
 import shlex
 import time
 
-from pagestream_cli.client.answer import stream_answer
 from pagestream_cli.client.endpoint import Endpoint
+from pagestream_cli.client.gateways import stream_answer
 from pagestream_cli.console import say, show
 from pagestream_cli.datadir import ServeRecord
 

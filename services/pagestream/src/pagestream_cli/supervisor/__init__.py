@@ -7,9 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pagestream_cli.supervisor.output import PartOutput
     from pagestream_cli.supervisor.part import (
         Death,
+        PartOutput,
         PartSpec,
         PartState,
         PartView,
@@ -32,9 +32,9 @@ __all__ = [
 ]
 
 _MODULES = {
-    "PartOutput": "output",
     **dict.fromkeys(
-        ("Death", "PartSpec", "PartState", "PartView", "RestartPolicy", "RestartRecord", "Standby"), "part"
+        ("Death", "PartOutput", "PartSpec", "PartState", "PartView", "RestartPolicy", "RestartRecord", "Standby"),
+        "part",
     ),
     "Supervisor": "supervisor",
 }

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Protocol
 
 from pagestream_cli.errors import PartFailedError, PartOptionsError
-from pagestream_cli.supervisor.output import PartOutput, pipe_reader
 from pagestream_cli.supervisor.part import (
     Death,
     Listener,
+    PartOutput,
     PartSpec,
     PartState,
     PartView,
@@ -29,6 +29,7 @@ from pagestream_cli.supervisor.part import (
     RestartPolicy,
     RestartRecord,
     notify,
+    pipe_reader,
 )
 
 
