@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pagestream_client.errors import Position
 from pagestream_client.openai.failures import CallRefused
 from pagestream_client.openai.stream_state import HttpRequest, HttpStreamState
 from pagestream_client.retry import Code, Configuration, Failure, Reconnection
@@ -60,15 +59,9 @@ class HttpConfiguration(Configuration):
         context.load_verify_locations(self.transport.ca_file)
         return context
 
-    def stream_state(self, start: HttpRequest | Position, *, deadline_s: float | None = None) -> HttpStreamState:
+    def stream_state(self, request: HttpRequest) -> HttpStreamState:
         """Return the state of one stream."""
-        return HttpStreamState(
-            start,
-            self.retry_state(),
-            deadline_s=deadline_s,
-            settle_s=self.reconnection.settle_s,
-            clock=time.monotonic,
-        )
+        return HttpStreamState(request, self.retry_state(), settle_s=self.reconnection.settle_s, clock=time.monotonic)
 
 
 def base_url(url: str) -> str:

@@ -53,38 +53,25 @@ class HttpStreamState(ResumableStream):
     """Follow one request to its end over HTTP.
 
     Args:
-        start: the request to submit, or the place to resume from in one that was accepted before.
+        request: what to submit.
         retry: see ResumableStream, as for the other arguments.
     """
 
-    def __init__(
-        self,
-        start: HttpRequest | Position,
-        retry: RetryState,
-        *,
-        deadline_s: float | None,
-        settle_s: float,
-        clock: Callable[[], float],
-    ) -> None:
-        position = start if isinstance(start, Position) else None
-        super().__init__(position, retry, deadline_s=deadline_s, settle_s=settle_s, clock=clock)
-        self._request = start if isinstance(start, HttpRequest) else None
+    def __init__(self, request: HttpRequest, retry: RetryState, *, settle_s: float, clock: Callable[[], float]) -> None:
+        super().__init__(None, retry, deadline_s=None, settle_s=settle_s, clock=clock)
+        self._request = request
         self._seed = ""
         self._is_lost = False  # whether Redis has lost the request, so that it is to be accepted again
         self._last_event_id = ""
-        if position is not None and position.next_index:
-            self._last_event_id = f"{position.request_id}/{position.next_index}/{position.digest}"
         self._last_sign_at = self._called_at
 
     def next_call(self) -> HttpCall:
-        """Return what to call now. Raises DeadlineExceeded instead of submitting a request after its deadline."""
-        timeout_s = self.begin_call()
+        """Return what to call now."""
+        self.begin_call()
         self._last_sign_at = self._called_at
         name = f"/v1/requests/{self.position.request_id}"
-        if self._request is not None and (self._is_lost or not self.is_accepted):
+        if self._is_lost or not self.is_accepted:
             headers = {"Idempotency-Key": self._request.idempotency_key}
-            if timeout_s is not None:
-                headers["X-Request-Timeout"] = f"{timeout_s:.3f}"
             if self._is_lost:
                 return HttpCall("PUT", name, self._request.body, {**headers, "X-Request-Seed": self._seed})
             return HttpCall("POST", self._request.path, self._request.body, headers)
