@@ -155,7 +155,8 @@ def own_part(name: str, folder: Path, *arguments: str) -> Part:
 
 def start_gateway(stack: Stack, checkout: Path, name: str) -> Gateway:
     """Start the gateway of a checkout."""
-    packages = ("proto", *(f"services/{each}" for each in ("telemetry", "streams", "gateway")))
+    names = ("options", "grammars", "telemetry", "streams", "batches", "gateway")
+    packages = ("proto", *(f"services/{each}" for each in names))
     path = os.pathsep.join(str(checkout / each / "src") for each in packages)
     http_port, grpc_port = free_port(), free_port()
     command = [sys.executable, "-m", "pagestream_gateway", "--redis", stack.redis_url, "--gateway-id", name]
