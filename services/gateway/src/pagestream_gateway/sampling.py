@@ -31,12 +31,13 @@ from pagestream_grammars import (
     regex_grammar,
     rules_grammar,
 )
-from pagestream_options.declaration import MAX_FLOAT32, Body, Option
+from pagestream_options import declaration
+from pagestream_options.declaration import MAX_FLOAT32, Option
 from pagestream_options.sampling import SAMPLING_PARAMETERS
 from pydantic import Field
 
 from pagestream_gateway.errors import ContextExceeded, InvalidRequest
-from pagestream_gateway.http.body import Biases, EarlyStops, Items, StrictModel, Strings, Token, expects
+from pagestream_gateway.http.body import Biases, Body, EarlyStops, Items, Strings, Token, expects
 from pagestream_gateway.settings import LimitSettings
 
 _HALF_PAIR = "holds half of a surrogate pair, which is not text"
@@ -45,7 +46,7 @@ _NAMES = ("json", "regex", "choice", "grammar", "json_object")
 Schema = Annotated[dict[str, Any] | str | bool, expects("must be a JSON schema: an object, a boolean, or text of one")]
 
 
-class StructuredOutputsBody(StrictModel):
+class StructuredOutputsBody(Body):
     """vLLM's structured_outputs, of which exactly one constraint is given."""
 
     json_: Schema | None = Field(None, alias="json", description="A JSON schema.")
@@ -123,19 +124,19 @@ def _grammar(value: StructuredOutputs, kind: str) -> Grammar:
             return rules_grammar(value.grammar)
 
 
-class TextFormat(StrictModel):
+class TextFormat(Body):
     """Any text."""
 
     type: Literal["text"]
 
 
-class JsonObjectFormat(StrictModel):
+class JsonObjectFormat(Body):
     """Any JSON object."""
 
     type: Literal["json_object"]
 
 
-class JsonSchema(StrictModel):
+class JsonSchema(Body):
     """A schema; name and description are for the reader. The output matches it whatever `strict` says."""
 
     name: str
@@ -144,7 +145,7 @@ class JsonSchema(StrictModel):
     strict: bool | None = None
 
 
-class JsonSchemaFormat(StrictModel):
+class JsonSchemaFormat(Body):
     """JSON that validates against a schema."""
 
     type: Literal["json_schema"]
@@ -400,7 +401,7 @@ _FORMS: tuple[tuple[Any, _Form], ...] = (
 """By the types of `SamplingFields`."""
 
 
-def _parameter(each: Option, body: Body) -> Parameter:
+def _parameter(each: Option, body: declaration.Body) -> Parameter:
     form = next(form for kind, form in _FORMS if each.kind == kind)
     default = _always(each.default) if body.is_filled else None
     return Parameter(

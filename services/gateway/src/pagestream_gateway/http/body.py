@@ -34,243 +34,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagestream_gateway.errors import BodyTooLarge, InvalidRequest, UnknownField, WrongContentType
 
-_HUGE = 1e300  # far beyond any bias; excludes infinity and NaN
-HALF_SURROGATE = "string_unicode"
-"""pydantic's error type for text that UTF-8 can't encode."""
-UNION = "union"
-"""The error type of `expects`."""
-
-
-def expects(message: str) -> WrapValidator:
-    """Replace the errors of a union, one per branch, by one `message` that says what the field takes."""
-
-    def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return handler(value)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-            kind = first["type"] if first["type"] == HALF_SURROGATE else UNION
-            raise PydanticCustomError(kind, message) from error
-
-    return WrapValidator(validate)
-
-
-def _first_wrong_bias(value: object) -> object:
-    """Reduce a mapping with a wrong bias to that one."""
-    if isinstance(value, dict):
-        for name, bias in value.items():
-            if type(bias) not in (int, float) or not -_HUGE < bias < _HUGE:
-                return {name: bias}
-    return value
-
-
-Item = TypeVar("Item")
-Items = Annotated[list[Item], Field(fail_fast=True)]
-Token = Annotated[int, Field(ge=0, lt=2**32)]
-Strings = Annotated[str | Items[str], expects("must be a string or a list of strings")]
-Biases = Annotated[dict[str, float], BeforeValidator(_first_wrong_bias)]
-EarlyStops = Annotated[bool | Literal["never"], expects('must be true, false or "never"')]
-_MOST_EXACT = 2**53  # up to which each whole number is a float of its own
-
-
-class StrictModel(BaseModel):
-    """Strict: unknown fields, numbers as strings, NaN and infinity are errors.
-
-    An unknown field that is null asks for nothing, and 16.0 is the same number as 16.
-    """
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _plain(cls, values: object) -> object:
-        """Drop all unknown fields but the first that asks for something: each would become an error that takes memory.
-
-        Whole numbers become integers.
-        """
-        if not isinstance(values, dict):
-            return values
-        own = _names(cls)
-        if not (values.keys() <= own):
-            first = next((name for name, value in values.items() if name not in own and value is not None), None)
-            values = {name: value for name, value in values.items() if name in own or name == first}
-        if any(type(value) is float for value in values.values()):
-            values = {name: _whole(value) for name, value in values.items()}
-        return values
-
-
-@cache
-def _names(kind: type[StrictModel]) -> Set[str]:
-    """Return the names of a model's fields in JSON."""
-    return {field.alias or name for name, field in kind.model_fields.items()}
-
-
-def _whole(value: object) -> object:
-    return int(value) if type(value) is float and value.is_integer() and abs(value) < _MOST_EXACT else value
-
-
-HEADER = "X-Request-Warnings"
-_MOST = 16
-_MAX_CHARS = 240  # of one warning: proxies bound a header by some kilobytes
-
-
-class RequestWarnings:
-    """What was left out of one request's body, and whether its unknown fields are."""
-
-    def __init__(self, *, ignores_unknown: bool = False) -> None:
-        self.ignores_unknown = ignores_unknown
-        """Whether fields that nothing declares are left out; otherwise they are refused."""
-        self._places: list[str] = []
-        self._texts: list[str] = []
-        self._num_left = 0
-
-    @contextmanager
-    def within(self, place: str) -> Iterator[None]:
-        """Let warnings name fields by their path in the whole body, of which `place` is a part."""
-        self._places.append(place)
-        try:
-            yield
-        finally:
-            self._places.pop()
-
-    def add(self, field: str, text: str) -> None:
-        """Add a warning about a field of the part that is being read."""
-        if len(self._texts) == _MOST:
-            self._num_left += 1
-            return
-        path = ".".join((*self._places, field))
-        self._texts.append(f"{path}: {text}"[:_MAX_CHARS])
-
-    @property
-    def header(self) -> str:
-        """The header's value, printable ASCII; "" without a warning."""
-        more = [f"{self._num_left} more"] if self._num_left else []
-        return json.dumps("; ".join((*self._texts, *more)))[1:-1]
-
-
-_CURRENT: ContextVar[RequestWarnings] = ContextVar("pagestream_request_warnings")
-
-
-def current_warnings() -> RequestWarnings:
-    """Return the warnings of the request that is being read; outside of one, some that nothing shows."""
-    return _CURRENT.get(None) or RequestWarnings()
-
-
-@contextmanager
-def collecting(warnings: RequestWarnings) -> Iterator[None]:
-    """Let what is read in a block add to `warnings`."""
-    token = _CURRENT.set(warnings)
-    try:
-        yield
-    finally:
-        _CURRENT.reset(token)
-
-
-class WithWarnings:
-    """ASGI middleware: the warnings of each call become a header of its answer."""
-
-    def __init__(self, app: ASGIApp, *, ignores_unknown: bool) -> None:
-        self._app = app
-        self._ignores_unknown = ignores_unknown
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        warnings = RequestWarnings(ignores_unknown=self._ignores_unknown)
-
-        async def answer(message: Message) -> None:
-            if message["type"] == "http.response.start" and (text := warnings.header):
-                MutableHeaders(scope=message)[HEADER] = text
-            await send(message)
-
-        with collecting(warnings):
-            await self._app(scope, receive, answer)
-
-
-IGNORED = "unknown field, which was ignored"
-"""The warning of one."""
-Document = dict[str, Any]
-
-
-def unknown_fields(kind: type[StrictModel], document: Mapping[str, Any], place: str = "") -> Iterator[str]:
-    """Yield the paths of the fields that a body, or parts of it, have and `kind` doesn't declare."""
-    fields = _fields(kind)
-    for name, value in document.items():
-        path = place + (name[:80] or '""')
-        if name not in fields:
-            if value is not None:
-                yield path
-            continue
-        for part_place, part in _parts(value, path):
-            if (declared := _declared(fields[name], part)) is not None:
-                yield from unknown_fields(declared, part, f"{part_place}.")
-
-
-def without_unknown(kind: type[StrictModel], document: Mapping[str, Any]) -> Document:
-    """Return a body without these fields."""
-    fields = _fields(kind)
-    return {name: _kept(fields[name], value) for name, value in document.items() if name in fields}
-
-
-def _kept(kinds: Sequence[type[StrictModel]], value: Any) -> Any:
-    if not kinds:
-        return value
-    if isinstance(value, list):
-        return [_kept(kinds, each) for each in value]
-    declared = _declared(kinds, value) if isinstance(value, dict) else None
-    return value if declared is None else without_unknown(declared, value)
-
-
-def _parts(value: Any, path: str) -> Iterator[tuple[str, Document]]:
-    if isinstance(value, dict):
-        yield path, value
-    elif isinstance(value, list):
-        for number, each in enumerate(value):
-            if isinstance(each, dict):
-                yield f"{path}.{number}", each
-
-
-def _declared(kinds: Sequence[type[StrictModel]], part: Document) -> type[StrictModel] | None:
-    """Return the one of several kinds that a part is of, by its literal fields such as `type`; None for none."""
-    return next((kind for kind in kinds if _is_of(kind, part)), None)
-
-
-def _is_of(kind: type[StrictModel], part: Document) -> bool:
-    for name, field in kind.model_fields.items():
-        values = _literals(field.annotation)
-        if name in part and values and part[name] not in values:
-            return False
-    return True
-
-
-@cache
-def _fields(kind: type[StrictModel]) -> Mapping[str, Sequence[type[StrictModel]]]:
-    """Return the fields of a kind by their names in JSON, each with the kinds of objects that it may hold."""
-    return {field.alias or name: tuple(_kinds(field.annotation)) for name, field in kind.model_fields.items()}
-
-
-def _kinds(annotation: Any) -> Iterator[type[StrictModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, StrictModel):
-        yield annotation
-    elif get_origin(annotation) is Annotated:
-        yield from _kinds(get_args(annotation)[0])
-    elif get_origin(annotation) in (Union, types.UnionType, list):
-        for each in get_args(annotation):
-            yield from _kinds(each)
-
-
-def _literals(annotation: Any) -> tuple[Any, ...]:
-    """Return the values that a field may have, where it has a list of them; with None where it may be left out."""
-    if get_origin(annotation) is Literal:
-        return get_args(annotation)
-    if get_origin(annotation) in (Union, types.UnionType):
-        parts = [each for each in get_args(annotation) if each is not type(None)]
-        if len(parts) == 1 and (values := _literals(parts[0])):
-            return (*values, None)
-    return ()
-
-
 # A client that is still sending sees the refusal only once it is done, so the rest of a body that is too large is read
 # and dropped, for this many seconds.
 _DISCARD_LIMIT_S = 5.0
@@ -468,8 +231,241 @@ def _json_kind(document: object) -> str:
 BodyModel = TypeVar("BodyModel", bound="Body")
 
 
-class Body(StrictModel):
-    """A body, or a part of one."""
+_HUGE = 1e300  # far beyond any bias; excludes infinity and NaN
+HALF_SURROGATE = "string_unicode"
+"""pydantic's error type for text that UTF-8 can't encode."""
+UNION = "union"
+"""The error type of `expects`."""
+
+
+def expects(message: str) -> WrapValidator:
+    """Replace the errors of a union, one per branch, by one `message` that says what the field takes."""
+
+    def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            kind = first["type"] if first["type"] == HALF_SURROGATE else UNION
+            raise PydanticCustomError(kind, message) from error
+
+    return WrapValidator(validate)
+
+
+def _first_wrong_bias(value: object) -> object:
+    """Reduce a mapping with a wrong bias to that one."""
+    if isinstance(value, dict):
+        for name, bias in value.items():
+            if type(bias) not in (int, float) or not -_HUGE < bias < _HUGE:
+                return {name: bias}
+    return value
+
+
+Item = TypeVar("Item")
+Items = Annotated[list[Item], Field(fail_fast=True)]
+Token = Annotated[int, Field(ge=0, lt=2**32)]
+Strings = Annotated[str | Items[str], expects("must be a string or a list of strings")]
+Biases = Annotated[dict[str, float], BeforeValidator(_first_wrong_bias)]
+EarlyStops = Annotated[bool | Literal["never"], expects('must be true, false or "never"')]
+_MOST_EXACT = 2**53  # up to which each whole number is a float of its own
+
+
+class Body(BaseModel):
+    """A body, or a part of one. Strict: unknown fields, numbers as strings, NaN and infinity are errors.
+
+    An unknown field that is null asks for nothing, and 16.0 is the same number as 16.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain(cls, values: object) -> object:
+        """Drop all unknown fields but the first that asks for something: each would become an error that takes memory.
+
+        Whole numbers become integers.
+        """
+        if not isinstance(values, dict):
+            return values
+        own = _names(cls)
+        if not (values.keys() <= own):
+            first = next((name for name, value in values.items() if name not in own and value is not None), None)
+            values = {name: value for name, value in values.items() if name in own or name == first}
+        if any(type(value) is float for value in values.values()):
+            values = {name: _whole(value) for name, value in values.items()}
+        return values
+
+
+@cache
+def _names(kind: type[Body]) -> Set[str]:
+    """Return the names of a model's fields in JSON."""
+    return {field.alias or name for name, field in kind.model_fields.items()}
+
+
+def _whole(value: object) -> object:
+    return int(value) if type(value) is float and value.is_integer() and abs(value) < _MOST_EXACT else value
+
+
+HEADER = "X-Request-Warnings"
+_MOST = 16
+_MAX_CHARS = 240  # of one warning: proxies bound a header by some kilobytes
+
+
+class RequestWarnings:
+    """What was left out of one request's body, and whether its unknown fields are."""
+
+    def __init__(self, *, ignores_unknown: bool = False) -> None:
+        self.ignores_unknown = ignores_unknown
+        """Whether fields that nothing declares are left out; otherwise they are refused."""
+        self._places: list[str] = []
+        self._texts: list[str] = []
+        self._num_left = 0
+
+    @contextmanager
+    def within(self, place: str) -> Iterator[None]:
+        """Let warnings name fields by their path in the whole body, of which `place` is a part."""
+        self._places.append(place)
+        try:
+            yield
+        finally:
+            self._places.pop()
+
+    def add(self, field: str, text: str) -> None:
+        """Add a warning about a field of the part that is being read."""
+        if len(self._texts) == _MOST:
+            self._num_left += 1
+            return
+        path = ".".join((*self._places, field))
+        self._texts.append(f"{path}: {text}"[:_MAX_CHARS])
+
+    @property
+    def header(self) -> str:
+        """The header's value, printable ASCII; "" without a warning."""
+        more = [f"{self._num_left} more"] if self._num_left else []
+        return json.dumps("; ".join((*self._texts, *more)))[1:-1]
+
+
+_CURRENT: ContextVar[RequestWarnings] = ContextVar("pagestream_request_warnings")
+
+
+def current_warnings() -> RequestWarnings:
+    """Return the warnings of the request that is being read; outside of one, some that nothing shows."""
+    return _CURRENT.get(None) or RequestWarnings()
+
+
+@contextmanager
+def collecting(warnings: RequestWarnings) -> Iterator[None]:
+    """Let what is read in a block add to `warnings`."""
+    token = _CURRENT.set(warnings)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+class WithWarnings:
+    """ASGI middleware: the warnings of each call become a header of its answer."""
+
+    def __init__(self, app: ASGIApp, *, ignores_unknown: bool) -> None:
+        self._app = app
+        self._ignores_unknown = ignores_unknown
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        warnings = RequestWarnings(ignores_unknown=self._ignores_unknown)
+
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.start" and (text := warnings.header):
+                MutableHeaders(scope=message)[HEADER] = text
+            await send(message)
+
+        with collecting(warnings):
+            await self._app(scope, receive, answer)
+
+
+IGNORED = "unknown field, which was ignored"
+"""The warning of one."""
+Document = dict[str, Any]
+
+
+def unknown_fields(kind: type[Body], document: Mapping[str, Any], place: str = "") -> Iterator[str]:
+    """Yield the paths of the fields that a body, or parts of it, have and `kind` doesn't declare."""
+    fields = _fields(kind)
+    for name, value in document.items():
+        path = place + (name[:80] or '""')
+        if name not in fields:
+            if value is not None:
+                yield path
+            continue
+        for part_place, part in _parts(value, path):
+            if (declared := _declared(fields[name], part)) is not None:
+                yield from unknown_fields(declared, part, f"{part_place}.")
+
+
+def without_unknown(kind: type[Body], document: Mapping[str, Any]) -> Document:
+    """Return a body without these fields."""
+    fields = _fields(kind)
+    return {name: _kept(fields[name], value) for name, value in document.items() if name in fields}
+
+
+def _kept(kinds: Sequence[type[Body]], value: Any) -> Any:
+    if not kinds:
+        return value
+    if isinstance(value, list):
+        return [_kept(kinds, each) for each in value]
+    declared = _declared(kinds, value) if isinstance(value, dict) else None
+    return value if declared is None else without_unknown(declared, value)
+
+
+def _parts(value: Any, path: str) -> Iterator[tuple[str, Document]]:
+    if isinstance(value, dict):
+        yield path, value
+    elif isinstance(value, list):
+        for number, each in enumerate(value):
+            if isinstance(each, dict):
+                yield f"{path}.{number}", each
+
+
+def _declared(kinds: Sequence[type[Body]], part: Document) -> type[Body] | None:
+    """Return the one of several kinds that a part is of, by its literal fields such as `type`; None for none."""
+    return next((kind for kind in kinds if _is_of(kind, part)), None)
+
+
+def _is_of(kind: type[Body], part: Document) -> bool:
+    for name, field in kind.model_fields.items():
+        values = _literals(field.annotation)
+        if name in part and values and part[name] not in values:
+            return False
+    return True
+
+
+@cache
+def _fields(kind: type[Body]) -> Mapping[str, Sequence[type[Body]]]:
+    """Return the fields of a kind by their names in JSON, each with the kinds of objects that it may hold."""
+    return {field.alias or name: tuple(_kinds(field.annotation)) for name, field in kind.model_fields.items()}
+
+
+def _kinds(annotation: Any) -> Iterator[type[Body]]:
+    if isinstance(annotation, type) and issubclass(annotation, Body):
+        yield annotation
+    elif get_origin(annotation) is Annotated:
+        yield from _kinds(get_args(annotation)[0])
+    elif get_origin(annotation) in (Union, types.UnionType, list):
+        for each in get_args(annotation):
+            yield from _kinds(each)
+
+
+def _literals(annotation: Any) -> tuple[Any, ...]:
+    """Return the values that a field may have, where it has a list of them; with None where it may be left out."""
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    if get_origin(annotation) in (Union, types.UnionType):
+        parts = [each for each in get_args(annotation) if each is not type(None)]
+        if len(parts) == 1 and (values := _literals(parts[0])):
+            return (*values, None)
+    return ()
 
 
 @contextmanager

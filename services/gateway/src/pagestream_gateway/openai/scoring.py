@@ -26,7 +26,7 @@ from starlette.responses import Response
 from pagestream_gateway.calls import EMBEDDINGS
 from pagestream_gateway.errors import InvalidRequest
 from pagestream_gateway.gateway import Gateway
-from pagestream_gateway.http.body import Items, StrictModel, expects, parse_body
+from pagestream_gateway.http.body import Body, Items, expects, parse_body
 from pagestream_gateway.http.documents import AnswersByPath, at, body_of
 from pagestream_gateway.openai import generation
 from pagestream_gateway.openai.embeddings import (
@@ -48,7 +48,7 @@ from pagestream_gateway.streams.accepted import Position, Run
 _RESULT_BYTES = 128  # of a result's object, without a document's text
 
 
-class TextObject(StrictModel):
+class TextObject(Body):
     """A text as Cohere's and Jina's clients may send it."""
 
     text: str
