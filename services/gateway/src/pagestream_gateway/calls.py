@@ -122,8 +122,8 @@ class Call:
         self.rates: Sequence[Rate] = ()
         """How far the caller's limits are used; none where it has none, or nothing was admitted."""
 
-    def admitted(self, rates: Sequence[Rate]) -> None:
-        """Note how far the caller's limits are used, this request included."""
+    def set_rates(self, rates: Sequence[Rate]) -> None:
+        """Set how far the caller's limits are used, this request included: answers show it."""
         self.rates = rates
 
     def begin_span(self, parent: TraceContext) -> None:

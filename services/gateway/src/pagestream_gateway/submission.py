@@ -87,7 +87,7 @@ class Submission:
         self._set_caller(spec, draft, identity, call.context)
         placing = self.session.place(model.name, spec.prompts[0].ids, tenant, cache_salt=spec.cache_salt)
         spec.request_id = await self.limit.wait(placing)
-        is_given, note = draft.sampling.HasField("max_tokens"), call.admitted
+        is_given, note = draft.sampling.HasField("max_tokens"), call.set_rates
         if not draft.idempotency_key:
             await self.limit.wait(self.session.accept(spec, is_length_given=is_given, on_rates=note))
             accepted = spec
@@ -138,7 +138,7 @@ class Submission:
         self._set_caller(spec, draft, identity, call.context)
         spec.request_id = request_id
         is_given = draft.sampling.HasField("max_tokens")
-        accepting = self.session.accept(spec, is_length_given=is_given, on_rates=call.admitted)
+        accepting = self.session.accept(spec, is_length_given=is_given, on_rates=call.set_rates)
         found: RequestSpec | None = None
         try:
             if not await self.limit.wait(accepting):  # another reader was sooner

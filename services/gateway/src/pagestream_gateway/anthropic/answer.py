@@ -65,7 +65,7 @@ class MessageOutput:
             self._close(events)
         return events
 
-    def end(self) -> list[Event]:
+    def close_open_block(self) -> list[Event]:
         """Close a block that the log's end cut off; return the events."""
         events: list[Event] = []
         self._close(events)
@@ -170,7 +170,7 @@ class MessageWriter(LogWriter):
 
     def usage(self, end: LogEnd, position: Position) -> str | None:
         delta = {"type": "message_delta", "delta": self._output.stop(end), "usage": self._usage(end)}
-        return self._lines([*self._output.end(), delta, {"type": "message_stop"}], position)
+        return self._lines([*self._output.close_open_block(), delta, {"type": "message_stop"}], position)
 
     def _usage(self, end: LogEnd) -> dict[str, Any]:
         return _usage(end.usage, self._output.num_thinking_tokens)
@@ -214,7 +214,7 @@ class WholeMessage:
 
     def parts(self, end: LogEnd) -> Iterator[bytes]:
         """Yield the body."""
-        self._apply(self._output.end())
+        self._apply(self._output.close_open_block())
         usage = _message_usage(end.usage, self._output.num_thinking_tokens)
         body = {**message_body(self._spec), **self._output.stop(end), "usage": usage}
         del body["content"]

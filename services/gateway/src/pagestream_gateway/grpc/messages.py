@@ -338,12 +338,12 @@ async def embed_response(gateway: Gateway, spec: RequestSpec) -> api.EmbedRespon
     """Follow a log to its end, and return its vectors."""
     response = api.EmbedResponse(request_id=spec.request_id, embeddings=[api.Embedding() for _ in spec.prompts])
 
-    def take(run: Run) -> None:
+    def add_numbers(run: Run) -> None:
         if run.embedding:
             response.embeddings[run.choice].values.extend(numbers_of(run.embedding))
 
     with _held(gateway, spec):
-        response.usage.CopyFrom(await _follow(gateway, spec, take))
+        response.usage.CopyFrom(await _follow(gateway, spec, add_numbers))
     return response
 
 
@@ -355,13 +355,13 @@ async def score_response(gateway: Gateway, spec: RequestSpec) -> api.ScoreRespon
     return api.ScoreResponse(request_id=spec.request_id, scores=similarities.scores, usage=usage)
 
 
-async def _follow(gateway: Gateway, spec: RequestSpec, take: Callable[[Run], object]) -> Usage:
+async def _follow(gateway: Gateway, spec: RequestSpec, add: Callable[[Run], object]) -> Usage:
     with gateway.streams.entered():
         async with aclosing(gateway.requests.follow(spec)) as batches:
             async for batch in batches:
                 for run in split_runs(0, batch):
                     if run.end is None:
-                        take(run)
+                        add(run)
                         continue
                     if is_failed(spec, run.end):
                         raise failure(spec, run.end)

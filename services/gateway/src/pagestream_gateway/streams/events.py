@@ -280,7 +280,7 @@ class LogAnswer(Response):
                 continue
             if loop.time() >= due_s:
                 await self.keep_alive(send)
-                self._note_send()
+                self._restart_silence()
                 continue
             try:
                 async with asyncio.timeout_at(min(due_s, self._unserved_due_s)):
@@ -290,7 +290,7 @@ class LogAnswer(Response):
             if message["type"] == "http.disconnect":
                 return
 
-    def _note_send(self) -> None:
+    def _restart_silence(self) -> None:
         self._last_send_s = asyncio.get_running_loop().time()
 
     def _advance(self, run: Run) -> None:
@@ -443,7 +443,7 @@ class EventStream(LogAnswer):
                     if comments is not None:
                         await cancel(comments)
                     if not self._has_fingerprint:  # now an engine has claimed the request
-                        self._note_engine(await self._gateway.requests.fingerprint(self._reading.spec))
+                        self._set_fingerprint(await self._gateway.requests.fingerprint(self._reading.spec))
                     before = self._position, self._owes_opening
                     body = self._events(batch).encode()
                     batch.clear()  # a client that has stopped reading holds the body alone
@@ -455,9 +455,9 @@ class EventStream(LogAnswer):
 
     def _live_log(self) -> AsyncGenerator[list[LogEntry], None]:
         """Follow the log; its first token is written at once, unless comments may be written meanwhile."""
-        return self.follow(self._pass_on, None if self._reading.with_queue_comments else self._note_engine)
+        return self.follow(self._pass_on, None if self._reading.with_queue_comments else self._set_fingerprint)
 
-    def _note_engine(self, fingerprint: str) -> None:
+    def _set_fingerprint(self, fingerprint: str) -> None:
         self._writer.set_fingerprint(fingerprint)
         self._has_fingerprint = True
 
@@ -469,7 +469,7 @@ class EventStream(LogAnswer):
         return True
 
     def _write(self, to: BodyWriter, body: bytes) -> None:
-        self._note_send()
+        self._restart_silence()
         if body:
             to.write(body)
 
@@ -527,6 +527,6 @@ class EventStream(LogAnswer):
         return self._position.event_id(self._request_id)
 
     async def _send(self, send: Send, body: bytes, *, more: bool = True) -> None:
-        self._note_send()
+        self._restart_silence()
         if body or not more:
             await send({"type": "http.response.body", "body": body, "more_body": more})

@@ -180,13 +180,13 @@ class WholeAnswer(LogAnswer):
         return body
 
     async def _runs(self) -> AsyncGenerator[list[Run], None]:
-        async with aclosing(self.follow(on_engine=self._note_engine)) as batches:
+        async with aclosing(self.follow(on_engine=self._set_fingerprint)) as batches:
             async for batch in batches:
                 runs = self._writer.split(self._position.next_index, batch)
                 self._advance(runs[-1])
                 yield runs
 
-    def _note_engine(self, fingerprint: str) -> None:
+    def _set_fingerprint(self, fingerprint: str) -> None:
         self._fingerprint = fingerprint
 
     # -- send it --

@@ -92,7 +92,7 @@ class ResponseOutput:
             self._close(events, is_complete=run.finish.reason == FINISH_REASON_STOP)
         return events
 
-    def end(self) -> list[Event]:
+    def close_open_item(self) -> list[Event]:
         """Close an item that the log's end cut off; return the events."""
         events: list[Event] = []
         self._close(events, is_complete=False)
@@ -261,7 +261,7 @@ class ResponseWriter(LogWriter):
         return self._written(self.output.feed(run), position_after(run))
 
     def usage(self, end: LogEnd, position: Position) -> str | None:
-        events = self.output.end()
+        events = self.output.close_open_item()
         body = ended_body(self.spec, self.output, end)
         name = body["status"] if body["status"] in ("completed", "failed") else "incomplete"
         return self._written([*events, {"type": f"response.{name}", "response": body}], position)
@@ -326,7 +326,7 @@ class WholeResponse:
 
     def parts(self, end: LogEnd) -> Iterator[bytes]:
         """Yield the body."""
-        self._output.end()
+        self._output.close_open_item()
         body = ended_body(self._spec, self._output, end)
         items = body.pop("output")
         yield json.dumps(body, separators=(",", ":"))[:-1].encode() + b',"output":['

@@ -97,7 +97,7 @@ async def output_of(gateway: Gateway, view: RequestView) -> list[Item]:
                 for run in split_runs(0, batch):
                     if run.end is None:
                         output.feed(run)
-    output.end()
+    output.close_open_item()
     return items_of(output.items)
 
 
