@@ -22,7 +22,7 @@ from pagestream_grammars import (
     regex_grammar,
     rules_grammar,
 )
-from pagestream_options.declaration import MAX_FLOAT32
+from pagestream_options.declaration import MAX_FLOAT32, check
 from pagestream_options.sampling import ALL_LOGPROBS, SAMPLING_PARAMETERS, SamplingFields
 
 from pagestream_engine.errors import InvalidSamplingParams
@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 _SEED = SAMPLING_PARAMETERS["seed"]
+_FLOATS = tuple(name for name, each in SAMPLING_PARAMETERS.items() if each.kind is float)
 GREEDY_BELOW = 1e-5
 """As vLLM: a logit divided by a lower temperature may exceed float32's range."""
 MAX_BEAM_WIDTH = 64
@@ -58,10 +59,10 @@ class SamplingParams(SamplingFields):
     """Whether the likeliest token is always taken."""
 
     def __post_init__(self) -> None:
-        for name, check in _LISTS.items():
+        for name, read in _LISTS.items():
             given = getattr(self, name)
             is_empty = given is None or (isinstance(given, (list, tuple)) and not given)
-            object.__setattr__(self, name, () if is_empty else check(name, given))
+            object.__setattr__(self, name, () if is_empty else read(name, given))
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _biases("logit_bias", self.logit_bias))
         if self.allowed_token_ids is not None:
@@ -72,7 +73,9 @@ class SamplingParams(SamplingFields):
                 )
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
             raise InvalidSamplingParams("structured_outputs", self.structured_outputs, "StructuredOutputsParams")
-        self._check_ranges()
+        check(self, InvalidSamplingParams)
+        for name in _FLOATS:  # which may be given as whole numbers
+            object.__setattr__(self, name, float(getattr(self, name)))
         if self.best_of is not None and self.best_of < self.n:
             raise InvalidSamplingParams("best_of", self.best_of, f"at least n ({self.n})")
         if self.max_tokens is not None:

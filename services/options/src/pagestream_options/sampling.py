@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pagestream_options.declaration import Body, Option, check, declared, option
-from pagestream_options.errors import InvalidSamplingParams
+from pagestream_options.declaration import Body, Option, declared, option
 
 MAX_CHOICES = 16_384
 """Of one prompt, as vLLM's VLLM_MAX_N_SEQUENCES: each is a sequence of its own from the beginning."""
@@ -251,13 +250,6 @@ class SamplingFields:
         "Leave special tokens out of the text. Default true.",
         body=Body(is_filled=True),
     )
-
-    def _check_ranges(self) -> None:
-        """Check types and ranges; numbers that are whole and stand for others become such."""
-        check(self, InvalidSamplingParams)
-        for name, each in declared(SamplingFields).items():
-            if each.kind is float:
-                object.__setattr__(self, name, float(getattr(self, name)))
 
 
 SAMPLING_PARAMETERS: Mapping[str, Option] = declared(SamplingFields)
