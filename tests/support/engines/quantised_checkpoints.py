@@ -56,8 +56,32 @@ def write(folder: Path, target: Path, form: str) -> tuple[Path, Path]:
         place.mkdir(parents=True)
         save_file({name: value.contiguous() for name, value in tensors.items()}, place / "model.safetensors")
         (place / "config.json").write_text(json.dumps({**config, **changes}))
-        (place / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+        if (folder / "tokenizer.json").is_file():
+            (place / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     return target / "quantised", target / "plain"
+
+
+def write_mxfp4(folder: Path, target: Path) -> Path:
+    """Write gpt-oss with its experts in MXFP4, as it is published (OCP Microscaling Formats 1.0)."""
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    tensors: Tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors[name] = tensor
+            continue
+        groups = tensor.float().transpose(1, 2).unflatten(2, (-1, 32))
+        exponents = groups.abs().amax(dim=3, keepdim=True).log2().floor() - 2
+        scaled = groups / exponents.exp2()
+        codes = (scaled.abs()[..., None] - magnitudes).abs().argmin(dim=-1).byte() | (scaled < 0).byte() << 3
+        tensors[name + "_blocks"] = codes[..., 0::2] | codes[..., 1::2] << 4
+        tensors[name + "_scales"] = (exponents.squeeze(3) + 127).byte()
+    target.mkdir(parents=True)
+    save_file({name: value.contiguous() for name, value in tensors.items()}, target / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": skipped}
+    (target / "config.json").write_text(json.dumps(config))
+    return target
 
 
 def words_of(columns: list[Tensor], bits: int) -> Tensor:

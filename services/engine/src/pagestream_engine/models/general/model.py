@@ -25,7 +25,7 @@ from pagestream_engine.attention import Operators, StepContext
 from pagestream_engine.errors import InvariantViolation, UnsupportedModel
 from pagestream_engine.layers.attention import PagedAttention
 from pagestream_engine.layers.linear import Linear, choose_method, lays_out_anew
-from pagestream_engine.layers.quantised import choose_quantised_method, quantise_int8
+from pagestream_engine.layers.quantised import QuantisedWeight, choose_quantised_method, quantise_int8
 from pagestream_engine.layers.rope import RopeContext, rope_context
 from pagestream_engine.models.config import ModelInfo
 from pagestream_engine.models.model import Model
@@ -199,12 +199,22 @@ def _make_mask(*, q_length: int, mask_function: MaskFunction, **_: Any) -> Tenso
 class EngineLinear(nn.Module):
     """A `torch.nn.Linear` that the engine computes."""
 
-    def __init__(self, linear: nn.Linear, *, exact: bool, quantization: str | None = None) -> None:
+    def __init__(
+        self,
+        linear: nn.Linear,
+        *,
+        exact: bool,
+        quantization: str | None = None,
+        stored: QuantisedWeight | None = None,
+    ) -> None:
+        """Take a linear, whose weight is `stored` in fewer bits or rounded as `quantization` says."""
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         bias = None if linear.bias is None else linear.bias.detach()
         weight = linear.weight.detach()
-        if quantization is None:
+        if stored is not None:
+            method = choose_quantised_method(stored.to(weight.device), weight.dtype, exact=exact)
+        elif quantization is None:
             method = choose_method(weight, exact=exact)
         else:
             method = choose_quantised_method(quantise_int8(weight), weight.dtype, exact=exact)
@@ -219,20 +229,28 @@ _ROUTERS = ("gate", "router")
 """Names of linears that choose experts, which keep the model's dtype."""
 
 
-def replace_linears(model: nn.Module, *, exact: bool = False, quantization: str | None = None) -> dict[str, nn.Linear]:
+def replace_linears(
+    model: nn.Module,
+    *,
+    exact: bool = False,
+    quantization: str | None = None,
+    stored: Mapping[str, QuantisedWeight] | None = None,
+) -> dict[str, nn.Linear]:
     """Replace every linear whose weight nothing else has, where that is faster or its weight is to be quantised.
 
     Args:
         model: modelling code with its weights.
         exact: as `choose_method` has it.
         quantization: `ModelConfig.quantization`.
+        stored: weights of a quantised checkpoint by the names of their modules.
 
     Returns:
         The replaced modules by name, for `restore_linears`.
     """
     weight = next(model.parameters())
     lays_out = lays_out_anew(weight.device.type, weight.dtype, exact=exact)
-    if not lays_out and quantization is None:
+    stored = stored or {}
+    if not lays_out and quantization is None and not stored:
         return {}
     owners: dict[int, int] = {}
     for module in model.modules():
@@ -246,10 +264,12 @@ def replace_linears(model: nn.Module, *, exact: bool = False, quantization: str 
     }
     for name, module in list(found.items()):
         kept = name.rpartition(".")[2] in _ROUTERS
-        if kept and not lays_out:
+        changes = name in stored or (quantization is not None and not kept)
+        if not changes and not lays_out:
             del found[name]
             continue
-        _set(model, name, EngineLinear(module, exact=exact, quantization=None if kept else quantization))
+        rounding = None if kept else quantization
+        _set(model, name, EngineLinear(module, exact=exact, quantization=rounding, stored=stored.get(name)))
     return found
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from pagestream_engine.errors import (
     WeightsError,
 )
 from pagestream_engine.layers.attention import PagedAttention
+from pagestream_engine.layers.quantised import QuantisedWeight
 from pagestream_engine.layers.rope import RopeContext
 from pagestream_engine.models.config import ConfigFile, ModelInfo
 from pagestream_engine.models.defaults import GENERATION_CONFIG, end_tokens
@@ -50,7 +52,11 @@ from pagestream_engine.models.general.model import (
     shortest_context,
     take_over_norms,
 )
+from pagestream_engine.models.loader import WeightReader
 from pagestream_engine.models.model import Model, ModelSource, Target
+from pagestream_engine.models.quantised.scheme import Scheme
+from pagestream_engine.models.quantised.tensors import dequantise
+from pagestream_engine.models.safetensors_file import Entry, open_files
 
 _log = logging.getLogger(__name__)
 
@@ -72,20 +78,22 @@ class GeneralSource(ModelSource):
             ModelFileError: it is malformed.
             UnsupportedModel: `transformers` has no such architecture, or none that runs on a paged cache.
         """
-        quantised = file.get("quantization_config")
-        if quantised is not None:
-            method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-            raise UnsupportedModel(
-                f"config.json: quantization_config: given {method} for {', '.join(file.architectures)}, expected a "
-                "model with a family of its own, or floats (quantization int8 rounds those)"
-            )
+        self._scheme = Scheme.read(file)
         self._config = _read_config(folder, file)
         self._class = _find_class(file)
         self._is_nested = file.outer is not None
         _check_class(self._class, self._config, is_nested=self._is_nested)
+        for config in (self._config, self._config.get_text_config()):
+            config.__dict__.pop("quantization_config", None)  # the weights are read here
         super().__init__(folder, _read_info(file, self._class.__name__, self._config))
         self._module: nn.Module | None = None
         self._found: tuple[AttentionSpec, ...] = ()
+        self._quantised: Mapping[str, QuantisedWeight] = {}
+
+    def weight_bytes(self, target: Target) -> int:
+        if self._scheme is None:
+            return super().weight_bytes(target)
+        return sum(_elements(self._scheme, *each) for each in self.tensors().items()) * target.dtype.itemsize
 
     def attention_specs(self, target: Target) -> Sequence[AttentionSpec]:
         sizes = {"tensor_parallel_size": target.ranks.size, "pipeline_parallel_size": target.stage.count}
@@ -96,7 +104,9 @@ class GeneralSource(ModelSource):
         self._module = self._read_weights(target)
         with self._named():
             found = probe(self._module, target.max_model_len, self.info.vocab_size)
-        replaced = replace_linears(self._module, exact=target.exact_linears, quantization=target.quantization)
+        replaced = replace_linears(
+            self._module, exact=target.exact_linears, quantization=target.quantization, stored=self._quantised
+        )
         if replaced:
             try:
                 with self._named():
@@ -129,7 +139,7 @@ class GeneralSource(ModelSource):
         try:
             with _quiet():
                 module, notes = self._class.from_pretrained(
-                    self.folder,
+                    **self._weights(target),
                     config=self._config,
                     dtype=target.dtype,
                     attn_implementation=PROBED_ATTENTION,
@@ -138,6 +148,8 @@ class GeneralSource(ModelSource):
                     local_files_only=True,
                     trust_remote_code=False,
                 )
+        except ModelError:
+            raise
         except ImportError as error:
             raise UnsupportedModel(
                 f"{self.info.architecture}: given modelling code that needs a package which isn't installed: "
@@ -160,6 +172,27 @@ class GeneralSource(ModelSource):
         loaded: nn.Module = module.to(target.device).eval().requires_grad_(False)
         fix_rotations(loaded, target.max_model_len)
         return loaded
+
+    def _weights(self, target: Target) -> dict[str, Any]:
+        """Return where `from_pretrained` finds the weights: in the folder, or dequantised in memory."""
+        if self._scheme is None:
+            return {"pretrained_model_name_or_path": self.folder}
+        self._scheme.check_options(target.quantization, offloads=target.offload is not None)
+        entries = self.tensors()
+        with open_files() as files:
+            reader = WeightReader(entries, files, target, self._scheme)
+            shapes = {name: entry.shape for name, entry in entries.items()}
+            found = dequantise(reader, self._scheme, shapes, target.dtype)
+        self._quantised = found.linears
+        return {"pretrained_model_name_or_path": None, "state_dict": found.tensors}
+
+
+def _elements(scheme: Scheme, name: str, entry: Entry) -> int:
+    """Return how many numbers a stored tensor stands for."""
+    size = prod(entry.shape)
+    if entry.dtype == torch.int32:
+        return size * 32 // scheme.bits
+    return 2 * size if entry.dtype == torch.uint8 and not name.endswith("_scales") else size
 
 
 def alike(specs: Sequence[AttentionSpec]) -> list[AttentionSpec]:

@@ -137,6 +137,10 @@ def _modelopt(given: Mapping[str, Any]) -> Scheme:
     return Scheme("modelopt", 8)
 
 
+def _mxfp4(_: Mapping[str, Any]) -> Scheme:
+    return Scheme("mxfp4", 4, 32)
+
+
 def _awq(given: Mapping[str, Any]) -> Scheme:
     _expect({"bits": given.get("bits", given.get("w_bit"))}, "bits", (4,))
     _expect({"version": str(given.get("version", "gemm")).lower()}, "version", ("gemm",))
@@ -159,6 +163,7 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "fp8": _fp8,
     "gptq": _gptq,
     "modelopt": _modelopt,
+    "mxfp4": _mxfp4,
 }
 """Of each method that config.json may name."""
 

@@ -7,7 +7,8 @@ word are 8 inputs; zeros less 1), AutoFP8.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import gcd
 from typing import Protocol
 
@@ -205,6 +206,89 @@ def nibbles(words: Tensor) -> Tensor:
     """(rows, columns) int32 -> (rows, columns, 8) uint8, the lowest bits first."""
     octets = words.contiguous().view(torch.uint8)
     return torch.stack((octets & 15, octets >> 4), dim=-1).view(*words.shape, _NIBBLES)
+
+
+@dataclass(frozen=True, slots=True)
+class Dequantised:
+    """A checkpoint in floats, for code that knows no other weights."""
+
+    tensors: Mapping[str, Tensor]
+    """All, by the names that a checkpoint in floats has."""
+    linears: Mapping[str, QuantisedWeight]
+    """As they are stored, by the names of their projections."""
+
+
+def dequantise(
+    source: TensorSource, scheme: Scheme, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype
+) -> Dequantised:
+    """Read a quantised checkpoint.
+
+    Args:
+        shapes: of all its tensors, by name.
+        dtype: of the floats.
+
+    Raises:
+        WeightsError: a tensor is missing or mis-shaped.
+        UnsupportedModel: one is in a form that has no reader.
+    """
+    names = {name.removesuffix(suffix) for name in shapes for suffix in _STORED if name.endswith(suffix)}
+    linears, tensors, read = {}, {}, set()
+    for name in sorted(names):
+        if not is_quantised(source, name):
+            continue
+        linears[name] = read_projection(source, scheme, name, _shape_of(scheme, name, shapes))
+        tensors[f"{name}.weight"] = linears[name].dequantised(dtype)
+        read |= {each for each in shapes if each.startswith(f"{name}.") and not each.endswith(".bias")}
+    for name in shapes:
+        stem = name.removesuffix(_BLOCKS)
+        if stem != name:
+            blocks, scales = source.raw(name), source.raw(stem + _BLOCK_SCALES)
+            tensors[stem] = microscaled(blocks, scales, dtype).transpose(-1, -2).contiguous()
+            read |= {name, stem + _BLOCK_SCALES}
+    for name in shapes:
+        if name in read or name.endswith(_SCALES_OF_A_CACHE):
+            continue
+        tensor = source.raw(name)
+        if not tensor.is_floating_point() or tensor.dtype == torch.float8_e4m3fn:
+            raise UnsupportedModel(f"{name}: given {tensor.dtype} in a form that has no reader, expected floats")
+        tensors[name] = tensor.to(dtype)
+    return Dequantised(tensors, linears)
+
+
+_STORED = (".qweight", ".weight_packed", ".weight")
+_BLOCKS, _BLOCK_SCALES = "_blocks", "_scales"
+_SCALES_OF_A_CACHE = (".k_scale", ".v_scale")
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""Values of e2m1, by their 4 bits."""
+
+
+def _shape_of(scheme: Scheme, name: str, shapes: Mapping[str, Sequence[int]]) -> tuple[int, int]:
+    """Return (out features, in features) of a projection, by its largest tensor's."""
+    if f"{name}.qweight" in shapes:
+        first, second = shapes[f"{name}.qweight"]
+        return (second * _NIBBLES, first) if scheme.method == "awq" else (second, first * _NIBBLES)
+    if f"{name}.weight_packed" in shapes:
+        first, second = shapes[f"{name}.weight_packed"]
+        return first, second * 32 // scheme.bits
+    if len(shapes[f"{name}.weight"]) != 2:
+        raise UnsupportedModel(f"{name}.weight: given {len(shapes[f'{name}.weight'])} dimensions, expected two")
+    first, second = shapes[f"{name}.weight"]
+    return first, second
+
+
+def microscaled(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Dequantise MXFP4 (OCP Microscaling Formats 1.0): values of 4 bits, 32 of which share a power of two.
+
+    Args:
+        blocks: (..., groups, 16) uint8, the lower 4 bits first.
+        scales: (..., groups) uint8, the exponent plus 127.
+
+    Returns:
+        (..., groups * 32).
+    """
+    values = torch.tensor(_FP4, dtype=torch.float32)
+    pairs = torch.stack((values[(blocks & 15).long()], values[(blocks >> 4).long()]), dim=-1).flatten(-2)
+    return torch.ldexp(pairs, scales.int()[..., None] - 127).flatten(-2).to(dtype)
 
 
 def read_quantised(
