@@ -1484,7 +1484,7 @@ BESIDE = {
     "free_key",
 }
 """Scripts of tenants' keys and models' cards, and of what has ended, which are beside the partitions, tested in
-test_accept, test_log_quota, test_claim and test_roster. Those in folders have tests of their folder's name.
+test_accept, test_log_quota, test_claim and test_engine_models. Those in folders have tests of their folder's name.
 """
 
 

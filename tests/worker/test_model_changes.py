@@ -79,7 +79,7 @@ async def complete(client: httpx.AsyncClient, model: str, max_tokens: int = SHOR
 
 
 def row(stack: Stack) -> dict[str, Any]:
-    """The engine's row in the roster."""
+    """The engine's row."""
     with Redis.from_url(stack.redis_url, decode_responses=True) as client:
         fields = client.hgetall("ps:engine-roster")
     rows = [json.loads(text.partition(" ")[2]) for name, text in fields.items() if name.startswith("engine:")]
@@ -91,7 +91,7 @@ async def eventually_row(stack: Stack, **fields: Any) -> None:
         if fields.items() <= row(stack).items():
             return
         await asyncio.sleep(0.01)
-    pytest.fail(f"the roster has {row(stack)}, {fields} was expected")
+    pytest.fail(f"Redis has {row(stack)}, {fields} was expected")
 
 
 @dataclass

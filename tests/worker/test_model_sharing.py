@@ -10,7 +10,7 @@ from itertools import repeat
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from pagestream_streams.admin import Order, RosterRow, RosterView, Verb
+from pagestream_streams.admin import EngineModelsView, EngineRow, Order, Verb
 from pagestream_worker import (
     FIRST_DELAY_S,
     MOST_DELAY_S,
@@ -261,10 +261,10 @@ def test_a_turn_that_an_order_ended_was_not_too_short() -> None:
 SERVED = ("a", "b")
 
 
-def beat(rows: dict[str, RosterRow], orders: dict[str, Order], engine_id: str) -> Duties:
+def beat(rows: dict[str, EngineRow], orders: dict[str, Order], engine_id: str) -> Duties:
     """Let an engine read its duties and do them: it loads a model until its next beat."""
     row = rows[engine_id] = replace(rows[engine_id], is_loading=False)
-    duties = read_duties(row, RosterView(0, "", rows, {}, orders))
+    duties = read_duties(row, EngineModelsView(0, "", rows, {}, orders))
     for name in duties.done:
         del orders[name]
     if duties.wakes:
@@ -274,7 +274,7 @@ def beat(rows: dict[str, RosterRow], orders: dict[str, Order], engine_id: str) -
 
 @pytest.mark.parametrize("beats", ["xyz" * 3, "xxxyyyzzz", "zyx" * 3])
 def test_all_engines_that_had_a_model_wake_by_one_order(beats: str) -> None:
-    rows = {"x": RosterRow(SERVED, last="a"), "y": RosterRow(SERVED, last="a"), "z": RosterRow(SERVED, last="b")}
+    rows = {"x": EngineRow(SERVED, last="a"), "y": EngineRow(SERVED, last="a"), "z": EngineRow(SERVED, last="b")}
     orders = {name: Order(Verb.LOAD, 1) for name in SERVED}
     for engine_id in [*beats, *"xyz"]:
         beat(rows, orders, engine_id)
@@ -283,7 +283,7 @@ def test_all_engines_that_had_a_model_wake_by_one_order(beats: str) -> None:
 
 
 def test_an_order_waits_for_no_engine_that_can_not_load() -> None:
-    serving, failed = RosterRow(SERVED, serving="a"), RosterRow(SERVED, last="a", failed={"a": "it is cut off"})
+    serving, failed = EngineRow(SERVED, serving="a"), EngineRow(SERVED, last="a", failed={"a": "it is cut off"})
     for broken in (failed, replace(failed, failed={}, postponed=("a",))):
         rows, orders = {"x": serving, "y": broken}, {"a": Order(Verb.LOAD, 1)}
         assert not beat(rows, orders, "y").wakes
@@ -292,18 +292,18 @@ def test_an_order_waits_for_no_engine_that_can_not_load() -> None:
 
 
 def test_an_engine_frees_what_it_serves_since_before_the_order() -> None:
-    view = RosterView(0, "", {}, {}, {"a": Order(Verb.UNLOAD, 5)})
-    row = RosterRow(SERVED, serving="a", since_ms=5)
+    view = EngineModelsView(0, "", {}, {}, {"a": Order(Verb.UNLOAD, 5)})
+    row = EngineRow(SERVED, serving="a", since_ms=5)
     assert read_duties(row, view).frees
     for other in (replace(row, since_ms=6), replace(row, is_loading=True), replace(row, serving="b")):
         assert not read_duties(other, view).frees
 
 
 def test_an_engine_sleeps_with_its_weights_until_it_is_to_free_them() -> None:
-    view = RosterView(0, "", {}, {}, {"a": Order(Verb.SLEEP, 5)})
-    row = RosterRow(SERVED, serving="a", since_ms=5)
+    view = EngineModelsView(0, "", {}, {}, {"a": Order(Verb.SLEEP, 5)})
+    row = EngineRow(SERVED, serving="a", since_ms=5)
     assert read_duties(row, view) == Duties(sleeps=True)
-    asleep = RosterRow(SERVED, last="a", keeps="a", since_ms=5)
+    asleep = EngineRow(SERVED, last="a", keeps="a", since_ms=5)
     assert read_duties(asleep, view) == Duties()
     assert read_duties(asleep, replace(view, orders={"a": Order(Verb.UNLOAD, 6)})) == Duties(frees=True)
     assert read_duties(replace(asleep, keeps=""), replace(view, orders={"a": Order(Verb.UNLOAD, 6)})) == Duties()

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 from pagestream_cli.__main__ import main
 from pagestream_streams import Broker
-from pagestream_streams.admin import RosterRow, Verb
+from pagestream_streams.admin import EngineRow, Verb
 from support.clients.gateway_clients import gateway_settings, running_address
 from support.protocol.token_streams import home_of
 
@@ -23,16 +23,17 @@ MODELS = ("a", "b")
 async def broker(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Broker]:
     async with await Broker.connect(redis_url) as broker:
         # Nothing renews the row, however slow the machine is.
-        monkeypatch.setattr(home_of(broker.roster), "_ROW_MS", 600_000)
-        await broker.roster.renew("one", RosterRow(MODELS, serving="a", since_ms=1, failed={"b": "it is cut off"}))
+        monkeypatch.setattr(home_of(broker.engine_models), "_ROW_MS", 600_000)
+        row = EngineRow(MODELS, serving="a", since_ms=1, failed={"b": "it is cut off"})
+        await broker.engine_models.renew("one", row)
         yield broker
 
 
 async def asked(broker: Broker) -> dict[str, Verb]:
     """Return what is asked for, and forget it."""
-    orders = (await broker.roster.read()).orders
+    orders = (await broker.engine_models.read()).orders
     for name, order in orders.items():
-        await broker.roster.settle(name, order)
+        await broker.engine_models.forget_order(name, order)
     return {name: order.verb for name, order in orders.items()}
 
 
@@ -60,7 +61,7 @@ async def test_calls_exist_by_a_setting_and_ask_engines(broker: Broker, redis_ur
         unknown = await client.post("/v1/models/load", json={"model": "c"})
         assert "one of a, b is expected" in unknown.json()["error"]["message"]
         assert (await client.get("/is_sleeping")).json() == {"is_sleeping": False}
-        await broker.roster.renew("one", RosterRow(MODELS, last="a", keeps="a"))
+        await broker.engine_models.renew("one", EngineRow(MODELS, last="a", keeps="a"))
         assert (await client.get("/is_sleeping")).json() == {"is_sleeping": True}
         await client.post("/wake_up")
         assert await asked(broker) == {"a": Verb.LOAD}
@@ -102,7 +103,7 @@ async def test_the_command_asks_engines(broker: Broker, redis_url: str, capsys: 
     assert await asked(broker) == {}, "no engine sleeps"
     assert await models("load", "c") != 0
     assert await models("list") == 0
-    await broker.roster.renew("one", RosterRow(MODELS, last="a", keeps="a"))
+    await broker.engine_models.renew("one", EngineRow(MODELS, last="a", keeps="a"))
     assert await models("list") == 0
     assert await models("sleep") == 0
     assert await asked(broker) == {}, "it sleeps"

@@ -14,7 +14,7 @@ import pytest_asyncio
 from pagestream.v1 import inference_pb2 as api
 from pagestream_gateway import LimitSettings, Settings, StreamSettings
 from pagestream_streams import Broker, EmbeddedRedis, StreamsSettings
-from pagestream_streams.admin import Order, RosterRow, Verb, queue_states
+from pagestream_streams.admin import EngineRow, Order, Verb, queue_states
 from support.clients.gateway_clients import (
     Address,
     bearer,
@@ -83,10 +83,10 @@ async def test_requests_end_and_say_why(broker: Broker, settings: Settings) -> N
 
 
 async def test_a_model_that_no_request_wakes_counts_as_without_engines(broker: Broker, settings: Settings) -> None:
-    row = RosterRow((MODEL,), last=MODEL, wakes=False)
-    assert (await broker.roster.renew("one", replace(row, wakes=True))).awaited == {MODEL}
-    assert (await broker.roster.renew("one", replace(row, serving=MODEL, is_loading=True))).awaited == {MODEL}
-    asleep = await broker.roster.renew("one", row)
+    row = EngineRow((MODEL,), last=MODEL, wakes=False)
+    assert (await broker.engine_models.renew("one", replace(row, wakes=True))).awaited == {MODEL}
+    assert (await broker.engine_models.renew("one", replace(row, serving=MODEL, is_loading=True))).awaited == {MODEL}
+    asleep = await broker.engine_models.renew("one", row)
     assert asleep.awaited == set()
     assert replace(asleep, orders={MODEL: Order(Verb.LOAD, 1)}).awaited == {MODEL}
     async with (
@@ -95,7 +95,7 @@ async def test_a_model_that_no_request_wakes_counts_as_without_engines(broker: B
     ):
         answer = asyncio.create_task(client.post("/v1/completions", json=BODY))
         while not answer.done():
-            await broker.roster.renew("one", row)
+            await broker.engine_models.renew("one", row)
             await asyncio.wait([answer], timeout=0.1)
         error = (await answer).json()["error"]
         assert error["code"] == "no_engine"

@@ -469,7 +469,7 @@ class Models:
 
     async def _check_loadable(self, name: str) -> None:
         """Raise ModelUnavailable where engines list a model and none of them can load it."""
-        reason = (await self._limit.wait(self._broker.roster.read())).reason(name)
+        reason = (await self._limit.wait(self._broker.engine_models.read())).reason(name)
         if reason is not None:
             raise ModelUnavailable(name, reason)
 

@@ -15,7 +15,7 @@ from pagestream_cli.errors import CliError, NotFoundError
 
 if TYPE_CHECKING:
     from pagestream_streams import Broker
-    from pagestream_streams.admin.roster import RosterRow, RosterView, Verb
+    from pagestream_streams.admin.engine_models import EngineModelsView, EngineRow, Verb
     from pagestream_streams.protocol.records import ModelInfo
 
 
@@ -92,7 +92,7 @@ async def _list(broker: Broker, arguments: argparse.Namespace) -> None:
         return
     if not infos:
         say("no model is published")
-    roster = await broker.roster.read()
+    roster = await broker.engine_models.read()
     for info in infos:
         print(line(info))
     for engine_id, row in roster.engines.items():
@@ -100,21 +100,21 @@ async def _list(broker: Broker, arguments: argparse.Namespace) -> None:
 
 
 async def _change(broker: Broker, arguments: argparse.Namespace) -> None:
-    from pagestream_streams.admin.roster import Verb
+    from pagestream_streams.admin.engine_models import Verb
 
     action = arguments.action
     verb = Verb.LOAD if action in ("load", "wake") else Verb.UNLOAD
     if action == "sleep" and arguments.level == 1:
         verb = Verb.SLEEP
-    names = _named(await broker.roster.read(), verb, arguments.name)
+    names = _named(await broker.engine_models.read(), verb, arguments.name)
     if not names:
         say("no engine that may sleep serves a model" if action == "sleep" else "no engine sleeps")
         return
     for name in names:
-        await broker.roster.order(name, verb)
+        await broker.engine_models.order(name, verb)
     until = time.monotonic() + arguments.wait
     while True:
-        view = await broker.roster.read()
+        view = await broker.engine_models.read()
         done = all(_is_done(view, name, verb) for name in names)
         if done or time.monotonic() >= until:
             break
@@ -126,9 +126,9 @@ async def _change(broker: Broker, arguments: argparse.Namespace) -> None:
     say(f"{', '.join(names)}: {action} is done" if done else f"{', '.join(names)}: engines were asked to {action}")
 
 
-def _named(view: RosterView, verb: Verb, name: str | None) -> list[str]:
+def _named(view: EngineModelsView, verb: Verb, name: str | None) -> list[str]:
     """Return the models that an action is about. NotFoundError where no engine lists the one that was named."""
-    from pagestream_streams.admin.roster import Verb
+    from pagestream_streams.admin.engine_models import Verb
 
     rows = view.engines.values()
     if name is None:
@@ -142,8 +142,8 @@ def _named(view: RosterView, verb: Verb, name: str | None) -> list[str]:
     return [name]
 
 
-def _is_done(view: RosterView, name: str, verb: Verb) -> bool:
-    from pagestream_streams.admin.roster import Verb
+def _is_done(view: EngineModelsView, name: str, verb: Verb) -> bool:
+    from pagestream_streams.admin.engine_models import Verb
 
     serving = [row for row in view.engines.values() if row.serving == name]
     if verb is Verb.LOAD:
@@ -173,7 +173,7 @@ def line(info: ModelInfo) -> str:
     return f"{info.name}  {info.engines} engines  {info.partitions} partitions  published {created}"
 
 
-def engine_line(engine_id: str, row: RosterRow) -> str:
+def engine_line(engine_id: str, row: EngineRow) -> str:
     """Format one engine that may change its model."""
     state = f"loads {row.serving}" if row.is_loading else f"serves {row.serving}"
     if not row.serving:

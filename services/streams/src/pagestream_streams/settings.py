@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from pagestream_telemetry.environment import fields_of, out_of_range, read_environment, variable_of
@@ -148,17 +149,17 @@ class StreamsSettings:
     directory_ttl_s: float = 1.0
     """Seconds after which a process reads the models and engines again."""
 
-    @property
+    @cached_property
     def beat_limit_s(self) -> float:
         """Seconds that a heartbeat waits for its replies: after a lost one another follows within the lease."""
         return self.lease_ms / 3000
 
-    @property
+    @cached_property
     def control_ms(self) -> int:
         """`control_leases` in milliseconds."""
         return int(self.control_leases * self.lease_ms)
 
-    @property
+    @cached_property
     def storm_ms(self) -> int:
         """`storm_leases` in milliseconds."""
         return int(self.storm_leases * self.lease_ms)

@@ -2,7 +2,7 @@
 
 `plan_changes` is a pure function of what waits, what engines serve, and the time. All engines decide on the same
 readings with the same function, so that each finds the same changes; an engine makes only its own, and only if nobody
-has decided on something in between (`Roster.intend`). `ModelHost` reads, decides, and changes the model;
+has decided on something in between (`EngineModels.intend`). `ModelHost` reads, decides, and changes the model;
 `Loader` gives each model that follows the first one an engine, within limits.
 """
 
@@ -20,8 +20,8 @@ from pagestream_engine.errors import EngineError, ModelError
 from pagestream_engine.models.folder import resolve_model
 from pagestream_engine.wire.worker import EngineFacts, ModelFacts, ModelInspected
 from pagestream_streams import Broker
+from pagestream_streams.admin.engine_models import EngineModelsView, EngineRow, Order, Verb
 from pagestream_streams.admin.observation import QueueState, queue_states
-from pagestream_streams.admin.roster import Order, RosterRow, RosterView, Verb
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.tasks import Periodic
 from pagestream_telemetry.process import process_age_s
@@ -234,14 +234,14 @@ class Duties:
     """Orders to settle."""
 
 
-def read_duties(row: RosterRow, view: RosterView) -> Duties:
+def read_duties(row: EngineRow, view: EngineModelsView) -> Duties:
     """Return what an engine has to do.
 
     An order to load a model is for each engine that had it when it was put to sleep, and stays until all of these have
     read it. Where there is none, `plan_changes` finds an engine.
 
     Args:
-        row: its own, as it is in the roster.
+        row: its own, as it is stored.
     """
     frees, sleeps, wakes, done = False, False, "", {}
     serves = "" if row.is_loading else row.serving
@@ -258,8 +258,8 @@ def read_duties(row: RosterRow, view: RosterView) -> Duties:
     return Duties(frees, sleeps, wakes, done)
 
 
-def read_states(view: RosterView) -> list[EngineState]:
-    """Return the engines of a roster."""
+def read_states(view: EngineModelsView) -> list[EngineState]:
+    """Return the engines of a view."""
     return [
         EngineState(
             engine_id,
@@ -276,8 +276,8 @@ def read_states(view: RosterView) -> list[EngineState]:
     ]
 
 
-async def read_demands(broker: Broker, view: RosterView) -> dict[str, Demand]:
-    """Return what waits for the models of a roster, and what operators ask for. Unavailable.
+async def read_demands(broker: Broker, view: EngineModelsView) -> dict[str, Demand]:
+    """Return what waits for the models of a view, and what operators ask for. Unavailable.
 
     What engines load that had it before they were put to sleep needs no other engine.
     """
@@ -422,15 +422,15 @@ class ModelHost:
         self._service = service
         self._cores = cores
         self._loader = Loader(cores, worker)
-        self._roster = service.broker.roster
+        self._engine_models = service.broker.engine_models
         self._folders = worker.folders
         self._limits = SharingLimits(min_serve_s=worker.min_serve_s)
         self._id = f"{worker.engine_id}:{secrets.token_hex(8)}"
-        self._row = RosterRow(models=tuple(self._folders), wakes=worker.wake_on_demand)
+        self._row = EngineRow(models=tuple(self._folders), wakes=worker.wake_on_demand)
         self._turns = Turns(worker.min_serve_s, worker.max_serve_s)
         self._failures = Failures()
         self._unchecked: set[str] = set()
-        self._view: RosterView | None = None
+        self._view: EngineModelsView | None = None
         self._writing = asyncio.Lock()  # of the row: a renewal must not undo an intention
         self._clock_ms = 0.0  # that of Redis, less this process' monotonic one
         self._leave = asyncio.Event()
@@ -439,7 +439,7 @@ class ModelHost:
         self._asleep: LoadedModel | None = None
         self._model: LoadedModel | None = None
         self._worker: Worker | None = None
-        self._beat = Periodic("roster", BEAT_S, self._renew)
+        self._beat = Periodic("engine models", BEAT_S, self._renew)
         self._decisions = Periodic("models", BEAT_S, self._decide)  # apart: what they wait for holds up no renewal
 
     async def run(self, first: LoadedModel) -> None:
@@ -452,7 +452,7 @@ class ModelHost:
             EngineCoreError: likewise; or an engine that was killed has not ended.
         """
         stop = self._service.stop
-        view = await unless_stopped(when_redis_answers(self._roster.read), stop)
+        view = await unless_stopped(when_redis_answers(self._engine_models.read), stop)
         self._note_clock(view)
         self._model = first
         self._unchecked = set(self._folders) - {first.name}
@@ -474,7 +474,7 @@ class ModelHost:
             await self._decisions.stop()
             await self._beat.stop()
             with suppress(Unavailable):
-                await self._roster.remove(self._id)
+                await self._engine_models.remove(self._id)
 
     # -- changes --
 
@@ -556,7 +556,7 @@ class ModelHost:
             return None
         return found
 
-    # -- the roster --
+    # -- the row of this engine --
 
     async def _renew(self) -> None:
         """Renew the row, and do what operators have asked for. A process that ends has no row."""
@@ -565,7 +565,7 @@ class ModelHost:
         owes = worker is not None and self._turns.owes(worker.prefilling, time.monotonic())
         async with self._writing:
             if self._service.stop.is_set():
-                await self._roster.remove(self._id)
+                await self._engine_models.remove(self._id)
                 return
             failures = self._failures
             self._row = replace(
@@ -575,7 +575,7 @@ class ModelHost:
                 failed=failures.permanent,
                 postponed=failures.postponed,
             )
-            self._view = await self._roster.renew(self._id, self._row)
+            self._view = await self._engine_models.renew(self._id, self._row)
             self._note_clock(self._view)
             await self._obey(self._view)
 
@@ -595,20 +595,20 @@ class ModelHost:
             intended = replace(self._row, serving=target, is_loading=True, last="")
             if self._row.is_loading or self._leave.is_set() or self._service.stop.is_set():
                 return
-            if not await self._roster.intend(self._id, intended, view.version):
+            if not await self._engine_models.intend(self._id, intended, view.version):
                 return
             logger.info("changes its model", extra={"model": target, "before": self._row.serving})
             self._row, self._target = intended, target
             self._leave.set()
 
-    async def _obey(self, view: RosterView) -> None:
+    async def _obey(self, view: EngineModelsView) -> None:
         """Do what operators have asked for."""
         for name, order in view.orders.items():
             if order.verb is Verb.LOAD:
                 self._failures.forget_before(name, order.at_ms)
         duties = read_duties(replace(self._row, failed=self._failures.permanent), view)
         for name, order in duties.done.items():
-            await self._roster.settle(name, order)
+            await self._engine_models.forget_order(name, order)
         if self._leave.is_set():
             return
         if duties.frees or duties.sleeps:
@@ -621,7 +621,7 @@ class ModelHost:
             self._target = duties.wakes
             self._leave.set()
 
-    def _note_clock(self, view: RosterView) -> None:
+    def _note_clock(self, view: EngineModelsView) -> None:
         self._clock_ms = view.now_ms - time.monotonic() * 1000
 
     def _now_ms(self) -> int:

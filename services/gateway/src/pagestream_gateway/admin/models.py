@@ -11,7 +11,7 @@ from typing import Any, Literal
 from fastapi import APIRouter
 from pagestream.v1.records_pb2 import Adapter
 from pagestream_streams.admin.adapters import Reload, adapter_revision
-from pagestream_streams.admin.roster import RosterView, Verb
+from pagestream_streams.admin.engine_models import EngineModelsView, Verb
 from pydantic import BaseModel, Field
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -88,13 +88,13 @@ def router(gateway: Gateway) -> APIRouter:
     """Return the routes of models."""
     is_open = gateway.settings.gateway.allow_model_changes
     routes = APIRouter(tags=["operation"])
-    roster = gateway.broker.roster
+    roster = gateway.broker.engine_models
 
     async def order(models: list[str], verb: Verb) -> None:
         for name in models:
             await gateway.limit.wait(roster.order(name, verb))
 
-    async def view(request: Request) -> RosterView:
+    async def view(request: Request) -> EngineModelsView:
         await check_operator(gateway, request, is_open=is_open)
         return await gateway.limit.wait(roster.read())
 
@@ -140,7 +140,7 @@ def router(gateway: Gateway) -> APIRouter:
     return routes
 
 
-def _known(view: RosterView, name: str) -> str:
+def _known(view: EngineModelsView, name: str) -> str:
     listed = sorted({each for row in view.engines.values() for each in row.models})
     if name not in listed:
         expected = f"one of {', '.join(listed)} is expected" if listed else "no engine may change its model"

@@ -10,8 +10,8 @@ from fastapi import APIRouter
 from fastapi.routing import APIRoute
 from pagestream_streams import QuarantinedRequest
 from pagestream_streams.admin.broker import tenant_of
+from pagestream_streams.admin.engine_models import EngineRow
 from pagestream_streams.admin.observation import QueueDepth, QueueState, queue_states, read_engine_loads, tenant_queues
-from pagestream_streams.admin.roster import RosterRow
 from pagestream_streams.errors import RequestNotFound
 from pagestream_streams.limits import read_usage
 from pydantic import BaseModel, Field
@@ -86,7 +86,7 @@ def _add_deployment_routes(routes: APIRouter, gateway: Gateway) -> None:
 
     @routes.get("/models", summary="The models, and the engines that change theirs")
     async def models() -> Response:
-        rows = (await gateway.limit.wait(gateway.broker.roster.read())).engines
+        rows = (await gateway.limit.wait(gateway.broker.engine_models.read())).engines
         return _list(
             [
                 {
@@ -123,7 +123,7 @@ def _list(rows: list[dict[str, Any]], **more: Any) -> Response:
     return JSONResponse({"object": "list", "data": rows, **more})
 
 
-def _roster_row(engine_id: str, row: RosterRow) -> dict[str, Any]:
+def _roster_row(engine_id: str, row: EngineRow) -> dict[str, Any]:
     return {
         "id": engine_id,
         "models": list(row.models),

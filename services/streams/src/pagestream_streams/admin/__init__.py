@@ -2,6 +2,7 @@
 
 from pagestream_streams.admin.adapters import AdapterDirectory, Reload, adapter_revision, check_adapter_files
 from pagestream_streams.admin.broker import Broker, discard_request, expire_engine, read_owners
+from pagestream_streams.admin.engine_models import EngineModelsView, EngineRow, Order, Verb
 from pagestream_streams.admin.observation import (
     KEPT_MS,
     WATCHED_MS,
@@ -14,7 +15,6 @@ from pagestream_streams.admin.observation import (
     read_engine_loads,
     read_models,
 )
-from pagestream_streams.admin.roster import Order, RosterRow, RosterView, Verb
 from pagestream_streams.admin.sweeper import Sweeper, UnservedRequests, refuse_waiting
 
 __all__ = [
@@ -24,13 +24,13 @@ __all__ = [
     "BlockMaps",
     "Broker",
     "EngineLoad",
+    "EngineModelsView",
+    "EngineRow",
     "ModelRow",
     "Order",
     "QueueRow",
     "QueueState",
     "Reload",
-    "RosterRow",
-    "RosterView",
     "Sweeper",
     "UnservedRequests",
     "Verb",

@@ -26,8 +26,8 @@ from pagestream.v1.records_pb2 import LogSlice, ModelCard, RequestSpec
 
 from pagestream_streams.admin.adapters import AdapterDirectory
 from pagestream_streams.admin.directory import ModelDirectory
+from pagestream_streams.admin.engine_models import EngineModels
 from pagestream_streams.admin.queue_positions import EntryId, Place, QueuePositions
-from pagestream_streams.admin.roster import Roster
 from pagestream_streams.connection.connection import Call, Connection, publish_wake_ups, wake_up_message
 from pagestream_streams.errors import ModelNotFound, RequestNotFound, Unavailable
 from pagestream_streams.protocol.keys import DEFAULT_PARTITIONS, Partition, new_request_id
@@ -65,7 +65,7 @@ class Broker:
         self.directory = ModelDirectory(connection, settings)
         self.adapters = AdapterDirectory(connection, settings)
         """LoRA adapters, which requests name in place of their model."""
-        self.roster = Roster(connection)
+        self.engine_models = EngineModels(connection)
         """Engines that change their models."""
         self.positions = QueuePositions(connection, settings, self.directory)
         self.end_listeners: list[Callable[[str, str], None]] = []

@@ -242,7 +242,7 @@ class UnservedRequests:
         try:
             models = await self._broker.models()
             now = time.monotonic()
-            view = await self._broker.roster.read()
+            view = await self._broker.engine_models.read()
             awaited = view.awaited
             absent = {info.name for info in models if not info.engines and info.name not in awaited}
             self._absent_since = {name: self._absent_since.get(name, now) for name in absent}

@@ -150,7 +150,7 @@ class Keyspace:
         return f"{self.prefix}:adapters"
 
     @property
-    def roster(self) -> str:
+    def engine_models(self) -> str:
         """The hash of the engines that change their models, and of what is asked of them."""
         return f"{self.prefix}:engine-roster"
 

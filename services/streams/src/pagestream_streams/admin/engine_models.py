@@ -1,8 +1,8 @@
-"""The roster: what engines that change their models serve and may serve, and what operators have asked of them.
+"""Engines that change their models: what each serves and may serve, and what operators have asked of them.
 
 One hash of the deployment, `<prefix>:engine-roster`. An engine's row lives as long as its process renews it; a row that
 says that the engine is about to load another model is written only if no other such row came between the reading that
-it was decided on and the writing (see `Roster.intend`).
+it was decided on and the writing (see `EngineModels.intend`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class RosterRow:
+class EngineRow:
     """One engine process."""
 
     models: tuple[str, ...]
@@ -70,14 +70,14 @@ class RosterRow:
 
 
 @dataclass(frozen=True)
-class RosterView:
-    """The roster at one moment."""
+class EngineModelsView:
+    """All engines that change their models, at one moment."""
 
     now_ms: int
     """By Redis' clock."""
     version: str
     """Changes with each intention."""
-    engines: Mapping[str, RosterRow]
+    engines: Mapping[str, EngineRow]
     """By the id of the process."""
     served_ms: Mapping[str, int]
     """By model: when an engine last served it."""
@@ -116,24 +116,24 @@ class RosterView:
         return rows[0].failed[model]
 
 
-class Roster:
-    """A process' access to the roster. Every method raises Unavailable where Redis can't serve."""
+class EngineModels:
+    """A process' access to them. Every method raises Unavailable where Redis can't serve."""
 
     def __init__(self, connection: Connection) -> None:
         """Create it; nothing is sent yet."""
         self._connection = connection
-        self._key = connection.keyspace.roster
+        self._key = connection.keyspace.engine_models
 
-    async def read(self) -> RosterView:
-        """Return the roster."""
+    async def read(self) -> EngineModelsView:
+        """Return them all."""
         return (await self._run("", "", ""))[1]
 
-    async def renew(self, engine_id: str, row: RosterRow) -> RosterView:
-        """Write an engine's row, and return the roster."""
+    async def renew(self, engine_id: str, row: EngineRow) -> EngineModelsView:
+        """Write an engine's row, and return them all."""
         serving = "" if row.is_loading else row.serving
         return (await self._run(engine_id, _packed(row), "", serving))[1]
 
-    async def intend(self, engine_id: str, row: RosterRow, version: str) -> bool:
+    async def intend(self, engine_id: str, row: EngineRow, version: str) -> bool:
         """Write the row of an engine that is about to load a model.
 
         Returns:
@@ -152,25 +152,25 @@ class Roster:
         order = Order(verb, int(seconds) * 1000 + int(micros) // 1000)
         await self._connection.execute("HSET", self._key, _ORDER + model, _order_text(order))
 
-    async def settle(self, model: str, order: Order) -> None:
+    async def forget_order(self, model: str, order: Order) -> None:
         """Forget what was asked for a model: it is done. What was asked for since then stays."""
         await self._run("", "", "", settled=(_ORDER + model, _order_text(order)))
 
     async def _run(
         self, engine_id: str, row: str, version: str, serving: str = "", *, settled: tuple[str, str] = ("", "")
-    ) -> tuple[bool, RosterView]:
+    ) -> tuple[bool, EngineModelsView]:
         arguments = engine_id, row, _ROW_MS, version, serving, *settled
         is_written, found, now_ms, pairs = await self._connection.run(ROSTER, self._key, *arguments)
         values = {name.decode(): value.decode() for name, value in zip(pairs[::2], pairs[1::2], strict=True)}
         return bool(is_written), _view(int(now_ms), found, values)
 
 
-def _packed(row: RosterRow) -> str:
+def _packed(row: EngineRow) -> str:
     return json.dumps(asdict(row), separators=(",", ":"), sort_keys=True)
 
 
-def _view(now_ms: int, version: bytes | int, values: Mapping[str, str]) -> RosterView:
-    return RosterView(
+def _view(now_ms: int, version: bytes | int, values: Mapping[str, str]) -> EngineModelsView:
+    return EngineModelsView(
         now_ms=now_ms,
         version=version.decode() if isinstance(version, bytes) else str(version),
         engines={each: _row(text.partition(" ")[2]) for each, text in _under(values, _ENGINE)},
@@ -185,11 +185,11 @@ def _under(values: Mapping[str, str], prefix: str) -> list[tuple[str, str]]:
     return sorted((name.removeprefix(prefix), value) for name, value in values.items() if name.startswith(prefix))
 
 
-def _row(text: str) -> RosterRow:
+def _row(text: str) -> EngineRow:
     """Read a row, also of a later version: fields that this one doesn't know are left out."""
     found: dict[str, Any] = json.loads(text)
-    known = {each.name for each in fields(RosterRow)} & found.keys()
-    return RosterRow(
+    known = {each.name for each in fields(EngineRow)} & found.keys()
+    return EngineRow(
         **{
             **{name: found[name] for name in known},
             "models": tuple(found["models"]),

@@ -1,4 +1,4 @@
-"""Records beside the requests: the roster of engines that change their models, adapters, maps of blocks."""
+"""Records beside the requests: engines that change their models, adapters, maps of blocks."""
 
 import asyncio
 import json
@@ -7,7 +7,7 @@ import pytest
 from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED
 from pagestream.v1.records_pb2 import Adapter, BlockMap
 from pagestream_streams import AdapterRefused, Broker, GatewaySession
-from pagestream_streams.admin import KEPT_MS, WATCHED_MS, BlockMaps, Reload, RosterRow, Verb, refuse_waiting
+from pagestream_streams.admin import KEPT_MS, WATCHED_MS, BlockMaps, EngineRow, Reload, Verb, refuse_waiting
 from support.protocol.token_streams import MODEL, TENANT, home_of, spec, worker
 from support.redis.topologies import Place, ask_all
 
@@ -15,62 +15,63 @@ pytestmark = pytest.mark.served
 
 
 async def test_of_two_engines_that_decide_on_one_reading_one_goes_on(broker: Broker) -> None:
-    rows = {name: RosterRow(models=("a", "b"), serving="a", since_ms=1) for name in ("one", "two")}
+    rows = {name: EngineRow(models=("a", "b"), serving="a", since_ms=1) for name in ("one", "two")}
     for name, row in rows.items():
-        await broker.roster.renew(name, row)
-    seen = await broker.roster.read()
+        await broker.engine_models.renew(name, row)
+    seen = await broker.engine_models.read()
     assert seen.engines == rows
     assert seen.served_ms["a"] == pytest.approx(seen.now_ms, abs=60_000)
-    intention = RosterRow(models=("a", "b"), serving="b", is_loading=True)
-    outcomes = await asyncio.gather(*(broker.roster.intend(name, intention, seen.version) for name in rows))
+    intention = EngineRow(models=("a", "b"), serving="b", is_loading=True)
+    outcomes = await asyncio.gather(*(broker.engine_models.intend(name, intention, seen.version) for name in rows))
     assert sorted(outcomes) == [False, True]
-    now = await broker.roster.read()
+    now = await broker.engine_models.read()
     assert sorted(row.serving for row in now.engines.values()) == ["a", "b"]
     assert "b" not in now.served_ms, "it is loading, and serves nothing"
     loser = next(name for name, row in now.engines.items() if row.serving == "a")
-    assert await broker.roster.intend(loser, intention, now.version)
+    assert await broker.engine_models.intend(loser, intention, now.version)
 
 
 async def test_a_row_lapses_and_an_order_stays_until_it_is_settled(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await broker.roster.order("b", Verb.LOAD)
-    monkeypatch.setattr(home_of(broker.roster), "_ROW_MS", 1)
-    failed = RosterRow(models=("a", "b"), failed={"b": "it is cut off"})
-    view = await broker.roster.renew("gone", failed)
+    await broker.engine_models.order("b", Verb.LOAD)
+    monkeypatch.setattr(home_of(broker.engine_models), "_ROW_MS", 1)
+    failed = EngineRow(models=("a", "b"), failed={"b": "it is cut off"})
+    view = await broker.engine_models.renew("gone", failed)
     assert (view.reason("b"), view.reason("a"), view.loadable) == ("it is cut off", None, {"a"})
     monkeypatch.undo()
     for _ in range(100):
-        view = await broker.roster.read()
+        view = await broker.engine_models.read()
         if not view.engines:
             break
         await asyncio.sleep(0.01)
     assert (dict(view.engines), view.orders["b"].verb) == ({}, Verb.LOAD)
-    await broker.roster.order("b", Verb.UNLOAD)
-    await broker.roster.settle("b", view.orders["b"])
-    newer = (await broker.roster.read()).orders["b"]
+    await broker.engine_models.order("b", Verb.UNLOAD)
+    await broker.engine_models.forget_order("b", view.orders["b"])
+    newer = (await broker.engine_models.read()).orders["b"]
     assert newer.verb is Verb.UNLOAD, "an order that came in between was settled unread"
-    await broker.roster.settle("b", newer)
-    assert not (await broker.roster.read()).orders
+    await broker.engine_models.forget_order("b", newer)
+    assert not (await broker.engine_models.read()).orders
 
 
 async def test_a_full_redis_takes_renewals(broker: Broker, redis_server: Place) -> None:
-    row = RosterRow(models=("a",), serving="a", since_ms=1)
+    row = EngineRow(models=("a",), serving="a", since_ms=1)
     ask_all(redis_server, "CONFIG", "SET", "maxmemory", 1)
     try:
-        view = await broker.roster.renew("one", row)
+        view = await broker.engine_models.renew("one", row)
     finally:
         ask_all(redis_server, "CONFIG", "SET", "maxmemory", 0)
     assert view.engines == {"one": row}
 
 
 async def test_what_a_later_version_writes_is_read_as_far_as_it_is_known(broker: Broker) -> None:
-    row = RosterRow(models=("a",), serving="a", since_ms=1)
-    view = await broker.roster.renew("one", row)
-    key, later = broker.connection.keyspace.roster, {"models": ["a"], "serving": "a", "since_ms": 1, "unheard_of": 1}
+    row = EngineRow(models=("a",), serving="a", since_ms=1)
+    view = await broker.engine_models.renew("one", row)
+    key = broker.connection.keyspace.engine_models
+    later = {"models": ["a"], "serving": "a", "since_ms": 1, "unheard_of": 1}
     await broker.connection.execute("HSET", key, "engine:two", f"{view.now_ms + 60_000} {json.dumps(later)}")
     await broker.connection.execute("HSET", key, "order:a", json.dumps({"verb": "unheard_of", "at_ms": 1}))
-    view = await broker.roster.read()
+    view = await broker.engine_models.read()
     assert (view.engines, view.orders) == ({"one": row, "two": row}, {})
 
 
