@@ -96,7 +96,7 @@ async def test_a_quarantined_request_is_not_given_to_the_deployment_again(
             await gateway.accept(request)
             where = await broker.directory.locate(request.request_id)
             await broker.connection.execute("ZADD", f"{where.prefix}verdicts", 1, request.request_id)
-            await broker.end(
+            await broker.end_request(
                 where, request.request_id, "error", condition="verdicts", error="quarantined\0engines died of it"
             )
         [dead] = await broker.quarantined(MODEL)

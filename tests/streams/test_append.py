@@ -217,8 +217,8 @@ class TestOneEnd:
             ends: dict[str, End] = {
                 "finish": lambda: engine.append(claim, 3, ending(digest, count=3)),
                 "cancel": lambda: broker.cancel(request.request_id, TENANT),
-                "deadline": lambda: broker.end(where, request.request_id, "deadline"),
-                "abandon": lambda: broker.end(where, request.request_id, "cancelled"),
+                "deadline": lambda: broker.end_request(where, request.request_id, "deadline"),
+                "abandon": lambda: broker.end_request(where, request.request_id, "cancelled"),
             }
             for name in pair:
                 await ends[name]()
@@ -238,7 +238,7 @@ class TestOneEnd:
                 await asyncio.gather(
                     engine.append(claim, 0, [*tokens([1]), *ending(tokens([1])[0].digest, count=1)]),
                     broker.cancel(request.request_id, TENANT),
-                    broker.end(where, request.request_id, "deadline"),
+                    broker.end_request(where, request.request_id, "deadline"),
                 )
                 entries = await log_of(broker, request.request_id)
                 assert sum(entry.HasField("end") for entry in entries) == 1

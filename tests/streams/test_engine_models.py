@@ -85,7 +85,7 @@ async def test_begun_requests_of_a_model_that_does_not_load_end_and_running_ones
     async with worker(broker) as engine:
         [claim] = await engine.claim()
         await engine.generate(claim, 2)
-        assert await broker.end(where, request.request_id, "error", condition="queued") is None
+        assert await broker.end_request(where, request.request_id, "error", condition="queued") is None
         await engine.generate(claim, 3)
         await engine.session.hand_back([claim.request_id])
     assert await refuse_waiting(broker, MODEL, "it is cut off") == 1

@@ -167,7 +167,7 @@ async def test_what_is_due_does_not_hold_up_the_sweeps(broker: Broker, monkeypat
     What can't be ended is tried again, and keeps no other from its end.
     """
     reclaimed = asyncio.Event()
-    end, num_begun, num_refused = broker.end, 0, 0
+    end, num_begun, num_refused = broker.end_request, 0, 0
 
     def refuse() -> None:
         nonlocal num_refused
@@ -182,7 +182,7 @@ async def test_what_is_due_does_not_hold_up_the_sweeps(broker: Broker, monkeypat
             refuse()
         return await end(*arguments, **conditions)
 
-    monkeypatch.setattr(broker, "end", slow_end)
+    monkeypatch.setattr(broker, "end_request", slow_end)
     async with GatewaySession(broker) as gateway, worker(broker, "dead") as dead:
         await dead.session.sweeper.stop()
         request = spec()
@@ -544,7 +544,7 @@ async def test_only_what_no_engine_has_claimed_counts_as_unclaimed(
         await STATES[state](Stage(broker, stack))
 
         async def end(ended: RequestSpec, least_age_ms: int) -> FinishReason | None:
-            return await broker.end(
+            return await broker.end_request(
                 where, ended.request_id, "deadline", condition="unclaimed", error="x\0y", least_age_ms=least_age_ms
             )
 

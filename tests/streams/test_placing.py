@@ -107,9 +107,9 @@ def test_what_is_remembered_is_bounded_and_the_least_used_goes() -> None:
     held = HeldPrefixes(100)
     for number in range(100):
         held.expect(digests([number] * 64), "a")
-        held.note(digests([0] * 64), "b")
+        held.note_computed(digests([0] * 64), "b")
     assert len(held) == 100
-    held.note(digests([1000] * 64), "a")
+    held.note_computed(digests([1000] * 64), "a")
     assert len(held) == 100
     assert held.lengths(prefixes_of([0] * 64, 64), ENGINES) == {"b": 64}
     assert held.lengths(prefixes_of([1] * 64, 64), ENGINES) == {}
@@ -122,7 +122,7 @@ def test_a_held_prompt_is_left_to_its_engine_for_longer_up_to_a_bound() -> None:
 def test_the_last_holders_of_a_beginning_are_remembered() -> None:
     held, engines = HeldPrefixes(100), [f"engine-{number}" for number in range(MOST_HOLDERS + 2)]
     for engine in engines:
-        held.note(digests([0] * 64), engine)
+        held.note_computed(digests([0] * 64), engine)
     assert held.lengths(prefixes_of([0] * 64, 64), engines).keys() == set(engines[2:])
 
 

@@ -224,7 +224,7 @@ async def test_the_sum_of_expected_outputs_does_not_drift(redis_url: str) -> Non
     async with fleet(redis_url, "fcfs") as world:
         [gateway] = world.gateways
         table = {"octave_parts": 4, "prior": 8, "rows": [[None, None, 300, 200]]}
-        gateway.acceptor.lengths.note(MODEL, [json.dumps(table).encode()])
+        gateway.acceptor.lengths.note_published(MODEL, [json.dumps(table).encode()])
         execute, [where, *_] = world.broker.connection.execute, await world.broker.directory.all_partitions(MODEL)
 
         async def accepted() -> int:

@@ -181,7 +181,7 @@ class Protocol(RuleBasedStateMachine):
         if reason == "cancel":
             self.run(self.broker.cancel(self.request.request_id, TENANT))
         else:
-            self.run(self.broker.end(where, self.request.request_id, "deadline"))
+            self.run(self.broker.end_request(where, self.request.request_id, "deadline"))
         log = self.run(self.logged())
         if self.model.ended:
             assert log == self.model.log

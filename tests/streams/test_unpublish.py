@@ -157,7 +157,7 @@ async def test_what_is_quarantined_in_a_partition_that_is_gone_is_read_and_not_r
             where = await broker.directory.locate(request.request_id)
             await broker.connection.execute("HSET", where.request(request.request_id), "died_on", "a b ", "died_at", 0)
             await broker.connection.execute("ZADD", where.prefix + "verdicts", 1, request.request_id)
-            await broker.end(where, request.request_id, "error", condition="verdicts", error="quarantined\0x")
+            await broker.end_request(where, request.request_id, "error", condition="verdicts", error="quarantined\0x")
         await unpublish(broker, MODEL)
         await broker.publish_model(card(MODEL), partitions=1)
         await broker.models()

@@ -123,7 +123,7 @@ class Fleet:
         if engine.serving and not is_loading:
             turn = self.turns[engine.engine_id]
             if engine.is_loading:
-                turn.begin(engine.serving, self.now_s)
+                turn.begin_turn(engine.serving, self.now_s)
             self.served_ms[engine.serving] = round(self.now_s * 1000)
             queue = self.queues[engine.serving]
             is_prefilling = queue > 0 and served_s < self.prefill_s
@@ -214,16 +214,16 @@ def seconds_owed(turns: Turns, first_token_s: float, began: int = 0) -> int:
 def test_a_turn_owes_the_first_token_and_as_much_time_again() -> None:
     turns = Turns(min_serve_s=10, max_serve_s=60)
     for first_token_s, expected in ((0, 0), (4, 8), (25, 35), (55, 65)):
-        turns.begin("a", 0)
+        turns.begin_turn("a", 0)
         assert seconds_owed(turns, first_token_s) == expected
 
 
 def test_what_comes_late_in_a_turn_waits_for_the_next() -> None:
     turns = Turns(min_serve_s=10, max_serve_s=60)
-    turns.begin("a", 0)
+    turns.begin_turn("a", 0)
     assert not turns.owes((), 11)
     assert not turns.owes({"late"}, 12)
-    turns.begin("a", 20)
+    turns.begin_turn("a", 20)
     assert turns.owes({"late"}, 40), "the first look counts, however late it is"
 
 
@@ -231,10 +231,10 @@ def test_a_turn_that_was_too_short_is_twice_as_long_while_that_is_needed() -> No
     turns = Turns(min_serve_s=10, max_serve_s=60)
     now = 0
     for first_token_s, expected in ((150, 60), (150, 120), (150, 160), (150, 160), (5, 10), (150, 60)):
-        turns.begin("a", now)
+        turns.begin_turn("a", now)
         assert seconds_owed(turns, first_token_s, now) == expected
         now += expected
-        turns.begin("b", now)
+        turns.begin_turn("b", now)
         assert seconds_owed(turns, 50, now) == 60, "the limit is that of the model"
         now += 60
 
@@ -243,7 +243,7 @@ def test_turns_grow_to_a_bound() -> None:
     turns = Turns(min_serve_s=10, max_serve_s=60)
     now, owed = 0, []
     for _ in range(7):
-        turns.begin("a", now)
+        turns.begin_turn("a", now)
         owed.append(seconds_owed(turns, 9_999, now))
         now += owed[-1]
     assert owed == [60, 120, 240, 480, 960, 960, 960]
@@ -251,10 +251,10 @@ def test_turns_grow_to_a_bound() -> None:
 
 def test_a_turn_that_an_order_ended_was_not_too_short() -> None:
     turns = Turns(min_serve_s=10, max_serve_s=60)
-    turns.begin("a", 0)
+    turns.begin_turn("a", 0)
     assert turns.owes({"a"}, 2)
-    turns.begin("b", 2)
-    turns.begin("a", 20)
+    turns.begin_turn("b", 2)
+    turns.begin_turn("a", 20)
     assert seconds_owed(turns, 150, 20) == 60
 
 
@@ -314,7 +314,7 @@ def test_what_may_pass_is_tried_again_ever_later() -> None:
     failures = Failures(lambda: now_s[0])
     delays = []
     for _ in range(10):
-        failures.note("a", "the hub is away", 1, is_permanent=False)
+        failures.note_failure("a", "the hub is away", 1, is_permanent=False)
         began_s = now_s[0]
         while failures.postponed:
             assert failures.postponed == ("a",)
@@ -328,7 +328,7 @@ def test_what_may_pass_is_tried_again_ever_later() -> None:
 
 def test_what_can_not_pass_waits_for_an_operator() -> None:
     failures = Failures()
-    failures.note("a", "it is cut off", 10, is_permanent=True)
+    failures.note_failure("a", "it is cut off", 10, is_permanent=True)
     assert not failures.forget_before("a", 10)
     assert failures.permanent == {"a": "it is cut off"}
     assert failures.forget_before("a", 11)

@@ -304,7 +304,7 @@ class EndCounter:
         """Called with the ends that this process has counted."""
         self.timer = Periodic("count ended requests", _PERIOD_S, self.count)
 
-    def note(self, where: Partition) -> None:
+    def note_partition(self, where: Partition) -> None:
         """Have the ends of a partition counted by the next round."""
         self._waiting[where] = None
         self.timer.nudge()

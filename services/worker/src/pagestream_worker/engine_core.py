@@ -204,8 +204,8 @@ class ReportReader:
         since = self._waits_since
         return 0.0 if since is None else time.monotonic() - since
 
-    def take(self, report: Report) -> None:
-        """Take a report of a loaded engine."""
+    def handle(self, report: Report) -> None:
+        """Keep what a report of a loaded engine says, and pass it on."""
         match report:
             case StepDone():
                 self._note(report.figures)
@@ -232,7 +232,7 @@ class ReportReader:
                 self._waits_since = None
                 self._on_outputs_ended()
 
-    def end(self) -> None:
+    def expect_no_more(self) -> None:
         """Expect no further report."""
         self._waits_since = None
         while self._profiles:
@@ -271,7 +271,7 @@ class Acknowledgements:
         self._acknowledge = acknowledge
         self._num_taken = 0
 
-    def note(self, report: Report) -> None:
+    def count(self, report: Report) -> None:
         """Count a report that was taken."""
         if isinstance(report, StepDone):
             self._num_taken += 1
@@ -504,8 +504,8 @@ class EngineProcess:
                 if self._awoken is not None:
                     _settle(self._awoken, report.duration_s, report.error)
             case _:
-                self._reader.take(report)
-                self._acknowledgements.note(report)
+                self._reader.handle(report)
+                self._acknowledgements.count(report)
 
     # -- its end --
 
@@ -547,7 +547,7 @@ class EngineProcess:
         self._end(EngineCoreError(f"the engine's process {self.pid} {how}"))
 
     def _end(self, error: Exception | None) -> None:
-        self._reader.end()
+        self._reader.expect_no_more()
         for answer in self._inspected.values():
             answer.set_exception(EngineCoreError("the engine's process has ended"))
             answer.exception()  # its waiter may have given up
@@ -702,8 +702,8 @@ class EngineThread(threading.Thread):
             self._steps_ahead.wait(report)
 
     def _take(self, report: Report) -> None:
-        self._acknowledgements.note(report)  # first: a callback's error is logged, and must not stop the engine
-        self._reader.take(report)
+        self._acknowledgements.count(report)  # first: a callback's error is logged, and must not stop the engine
+        self._reader.handle(report)
 
 
 def _as_exception(error: BaseException) -> Exception:

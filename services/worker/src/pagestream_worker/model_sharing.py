@@ -326,7 +326,7 @@ class Turns:
         self._claimed_s: dict[str, float] = {}  # when a sequence without a token was first seen
         self._is_first_look = True
 
-    def begin(self, model: str, now_s: float) -> None:
+    def begin_turn(self, model: str, now_s: float) -> None:
         """Begin a turn, in which nothing is claimed yet."""
         lasted_s = now_s - self._began_s
         if self._claimed_s and lasted_s >= self._limit_s:
@@ -388,7 +388,7 @@ class Failures:
         now = self._clock()
         return tuple(sorted(name for name, (_, until) in self._postponed.items() if now < until))
 
-    def note(self, name: str, reason: str, now_ms: int, *, is_permanent: bool) -> None:
+    def note_failure(self, name: str, reason: str, now_ms: int, *, is_permanent: bool) -> None:
         """Note a failure at a time of Redis' clock. What may pass is postponed, twice as long each time."""
         if is_permanent:
             self._permanent[name] = reason, now_ms
@@ -489,18 +489,18 @@ class ModelHost:
             if self._keeps_weights and await unless_stopped(self._loader.fell_asleep(old), stop):
                 self._asleep = old
             else:
-                await unless_stopped(self._loader.end(old.core), stop)
+                await unless_stopped(self._loader.end_engine(old.core), stop)
         if asleep is not None:
             if asleep.name == target:
                 model = await unless_stopped(self._loader.wake(asleep, began_s), stop)
             if model is None:
-                await unless_stopped(self._loader.end(asleep.core), stop)
+                await unless_stopped(self._loader.end_engine(asleep.core), stop)
         if target and model is None:
             try:
                 model = await unless_stopped(self._loader.load(target, began_s), stop)
             except _LOAD_ERRORS as error:
                 self._note_failure(target, str(error), is_permanent=isinstance(error, _PERMANENT))
-                await unless_stopped(self._loader.end(self._cores.current), stop)
+                await unless_stopped(self._loader.end_engine(self._cores.current), stop)
                 if old is not None:  # nothing is wrong with it
                     model = await unless_stopped(self._loader.load(old.name, began_s), stop)
         name = "" if model is None else model.name
@@ -513,7 +513,7 @@ class ModelHost:
 
     def _serve(self, worker: Worker) -> None:
         self._worker = worker
-        self._turns.begin(self._row.serving, time.monotonic())
+        self._turns.begin_turn(self._row.serving, time.monotonic())
         self._row = replace(self._row, is_loading=False, owes=True, since_ms=self._now_ms())
 
     def _rest(self) -> None:
@@ -523,7 +523,7 @@ class ModelHost:
 
     def _note_failure(self, name: str, reason: str, *, is_permanent: bool) -> None:
         logger.error("the model %s can't be loaded: %s", name, reason, extra={"is_permanent": is_permanent})
-        self._failures.note(name, reason, self._now_ms(), is_permanent=is_permanent)
+        self._failures.note_failure(name, reason, self._now_ms(), is_permanent=is_permanent)
 
     async def _publish_others(self) -> None:
         """Check the headers of the models that are not checked yet, and publish the cards that are not published."""
@@ -707,7 +707,7 @@ class Loader:
         except TimeoutError as error:
             raise LoadTimeoutError(f"its tokenizer was not read in {CARD_LIMIT_S:g} s; look at its storage") from error
 
-    async def end(self, core: EngineCore | None) -> None:
+    async def end_engine(self, core: EngineCore | None) -> None:
         """Kill what is left of an engine, and wait until its memory is free.
 
         Raises:

@@ -54,10 +54,10 @@ class AdapterDirectory:
     async def all(self) -> Mapping[str, Adapter]:
         """Return the adapters by name; don't change them."""
         if self._age.seconds >= self._ttl:
-            reading = self._age.begin()
+            reading = self._age.begin_reading()
             found = await self._connection.execute("HGETALL", self._key)
             self._adapters = {name.decode(): Adapter.FromString(stored) for name, stored in sorted(found.items())}
-            self._age.end(reading)
+            self._age.end_reading(reading)
         return self._adapters
 
     async def publish(self, adapter: Adapter, reload: Reload = Reload.KEEP) -> None:

@@ -69,7 +69,7 @@ class Broker:
         """Engines that change their models."""
         self.positions = QueuePositions(connection, settings, self.directory)
         self.end_listeners: list[Callable[[str, str], None]] = []
-        """Called with tenant and id of each request that `end` has ended, or found to have ended before."""
+        """Called with tenant and id of each request that `end_request` has ended, or found to have ended before."""
 
     @classmethod
     async def connect(cls, url: str, settings: StreamsSettings | None = None) -> Broker:
@@ -202,7 +202,7 @@ class Broker:
             How it ended: CANCELLED, or as it had finished before.
         """
         where = await self.directory.locate(request_id)
-        reason = await self.end(where, request_id, "cancelled", tenant=tenant)
+        reason = await self.end_request(where, request_id, "cancelled", tenant=tenant)
         if reason is None:
             raise RequestNotFound(request_id)
         return reason
@@ -237,7 +237,7 @@ class Broker:
         commands = [("XADD", key, "MAXLEN", "~", _MOST_POISON, "*", *entry), ("PEXPIRE", key, lifetime_ms)]
         await self.connection.pipeline(commands)
 
-    async def end(
+    async def end_request(
         self,
         where: Partition,
         request_id: str,

@@ -216,7 +216,7 @@ class ModelDirectory:
                     await self._read()
             except Unavailable:
                 # Known models are good enough for heartbeats and sweeps; the next read tries again.
-                self._age.end(self._age.begin())
+                self._age.end_reading(self._age.begin_reading())
                 self._is_stale = True
 
     async def _read_missed(self) -> None:
@@ -237,7 +237,7 @@ class ModelDirectory:
                 raise
 
     async def _read(self) -> None:
-        reading = self._age.begin()
+        reading = self._age.begin_reading()
         found = await self._connection.execute("HGETALL", self._keyspace.models)
         tags = {tag.decode(): name.decode() for tag, name in found.items()}
         rows = await self._connection.pipeline(
@@ -250,7 +250,7 @@ class ModelDirectory:
             if None not in row
         }
         self._tags = tags
-        self._age.end(reading)
+        self._age.end_reading(reading)
         self._is_stale = False
 
 
@@ -333,11 +333,11 @@ class ViewAge:
         """Since its reading began; infinite where that has to be done before the view is used."""
         return time.monotonic() - self._read_at
 
-    def begin(self) -> Reading:
+    def begin_reading(self) -> Reading:
         """Note that the view is being read."""
         return Reading(time.monotonic(), self._num_changes)
 
-    def end(self, reading: Reading) -> None:
+    def end_reading(self, reading: Reading) -> None:
         """Note that it has been read."""
         is_whole = reading.num_changes == self._num_changes
         self._read_at = reading.began_at if is_whole else float("-inf")

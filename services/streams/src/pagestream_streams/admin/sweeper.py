@@ -144,7 +144,7 @@ class Sweeper:
     def _note_due(
         self, where: Partition, late: Iterable[bytes], abandoned: Iterable[bytes], poison: Iterable[Sequence[Any]]
     ) -> None:
-        end = self._broker.end
+        end = self._broker.end_request
         due: dict[str, Callable[[], Awaitable[object]]] = {}
         for name in map(bytes.decode, late):
             due[name] = partial(end, where, name, "deadline", condition="deadlines")
@@ -188,7 +188,7 @@ class Sweeper:
         record = await broker.connection.execute("HGET", where.request(request_id), "spec")
         if record is not None:  # before its end, after which nobody would come back to it
             await broker.note_poison(RequestSpec.FromString(record))
-        await broker.end(where, request_id, "error", condition="verdicts", error=error)
+        await broker.end_request(where, request_id, "error", condition="verdicts", error=error)
 
     def _arguments(self) -> Sequence[Argument]:
         settings = self._broker.settings
@@ -271,7 +271,7 @@ class UnservedRequests:
         num_ended = 0
         for first in range(0, len(waiting), _AT_ONCE):
             ends = (
-                self._broker.end(
+                self._broker.end_request(
                     where,
                     request_id,
                     "deadline",
@@ -303,7 +303,7 @@ async def refuse_waiting(broker: Broker, name: str, reason: str) -> int:
     waiting = (await _waiting(broker, partitions, 0, await _begun(broker, partitions)))[:_MOST_A_QUEUE]
     error = f"{MODEL_UNAVAILABLE}\0the model {name!r} can't be loaded: {reason}"
     await asyncio.gather(
-        *(broker.end(where, each, "error", condition="queued", error=error) for where, each in waiting)
+        *(broker.end_request(where, each, "error", condition="queued", error=error) for where, each in waiting)
     )
     return len(waiting)
 
@@ -459,7 +459,7 @@ async def _end_all(broker: Broker, partitions: Sequence[Partition]) -> int:
     while unfinished := await _unfinished(broker, partitions):
         for first in range(0, len(unfinished), _ENDS_AT_ONCE):
             ends = (
-                broker.end(where, request_id, "error", error=f"{MODEL_REMOVED}\0{_MESSAGE}")
+                broker.end_request(where, request_id, "error", error=f"{MODEL_REMOVED}\0{_MESSAGE}")
                 for where, request_id in unfinished[first : first + _ENDS_AT_ONCE]
             )
             await asyncio.gather(*ends)

@@ -190,7 +190,9 @@ class Claimer:
             claims = await self._claim_one(Take(number, 1, found.max_tokens, BEFORE_ALL), idle=True)
             assignment.with_suspects.discard(number)
             if claims and claims[0].isolated:
-                await self._isolation.begin(claims[0])  # where it can't, nothing is held: the heartbeats hand it back
+                await self._isolation.begin_run(
+                    claims[0]
+                )  # where it can't, nothing is held: the heartbeats hand it back
                 found.add([(0, claims[0])])
                 return True
             found.add([(0, claim) for claim in claims])
@@ -330,7 +332,7 @@ class Claimer:
             request_id = row[0].decode()
             _log.exception("%s: its record or its log can't be read", request_id)
             message = f"the request's record or log can't be read: {type(error).__name__}: {error}"
-            await self._session.broker.end(where, request_id, "error", error=f"corrupt_record\0{message}")
+            await self._session.broker.end_request(where, request_id, "error", error=f"corrupt_record\0{message}")
             return None
 
     async def _open(self, where: Partition, nonce: str, now: int, row: Sequence[Any]) -> Claim:
@@ -396,7 +398,7 @@ class Isolation:
         if self._on_hand_back_all is not None:
             self._on_hand_back_all()
 
-    async def begin(self, claim: Claim) -> None:
+    async def begin_run(self, claim: Claim) -> None:
         """Publish that this engine runs a suspect isolated. Unavailable.
 
         Every partition has to know before the request runs, so that this engine's death counts against the suspect and
@@ -407,7 +409,7 @@ class Isolation:
         await self._publish(claim.request_id)
 
     async def is_running(self) -> bool:
-        """Return whether a suspect still has to run isolated; withdraw `begin` when it no longer has. Unavailable."""
+        """Return whether a suspect still has to run isolated; withdraw `begin_run` when it has not. Unavailable."""
         run = self.run
         if run is None:
             return False

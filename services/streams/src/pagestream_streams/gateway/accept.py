@@ -322,7 +322,7 @@ class Placer:
 
     def note_held(self, model: str, engine: str, digests: Iterable[bytes]) -> None:
         """Note beginnings of prompts that an engine has published as computed."""
-        self._fleets[model].held.note(digests, engine)
+        self._fleets[model].held.note_computed(digests, engine)
 
     def keep_only(self, models: Collection[str]) -> None:
         """Forget models that are not published any more."""
@@ -425,7 +425,7 @@ class HeldPrefixes:
         if len(self._engines) > self._most:
             self._drop_oldest()
 
-    def note(self, digests: Iterable[bytes], engine: str) -> None:
+    def note_computed(self, digests: Iterable[bytes], engine: str) -> None:
         """Note that an engine has taken a request with these beginnings, whichever was expected to."""
         for digest in digests:
             engines = self._touch(digest)
@@ -591,7 +591,7 @@ class EngineWatch:
             if table and not isinstance(table, Unavailable):
                 tables.setdefault(model, []).append(table)
         for model, found in tables.items():
-            self._lengths.note(model, found)
+            self._lengths.note_published(model, found)
 
     def _with_lengths(self, model: str, now: float) -> Sequence[str]:
         is_old = now - self._lengths_read_at.get(model, -math.inf) >= _LENGTHS_S
@@ -661,7 +661,7 @@ class ExpectedLengths:
         """Create it without knowledge."""
         self._models: dict[str, _Medians] = {}
 
-    def note(self, model: str, tables: Collection[bytes]) -> None:
+    def note_published(self, model: str, tables: Collection[bytes]) -> None:
         """Take what a model's living engines have published (`LengthPredictor.table`) in place of what was known.
 
         Without any table what is known stays: the last engine may have gone.

@@ -178,7 +178,7 @@ class Readers:
         self.reads.add(read)
         if expected is None or expected.accepted_at is None or read.from_index:
             return False  # whoever begins within a log may be past its end, which Redis knows
-        read.begin(expected.slices if expected.is_whole else None)
+        read.begin_registered(expected.slices if expected.is_whole else None)
         if read.spec is not None and read.spec.deadline_ms:
             read.deadline = expected.accepted_at + read.spec.deadline_ms / 1000
         return True
@@ -432,7 +432,7 @@ class ExpectedReads:
         """Return the requests whose reads are not expected any more at a time, as `time.monotonic()`."""
         return [request_id for request_id, read in self.by_request.items() if read.until < now]
 
-    def take(self, request_id: str, tenant: str | None = None) -> ExpectedRead | None:
+    def pop(self, request_id: str, tenant: str | None = None) -> ExpectedRead | None:
         """Return an expected read, unless it is another tenant's, and expect it no longer."""
         read = self.by_request.get(request_id)
         if read is None or (tenant is not None and read.tenant != tenant):
@@ -575,7 +575,7 @@ class Registrations:
     def keep(self, request_id: str, tenant: str) -> ExpectedRead | None:
         """Keep a registration: a tenant's read of the request begins. Returns what an accept has left for it."""
         self._leaving.pop(request_id, None)
-        return self.awaited.take(request_id, tenant)
+        return self.awaited.pop(request_id, tenant)
 
     def leave(self, where: Partition, request_id: str) -> None:
         """Have a registration taken back by the next `unregister`."""
@@ -659,7 +659,7 @@ class Registrations:
         self._strays[where] = strays
 
     def _give_up(self, request_id: str) -> None:
-        read = self.awaited.take(request_id)
+        read = self.awaited.pop(request_id)
         if read is not None:
             self.leave(read.where, request_id)
 
@@ -762,7 +762,7 @@ class LogRead:
             return min(_FIRST_PAGE_ENTRIES, self._limits.page_entries)
         return max(1, min(self._limits.page_entries, int(self._limits.batch_bytes / self._entry_bytes)))
 
-    def begin(self, slices: Sequence[bytes] | None) -> None:
+    def begin_registered(self, slices: Sequence[bytes] | None) -> None:
         """Note that the request was accepted here, which registered this read.
 
         `slices`: those of all entries that the log had until now; None where they are not known.

@@ -93,7 +93,7 @@ class GatewaySession:
             registrations=self.readers.registrations,
             acceptor=self.acceptor,
         )
-        self.sweeper = Sweeper(broker, self._partitions, on_ends=self.ends.note)
+        self.sweeper = Sweeper(broker, self._partitions, on_ends=self.ends.note_partition)
 
     @property
     def gateway_id(self) -> str:
