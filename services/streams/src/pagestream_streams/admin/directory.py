@@ -120,7 +120,9 @@ class ModelDirectory:
         """Read the models anew. ModelNotFound where that of a request isn't published, PartitionGone."""
         self._age.note_change()
         where = await self.locate(request_id)
-        _check_partition(request_id, where, await self._entry(where.model))
+        entry = await self._entry(where.model)
+        if where.number >= entry.partitions:
+            raise PartitionGone(request_id, where.number, entry.partitions)
 
     async def names(self) -> list[str]:
         """Return the names of all models, sorted."""
@@ -174,7 +176,8 @@ class ModelDirectory:
             entry = await self._entry(where.model)
         except ModelNotFound as error:
             raise RequestNotFound(request_id) from error
-        _check_partition(request_id, where, entry)
+        if where.number >= entry.partitions:
+            raise PartitionGone(request_id, where.number, entry.partitions)
         return where
 
     async def locate(self, request_id: str) -> Partition:
@@ -258,11 +261,6 @@ def _stored(card: ModelCard) -> tuple[bytes, str]:
     """Return a card's bytes and their digest."""
     stored = card.SerializeToString(deterministic=True)
     return stored, hashlib.sha256(stored).hexdigest()
-
-
-def _check_partition(request_id: str, where: Partition, entry: _Entry) -> None:
-    if where.number >= entry.partitions:
-        raise PartitionGone(request_id, where.number, entry.partitions)
 
 
 def _check(name: str, partitions: int) -> None:

@@ -305,36 +305,36 @@ class OpenReads:
 
     def __init__(self) -> None:
         """Create it empty."""
-        self._by_request: defaultdict[str, list[LogRead]] = defaultdict(list)
+        self.by_request: defaultdict[str, list[LogRead]] = defaultdict(list)
         self._partitions: defaultdict[Partition, dict[LogRead, None]] = defaultdict(dict)  # in the order of `add`
 
     def __contains__(self, request_id: object) -> bool:
         """Return whether a request is read."""
-        return request_id in self._by_request
+        return request_id in self.by_request
 
     def __iter__(self) -> Iterator[LogRead]:
         """Iterate over a copy of all reads."""
-        return iter([read for reads in self._by_request.values() for read in reads])
+        return iter([read for reads in self.by_request.values() for read in reads])
 
     def of(self, request_id: str) -> Sequence[LogRead]:
         """Return the reads of a request; () for none."""
-        return self._by_request.get(request_id, ())
+        return self.by_request.get(request_id, ())
 
     def add(self, read: LogRead) -> None:
         """Add a read."""
-        self._by_request[read.request_id].append(read)
+        self.by_request[read.request_id].append(read)
         self._partitions[read.where][read] = None
 
     def remove(self, read: LogRead) -> bool:
         """Remove a read; return whether it was its request's last one."""
-        remaining = self._by_request[read.request_id]
+        remaining = self.by_request[read.request_id]
         remaining.remove(read)
         del self._partitions[read.where][read]
         if not self._partitions[read.where]:
             del self._partitions[read.where]
         if remaining:
             return False
-        del self._by_request[read.request_id]
+        del self.by_request[read.request_id]
         return True
 
     def unfinished(self, where: Partition) -> dict[str, str]:
@@ -564,7 +564,7 @@ class Registrations:
 
     def expect(self, where: Partition, request_id: str, tenant: str) -> None:
         """Note that an accept registers this gateway; without a read in time, the registration is taken back."""
-        if request_id in self._reads or not self._serves:
+        if request_id in self._reads.by_request or not self._serves:
             return
         self._leaving.pop(request_id, None)
         until = time.monotonic() + self._settings.accepted_unread_ms / 1000
@@ -652,7 +652,9 @@ class Registrations:
         wanted = self._reads.unfinished(where)
         missing = [(request_id, tenant) for request_id, tenant in wanted.items() if request_id not in found]
         await self._register_all(where, missing)
-        strays = {each for each in found - wanted.keys() if each not in self._reads and each not in self.awaited}
+        strays = {
+            each for each in found - wanted.keys() if each not in self._reads.by_request and each not in self.awaited
+        }
         for request_id in strays & self._strays[where]:
             _log.warning("%s: registered as read by this gateway, but no read is open; unregisters it", request_id)
             self._leaving[request_id] = where
@@ -950,7 +952,7 @@ class LogRead:
         skipped = self.next_index - log_slice.first_index
         if not log_slice.entries or skipped < 0:
             return False
-        if self._continues(log_slice):
+        if self._digest and self._continues(log_slice):
             self._take(log_slice.entries)
             taken.extend(log_slice.entries)
         elif not self._chain(log_slice.entries[skipped:], taken):
