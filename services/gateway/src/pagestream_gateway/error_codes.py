@@ -105,25 +105,33 @@ ERROR_CODES: dict[type[Exception], ErrorCode] = {
     errors.MalformedHttp: ErrorCode(400, _Status.INVALID_ARGUMENT, _INVALID, "malformed_http"),
     errors.TooManyConnections: ErrorCode(503, _Status.UNAVAILABLE, _SERVER, "too_many_connections"),
     errors.AnswerTooLarge: ErrorCode(400, _Status.RESOURCE_EXHAUSTED, _INVALID, "answer_too_large"),
+    # Decided in this process: text/tokenization.py, grpc/server.py and grpc/messages.py.
     errors.Overloaded: ErrorCode(429, _Status.RESOURCE_EXHAUSTED, _RATE, "overloaded"),
     errors.GatewayStopping: ErrorCode(503, _Status.UNAVAILABLE, _SERVER, "gateway_stopping"),
     errors.NoEngine: ErrorCode(503, _Status.UNAVAILABLE, _SERVER, "no_engine"),
     errors.RequestFailed: ErrorCode(400, _Status.INVALID_ARGUMENT, _INVALID, "invalid_request"),
     errors.GenerationFailed: ErrorCode(500, _Status.INTERNAL, _SERVER, "engine_error"),
     streams.Unavailable: ErrorCode(503, _Status.UNAVAILABLE, _SERVER, "unavailable"),
+    # Decided by Redis, at its maxmemory; raised by connection.py of streams.
     streams.StorageFull: ErrorCode(429, _Status.RESOURCE_EXHAUSTED, _RATE, "storage_full"),
+    # Decided by accept.lua: the class's bound, or the tenant's share of it (reply 0).
     streams.QueueFull: ErrorCode(429, _Status.RESOURCE_EXHAUSTED, _RATE, "queue_full"),
+    # Decided by engines that are short of memory, in their heartbeats; accept.lua reads it (reply 5).
     streams.ClassRefused: ErrorCode(429, _Status.RESOURCE_EXHAUSTED, _RATE, "class_refused"),
+    # Decided by limits/admit.lua: a rate of the tenant or of its credential.
     streams.RateLimited: ErrorCode(429, _Status.RESOURCE_EXHAUSTED, _RATE, "rate_limit_exceeded"),
     streams.KnownPoison: ErrorCode(400, _Status.FAILED_PRECONDITION, _INVALID, "equal_request_quarantined"),
+    # Decided by reserve_log.lua: the bytes that the tenant's logs may take in Redis.
     streams.LogsFull: ErrorCode(429, _Status.RESOURCE_EXHAUSTED, _RATE, "logs_full"),
     batches.FileNotFound: ErrorCode(404, _Status.NOT_FOUND, _INVALID, "file_not_found", "file_id"),
     batches.FileTooLarge: ErrorCode(413, _Status.RESOURCE_EXHAUSTED, _INVALID, "file_too_large", "file"),
+    # Decided by create_file.lua and append_file.lua, and by files.py for all tenants together.
     batches.FilesFull: ErrorCode(429, _Status.RESOURCE_EXHAUSTED, _RATE, "files_full"),
     batches.FileInUse: ErrorCode(409, _Status.FAILED_PRECONDITION, _INVALID, "file_in_use", "file_id"),
     batches.FilePurposeDiffers: ErrorCode(400, _Status.INVALID_ARGUMENT, _INVALID, "invalid_value", "input_file_id"),
     batches.BatchNotFound: ErrorCode(404, _Status.NOT_FOUND, _INVALID, "batch_not_found", "batch_id"),
     batches.BatchEnded: ErrorCode(409, _Status.FAILED_PRECONDITION, _INVALID, "batch_ended", "batch_id"),
+    # Decided by create_batch.lua for a tenant, by batches.py for all together: batches that have not ended.
     batches.BatchesFull: ErrorCode(429, _Status.RESOURCE_EXHAUSTED, _RATE, "batches_full"),
     streams.RequestNotFound: ErrorCode(404, _Status.NOT_FOUND, _INVALID, "request_not_found", "request_id"),
     streams.ModelUnavailable: ErrorCode(503, _Status.FAILED_PRECONDITION, _SERVER, "model_unavailable", "model"),
