@@ -318,7 +318,12 @@ class EngineSession:
 
 
 class Lease:
-    """One engine's lease: it beats every settings.heartbeat_ms and after each `nudge`."""
+    """One engine's lease: it beats every settings.heartbeat_ms and after each `nudge`.
+
+    The claim's epoch and nonce, by which the lease's holder is known, are set by `own` in claim.lua. heartbeat.lua
+    renews the lease; sweep.lua finds it lapsed, on Redis' clock, and requeues what it held. append.lua refuses the
+    entries of an engine that lost it (`FENCED`), and this engine then drops the request.
+    """
 
     def __init__(
         self,
