@@ -3,7 +3,9 @@
 Which of a step's rows take part in what is settled on the host (`Selection`) and kept while the same rows are sampled
 again; then the stages run in their order, from the model's logits to tokens and log probabilities (`choose`). A
 sequence has up to four numbers: its row in the batch, its sample among the rows of this step, its copy among the
-samples whose logits change, and its slot in the state of each stage that it uses.
+samples whose logits change, and its slot in the state of each stage that it uses. Of rows 0, 1 and 5, a step samples
+1 and 5, and 5 alone has penalties: row 1 is sample 0, without a copy; row 5 is sample 1, copy 0, and slot 0 of
+`Penalties`. The draw itself is one kernel, `filter_and_draw` on a GPU: see draw.py.
 """
 
 from __future__ import annotations

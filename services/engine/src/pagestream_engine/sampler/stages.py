@@ -1,4 +1,8 @@
-"""Slots: which rows a stage keeps state for, and where."""
+"""What changes a row's logits before the draw, in order: a token mask, then `STAGES`.
+
+First stands what the stages share: their state is in slots, of which only the rows that use a stage have one
+(`RowSlots`), and `LogitsStage` is what each of them does. Then one class for each stage, in their order.
+"""
 
 from __future__ import annotations
 

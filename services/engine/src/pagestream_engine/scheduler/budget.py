@@ -1,7 +1,9 @@
 """How many prompt tokens a step may have beside its decodes, where inter-token latency has a bound.
 
-A linear model of what steps take, fitted to the last ones, says it. And whether evicted blocks are copied back from
-host memory, or computed again.
+Without `itl_bound_ms`, the default, prompts get what decodes leave of `max_num_batched_tokens`: a long prompt then
+stretches the steps of all streams that run. With it, a linear model of what steps take, fitted to the last ones, says
+how many tokens fit. `RestoreCost`, at the end, says whether evicted blocks are copied back from host memory or computed
+again.
 """
 
 from __future__ import annotations

@@ -156,6 +156,7 @@ class Scheduler:
     def schedule(self) -> ScheduledStep:
         """Plan the next step: decodes, chunks of admitted prompts, then chunks of newly admitted ones.
 
+        `RunningSequences.next_chunk` decides the size of each chunk, by what blocks and the `ChunkBudget` allow.
         It is empty where nothing can run, or not before a step in flight has ended.
         """
         step = ScheduledStep()
