@@ -21,7 +21,8 @@ from pagestream_engine.features.lora.pool import attach_adapters
 from pagestream_engine.features.offload import Copier, MovedTensors, moved_tensors
 from pagestream_engine.features.speculation.draft_model import TargetBlocks, load_draft, open_draft
 from pagestream_engine.features.speculation.drafts import Drafts
-from pagestream_engine.features.speculation.speculation import make_speculation, verify
+from pagestream_engine.features.speculation.speculation import make_speculation
+from pagestream_engine.features.speculation.verify import verify
 from pagestream_engine.models.config import DTYPES, ModelInfo
 from pagestream_engine.models.model import Target
 from pagestream_engine.models.registry import open_model
