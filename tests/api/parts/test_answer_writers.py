@@ -438,7 +438,7 @@ def test_reasoning_that_is_left_out_is_counted_and_leaves_no_log_probabilities(h
     for number, text in enumerate(REASONED, 1):
         logprobs = [TokenLogprobs(entries=[LogprobEntry(token_id=number, logprob=-1.0, text=text)])]
         output.feed(Run(0, number, "d", text, [number], logprobs))
-    output.end()
+    output.close_open_item()
     assert [item["type"] for item in output.items] == (["message"] if hides else ["reasoning", "message"])
     part = output.items[-1]["content"][0]
     assert part["text"] == "Yes!"
