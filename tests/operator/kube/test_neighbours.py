@@ -76,8 +76,13 @@ def test_one_who_scales_a_pool_pins_it(operator: OperatorProcess, world: PoolWor
     world.wait_replicas(2, "scaled")
     scale = eventually(lambda: (found := world.kube.get(place))["status"]["replicas"] == 2 and found, "two pods")
     assert scale["status"]["selector"] == "app.kubernetes.io/name=pagestream-engine,pagestream.dev/pool=scaled"
-    scale["spec"]["replicas"] = 3
-    world.kube.request("PUT", place, scale)
+
+    def set_three() -> bool:
+        scale = world.kube.get(place)
+        world.kube.request("PUT", place, {**scale, "spec": {"replicas": 3}})
+        return True
+
+    eventually(set_three, "a write that no other one of the pool precedes")
     world.wait_replicas(3, "scaled")
     world.wait_condition("ScalingActive", "Pinned", "scaled")
     assert not world.condition("Contested", "scaled")
