@@ -11,7 +11,7 @@ import pytest
 _FREED = """
 import asyncio
 from pathlib import Path
-from pagestream_operator.memory import keep_memory_small
+from pagestream_operator.supervision import keep_memory_small
 
 def resident_mib():
     lines = Path("/proc/self/status").read_text().splitlines()

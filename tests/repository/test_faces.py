@@ -60,6 +60,7 @@ PARTS = {
     "pagestream_grammars.output_formats": "parsers of what models write: calls, reasoning, formats",
     "pagestream_kernels": "kernels: an operator is a file, with its kernel, launcher and variants",
     "pagestream_operator.app": "the tasks of one replica, which a test ends one by one",
+    "pagestream_operator.commands": "what the chart's hooks run",
     "pagestream_operator.instruments": "the operator's list of metrics, which alerts and dashboards name",
     "pagestream_operator.supervision": "tasks that run for as long as the process does",
     "pagestream_scaling.classes": "the law: weights of priority classes",

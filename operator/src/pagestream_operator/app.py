@@ -25,7 +25,6 @@ from pagestream_operator.kube.lease import Leadership, LeaseSettings
 from pagestream_operator.kube.store import ObjectStore
 from pagestream_operator.kube.watch import Sight
 from pagestream_operator.manager import Manager, Observer
-from pagestream_operator.memory import keep_memory_small
 from pagestream_operator.metrics import (
     MetricsSink,
     MetricsStore,
@@ -40,7 +39,7 @@ from pagestream_operator.pool.contest import Budgets
 from pagestream_operator.pool.deletion import Finalizers, Home
 from pagestream_operator.pool.reconciler import Context
 from pagestream_operator.settings import Settings
-from pagestream_operator.supervision import sleep_until, supervised, wait_for_stop
+from pagestream_operator.supervision import keep_memory_small, sleep_until, supervised, wait_for_stop
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,14 @@
-"""Tasks that have to run for as long as the process does."""
+"""Tasks that have to run for as long as the process does, and its memory, which must not grow.
+
+A list of all pods, or a cut watch that begins again, needs some megabytes for a moment. glibc keeps them once anything
+that stays lies above: over 40 minutes of faults a replica grew from 84 to 103 MiB, 14 of which were free, while its
+Python objects stayed as many.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
@@ -13,6 +19,8 @@ logger = logging.getLogger(__name__)
 Work: TypeAlias = Callable[[], Awaitable[None]]
 
 _PAUSE_S = 1.0
+_TRIM_S = 60.0
+"""Seconds between two returns of free memory."""
 
 
 async def supervised(
@@ -82,3 +90,17 @@ async def sleep_until(stop: asyncio.Event, seconds: float) -> None:
             await stop.wait()
     except TimeoutError:
         return
+
+
+async def keep_memory_small(stop: asyncio.Event, period_s: float = _TRIM_S) -> None:
+    """Return free memory to the system every `period_s` seconds until `stop` is set."""
+    trim = _malloc_trim()
+    while not stop.is_set():
+        await sleep_until(stop, period_s)
+        trim(0)
+
+
+def _malloc_trim() -> Callable[[int], int]:
+    """Return glibc's function; other C libraries have none, or need none."""
+    found: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return found or (lambda _: 0)

@@ -1,16 +1,238 @@
-"""The spec of an EnginePool, with its adapters, and how its pods are drained and replaced."""
+"""The spec of an EnginePool: its models and where their files are, the engine's options, adapters, and how pods are
+drained and replaced.
+
+`pagestream_options.engine` declares the options, under the names of `pagestream-engine`'s flags.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pagestream_options.declaration import Option
+from pagestream_options.engine import ENGINE_OPTIONS, POLICIES, SCALED_CACHE_DTYPES
+from pydantic import Field, create_model
+from pydantic.alias_generators import to_camel
 
-from pagestream_operator.api.base import ApiModel, IntOrPercent, Rule, int_or_percent_rule
-from pagestream_operator.api.engine import EngineOptions
-from pagestream_operator.api.model import MOST_MODELS, ChatTemplate, Model
+from pagestream_operator.api.base import ApiModel, IntOrPercent, ObjectName, Rule, int_or_percent_rule
 from pagestream_operator.api.scaling import Scaling
 from pagestream_operator.api.template import PodTemplate
+
+Path = Annotated[str, Field(max_length=512)]
+
+
+class VolumeSource(ApiModel):
+    """A model on a PersistentVolumeClaim of the pool's namespace. It is mounted read-only at /models/volume."""
+
+    claim: ObjectName
+    """Name of the PersistentVolumeClaim. Pods on several nodes need the access mode ReadOnlyMany."""
+    path: Path = ""
+    """Folder of the model inside the volume, such as `llama-3-8b`. Empty: the volume itself."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "!self.path.startsWith('/') && !self.path.split('/').exists(part, part == '..')",
+            "volume.path is relative to the volume and stays inside it: write `llama-3-8b`, not `/llama-3-8b` "
+            "or `../x`",
+            ".path",
+        ),
+    )
+
+
+class HubSource(ApiModel):
+    """A model of the Hugging Face hub. Every pod downloads it when it starts, so pods must be able to reach the hub."""
+
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    """Repository, such as `meta-llama/Llama-3.1-8B-Instruct`."""
+    token_secret: ObjectName | None = None
+    """Name of a Secret whose key `token` is an access token of the hub. Unset: the repository is public."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "self.name.matches('^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$')",
+            "hub.name is a repository of the hub: write `organisation/name`, without an address and without a revision",
+            ".name",
+        ),
+    )
+
+
+class ModelSource(ApiModel):
+    """Where the model's files are: exactly one of path, volume, hub."""
+
+    path: Path | None = None
+    """Folder in the engine's image, or in a volume of `template.volumes`, such as `/models/demo`."""
+    volume: VolumeSource | None = None
+    """Folder on a PersistentVolumeClaim."""
+    hub: HubSource | None = None
+    """Repository of the Hugging Face hub."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "[has(self.path), has(self.volume), has(self.hub)].filter(given, given).size() == 1",
+            "model.source names exactly one of path, volume and hub: for example `source: {path: /models/demo}`",
+        ),
+        Rule(
+            "!has(self.path) || self.path.startsWith('/')",
+            "source.path is absolute: write `/models/demo`; for a name of the hub write `hub: {name: "
+            "organisation/name}`",
+            ".path",
+        ),
+    )
+
+
+class ConfigMapKey(ApiModel):
+    """A key of a ConfigMap in the pool's namespace."""
+
+    name: ObjectName
+    """Name of the ConfigMap."""
+    key: Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[-._a-zA-Z0-9]+$")]
+    """The key whose value is the template."""
+
+
+class ChatTemplate(ApiModel):
+    """A Jinja chat template, in place of the one in the model's folder: exactly one of text and configMapKeyRef."""
+
+    text: Annotated[str, Field(min_length=1, max_length=65_536)] | None = None
+    """The template itself. A change replaces the pods, one by one."""
+    config_map_key_ref: ConfigMapKey | None = None
+    """Where it is. Pods read it when they start: after a change of its text, replace them, or name another key."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "has(self.text) != has(self.configMapKeyRef)",
+            "chatTemplate has exactly one of text and configMapKeyRef: for example `chatTemplate: {configMapKeyRef: "
+            "{name: templates, key: chat.jinja}}`",
+        ),
+    )
+
+
+MOST_MODELS = 16
+"""Beside the first: an engine reads the headers of all when it starts."""
+
+
+class Model(ApiModel):
+    """A model that a pool serves."""
+
+    source: ModelSource
+    """Where its files are."""
+    served_name: Annotated[str, Field(min_length=1, max_length=63)]
+    """The name that clients send in `model`. It names the model's queue as well, so it can't be changed."""
+    revision: Annotated[str, Field(max_length=64)] | None = None
+    """Revision of the model: a branch, tag or commit of a hub's repository; for paths and volumes any text. A change
+    replaces the pods."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "self.servedName.matches('^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$')",
+            "model.servedName has letters, digits, '.', '_' and '-', and begins and ends with a letter or digit: "
+            "write `llama-3.1-8b`",
+            ".servedName",
+        ),
+        Rule(
+            "self.servedName == oldSelf.servedName",
+            "model.servedName can't be changed, requests wait under it: make another EnginePool with the new name, "
+            "then delete this one",
+            ".servedName",
+        ),
+    )
+
+
+_POLICIES, _SCALED = list(POLICIES), list(SCALED_CACHE_DTYPES)
+
+
+class _EngineOptions(ApiModel):
+    """Options of the engine. Each is the flag of `pagestream-engine` of that name; an unset one keeps the engine's
+    default. A change replaces the pods, one by one."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "!has(self.maxNumSeqs) || !has(self.maxNumBatchedTokens) || self.maxNumBatchedTokens >= self.maxNumSeqs",
+            "engine.maxNumBatchedTokens is at least engine.maxNumSeqs, since every running sequence takes a token of "
+            "each step: raise it, or lower maxNumSeqs",
+            ".maxNumBatchedTokens",
+        ),
+        Rule(
+            f"!has(self.schedulingPolicy) || has(self.plugins) || self.schedulingPolicy in {_POLICIES}",
+            f"engine.schedulingPolicy is {', '.join(POLICIES)}, or a policy that a plugin registers: name its module "
+            "in engine.plugins",
+            ".schedulingPolicy",
+        ),
+        Rule(
+            "!has(self.deterministic) || !self.deterministic || !has(self.kvCacheDtype) || "
+            f"!(self.kvCacheDtype in {_SCALED})",
+            "engine.kvCacheDtype is auto or bfloat16 with engine.deterministic: in fp8 a key is rounded to a scale "
+            "that later tokens may raise",
+            ".kvCacheDtype",
+        ),
+    )
+
+    def to_environment(self) -> Mapping[str, str]:
+        """`PAGESTREAM_ENGINE__<OPTION>` for each option that is set."""
+        given = self.model_dump(exclude_none=True)
+        return {f"PAGESTREAM_ENGINE__{name.upper()}": _text(value) for name, value in sorted(given.items())}
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
+def _text(value: object) -> str:
+    if isinstance(value, list):
+        return ",".join(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _fields() -> Iterator[tuple[str, Any]]:
+    for name, each in ENGINE_OPTIONS.items():
+        if each.pool is not None:
+            yield name, (Annotated[_type(each) | None, Field(description=_description(each))], None)
+
+
+def _type(each: Option) -> Any:
+    """The type that an API server checks, with its bounds."""
+    if each.pool is None or each.kind is bool:
+        return bool
+    if each.choices is not None:
+        return Literal[each.choices]
+    most = each.pool.most if each.high is None else each.high
+    if each.kind == Sequence[str]:
+        item = Annotated[str, Field(max_length=200, pattern=each.pool.item_pattern)]
+        return Annotated[list[item], Field(max_length=_whole(most))]
+    if each.kind is str:
+        return Annotated[str, Field(min_length=_whole(each.low), max_length=_whole(most))]
+    low = Field(gt=each.low) if each.is_above else Field(ge=each.low)
+    return Annotated[each.kind, low, Field(le=most)]
+
+
+def _whole(number: float | None) -> int | None:
+    return None if number is None else int(number)
+
+
+def _description(each: Option) -> str:
+    text = re.sub(r"`(\w+)`", _camel, each.text)
+    added = each.pool.text if each.pool is not None else ""
+    return " ".join(filter(None, (text, added, _default(each))))
+
+
+def _camel(found: re.Match[str]) -> str:
+    return f"`{to_camel(found[1])}`" if found[1] in ENGINE_OPTIONS else found[0]
+
+
+def _default(each: Option) -> str:
+    if each.default in (None, ()):
+        return ""
+    shown = str(each.default).lower() if each.kind is bool else each.default
+    return f"Default {shown:g}." if each.kind is float else f"Default {shown}."
+
+
+if TYPE_CHECKING:
+    EngineOptions = _EngineOptions
+else:
+    EngineOptions = create_model(
+        "EngineOptions", __base__=_EngineOptions, __doc__=_EngineOptions.__doc__, **dict(_fields())
+    )
+
 
 MOST_ADAPTERS = 24
 """Whose results fit into the 4096 bytes that a container may leave to Kubernetes."""

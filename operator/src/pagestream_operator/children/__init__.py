@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pagestream_operator.api import EnginePool
-from pagestream_operator.children.adapters import adapters_job
 from pagestream_operator.children.container import METRICS_PORT
 from pagestream_operator.children.deployment import deployment, pod_labels
+from pagestream_operator.children.jobs import adapters_job, unpublish_job
 from pagestream_operator.children.manifest import CLASS_ANNOTATION, HASH_ANNOTATION, MANAGER, Manifest, labels
 from pagestream_operator.children.nodes import followers, node_secret
 from pagestream_operator.children.objects import config_map, disruption_budget, service, service_account
-from pagestream_operator.children.unpublish import unpublish_job
 from pagestream_operator.settings import EngineDefaults
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pagestream_operator.api import EnginePool
-from pagestream_operator.api.model import ChatTemplate, Model
+from pagestream_operator.api.spec import ChatTemplate, Model
 from pagestream_operator.children.nodes import leader_variables, secret_mounts
 from pagestream_operator.settings import EngineDefaults
 

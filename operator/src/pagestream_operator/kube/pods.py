@@ -1,4 +1,6 @@
-"""A pod, reduced to the fields that are used, since a thousand are held in memory; and how containers have ended."""
+"""A pod, reduced to the fields that are used, since a thousand are held in memory; and how containers have ended, those
+of Jobs too.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,8 @@ from pagestream_scaling import PodObservation, PodSample, PodState
 
 from pagestream_operator.children.nodes import MOST_NODES, NODES_LABEL
 from pagestream_operator.fields import conditions, mapping, mappings, part, seconds, text, whole
+from pagestream_operator.kube.client import KubeClient
+from pagestream_operator.kube.kinds import POD
 
 _FEWEST = 2
 """Restarts from which on a container counts as one that ends again and again. The first may be bad luck."""
@@ -263,3 +267,28 @@ def _container_trouble(container: Mapping[str, Any]) -> str | None:
     if text(ended.get("reason")) not in ("", "Completed"):
         last = f" (it ended by {ended['reason']}, exit code {ended.get('exitCode')})"
     return f"{reason}: {text(waiting.get('message'))}".rstrip(": ") + last
+
+
+# -- Jobs. A sidecar that is injected as an ordinary container doesn't end when the Job's own does, so that the pod
+# never succeeds, and the Job is never complete.
+
+
+@dataclass(frozen=True, slots=True)
+class Success:
+    """A container that has ended with exit code 0. `message` is what it has left."""
+
+    message: str
+
+
+async def success_of(client: KubeClient, namespace: str, job: str, container: str) -> Success | None:
+    """Look at a Job's pods for one whose container `container` has succeeded.
+
+    Raises:
+        ApiFailure: the call failed.
+    """
+    for pod in await client.list(POD, namespace, selector=f"batch.kubernetes.io/job-name={job}"):
+        for each in mappings(part(pod, "status", "containerStatuses")):
+            ended = mapping(part(each, "state", "terminated"))
+            if each.get("name") == container and ended.get("exitCode") == 0:
+                return Success(text(ended.get("message")))
+    return None

@@ -1,29 +1,35 @@
-"""The newest samples of pods, queues and latencies, bounded in memory."""
+"""The newest samples of pods, queues and latencies, bounded in memory.
+
+Times of points are corrected by what is known of their senders' clocks, and histograms of latencies from several
+processes are added up over a window.
+"""
 
 from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_left
 from collections import Counter as Tally
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from pagestream_scaling import LatencyWindow, PodSample, QueueSample
 
-from pagestream_operator.metrics.clocks import SenderClocks
-from pagestream_operator.metrics.latencies import Latencies
 from pagestream_operator.metrics.points import (
     ENGINE_COUNTERS,
     ENGINE_GAUGES,
     MODEL_ATTRIBUTE,
     QUEUE_GAUGES,
+    Attributes,
     Engine,
     Histogram,
     Number,
     Source,
 )
 from pagestream_operator.metrics.queues import queue_sample
-from pagestream_operator.metrics.series import Counter, Gauge, Taken
+from pagestream_operator.metrics.series import Accumulator, Counter, Gauge, Increment, Taken
 
 _SWEEP_S = 10.0
 """Seconds by which a silent process may be dropped late."""
@@ -352,3 +358,158 @@ def _sample_of(state: _EngineState) -> PodSample | None:
 def _rate(state: _EngineState, name: str) -> float | None:
     counter = state.counters.get(name)
     return counter.rate() if counter is not None else None
+
+
+MOST_APART_S = 60.0
+"""The largest difference of two clocks that is corrected."""
+_TOLERANCE_S = 5.0
+"""A delay up to this is that of an export, which the law allows for."""
+_SLACK_S = 2.0
+"""Seconds by which a correction may be wrong: each change of it costs what is known of a sender."""
+_SETTLE_S = 5.0
+"""Seconds for which a sender is heard before its clock is judged: what comes at once may be a backlog."""
+_PERIOD_S = 30.0
+"""Seconds of arrivals, at least, over which the least delay is taken: a clock that was set is followed after two."""
+_SENDERS = 8192
+"""Processes whose clocks are remembered; the one that was silent for longest is forgotten first."""
+
+
+class SteadyClock:
+    """Unix seconds that go on when the system's clock is set, unless by more than `MOST_APART_S`."""
+
+    def __init__(self, wall: Callable[[], float] = time.time, steady: Callable[[], float] = time.monotonic) -> None:
+        self._wall, self._steady = wall, steady
+        self._ahead_s = wall() - steady()
+
+    def __call__(self) -> float:
+        """The time now."""
+        ahead_s = self._wall() - self._steady()
+        if abs(ahead_s - self._ahead_s) > MOST_APART_S:
+            self._ahead_s = ahead_s
+        return self._steady() + self._ahead_s
+
+
+@dataclass(slots=True)
+class _Sender:
+    since_s: float
+    """When its points began to arrive."""
+    period_s: float
+    """When the current period began."""
+    heard_s: float
+    least_s: float
+    """The least delay of the current period, and of the former one."""
+    former_s: float
+    correction_s: float = 0.0
+
+
+@dataclass
+class SenderClocks:
+    """How far the clocks of senders are from this process' own.
+
+    Either clock may be wrong. What arrives is not from the future, and the least delay over a while is that of the way:
+    beyond `_TOLERANCE_S`, in either direction, it is taken for the difference of the clocks. A backlog counts as old,
+    since points without a delay came before it, or follow it within `_SETTLE_S`.
+    """
+
+    clock: Callable[[], float]
+    _senders: dict[str, _Sender] = field(default_factory=dict)
+
+    def correction(self, sender: str, time_s: float) -> float:
+        """Return what to add to the times of a sender, of which a point with this time arrives now."""
+        now = self.clock()
+        delay = now - time_s
+        if abs(delay) > MOST_APART_S:
+            known = self._senders.get(sender)
+            return 0.0 if known is None else known.correction_s
+        state = self._senders.pop(sender, None) or _Sender(now, now, now, delay, delay)
+        # The last one of the dictionary was heard last.
+        self._senders[sender] = state
+        while len(self._senders) > _SENDERS:
+            del self._senders[next(iter(self._senders))]
+        if not 0 <= now - state.heard_s < _PERIOD_S:
+            state.since_s = now
+        if not 0 <= now - state.period_s < _PERIOD_S:
+            state.period_s, state.former_s, state.least_s = now, state.least_s, delay
+        state.heard_s, state.least_s = now, min(state.least_s, delay)
+        least = min(state.least_s, state.former_s)
+        wanted = 0.0 if abs(least) <= _TOLERANCE_S else least
+        if now - state.since_s >= _SETTLE_S and abs(wanted - state.correction_s) > _SLACK_S:
+            state.correction_s = wanted
+        return state.correction_s
+
+
+_SLOT_S = 1.0
+
+
+@dataclass(slots=True)
+class _Slot:
+    index: int
+    bounds: tuple[float, ...]
+    counts: list[float]
+
+
+@dataclass(slots=True)
+class Latencies:
+    """One model's histogram over all gateways and attribute sets."""
+
+    kept_s: float
+    watched_s: float
+    series_limit: int
+    series: dict[tuple[str, Attributes], Accumulator] = field(default_factory=dict)
+    bounds: dict[tuple[str, Attributes], tuple[float, ...]] = field(default_factory=dict)
+    slots: deque[_Slot] = field(default_factory=deque)
+    slots_limit: int = 1024
+    first_s: float = math.inf
+
+    def take(self, process: str, point: Histogram, *, delta: bool) -> Taken:
+        """Add a point of `process`' series with the point's attributes."""
+        key = (process, point.attributes)
+        accumulator = self.series.get(key)
+        if accumulator is None or self.bounds[key] != point.bounds:
+            if accumulator is None and len(self.series) >= self.series_limit and not self._drop_silent(point.time_s):
+                return Taken.OVERFLOW
+            accumulator = self.series[key] = Accumulator(self.watched_s)
+            self.bounds[key] = point.bounds
+        first = accumulator.time_s is None
+        take = accumulator.take_delta if delta else accumulator.take_cumulative
+        increment = take(point.start_s, point.time_s, point.counts)
+        self.first_s = min(self.first_s, point.time_s)
+        if increment is None:
+            return Taken.ACCEPTED if first else Taken.DUPLICATE
+        self._add(point.bounds, increment)
+        return Taken.ACCEPTED
+
+    def is_alive(self, since_s: float) -> bool:
+        """Whether any process has reported since `since_s`."""
+        return any(each.time_s is not None and each.time_s >= since_s for each in self.series.values())
+
+    def _drop_silent(self, now_s: float) -> bool:
+        for key, accumulator in list(self.series.items()):
+            if accumulator.time_s is None or now_s - accumulator.time_s > self.kept_s:
+                del self.series[key], self.bounds[key]
+        return len(self.series) < self.series_limit
+
+    def _add(self, bounds: tuple[float, ...], increment: Increment) -> None:
+        index = math.floor(increment.to_s / _SLOT_S)
+        for slot in self.slots:
+            if slot.index == index and slot.bounds == bounds:
+                slot.counts = [old + new for old, new in zip(slot.counts, increment.amounts, strict=True)]
+                return
+        self.slots.append(_Slot(index, bounds, list(increment.amounts)))
+        oldest = math.floor((increment.to_s - self.kept_s) / _SLOT_S) - 1
+        while self.slots and (self.slots[0].index < oldest or len(self.slots) > self.slots_limit):
+            self.slots.popleft()
+
+    def read(self, now_s: float, window_s: float) -> LatencyWindow | None:
+        """Return the last `window_s` seconds up to `now_s`, at most `kept_s`; None if no process has ever reported."""
+        if math.isinf(self.first_s):
+            return None
+        window_s = min(window_s, self.kept_s)
+        current = [slot for slot in self.slots if now_s - window_s < (slot.index + 1) * _SLOT_S]
+        bounds = tuple(sorted({bound for slot in current for bound in slot.bounds}))
+        counts = [0.0] * (len(bounds) + 1)
+        for slot in current:
+            for (_, high), count in zip(pairwise((0.0, *slot.bounds, math.inf)), slot.counts, strict=True):
+                counts[bisect_left(bounds, high)] += count  # where bounds differ, count it as late as possible
+        span_s = min(window_s, max(_SLOT_S, now_s - self.first_s))
+        return LatencyWindow(bounds, tuple(counts), span_s)

@@ -1,6 +1,5 @@
 """One pool: its view, the scaling decision, the pass that acts on it, its status."""
 
-from pagestream_operator.pool.conditions import Finding, Trouble, findings, stamped
 from pagestream_operator.pool.contest import Budgets, Claim, claim_on
 from pagestream_operator.pool.deletion import Finalizers, Home
 from pagestream_operator.pool.reconciler import Context, Reconciler
@@ -15,7 +14,17 @@ from pagestream_operator.pool.scaler import (
     wanted_replicas,
     without_spares,
 )
-from pagestream_operator.pool.status import api_time, changed, differs, differs_in_substance, pool_status
+from pagestream_operator.pool.status import (
+    Finding,
+    Trouble,
+    api_time,
+    changed,
+    differs,
+    differs_in_substance,
+    findings,
+    pool_status,
+    stamped,
+)
 from pagestream_operator.pool.view import PoolView
 
 __all__ = [

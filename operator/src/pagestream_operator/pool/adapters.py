@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from pagestream_operator.api import AdapterStatus, EnginePool, EnginePoolStatus
-from pagestream_operator.children.adapters import CONTAINER, adapters_job, adapters_job_name, wanted_adapters
+from pagestream_operator.children.jobs import ADAPTERS, adapters_job, adapters_job_name, wanted_adapters
 from pagestream_operator.errors import Conflict, Gone
 from pagestream_operator.fields import is_owned_by, job_ending, mapping
 from pagestream_operator.kube.client import KubeClient
 from pagestream_operator.kube.kinds import JOB, POD
 from pagestream_operator.kube.lease import Leadership
-from pagestream_operator.kube.pods import blocking_reason
-from pagestream_operator.pool.job_pods import success_of
+from pagestream_operator.kube.pods import blocking_reason, success_of
 from pagestream_operator.settings import EngineDefaults
 
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 10, 3600
@@ -64,7 +63,7 @@ class Adapters:
         if is_seen or not is_owned_by(job, pool.uid):
             return None  # it was looked at just now; or it is a former pool's of this name, which goes with it
         self._looked_s = self.clock()
-        success = None if ended else await success_of(self.client, pool.namespace, name, CONTAINER)
+        success = None if ended else await success_of(self.client, pool.namespace, name, ADAPTERS)
         if ended is None and success is None:
             return await self._waiting(pool, name)
         found = {} if success is None else _parsed(success.message)

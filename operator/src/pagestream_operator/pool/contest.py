@@ -24,10 +24,7 @@ from pagestream_operator.kube.client import KubeClient
 from pagestream_operator.kube.kinds import BUDGET
 from pagestream_operator.kube.lease import Leadership
 from pagestream_operator.kube.store import ObjectStore
-from pagestream_operator.pool.conditions import Finding
-
-REFUSED = "ServedByAnother"
-"""Reason of the condition that a refused operator writes."""
+from pagestream_operator.pool.status import REFUSED, Finding
 
 
 class Claim(Enum):

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pagestream_operator.api import GROUP, EnginePool
+from pagestream_operator.children.jobs import LIMIT_S, UNPUBLISH, job_account, job_name, unpublish_job
+from pagestream_operator.children.jobs import POOL_UID_ANNOTATION as POOL_UID
 from pagestream_operator.children.manifest import engine_name
-from pagestream_operator.children.unpublish import CONTAINER, LIMIT_S, job_account, job_name, unpublish_job
-from pagestream_operator.children.unpublish import POOL_UID_ANNOTATION as POOL_UID
 from pagestream_operator.errors import ApiFailure, ApiUnavailable, Conflict, Gone, NotLeading, Rejected
 from pagestream_operator.fields import is_owned_by, job_ending, mapping, part, seconds, whole
 from pagestream_operator.kube.apply import SCALER
@@ -31,9 +31,9 @@ from pagestream_operator.kube.client import KubeClient, Object
 from pagestream_operator.kube.events import Recorder
 from pagestream_operator.kube.kinds import CONFIG_MAP, JOB, LEASE, NAMESPACE, POOL, SERVICE_ACCOUNT, STATEFUL_SET
 from pagestream_operator.kube.lease import Leadership
+from pagestream_operator.kube.pods import success_of
 from pagestream_operator.kube.store import ObjectStore
 from pagestream_operator.pool.contest import claim_on, is_claimed
-from pagestream_operator.pool.job_pods import success_of
 from pagestream_operator.pool.publication import served_names
 from pagestream_operator.pool.view import PoolView
 from pagestream_operator.settings import EngineDefaults
@@ -98,7 +98,7 @@ class Unpublishing:
             # That of a former pool of this name must be gone first.
             return Outcome(f"the Job {job_name(pool.name)} exists and isn't this pool's") if is_over else None
         outcome = self._outcome_of(job)
-        if outcome is None and await success_of(self.client, pool.namespace, job_name(pool.name), CONTAINER):
+        if outcome is None and await success_of(self.client, pool.namespace, job_name(pool.name), UNPUBLISH):
             return Outcome()
         if outcome is None:
             await self._ensure_account(pool)

@@ -18,7 +18,7 @@ from pagestream_operator.errors import (
     Rejected,
 )
 from pagestream_operator.kube.kinds import Kind
-from pagestream_operator.pool.conditions import Trouble
+from pagestream_operator.pool.status import Trouble
 
 logger = logging.getLogger(__name__)
 

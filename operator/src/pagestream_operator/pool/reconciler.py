@@ -40,8 +40,7 @@ from pagestream_operator.kube.pods import DELETION_COST
 from pagestream_operator.kube.store import ObjectStore, PoolKey
 from pagestream_operator.metrics import MetricsStore
 from pagestream_operator.pool.adapters import Adapters
-from pagestream_operator.pool.conditions import Finding, Trouble, findings, stamped
-from pagestream_operator.pool.contest import REFUSED, Budgets, Claim, Rivals, claim_on, contest, contested
+from pagestream_operator.pool.contest import Budgets, Claim, Rivals, claim_on, contest, contested
 from pagestream_operator.pool.deletion import (
     FINALIZER,
     FOREGROUND,
@@ -60,7 +59,18 @@ from pagestream_operator.pool.old_config_maps import OldConfigMaps
 from pagestream_operator.pool.parts import Parts
 from pagestream_operator.pool.publication import card_digest, has_published
 from pagestream_operator.pool.scaler import Scaler, Shares, Verdict, deletion_costs, first_replicas, wanted_replicas
-from pagestream_operator.pool.status import api_time, changed, differs, differs_in_substance, pool_status
+from pagestream_operator.pool.status import (
+    REFUSED,
+    Finding,
+    Trouble,
+    api_time,
+    changed,
+    differs,
+    differs_in_substance,
+    findings,
+    pool_status,
+    stamped,
+)
 from pagestream_operator.pool.view import PoolView
 from pagestream_operator.settings import EngineDefaults
 
