@@ -25,8 +25,7 @@ from pagestream_scaling import (
     drain_order,
 )
 from pagestream_scaling.memory import Window, with_highest, with_lowest
-from pagestream_scaling.terms.term import pods_for
-from pagestream_scaling.terms.ttft import missed
+from pagestream_scaling.terms import missed, pods_for
 from scaling.worlds import NOW, ready_pod, sample, starting_pod
 
 ENTRIES = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 9)), min_size=1, max_size=60)

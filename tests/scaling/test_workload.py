@@ -20,8 +20,7 @@ from pagestream_scaling import (
     StartupPolicy,
     decide,
 )
-from pagestream_scaling.classes import weighted_age, weighted_drain, weighted_part
-from pagestream_scaling.workload import divisible_tokens
+from pagestream_scaling.workload import divisible_tokens, weighted_age, weighted_drain, weighted_part
 from scaling.worlds import NOW, at, pool, queue, ready_pod, sample, starting_pod
 
 # -- What is learnt of arrivals and of what a pod can do

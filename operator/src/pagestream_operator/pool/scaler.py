@@ -25,7 +25,7 @@ from pagestream_scaling import (
     resumed,
     without_capacity,
 )
-from pagestream_scaling.samples import valid_samples
+from pagestream_scaling.observation import valid_samples
 from pagestream_scaling.workload import work_capacity
 
 from pagestream_operator.api import EnginePool, LearnedStatus

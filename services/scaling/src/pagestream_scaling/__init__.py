@@ -1,7 +1,6 @@
 """The scaling law of an engine pool: pure functions and the values they work on."""
 
-from pagestream_scaling.decision import Decision, Limit
-from pagestream_scaling.drain import drain_order
+from pagestream_scaling.decision import Decision, Limit, drain_order
 from pagestream_scaling.law import decide
 from pagestream_scaling.learned import Learned, Resumed, resumed, without_capacity
 from pagestream_scaling.memory import ScalingMemory

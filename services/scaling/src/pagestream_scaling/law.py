@@ -8,14 +8,10 @@ from dataclasses import replace
 from pagestream_scaling.decision import Decision, Limit
 from pagestream_scaling.limits import LimitedRecommendation, Recommendation, limit_recommendation, remember
 from pagestream_scaling.memory import ScalingMemory, with_lowest
-from pagestream_scaling.observation import PoolObservation
+from pagestream_scaling.observation import PoolObservation, ValidSamples, valid_samples
 from pagestream_scaling.policy import ScalingPolicy
-from pagestream_scaling.samples import ValidSamples, valid_samples
 from pagestream_scaling.supply import Supply, supply, with_startups
-from pagestream_scaling.terms import TERMS, Situation, Term
-from pagestream_scaling.terms.kv_utilization import mean_kv_sum, with_kv_sum
-from pagestream_scaling.terms.term import pods_for
-from pagestream_scaling.terms.ttft import missed
+from pagestream_scaling.terms import TERMS, Situation, Term, mean_kv_sum, missed, pods_for, with_kv_sum
 from pagestream_scaling.workload import with_arrivals, with_capacity, workload
 
 _BACKWARDS_S = 0.001

@@ -7,9 +7,8 @@ import statistics
 from dataclasses import dataclass, replace
 
 from pagestream_scaling.memory import ScalingMemory
-from pagestream_scaling.observation import PodObservation, PodState, PoolObservation
+from pagestream_scaling.observation import PodObservation, PodState, PoolObservation, ValidSamples
 from pagestream_scaling.policy import StartupPolicy
-from pagestream_scaling.samples import ValidSamples
 
 _STARTUPS_KEPT = 16
 """The last start-ups; the median of so many ignores a slow node."""
