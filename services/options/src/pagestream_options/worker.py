@@ -44,9 +44,10 @@ class WorkerOptions:
     )
     engine_core: str = option(
         "process",
-        """Where the engine (scheduler, model) runs: "process": in a process of its own, apart from the event loop that
-        talks to Redis; "inline": on a thread of this process.""",
-        "run the engine in a process of its own (default), or on a thread of this one",
+        """Deprecated: an engine (scheduler, model) has a process of its own, apart from the event loop that talks to
+        Redis. "inline" still runs it on a thread of this process. Where the model runs below the scheduler is the
+        engine's `executor`.""",
+        "deprecated: where the engine runs, in a process of its own (default) or on a thread; see --executor",
         choices=ENGINE_CORES,
     )
     standby: str = option(

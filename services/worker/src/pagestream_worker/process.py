@@ -370,6 +370,7 @@ class Cores:
             await process.start(load=worker.standby != IMPORTED)
             spare_what_lives()
             return process
+        logger.warning("--engine-core inline is deprecated: without it the engine has a process of its own")
         profiler = None if worker.profile_dir is None else StepProfiler(worker.profile_dir, worker.engine_id)
         thread = EngineThread(partial(load_engine, program.make_engine, program.model, program.config), profiler)
         self.current = thread
