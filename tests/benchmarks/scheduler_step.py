@@ -18,7 +18,7 @@ from time import thread_time
 from pagestream_engine.config import SchedulerConfig
 from pagestream_engine.kv_cache.block_pool import BlockPool
 from pagestream_engine.kv_cache.manager import CacheManager
-from pagestream_engine.output import Generation, IncrementalDetokenizer, Pieces
+from pagestream_engine.output import IncrementalDetokenizer, Pieces, begin_text, take
 from pagestream_engine.plan import full_attention
 from pagestream_engine.request import Sequence, SequenceOutput
 from pagestream_engine.sampling_params import SamplingParams
@@ -69,8 +69,8 @@ def measure(num_running: int, *, staggered: bool, num_steps: int) -> tuple[list[
     scheduler, _ = make_scheduler(num_running, num_steps=num_steps)
     sequences = make_sequences(num_running, staggered=staggered)
     pieces = Pieces(make_tokenizer())
-    generations = {seq.seq_id: Generation(seq, IncrementalDetokenizer(pieces, seq.token_ids)) for seq in sequences}
     for seq in sequences:
+        begin_text(seq, IncrementalDetokenizer(pieces, seq.token_ids))
         scheduler.add(seq)
     step = scheduler.schedule()
     scheduler.update_after_schedule(step)
@@ -90,7 +90,7 @@ def measure(num_running: int, *, staggered: bool, num_steps: int) -> tuple[list[
         outputs = []
         for entry, token_id in zip(step.decodes, token_ids, strict=True):
             seq = entry.seq
-            taken = generations[seq.seq_id].take(token_id, seq.num_output_tokens)
+            taken = take(seq, token_id, seq.num_output_tokens)
             outputs.append(SequenceOutput(seq.seq_id, token_id, *taken, seq.num_cached_tokens))
         done = thread_time()
         scheduling.append((planned - start + advanced - resumed) * 1e3)

@@ -22,7 +22,7 @@ from pagestream_engine import (
     Sequence,
     SequenceOutput,
 )
-from pagestream_engine.output import Generation, IncrementalDetokenizer, bad_words_token_ids
+from pagestream_engine.output import IncrementalDetokenizer, bad_words_token_ids
 from pagestream_engine.plan import PendingResult, StepLogprobs, StepPlan, StepResult
 from pagestream_engine.request import Request
 from support.engines.arithmetic_model import (
@@ -848,7 +848,7 @@ def test_what_has_ended_is_freed_without_the_garbage_collector(tmp_path: Path) -
     """However it ends. A cycle through a sequence would keep a prompt of 100,000 tokens for seconds or longer."""
 
     def living() -> int:
-        return sum(type(each) in (Sequence, Request, Generation) for each in gc.get_objects())
+        return sum(type(each) in (Sequence, Request) for each in gc.get_objects())
 
     engine = make_engine(tmp_path, text=True, max_num_seqs=4)
     left = []

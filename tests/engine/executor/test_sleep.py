@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from pagestream_engine import LLM, Choice, ConfigError, EngineAsleep, InvalidRequest, SamplingParams, SleepFailed
-from pagestream_engine.output import Generation
+from pagestream_engine.output import replay
 from pagestream_engine.request import Request
 from pagestream_engine.runner import ModelRunner
 from support.engines.tiny_models import random_prompts
@@ -60,7 +60,7 @@ def test_tokens_are_the_same_after_sleep(llama: Path, options: dict[str, Any]) -
 def test_a_group_that_is_added_in_parts_finds_an_engine_that_fell_asleep(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules[Generation.__module__], "REPLAY_TOKENS", 4)
+    monkeypatch.setattr(sys.modules[replay.__module__], "REPLAY_TOKENS", 4)
     engine = LLM(llama, **OPTIONS).engine
     adding = engine.adding(Request([5, 6], [Choice("a", PARAMS, [7] * 6)]))
     next(adding)

@@ -1,11 +1,10 @@
-import sys
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pagestream_engine import InvalidRequest, SamplingParams, Sequence
-from pagestream_engine.output import Generation, IncrementalDetokenizer, Pieces, Taken
+from pagestream_engine import InvalidRequest, SamplingParams, Sequence, output
+from pagestream_engine.output import IncrementalDetokenizer, Pieces, Taken, begin_text, take
 from support.engines.arithmetic_model import byte_level_tokenizer
 
 TOKENIZER = byte_level_tokenizer()
@@ -14,12 +13,13 @@ EOS = TOKENIZER.token_to_id("</s>")
 PROMPT = tuple(TOKENIZER.encode("prompt").ids)
 
 
-def make(*, max_model_len: int = 100, text: bool = True, **fields: Any) -> Generation:
+def make(*, max_model_len: int = 100, text: bool = True, **fields: Any) -> Sequence:
     params = SamplingParams(**{"max_tokens": 20, **fields})
     ends = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else {EOS})
     total = min(max_model_len, len(PROMPT) + (params.max_tokens or max_model_len))
     seq = Sequence("a", PROMPT, params, seed=0, arrival=0, max_total_tokens=total, end_token_ids=ends)
-    return Generation(seq, IncrementalDetokenizer(PIECES, PROMPT) if text else None, frozenset({EOS}))
+    begin_text(seq, IncrementalDetokenizer(PIECES, PROMPT) if text else None, frozenset({EOS}))
+    return seq
 
 
 def ids(text: str) -> list[int]:
@@ -27,18 +27,18 @@ def ids(text: str) -> list[int]:
     return token_ids
 
 
-def run(generation: Generation, token_ids: list[int]) -> list[Taken]:
+def run(seq: Sequence, token_ids: list[int]) -> list[Taken]:
     taken: list[Taken] = []
     for index, token_id in enumerate(token_ids):
-        taken.append(generation.take(token_id, index + 1))
+        taken.append(take(seq, token_id, index + 1))
         if taken[-1].finish_reason is not None:
             break
     return taken
 
 
-def replay(generation: Generation, token_ids: list[int]) -> tuple[Taken | None, int]:
+def replay(seq: Sequence, token_ids: list[int]) -> tuple[Taken | None, int]:
     """Return the end that a replay comes to, and how often it pauses."""
-    parts, num_pauses = generation.replay(token_ids), 0
+    parts, num_pauses = output.replay(seq, token_ids), 0
     while True:
         try:
             next(parts)
@@ -141,7 +141,7 @@ def test_a_replay_goes_on_exactly(token_ids: list[int], cut: int, fields: dict[s
     else:
         assert replay(resumed, earlier) == (None, 1)
         going_on = [
-            resumed.take(token_id, cut + 1 + index) for index, token_id in enumerate(token_ids[cut : len(undisturbed)])
+            take(resumed, token_id, cut + 1 + index) for index, token_id in enumerate(token_ids[cut : len(undisturbed)])
         ]
         assert going_on == undisturbed[cut:]
 
@@ -149,10 +149,10 @@ def test_a_replay_goes_on_exactly(token_ids: list[int], cut: int, fields: dict[s
 def test_a_replay_pauses_after_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
 
-    def take(self: Generation, token_id: int, num_output_tokens: int) -> Taken:
+    def note(_seq: Sequence, _token_id: int, num_output_tokens: int) -> Taken:
         taken.append(num_output_tokens)
         return Taken("")
 
-    monkeypatch.setattr(sys.modules[Generation.__module__], "REPLAY_TOKENS", 4)
-    monkeypatch.setattr(Generation, "take", take)
-    assert [len(taken) for _ in make().replay([7] * 9)] == [4, 8, 9]
+    monkeypatch.setattr(output, "REPLAY_TOKENS", 4)
+    monkeypatch.setattr(output, "take", note)
+    assert [len(taken) for _ in output.replay(make(), [7] * 9)] == [4, 8, 9]

@@ -27,7 +27,7 @@ from pagestream_engine.kv_cache.inspection import BlockMap, block_map, check_cac
 from pagestream_engine.kv_cache.manager import CacheManager, fragmentation
 from pagestream_engine.models.folder import resolve_model
 from pagestream_engine.models.tokenizer import load_tokenizer
-from pagestream_engine.output import Generation, OutputProcessor, Pieces, Taken, failed_output
+from pagestream_engine.output import OutputProcessor, Pieces, Taken, failed_output, replay
 from pagestream_engine.plan import ScheduledStep, StepResult
 from pagestream_engine.request import Choice, Request, Sequence, SequenceOutput, SequenceState
 from pagestream_engine.sampling_params import SamplingParams
@@ -102,7 +102,8 @@ class Engine:
         # Releases memory while there are no requests.
         self.sleep = Sleep(self._steps, self._cache, self._gate.note, self.has_unfinished_requests)
         self._pieces = Pieces(self.tokenizer) if self.tokenizer is not None else None
-        self._generations: dict[str, Generation] = {}
+        self._sequences: dict[str, Sequence] = {}
+        """The unfinished ones, by their seq_id, but for beams."""
         self._searches: Searches | None = None
         """The beam searches, from the first one on."""
         self._search_limits = SearchLimits(
@@ -114,9 +115,9 @@ class Engine:
         )
         self._best_of: BestOf | None = None
         """The requests with `best_of`, from the first one on."""
-        self._known_ids: list[Container[str]] = [self._generations]
+        self._known_ids: list[Container[str]] = [self._sequences]
         """Ids of unfinished sequences, each kept by the part that it is in."""
-        self._outputs = OutputProcessor(self._scheduler, self._generations, self._pieces)
+        self._outputs = OutputProcessor(self._scheduler, self._sequences, self._pieces)
         self._already_ended: list[SequenceOutput] = []
         self._before_steps: list[Callable[[], None]] = []
         """What the features that some request has used do before each step."""
@@ -203,10 +204,10 @@ class Engine:
             candidates, choices = make_candidates(choices)
             seq_ids = list(candidates.entries)
         first_arrival = self._intake.take_arrivals(len(choices))
-        made: list[tuple[Generation, Taken | None]] = []
+        made: list[tuple[Sequence, Taken | None]] = []
         for arrival, choice in enumerate(choices, first_arrival):
-            generation = self._intake.make(request, choice, arrival)
-            made.append((generation, (yield from generation.replay(choice.output_token_ids))))
+            seq = self._intake.make(request, choice, arrival)
+            made.append((seq, (yield from replay(seq, choice.output_token_ids))))
         if self.sleep.is_asleep or any(seq_id in ids for ids in self._known_ids for seq_id in seq_ids):
             raise self._refusal(seq_ids)
         if self._steps.in_flight:
@@ -228,19 +229,18 @@ class Engine:
             self._known_ids.append(self._searches)
         self._searches.add(search)
 
-    def _queue(self, made: Iterable[tuple[Generation, Taken | None]]) -> None:
+    def _queue(self, made: Iterable[tuple[Sequence, Taken | None]]) -> None:
         """Queue the choices of a prompt, but for those whose output is complete already."""
-        open_ones: dict[str, Generation] = {}
-        for generation, end in made:
-            seq = generation.seq
+        open_ones: dict[str, Sequence] = {}
+        for seq, end in made:
             if end is None:
-                open_ones[seq.seq_id] = generation
+                open_ones[seq.seq_id] = seq
             else:
                 ended = SequenceOutput(seq.seq_id, None, end.text, end.finish_reason, end.stop_reason)
                 self._already_ended.append(ended)
         if open_ones:
-            self._generations |= open_ones
-            seqs = [generation.seq for generation in open_ones.values()]
+            self._sequences |= open_ones
+            seqs = list(open_ones.values())
             if any(seq.params.structured_outputs is not None for seq in seqs):
                 self._follow_preparations()
                 self._gate.add(seqs)
@@ -252,16 +252,16 @@ class Engine:
         if self._best_of is not None and self._best_of.abort(seq_id, self.abort_request):
             return
         self._already_ended = [output for output in self._already_ended if output.seq_id != seq_id]
-        generation = self._generations.pop(seq_id, None)
-        if generation is not None:
-            if not self._gate.abort(generation.seq):
-                self._scheduler.abort(generation.seq)
+        seq = self._sequences.pop(seq_id, None)
+        if seq is not None:
+            if not self._gate.abort(seq):
+                self._scheduler.abort(seq)
         elif self._searches is not None and seq_id in self._searches:
             self._searches.abort(seq_id)
 
     def has_unfinished_requests(self) -> bool:
         """Whether a request waits for outputs. False where all have been aborted, although a step may be in flight."""
-        return bool(self._generations or self._searches or self._already_ended)
+        return bool(self._sequences or self._searches or self._already_ended)
 
     def draw_seed(self) -> int:
         """Draw a seed for a request that has none; the draws are a function of the engine's own seed."""
@@ -328,9 +328,9 @@ class Engine:
             and not outputs
             and not self._gate
             and not self._scheduler.residency.is_busy
-            and (self._generations or self._searches)
+            and (self._sequences or self._searches)
         ):
-            num_waiting = len(self._generations) + len(self._searches or ())
+            num_waiting = len(self._sequences) + len(self._searches or ())
             raise InvariantViolation(f"{num_waiting} requests wait and nothing can run")
         self._already_ended = []  # Not before `collect`: an error that it raises loses none of them.
         return self._finished(outputs) if self._after_steps else outputs
@@ -438,7 +438,7 @@ class Engine:
         held = len(self._gate)
         sequences += self._gate.sequences()
         beam_ids = set[str]() if self._searches is None else set(self._searches.beam_ids())
-        if {seq.seq_id for seq in sequences} != self._generations.keys() | beam_ids:
+        if {seq.seq_id for seq in sequences} != self._sequences.keys() | beam_ids:
             raise InvariantViolation("the scheduler's sequences are not the engine's requests")
         if len(sequences) != self._scheduler.num_running + self._scheduler.num_waiting + held:
             raise InvariantViolation("the scheduler's counts do not match its sequences")
@@ -453,7 +453,7 @@ class Engine:
     def _take_prepared(self) -> None:
         """Go on with what waits for grammars and adapters that are ready, and end what has none."""
         for refused in self._gate.release():
-            del self._generations[refused.seq_id]
+            del self._sequences[refused.seq_id]
             self._already_ended.append(refused)
         for failed in self._scheduler.residency.take_failed():
             _log.warning("%s", failed.error)
@@ -466,7 +466,7 @@ class Engine:
         return outputs
 
     def _settle_if_idle(self) -> None:
-        if not self._generations and not self._searches:
+        if not self._sequences and not self._searches:
             self._steps.settle()
 
     def _refusal(self, seq_ids: list[str]) -> EngineAsleep | InvalidRequest:
@@ -482,7 +482,7 @@ class Engine:
             if self._searches is not None and seq.seq_id in self._searches:
                 self._already_ended += self._searches.fail(seq.seq_id, reason)
             elif not seq.params.use_beam_search:  # else its search has failed with another beam
-                del self._generations[seq.seq_id]
+                del self._sequences[seq.seq_id]
                 self._scheduler.abort(seq)
                 self._already_ended.append(failed_output(seq, reason))
 

@@ -11,10 +11,10 @@ from tokenizers import Tokenizer
 
 from pagestream_engine.errors import InvalidRequest, PromptTooLong
 from pagestream_engine.output import (
-    Generation,
     IncrementalDetokenizer,
     Pieces,
     bad_words_token_ids,
+    begin_text,
     is_fault_of_request,
 )
 from pagestream_engine.request import Choice, Request, Sequence
@@ -70,8 +70,8 @@ class Intake:
         self._num_arrivals += count
         return self._num_arrivals - count
 
-    def make(self, request: Request, choice: Choice, arrival: int) -> Generation:
-        """Make a choice's sequence, and the state of its text before `Generation.replay`.
+    def make(self, request: Request, choice: Choice, arrival: int) -> Sequence:
+        """Make a choice's sequence, whose former output tokens are to be replayed.
 
         Raises:
             InvalidRequest: names what is wrong.
@@ -100,7 +100,8 @@ class Intake:
         )
         detokenizer = self._detokenizer(prompt_token_ids, params)
         hidden_stops = self._hidden_stops(params) if params.stop else {}
-        return Generation(seq, detokenizer, self._eos_token_ids, hidden_stops)
+        begin_text(seq, detokenizer, self._eos_token_ids, hidden_stops)
+        return seq
 
     def _detokenizer(self, prompt: abc.Sequence[int], params: SamplingParams) -> IncrementalDetokenizer | None:
         if self._pieces is None:

@@ -1,6 +1,6 @@
 """From a step's tokens to outputs: text, log probabilities, and what ends.
 
-A sequence's text is a pure function of its tokens (`Generation`). What one request's text raises is its own end.
+A sequence's text is a pure function of its tokens (`take`). What one request's text raises is its own end.
 
 `IncrementalDetokenizer` stands in place of `tokenizers.DecodeStream`, which was tried first (0.23): that raises
 "Invalid prefix" on byte-fallback bytes that form no character, takes quadratic time over such bytes, and does not show
@@ -37,13 +37,13 @@ class OutputProcessor:
 
     Args:
         scheduler: frees what a finished sequence holds.
-        generations: the text and stop state of each unfinished sequence, by its seq_id; finished ones are taken out.
+        sequences: each unfinished sequence with a text, by its seq_id; finished ones are taken out.
         pieces: makes the texts of log probabilities; None without a tokenizer.
     """
 
-    def __init__(self, scheduler: Scheduler, generations: dict[str, Generation], pieces: Pieces | None) -> None:
+    def __init__(self, scheduler: Scheduler, sequences: dict[str, Sequence], pieces: Pieces | None) -> None:
         self._scheduler = scheduler
-        self._generations = generations
+        self._sequences = sequences
         self.searches: Searches | None = None
         """The beam searches, whose beams have no text; None before the first one."""
         self._pieces = pieces
@@ -112,10 +112,9 @@ class OutputProcessor:
         self, seq: Sequence, token_ids: abc.Sequence[int], logprobs: list[LogprobRow] | None
     ) -> list[SequenceOutput]:
         """Return the outputs of one sequence's new tokens, up to its end."""
-        generation = self._generations[seq.seq_id]
         outputs: list[SequenceOutput] = []
         for index, token_id in enumerate(token_ids):
-            output = output_of(generation, token_id, seq.num_output_tokens - len(token_ids) + index + 1)
+            output = output_of(seq, token_id, seq.num_output_tokens - len(token_ids) + index + 1)
             if logprobs is not None:
                 output = with_logprobs(output, logprobs[index], seq, self._pieces)
             outputs.append(output)
@@ -125,13 +124,13 @@ class OutputProcessor:
 
     def _take_one_each(self, sampled: list[Sequence], tokens: abc.Sequence[abc.Sequence[int]]) -> list[SequenceOutput]:
         """Do `_take_tokens` for a step without errors, drafts and log probabilities: most steps."""
-        generations, running = self._generations, SequenceState.RUNNING
+        running = SequenceState.RUNNING
         outputs: list[SequenceOutput] = []
         ended: list[Sequence] = []
         for seq, (token_id,) in zip(sampled, tokens, strict=True):
             if seq.state is not running:
                 continue  # It ended while the step was in flight.
-            output = output_of(generations[seq.seq_id], token_id, len(seq.token_ids) - seq.num_prompt_tokens)
+            output = output_of(seq, token_id, len(seq.token_ids) - seq.num_prompt_tokens)
             outputs.append(output)
             if output.finish_reason is not None:
                 ended.append(seq)
@@ -146,7 +145,7 @@ class OutputProcessor:
             seq = step.prefills[part.scheduled].seq
             if seq.state is not SequenceState.RUNNING or not seq.wants_prompt_logprobs:
                 continue  # It ended while the step was in flight, or another choice has reported the prompt.
-            rows = self._generations[seq.seq_id].prompt_rows
+            rows = seq.prompt_rows
             rows[part.position - 1 :] = part.rows  # A preempted prompt is computed again, from its beginning.
             if len(rows) == seq.num_prompt_tokens - 1:
                 for member in seq.request.sequences:
@@ -159,7 +158,7 @@ class OutputProcessor:
 
     def _finish(self, ended: list[Sequence]) -> None:
         for seq in ended:
-            del self._generations[seq.seq_id]
+            del self._sequences[seq.seq_id]
         self._scheduler.finish_requests(ended)
 
 
@@ -175,127 +174,106 @@ class Taken(NamedTuple):
     stop_reason: int | str | None = None
 
 
-class Generation:
-    """The text and stop state of one sequence: a pure function of its prompt, its parameters and its output tokens.
+def begin_text(
+    seq: Sequence,
+    detokenizer: IncrementalDetokenizer | None,
+    eos_token_ids: frozenset[int] = frozenset(),
+    hidden_stops: Mapping[int, str] | None = None,
+) -> None:
+    """Prepare a sequence for `take`.
 
-    So a resumed sequence goes on exactly: its former tokens are replayed through `take`.
+    Its text and its end are a pure function of its prompt, its parameters and its output tokens. So a resumed sequence
+    goes on exactly: `replay` takes its former tokens.
+
+    Args:
+        detokenizer: makes its text; None: it has none.
+        hidden_stops: see `Sequence`.
     """
-
-    __slots__ = (
-        "_detokenizer",
-        "_first_end",
-        "_hidden_stops",
-        "_matcher",
-        "_most_output_tokens",
-        "_stop_token_ids",
-        "prompt_rows",
-        "seq",
-    )
-
-    def __init__(
-        self,
-        seq: Sequence,
-        detokenizer: IncrementalDetokenizer | None,
-        eos_token_ids: frozenset[int] = frozenset(),
-        hidden_stops: Mapping[int, str] | None = None,
-    ) -> None:
-        params = seq.params
-        self.seq = seq
-        self.prompt_rows: list[LogprobRow] = []
-        """Of its prompt's tokens from the second on, as far as they are computed, until they are complete."""
-        self._detokenizer = detokenizer
-        self._most_output_tokens = seq.max_total_tokens - seq.num_prompt_tokens
-        self._stop_token_ids = frozenset(params.stop_token_ids or ()) - (
-            frozenset() if params.ignore_eos else eos_token_ids
-        )
+    params = seq.params
+    seq.detokenizer = detokenizer
+    seq.stop_token_ids = frozenset(params.stop_token_ids or ())
+    if not params.ignore_eos:
+        seq.stop_token_ids -= eos_token_ids
+    seq.hidden_stops = hidden_stops or {}
+    if params.stop:
         include = params.include_stop_str_in_output
-        self._first_end = 0 if params.structured_outputs is not None else params.min_tokens
-        """Output tokens from which an end token ends it. A grammar lets no end come earlier, unless it must."""
-        self._hidden_stops = hidden_stops or {}
-        """Stop strings that are special tokens which the text doesn't show, by their tokens."""
-        self._matcher = StopStringMatcher(params.stop_strings, include_stop_string=include) if params.stop else None
-
-    def replay(self, output_token_ids: abc.Sequence[int]) -> Generator[None, None, Taken | None]:
-        """Take the tokens of an earlier run, in parts of REPLAY_TOKENS, and yield after each.
-
-        Returns:
-            What the last one came to, where the output ends with it.
-
-        Raises:
-            InvalidRequest: there is no text of a token, or there are tokens after the end.
-        """
-        end = None
-        for count, token_id in enumerate(output_token_ids, 1):
-            if end is not None:
-                raise InvalidRequest(
-                    f"output_token_ids: given {len(output_token_ids)} tokens, expected at most {count - 1}, "
-                    "where the output ends by its parameters; resume with the parameters of the first run"
-                )
-            try:
-                taken = self.take(token_id, count)
-            except BaseException as error:
-                if not is_fault_of_request(error):
-                    raise
-                raise InvalidRequest(
-                    f"output_token_ids: given {token_id}, which the tokenizer can't make text of, expected ids of its "
-                    f"vocabulary: {error}"
-                ) from error
-            if taken.finish_reason is not None:
-                end = taken
-            elif count % REPLAY_TOKENS == 0:
-                yield
-        yield
-        return end
-
-    def take_plain(self, token_id: int, num_output_tokens: int) -> str | None:
-        """Take the next token as `take` does, and return its text, where it plainly ends nothing: most tokens.
-
-        None, and nothing done, where `take` has to look closer.
-        """
-        if (
-            num_output_tokens >= self._most_output_tokens
-            or token_id in self.seq.end_token_ids
-            or self._matcher is not None
-        ):
-            return None
-        return self._detokenizer.push(token_id) if self._detokenizer is not None else ""
-
-    def take(self, token_id: int, num_output_tokens: int) -> Taken:
-        """Take the next token, the `num_output_tokens`-th of the output."""
-        seq = self.seq
-        is_end = token_id in seq.end_token_ids and num_output_tokens >= self._first_end
-        text = ""
-        if self._detokenizer is not None and not (is_end and not seq.params.include_stop_str_in_output):
-            text = self._detokenizer.push(token_id)
-        if self._matcher is not None and num_output_tokens > seq.params.min_tokens:
-            text, stop_string = self._matcher.push(text)
-            if stop_string is not None:
-                return Taken(text, "stop", stop_string)
-            if not is_end and (hidden := self._hidden_stops.get(token_id)) is not None:
-                shown = hidden if seq.params.include_stop_str_in_output else ""
-                return Taken(text + self._flush() + shown, "stop", hidden)
-        if is_end:
-            return Taken(text + self._flush(), "stop", token_id if token_id in self._stop_token_ids else None)
-        if num_output_tokens >= self._most_output_tokens:
-            return Taken(text + self._flush(), "length")
-        return Taken(text)
-
-    def _flush(self) -> str:
-        """Everything that was held back: an unfinished character, the beginning of a stop string."""
-        rest = self._detokenizer.flush() if self._detokenizer is not None else ""
-        if self._matcher is None:
-            return rest
-        return self._matcher.push(rest).text + self._matcher.flush()
+        seq.stop_matcher = StopStringMatcher(params.stop_strings, include_stop_string=include)
 
 
-def output_of(generation: Generation, token_id: int, num_output_tokens: int) -> SequenceOutput:
+def replay(seq: Sequence, output_token_ids: abc.Sequence[int]) -> Generator[None, None, Taken | None]:
+    """Take the tokens of an earlier run, in parts of REPLAY_TOKENS, and yield after each.
+
+    Returns:
+        What the last one came to, where the output ends with it.
+
+    Raises:
+        InvalidRequest: there is no text of a token, or there are tokens after the end.
+    """
+    end = None
+    for count, token_id in enumerate(output_token_ids, 1):
+        if end is not None:
+            raise InvalidRequest(
+                f"output_token_ids: given {len(output_token_ids)} tokens, expected at most {count - 1}, "
+                "where the output ends by its parameters; resume with the parameters of the first run"
+            )
+        try:
+            taken = take(seq, token_id, count)
+        except BaseException as error:
+            if not is_fault_of_request(error):
+                raise
+            raise InvalidRequest(
+                f"output_token_ids: given {token_id}, which the tokenizer can't make text of, expected ids of its "
+                f"vocabulary: {error}"
+            ) from error
+        if taken.finish_reason is not None:
+            end = taken
+        elif count % REPLAY_TOKENS == 0:
+            yield
+    yield
+    return end
+
+
+def take(seq: Sequence, token_id: int, num_output_tokens: int) -> Taken:
+    """Take the next token of a sequence, the `num_output_tokens`-th of its output."""
+    # Output tokens from which an end token ends it. A grammar lets no end come earlier, unless it must.
+    first_end = 0 if seq.params.structured_outputs is not None else seq.params.min_tokens
+    is_end = token_id in seq.end_token_ids and num_output_tokens >= first_end
+    text = ""
+    if seq.detokenizer is not None and not (is_end and not seq.params.include_stop_str_in_output):
+        text = seq.detokenizer.push(token_id)
+    if seq.stop_matcher is not None and num_output_tokens > seq.params.min_tokens:
+        text, stop_string = seq.stop_matcher.push(text)
+        if stop_string is not None:
+            return Taken(text, "stop", stop_string)
+        if not is_end and (hidden := seq.hidden_stops.get(token_id)) is not None:
+            shown = hidden if seq.params.include_stop_str_in_output else ""
+            return Taken(text + _flush(seq) + shown, "stop", hidden)
+    if is_end:
+        return Taken(text + _flush(seq), "stop", token_id if token_id in seq.stop_token_ids else None)
+    if num_output_tokens >= seq.most_total_tokens - seq.num_prompt_tokens:
+        return Taken(text + _flush(seq), "length")
+    return Taken(text)
+
+
+def _flush(seq: Sequence) -> str:
+    """Everything that was held back: an unfinished character, the beginning of a stop string."""
+    rest = seq.detokenizer.flush() if seq.detokenizer is not None else ""
+    if seq.stop_matcher is None:
+        return rest
+    return seq.stop_matcher.push(rest)[0] + seq.stop_matcher.flush()
+
+
+def output_of(seq: Sequence, token_id: int, num_output_tokens: int) -> SequenceOutput:
     """Return the output of a sequence's next token, the `num_output_tokens`-th of its output."""
-    seq = generation.seq
     try:
-        plain = generation.take_plain(token_id, num_output_tokens)
-        if plain is not None:
-            return SequenceOutput(seq.seq_id, token_id, plain, None, None, seq.num_cached_tokens)
-        text, finish, stop = generation.take(token_id, num_output_tokens)
+        if (
+            num_output_tokens < seq.most_total_tokens - seq.num_prompt_tokens
+            and token_id not in seq.end_token_ids
+            and seq.stop_matcher is None
+        ):  # It plainly ends nothing: most tokens.
+            text = seq.detokenizer.push(token_id) if seq.detokenizer is not None else ""
+            return SequenceOutput(seq.seq_id, token_id, text, None, None, seq.num_cached_tokens)
+        text, finish, stop = take(seq, token_id, num_output_tokens)
     except BaseException as error:  # noqa: BLE001 - what one request's text raises must not fail its neighbours
         return _failed_by(error, seq, token_id)
     return SequenceOutput(seq.seq_id, token_id, text, finish, stop, seq.num_cached_tokens)

@@ -7,10 +7,11 @@ compute, and it imports none of them.
 from __future__ import annotations
 
 from collections import abc
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from hashlib import sha256
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -141,6 +142,30 @@ def choice_indexes(choices: abc.Sequence[Choice]) -> list[int]:
     return [place if choice.index is None else choice.index for place, choice in enumerate(choices)]
 
 
+class Detokenizer(Protocol):
+    """Makes text of a sequence's tokens as they come; see `output.IncrementalDetokenizer`."""
+
+    def push(self, token_id: int) -> str:
+        """The text that is certain with this token."""
+        ...
+
+    def flush(self) -> str:
+        """The rest, now that nothing follows."""
+        ...
+
+
+class StopMatcher(Protocol):
+    """Finds stop strings in that text; see `output.StopStringMatcher`."""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """What may be shown with the next piece, and the stop string that ended it."""
+        ...
+
+    def flush(self) -> str:
+        """The text that was held back, now that nothing follows."""
+        ...
+
+
 NO_ROW = -1
 
 
@@ -166,9 +191,11 @@ class Sequence:
         "arrival",
         "block_hashes",
         "block_tables",
+        "detokenizer",
         "end_token_ids",
         "ends_with_prompt",
         "followers",
+        "hidden_stops",
         "leader",
         "max_total_tokens",
         "most_total_tokens",
@@ -179,17 +206,20 @@ class Sequence:
         "num_output_placeholders",
         "num_prompt_tokens",
         "params",
+        "prompt_rows",
         "request",
         "row",
         "seed",
         "seq_id",
         "state",
+        "stop_matcher",
+        "stop_token_ids",
         "token_ids",
         "wants_prompt_logprobs",
         "was_admitted",
     )
 
-    def __init__(
+    def __init__(  # noqa: PLR0915 - its fields
         self,
         seq_id: str,
         prompt_token_ids: abc.Sequence[int],
@@ -247,6 +277,17 @@ class Sequence:
         """That computes the prompt for it too: it runs, and has no blocks until then."""
         self.followers: list[Sequence] = []
         """Those whose leader it is."""
+        # What its text has come to: `output.begin_text` sets it, `output.take` moves it on.
+        self.detokenizer: Detokenizer | None = None
+        """None: it has no text."""
+        self.stop_matcher: StopMatcher | None = None
+        """None: it has no stop strings."""
+        self.hidden_stops: Mapping[int, str] = {}
+        """Stop strings that are special tokens which the text doesn't show, by their tokens."""
+        self.stop_token_ids: frozenset[int] = frozenset()
+        """End tokens that are named as the reason of an end."""
+        self.prompt_rows: list[LogprobRow] = []
+        """Of its prompt's tokens from the second on, as far as they are computed, until they are complete."""
 
     def __len__(self) -> int:
         """Tokens, those included that steps in flight sample."""

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from pagestream_engine.errors import InvalidRequest, RequestFault
 from pagestream_engine.kv_cache.manager import CacheManager
-from pagestream_engine.output import Generation, Pieces, output_of, with_logprobs
+from pagestream_engine.output import Pieces, output_of, with_logprobs
 from pagestream_engine.plan import KVLayout
 from pagestream_engine.request import (
     NO_ROW,
@@ -42,8 +42,8 @@ from pagestream_engine.scheduler.scheduler import Scheduler
 class Answer:
     """A choice of a request, whose output is a hypothesis of its search."""
 
-    generation: Generation
-    """Makes its text. Its sequence is a beam like others, and gives it its id alone."""
+    seq: Sequence
+    """Gives it its id and makes its text; otherwise a beam like others."""
     index: int
     """The rank of its hypothesis, from 0."""
     given: abc.Sequence[int]
@@ -105,7 +105,7 @@ class Searches:
     def abort(self, seq_id: str) -> None:
         """Put out nothing for one choice; the search ends with its last one."""
         running = self._by_beam[seq_id]
-        running.answers = [answer for answer in running.answers if answer.generation.seq.seq_id != seq_id]
+        running.answers = [answer for answer in running.answers if answer.seq.seq_id != seq_id]
         if not running.answers:
             self._forget(running)
             for seq in running.beams:
@@ -183,16 +183,16 @@ class Searches:
             return [_failed(answer, error)]
         outputs = []
         for count, beam in enumerate(path, 1):
-            output = output_of(answer.generation, beam.token_id, count)
+            output = output_of(answer.seq, beam.token_id, count)
             if beam.row is not None:
-                output = with_logprobs(output, beam.row, answer.generation.seq, self._pieces)
+                output = with_logprobs(output, beam.row, answer.seq, self._pieces)
             outputs.append(output)
         outputs[-1].cumulative_logprob = hypothesis.beam.score
         return outputs[len(answer.given) :]
 
 
 def _failed(answer: Answer, error: str) -> SequenceOutput:
-    seq = answer.generation.seq
+    seq = answer.seq
     is_fault = isinstance(error, RequestFault)
     return SequenceOutput(seq.seq_id, None, "", "error", None, seq.num_cached_tokens, error, is_fault)
 
@@ -256,7 +256,7 @@ class SearchLimits:
 
 
 def make_search(
-    make: Callable[[Request, Choice, int], Generation], request: Request, first_arrival: int, limits: SearchLimits
+    make: Callable[[Request, Choice, int], Sequence], request: Request, first_arrival: int, limits: SearchLimits
 ) -> RunningSearch:
     """Make the beams of a search.
 
@@ -277,8 +277,7 @@ def make_search(
     if max(indexes) >= params.width:
         raise InvalidRequest(f"choices: given choice {max(indexes)}, expected one of {params.width} beams")
     ids = with_extra_ids(choices, params.width)
-    made = [make(request, Choice(seq_id, params), arrival) for arrival, seq_id in enumerate(ids, first_arrival)]
-    beams = [generation.seq for generation in made]
+    beams = [make(request, Choice(seq_id, params), arrival) for arrival, seq_id in enumerate(ids, first_arrival)]
     max_total_tokens = beams[0].max_total_tokens
     search = BeamSearch(params, beams[0].end_token_ids, max_total_tokens - beams[0].num_prompt_tokens)
     limits.check(search, beams[0], max_total_tokens)
@@ -286,8 +285,7 @@ def make_search(
     for seq in beams:
         seq.params = beam_params
     answers = [
-        Answer(generation, index, choice.output_token_ids)
-        for generation, index, choice in zip(made, indexes, choices, strict=False)
+        Answer(seq, index, choice.output_token_ids) for seq, index, choice in zip(beams, indexes, choices, strict=False)
     ]
     return RunningSearch(search, beams, answers)
 
