@@ -53,7 +53,7 @@ def test_shared_settings_count_where_engines_take_them_from_a_config_map() -> No
 
 
 def test_a_listed_secret_is_split() -> None:
-    assert load_settings(variables(engine_image_pull_secrets="a,b")).engine.pull_secrets == ("a", "b")
+    assert load_settings(variables(engine_image_pull_secrets="a,b")).engine.image_pull_secrets == ("a", "b")
 
 
 def test_the_resources_of_jobs_are_json() -> None:

@@ -1,13 +1,18 @@
-"""Settings of the operator: `PAGESTREAM_OPERATOR__<FIELD>`, else the default here."""
+"""Settings of the operator: `PAGESTREAM_OPERATOR__<FIELD>`, else the default here.
+
+A setting is declared once, as a field of `OperatorVariables`: its name, its type with what is allowed, its default and
+its help, from which the reader and docs/settings.md are derived. What engine pods have of it is a field of
+`EngineDefaults` of the same name, without `engine_`.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import socket
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, NamedTuple, NoReturn, get_type_hints
 
 from pagestream_telemetry.addresses import ALL_ADDRESSES
 from pagestream_telemetry.environment import fields_of, read_environment, variable_of
@@ -22,17 +27,35 @@ PULL_POLICIES = ("Always", "IfNotPresent", "Never")
 _SHARED_GROUPS = ("PAGESTREAM_BROKER__", "PAGESTREAM_TELEMETRY__")
 
 
+class _Allowed(NamedTuple):
+    """Which values a type lets pass."""
+
+    holds: Callable[[Any], bool]
+    expected: str
+
+
+Seconds = Annotated[float, _Allowed(lambda given: 0 < given < math.inf, "seconds above 0")]
+SecondsOrNever = Annotated[float, _Allowed(lambda given: 0 <= given < math.inf, "seconds, or 0 for never")]
+Port = Annotated[int, _Allowed(lambda given: 0 <= given <= 65_535, "a TCP port")]
+Name = Annotated[str, _Allowed(bool, "a name")]
+Url = Annotated[
+    str,
+    _Allowed(lambda given: not given or given.startswith(("http://", "https://")), "a URL with http:// or https://"),
+]
+PullPolicy = Annotated[str, _Allowed(PULL_POLICIES.__contains__, " or ".join(PULL_POLICIES))]
+
+
 @dataclass(frozen=True)
 class OperatorVariables:
     """The operator's environment variables. A wrong value raises SettingsError, which names the variable."""
 
-    namespaces: str = ""
+    namespaces: Sequence[str] = ()
     """Namespaces whose pools are served, separated by commas; *: all; empty: the operator's own."""
     pod_name: str = ""
     """This replica's name in the lease and in events. Empty: the host name."""
-    pod_namespace: str = "default"
+    pod_namespace: Name = "default"
     """Namespace of the lease."""
-    lease_name: str = "pagestream-operator"
+    lease_name: Name = "pagestream-operator"
     """Name of the Lease by which the replicas elect a leader."""
     stateful_set: str = ""
     """The StatefulSet of the replicas in the lease's namespace. Where it is being deleted, or is to have none, replicas
@@ -40,11 +63,11 @@ class OperatorVariables:
     release: str = ""
     """The release of Pagestream whose pools this operator serves, and whose queues it scales by: the controllerClass of
     its pools, and the resource attribute pagestream.release of its gateways. Empty: POD_NAMESPACE.LEASE_NAME."""
-    engine_image: str = "pagestream-engine:latest"
+    engine_image: Name = "pagestream-engine:latest"
     """Image of engines whose pool names none."""
-    engine_image_pull_policy: str = "IfNotPresent"
+    engine_image_pull_policy: PullPolicy = "IfNotPresent"
     """Always, IfNotPresent or Never, for pools that set none."""
-    engine_image_pull_secrets: str = ""
+    engine_image_pull_secrets: Sequence[str] = ()
     """Names of image pull Secrets, separated by commas, for pools that set none."""
     engine_arbitrary_user: bool = False
     """Whether the platform chooses the users of engine pods, as OpenShift does: the pods then name none."""
@@ -52,7 +75,7 @@ class OperatorVariables:
     """Requests and limits of the Jobs that the operator makes, as a JSON object. What it lacks is that of engines."""
     engine_config_map: str = ""
     """ConfigMap with variables that engines share with gateways. It may be missing in a pool's namespace."""
-    redis_secret: str = "pagestream-redis"  # noqa: S105 - a Secret's name
+    redis_secret: Name = "pagestream-redis"  # noqa: S105 - a Secret's name
     """Secret with the Redis address under the key `url`, in each pool's namespace."""
     redis_login: str = ""
     """Changes with the address in that Secret: engines are then replaced, and log in anew."""
@@ -60,7 +83,7 @@ class OperatorVariables:
     """Where engines export telemetry, such as http://collector:4317. Empty: that of the shared ConfigMap."""
     otlp_host: str = "[::]"
     """Address of the operator's own OTLP port."""
-    otlp_port: int = 4317
+    otlp_port: Port = 4317
     """TCP port on which the operator takes metrics by OTLP/gRPC. 0 takes a free one."""
     otlp_certificate_file: str = ""
     """PEM file with that port's certificate, read again for each connection. Empty: plain text."""
@@ -68,13 +91,13 @@ class OperatorVariables:
     """PEM file with its private key."""
     otlp_token_file: str = ""
     """File with the bearer token that senders must have, read again when it changes. Empty: none is asked for."""
-    prometheus_url: str = ""
+    prometheus_url: Url = ""
     """A Prometheus server as a second source of metrics, such as http://prometheus:9090. Empty: OTLP alone."""
     prometheus_token_file: str = ""
     """File with its bearer token, read again for each query. Empty: none is sent."""
     prometheus_ca_file: str = ""
     """PEM file with the CA of its certificate, read again after a failure. Empty: the system's."""
-    prometheus_scrape_s: float = 2.0
+    prometheus_scrape_s: Seconds = 2.0
     """Seconds between its scrapes of gateways and engines. It is asked as often, and for the last eight scrapes at
     least. With more than 5, pools must believe older samples: `scaling.samples.staleSeconds` of twice as much."""
     prometheus_matchers: str = ""
@@ -82,43 +105,36 @@ class OperatorVariables:
     metrics_host: str = ALL_ADDRESSES
     """Address of /healthz, /readyz and /metrics; ::, all of this machine, IPv4 and IPv6: probes and scrapers come from
     other ones."""
-    metrics_port: int = 9402
+    metrics_port: Port = 9402
     """TCP port of these pages. 0 takes a free one."""
-    lease_duration_s: float = 10.0
+    lease_duration_s: Seconds = 10.0
     """Seconds without renewal after which another replica may take the lease: what a leader's death costs, at most."""
-    lease_renew_s: float = 3.0
+    lease_renew_s: Seconds = 3.0
     """Seconds between renewals: two may fail before the leader stops acting."""
-    lease_margin_s: float = 3.0
+    lease_margin_s: Seconds = 3.0
     """Seconds before the end of its lease at which a leader stops writing, for writes that are in flight."""
-    lease_look_s: float = 2.0
+    lease_look_s: Seconds = 2.0
     """Seconds between the other replicas' reads of the lease."""
-    decide_s: float = 1.0
+    decide_s: Seconds = 1.0
     """Seconds between two scaling decisions of a pool. A decision that changes nothing makes no API call."""
-    status_s: float = 10.0
+    status_s: Seconds = 10.0
     """Least seconds between writes of a status in which only the numbers behind the decision have changed."""
-    resync_s: float = 300.0
+    resync_s: SecondsOrNever = 300.0
     """Seconds between lists of all objects, for deletions that no watch reported. 0: never."""
-    watch_s: float = 40.0
+    watch_s: Seconds = 40.0
     """Seconds after which each watch is begun anew. A kind of which nothing was heard for twice as long is watched by a
     new connection; after three times as long its namespace no longer counts as seen: no pass is made there, and a
     replica that sees no namespace at all leads no longer."""
-    request_timeout_s: float = 5.0
+    request_timeout_s: Seconds = 5.0
     """Time limit in seconds of one call of the API server."""
-    shutdown_s: float = 10.0
+    shutdown_s: Seconds = 10.0
     """Seconds after SIGTERM at which the process exits even if it hangs."""
 
     def __post_init__(self) -> None:
         """Check the values."""
-        for name, value in vars(self).items():
-            if isinstance(value, float) and not (0 <= value < math.inf if name == "resync_s" else 0 < value < math.inf):
-                _refuse(name, value, "seconds above 0")
-        for name in ("otlp_port", "metrics_port"):
-            if not 0 <= getattr(self, name) <= 65_535:
-                _refuse(name, getattr(self, name), "a TCP port")
-        if self.prometheus_url and not self.prometheus_url.startswith(("http://", "https://")):
-            _refuse("prometheus_url", self.prometheus_url, "a URL with http:// or https://")
-        if self.engine_image_pull_policy not in PULL_POLICIES:
-            _refuse("engine_image_pull_policy", self.engine_image_pull_policy, " or ".join(PULL_POLICIES))
+        for name, allowed in _ALLOWED:
+            if not allowed.holds(getattr(self, name)):
+                _refuse(name, getattr(self, name), allowed.expected)
         if self.lease_renew_s + self.lease_margin_s >= self.lease_duration_s:
             _refuse(
                 "lease_duration_s",
@@ -129,9 +145,14 @@ class OperatorVariables:
             missing = "otlp_key_file" if self.otlp_certificate_file else "otlp_certificate_file"
             _refuse(missing, "", "a file, as the other one of certificate and key is given")
         read_resources(self.job_resources)
-        for name in ("lease_name", "pod_namespace", "redis_secret", "engine_image"):
-            if not getattr(self, name):
-                _refuse(name, "", "a name")
+
+
+def _declared(kind: type) -> Iterator[tuple[str, _Allowed]]:
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        yield from ((name, each) for each in getattr(hint, "__metadata__", ()) if isinstance(each, _Allowed))
+
+
+_ALLOWED = tuple(_declared(OperatorVariables))
 
 
 @dataclass(frozen=True)
@@ -141,9 +162,9 @@ class EngineDefaults:
     release: str
     image: str
     image_pull_policy: str
-    pull_secrets: tuple[str, ...]
+    image_pull_secrets: Sequence[str]
     config_map: str
-    redis_secret: str
+    redis_secret: Name
     otlp_endpoint: str
     arbitrary_user: bool = False
     """Whether the platform chooses the users of pods."""
@@ -165,7 +186,7 @@ class Settings:
     @property
     def namespaces(self) -> tuple[str, ...] | None:
         """Namespaces to serve; None: all."""
-        names = _split(self.variables.namespaces)
+        names = tuple(self.variables.namespaces)
         if ALL_NAMESPACES in names:
             return None
         return names or (self.variables.pod_namespace,)
@@ -193,22 +214,14 @@ def load_settings(environ: Mapping[str, str]) -> Settings:
         raise SettingsError(str(error)) from error
     variables = OperatorVariables(**given)
     shared = {name: value for name, value in sorted(environ.items()) if name.startswith(_SHARED_GROUPS)}
-    return Settings(
-        variables,
-        EngineDefaults(
-            release=_release_of(variables),
-            image=variables.engine_image,
-            image_pull_policy=variables.engine_image_pull_policy,
-            pull_secrets=_split(variables.engine_image_pull_secrets),
-            config_map=variables.engine_config_map,
-            arbitrary_user=variables.engine_arbitrary_user,
-            redis_secret=variables.redis_secret,
-            redis_login=variables.redis_login,
-            otlp_endpoint=variables.otlp_endpoint,
-            job_resources=read_resources(variables.job_resources),
-            shared=shared if variables.engine_config_map else {},
-        ),
-    )
+    return Settings(variables, _engine_defaults(variables, shared if variables.engine_config_map else {}))
+
+
+def _engine_defaults(variables: OperatorVariables, shared: Mapping[str, str]) -> EngineDefaults:
+    known: dict[str, Any] = {name.removeprefix("engine_"): value for name, value in vars(variables).items()}
+    known["release"] = variables.release or f"{variables.pod_namespace}.{variables.lease_name}"
+    known |= {"job_resources": read_resources(variables.job_resources), "shared": shared}
+    return EngineDefaults(**{each.name: known[each.name] for each in fields(EngineDefaults)})
 
 
 def read_resources(text: str) -> Mapping[str, Mapping[str, str]]:
@@ -223,14 +236,6 @@ def read_resources(text: str) -> Mapping[str, Mapping[str, str]]:
     if not found.keys() <= {"requests", "limits"} or not all(isinstance(each, str | int | float) for each in amounts):
         _refuse("job_resources", text, expected)
     return {kind: {name: str(amount) for name, amount in each.items()} for kind, each in found.items() if each}
-
-
-def _release_of(variables: OperatorVariables) -> str:
-    return variables.release or f"{variables.pod_namespace}.{variables.lease_name}"
-
-
-def _split(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def _refuse(name: str, given: object, expected: str) -> NoReturn:

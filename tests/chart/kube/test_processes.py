@@ -110,7 +110,7 @@ def test_an_operator_takes_its_environment() -> None:
     assert settings.identity == "pod-0"
     assert (settings.variables.otlp_port, settings.variables.metrics_port) == (ports["otlp"], ports["metrics"])
     assert settings.engine.image == "registry.example.com/pagestream-engine:0.1.0"
-    assert settings.engine.pull_secrets == ("a", "b")
+    assert settings.engine.image_pull_secrets == ("a", "b")
     assert settings.engine.redis_secret == "pagestream-redis"
     assert settings.engine.shared["PAGESTREAM_BROKER__RETENTION_S"] == "600"
     assert telemetry_settings(environ).exports

@@ -69,7 +69,7 @@ def pod_labels(pool: EnginePool) -> dict[str, str]:
 
 def _pod_spec(pool: EnginePool, defaults: EngineDefaults, config_map: str) -> dict[str, Any]:
     given = pool.spec.template
-    secrets = defaults.pull_secrets if given.pull_secrets is None else given.pull_secrets
+    secrets = defaults.image_pull_secrets if given.pull_secrets is None else given.pull_secrets
     spread = given.topology_spread_constraints
     spec: dict[str, Any] = {
         "serviceAccountName": engine_name(pool.name),

@@ -163,7 +163,7 @@ def job_template(
 ) -> dict[str, Any]:
     """The pod template. `with_model`: the model's volume is one of the pod's."""
     given = pool.spec.template
-    secrets = defaults.pull_secrets if given.pull_secrets is None else given.pull_secrets
+    secrets = defaults.image_pull_secrets if given.pull_secrets is None else given.pull_secrets
     spec: dict[str, Any] = {
         "restartPolicy": "Never",
         "serviceAccountName": engine_name(pool.name),
