@@ -32,6 +32,16 @@ SHARING = {
         *("tests/engine/test_pooling.py", "tests/engine/test_examples.py", "tests/engine/test_logprobs.py"),
         *("tests/engine/layers/test_rope.py", "tests/api/parts/test_chat_templates.py"),
     ),
+    "a process that forks what serves a model": (
+        *(
+            "tests/faults/",
+            "tests/cli/test_pod_environment.py",
+            "tests/cli/test_stack.py",
+            "tests/cli/test_telemetry.py",
+        ),
+        *("tests/worker/test_model_changes.py", "tests/worker/test_poison.py", "tests/worker/test_process.py"),
+        "tests/api/openai/test_of_a_model.py",
+    ),
     "a process that forks ranks and engines": (
         *("tests/engine/executor/", "tests/engine/test_ranks.py", "tests/worker/test_answers_at_the_end.py"),
         *("tests/worker/test_block_maps.py", "tests/worker/test_engine_process.py", "tests/worker/test_telemetry.py"),

@@ -1,20 +1,16 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from support.kernels.worker import KernelWorker
+from support.kernels.worker import KernelWorker, shared_worker
 
 
 @pytest.fixture(scope="session")
-def interpreter() -> Iterator[KernelWorker]:
+def interpreter() -> KernelWorker:
     """A process in which Triton interprets."""
-    with KernelWorker("interpret") as worker:
-        yield worker
+    return shared_worker("interpret")
 
 
 @pytest.fixture(scope="session")
-def compiler() -> Iterator[KernelWorker]:
+def compiler() -> KernelWorker:
     """A process in which Triton compiles."""
-    with KernelWorker("compile") as worker:
-        yield worker
+    return shared_worker("compile")

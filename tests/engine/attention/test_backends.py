@@ -658,13 +658,6 @@ FEWER = {"head_dim": (16, 80), "block_size": (8, 32), "window": (None, 5, 37)}
 FLOAT8_TRITON = {"backend": "triton", "cache": "fp8", "dtype": "bfloat16", "head_dim": 16, "heads": (6, 2)}
 
 
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[KernelWorker]:
-    """A process in which Triton interprets."""
-    with KernelWorker("interpret") as worker:
-        yield worker
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", pairwise({**FACTORS, **FEWER}), ids=case_id)
 def test_triton_attends_as_plain_attention_does(interpreter: KernelWorker, case: Case) -> None:

@@ -24,7 +24,6 @@ from support.processes.part import StackError
 from support.processes.waiting import descendants_of
 
 PAUSE_LIMIT_S = 120.0
-SETTLE_LIMIT_S = 15.0
 POLL_S = 0.01
 
 

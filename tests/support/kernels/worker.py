@@ -17,6 +17,7 @@ import traceback
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from inspect import getfile
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -116,6 +117,16 @@ class KernelWorker:
             self._pending += chunk
         line, _, self._pending = self._pending.partition(b"\n")
         return dict(json.loads(line))
+
+
+@cache
+def shared_worker(mode: Mode) -> KernelWorker:
+    """Return this process' worker of a kind, which ends with it: each starts for 3 s of processor time."""
+    from support.processes.session import at_session_end  # which the other end needs not
+
+    worker = KernelWorker(mode)
+    at_session_end.append(worker.close)
+    return worker
 
 
 def _serve(mode: Mode) -> None:
