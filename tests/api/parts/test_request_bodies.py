@@ -20,7 +20,7 @@ from pagestream_gateway.openai.chat import ChatBody
 from pagestream_gateway.openai.completions import CompletionBody
 from pagestream_gateway.request import ChatPrompt
 from pagestream_gateway.settings import LimitSettings
-from pagestream_gateway.submission import check_draft, prepare
+from pagestream_gateway.submission import checked_draft, prepare
 from pagestream_streams import StreamsError
 from pydantic import ValidationError
 from starlette.datastructures import Headers
@@ -114,7 +114,7 @@ BYTES = st.one_of(
 def accept(document: dict[str, Any], *, is_chat: bool) -> RequestSpec:
     """All that happens to a body before the queue."""
     draft = (chat_completions if is_chat else completions).parse(document, HEADERS)
-    check_draft(draft, LIMITS)
+    checked_draft(draft, LIMITS)
     return prepare(draft, LOADED, LIMITS)
 
 

@@ -69,8 +69,8 @@ class TemplateFormats:
 
     calls: str | None
     """See `tool_format`; as the gateway's settings and the card have it."""
-    own_calls: str | None
-    """The same as the template alone says."""
+    has_short_ids: bool
+    """Whether the template takes short ids of calls alone."""
     is_harmony: bool
     """Whether it has the channels of gpt-oss."""
     knows_developer: bool
@@ -85,7 +85,11 @@ class TemplateFormats:
         calls = tool_format(template, parsers)
         reasons = bool(reasoning_format(template, "", parsers=parsers))
         return cls(
-            calls, tool_format(template), is_harmony(template), "developer" in template, reasons or calls == HARMONY
+            calls,
+            has_short_ids(tool_format(template)),
+            is_harmony(template),
+            "developer" in template,
+            reasons or calls == HARMONY,
         )
 
 

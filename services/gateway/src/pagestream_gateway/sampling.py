@@ -213,9 +213,8 @@ def _most(each: Option, context: CheckContext, *, of_chars: bool = False) -> int
 
 def most_tokens(value: int, context: CheckContext) -> str | None:
     """Accept a number of tokens; 0 where only the prompt's log probabilities are wanted."""
-    if value == 0 and context.sampling.HasField("prompt_logprobs"):
-        return None
-    return None if value >= 1 else f"must be 1 or more, got {value}"
+    least = 0 if context.sampling.HasField("prompt_logprobs") else 1
+    return None if value >= least else f"must be 1 or more, got {value}"
 
 
 def at_most_max_tokens(_: int, context: CheckContext) -> str | None:

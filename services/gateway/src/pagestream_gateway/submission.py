@@ -178,8 +178,7 @@ class Submission:
     async def _prepared(self, draft: Draft, identity: Identity) -> tuple[LoadedModel, RequestSpec]:
         """Return the model and the record of a request, without what its caller and its call decide."""
         limits = self.settings.limits
-        check_draft(draft, limits)
-        model = await self.resolve(draft.model, identity)
+        model = await self.resolve(checked_draft(draft, limits).model, identity)
         if _is_quick(draft):
             return model, prepare(draft, model, limits)
         scope = cache_salt(identity.tenant, draft.cache_salt, self.settings.cache)
@@ -224,8 +223,8 @@ def _is_quick(draft: Draft) -> bool:
     return sum(len(prompt.token_ids) for prompt in draft.prompts if isinstance(prompt, TokenPrompt)) <= _FEW_TOKENS
 
 
-def check_draft(draft: Draft, limits: LimitSettings) -> None:
-    """Check what needs no model. Raises InvalidRequest."""
+def checked_draft(draft: Draft, limits: LimitSettings) -> Draft:
+    """Return a draft of which what needs no model is within bounds. Raises InvalidRequest."""
     if not draft.prompts:
         raise InvalidRequest(draft.prompt_field, "must not be empty")
     most = limits.max_prompts if draft.pooling is None else limits.max_inputs
@@ -242,6 +241,7 @@ def check_draft(draft: Draft, limits: LimitSettings) -> None:
             raise InvalidRequest(name, f"at most {limits.max_id_chars} characters, got {len(getattr(draft, name))}")
     if draft.priority not in PRIORITIES:
         raise InvalidRequest("priority", f"must be 0 (first), 1 or 2, got {draft.priority}")
+    return draft
 
 
 def cache_salt(tenant: str, caller_salt: str, settings: CacheSettings) -> bytes:

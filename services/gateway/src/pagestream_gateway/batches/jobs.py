@@ -43,7 +43,7 @@ from pagestream_gateway.openai.responses import body as responses
 from pagestream_gateway.request import Draft
 from pagestream_gateway.settings import PRIORITIES, LimitSettings
 from pagestream_gateway.streams.requests import collect
-from pagestream_gateway.submission import check_draft, check_parameters
+from pagestream_gateway.submission import check_parameters, checked_draft
 
 
 @dataclass(frozen=True)
@@ -482,7 +482,7 @@ async def parsed_lines(
 def _parsed(gateway: Gateway, api: JobApi, endpoint: str, data: bytes) -> ParsedJob | InvalidRequest:
     try:
         job = api.parse(endpoint, data)
-        check_draft(job.draft, gateway.settings.limits)
+        checked_draft(job.draft, gateway.settings.limits)
     except InvalidRequest as error:
         return error
     return job

@@ -26,7 +26,6 @@ from pagestream_gateway.models import (
 )
 from pagestream_gateway.output_formats import (
     TemplateFormats,
-    has_short_ids,
     reasoning_arguments,
     set_output_form,
     with_short_ids,
@@ -387,7 +386,7 @@ def _render(chat: ChatPrompt, prompt_field: str, model: LoadedModel) -> str:
         messages = harmony_messages(messages)
     elif model.shapes.no_developer or not formats.knows_developer:
         messages = with_system_first(messages)
-    if formats.own_calls and has_short_ids(formats.own_calls):
+    if formats.has_short_ids:
         messages = with_short_ids(messages)
     is_asked = chat.documents or chat.effort is not None or chat.reasons is not None
     asked = _asked_arguments(chat, model) if is_asked else {}
