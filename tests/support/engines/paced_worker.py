@@ -18,7 +18,7 @@ from pathlib import Path
 from pagestream_engine import Engine, EngineConfig
 from pagestream_engine.models.registry import read_info
 from pagestream_engine.plan import PendingResult, StepPlan, full_attention
-from pagestream_worker import process as worker
+from pagestream_worker import main as engine_command
 from support.engines.arithmetic_model import as_result
 
 NUM_BLOCKS, BLOCK_SIZE = 8192, 16
@@ -73,7 +73,7 @@ def paced_engine(model: str | Path, config: EngineConfig) -> Engine:
 
 def main() -> int:
     """Run the worker's command; returns its exit code."""
-    return worker.main(make_engine="support.engines.paced_worker:paced_engine")
+    return engine_command(make_engine="support.engines.paced_worker:paced_engine")
 
 
 if __name__ == "__main__":

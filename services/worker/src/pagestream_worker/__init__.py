@@ -60,7 +60,7 @@ if TYPE_CHECKING:
         plan_changes,
         read_duties,
     )
-    from pagestream_worker.process import Cores
+    from pagestream_worker.process import Cores, main
     from pagestream_worker.requests import (
         PART_BYTES,
         ActiveRequests,
@@ -143,6 +143,7 @@ __all__ = [
     "is_link_lost",
     "load_library",
     "load_settings",
+    "main",
     "open_logs",
     "plan_changes",
     "read_duties",
@@ -211,7 +212,7 @@ _MODULES = {
     **dict.fromkeys(("PlainSequences", "STEPS_AHEAD"), "core_process"),
     "WorkerTelemetry": "telemetry",
     "Worker": "worker",
-    "Cores": "process",
+    **dict.fromkeys(("Cores", "main"), "process"),
 }
 """The module that defines each exported name."""
 
