@@ -34,8 +34,8 @@ RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends g++
 COPY services/worker/src/pagestream_worker/logs /src/pagestream_worker/logs
 COPY services/options/src/pagestream_options/errors.py /src/pagestream_options/
 COPY services/engine/src/pagestream_engine/cpu.py services/engine/src/pagestream_engine/errors.py \
-     services/engine/src/pagestream_engine/native_build.py services/engine/src/pagestream_engine/native_levels.py \
-     services/engine/src/pagestream_engine/native_prebuild.py /src/pagestream_engine/
+     services/engine/src/pagestream_engine/native_build.py services/engine/src/pagestream_engine/native_prebuild.py \
+     /src/pagestream_engine/
 RUN PYTHONPATH=/src python3 -m pagestream_engine.native_prebuild --out /prebuilt pagestream_worker.logs.library
 
 # -- our packages --

@@ -34,8 +34,8 @@ COPY services/engine/src/pagestream_engine/sampler/native /src/pagestream_engine
 COPY services/worker/src/pagestream_worker/logs /src/pagestream_worker/logs
 COPY services/options/src/pagestream_options/errors.py /src/pagestream_options/
 COPY services/engine/src/pagestream_engine/cpu.py services/engine/src/pagestream_engine/errors.py \
-     services/engine/src/pagestream_engine/native_build.py services/engine/src/pagestream_engine/native_levels.py \
-     services/engine/src/pagestream_engine/native_prebuild.py /src/pagestream_engine/
+     services/engine/src/pagestream_engine/native_build.py services/engine/src/pagestream_engine/native_prebuild.py \
+     /src/pagestream_engine/
 # HEAD_DIMS: head sizes of the models that this image is for, such as "64 128". Without it attention is compiled for all
 # sizes of published models, which takes some ten minutes on two cores; a model of another size runs on torch's own.
 ARG HEAD_DIMS=""

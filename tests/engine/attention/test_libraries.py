@@ -19,13 +19,12 @@ import torch
 from pagestream_engine import native_build
 from pagestream_engine.attention.native import attention as library
 from pagestream_engine.attention.native.levels import HEAD_DIMS_VARIABLE, LEVELS, SOURCE, find_prebuilt, libraries
-from pagestream_engine.cpu import instruction_sets, read_cpuinfo
+from pagestream_engine.cpu import find_library, instruction_sets, read_cpuinfo
 from pagestream_engine.layers import linear as linear_library
 from pagestream_engine.layers.native.levels import LEVELS as LINEAR_LEVELS
 from pagestream_engine.layers.native.levels import LinearLevel, usable_levels
 from pagestream_engine.layers.native.levels import libraries as linear_libraries
 from pagestream_engine.native_build import NativeBuildError, find_compiler, toolchain_of
-from pagestream_engine.native_levels import find_library
 from pagestream_engine.native_prebuild import prebuild
 
 pytestmark = pytest.mark.builds

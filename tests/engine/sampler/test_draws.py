@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from kernels.cases import case_id, sampling_rows
-from pagestream_engine.cpu import instruction_sets, read_cpuinfo
+from pagestream_engine.cpu import find_library, instruction_sets, read_cpuinfo
 from pagestream_engine.errors import CompilerNotFound
 from pagestream_engine.native_build import find_compiler
-from pagestream_engine.native_levels import find_library
 from pagestream_engine.native_prebuild import prebuild
 from pagestream_engine.sampler import DrawParams, apply_filters, draw, draw_for, draw_natively, gumbel, num_rows_within
 from pagestream_engine.sampler.draw import NativeDraws, native_draws, random_bits, uniform

@@ -206,3 +206,13 @@ class PromptTooLong(InvalidRequest):
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 30):.1f} GiB"
+
+
+_CPU_FAILURE = "DefaultCPUAllocator"
+"""Names the allocator in the RuntimeError that torch raises where a CPU has no memory left."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory of a GPU or of the host has run out, as Python and torch say it."""
+    is_torchs = any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
+    return isinstance(error, MemoryError) or is_torchs or _CPU_FAILURE in str(error)

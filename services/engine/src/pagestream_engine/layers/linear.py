@@ -22,11 +22,10 @@ import torch.nn.functional as F  # noqa: N812 - torch's own habit
 from torch import Tensor
 
 from pagestream_engine.attention.base import host_tensor
-from pagestream_engine.cpu import read_cpuinfo
+from pagestream_engine.cpu import find_library, read_cpuinfo
 from pagestream_engine.errors import InvariantViolation, NativeBuildError
 from pagestream_engine.layers.native.levels import PREBUILT, LinearLevel, library_for, usable_levels
 from pagestream_engine.native_build import cached
-from pagestream_engine.native_levels import find_library
 
 
 class Additions(Protocol):

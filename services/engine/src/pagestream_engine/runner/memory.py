@@ -21,10 +21,9 @@ import torch
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
 from pagestream_engine.config import EngineConfig
-from pagestream_engine.errors import ConfigError, ModelTooLarge, OutOfMemory, UnsupportedOption
+from pagestream_engine.errors import ConfigError, ModelTooLarge, OutOfMemory, UnsupportedOption, is_out_of_memory
 from pagestream_engine.features.offload import Copier, CudaCopier, OffloadTarget
 from pagestream_engine.models.model import ModelSource
-from pagestream_engine.out_of_memory import is_out_of_memory
 from pagestream_engine.plan import BlockEdits, Int32Array, KVLayout, NewSequence, PendingResult, StepPlan
 from pagestream_engine.runner.batch import MAX_PIECE_BYTES
 from pagestream_engine.sampler.logprobs import num_rows_within

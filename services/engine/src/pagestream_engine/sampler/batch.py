@@ -22,8 +22,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from pagestream_engine.errors import InvariantViolation, RequestFault
-from pagestream_engine.out_of_memory import is_out_of_memory
+from pagestream_engine.errors import InvariantViolation, RequestFault, is_out_of_memory
 from pagestream_engine.sampler.draw import Draw, Drawn, DrawParams, draw_for, largest
 from pagestream_engine.sampler.logprobs import rank_tokens, raw_logprobs
 from pagestream_engine.sampler.stages import (

@@ -23,10 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pagestream_engine.cpu import instruction_sets, read_cpuinfo
+from pagestream_engine.cpu import find_library, instruction_sets, read_cpuinfo
 from pagestream_engine.errors import InvariantViolation, NativeBuildError
 from pagestream_engine.native_build import cached
-from pagestream_engine.native_levels import find_library
 from pagestream_engine.sampler.native.levels import PREBUILT, levels_of, library_for
 
 

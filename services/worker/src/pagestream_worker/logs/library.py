@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from pagestream_engine.cpu import Level, find_library
 from pagestream_engine.errors import NativeBuildError
 from pagestream_engine.native_build import NativeLibrary, cached
-from pagestream_engine.native_levels import Level, find_library
 
 PREBUILT = Path(__file__).parent / "prebuilt"
 """Where an image's build puts the library (`pagestream_engine.native_prebuild`). A checkout has none."""

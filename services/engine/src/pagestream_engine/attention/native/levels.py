@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pagestream_engine.cpu import ARMV8_A, X86_64_V3, X86_64_V4, Level, find_library
 from pagestream_engine.native_build import NativeLibrary
-from pagestream_engine.native_levels import ARMV8_A, X86_64_V3, X86_64_V4, Level, find_library
 
 SOURCE = Path(__file__).parent / "kernels.cpp"
 HEADERS = (SOURCE.with_name("activations.h"),)

@@ -18,12 +18,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pagestream_engine.cpu import instruction_sets, read_cpuinfo
+from pagestream_engine.cpu import find_library, instruction_sets, read_cpuinfo
 from pagestream_engine.errors import InvariantViolation, NativeBuildError
 from pagestream_engine.features.lora.files import ModuleSlice, ModuleWeights
 from pagestream_engine.features.lora.native.levels import PREBUILT, library_for
 from pagestream_engine.native_build import cached
-from pagestream_engine.native_levels import find_library
 from pagestream_engine.plan import Int64Array
 from pagestream_engine.sampler.native.levels import levels_of
 

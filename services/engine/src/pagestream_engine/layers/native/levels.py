@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagestream_engine.cpu import read_cpuinfo, usable_instruction_sets
+from pagestream_engine.cpu import ARMV8_A, X86_64_V3, X86_64_V4, Level, read_cpuinfo, usable_instruction_sets
 from pagestream_engine.native_build import NativeLibrary
-from pagestream_engine.native_levels import ARMV8_A, X86_64_V3, X86_64_V4, Level
 
 SOURCE = Path(__file__).parent / "linear.cpp"
 _ACTIVATIONS = SOURCE.parents[2] / "attention" / "native" / "activations.h"

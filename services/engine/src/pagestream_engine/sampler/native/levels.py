@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagestream_engine.cpu import instruction_sets, read_cpuinfo
+from pagestream_engine.cpu import ARMV8_A, X86_64_V3, X86_64_V4, Level, instruction_sets, read_cpuinfo
 from pagestream_engine.native_build import NativeLibrary
-from pagestream_engine.native_levels import ARMV8_A, X86_64_V3, X86_64_V4, Level
 
 SOURCE = Path(__file__).parent / "draw.cpp"
 PREBUILT = Path(__file__).parent / "prebuilt"
