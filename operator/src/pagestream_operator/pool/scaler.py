@@ -46,7 +46,7 @@ _FRESH_S = 10.0
 class _Capacity:
     models: tuple[str, ...]
     pods: int
-    """That serve, or are expected to soon."""
+    """Pods that serve, or are expected to soon."""
     each: float | None
     """Work per second of one; None before it was measured."""
     is_at_limit: bool

@@ -57,7 +57,7 @@ class NewSequence:
     """How many of the likeliest tokens are wanted in the place of each prompt token but the first, beside its own log
     probability; -1: all. None: no log probabilities of the prompt."""
     adapter: Adapter | None = None
-    """That its tokens are computed with."""
+    """The adapter that its tokens are computed with."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -39,7 +39,7 @@ class Adapter:
     """An adapter by its files, which are checked against the revision when they are read."""
 
     name: str
-    """That requests give."""
+    """The name that requests give."""
     folder: str
     """Where `adapter_config.json` and `adapter_model.safetensors` are."""
     revision: str
@@ -91,7 +91,7 @@ class Request:
     cache_salt: bytes = b""
     """The prefix cache is shared only with requests of the same salt."""
     adapter: Adapter | None = None
-    """That computes its tokens; the prefix cache is shared within its revision only."""
+    """The adapter that computes its tokens; the prefix cache is shared within its revision only."""
     prefix_key: bytes = field(init=False)
     """Salt and adapter in one: what must not share blocks although the tokens are equal."""
     sequences: list[Sequence] = field(init=False, repr=False, default_factory=list)
@@ -274,7 +274,7 @@ class Sequence:
         self.num_cached_blocks = 0
         """Leading blocks of the finest table that the prefix cache knows (or has another block for), in all groups."""
         self.leader: Sequence | None = None
-        """That computes the prompt for it too: it runs, and has no blocks until then."""
+        """The choice that computes the prompt for it too: it runs, and has no blocks until then."""
         self.followers: list[Sequence] = []
         """Those whose leader it is."""
         # What its text has come to: `output.begin_text` sets it, `output.take` moves it on.
@@ -317,7 +317,7 @@ class Sequence:
 
     @property
     def adapter(self) -> Adapter | None:
-        """That it is computed with."""
+        """The adapter that it is computed with."""
         return self.request.adapter
 
     @property

@@ -119,7 +119,7 @@ class Similarities:
         """By document; complete at the log's end."""
         self._queries: dict[int, tuple[float, ...]] = {}
         self._documents: dict[int, bytes] = {}
-        """That wait for their query, by number."""
+        """Documents that wait for their query, by number."""
 
     def add(self, run: Run) -> int:
         """Take a vector, and return the bytes that are held more, or less, than before."""

@@ -77,7 +77,7 @@ class ChatPrompt:
     add_special_tokens: bool = False
     tools: Tools = field(default_factory=Tools)
     documents: Sequence[Mapping[str, Any]] = ()
-    """That the template shows the model, to answer from."""
+    """Documents that the template shows the model, to answer from."""
     separate_reasoning: bool = True
     """Whether reasoning is told from the answer, where the template knows any."""
     reasons: bool | None = None

@@ -89,7 +89,7 @@ class BacklogPolicy:
     oldest_age_s: float = 2.0
     """Seconds that the oldest request may wait; a longer wait asks for more pods in proportion, once per start-up."""
     age_factor_max: float = 1.5
-    """That wait asks for at most so many times the ready pods."""
+    """Such a wait asks for at most so many times the ready pods."""
     saturated_age_s: float = 0.5
     """Seconds of waiting, and of backlog at the drain rate, that show that no pod has room."""
     class_weights: tuple[float, ...] = (1.0, 1.0, 0.1)

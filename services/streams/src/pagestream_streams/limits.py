@@ -409,7 +409,7 @@ class Usage(NamedTuple):
     """"" where callers have none; "(others)" for those beyond the most that are kept apart."""
     model: str
     requests: int
-    """That ended in this time."""
+    """Requests that ended in this time."""
     prompt_tokens: int
     cached_tokens: int
     """Of the prompt tokens, those found in a prefix cache."""

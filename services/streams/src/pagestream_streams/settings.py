@@ -97,7 +97,7 @@ class StreamsSettings:
     limit. Set it where tenants that don't trust each other share a Redis.
     """
     tenant_log_limits: Mapping[str, int] = field(default_factory=dict)
-    """That limit for tenants with one of their own."""
+    """The same limit for tenants with one of their own."""
 
     # -- what tenants use, see docs/design/admission.md --
     usage_days: int = 35

@@ -87,9 +87,9 @@ class EngineState:
 
     engine_id: str
     models: frozenset[str]
-    """That it may load."""
+    """Models that it may load."""
     serving: str = ""
-    """That it serves or loads; "" where it has none."""
+    """The model that it serves or loads; "" where it has none."""
     is_loading: bool = False
     served_s: float = 0.0
     """Seconds that it has served this model."""

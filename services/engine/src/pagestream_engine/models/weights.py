@@ -30,7 +30,7 @@ class Part:
     first_row: int = 0
     """Of the tensor: the first one that is read."""
     all_rows: int | None = None
-    """That the tensor has; None: those that are read."""
+    """Rows of the tensor; None: those that are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class LinearWeight:
     first_column: int = 0
     """Of each tensor: the first one that is read."""
     all_columns: int | None = None
-    """That each tensor has; None: those that are read."""
+    """Columns of each tensor; None: those that are read."""
 
     @property
     def num_rows(self) -> int:

@@ -111,7 +111,7 @@ class Start(NamedTuple):
     leader: Sequence
     prefix: CachedPrefix
     num_found_tokens: int
-    """That the pool has: others may wait for the block after them, which the leader computes first, or loads."""
+    """Tokens that the pool has: others may wait for the block after them, which the leader computes first, or loads."""
     num_blocks: int
     """Free blocks that they want."""
 

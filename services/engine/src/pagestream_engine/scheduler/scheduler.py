@@ -25,7 +25,7 @@ class Load(NamedTuple):
     num_running: int
     num_waiting: int
     num_preempted_blocks: int
-    """That preempted sequences need again."""
+    """Blocks that preempted sequences need again."""
     num_claimable_blocks: int
     """Free ones that a sequence from outside would get: those of preempted sequences come before it, and so does what
     is kept free for the growth of all."""

@@ -200,7 +200,7 @@ class DraftCheck:
 
     num_allowed: int
     job: MaskJob | None = None
-    """That finds it; None where it is known."""
+    """The job that finds it; None where it is known."""
 
 
 def _set(bits: Int32Array, token_id: int) -> None:

@@ -121,7 +121,7 @@ class AttentionCall:
     """What modelling code asks for."""
 
     module: nn.Module
-    """That asks."""
+    """The module that asks."""
     query: Tensor
     """(tokens, num_heads, head size)."""
     key: Tensor
