@@ -194,11 +194,11 @@ class Sequence:
         "detokenizer",
         "end_token_ids",
         "ends_with_prompt",
+        "expected_total_tokens",
         "followers",
         "hidden_stops",
         "leader",
         "max_total_tokens",
-        "most_total_tokens",
         "num_cached_blocks",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -245,7 +245,7 @@ class Sequence:
         """Of its noise, 64 bits signed; never None."""
         self.arrival = arrival
         """Rises with each sequence and survives preemption."""
-        self.most_total_tokens = max_total_tokens
+        self.expected_total_tokens = max_total_tokens
         """Of the longest output, with the prompt; for policies, which expect no more."""
         self.max_total_tokens = max_total_tokens
         """Prompt and output together: where it ends with "length". Of a beam what its search allows: see `Searches`."""
