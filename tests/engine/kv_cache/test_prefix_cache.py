@@ -22,7 +22,7 @@ def test_shares_full_blocks_while_both_run() -> None:
     run(cache, second)
     assert second.block_tables[0][:2] == first.block_tables[0][:2]
     assert second.block_tables[0][2] != first.block_tables[0][2]
-    assert second.num_cached_blocks == 2
+    assert second.num_published_blocks == 2
     check_cache(cache.pool, LAYOUT, [first, second])
 
 

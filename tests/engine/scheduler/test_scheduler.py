@@ -198,7 +198,7 @@ def test_a_block_that_a_decode_fills_is_found_while_it_runs() -> None:
     seq = harness.add(5)
     for _ in range(4):
         harness.step()
-    assert (seq.num_computed_tokens, seq.num_cached_blocks) == (8, 2)
+    assert (seq.num_computed_tokens, seq.num_published_blocks) == (8, 2)
     other = Sequence("other", [*seq.token_ids[:8], 1], SamplingParams(), seed=0, arrival=9, max_total_tokens=99)
     assert harness.cache.get_computed_blocks(other).tables == [seq.block_tables[0][:2]]
 

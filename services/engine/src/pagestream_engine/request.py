@@ -199,12 +199,12 @@ class Sequence:
         "hidden_stops",
         "leader",
         "max_total_tokens",
-        "num_cached_blocks",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_in_flight_tokens",
         "num_output_placeholders",
         "num_prompt_tokens",
+        "num_published_blocks",
         "params",
         "prompt_rows",
         "request",
@@ -271,7 +271,7 @@ class Sequence:
         """One for each KV group; empty unless it runs."""
         self.block_hashes: list[bytes] = []
         """Chained hashes of its first full blocks, as far as they were needed."""
-        self.num_cached_blocks = 0
+        self.num_published_blocks = 0
         """Leading blocks of the finest table that the prefix cache knows (or has another block for), in all groups."""
         self.leader: Sequence | None = None
         """The choice that computes the prompt for it too: it runs, and has no blocks until then."""

@@ -98,7 +98,7 @@ def _check_table(seq: Sequence, table: list[int], group: KVGroup, finest_block_s
 
 
 def _check_hashes(pool: BlockPool, seq: Sequence, table: list[int], group: KVGroup, hasher: BlockHasher) -> None:
-    end_of_cached = seq.num_cached_blocks * hasher.block_size
+    end_of_cached = seq.num_published_blocks * hasher.block_size
     _require(end_of_cached <= seq.num_computed_tokens, f"{seq!r} cached a block too early")
     block_hash = None
     for end in range(hasher.block_size, end_of_cached + 1, hasher.block_size):

@@ -165,7 +165,7 @@ class CacheManager:
                 # Of the group that loads most: a window has only the end of a prefix.
                 num_loaded = max(num_loaded, table.count(TO_LOAD) * cache.group.block_size)
             self.num_host_hit_tokens += num_loaded
-        seq.num_cached_blocks = prefix.num_tokens // self.block_size
+        seq.num_published_blocks = prefix.num_tokens // self.block_size
         seq.num_computed_tokens = prefix.num_tokens
         if self.enable_prefix_caching and self._counts_hits_of(seq):
             self.num_query_tokens += len(seq.token_ids)
@@ -213,7 +213,7 @@ class CacheManager:
                 self.copy_on_write.add(child, cache.index)
         num_full = num_tokens // self.block_size
         child.block_hashes.extend(parent.block_hashes[len(child.block_hashes) : num_full])
-        child.num_cached_blocks = min(parent.num_cached_blocks, num_full)
+        child.num_published_blocks = min(parent.num_published_blocks, num_full)
         child.num_computed_tokens = num_tokens
 
     def free(self, seq: Sequence) -> None:
@@ -228,7 +228,7 @@ class CacheManager:
             self.pool.release(block)
         for table in seq.block_tables:
             table.clear()
-        seq.num_cached_blocks = 0
+        seq.num_published_blocks = 0
         seq.num_computed_tokens = 0
         seq.num_in_flight_tokens = 0
 
@@ -264,11 +264,11 @@ class CacheManager:
         left = max(_HASH_AT_LEAST, len(queue) // 4, num_tokens // self.block_size)
         while queue and left > 0:
             seq = queue[0]
-            cached = seq.num_cached_blocks
+            cached = seq.num_published_blocks
             full = self._num_full_blocks(seq)
             self._cache_full_blocks(seq, min(full, cached + left))
-            left -= max(1, seq.num_cached_blocks - cached)
-            if seq.num_cached_blocks >= full:
+            left -= max(1, seq.num_published_blocks - cached)
+            if seq.num_published_blocks >= full:
                 queue.popleft()
 
     def _num_full_blocks(self, seq: Sequence) -> int:
@@ -279,12 +279,12 @@ class CacheManager:
         """Cache in all groups what ends with one of the first `until` blocks of the finest."""
         if not self.enable_prefix_caching:
             return
-        for index in range(seq.num_cached_blocks, until):
+        for index in range(seq.num_published_blocks, until):
             num_tokens = (index + 1) * self.block_size
             block_hash = self._hasher.block_hash(seq, num_tokens)
             for cache in self.groups:
                 cache.cache_full_block(seq, num_tokens, block_hash)
-            seq.num_cached_blocks = index + 1
+            seq.num_published_blocks = index + 1
 
 
 def fragmentation(cache: CacheManager, sequences: Iterable[Sequence]) -> float:

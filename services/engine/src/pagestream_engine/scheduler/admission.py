@@ -73,7 +73,7 @@ class ComingBlocks:
     def __init__(self, cache: CacheManager, computing: Iterable[Sequence]) -> None:
         self._cache = cache
         self._hashes = set[bytes | None]()
-        self._ends = [(seq, seq.num_cached_blocks * cache.block_size) for seq in computing]
+        self._ends = [(seq, seq.num_published_blocks * cache.block_size) for seq in computing]
         """Sequences, and the tokens after which their next block begins, of those that are not hashed yet."""
 
     def add(self, seq: Sequence, num_tokens: int) -> None:
