@@ -211,7 +211,7 @@ class Engine:
         if self.sleep.is_asleep or any(seq_id in ids for ids in self._known_ids for seq_id in seq_ids):
             raise self._refusal(seq_ids)
         if self._steps.in_flight:
-            self._settle_if_idle()
+            self._drain_if_idle()
         if candidates is not None:
             if self._best_of is None:
                 self._best_of = BestOf()
@@ -223,7 +223,7 @@ class Engine:
     def _add_search(self, request: Request, width: int) -> None:
         search = make_search(self._intake.make, request, self._intake.take_arrivals(width), self._search_limits)
         if self._steps.in_flight:
-            self._settle_if_idle()
+            self._drain_if_idle()
         if self._searches is None:
             self._searches = self._outputs.searches = Searches(self._scheduler, self._cache, self._pieces)
             self._known_ids.append(self._searches)
@@ -465,9 +465,9 @@ class Engine:
             outputs = change(outputs)
         return outputs
 
-    def _settle_if_idle(self) -> None:
+    def _drain_if_idle(self) -> None:
         if not self._sequences and not self._searches:
-            self._steps.settle()
+            self._steps.drain()
 
     def _refusal(self, seq_ids: list[str]) -> EngineAsleep | InvalidRequest:
         """Return why sequences with these ids can't be added: one of them runs, or the engine sleeps."""

@@ -138,7 +138,7 @@ class StepPipeline:
         self.in_flight.popleft()
         return step, result
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Collect steps whose sequences have all ended: what they raise is nobody's failure, and rolls them back."""
         while self.in_flight:
             try:

@@ -58,7 +58,7 @@ class Sleep:
             return
         if self._has_requests():
             raise InvalidRequest("sleep: given an engine with unfinished requests; let them end, or abort them")
-        self._steps.settle()
+        self._steps.drain()
         self._steps.roll_back()  # the next plan finds no rows
         forget_prefixes(self._cache)
         self.is_asleep = True

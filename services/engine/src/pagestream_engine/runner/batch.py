@@ -256,7 +256,7 @@ class PersistentBatch:
         """Count the last token of rows as not computed: they got none after it."""
         self._num_computed[np.asarray(rows, np.int64)] -= 1
 
-    def settle(self, plan: StepPlan, tokens: Sequence[Sequence[int]]) -> None:
+    def correct_drafts(self, plan: StepPlan, tokens: Sequence[Sequence[int]]) -> None:
         """Take what the rows of a step with drafts were given, and count the drafts that did not hold as not computed.
 
         Args:

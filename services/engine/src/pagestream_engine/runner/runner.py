@@ -369,13 +369,13 @@ class ModelRunner:
         """
         with step_memory(plan.num_tokens, len(plan.sampled_rows)):
             if self._tokens is not None:
-                self._tokens.settle(plan)
+                self._tokens.receive(plan)
             if plan.reset:
                 self.forget_rows()
             self._edit(plan)
             if self._speculation is not None:
                 execute = self._execute if self._tokens is None else self._tokens.shared(self._execute)
-                return self._speculation.run(plan, execute, self._batch.settle)
+                return self._speculation.run(plan, execute, self._batch.correct_drafts)
             return self._execute(plan)
 
     def _edit(self, plan: StepPlan) -> None:

@@ -47,9 +47,9 @@ class SampledTokens:
         self._with_grammar: set[int] = set()
         """Rows that have one."""
 
-    def settle(self, plan: StepPlan) -> None:
+    def receive(self, plan: StepPlan) -> None:
         """Wait for the tokens of all rows that a plan decodes, adds or removes, before the batch is edited by it."""
-        self._settle(plan)
+        self._receive(plan)
         if plan.reset:
             self._with_grammar.clear()
         self._with_grammar.difference_update(plan.removed.tolist())
@@ -57,7 +57,7 @@ class SampledTokens:
             if new.params.structured_outputs is not None:
                 self._with_grammar.add(new.row)
 
-    def _settle(self, plan: StepPlan) -> None:
+    def _receive(self, plan: StepPlan) -> None:
         wanted = {*plan.rows[plan.num_prefills :].tolist(), *plan.removed.tolist(), *(new.row for new in plan.added)}
         numbers = [number for number, each in enumerate(self._expected, 1) if plan.reset or wanted & set(each.rows)]
         for _ in range(max(numbers, default=0)):

@@ -109,7 +109,7 @@ class ConstrainedSampling:
 
     def sample(self, logits: Tensor, rows: ArrayLike) -> Sampled:
         """As `SamplingBatch.sample`, with the masks of the rows' grammars, and without the rows that lack theirs."""
-        self._settle()
+        self._advance_matchers()
         numbers = np.asarray(rows, dtype=np.int64)
         held = [(place, self.matchers[row]) for place, row in enumerate(numbers.tolist()) if row in self.matchers]
         if not held:
@@ -127,7 +127,7 @@ class ConstrainedSampling:
         if held:
             self._unseen = held, download([sampled.token_ids])
             if self._device.type == "cpu":
-                self._settle()
+                self._advance_matchers()
         return replace(sampled, errors={**sampled.errors, **errors}) if errors else sampled
 
     def guess(self, logits: Tensor, rows: ArrayLike, num_ahead: int) -> Tensor:
@@ -136,7 +136,7 @@ class ConstrainedSampling:
 
     def forced(self, rows: Sequence[int]) -> dict[int, list[int]]:
         """Return the tokens after each row's last one where its grammar leaves one text; see `RowMatcher.forced`."""
-        self._settle()
+        self._advance_matchers()
         held = [(row, self.matchers[row]) for row in rows if row in self.matchers]
         missing = self._missing([matcher for _, matcher in held])
         known = (each for each, is_missing in zip(held, missing, strict=True) if not is_missing)
@@ -228,7 +228,7 @@ class ConstrainedSampling:
         self._compiler.masks.wait(own, float("inf"))
         return is_missing
 
-    def _settle(self) -> None:
+    def _advance_matchers(self) -> None:
         """Take the tokens of the last step that had rows with a grammar, and begin with the masks after them."""
         if self._unseen is None:
             return

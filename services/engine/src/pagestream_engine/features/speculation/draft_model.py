@@ -306,7 +306,7 @@ class StepCost:
         return self._of_a_token
 
     def _estimate(self) -> None:
-        """Settle the costs once a step: every row asks for them."""
+        """Compute the costs once a step: every row asks for them."""
         tokens_per_s = self._sampled / self._all_seconds if self._all_seconds else 0.0
         making = self._draft_seconds / self._drafts * tokens_per_s if self._drafts else 0.0
         spread = self._squares * self._weight - self._tokens * self._tokens

@@ -31,7 +31,7 @@ from pagestream_engine.plan import Int32Array, PendingResult, StepPlan, StepResu
 from pagestream_engine.runner.batch import PersistentBatch
 
 Execute = Callable[[StepPlan, Drafts | None], PendingResult]
-Settle = Callable[[StepPlan, Sequence[Sequence[int]]], None]
+CorrectDrafts = Callable[[StepPlan, Sequence[Sequence[int]]], None]
 
 _ALL_ROWS = 0
 
@@ -79,20 +79,20 @@ class Speculation:
         self._had_proposed = False
         """Whether the step before had drafts of the proposer's."""
 
-    def run(self, plan: StepPlan, execute: Execute, settle: Settle) -> PendingResult:
+    def run(self, plan: StepPlan, execute: Execute, correct_drafts: CorrectDrafts) -> PendingResult:
         """Run a step with drafts to its end: the next ones depend on its tokens.
 
         Args:
             plan: the next one, with room for drafts; the batch has been edited by it.
             execute: computes and samples a plan with its drafts, if there are any.
-            settle: takes the tokens of a plan with drafts.
+            correct_drafts: takes the tokens of a plan with drafts.
         """
         started = self._clock()
         plan, drafts = self.propose(plan)
         proposed = self._clock()
         result = execute(plan, drafts)()
         if drafts is not None:
-            settle(plan, result.tokens())
+            correct_drafts(plan, result.tokens())
         self.note(plan, drafts, result, proposed - started, self._clock() - proposed)
         return lambda: result
 
@@ -248,14 +248,14 @@ class FollowedSpeculation:
         self._stage = stage
         self._most = num_speculative_tokens
 
-    def run(self, plan: StepPlan, execute: Execute, settle: Settle) -> PendingResult:
+    def run(self, plan: StepPlan, execute: Execute, correct_drafts: CorrectDrafts) -> PendingResult:
         """Do as `Speculation.run`, with the drafts that the last stage has made for this step."""
         drafts: Drafts | None = None
         if has_room(plan):
             plan, drafts = with_drafts(plan, self._receive(len(plan.rows) - plan.num_prefills))
         result = execute(plan, drafts)()
         if len(result.counts):
-            settle(plan, result.tokens())
+            correct_drafts(plan, result.tokens())
         return lambda: result
 
     def _receive(self, num_decodes: int) -> Int32Array:
