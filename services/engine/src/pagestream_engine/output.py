@@ -250,7 +250,7 @@ def take(seq: Sequence, token_id: int, num_output_tokens: int) -> Taken:
             return Taken(text + _flush(seq) + shown, "stop", hidden)
     if is_end:
         return Taken(text + _flush(seq), "stop", token_id if token_id in seq.stop_token_ids else None)
-    if num_output_tokens >= seq.expected_total_tokens - seq.num_prompt_tokens:
+    if num_output_tokens >= seq.requested_total_tokens - seq.num_prompt_tokens:
         return Taken(text + _flush(seq), "length")
     return Taken(text)
 
@@ -267,7 +267,7 @@ def output_of(seq: Sequence, token_id: int, num_output_tokens: int) -> SequenceO
     """Return the output of a sequence's next token, the `num_output_tokens`-th of its output."""
     try:
         if (
-            num_output_tokens < seq.expected_total_tokens - seq.num_prompt_tokens
+            num_output_tokens < seq.requested_total_tokens - seq.num_prompt_tokens
             and token_id not in seq.end_token_ids
             and seq.stop_matcher is None
         ):  # It plainly ends nothing: most tokens.

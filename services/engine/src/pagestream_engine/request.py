@@ -20,40 +20,6 @@ from pagestream_engine.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class LoRARequest:
-    """An adapter as vLLM's `LLM.generate` takes it; `lora_int_id` means nothing here."""
-
-    lora_name: str
-    lora_int_id: int
-    lora_path: str
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.lora_name, str) or not self.lora_name or not isinstance(self.lora_path, str):
-            raise InvalidRequest(
-                f"lora_request: given name {self.lora_name!r} and path {self.lora_path!r}, expected two strings"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """An adapter by its files, which are checked against the revision when they are read."""
-
-    name: str
-    """The name that requests give."""
-    folder: str
-    """Where `adapter_config.json` and `adapter_model.safetensors` are."""
-    revision: str
-    """32 hexadecimal digits of a SHA-256 of both files: other weights are another adapter."""
-
-
-def salted(cache_salt: bytes, adapter: Adapter | None) -> bytes:
-    """Return the extra key of a prefix cache for a caller's salt and an adapter's revision; without one, the salt."""
-    if adapter is None:
-        return cache_salt
-    return sha256(b"adapter\0" + adapter.revision.encode() + b"\0" + cache_salt, usedforsecurity=False).digest()
-
-
-@dataclass(frozen=True, slots=True)
 class Choice:
     """One choice among several of one prompt, of a `Request`."""
 
@@ -194,7 +160,6 @@ class Sequence:
         "detokenizer",
         "end_token_ids",
         "ends_with_prompt",
-        "expected_total_tokens",
         "followers",
         "hidden_stops",
         "leader",
@@ -208,6 +173,7 @@ class Sequence:
         "params",
         "prompt_rows",
         "request",
+        "requested_total_tokens",
         "row",
         "seed",
         "seq_id",
@@ -245,10 +211,11 @@ class Sequence:
         """Of its noise, 64 bits signed; never None."""
         self.arrival = arrival
         """Rises with each sequence and survives preemption."""
-        self.expected_total_tokens = max_total_tokens
-        """Of the longest output, with the prompt; for policies, which expect no more."""
+        self.requested_total_tokens = max_total_tokens
+        """Of the prompt and the longest output that its parameters allow: there it ends with "length"."""
         self.max_total_tokens = max_total_tokens
-        """Prompt and output together: where it ends with "length". Of a beam what its search allows: see `Searches`."""
+        """Prompt and output together, to which it may run now: of a beam what its search allows (see `Searches`), else
+        `requested_total_tokens`."""
         self.end_token_ids = end_token_ids
         """Tokens that end it: stop tokens, and the model's own unless ignored. Not to be chosen before min_tokens."""
         self.ends_with_prompt = params.max_tokens == 0
@@ -407,3 +374,37 @@ class LogprobRow(NamedTuple):
     logprobs: list[float]
     rank: int
     """The chosen token's; the others follow in order from 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """An adapter as vLLM's `LLM.generate` takes it; `lora_int_id` means nothing here."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.lora_name, str) or not self.lora_name or not isinstance(self.lora_path, str):
+            raise InvalidRequest(
+                f"lora_request: given name {self.lora_name!r} and path {self.lora_path!r}, expected two strings"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter by its files, which are checked against the revision when they are read."""
+
+    name: str
+    """The name that requests give."""
+    folder: str
+    """Where `adapter_config.json` and `adapter_model.safetensors` are."""
+    revision: str
+    """32 hexadecimal digits of a SHA-256 of both files: other weights are another adapter."""
+
+
+def salted(cache_salt: bytes, adapter: Adapter | None) -> bytes:
+    """Return the extra key of a prefix cache for a caller's salt and an adapter's revision; without one, the salt."""
+    if adapter is None:
+        return cache_salt
+    return sha256(b"adapter\0" + adapter.revision.encode() + b"\0" + cache_salt, usedforsecurity=False).digest()

@@ -543,7 +543,7 @@ class LengthPredictor:
 
 
 def _shape(seq: Sequence) -> RequestShape:
-    return RequestShape(seq.num_prompt_tokens, seq.tenant, seq.expected_total_tokens - seq.num_prompt_tokens)
+    return RequestShape(seq.num_prompt_tokens, seq.tenant, seq.requested_total_tokens - seq.num_prompt_tokens)
 
 
 def _keys(shape: RequestShape) -> Iterator[_Key]:
