@@ -203,7 +203,7 @@ def test_errors_have_their_trace(root: logging.Logger, capsys: pytest.CaptureFix
 
 
 def test_a_record_names_the_trace_of_its_task(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
-    configure_logs(TelemetrySettings())
+    configure_logs(TelemetrySettings(), sets_traces=True)
     with within_trace(TRACE):
         root.info("inside")
         root.info("of another", extra={"trace_id": "t", "span_id": "s"})

@@ -26,7 +26,7 @@ def main() -> None:
     setproctitle.setproctitle("pagestream-gateway")
     try:
         settings = load_settings()
-        configure_logs(settings.telemetry)
+        configure_logs(settings.telemetry, sets_traces=True)
         _tune_collector()
         _raise_file_limit()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -17,11 +17,16 @@ _QUIET = {"uvicorn": logging.WARNING, "opentelemetry.exporter": logging.CRITICAL
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
 
-def configure_logs(settings: TelemetrySettings) -> None:
-    """Log to stderr from the settings' level on; a record's `extra` becomes fields of its object."""
+def configure_logs(settings: TelemetrySettings, *, sets_traces: bool = False) -> None:
+    """Log to stderr from the settings' level on; a record's `extra` becomes fields of its object.
+
+    Args:
+        sets_traces: whether tasks of this process set their traces, which their records then name.
+    """
     handler = logging.StreamHandler()
     handler.setFormatter(TextFormatter(_TEXT) if settings.log_format == "text" else json_formatter())
-    handler.addFilter(add_trace)
+    if sets_traces:
+        handler.addFilter(add_trace)
     logging.basicConfig(level=settings.log_level, handlers=[handler], force=True)
     for name, level in _QUIET.items():
         logging.getLogger(name).setLevel(level)
