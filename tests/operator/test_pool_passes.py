@@ -495,6 +495,34 @@ async def test_an_odd_pool_harms_no_other(changes: Any) -> None:
     assert passes.replicas == 3
 
 
+async def test_who_sets_zero_again_before_a_pass_has_looked_is_noticed() -> None:
+    """The operator's own write lies between two zeros, though no pass sees its number."""
+    passes = PoolPasses(minReplicas=1, maxReplicas=4)
+    await passes.run(seconds=2)
+    for number in range(3):
+        assert not passes.condition("Contested"), number
+        deployment = passes.client.objects[(DEPLOYMENT.name, "demo-engine")]
+        passes.show(DEPLOYMENT, {**deployment, "spec": {**deployment["spec"], "replicas": 0}})
+        await passes.run()
+        assert passes.replicas == 1
+    await passes.run()
+    assert passes.condition("Contested")["reason"] == "ScaledByAnother"
+
+
+async def test_what_the_operator_has_written_is_no_write_of_who_scaled_before() -> None:
+    """Its copy of the Deployment names the former managers until a watch shows another one."""
+    passes = PoolPasses(minReplicas=1, maxReplicas=4)
+    await passes.run(seconds=2)
+    owner = {"manager": "kubectl", "subresource": "scale", "fieldsV1": {"f:spec": {"f:replicas": {}}}}
+    for _ in range(2):  # as a person does who tries twice
+        deployment = passes.client.objects[(DEPLOYMENT.name, "demo-engine")]
+        metadata = {**deployment["metadata"], "managedFields": [owner]}
+        passes.show(DEPLOYMENT, {**deployment, "metadata": metadata, "spec": {**deployment["spec"], "replicas": 0}})
+        await passes.run(seconds=3)
+        assert passes.replicas == 1
+    assert not passes.condition("Contested")
+
+
 @settings(max_examples=80)
 @given(changes=CHANGES)
 async def test_an_odd_pool_is_reported_or_served(changes: Any) -> None:

@@ -18,7 +18,7 @@ from pagestream_operator.api import ConditionType, EnginePool
 from pagestream_operator.children import pod_labels
 from pagestream_operator.children.manifest import engine_name
 from pagestream_operator.errors import ApiFailure, Conflict, Gone
-from pagestream_operator.fields import is_owned_by, part, whole
+from pagestream_operator.fields import is_owned_by, part, text, whole
 from pagestream_operator.kube.apply import SCALER, scaled_by
 from pagestream_operator.kube.client import KubeClient
 from pagestream_operator.kube.kinds import BUDGET
@@ -96,6 +96,8 @@ class Rivals:
     _now_s: float = 0.0
     _last: tuple[str, int] | None = None
     """Who has scaled the Deployment last, and to what; None: the operator's scaler."""
+    _own: str = ""
+    """The Deployment's version of the operator's last write."""
 
     def observe(
         self, deployment: Mapping[str, Any] | None, now_s: float, *, is_ours: bool = True, wanted: int = 0
@@ -109,6 +111,8 @@ class Rivals:
         self._now_s = now_s
         while self._writes and now_s - self._writes[0][0] > _WINDOW_S:
             self._writes.popleft()
+        if deployment is not None and part(deployment, "metadata", "resourceVersion") == self._own:
+            return  # as the operator has written it, whoever owned the replicas before
         managers = [] if deployment is None else list(scaled_by(deployment))
         replicas = whole(part(deployment, "spec", "replicas"), 1)
         if deployment is not None and not managers and replicas == 0 and wanted > 0:
@@ -122,6 +126,14 @@ class Rivals:
             if is_ours:
                 self._writes.append((now_s, others[0]))
             self._last = write
+
+    def note_scaled(self, deployment: Mapping[str, Any]) -> None:
+        """Note a write of the operator: who sets the former number again, before a pass has looked, has written again.
+
+        Args:
+            deployment: as it was written.
+        """
+        self._own, self._last = text(part(deployment, "metadata", "resourceVersion")), None
 
     @property
     def scaler(self) -> str | None:

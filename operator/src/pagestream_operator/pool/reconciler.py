@@ -381,7 +381,7 @@ class Reconciler:
             # Soon again, so that the cheapest pods end; without them where they can't be written.
             if not await self._parts.run(_COSTS, write, POD) and not self._parts.is_lasting(_COSTS):
                 return
-        await self.context.applier.scale(view.deployment, wanted)
+        self._rivals.note_scaled(await self.context.applier.scale(view.deployment, wanted))
         why = f"pinned by spec.replicas to {wanted}"
         if pool.spec.replicas is None and verdict is not None:
             why = f"{verdict.decision.limiting.value}: {verdict.decision.reason}"
