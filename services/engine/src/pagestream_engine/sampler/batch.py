@@ -59,6 +59,8 @@ class SamplingBatch:
         self._host = HostRows.empty(max_rows)
         self._is_taken = np.zeros(max_rows, dtype=np.bool_)
         self._stages = [stage(max_rows, vocab_size, device) for stage in STAGES]
+        self._stages_of: dict[int, list[LogitsStage]] = {}
+        """Of the rows that ask for some."""
         self._draw = draw_for(device)
         self._num_edits = 0
         self._selected: tuple[tuple[object, ...], Selection] | None = None
@@ -88,13 +90,17 @@ class SamplingBatch:
         """
         if self._is_taken[row]:
             raise InvariantViolation(f"row {row} of the sampling batch is taken")
-        new = NewRow(params, end_token_ids, prompt_token_ids, output_token_ids)
         self._is_taken[row] = True
         self._num_edits += 1
         self._columns.write(row, params, seed, len(output_token_ids))
         self._host.write(row, params, self._vocab_size)
+        stages = [stage for stage in self._stages if getattr(params, stage.asked_by)]
+        if not stages:
+            return
+        self._stages_of[row] = stages
+        new = NewRow(params, end_token_ids, prompt_token_ids, output_token_ids)
         try:
-            for stage in self._stages:
+            for stage in stages:
                 stage.add(row, new)
         except Exception:
             self.remove(row)
@@ -110,7 +116,7 @@ class SamplingBatch:
             raise InvariantViolation(f"row {row} of the sampling batch is free")
         self._is_taken[row] = False
         self._num_edits += 1
-        for stage in self._stages:
+        for stage in self._stages_of.pop(row, ()):
             stage.remove(row)
 
     # -- a step --

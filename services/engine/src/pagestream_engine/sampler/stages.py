@@ -128,6 +128,8 @@ class LogitsStage(ABC):
     device: no call waits for it.
     """
 
+    asked_by: ClassVar[str]
+    """What of a request's parameters is false where it does not use the stage."""
     bans_by: ClassVar[str | None] = None
     """The field of a request by which it bans tokens; None where it bans none."""
 
@@ -145,9 +147,9 @@ class LogitsStage(ABC):
         """Forget a row; one that does not use the stage is ignored."""
         self.slots.free(row)
 
-    @abstractmethod
     def _is_used_by(self, new: NewRow) -> bool:
         """Whether the stage can change this row's logits."""
+        return bool(getattr(new.params, self.asked_by))
 
     @abstractmethod
     def _fill(self, slot: int, new: NewRow) -> None:
@@ -247,14 +249,11 @@ def apply_token_masks(logits: Tensor, places: Tensor, bits: Tensor) -> None:
 class AllowedTokens(LogitsStage):
     """Bans every token that is not among `allowed_token_ids`."""
 
-    bans_by = "allowed_token_ids"
+    asked_by = bans_by = "allowed_token_ids"
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         super().__init__(max_rows, vocab_size, device)
         self._allowed = TokenTable(device)
-
-    def _is_used_by(self, new: NewRow) -> bool:
-        return new.params.allowed_token_ids is not None
 
     def _fill(self, slot: int, new: NewRow) -> None:
         self._allowed.write(slot, list(dict.fromkeys(new.params.allowed_token_ids or ())))
@@ -276,7 +275,7 @@ _NO_TOKEN = -2
 class BadWords(LogitsStage):
     """Bans what would complete one of `bad_words_token_ids`, as vLLM: within the output alone."""
 
-    bans_by = "bad_words"
+    asked_by, bans_by = "bad_words_token_ids", "bad_words"
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         super().__init__(max_rows, vocab_size, device)
@@ -297,9 +296,6 @@ class BadWords(LogitsStage):
         """(slots, longest prefix): the last tokens of each output, the newest at the right."""
         self._is_word = torch.zeros(0, 0, dtype=torch.bool, device=device)
         """(slots, words): whether there is a word at this place."""
-
-    def _is_used_by(self, new: NewRow) -> bool:
-        return bool(new.params.bad_words_token_ids)
 
     def _fill(self, slot: int, new: NewRow) -> None:
         words = new.params.bad_words_token_ids
@@ -350,7 +346,7 @@ class MinTokens(LogitsStage):
     The host counts along: a row gets one token each time that it is sampled.
     """
 
-    bans_by = "min_tokens"
+    asked_by = bans_by = "min_tokens"
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         super().__init__(max_rows, vocab_size, device)
@@ -387,12 +383,11 @@ class MinTokens(LogitsStage):
 class LogitBias(LogitsStage):
     """Adds `logit_bias`."""
 
+    asked_by = "logit_bias"
+
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         super().__init__(max_rows, vocab_size, device)
         self._biases = TokenTable(device)
-
-    def _is_used_by(self, new: NewRow) -> bool:
-        return bool(new.params.logit_bias)
 
     def _fill(self, slot: int, new: NewRow) -> None:
         biases = new.params.logit_bias or {}
@@ -414,6 +409,8 @@ class Penalties(LogitsStage):
     its entries mean nothing: memory and time grow with the tokens of a row, not with the vocabulary.
     """
 
+    asked_by = "has_penalties"
+
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         super().__init__(max_rows, vocab_size, device)
         self._token_ids = torch.zeros(0, 0, dtype=torch.int64, device=device)
@@ -424,9 +421,6 @@ class Penalties(LogitsStage):
         """Repetition, frequency and presence penalty."""
         self._most = np.zeros(0, dtype=np.int64)
         """By slot: no less than its length, as far as the host knows without reading it."""
-
-    def _is_used_by(self, new: NewRow) -> bool:
-        return new.params.has_penalties
 
     def _fill(self, slot: int, new: NewRow) -> None:
         token_ids, counts = _counted(new)
