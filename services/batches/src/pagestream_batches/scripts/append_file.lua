@@ -5,22 +5,23 @@
 -- Returns: {1, bytes held}; {0}: there is no such file; {2}: the file would be too long; {3, bytes held}: the tenant's
 --          files would take too much; {4, bytes}: the file has so many, not those of ARGV[2].
 -- Retry: harmless, a part that is there is not appended again.
+local MISSING, DONE, TOO_LARGE, FULL, ELSEWHERE = 0, 1, 2, 3, 4
 local data, offset, part = prefix .. 'data:' .. ARGV[1], tonumber(ARGV[2]), ARGV[3]
 if call('HGET', prefix .. 'file:' .. ARGV[1], 'state') ~= 'uploading' then
-  return {0}
+  return {MISSING}
 end
 local bytes, held = call('STRLEN', data), tonumber(call('GET', prefix .. 'held') or 0)
 if #part > 0 and bytes == offset + #part then
-  return {1, held}
+  return {DONE, held}
 end
 if bytes ~= offset then
-  return {4, bytes}
+  return {ELSEWHERE, bytes}
 end
 if bytes + #part > tonumber(ARGV[4]) then
-  return {2}
+  return {TOO_LARGE}
 end
 if held + #part > tonumber(ARGV[5]) then
-  return {3, held}
+  return {FULL, held}
 end
 call('APPEND', data, part)
-return {1, call('INCRBY', prefix .. 'held', #part)}
+return {DONE, call('INCRBY', prefix .. 'held', #part)}

@@ -9,6 +9,7 @@ local status = call('HGET', batch, 'status')
 if not status then
   return 0
 end
+-- A batch gets an expiry when it ends, see change_status.lua.
 if call('ZSCORE', prefix .. 'expiries', ARGV[1]) then
   return 2
 end

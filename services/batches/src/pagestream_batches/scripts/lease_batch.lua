@@ -10,6 +10,7 @@ local found = call('HMGET', batch, 'owner', 'until', 'status')
 if not found[3] then
   return {3}
 end
+-- It has ended: only then it has an expiry.
 if call('ZSCORE', prefix .. 'expiries', ARGV[1]) then
   return {2}
 end
