@@ -75,7 +75,7 @@ class RankGroup:
                 self._await_joins(forming)
             self.facts = _agreed(self._load())
             for rank in self._ranks:
-                rank.serve()
+                rank.note_loaded()
         except BaseException:
             self._end()
             raise

@@ -63,7 +63,7 @@ class Rank(Protocol):
         """Send a plan or a grammar; OSError where it takes none."""
         ...
 
-    def serve(self) -> None:
+    def note_loaded(self) -> None:
         """Note that all ranks have loaded: a lost machine is noticed sooner from now on."""
         ...
 
@@ -140,7 +140,7 @@ class RankProcess:
         """Send a plan or a grammar; OSError where the pipe has ended, or takes nothing for its limit."""
         self.connection.send_bytes(frame)
 
-    def serve(self) -> None:
+    def note_loaded(self) -> None:
         """Do nothing: its process is watched from the start."""
 
     def join(self, limit_s: float) -> None:

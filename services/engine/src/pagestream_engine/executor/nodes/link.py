@@ -278,7 +278,7 @@ class Link:
         """Seconds since the last byte from the other side."""
         return monotonic() - self._heard_at
 
-    def serve(self) -> None:
+    def note_loaded(self) -> None:
         """Note that the group serves, on both sides: silence has the shorter limit from now on."""
         self._limit(SILENCE_LIMIT_S)
         self._send(_SERVING)

@@ -77,10 +77,10 @@ class RemoteRank:
         """Send a plan or a grammar; OSError where the connection has ended, or takes nothing."""
         self._link.send(frame)
 
-    def serve(self) -> None:
+    def note_loaded(self) -> None:
         """Note that the group has loaded; a connection that has ended says so when it is read."""
         with suppress(OSError):
-            self._link.serve()
+            self._link.note_loaded()
 
     def receive(self) -> None:
         """Receive what has come.
