@@ -19,10 +19,10 @@ from pagestream_gateway.calls import CHAT
 from pagestream_gateway.gateway import Gateway
 from pagestream_gateway.http.callers import identify
 from pagestream_gateway.http.documents import (
+    ANTHROPIC_HEADERS,
     CHAT_EXAMPLE,
     GENERATION_ERRORS,
     MESSAGES,
-    NAMED_HEADERS,
     TOOL_ABOUT,
     TOOL_NAME,
     TOOL_SCHEMA,
@@ -42,7 +42,7 @@ ANSWERS: AnswersByPath = {
         MessageAnswer,
         (MessageEvent,),
         errors=GENERATION_ERRORS,
-        headers=NAMED_HEADERS,
+        headers=ANTHROPIC_HEADERS,
         refusals=MESSAGE_REFUSALS,
         examples={
             "A question": CHAT_EXAMPLE,

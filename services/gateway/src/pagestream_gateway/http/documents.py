@@ -115,17 +115,19 @@ _ALWAYS = (400, 403, 408, 431, 500, 503)
 """Errors of every operation: what comes is no request or one for another host, a defect, the end of the process."""
 _RETRY = ("Retry-After", "retry-after-ms")
 _RETRIED = {429: (*_RETRY, "x-should-retry", *LIMIT_HEADERS), 503: _RETRY}
-OWN_HEADERS = ("X-Request-Id", "X-Request-Seed", "X-Client-Request-Id")
-OWNED_HEADERS = {200: OWN_HEADERS}
+REQUEST_HEADERS = ("X-Request-Id", "X-Request-Seed", "X-Client-Request-Id")
+READ_HEADERS = {200: REQUEST_HEADERS}
 QUEUE_HEADERS = ("X-Queue-Position", "X-Expected-Wait-Ms")
 GENERATION_ERRORS = (401, 404, 409, 413, 415, 429)
 CHANGE_ERRORS = (401, 404, 413, 415)
-FAILED_HEADERS = dict.fromkeys((400, 409, 429, 500, 503), OWN_HEADERS)  # of what failed after its acceptance
-GENERATED_HEADERS = {200: (*OWN_HEADERS, *QUEUE_HEADERS, *LIMIT_HEADERS), **FAILED_HEADERS}
+# By status: of an operation that reads a request, of one that failed after its acceptance, of one that generates;
+# and the last two in Anthropic's API, where an answer also has "request-id".
+FAILURE_HEADERS = dict.fromkeys((400, 409, 429, 500, 503), REQUEST_HEADERS)
+GENERATION_HEADERS = {200: (*REQUEST_HEADERS, *QUEUE_HEADERS, *LIMIT_HEADERS), **FAILURE_HEADERS}
 _DONE = "[DONE]"
 _LINES = (QueueLine, DoneLine)
-NAMED_HEADERS = {status: (*names, "request-id") for status, names in GENERATED_HEADERS.items()}
-NAMED_FAILED_HEADERS = {status: (*names, "request-id") for status, names in FAILED_HEADERS.items()}
+ANTHROPIC_HEADERS = {status: (*names, "request-id") for status, names in GENERATION_HEADERS.items()}
+ANTHROPIC_FAILURE_HEADERS = {status: (*names, "request-id") for status, names in FAILURE_HEADERS.items()}
 
 
 def at(paths: Sequence[str], answers: Answers) -> dict[tuple[str, str], Answers]:

@@ -25,8 +25,8 @@ from pagestream_gateway.http.documents import (
     CHAT_EXAMPLE,
     FORM_NAME,
     FORM_SCHEMA,
-    GENERATED_HEADERS,
     GENERATION_ERRORS,
+    GENERATION_HEADERS,
     TOOL_ABOUT,
     TOOL_NAME,
     TOOL_SCHEMA,
@@ -499,7 +499,7 @@ ANSWERS: AnswersByPath = {
         ChatAnswer,
         (ChatChunk, ErrorEvent),
         errors=GENERATION_ERRORS,
-        headers=GENERATED_HEADERS,
+        headers=GENERATION_HEADERS,
         examples={
             "A question": CHAT_EXAMPLE,
             "A stream": {**CHAT_EXAMPLE, "stream": True, "stream_options": {"include_usage": True}},

@@ -15,8 +15,8 @@ from pagestream_gateway.calls import TEXT_COMPLETION
 from pagestream_gateway.gateway import Gateway
 from pagestream_gateway.http.body import parse_body
 from pagestream_gateway.http.documents import (
-    GENERATED_HEADERS,
     GENERATION_ERRORS,
+    GENERATION_HEADERS,
     Answers,
     AnswersByPath,
     stream_body_of,
@@ -158,7 +158,7 @@ ANSWERS: AnswersByPath = {
         CompletionAnswer,
         (CompletionChunk, ErrorEvent),
         errors=GENERATION_ERRORS,
-        headers=GENERATED_HEADERS,
+        headers=GENERATION_HEADERS,
         examples={
             "A beginning": {"prompt": "Once upon a time", "max_tokens": 64},
             "A stream with log probabilities": {

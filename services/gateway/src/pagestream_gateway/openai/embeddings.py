@@ -17,9 +17,9 @@ from pagestream_gateway.errors import InvalidRequest
 from pagestream_gateway.gateway import Gateway
 from pagestream_gateway.http.body import parse_body
 from pagestream_gateway.http.documents import (
-    FAILED_HEADERS,
+    FAILURE_HEADERS,
     GENERATION_ERRORS,
-    OWN_HEADERS,
+    REQUEST_HEADERS,
     Answers,
     AnswersByPath,
     body_of,
@@ -245,7 +245,7 @@ class EmbeddingAnswer(BaseModel):
     usage: VectorUsage
 
 
-VECTORS = Answers(errors=GENERATION_ERRORS, headers={200: OWN_HEADERS, **FAILED_HEADERS})
+VECTORS = Answers(errors=GENERATION_ERRORS, headers={200: REQUEST_HEADERS, **FAILURE_HEADERS})
 """Of bodies that ask for vectors, labels or scores."""
 ANSWERS: AnswersByPath = {
     ("post", "/v1/embeddings"): VECTORS._replace(

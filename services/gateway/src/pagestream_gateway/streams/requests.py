@@ -44,12 +44,12 @@ from pagestream_gateway.errors import AnswerTooLarge, GenerationFailed, InvalidR
 from pagestream_gateway.gateway import Gateway
 from pagestream_gateway.http.callers import identify
 from pagestream_gateway.http.documents import (
+    ANTHROPIC_FAILURE_HEADERS,
     CHAT_EXAMPLE,
     GENERATION_ERRORS,
-    NAMED_FAILED_HEADERS,
-    OWN_HEADERS,
-    OWNED_HEADERS,
     QUEUE_HEADERS,
+    READ_HEADERS,
+    REQUEST_HEADERS,
     Answers,
     AnswersByPath,
     body_of,
@@ -278,7 +278,7 @@ class RequestAnswer(BaseModel):
 
 
 _REQUEST = "/v1/requests/{request_id}"
-_REQUEST_READ = Answers(RequestAnswer, errors=(401, 404), headers=OWNED_HEADERS)
+_REQUEST_READ = Answers(RequestAnswer, errors=(401, 404), headers=READ_HEADERS)
 _WHOLE_ANSWERS = (
     CompletionAnswer,
     ChatAnswer,
@@ -300,10 +300,10 @@ ANSWERS: AnswersByPath = {
         unfinished=RequestAnswer,
         errors=(401, 404, 409, 429),
         headers={
-            200: (*OWN_HEADERS, "request-id"),
-            202: (*OWN_HEADERS, "Retry-After"),
-            404: OWN_HEADERS,
-            **NAMED_FAILED_HEADERS,
+            200: (*REQUEST_HEADERS, "request-id"),
+            202: (*REQUEST_HEADERS, "Retry-After"),
+            404: REQUEST_HEADERS,
+            **ANTHROPIC_FAILURE_HEADERS,
         },
         refusals=MESSAGE_REFUSALS,
     ),
@@ -319,7 +319,7 @@ ANSWERS: AnswersByPath = {
             ErrorEvent,
         ),
         errors=(401, 404, 409, 416),
-        headers={200: (*OWN_HEADERS, "request-id", *QUEUE_HEADERS, "X-Stream-Verified")},
+        headers={200: (*REQUEST_HEADERS, "request-id", *QUEUE_HEADERS, "X-Stream-Verified")},
     ),
 }
 """By method and path."""

@@ -27,14 +27,14 @@ from pagestream_gateway.errors import InvalidRequest
 from pagestream_gateway.gateway import Gateway
 from pagestream_gateway.http.callers import identify
 from pagestream_gateway.http.documents import (
-    FAILED_HEADERS,
+    FAILURE_HEADERS,
     FORM_NAME,
     FORM_SCHEMA,
-    GENERATED_HEADERS,
     GENERATION_ERRORS,
+    GENERATION_HEADERS,
     MODEL,
-    OWN_HEADERS,
     QUEUE_HEADERS,
+    REQUEST_HEADERS,
     Answers,
     AnswersByPath,
     body_of,
@@ -224,7 +224,7 @@ _LIST_PARAMETERS: dict[str, Any] = {
 
 
 _RESPONSE_READ = Answers(
-    ResponseAnswer, errors=(401, 404, 409, 429), headers={200: (*OWN_HEADERS, *QUEUE_HEADERS), **FAILED_HEADERS}
+    ResponseAnswer, errors=(401, 404, 409, 429), headers={200: (*REQUEST_HEADERS, *QUEUE_HEADERS), **FAILURE_HEADERS}
 )
 _EXAMPLE = {"model": MODEL, "input": "Who lives in the lighthouse?", "max_output_tokens": 64}
 ANSWERS: AnswersByPath = {
@@ -233,7 +233,7 @@ ANSWERS: AnswersByPath = {
         (ResponseEvent,),
         has_lines=False,
         errors=GENERATION_ERRORS,
-        headers=GENERATED_HEADERS,
+        headers=GENERATION_HEADERS,
         examples={
             "A question": _EXAMPLE,
             "A stream": {**_EXAMPLE, "stream": True},
@@ -246,7 +246,7 @@ ANSWERS: AnswersByPath = {
     ("get", _RESPONSE): _RESPONSE_READ._replace(
         events=(ResponseEvent,),
         has_lines=False,
-        headers={200: (*OWN_HEADERS, *QUEUE_HEADERS, "X-Stream-Verified"), **FAILED_HEADERS},
+        headers={200: (*REQUEST_HEADERS, *QUEUE_HEADERS, "X-Stream-Verified"), **FAILURE_HEADERS},
     ),
     ("post", f"{_RESPONSE}/cancel"): _RESPONSE_READ,
     ("delete", _RESPONSE): Answers(ResponseDeletion, errors=(401, 404)),
