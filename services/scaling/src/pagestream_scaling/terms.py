@@ -51,6 +51,7 @@ class Term:
     floor: int
     """Pods that might be required, with the worst in place of what is missing."""
     sentence: str
+    """Why it asks for so many, with its numbers: the reason that a decision shows where this term decides."""
     inputs: dict[str, float] = field(default_factory=dict)
 
 
