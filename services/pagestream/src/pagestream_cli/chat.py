@@ -1,4 +1,7 @@
-"""`pagestream chat`."""
+"""`pagestream chat`.
+
+What needs the client is imported where it is used: it takes a second, which `--help` has no use for.
+"""
 
 from __future__ import annotations
 
