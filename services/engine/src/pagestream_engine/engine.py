@@ -120,9 +120,9 @@ class Engine:
         self._outputs = OutputProcessor(self._scheduler, self._sequences, self._pieces)
         self._already_ended: list[SequenceOutput] = []
         self._before_steps: list[Callable[[], None]] = []
-        """What the features that some request has used do before each step."""
+        """Hooks of used features, run before each step."""
         self._after_steps: list[Callable[[list[SequenceOutput]], list[SequenceOutput]]] = []
-        """What they make of each step's outputs."""
+        """Hooks of used features, run on each step's outputs."""
         self._seeds = random.Random(config.model.seed)
         self._intake = Intake(
             self.tokenizer,
