@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import sys
+
 import pytest
-from support.processes.forked_core import LAUNCH, ForkedCore
+from pagestream_worker import EngineProcess
+from support.processes.forked_core import ForkedCore
 
 
 @pytest.fixture
@@ -14,4 +17,4 @@ def starts_by_itself() -> bool:
 def forked_engines(monkeypatch: pytest.MonkeyPatch, starts_by_itself: bool) -> None:
     """Fork the engines' processes, but where a test is about their start."""
     if not starts_by_itself:
-        monkeypatch.setattr(LAUNCH, ForkedCore)
+        monkeypatch.setattr(sys.modules[EngineProcess.__module__], "launch", ForkedCore)

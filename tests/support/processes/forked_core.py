@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from multiprocessing.connection import wait
 from threading import Lock
 
-LAUNCH = "pagestream_worker.engine_core.launch"
 PROGRAM = "pagestream_worker.core_process"
 _IMPORTED = ("torch", "pagestream_engine.engine", "pagestream_engine.runner", PROGRAM)
 
