@@ -563,7 +563,12 @@ class EngineWatch:
     async def _read(self, models: list[str], limit_s: float) -> None:
         """Read in one round trip; the lengths are those of the engines that lived at the last one."""
         now, keyspace = time.monotonic(), self._connection.keyspace
-        lengths = [(model, each) for model in models for each in self._with_lengths(model, now)]
+        lengths = [
+            (model, engine)
+            for model in models
+            if now - self._lengths_read_at.get(model, -math.inf) >= _LENGTHS_S
+            for engine in self._living.get(model, ())
+        ]
         calls: list[Call | Command] = [Call(REGISTRY, keyspace.engines(model), ("", 0)) for model in models]
         calls += [
             ("XRANGE", keyspace.engine_prefixes(model), self._next.get(model, b"-"), "+", "COUNT", _READ_AT_ONCE)
@@ -592,10 +597,6 @@ class EngineWatch:
                 tables.setdefault(model, []).append(table)
         for model, found in tables.items():
             self._lengths.note_published(model, found)
-
-    def _with_lengths(self, model: str, now: float) -> Sequence[str]:
-        is_old = now - self._lengths_read_at.get(model, -math.inf) >= _LENGTHS_S
-        return self._living.get(model, ()) if is_old else ()
 
     def _note_poison(self, model: str, entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]], now: float) -> None:
         known = {digest: each for digest, each in self.poison.get(model, {}).items() if each[1] > now}
