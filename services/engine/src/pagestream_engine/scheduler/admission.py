@@ -484,7 +484,7 @@ class RunningSequences:
         sample from its logits, or have only one token to compute."""
         ready = []
         self._leaders.remove(leader)
-        for seq in self.part(leader):
+        for seq in self.detach(leader):
             prefix = self._cache.get_computed_blocks(seq) if seq.num_output_tokens else None
             if prefix is not None and prefix.num_tokens > seq.num_prompt_tokens:
                 self._cache.touch_prefix(seq, prefix)  # Of its own output, from before it was preempted.
@@ -538,7 +538,7 @@ class RunningSequences:
         """Return the decodes whose last chunk a step in flight computes: its blocks are not cached yet."""
         return [entry.seq for entry in self.decodes if entry.seq.num_in_flight_tokens > 1]
 
-    def part(self, seq: Sequence) -> list[Sequence]:
+    def detach(self, seq: Sequence) -> list[Sequence]:
         """Take a sequence from its leader, or from its followers, and return these: they have no leader then."""
         followers, seq.followers = seq.followers, []
         for each in followers:
@@ -553,7 +553,7 @@ class RunningSequences:
         seq.request.sequences.remove(seq)
         if seq.leader is None and not seq.followers:
             return
-        followers = self.part(seq)
+        followers = self.detach(seq)
         if followers:
             leader = choose_leader(followers)
             leader.row = NO_ROW  # It may have one, to sample from its leader's logits: now it computes itself.

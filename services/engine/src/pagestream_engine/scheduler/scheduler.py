@@ -421,7 +421,7 @@ class Scheduler:
         """Take the blocks of running choices of a request; they keep their tokens, wait by their ranks with the others
         of it that wait, and are computed again."""
         for seq in unit:
-            self._running.part(seq)
+            self._running.detach(seq)
             self._cache.free(seq)
             seq.forget_unsettled()
             seq.state = SequenceState.WAITING
