@@ -159,7 +159,7 @@ class ModelRunner:
         self._speculation = make_speculation(
             config, draft, self._batch, lambda: self._sampling, ranks=self._ranks, stage=self._stage
         )
-        self._tokens = (
+        self._stage_tokens = (
             SampledTokens(self._stage, self._batch, self.num_speculative_tokens) if self._stage.count > 1 else None
         )
         self.forget_rows()
@@ -368,14 +368,14 @@ class ModelRunner:
             OutOfMemory: the step needs more memory than there is; a smaller one may fit.
         """
         with step_memory(plan.num_tokens, len(plan.sampled_rows)):
-            if self._tokens is not None:
-                self._tokens.receive(plan)
+            if self._stage_tokens is not None:
+                self._stage_tokens.receive(plan)
             if plan.reset:
                 self.forget_rows()
             self._edit(plan)
             if self._speculation is not None:
-                execute = self._execute if self._tokens is None else self._tokens.shared(self._execute)
-                return self._speculation.run(plan, execute, self._batch.correct_drafts)
+                compute = self._execute if self._stage_tokens is None else self._stage_tokens.shared(self._execute)
+                return self._speculation.run(plan, compute, self._batch.correct_drafts)
             return self._execute(plan)
 
     def _edit(self, plan: StepPlan) -> None:
@@ -395,6 +395,12 @@ class ModelRunner:
             self._backend.store.copy_blocks(plan.copies.tolist())
 
     def _execute(self, plan: StepPlan, drafts: Drafts | None = None) -> PendingResult:
+        """Compute and sample the rows of a plan that the batch has been edited by.
+
+        A plain step is: the batch's inputs, `prepare_step` of the backend, the model's `forward` and `logits`, then
+        `_sample`. The branches beside it are for CUDA graphs, adapters, what is wanted of prompts (log probabilities,
+        pooling), pipeline stages before the last one, and drafts.
+        """
         if not len(plan.rows):
             return pending_result(plan.step_id, None)
         adapted = None if self.adapters is None else self.adapters.begin_step(plan)
@@ -403,18 +409,18 @@ class ModelRunner:
             return self._sample(plan, self._model.logits(hidden), rows, None)
         inputs = self._batch.inputs(plan, drafts)
         context = self._backend.prepare_step(inputs.attention)
-        tokens = self._prompt_work.take(plan) if self._prompt_work.rows else None
-        wanted = inputs.sample_places if tokens is None else tokens.places
+        prompt_tokens = self._prompt_work.take(plan) if self._prompt_work.rows else None
+        wanted = inputs.sample_places if prompt_tokens is None else prompt_tokens.places
         if adapted is not None:
             hidden = adapted.forward(self._model, inputs.token_ids, wanted, context)
         else:
             hidden = self._model.forward(inputs.token_ids, wanted, context)
-        if self._tokens is not None and not self._stage.is_last:
-            return self._tokens.result_of(plan)
+        if self._stage_tokens is not None and not self._stage.is_last:
+            return self._stage_tokens.result_of(plan)
         reported: Reported | None = None
-        if tokens is not None:
-            reported = self._prompt_work.report(tokens, hidden)
-            hidden = hidden[tokens.sampling]
+        if prompt_tokens is not None:
+            reported = self._prompt_work.report(prompt_tokens, hidden)
+            hidden = hidden[prompt_tokens.sampling]
         if not len(plan.sampled_rows):
             return pending_result(plan.step_id, None, reported)
         logits = self._model.logits(hidden)
@@ -437,8 +443,8 @@ class ModelRunner:
             self._batch.next_tokens.index_copy_(0, rows[places], sampled.token_ids[places])
         else:
             self._batch.next_tokens.index_copy_(0, rows, sampled.token_ids)
-        if self._tokens is not None:
-            self._tokens.give(plan, sampled)
+        if self._stage_tokens is not None:
+            self._stage_tokens.give(plan, sampled)
         return pending_result(plan.step_id, sampled, reported)
 
     def forget_rows(self) -> None:
