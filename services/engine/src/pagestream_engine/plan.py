@@ -4,6 +4,9 @@ Records are immutable and hold plain numbers, tuples and numpy arrays, which `wi
 They name a running sequence by its row: a place in the runner's persistent batch, below `max_num_seqs`. A sequence is
 sent once, as a `NewSequence`; each later plan has only what changed.
 
+Last stand two records of the core alone, `ScheduledSequence` and `ScheduledStep`: what the scheduler chose, of which
+`PlanBuilder` makes the plan.
+
 KV groups are layers whose caches have one shape, with a block table of their own over one pool of equal pages.
 """
 
@@ -51,8 +54,9 @@ class NewSequence:
     end_token_ids: tuple[int, ...]
     """Tokens that end it, which may not be sampled before `params.min_tokens`."""
     block_tables: tuple[Int32Array, ...]
-    """For each KV group, (blocks,): its first blocks; all that its first chunk needs. Such a sibling has none yet: they
-    come with a later plan. A place that lies behind the group's window is 0 and must not be read."""
+    """For each KV group, (blocks,): its first blocks; all that its first chunk needs. A sibling that samples from its
+    leader's logits has none yet: they come with a later plan. A place that lies behind the group's window is 0 and must
+    not be read."""
     num_prompt_logprobs: int | None = None
     """How many of the likeliest tokens are wanted in the place of each prompt token but the first, beside its own log
     probability; -1: all. None: no log probabilities of the prompt."""

@@ -80,7 +80,7 @@ class CacheManager:
         self._lookup_order = sorted(self.groups, key=lambda cache: cache.group.spec.window is not None)
         self._alignment = max(group.block_size for group in layout.groups)
         self.uncached: deque[Sequence] = deque()
-        """Those with full blocks that wait to be hashed."""
+        """Sequences with full blocks that wait to be hashed."""
 
     # -- how much it takes --
 

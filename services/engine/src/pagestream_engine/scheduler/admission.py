@@ -8,6 +8,11 @@ Blocks are counted in these words, here and in `kv_cache/`:
 * wanted: free blocks that a waiting request takes for its present tokens. They are the promised ones of its leader,
   those of its cached prefix that are free now, and the own ones of its followers;
 * reserved: what is kept free for the tokens that running sequences will generate.
+
+With blocks of 4 tokens, a prompt of 10 tokens and two choices, of which the first 4 tokens are cached in a free block:
+the leader's tables lack 2 blocks for tokens 4 to 9 (missing). Admitted, and computing 4 tokens a chunk, it has taken 1
+and has 1 promised. The follower shares the 2 full blocks and copies the third: 1 is its own. So the request wants 2 +
+1 + 1 = 4 free blocks, and the pool must have 4 beside the reserved ones, 1 for 4 running sequences.
 """
 
 from __future__ import annotations
