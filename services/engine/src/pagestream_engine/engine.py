@@ -25,7 +25,7 @@ from pagestream_engine.kv_cache.block_pool import BlockPool, make_eviction_order
 from pagestream_engine.kv_cache.host_tier import make_tier
 from pagestream_engine.kv_cache.inspection import BlockMap, block_map, check_cache
 from pagestream_engine.kv_cache.manager import CacheManager, fragmentation
-from pagestream_engine.models.folder import resolve_model
+from pagestream_engine.models.folder import model_revision, resolve_model
 from pagestream_engine.models.tokenizer import load_tokenizer
 from pagestream_engine.output import OutputProcessor, Pieces, Taken, failed_output, replay
 from pagestream_engine.plan import ScheduledStep, StepResult
@@ -360,6 +360,11 @@ class Engine:
         if self._steps.executor.facts.fingerprint != first.facts.fingerprint:
             raise InvariantViolation("the model has changed since the first executor has loaded it")
         self.sleep.is_asleep = False
+
+    @property
+    def revision(self) -> str:
+        """Of the model's files: see `model_revision`."""
+        return model_revision(self.folder)
 
     @property
     def num_requeues(self) -> int:

@@ -35,6 +35,8 @@ class ProcessExecutor:
     def __init__(self, make_runner: RunnerFactory, folder: Path, config: EngineConfig) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, far = context.Pipe()
+        # `spawn` pickles them with the target, over a pipe that this process alone writes: a child of its own runs what
+        # it is told to anyway. All that follows, also from other machines, crosses by the codec.
         arguments = (far, make_runner, folder, config, bonding_parent(context))
         self._process = context.Process(target=run_child, args=arguments, name="pagestream-executor", daemon=True)
         self._process.start()

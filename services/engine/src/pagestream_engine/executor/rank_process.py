@@ -108,6 +108,7 @@ class RankProcess:
         self.has_ended = False
         """Whether its pipe has."""
         _limit(self.connection, _PIPE_LIMIT_S)
+        # Pickled, as those of a ProcessExecutor, and never from another machine.
         arguments = (far, make_runner, folder, config, bonding_parent(context))
         name = f"pagestream-rank-{self.rank}"
         self.process = context.Process(target=run_rank, args=arguments, name=name, daemon=True)

@@ -15,7 +15,6 @@ import msgspec
 
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.kv_cache.inspection import BlockMap
-from pagestream_engine.models.folder import model_revision
 from pagestream_engine.plan import KVLayout
 from pagestream_engine.request import Choice, SequenceOutput
 from pagestream_engine.stats import EngineStats
@@ -210,7 +209,7 @@ class EngineFacts(ModelFacts, frozen=True):
             is_deterministic=engine.is_deterministic,
             takes_adapters=engine.config.adapters.enable_lora,
             pooled_size=engine.pooled_size,
-            revision=model_revision(engine.folder),
+            revision=engine.revision,
             memory_bytes=dict(engine.memory_bytes()),
             load_s=dict(engine.load_s),
             stats=engine.stats(),
@@ -374,7 +373,9 @@ class Program(Message, frozen=True):
     """What the process is told to load."""
 
     make_engine: str
-    """`module:name` of a function of model and configuration that returns the engine."""
+    """`module:name` of a function of model and configuration that returns the engine. It is the one name that is
+    resolved and called: a process hears it from the parent that started it, over a socket pair, and from nobody else.
+    """
     model: str
     """Its folder or repository."""
     config: EngineConfig
