@@ -407,6 +407,16 @@ class Models:
     async def resolve(self, name: str) -> LoadedModel:
         """Return the model of that name or alias, or of the adapter of that name; without a name the `default_name`.
 
+        | in the view of models | an adapter has the name | the model is there | result |
+        |---|---|---|---|
+        | yes | not asked | yes | the model |
+        | yes, withdrawn since | yes | the adapter's | the adapter's model, with it |
+        | yes, withdrawn since | no | | ModelNotFound, or ModelUnavailable where engines can't load it |
+        | no | yes | yes | the adapter's model, with it |
+        | no | yes | no | ModelNotFound |
+        | no | no | published since | the model |
+        | no | no | no | ModelNotFound, or ModelUnavailable where engines can't load it |
+
         Raises ModelNotFound, ModelUnavailable, InvalidRequest where a name is needed or an adapter can't be used,
         Overloaded, Unavailable.
         """
