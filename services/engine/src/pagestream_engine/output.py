@@ -1,6 +1,8 @@
 """From a step's tokens to outputs: text, log probabilities, and what ends.
 
-A sequence's text is a pure function of its tokens (`take`). What one request's text raises is its own end.
+`OutputProcessor.process` is called once a step. A sequence's text is a pure function of its tokens (`take`). What one
+request's text raises is its own end. Below stand the records of log probabilities, then what makes text:
+`IncrementalDetokenizer` and `StopStringMatcher`.
 
 `IncrementalDetokenizer` stands in place of `tokenizers.DecodeStream`, which was tried first (0.23): that raises
 "Invalid prefix" on byte-fallback bytes that form no character, takes quadratic time over such bytes, and does not show

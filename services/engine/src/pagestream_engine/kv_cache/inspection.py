@@ -161,7 +161,7 @@ class RunningSequence(NamedTuple):
     """Prompt and output."""
     num_computed_tokens: int
     num_blocks: int
-    """Of all its tables; 0 while it waits for the leader of its group."""
+    """Of all its tables; 0 while it waits for its leader."""
 
     @property
     def is_prefill(self) -> bool:

@@ -113,7 +113,7 @@ class CacheManager:
         )
 
     def num_own_blocks(self, num_shared_tokens: int, num_tokens: int, chunk: int) -> int:
-        """Blocks that a sequence of `num_tokens` takes beside those that it shares with the leader of its group."""
+        """Blocks that a sequence of `num_tokens` takes beside those that it shares with its leader."""
         return sum(cache.num_own_blocks(num_shared_tokens, num_tokens, chunk) for cache in self.groups)
 
     def num_free_blocks_used_by(self, prefix: CachedPrefix) -> int:

@@ -1,6 +1,7 @@
 """The decoder that the fused families are made of: embedding, layers of attention and MLP, norm, head.
 
-`DecoderConfig` is its shape and numerics, and how `config.json` spells what the families have in common.
+The forward pass is `DecoderModel.forward`, at the end, over layers such as `PreNormLayer`. Before them stands
+`DecoderConfig`, its shape and numerics, and how `config.json` spells what the families have in common.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ from typing import NamedTuple, Self
 from pagestream_engine.plan import ScheduledStep
 from pagestream_engine.scheduler.admission import ChunkBudget
 
+# A mixed step has prompts and decodes. The bound is on what it may take (`itl_bound_ms`); a probe is a mixed step that
+# is kept small to learn from.
 LEAST_SHARE = 0.25
 """A step's prompts get tokens worth so much of what it takes without them (decodes, and the context of the first
 chunk), even over the bound. So prompts do not starve where the bound can't be kept, a fifth of the time is theirs, and

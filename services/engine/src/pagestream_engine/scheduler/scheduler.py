@@ -165,6 +165,7 @@ class Scheduler:
         decodes, needing_block = self._choose_decodes()
         forks = self._cache.copy_on_write
         preempts = bool(needing_block or forks.is_pending) and self._lacks_blocks(needing_block)
+        # Both a decode's next block and a fork's own copy may have to be taken from somebody.
         # Preempt nothing while a step is in flight: a waiting sequence must have no placeholder for its token.
         if preempts and self._num_in_flight:
             return step  # The step in flight is waited for: it may end sequences, or free blocks behind windows.
