@@ -542,6 +542,8 @@ def test_deletion_does_not_wait_for_ever(operator: OperatorProcess, world: PoolW
     world.make_ready("late", 1)
     world.wait_condition("Ready", "EnoughEngines", "late")
     world.kube.delete(world.path("enginepools", "late"))
+    eventually(lambda: world.kube.exists(world.path("jobs", "late-unpublish")), "its Job, though an engine drains")
+    world.end_job("late-unpublish", "Succeeded")
     eventually(lambda: not world.kube.exists(world.path("enginepools", "late")), "the pool is gone")
     assert any("still draining" in note for note in world.events("DrainTimedOut"))
     world.end_pods("late")
