@@ -78,7 +78,11 @@ class BlockEdits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """One step for the runner: edits of the persistent batch, in the order of the fields, then what to compute."""
+    """One step for the runner: edits of the persistent batch, in the order of the fields, then what to compute.
+
+    It names no positions: core and runner count each row's tokens by themselves, and agree since each sees the same
+    plans and results in the same order. Whatever breaks that order (a failed step, another executor) ends in `reset`.
+    """
 
     step_id: int
     """Rises by one with each plan of an engine."""
@@ -95,7 +99,7 @@ class StepPlan:
     all are copied before anything is computed."""
     rows: Int32Array
     """(scheduled,): rows that compute, prefill chunks first, then decodes. Row r computes its next tokens, from the
-    first one that is not computed."""
+    first one that no plan before this had computed."""
     num_new_tokens: Int32Array
     """(scheduled,): tokens that each computes, at least 1. A decode computes its last token, then drafts of the tokens
     after it."""

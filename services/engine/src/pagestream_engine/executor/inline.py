@@ -38,7 +38,8 @@ class InlineExecutor:
 
     def collect(self) -> StepResult:
         try:
-            return self._launched.popleft()()
+            pending = self._launched.popleft()
+            return pending()
         except BaseException:
             self._failed = True
             self._launched.clear()
