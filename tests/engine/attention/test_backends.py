@@ -36,10 +36,10 @@ from pagestream_engine.attention import (
     Operators,
     Rotation,
     StepContext,
-    select,
     select_backend,
 )
 from pagestream_engine.attention.base import LayerCache
+from pagestream_engine.attention.native import attention as native
 from pagestream_engine.attention.native.attention import NativeKernels, PagedLayer
 from pagestream_engine.attention.native.levels import LEVELS, AttentionLevel, library_for
 from pagestream_engine.cpu import instruction_sets, read_cpuinfo
@@ -441,7 +441,7 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     """The library of this machine, then in its place that of each level that an image brings and runs here."""
     given: AttentionLevel | None = request.param
     if given is not None:
-        monkeypatch.setattr(select, "load_library", lambda head_dim, *_: library_of(head_dim, given))
+        monkeypatch.setattr(native, "load_library", lambda head_dim, *_: library_of(head_dim, given))
 
 
 @cache
@@ -539,7 +539,7 @@ def test_a_value_that_is_not_finite_reaches_only_who_sees_it(
     query = torch.randn(num_tokens, 4, dim).to(dtype)
     spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=dim, scale=dim**-0.5, window=window)
     layer = PagedLayer(LayerCache(keys, values), torch.zeros(1, 1, dtype=torch.int32), spec)
-    kernels = NativeKernels(select.load_library(dim), dtype)
+    kernels = NativeKernels(native.load_library(dim), dtype)
     together, alone = torch.empty_like(query), torch.empty_like(query)
     kernels.attend(together, query, layer, torch.tensor([[0, 0, 0, num_tokens]]))
     kernels.attend(alone, query, layer, torch.tensor([[0, token, token, 1] for token in range(num_tokens)]))

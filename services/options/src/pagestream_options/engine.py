@@ -254,8 +254,8 @@ class SchedulerConfig:
     mask_wait_ms: float = option(
         20.0,
         """Most milliseconds that a step waits for the masks of its rows' grammars, which threads beside it compute. A
-        row whose mask comes later gets its token in a later step. A step in which no row can be sampled waits five times as
-        long for one of them, and a rank for the masks that the first rank has.""",
+        row whose mask comes later gets its token in a later step. A step in which no row can be sampled waits five
+        times as long for one of them, and a rank for the masks that the first rank has.""",
         "time that a step waits for the masks of structured outputs",
         metavar="MS",
         low=0,
