@@ -210,3 +210,15 @@ def test_what_docstrings_and_comments_name_exists() -> None:
             if not is_there:
                 wrong.append(f"{name}:{line} names {span}")
     assert wrong == [], "\n".join(wrong)
+
+
+def test_scripts_name_the_modules_that_run_them() -> None:
+    wrong = []
+    for name in FILES:
+        if name.endswith(".lua") and name.startswith("services/"):
+            named = re.findall(
+                r"[\w/]+\.py", "".join(re.findall(r"^-- Run by: (.*)$", (ROOT / name).read_text(), re.M))
+            )
+            package = "/".join(name.split("/")[:4])
+            wrong += [f"{name} names {each}" for each in named if f"{package}/{each}" not in ENDS]
+    assert wrong == [], "\n".join(wrong)

@@ -1,5 +1,5 @@
 -- Append a part to a file that is not complete.
--- Run by: batches/files.py.
+-- Run by: files.py.
 -- KEYS: the prefix of the tenant's files and batches, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] file id, [2] bytes before the part, [3] the part, [4] most bytes of the file, [5] of all of the tenant's
 -- Returns: {1, bytes held}; {0}: there is no such file; {2}: the file would be too long; {3, bytes held}: the tenant's

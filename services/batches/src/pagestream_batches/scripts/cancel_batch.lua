@@ -1,5 +1,5 @@
 -- Ask for the end of a batch, also when Redis is full.
--- Run by: batches/batches.py.
+-- Run by: batches.py.
 -- KEYS: the prefix of the tenant's files and batches, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] batch id
 -- Returns: 1; 0: there is no such batch; 2: it has ended.

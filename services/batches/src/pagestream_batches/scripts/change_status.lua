@@ -1,5 +1,5 @@
 -- Change the status of a batch to the next one; the last one makes its files visible. Also when Redis is full.
--- Run by: batches/batches.py.
+-- Run by: batches.py.
 -- KEYS: the prefix of the tenant's files and batches, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] batch id, [2] the driver's token, [3] status before, [4] status, [5] ms until its files expire, once it has
 --       ended, and [6] until it expires itself; then fields and values that are set

@@ -1,5 +1,5 @@
 -- Complete a file: readers see it from now on.
--- Run by: batches/files.py.
+-- Run by: files.py.
 -- KEYS: the prefix of the tenant's files and batches, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] file id, [2] its name, [3] its purpose, [4] ms until it expires
 -- Returns: 1, or 0 where there is no such file.

@@ -1,5 +1,5 @@
 -- Create a batch over a file.
--- Run by: batches/batches.py.
+-- Run by: batches.py.
 -- KEYS: the prefix of the tenant's files and batches, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] batch id, [2] id of the input file, [3] most batches of the tenant, [4] ms until it expires, [5] what its
 --       gateways want to know of it

@@ -1,5 +1,5 @@
 -- Create a file of a tenant, which readers do not see before complete_file.lua. See prelude.lua for the keys.
--- Run by: batches/files.py.
+-- Run by: files.py.
 -- KEYS: the prefix of the tenant's files and batches, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] file id, [2] ms until it is removed unless it is ended, [3] most files of the tenant
 -- Returns: 1, or 0 where the tenant has as many files as it may.

@@ -1,5 +1,5 @@
 -- Remove a file, also when Redis is full.
--- Run by: batches/files.py.
+-- Run by: files.py.
 -- KEYS: the prefix of the tenant's files and batches, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] file id, [2] "uploading": one that has not ended; "processed": one that readers see
 -- Returns: {1, bytes held}; {0}: there is no such file; {2}: a batch that has not ended uses it.

@@ -1,5 +1,5 @@
 -- Take or renew a driver's lease of a batch, also when Redis is full.
--- Run by: batches/batches.py.
+-- Run by: batches.py.
 -- KEYS: the prefix of the tenant's files and batches, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] batch id, [2] the driver's token, [3] ms of the lease; 0 gives it back, [4] what the batch waits for
 -- Returns: {1, now, the batch's fields and values}; {0, ms for which another driver has it}; {2}: the batch has ended;

@@ -1,5 +1,5 @@
 -- Record which request runs a job.
--- Run by: batches/batches.py.
+-- Run by: batches.py.
 -- KEYS: the prefix of the tenant's files and batches, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] batch id, [2] the driver's token, [3] number of its line, [4] its offset, bytes and request id
 -- Returns: 1, or 0 where the driver has lost the lease.

@@ -1,5 +1,5 @@
 -- Record what a tenant's files take, and return what those of all tenants take together.
--- Run by: batches/files.py.
+-- Run by: files.py.
 -- KEYS: a hash of bytes by tenant tag; its field "" is their sum.
 -- ARGV: [1] tenant tag, [2] bytes
 -- Returns: bytes of all tenants.

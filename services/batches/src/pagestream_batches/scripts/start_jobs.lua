@@ -1,5 +1,5 @@
 -- Record the next lines of a batch's file as its jobs.
--- Run by: batches/batches.py.
+-- Run by: batches.py.
 -- KEYS: the prefix of the tenant's files and batches, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] batch id, [2] the driver's token, [3] most bytes of the tenant's files, while which are held no job
 --       starts (0: any), [4] offset behind the lines in the file; then for each line its number, offset and bytes

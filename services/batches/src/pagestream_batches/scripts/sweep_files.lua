@@ -1,5 +1,5 @@
 -- Remove a tenant's files and batches that have expired, at most 100 at once; also when Redis is full.
--- Run by: batches/files.py.
+-- Run by: files.py.
 -- KEYS: the prefix of the tenant's files and batches, and a second name in its slot (see prelude.lua).
 -- Returns: bytes held.
 -- Retry: harmless.

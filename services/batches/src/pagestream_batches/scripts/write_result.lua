@@ -1,5 +1,5 @@
 -- Append the line of a job that has ended to the batch's output or errors, once.
--- Run by: batches/batches.py.
+-- Run by: batches.py.
 -- KEYS: the prefix of the tenant's files and batches, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] batch id, [2] the driver's token, [3] number of the job's line, [4] "output" or "errors", [5] the line,
 --       [6] most bytes of a file, [7] prompt tokens, [8] of them cached, [9] generated tokens

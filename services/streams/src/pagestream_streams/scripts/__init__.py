@@ -20,7 +20,7 @@ class Script:
     repeat: bool = True
     """Whether it is run again after a lost connection."""
     num_arguments: int | None = None
-    """Of a script that is for many partitions, see partition_runs.py: their prefixes follow. None for others."""
+    """Of a script that is for many partitions, see `connection.py`: their prefixes follow. None for others."""
 
     @cached_property
     def sha(self) -> str:

@@ -2,7 +2,7 @@
 --
 -- Each append is fenced by the claim's epoch and nonce, and has to continue its log. Entries that the log has already
 -- are compared by digest and skipped.
--- Run by: engine/append.py.
+-- Run by: engine/session.py.
 -- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] retention in ms
 --       [2] a JSON array, since one of its values costs less than one argument of a command. For each request: id,

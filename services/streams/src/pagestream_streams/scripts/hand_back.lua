@@ -1,5 +1,5 @@
 -- Hand requests back at their position: return what an engine owns to the queues.
--- Run by: engine/lease.py.
+-- Run by: engine/session.py.
 -- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] engine id, [2] doorbell channel, [3] partition number
 --       [4] why ('stop'; 'failed': the engine broke in its running step, which counts as its death)

@@ -1,7 +1,7 @@
 -- Renew an engine's lease in this partition.
 --
 -- An engine that lost its lease and beats again lived: what its death counted for is taken back.
--- Run by: engine/lease.py.
+-- Run by: engine/session.py.
 -- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua); prefixes of other
 --       partitions may follow the arguments.
 -- ARGV: [1] engine id, [2] lease in ms

@@ -1,5 +1,5 @@
 -- Remove the lease of a living engine that ends. If it still owns requests, its lease has to run out instead.
--- Run by: engine/lease.py.
+-- Run by: engine/session.py.
 -- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] engine id
 -- Returns: 1.

@@ -1,5 +1,5 @@
 -- Record which requests are in an engine's running step, and which wait outside it.
--- Run by: engine/append.py.
+-- Run by: engine/session.py.
 -- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
 -- ARGV: for each request: id, epoch, nonce, in the step (0 | 1; 2: it is new in a step that does not end)
 -- Returns: 1.

@@ -1,5 +1,5 @@
 -- Renew an engine in its model's registry, and read the living engines.
--- Run by: engine/lease.py, admin/directory.py, admin/sweeper.py.
+-- Run by: engine/session.py, admin/directory.py, admin/sweeper.py.
 -- KEYS: the registry; only to read, also a partition's leases, which have the same form.
 -- ARGV: [1] engine id to renew ('': only read), [2] lease in ms
 -- Returns: the ids of the living engines.

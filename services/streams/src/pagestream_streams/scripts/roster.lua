@@ -1,5 +1,5 @@
 -- Renew an engine's row in the roster of engines that change their models, and read the roster.
--- Run by: admin/roster.py.
+-- Run by: admin/engine_models.py.
 -- KEYS: the roster.
 -- ARGV: [1] id of the process ('': only read), [2] its row ('': remove it), [3] time to live in ms, [4] the version
 --   that the row was decided on ('': any), [5] the model that it serves ('': none), [6] the field of an order that is
