@@ -136,7 +136,7 @@ cluster-test: $(STAMP) ## Install the chart on a real cluster and disturb it (KU
 	$(PYTEST) tests/cluster $(PYTEST_ARGS)
 
 kernels: $(STAMP) ## Every kernel in every shape, interpreted and compiled ahead of time (long; cached by source)
-	$(BIN)/python tests/campaigns/kernels.py $(ARGS)
+	$(BIN)/python tests/campaigns/kernel_cover.py $(ARGS)
 
 kernel-tables: $(STAMP) ## Choose the attention kernels' tile sizes by chip: builds, and times where there is a GPU (minutes)
 	$(BIN)/python -m pagestream_kernels.tuning $(ARGS)

@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.pop(0)  # `kernels` is tests/kernels, not the file beside this one
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kernels.cache import ResultCache

@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.pop(0)  # of this folder, whose kernels.py hides a package
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import httpx

@@ -23,7 +23,6 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-sys.path.pop(0)  # of this folder, whose kernels.py hides a package
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pytest

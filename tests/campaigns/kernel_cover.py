@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.pop(0)  # `kernels` is tests/kernels, not this file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kernels.cache import ResultCache
