@@ -212,7 +212,13 @@ def write_model(folder: Path, config: Any, *, seed: int = 0) -> None:
 
 
 def _known(config: Any) -> dict[str, Any]:
-    return {name: value for name, value in _SMALL.items() if _has(config, name)}
+    return {name: value for name, value in _SMALL.items() if _has(config, name) and not _is_derived(config, name)}
+
+
+def _is_derived(config: Any, name: str) -> bool:
+    """Whether a field follows from others, and can't be set."""
+    found = getattr(type(config), name, None)
+    return isinstance(found, property) and found.fset is None
 
 
 def _has(config: Any, name: str) -> bool:
