@@ -11,6 +11,7 @@ Exits with 1 if fewer than MIN_SHARE of the model types pass.
 from __future__ import annotations
 
 import argparse
+import resource
 import sys
 import tempfile
 import textwrap
@@ -29,6 +30,8 @@ from support.engines.architectures import all_types, model_types, nested_config,
 from support.engines.general_parity import check_parity
 
 MIN_SHARE = 0.8
+MAX_BYTES = 12 << 30
+"""Of address space."""
 HEAD = """# Models
 
 Written by `make deep PARTS=families`, which runs each of these with a small random configuration and compares tokens
@@ -90,6 +93,8 @@ def main(arguments: Sequence[str]) -> int:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(1)
+    # Some have parts that no field makes small.
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     causal, nested = all_types(), nested_types()
     kinds = options.kinds or [*causal, *nested]
     rows = [report(run_one(kind, causal[kind])) for kind in kinds if kind in causal]
