@@ -96,7 +96,7 @@ def main(arguments: Sequence[str]) -> int:
     # Some have parts that no field makes small.
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     causal, nested = all_types(), nested_types()
-    kinds = options.kinds or [*causal, *nested]
+    kinds = dict.fromkeys(options.kinds or [*causal, *nested])
     rows = [report(run_one(kind, causal[kind])) for kind in kinds if kind in causal]
     nested_rows = [report(run_one(kind, nested[kind], is_nested=True)) for kind in kinds if kind in nested]
     if options.write is not None:
