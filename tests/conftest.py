@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import gc
 import re
+import sys
 from collections.abc import Iterator
 from functools import cache
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import certifi
 import pytest
+from support.processes.waiting import LIMIT_S
 from xdist.scheduler import LoadFileScheduling
 
 if TYPE_CHECKING:
@@ -143,6 +146,15 @@ def few_authorities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SSL_CERT_FILE", str(few))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient_clients() -> None:
+    """Have HTTP clients wait as long as everything else: by themselves they give up after 5 s."""
+    for name in ("httpx", "httpx2"):
+        if (module := sys.modules.get(name)) is not None:
+            limit = signature(module.Client).parameters["timeout"].default
+            limit.connect = limit.read = limit.write = limit.pool = LIMIT_S
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from support.kubernetes.api import run_tool
 from support.kubernetes.chart import CHART, one, render
 from support.processes.part import Part
 from support.processes.stack import free_port
-from support.processes.waiting import wait_until
+from support.processes.waiting import LIMIT_S, wait_until
 from support.telemetry.collector import collector_binary
 
 pytestmark = pytest.mark.kube
@@ -111,7 +111,7 @@ def operators(tmp_path: Path) -> Iterator[list[Operator]]:
         operator.server.start()
     yield both
     for operator in both:
-        operator.server.stop(None).wait(10)
+        operator.server.stop(None).wait(LIMIT_S)
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def collector(operators: list[Operator], tmp_path: Path) -> Iterator[dict[str, i
     part = Part("otelcol", [collector_binary(), f"--config={file}"], tmp_path / "otelcol.log")
     part.start()
     try:
-        wait_until(lambda: is_healthy(ports["13133"]), limit_s=30, what="the collector")
+        wait_until(lambda: is_healthy(ports["13133"]), what="the collector")
         yield ports
     finally:
         part.stop()
@@ -175,7 +175,7 @@ def test_every_operator_hears_of_engines_and_prometheus_of_all(
     report(collector["4317"], "pagestream-engine", "pagestream.kv.utilization", "1")
     assert is_healthy(collector["13133"], "[::1]") or loopback_host() != "::1"
     report(collector["4317"], "pagestream-operator", "pagestream.operator.leader", "1")
-    wait_until(lambda: all(operator.heard for operator in operators), limit_s=10, what="both operators to hear")
+    wait_until(lambda: all(operator.heard for operator in operators), what="both operators to hear")
     page = scraped(collector["8889"], "pagestream_operator_leader_ratio")
     for operator in operators:
         assert set(operator.heard) == {"pagestream-engine"}
@@ -196,7 +196,7 @@ def test_every_operator_hears_of_engines_and_prometheus_of_all(
 
 def scraped(port: int, name: str) -> str:
     """The page of the collector's exporter once it has a series of that name."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + LIMIT_S
     while True:
         page = httpx.get(f"http://127.0.0.1:{port}/metrics").text
         if name in page:

@@ -16,8 +16,8 @@ import pytest
 import redis
 from support.kubernetes.chart import one, render
 from support.processes.part import Part
-from support.processes.stack import DEMO_MODEL, START_LIMIT_S, Gateway, free_port
-from support.processes.waiting import wait_until
+from support.processes.stack import DEMO_MODEL, Gateway, free_port
+from support.processes.waiting import LIMIT_S, wait_until
 from support.protocol.adapter_folders import write_adapter
 from support.redis.servers import server_of_seven, skip_for_want_of
 
@@ -64,7 +64,7 @@ def server() -> Iterator[Server]:
     found = Server(part, port, secret, folder / "redis.sock")
     part.start()
     try:
-        wait_until(lambda: answers(found), limit_s=20, what=f"Redis: {part.log_tail()}")
+        wait_until(lambda: answers(found), what=f"Redis: {part.log_tail()}")
         yield found
     finally:
         part.stop()
@@ -96,14 +96,14 @@ def test_gateway_and_engine_have_the_rights_that_they_need(server: Server, tmp_p
     try:
         for part in (engine, gateway):
             part.start()
-        wait_until(gateway.has_become_ready, limit_s=START_LIMIT_S, what=f"the gateway {gateway.log_tail()}")
-        wait_until(engine.has_said_ready, limit_s=START_LIMIT_S, what=f"the engine {engine.log_tail()}")
+        wait_until(gateway.has_become_ready, what=f"the gateway {gateway.log_tail()}")
+        wait_until(engine.has_said_ready, what=f"the engine {engine.log_tail()}")
         body = {"model": "demo", "prompt": "The lighthouse", "max_tokens": 8}
         headers = {"Idempotency-Key": "one"}
-        answer = httpx.post(f"{gateway.url}/v1/completions", json=body, headers=headers, timeout=30)
+        answer = httpx.post(f"{gateway.url}/v1/completions", json=body, headers=headers, timeout=LIMIT_S)
         assert answer.status_code == httpx.codes.OK, answer.text
         long = {**body, "stream": True, "max_tokens": 900, "ignore_eos": True}
-        with httpx.stream("POST", f"{gateway.url}/v1/completions", json=long, timeout=30) as stream:
+        with httpx.stream("POST", f"{gateway.url}/v1/completions", json=long, timeout=LIMIT_S) as stream:
             lines = stream.iter_lines()
             next(lines)
             request_id = stream.headers["X-Request-Id"]
@@ -126,7 +126,7 @@ def loaded_adapter(server: Server, folder: Path) -> str:
     write_adapter(folder)
     command = [sys.executable, "-c", _ADAPTERS, "demo", f"--load=a={folder}"]
     environment = {**os.environ, "PAGESTREAM_WORKER__REDIS": server.url("url")}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True).stdout
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=True).stdout
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_the_exporter_reads_what_the_alerts_need(server: Server, tmp_path: Path)
     part = Part("exporter", [str(binary)], tmp_path / "exporter.log", environment)
     part.start()
     try:
-        wait_until(lambda: bool(scraped(port)), limit_s=20, what=f"the exporter {part.log_tail()}")
+        wait_until(lambda: bool(scraped(port)), what=f"the exporter {part.log_tail()}")
         page = scraped(port)
     finally:
         part.stop()
@@ -185,7 +185,7 @@ def test_the_exporter_reads_what_the_alerts_need(server: Server, tmp_path: Path)
 
 def scraped(port: int) -> str:
     with suppress(httpx.HTTPError):
-        return httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=5).text
+        return httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=LIMIT_S).text
     return ""
 
 
@@ -201,6 +201,6 @@ def test_the_chart_probes_answer(server: Server) -> None:
         command = [
             part.replace("/run/redis/redis.sock", str(server.socket)) for part in container[probe]["exec"]["command"]
         ]
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=10, check=False)
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
         assert result.returncode == 0, (probe, result.stdout + result.stderr)
         assert "ERR" not in result.stdout + result.stderr

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from support.kubernetes.chart import CHART
 from support.processes.stack import Gateway, Stack, running_stack
+from support.processes.waiting import LIMIT_S
 
 pytestmark = [pytest.mark.kube, pytest.mark.served]
 
@@ -33,7 +34,7 @@ def smoke(gateway: Gateway, **settings: str) -> subprocess.CompletedProcess[str]
     places = {"SMOKE_HTTP_URL": gateway.url, "SMOKE_GRPC_TARGET": gateway.grpc_target, "SMOKE_LIMIT_S": "30"}
     environment = {**os.environ, **places, **{f"SMOKE_{name.upper()}": value for name, value in settings.items()}}
     command = [sys.executable, str(SMOKE)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
 
 def test_streams_by_both_apis_with_a_key_and_refusals_without_one(stack: Stack) -> None:

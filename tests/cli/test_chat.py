@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.clients.scripted_gateway import ScriptedGateway, served
+from support.processes.waiting import LIMIT_S
 
 pytestmark = pytest.mark.served
 
@@ -27,7 +28,7 @@ def talk(url: str, data_dir: Path, *lines: str) -> str:
         with suppress(OSError):  # the terminal is gone when its last process has ended
             while data := os.read(ours, 1 << 16):
                 said += data
-        assert chat.wait(60) == 0, said
+        assert chat.wait(LIMIT_S) == 0, said
     os.close(ours)
     return said.decode()
 
@@ -48,11 +49,11 @@ def test_commands_change_the_system_message_and_forget(tmp_path: Path) -> None:
 
 def test_completion_knows_the_commands(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pagestream_cli", "completion", "bash"]
-    script = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    script = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True).stdout
     (tmp_path / "completion").write_text(script)
     code = (
         f"source {json.dumps(str(tmp_path / 'completion'))}; COMP_WORDS=(pagestream dem); COMP_CWORD=1; "
         "_shtab_pagestream; echo ${COMPREPLY[@]}"
     )
-    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=True)
     assert done.stdout.split() == ["demo"]

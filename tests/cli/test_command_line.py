@@ -15,7 +15,7 @@ import pagestream_cli
 import pytest
 from pagestream_cli.__main__ import COMMANDS, main
 from support.clients.scripted_gateway import ScriptedGateway, served
-from support.processes.waiting import wait_until
+from support.processes.waiting import LIMIT_S, wait_until
 
 pytestmark = pytest.mark.served
 
@@ -45,7 +45,7 @@ def run(*arguments: str, stdin: str | None = None) -> Done:
 
 def test_help_and_options_load_nothing_heavy() -> None:
     code = "import sys; from pagestream_cli.__main__ import build_parser; build_parser(); print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=True)
     assert not set(HEAVY) & set(loaded.stdout.split())
 
 
@@ -54,7 +54,7 @@ def test_no_module_needs_kopf_and_none_imports_matplotlib_before_it_draws() -> N
     names = [each.name for each in pkgutil.walk_packages(pagestream_cli.__path__, "pagestream_cli.")]
     names.remove("pagestream_cli.__main__")
     loaded = subprocess.run(
-        [sys.executable, "-c", code, *names], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code, *names], capture_output=True, text=True, timeout=LIMIT_S, check=True
     )
     assert len(names) > 40
     assert not {"kopf", "matplotlib", "torch"} & set(loaded.stdout.split())
@@ -70,7 +70,7 @@ def test_a_plot_without_matplotlib_is_refused_before_the_run(
 
 def test_the_supervisor_of_serve_never_loads_torch() -> None:
     code = "import sys, pagestream_cli.serve.command, pagestream_streams.connection.embedded; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=True)
     assert not {"torch", "transformers", "grpc", "matplotlib"} & set(loaded.stdout.split())
 
 
@@ -104,7 +104,11 @@ def test_generate_streams_a_completion_into_a_pipe() -> None:
     with served(ScriptedGateway(breaks=[2])) as gateway:
         command = ["generate", "Tell", "--url", gateway.url, "--seed", "3", "--stop", "x", "--stop", "y"]
         done = subprocess.run(
-            [sys.executable, "-m", "pagestream_cli", *command], capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, "-m", "pagestream_cli", *command],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
         )
     assert (done.returncode, done.stdout, done.stderr) == (0, "Once upon a time\n", "")
     body = next(call.body for call in gateway.calls if call.method == "POST")
@@ -169,7 +173,7 @@ def test_ctrl_c_in_bench_prints_what_was_measured(tmp_path: Path) -> None:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as bench:
             wait_until(lambda: sum(call.method == "POST" for call in gateway.calls) == 3, "the third is under way")
             bench.send_signal(signal.SIGINT)
-            out, said = bench.communicate(timeout=60)
+            out, said = bench.communicate(timeout=LIMIT_S)
     assert bench.returncode == 130
     assert "Traceback" not in said
     assert "interrupted: 3 of 9 requests were sent" in said
@@ -193,7 +197,7 @@ def test_ctrl_c_while_modules_are_imported_says_nothing(module: str, tmp_path: P
                 break
         serve.send_signal(signal.SIGINT)
         rest = serve.stderr.read()
-        assert serve.wait(60) in (-signal.SIGINT, 130, 0)
+        assert serve.wait(LIMIT_S) in (-signal.SIGINT, 130, 0)
     assert "Traceback" not in rest
     assert "KeyboardInterrupt" not in rest
 

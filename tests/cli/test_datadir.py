@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from pagestream_cli import DataDir, DataDirBusyError, DataDirError, DataDirLock, default_data_dir
+from support.processes.waiting import LIMIT_S
 
 HOLDER = """
 import signal, sys
@@ -47,7 +48,7 @@ def test_a_second_holder_hears_who_has_it_and_kill_9_frees_it(tmp_path: Path) ->
         with pytest.raises(DataDirBusyError, match=f"process {holder.pid}"), DataDirLock(data_dir):
             pass
         holder.send_signal(signal.SIGKILL)
-        holder.wait(10)
+        holder.wait(LIMIT_S)
     with DataDirLock(data_dir):
         assert data_dir.lock_file.read_text() == f"{os.getpid()}\n"
     with DataDirLock(data_dir):

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.processes.waiting import is_running, wait_until
+from support.processes.waiting import LIMIT_S, is_running, wait_until
 
 pytestmark = [pytest.mark.served, pytest.mark.timeout(400)]
 
@@ -44,11 +44,13 @@ def test_a_signal_leaves_nothing_also_in_the_background(
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True) as shell:
         assert shell.stdout is not None
         demo = int(shell.stdout.readline())
-        wait_until(lambda: len(pids_of(temporary)) >= 4 or shell.poll() is not None, "the parts have been started", 120)
+        wait_until(
+            lambda: len(pids_of(temporary)) >= 4 or shell.poll() is not None, "the parts have been started", LIMIT_S
+        )
         pids = pids_of(temporary)
         assert pids, "it has ended"
         os.kill(demo, number)
-        shell.wait(90)
+        shell.wait(LIMIT_S)
     assert not any(is_running(pid) for pid in (demo, *pids))
     assert list(temporary.iterdir()) == []
 

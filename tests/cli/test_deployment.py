@@ -24,6 +24,7 @@ from pagestream_cli.serve import (
     Reporter,
     parse_options,
 )
+from support.processes.waiting import LIMIT_S
 
 
 @contextmanager
@@ -161,7 +162,7 @@ def test_colours_and_spinners_are_for_terminals_that_take_them(variable: str, va
             "print(has_colours(sys.stdout), is_watched())"
         )
         command = [sys.executable, "-c", code]
-        subprocess.run(command, stdout=stream, stderr=stream, env=environment, timeout=60, check=True)
+        subprocess.run(command, stdout=stream, stderr=stream, env=environment, timeout=LIMIT_S, check=True)
         shown = os.read(window, 1 << 16).decode().split()
     assert shown == [str(is_coloured), str(value != "dumb")]
 

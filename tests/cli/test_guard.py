@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pagestream_cli.supervisor
 import pytest
-from support.processes.waiting import is_running, wait_until
+from support.processes.waiting import LIMIT_S, is_running, wait_until
 
 pytestmark = pytest.mark.served
 
@@ -37,7 +37,7 @@ def test_kill_9_of_the_supervisor_leaves_nothing(tmp_path: Path) -> None:
         pids = [int(supervisor.stdout.readline().split()[1]) for _ in range(3)]
         assert all(is_running(pid) for pid in pids)
         supervisor.send_signal(signal.SIGKILL)
-        supervisor.wait(10)
+        supervisor.wait(LIMIT_S)
         wait_until(lambda: not any(is_running(pid) for pid in pids), "no part is left")
 
 
@@ -53,18 +53,18 @@ def test_the_program_takes_over_the_process() -> None:
         "import os; print(os.getpid())",
     ]
     program = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    said, _ = program.communicate(timeout=30)
+    said, _ = program.communicate(timeout=LIMIT_S)
     assert int(said) == program.pid
 
 
 def test_a_supervisor_that_is_gone_already_starts_nothing() -> None:
     command = [sys.executable, "-I", "-S", GUARD, "1" if os.getpid() != 1 else "2", sys.executable, "-c", "print('up')"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert (done.returncode, done.stdout) == (1, "")
 
 
 def test_a_missing_program_is_named() -> None:
     command = [sys.executable, "-I", "-S", GUARD, str(os.getpid()), "/no/such/program"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 127
     assert done.stderr == "cannot start /no/such/program: No such file or directory\n"

@@ -10,6 +10,7 @@ import pytest
 from pagestream_cli import ProcessRecord, ServeRecord
 from pagestream_cli.page import Control
 from starlette.testclient import TestClient
+from support.processes.waiting import LIMIT_S
 
 ORIGIN = "http://127.0.0.1:8000"
 
@@ -90,7 +91,7 @@ def test_a_kill_names_a_process_of_this_serve(
         assert client.post("/kill", headers=headers, json={"part": part}).status_code == 404
     assert victim.poll() is None
     assert client.post("/kill", headers=headers, json={"part": "engine-0"}).json() == {"pid": victim.pid}
-    assert victim.wait(10) == -9
+    assert victim.wait(LIMIT_S) == -9
 
 
 def test_other_hosts_and_pages_are_kept_out(client: TestClient) -> None:

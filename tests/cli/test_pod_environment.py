@@ -11,8 +11,8 @@ import pytest
 from pagestream_streams import find_server, server_command
 from support.processes.fork_server import ENGINES, GATEWAYS, ForkedPart, run_forked, shared_server
 from support.processes.part import Part
-from support.processes.stack import DEMO_MODEL, START_LIMIT_S, free_port
-from support.processes.waiting import wait_until
+from support.processes.stack import DEMO_MODEL, free_port
+from support.processes.waiting import LIMIT_S, wait_until
 
 pytestmark = pytest.mark.served
 
@@ -84,7 +84,7 @@ def pods(tmp_path: Path) -> Iterator[Pods]:
 
 def status(port: int, page: str) -> int:
     try:
-        return httpx.get(f"http://127.0.0.1:{port}/{page}", timeout=5.0).status_code
+        return httpx.get(f"http://127.0.0.1:{port}/{page}", timeout=LIMIT_S).status_code
     except httpx.TransportError:
         return 0
 
@@ -92,11 +92,11 @@ def status(port: int, page: str) -> int:
 def complete(pods: Pods, key: str = KEY, max_tokens: int = 4) -> httpx.Response:
     body = {"model": "demo", "prompt": "Once", "max_tokens": max_tokens, "ignore_eos": True}
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    return httpx.post(f"http://127.0.0.1:{pods.http_port}/v1/completions", json=body, headers=headers, timeout=30.0)
+    return httpx.post(f"http://127.0.0.1:{pods.http_port}/v1/completions", json=body, headers=headers, timeout=LIMIT_S)
 
 
 def scraped(pods: Pods) -> list[str]:
-    return httpx.get(f"http://127.0.0.1:{pods.engine_port}/metrics", timeout=5.0).text.splitlines()
+    return httpx.get(f"http://127.0.0.1:{pods.engine_port}/metrics", timeout=LIMIT_S).text.splitlines()
 
 
 def signalled(pods: Pods, earlier: Path) -> bool:
@@ -108,12 +108,12 @@ def signalled(pods: Pods, earlier: Path) -> bool:
 
 def test_pods_serve_and_answer_probes(pods: Pods) -> None:
     pods.engine.start()
-    wait_until(lambda: status(pods.engine_port, "healthz") == 200, limit_s=START_LIMIT_S, what="liveness")
+    wait_until(lambda: status(pods.engine_port, "healthz") == 200, what="liveness")
     assert status(pods.engine_port, "readyz") == 503  # there is no Redis yet
     pods.redis.start()
     pods.gateway.start()
-    wait_until(lambda: status(pods.engine_port, "readyz") == 200, limit_s=START_LIMIT_S, what="the engine")
-    wait_until(lambda: status(pods.gateway_port, "readyz") == 200, limit_s=START_LIMIT_S, what="the gateway")
+    wait_until(lambda: status(pods.engine_port, "readyz") == 200, what="the engine")
+    wait_until(lambda: status(pods.gateway_port, "readyz") == 200, what="the gateway")
     assert {status(port, "healthz") for port in (pods.engine_port, pods.gateway_port)} == {200}
     assert {status(port, "metrics") for port in (pods.engine_port, pods.gateway_port)} == {200}
 
@@ -126,13 +126,13 @@ def test_pods_serve_and_answer_probes(pods: Pods) -> None:
 
     # A profile by a call, one by a signal.
     url = f"http://127.0.0.1:{pods.engine_port}/debug/profile?steps=3"
-    begun = httpx.post(url, timeout=5.0)
+    begun = httpx.post(url, timeout=LIMIT_S)
     assert begun.status_code == 202
     complete(pods)
     called = Path(begun.text.strip())
-    wait_until(called.exists, limit_s=START_LIMIT_S, what="the profile that was called for")
+    wait_until(called.exists, what="the profile that was called for")
     assert json.loads(called.read_text())["traceEvents"]
-    wait_until(lambda: signalled(pods, called), limit_s=START_LIMIT_S, what="the profile by a signal")
+    wait_until(lambda: signalled(pods, called), what="the profile by a signal")
 
     pods.engine.signal(signal.SIGTERM)
     assert pods.engine.wait() == 0

@@ -9,11 +9,11 @@ from pagestream.v1.inference_pb2 import ON_DISCONNECT_CONTINUE, REQUEST_STATE_FI
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_cli.__main__ import main
 from pagestream_streams import Broker, GatewaySession
+from support.processes.waiting import LIMIT_S
 from support.protocol.token_streams import FAST, MODEL, TENANT, Worker, card, read_all, spec, worker
 
 pytestmark = pytest.mark.served
 
-LIMIT_S = 60.0
 QUICK = replace(FAST, lease_ms=2000)
 
 

@@ -17,12 +17,10 @@ import pytest
 from pagestream_cli import ServeRecord, read_record
 from redis import Redis
 from support.clients.gateway_clients import issue_certificate
-from support.processes.waiting import is_running, wait_until
+from support.processes.waiting import LIMIT_S, is_running, wait_until
 
 pytestmark = [pytest.mark.served, pytest.mark.timeout(400)]
 
-START_LIMIT_S = 150.0
-LIMIT_S = 200.0
 PROMPT = "Tell me a story about the lighthouse."
 LONG = {
     "model": "demo",
@@ -103,7 +101,7 @@ def start(data_dir: Path, *arguments: str, closes_its_output: bool = False) -> S
         return is_said and record is not None and record.ready and record.processes[0].pid == process.pid
 
     try:
-        wait_until(is_ready, "serve is ready", START_LIMIT_S)
+        wait_until(is_ready, "serve is ready")
     except BaseException:
         process.kill()
         process.wait()
@@ -217,7 +215,7 @@ def test_doctor_sees_the_running_serve(serve: Serve) -> None:
 
 
 def test_a_second_serve_in_the_same_folder_is_refused(serve: Serve) -> None:
-    done = subprocess.run(serve_command(serve.data_dir), capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(serve_command(serve.data_dir), capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 1
     assert f"process {serve.process.pid}" in done.stderr
     assert "--data-dir" in done.stderr
@@ -240,11 +238,11 @@ def test_kill_9_of_serve_leaves_nothing_and_the_next_one_goes_on(tmp_path: Path)
     assert first.url.startswith("https://")
     trusted = ssl.create_default_context(cafile=certificate)
     body = {**LONG, "on_disconnect": "continue"}
-    with httpx.stream("POST", f"{first.url}/v1/completions", json=body, timeout=60.0, verify=trusted) as response:
+    with httpx.stream("POST", f"{first.url}/v1/completions", json=body, timeout=LIMIT_S, verify=trusted) as response:
         request_id = response.headers["x-request-id"]
         next(events(response))
         first.process.kill()
-    first.process.wait(10)
+    first.process.wait(LIMIT_S)
     wait_until(lambda: not any(is_running(pid) for pid in pids), "no part is left")
     [file] = [*(data / "redis").rglob("*.incr.aof"), *(data / "redis").glob("appendonly.aof")][:1]
     with file.open("ab") as torn:
@@ -252,7 +250,7 @@ def test_kill_9_of_serve_leaves_nothing_and_the_next_one_goes_on(tmp_path: Path)
     second = start(data, *files)
     try:
         address = f"{second.url}/v1/requests/{request_id}/events"
-        with httpx.stream("GET", address, timeout=60.0, verify=trusted) as response:
+        with httpx.stream("GET", address, timeout=LIMIT_S, verify=trusted) as response:
             assert response.status_code == 200
             data_lines = list(events(response))
         assert data_lines[-1] == "[DONE]"
@@ -273,6 +271,6 @@ def test_kill_9_of_serve_leaves_nothing_and_the_next_one_goes_on(tmp_path: Path)
 def test_a_wrong_engine_option_ends_serve_before_anything_starts(tmp_path: Path) -> None:
     """What only the engine sees, as it loads the model, is in tests/engine/test_refusals.py."""
     command = serve_command(tmp_path / "data", "--max-model-len", "many")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=START_LIMIT_S, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 2
     assert done.stderr.count("--max-model-len") == 1

@@ -16,8 +16,9 @@ import httpx
 import pytest
 from support.engines.lora_adapters import make_adapter
 from support.processes.stack import DEMO_MODEL
+from support.processes.waiting import LIMIT_S
 
-pytestmark = [pytest.mark.served, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.served
 QUESTION = "Who lives in the lighthouse?"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -86,7 +87,7 @@ def running_hub(name: str, folder: Path) -> Iterator[tuple[Hub, str]]:
         yield hub, f"http://127.0.0.1:{server.server_address[1]}"
     finally:
         server.shutdown()
-        thread.join(10)
+        thread.join(LIMIT_S)
         server.server_close()
 
 
@@ -174,7 +175,7 @@ def test_a_command_line_of_vllms_serves(tmp_path: Path) -> None:
             [gateway] = [each for each in json.loads((data / "serve.json").read_text())["processes"] if each["ports"]]
             url = f"http://127.0.0.1:{gateway['ports']['http']}/v1"
             asked = {"model": "story", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 8}
-            with httpx.Client(timeout=60) as client:
+            with httpx.Client(timeout=LIMIT_S) as client:
                 assert client.get(f"{url}/models").status_code == 401
                 client.headers["Authorization"] = "Bearer two"
                 models = client.get(f"{url}/models").json()["data"]

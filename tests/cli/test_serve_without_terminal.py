@@ -9,11 +9,9 @@ from pathlib import Path
 import httpx
 import pytest
 from pagestream_cli import ServeRecord, read_record
-from support.processes.waiting import is_running, wait_until
+from support.processes.waiting import LIMIT_S, is_running, wait_until
 
 pytestmark = pytest.mark.served
-
-START_LIMIT_S = 90.0
 
 
 @pytest.mark.slow
@@ -37,24 +35,24 @@ def test_a_part_that_dies_with_the_terminal_closed_is_restarted_alone(tmp_path: 
         if found is None or not found.ready:
             return False
         body = {"model": "demo", "prompt": "One evening", "max_tokens": 4}
-        return httpx.post(f"{found.http_urls()[0]}/v1/completions", json=body, timeout=60.0).status_code == 200
+        return httpx.post(f"{found.http_urls()[0]}/v1/completions", json=body, timeout=LIMIT_S).status_code == 200
 
     try:
         assert b"starting 'demo'" in process.stdout.readline()
         process.stdout.close()
         process.send_signal(signal.SIGHUP)
-        wait_until(answers, "serve is ready", START_LIMIT_S)
+        wait_until(answers, "serve is ready")
         before = pids()
         engine = before.pop("engine-0")
         assert engine is not None
         os.kill(engine, signal.SIGKILL)
         wait_until(lambda: pids().get("engine-0") not in (engine, None), "the engine was started again")
-        wait_until(answers, "it answers again", START_LIMIT_S)
+        wait_until(answers, "it answers again")
         after = pids()
         assert after.pop("engine-0") != engine
         assert after == before
         process.terminate()
-        assert process.wait(60) == 0
+        assert process.wait(LIMIT_S) == 0
         assert not any(is_running(pid) for pid in before.values() if pid is not None)
         assert not (tmp_path / "data" / "serve.json").exists()
     finally:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from pagestream_cli import ProcessRecord, ServeFileInvalidError, ServeRecord, dial_host, read_record, write_record
 from pagestream_telemetry import loopback_host
+from support.processes.waiting import LIMIT_S
 
 RECORD = ServeRecord(
     model="demo",
@@ -86,7 +87,7 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     for _ in range(300):
         write_record(path, RECORD)
     done.set()
-    reader.join(10)
+    reader.join(LIMIT_S)
     assert broken == []
 
 

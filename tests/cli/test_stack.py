@@ -21,10 +21,9 @@ from pagestream_cli.__main__ import main
 from pagestream_client import Client, Generation
 from pagestream_engine import LLM, SamplingParams
 from support.processes.stack import DEMO_MODEL, Stack, running_stack
+from support.processes.waiting import LIMIT_S
 
 pytestmark = pytest.mark.served
-
-LIMIT_S = 30
 
 
 @pytest.fixture(scope="module")

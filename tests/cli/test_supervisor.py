@@ -22,7 +22,7 @@ from pagestream_cli.supervisor import (
     Standby,
     Supervisor,
 )
-from support.processes.waiting import is_running, until
+from support.processes.waiting import LIMIT_S, is_running, until
 
 pytestmark = pytest.mark.served
 
@@ -83,7 +83,7 @@ async def running(
         yield supervisor, journal
     finally:
         supervisor.stop()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(LIMIT_S):
             await task
 
 
@@ -145,7 +145,7 @@ async def test_a_part_that_cannot_start_ends_everything_with_its_last_words(
     await until(lambda: pid_of(supervisor, "good") is not None, "the good one runs")
     pid = pid_of(supervisor, "good")
     with pytest.raises(PartFailedError, match=rf"bad cannot start \(exit code {code}\)") as caught:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(LIMIT_S):
             await task
     assert "no such option" in str(caught.value)
     assert caught.value.exit_code == code
@@ -160,7 +160,7 @@ async def test_a_program_that_does_not_exist_is_an_error(tmp_path: Path) -> None
 
     spec = PartSpec("ghost", ("/no/such/program",), tmp_path / "ghost.log", probe=never)
     with pytest.raises(PartFailedError, match="No such file or directory"):
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(LIMIT_S):
             await Supervisor([spec], Journal(), QUICK).run()
 
 
@@ -246,7 +246,7 @@ async def test_readiness_follows_the_probe_and_is_lost_with_the_process(tmp_path
         return answers[-1]
 
     async with running([part(tmp_path, "a", SLEEPER, probe=probe)]) as (supervisor, journal):
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(LIMIT_S):
             await supervisor.wait_ready("a")
         assert answers == [False, False, True]
         assert supervisor.views[0].state is PartState.READY
@@ -255,7 +255,7 @@ async def test_readiness_follows_the_probe_and_is_lost_with_the_process(tmp_path
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         await until(lambda: (PartState.WAITING,) in journal.states, "it is waiting")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(LIMIT_S):
             await supervisor.wait_ready("a")
 
 
@@ -352,7 +352,7 @@ async def test_a_part_whose_probe_fails_is_started_again(tmp_path: Path) -> None
         return True
 
     async with running([part(tmp_path, "a", SLEEPER, probe=probe)]) as (supervisor, journal):
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(LIMIT_S):
             await supervisor.wait_ready("a")
     assert journal.deaths == [("a", -signal.SIGKILL, 0.0)]
 
@@ -392,7 +392,7 @@ async def running_with_a_spare(tmp_path: Path) -> AsyncIterator[tuple[Supervisor
         yield supervisor, journal
     finally:
         supervisor.stop()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(LIMIT_S):
             await task
 
 

@@ -12,7 +12,7 @@ import pytest
 from pagestream_telemetry import ENGINE_METRICS, GATEWAY_METRICS, Kind
 from prometheus_client.parser import text_string_to_metric_families
 from support.processes.stack import Stack, running_stack
-from support.processes.waiting import wait_until
+from support.processes.waiting import LIMIT_S, wait_until
 from support.telemetry.collector import Collector, Sample, Span, running_collector
 
 pytestmark = pytest.mark.served
@@ -21,7 +21,6 @@ TESTS = Path(__file__).resolve().parents[1]
 PACED = "support.engines.paced_worker"
 TRACE_ID, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACEPARENT = f"00-{TRACE_ID}-{CALLER}-01"
-LIMIT_S = 30.0
 NO_GPU = {"pagestream.gpu.utilization", "pagestream.gpu.memory.usage"}
 NO_LIMIT_AND_NO_LONG_LOG = {
     "pagestream.redis.memory.limit",
@@ -59,7 +58,7 @@ def stream(stack: Stack, *, max_tokens: int, kill_after: int = 0, **more: object
     body = {"model": "demo", "prompt": "Once", "max_tokens": max_tokens, "ignore_eos": True, "stream": True, **more}
     url, headers = f"{stack.gateways[0].url}/v1/completions", {"traceparent": TRACEPARENT}
     events = []
-    with httpx.stream("POST", url, json=body, headers=headers, timeout=60.0) as answer:
+    with httpx.stream("POST", url, json=body, headers=headers, timeout=LIMIT_S) as answer:
         for line in answer.iter_lines():
             if line.startswith("data: "):
                 events.append(line.removeprefix("data: "))
@@ -85,7 +84,7 @@ def test_a_request_that_was_resumed_after_a_kill_is_one_trace(collector: Collect
         def has_ended() -> bool:
             return {"decode", "completions"} <= {span.name for span in spans_of(collector, TRACE_ID)}
 
-        wait_until(has_ended, limit_s=LIMIT_S, what="the last spans")
+        wait_until(has_ended, what="the last spans")
         spans = spans_of(collector, TRACE_ID)
         drained = read_while_the_engine_drains(stack, collector)
 
@@ -124,7 +123,7 @@ def test_a_request_that_was_resumed_after_a_kill_is_one_trace(collector: Collect
 def read_while_the_engine_drains(stack: Stack, collector: Collector) -> list[Span]:
     """Begins to read, has the last engine end in order, and leaves. Returns that trace."""
     body = {"model": "demo", "prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{stack.gateways[0].url}/v1/completions", json=body, timeout=60.0) as answer:
+    with httpx.stream("POST", f"{stack.gateways[0].url}/v1/completions", json=body, timeout=LIMIT_S) as answer:
         lines = answer.iter_lines()
         while "data: " not in next(lines):
             pass
@@ -135,7 +134,7 @@ def read_while_the_engine_drains(stack: Stack, collector: Collector) -> list[Spa
     def traces() -> set[str]:
         return {span.trace_id for span in named(collector.spans(), "completions")} - {TRACE_ID}
 
-    wait_until(lambda: bool(traces()), limit_s=LIMIT_S, what="the server's span")
+    wait_until(lambda: bool(traces()), what="the server's span")
     [trace_id] = traces()
     return spans_of(collector, trace_id)
 
@@ -168,8 +167,8 @@ def test_every_metric_arrives_under_its_name(collector: Collector, stack: Stack)
             sample.attributes["gen_ai.request.model"] for sample in depths if sample.attributes["class"] == "resume"
         }
 
-    wait_until(lambda: not missing(), limit_s=LIMIT_S, what="all metrics")
-    wait_until(lambda: generated() >= 20, limit_s=LIMIT_S, what="the tokens")
+    wait_until(lambda: not missing(), what="all metrics")
+    wait_until(lambda: generated() >= 20, what="the tokens")
     # All gateways export the same values, for the same models; each reads them when its own second is over.
     wait_until(
         lambda: models("gateway-0") == models("gateway-1") != set(),
@@ -177,14 +176,14 @@ def test_every_metric_arrives_under_its_name(collector: Collector, stack: Stack)
         what="the same models from both gateways",
     )
     # What the collector calls a metric in Prometheus is what /metrics calls it.
-    own = httpx.get(f"{stack.gateways[0].url}/metrics", timeout=5.0).text
+    own = httpx.get(f"{stack.gateways[0].url}/metrics", timeout=LIMIT_S).text
     ours = {family.name for family in text_string_to_metric_families(own)}
     assert "gen_ai_server_time_to_first_token_seconds" in ours
 
     def unknown() -> set[str]:
         return ours - {family.name for family in text_string_to_metric_families(collector.exposition())}
 
-    wait_until(lambda: not unknown(), limit_s=LIMIT_S, what="the gateway's own names at the collector")
+    wait_until(lambda: not unknown(), what="the gateway's own names at the collector")
     samples = collector.samples()
 
     assert {sample.name for sample in samples} <= set(table)
@@ -205,12 +204,12 @@ def cancel_one(stack: Stack) -> bool:
     """Begins a long completion and cancels it by its id."""
     base = stack.gateways[0].url
     body = {"model": "demo", "prompt": "Once", "max_tokens": 900, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{base}/v1/completions", json=body, timeout=60.0) as answer:
+    with httpx.stream("POST", f"{base}/v1/completions", json=body, timeout=LIMIT_S) as answer:
         request_id = answer.headers["x-request-id"]
         for line in answer.iter_lines():
             if '"text"' in line:
                 break
-        state = httpx.delete(f"{base}/v1/requests/{request_id}", timeout=10.0).json()["finish_reason"]
+        state = httpx.delete(f"{base}/v1/requests/{request_id}", timeout=LIMIT_S).json()["finish_reason"]
     return bool(state == "cancelled")
 
 
@@ -219,14 +218,14 @@ def test_logs_name_request_and_trace_and_never_the_prompt_or_the_key(stack: Stac
     keys = tmp_path / "keys"
     keys.write_text(f"{hashlib.sha256(key.encode()).hexdigest()} tenant\n")
     gateway = stack.add_gateway("--api-keys", str(keys), "--log-level", "DEBUG")
-    wait_until(gateway.is_ready, limit_s=LIMIT_S, what=gateway.name)
+    wait_until(gateway.is_ready, what=gateway.name)
     headers = {"Authorization": f"Bearer {key}", "traceparent": TRACEPARENT}
     body = {"model": "demo", "prompt": prompt, "max_tokens": 3}
-    answer = httpx.post(f"{gateway.url}/v1/completions", json=body, headers=headers, timeout=30.0)
+    answer = httpx.post(f"{gateway.url}/v1/completions", json=body, headers=headers, timeout=LIMIT_S)
     request_id = answer.headers["x-request-id"]
     refused = httpx.post(f"{gateway.url}/v1/completions", json={**body, "max_tokens": -1}, headers=headers)
     assert refused.status_code == 400
-    wait_until(lambda: '"answered"' in gateway.log.read_text(), limit_s=LIMIT_S, what="the last record")
+    wait_until(lambda: '"answered"' in gateway.log.read_text(), what="the last record")
     logs = {part.name: part.log.read_text() for part in (gateway, stack.engines[0])}
     gateway.stop()
     everything = "".join(logs.values())

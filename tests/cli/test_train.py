@@ -5,16 +5,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.processes.waiting import LIMIT_S
 
 pytestmark = pytest.mark.slow  # a short training takes half a minute
 
 SCRIPT = Path(__file__).parents[2] / "deploy" / "demo-model" / "train.py"
-QUICK_LIMIT_S = 100
 
 
 def quick_model(folder: Path, *, seed: int) -> Path:
     command = [sys.executable, str(SCRIPT), "--out", str(folder), "--seed", str(seed), "--quick"]
-    subprocess.run(command, check=True, timeout=QUICK_LIMIT_S, capture_output=True, text=True)
+    subprocess.run(command, check=True, timeout=LIMIT_S, capture_output=True, text=True)
     return folder
 
 
@@ -82,7 +82,7 @@ assert sum(bool(held_out.search(probe.messages[0]["content"])) for probe in prob
 
 
 def run_beside_the_script(program: str) -> None:
-    subprocess.run([sys.executable, "-c", program], cwd=SCRIPT.parent, check=True, timeout=QUICK_LIMIT_S)
+    subprocess.run([sys.executable, "-c", program], cwd=SCRIPT.parent, check=True, timeout=LIMIT_S)
 
 
 def test_same_seed_gives_the_same_files(quick_folder: Path, tmp_path: Path) -> None:

@@ -9,11 +9,10 @@ import httpx
 import pytest
 from redis import Redis
 from support.processes.served import Served, running_serve
-from support.processes.waiting import is_running, wait_until
+from support.processes.waiting import LIMIT_S, is_running, wait_until
 
 pytestmark = [pytest.mark.served, pytest.mark.timeout(600)]
 
-LIMIT_S = 150.0
 BODY = {"model": "demo", "prompt": "One evening", "max_tokens": 600, "temperature": 0, "ignore_eos": True}
 
 
@@ -42,7 +41,7 @@ def generate(served: Served) -> str:
 def test_a_spare_continues_the_streams_of_an_engine_that_is_killed(tmp_path: Path) -> None:
     with running_serve(tmp_path, "--warm-spares", "1") as served:
         assert list(spares(served)) == ["engine-1"]
-        wait_until(lambda: stands_by(served, "engine-1"), "the spare stands by", LIMIT_S)
+        wait_until(lambda: stands_by(served, "engine-1"), "the spare stands by")
         expected = generate(served)
         assert registered(served) == ["engine-0"], "a spare has joined"
         spare, engine = served.process("engine-1").pid, served.process("engine-0").pid
@@ -54,8 +53,8 @@ def test_a_spare_continues_the_streams_of_an_engine_that_is_killed(tmp_path: Pat
         asking.join()
         assert said == [expected]
         assert served.process("engine-1").pid == spare, "another process than the spare took over"
-        wait_until(lambda: list(spares(served)) == ["engine-0"], "the dead engine is the spare now", LIMIT_S)
-        wait_until(lambda: stands_by(served, "engine-0"), "it stands by", LIMIT_S)
-        wait_until(lambda: registered(served) == ["engine-1"], "the dead engine's lease has lapsed", LIMIT_S)
+        wait_until(lambda: list(spares(served)) == ["engine-0"], "the dead engine is the spare now")
+        wait_until(lambda: stands_by(served, "engine-0"), "it stands by")
+        wait_until(lambda: registered(served) == ["engine-1"], "the dead engine's lease has lapsed")
         pids = [pid for part in served.record.processes if (pid := part.pid) is not None]
     assert not any(is_running(pid) for pid in pids)

@@ -14,9 +14,9 @@ from pagestream_client import AsyncClient, Client, Reconnection, Unavailable
 from support.clients.gateway_clients import Address, gateway_settings, issue_certificate, running_address
 from support.engines.synthetic_engine import MODEL, SyntheticEngine
 from support.network.proxy import Proxy
+from support.processes.waiting import LIMIT_S
 
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
-LIMIT_S = 60.0
 POLICY = Reconnection(limit_s=20.0)
 
 

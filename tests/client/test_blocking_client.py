@@ -10,11 +10,11 @@ from pagestream_client import Client, FinishReason, Generation, InvalidRequest, 
 from support.clients.gateway_clients import Address, gateway_settings, running_address
 from support.engines.synthetic_engine import MODEL, SyntheticEngine
 from support.network.proxy import Proxy
+from support.processes.waiting import LIMIT_S
 from support.protocol.token_streams import eventually
 
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
 
-LIMIT_S = 30.0
 T = TypeVar("T")
 
 

@@ -6,6 +6,7 @@ import sys
 import httpx2
 import pagestream_client
 import pagestream_client.openai
+from support.processes.waiting import LIMIT_S
 
 
 def test_every_error_can_be_caught_as_one() -> None:
@@ -17,7 +18,7 @@ def test_every_error_can_be_caught_as_one() -> None:
 
 def test_nothing_but_the_wire_contract_and_grpc_is_loaded() -> None:
     code = "import pagestream_client, sys; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=True)
     packages = {name.partition(".")[0] for name in loaded.stdout.split()}
     assert not packages & {"torch", "redis", "httpx", "httpx2", "numpy", "pagestream_streams", "pagestream_gateway"}
     assert "google.rpc" not in loaded.stdout.split()
@@ -25,7 +26,7 @@ def test_nothing_but_the_wire_contract_and_grpc_is_loaded() -> None:
 
 def test_the_transport_names_its_extra_where_the_library_is_missing() -> None:
     code = "import sys; sys.modules['httpx2'] = None; import pagestream_client.openai"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode
     assert "pip install 'pagestream-client[http]'" in done.stderr
 

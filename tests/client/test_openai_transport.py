@@ -14,12 +14,12 @@ from pagestream_client.openai import HttpTransport, transport
 from support.clients.gateway_clients import Address, gateway_settings, issue_certificate, lose, running_address, serving
 from support.engines.synthetic_engine import MODEL, SyntheticEngine, answer_text
 from support.network.proxy import Proxy
+from support.processes.waiting import LIMIT_S
 from support.protocol.token_streams import eventually
 
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
 
 ALPHABET = "abcdefghijklmnopqrst"
-LIMIT_S = 60.0
 QUICK = Reconnection(limit_s=10.0)
 
 

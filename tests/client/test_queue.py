@@ -12,6 +12,7 @@ from pagestream_streams import Broker, EmbeddedRedis, StreamsSettings
 from pagestream_streams.protocol import Partition
 from support.clients.gateway_clients import gateway_settings, running_address
 from support.engines.synthetic_engine import MODEL, running_engine, synthetic_card
+from support.processes.waiting import LIMIT_S
 from support.redis.servers import emptied
 
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
@@ -57,9 +58,6 @@ async def test_a_longer_wait_than_the_limit_raises_at_once(redis_url: str) -> No
             await asked(client).accepted()
     assert caught.value.retry_after_s == 30.0
     assert caught.value.position is None
-
-
-LIMIT_S = 60.0
 
 
 async def test_position_and_expected_wait_come_with_the_request(redis_url: str) -> None:

@@ -18,11 +18,11 @@ from pagestream_client import (
 from support.clients.gateway_clients import Address, gateway_settings, lose, running_address, serving, write_keys
 from support.engines.synthetic_engine import MODEL, SyntheticEngine
 from support.network.proxy import Proxy
+from support.processes.waiting import LIMIT_S
 
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
 
 ALPHABET = "abcdefghijklmnopqrst"
-LIMIT_S = 60.0
 QUICK = Reconnection(limit_s=10.0)
 
 

@@ -25,10 +25,9 @@ from pagestream_client import (
 )
 from support.clients.gateway_clients import Address, gateway_settings, running_address
 from support.engines.synthetic_engine import FAILING_TOKEN, MODEL, SyntheticEngine
+from support.processes.waiting import LIMIT_S
 
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
-
-LIMIT_S = 60.0
 
 
 @pytest.fixture

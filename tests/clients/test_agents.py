@@ -17,7 +17,7 @@ import pytest
 from pagestream.v1.records_pb2 import RequestSpec
 from support.engines.scripted_agent_model import NAME, Script, call, card, num_results, prompt_of, shows_tools
 from support.engines.synthetic_engine import Says, SyntheticEngine, running_engine
-from support.processes.stack import START_LIMIT_S, Stack
+from support.processes.stack import Stack
 from support.processes.waiting import until, wait_until
 
 FOLDER = Path(os.environ.get("PAGESTREAM_CLIENTS", Path(__file__).parents[2] / ".clients"))
@@ -158,7 +158,7 @@ async def test_a_task_ends_over_a_gateways_death(tmp_path: Path, report: list[st
         await until(lambda: engine.num_held > 0, "the second turn")
         gateway.kill()
         gateway.start()
-        await asyncio.to_thread(wait_until, gateway.has_become_ready, gateway.name, START_LIMIT_S)
+        await asyncio.to_thread(wait_until, gateway.has_become_ready, gateway.name, LIMIT_S)
         engine.go_on()
         assert await working == TOLD
         assert (agent.work / "note.txt").read_text() == NOTE

@@ -12,8 +12,6 @@ CALLS = [["get_weather", {"city": "Paris"}], ["add", {"a": 17, "b": 25}]]
 TOLD = "The weather in Paris: rain, 12 degrees. 17 + 25 = 42."
 Results = Callable[..., dict[str, Any]]
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.mark.parametrize("name", ["langchain_program.py", "litellm_program.py", "ai_sdk.mjs", "openai_node.mjs"])
 def test_libraries(url: str, results: Results, name: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.processes.stack import DEMO_MODEL, Stack
+from support.processes.waiting import LIMIT_S
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(os.environ.get("PAGESTREAM_CLIENTS", ROOT / ".clients"))
@@ -49,6 +50,6 @@ def test_the_text_is_that_of_an_undisturbed_stream(stack: Stack, name: str) -> N
         begun = reading.stdout.read(40)
         stack.gateways[0].kill()
         rest = reading.stdout.read()
-        assert reading.wait(60) == 0
+        assert reading.wait(LIMIT_S) == 0
     assert (begun + rest).decode() == undisturbed
     stack.gateways[0].start()

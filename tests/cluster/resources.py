@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from support.kubernetes.api import COMMAND_LIMIT_S, CommandError, run_tool
+from support.kubernetes.api import CommandError, run_tool
+from support.processes.waiting import LIMIT_S
 from support.redis.servers import skip_for_want_of
 
 POLL_S = 0.25
@@ -50,9 +51,7 @@ class Namespace:
 
     name: str
 
-    def kubectl(
-        self, *command: str, text: str | None = None, limit_s: float = COMMAND_LIMIT_S, fails: bool = False
-    ) -> str:
+    def kubectl(self, *command: str, text: str | None = None, limit_s: float = LIMIT_S, fails: bool = False) -> str:
         """kubectl in this namespace."""
         return run_tool("kubectl", "--namespace", self.name, *command, text=text, limit_s=limit_s, fails=fails)
 

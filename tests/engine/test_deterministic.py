@@ -178,7 +178,6 @@ def test_libraries_whose_bits_depend_on_the_number_of_rows(
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("limit", LIMITS)
 def test_with_instruction_sets_switched_off(limit: str) -> None:
     """The logits test, and its inverse, in a process that may not use all instruction sets of this processor."""

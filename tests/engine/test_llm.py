@@ -16,6 +16,7 @@ from support.engines.arithmetic_model import (
     make_folder,
     undisturbed,
 )
+from support.processes.waiting import LIMIT_S
 from tokenizers import AddedToken
 
 FACTS = ArithmeticFacts(vocab_size=257)
@@ -203,6 +204,6 @@ def on_a_terminal(monkeypatch: pytest.MonkeyPatch, action: Any) -> str:
     with os.fdopen(writer, "w") as terminal, monkeypatch.context() as patched:
         patched.setattr("sys.stderr", terminal)
         action()
-    thread.join(timeout=10)
+    thread.join(timeout=LIMIT_S)
     os.close(reader)
     return b"".join(chunks).decode()

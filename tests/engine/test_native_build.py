@@ -21,6 +21,7 @@ from pagestream_engine.native_build import (
     find_compiler,
     toolchain_of,
 )
+from support.processes.waiting import LIMIT_S
 
 pytestmark = pytest.mark.builds
 
@@ -157,7 +158,7 @@ def test_of_processes_that_ask_at_once_one_compiles(
     log = tmp_path / "compiled"
     monkeypatch.setenv("CXX", _counting_compiler(tmp_path / "counting", log, first="sleep 1"))
     children = [_build(library) for _ in range(3)]
-    printed = {child.communicate(timeout=100)[0].strip() for child in children}
+    printed = {child.communicate(timeout=LIMIT_S)[0].strip() for child in children}
     assert [child.returncode for child in children] == [0, 0, 0]
     assert printed == {str(cached(library))}
     assert [str(path) for path in folder.iterdir()] == list(printed)
@@ -171,12 +172,12 @@ def test_a_build_that_was_killed_holds_nobody_up_and_leaves_nothing(
     log = tmp_path / "compiled"
     monkeypatch.setenv("CXX", _counting_compiler(tmp_path / "hanging", log, first="sleep 100"))
     killed = _build(library)
-    until = time.monotonic() + 60
+    until = time.monotonic() + LIMIT_S
     while not log.exists():
         assert time.monotonic() < until
         time.sleep(0.02)
     os.killpg(killed.pid, signal.SIGKILL)
-    killed.communicate(timeout=60)
+    killed.communicate(timeout=LIMIT_S)
     _counting_compiler(tmp_path / "hanging", log)  # the same name and version, so the same library
     left = [path for path in folder.iterdir() if path.suffix != ".so"]
     assert left
@@ -210,7 +211,7 @@ def test_setup_fills_the_cache_with_what_modules_name(folder: Path, library: Nat
     )
     command = [sys.executable, "-m", "pagestream_engine.native_prebuild", "answers"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT_S, env=environment)
     assert done.stdout.split() == [str(cached(library))]
 
 
@@ -237,7 +238,7 @@ def test_a_first_start_after_setup_compiles_nothing(
         "from pagestream_worker.logs.library import load_library; assert load_library() is not None"
     )
     model = str(ROOT / "deploy" / "demo-model" / "model")
-    subprocess.run([sys.executable, "-c", code, model], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", code, model], check=True, timeout=LIMIT_S)
     assert set(folder.iterdir()) == made
     assert not log.exists()
 
@@ -246,6 +247,6 @@ def test_setup_goes_on_without_a_compiler(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     command = [sys.executable, "-m", "pagestream_engine.native_prebuild", "pagestream_worker.logs.library"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
     assert (done.returncode, done.stdout) == (1, "")
     assert "install g++" in done.stderr

@@ -28,7 +28,7 @@ from pagestream_engine import (
 from safetensors.torch import load_file, save_file
 from support.engines.nodes import node_options, start_node
 from support.engines.tiny_models import random_prompts
-from support.processes.waiting import descendants_of
+from support.processes.waiting import LIMIT_S, descendants_of
 
 pytestmark = [pytest.mark.served, pytest.mark.usefixtures("ranks")]
 
@@ -207,7 +207,7 @@ def test_the_tokens_are_those_of_one_process(
     finally:
         llm.engine.close()
         if other_machine is not None:
-            _, written = other_machine.communicate(timeout=90)
+            _, written = other_machine.communicate(timeout=LIMIT_S)
     if other_machine is not None:
         assert "the leader has ended" not in written
         assert other_machine.returncode == 1, written

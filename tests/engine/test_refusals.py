@@ -20,11 +20,11 @@ from redis import Redis
 from support.engines.architectures import small_config
 from support.engines.tiny_models import VOCAB_SIZE, make_model
 from support.processes.fork_server import ENGINES, run_forked, shared_server
+from support.processes.waiting import LIMIT_S
 
 pytestmark = pytest.mark.served
 
 EXIT_BAD_OPTIONS = 2
-_LIMIT_S = 90
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def test_an_engine_process_publishes_nothing(
 def test_serve_ends_with_one_line_and_opens_no_port(spoil: Callable[[str], Path], name: str, tmp_path: Path) -> None:
     ports = ["--http-port", "0", "--grpc-port", "0", "--data-dir", str(tmp_path / "data")]
     command = [sys.executable, "-m", "pagestream_cli", "serve", str(spoil(name)), *ports, *REFUSALS[name].flags]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert ended.returncode == EXIT_BAD_OPTIONS
     [message] = [line for line in ended.stderr.splitlines() if "error: " in line]
     assert "Traceback" not in ended.stderr
@@ -222,7 +222,7 @@ def test_only_serving_needs_a_tokenizer(whole_folder: Path, tmp_path: Path, redi
     for module, options in (("pagestream_worker", ["--redis", redis_url]), ("pagestream_cli", [])):
         verb = ["serve"] if module == "pagestream_cli" else []
         command = [sys.executable, "-m", module, *verb, str(folder), *options]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
         assert ended.returncode != 0
         assert "tokenizer.json" in ended.stderr
         assert "Traceback" not in ended.stderr

@@ -16,10 +16,10 @@ from support.clients.readers import Reader
 from support.engines.paced_worker import PACE, token_at
 from support.engines.synthetic_engine import MODEL, running_engine
 from support.network.proxy import Proxy
-from support.processes.stack import DEMO_MODEL, START_LIMIT_S, Stack, running_stack
+from support.processes.stack import DEMO_MODEL, Stack, running_stack
 from support.processes.waiting import wait_until
 
-pytestmark = [pytest.mark.served, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.served
 
 NUM_STREAMS = 12
 NUM_TOKENS = 400  # of 30 ms each: long enough for a restart of two gateways
@@ -92,7 +92,7 @@ def test_gateways_that_are_killed_one_after_the_other(stack: Stack) -> None:
             unfinished.append(sum(not reader.has_ended for reader in readers))
             await asyncio.to_thread(gateway.kill)
             gateway.start()
-            await asyncio.to_thread(wait_until, gateway.is_ready, limit_s=START_LIMIT_S, what=gateway.name)
+            await asyncio.to_thread(wait_until, gateway.is_ready, limit_s=LIMIT_S, what=gateway.name)
 
     disturbed = asyncio.run(run_all([gateway.grpc_target for gateway in stack.gateways], kill_both))
     assert len(unfinished) == 2
@@ -142,7 +142,7 @@ def test_gateways_that_are_stopped_and_go_on(stack: Stack) -> None:
             gateway.signal(signal.SIGSTOP)
             await until_tokens(readers, NUM_TOKENS // share)
             gateway.signal(signal.SIGCONT)
-            await asyncio.to_thread(wait_until, gateway.is_ready, limit_s=START_LIMIT_S, what=gateway.name)
+            await asyncio.to_thread(wait_until, gateway.is_ready, limit_s=LIMIT_S, what=gateway.name)
 
     disturbed = asyncio.run(run_all([gateway.grpc_target for gateway in stack.gateways], stop_both))
     # All streams are on one gateway: where that is the second one stopped, they have half of their tokens by then.

@@ -17,11 +17,11 @@ from pagestream.v1.inference_pb2_grpc import InferenceStub
 from pagestream_client import AsyncClient, Reconnection
 from support.clients.readers import Content, Reader, question
 from support.processes.part import Part, StackError
-from support.processes.stack import START_LIMIT_S, Stack, running_stack
+from support.processes.stack import Stack, running_stack
 from support.processes.waiting import wait_until
 from support.redis.servers import wait_written
 
-pytestmark = [pytest.mark.served, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.served
 
 OUTAGE_S = 10.0
 NUM_STREAMS, NUM_TOKENS = 16, 160
@@ -86,7 +86,7 @@ def start_again(engine: Part) -> None:
     """Start an engine with an empty log, and wait until it is ready."""
     engine.log.unlink()
     engine.start()
-    wait_until(engine.has_said_ready, limit_s=START_LIMIT_S, what=engine.name)
+    wait_until(engine.has_said_ready, what=engine.name)
 
 
 def test_no_engine_is_taken_for_dead_while_redis_is_away(stack: Stack, undisturbed: Contents) -> None:
@@ -164,7 +164,7 @@ def test_a_zombie_writes_nothing_and_serves_again(stack: Stack, undisturbed: Con
 
     zombie = paused[0]
     zombie.signal(signal.SIGCONT)
-    wait_until(lambda: "dropped" in zombie.log_tail(), limit_s=60, what="the zombie to drop what it had")
+    wait_until(lambda: "dropped" in zombie.log_tail(), what="the zombie to drop what it had")
     for other in stack.engines:
         if other is not zombie:
             other.stop()

@@ -15,9 +15,10 @@ import pytest
 from pagestream_client.openai import transport
 from support.engines.synthetic_engine import MODEL, SyntheticEngine, answer_text, running_engine
 from support.processes.stack import DEMO_MODEL, Stack
+from support.processes.waiting import LIMIT_S
 from support.protocol.token_streams import eventually
 
-pytestmark = [pytest.mark.served, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.served
 
 NUM_TOKENS = 40
 KILLS_AT = (1, 20)
@@ -63,7 +64,7 @@ def stream_blocking(client: openai.OpenAI) -> str:
 
 
 async def test_every_form_of_answer_survives_the_death_of_its_gateway(tmp_path: Path) -> None:
-    async with asyncio.timeout(90), gateways_and_engine(tmp_path) as (stack, engine):
+    async with asyncio.timeout(LIMIT_S), gateways_and_engine(tmp_path) as (stack, engine):
         gateways = {gateway.url: gateway for gateway in stack.gateways}
         resuming = transport(list(gateways))
         base_url = f"{stack.gateways[0].url}/v1"

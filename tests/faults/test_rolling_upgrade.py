@@ -22,15 +22,14 @@ from pagestream.v1.inference_pb2_grpc import InferenceStub
 from pagestream_client import AsyncClient
 from support.clients.readers import Reader, question
 from support.processes.part import Part
-from support.processes.stack import DEMO_MODEL, MODEL, ROOT, START_LIMIT_S, Gateway, Stack
-from support.processes.waiting import wait_until
+from support.processes.stack import DEMO_MODEL, MODEL, ROOT, Gateway, Stack
+from support.processes.waiting import LIMIT_S, wait_until
 from support.redis.servers import skip_for_want_of
 
 pytestmark = [pytest.mark.served, pytest.mark.timeout(600)]
 
 LAST_RELEASE = "671c594d36ff67a8fac9d72fc6dd9b1a8fa57554"
 PACKAGES = ("proto", "kernels", "operator", "services")
-GIT_LIMIT_S = 60.0
 ROOM = 4
 """Streams that an engine runs at once: of twice as many, each of two engines has half."""
 OPTIONS = ("--dtype", "float32", "--max-num-seqs", str(ROOM))
@@ -52,11 +51,11 @@ def earlier(tmp_path: Path) -> dict[str, str]:
     if git is None or not (ROOT / ".git").exists():
         skip_for_want_of("history", "this is no git checkout, so that there is no earlier commit to run")
     command = [str(git), "-C", str(ROOT), "archive", "--format=tar", LAST_RELEASE, *PACKAGES]
-    archive = subprocess.run(command, capture_output=True, check=False, timeout=GIT_LIMIT_S)
+    archive = subprocess.run(command, capture_output=True, check=False, timeout=LIMIT_S)
     if archive.returncode:
         skip_for_want_of("history", f"git has no commit {LAST_RELEASE} here: {archive.stderr.decode().strip()}")
     folder.mkdir(parents=True)
-    subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True, timeout=GIT_LIMIT_S)
+    subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True, timeout=LIMIT_S)
     sources = [str(path) for path in sorted(folder.glob("*/src")) + sorted(folder.glob("services/*/src"))]
     return {"PYTHONPATH": os.pathsep.join(sources)}
 
@@ -125,7 +124,7 @@ async def _upgrade(stack: Stack, earlier: dict[str, str], *options: str) -> None
     assert claimed(old_engine, undisturbed) == len(undisturbed)
 
     new_engine = stack.add_engine(*options)
-    await asyncio.to_thread(wait_until, new_engine.has_said_ready, limit_s=START_LIMIT_S, what=new_engine.name)
+    await asyncio.to_thread(wait_until, new_engine.has_said_ready, limit_s=LIMIT_S, what=new_engine.name)
     both = [old_gateway.grpc_target, new_gateway.grpc_target]
     reading = asyncio.create_task(read_all(both, len(undisturbed), max_tokens=LONG))
     await asyncio.to_thread(wait_until, lambda: has_begun(stack, old_engine), limit_s=120.0, what="its streams")

@@ -210,7 +210,6 @@ def names(folder: Path) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_launch_finds_what_was_prebuilt(tmp_path: Path) -> None:
     prebuilt, cache = tmp_path / "prebuilt", tmp_path / "cache"
     run(COMPILE, prebuilt, "32", "16", "32", "4", "64")

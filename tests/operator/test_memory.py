@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from support.processes.waiting import LIMIT_S
 
 _FREED = """
 import asyncio
@@ -24,7 +25,7 @@ async def main():
     before = resident_mib()
     stop = asyncio.Event()
     task = asyncio.create_task(keep_memory_small(stop, period_s=0.01))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(LIMIT_S):
         while resident_mib() > before - 40:
             await asyncio.sleep(0.01)
     stop.set()
@@ -37,5 +38,5 @@ asyncio.run(main())
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's allocator")
 def test_freed_memory_below_what_stays_goes_back_to_the_system() -> None:
-    ended = subprocess.run([sys.executable, "-c", _FREED], capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run([sys.executable, "-c", _FREED], capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert (ended.returncode, ended.stdout) == (0, "4000\n"), ended.stderr

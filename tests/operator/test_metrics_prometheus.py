@@ -25,7 +25,7 @@ from support.kubernetes.control_plane import ControlPlane, eventually
 from support.kubernetes.operator_process import PoolWorld, running_operator
 from support.processes.part import Part
 from support.processes.stack import free_port
-from support.processes.waiting import until, wait_until
+from support.processes.waiting import LIMIT_S, until, wait_until
 
 TARGETS = {
     "/engine": {"k8s_namespace_name": "ns", "k8s_pod_name": "pod-0", "pagestream_pool": "demo"},
@@ -71,7 +71,7 @@ def pages() -> Iterator[Pages]:
             yield pages
         finally:
             pages.shutdown()
-            thread.join(10)
+            thread.join(LIMIT_S)
 
 
 @contextmanager
@@ -96,7 +96,7 @@ def running_prometheus(
     part = Part("prometheus", command, folder / "prometheus.log")
     part.start()
     try:
-        wait_until(lambda: _is_ready(port), f"a Prometheus that is ready; see {part.log}", 60)
+        wait_until(lambda: _is_ready(port), f"a Prometheus that is ready; see {part.log}")
         yield f"http://127.0.0.1:{port}"
     finally:
         part.stop()
@@ -183,7 +183,7 @@ async def test_what_prometheus_scrapes_arrives_with_the_time_of_its_scrape(tmp_p
             assert observed(store).samples["pod-0"].time_s <= last + 1.1  # the last scrape that had it stays the last
         finally:
             stopping.set()
-            await asyncio.wait_for(running, 10)
+            await asyncio.wait_for(running, LIMIT_S)
     assert store.outcomes["absurd"] == 0
 
 
@@ -214,7 +214,7 @@ async def test_a_prometheus_that_restarts_is_asked_on(tmp_path: Path, pages: Pag
             await until(lambda: bool(observed(store).samples), "the samples after the restart")
     finally:
         stopping.set()
-        await asyncio.wait_for(running, 10)
+        await asyncio.wait_for(running, LIMIT_S)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ async def test_the_authority_of_its_certificate_is_read_again_after_a_failure(tm
             await until(lambda: len(heard) > 1, "answers over TLS")
         finally:
             stopping.set()
-            await asyncio.wait_for(running, 10)
+            await asyncio.wait_for(running, LIMIT_S)
 
 
 async def test_absurd_series_are_counted_and_harm_nothing() -> None:

@@ -39,7 +39,7 @@ from support.clients.gateway_clients import issue_certificate
 from support.network.proxy import Proxy
 from support.processes.part import Part
 from support.processes.stack import free_port
-from support.processes.waiting import until, wait_until
+from support.processes.waiting import LIMIT_S, until, wait_until
 from support.telemetry.collector import collector_binary
 from support.telemetry.otlp_messages import engine, export, gateway, gauge, histogram, total
 
@@ -130,7 +130,7 @@ async def call(
     """Export. `waits`: try again while nobody listens, as channels of a process share what they know of an address."""
     async with grpc.aio.insecure_channel(f"127.0.0.1:{listening.port}") as channel:
         answer: bytes = await channel.unary_unary(EXPORT)(
-            body, compression=compression, wait_for_ready=waits, timeout=20
+            body, compression=compression, wait_for_ready=waits, timeout=LIMIT_S
         )
         return answer
 
@@ -223,7 +223,7 @@ async def test_connections_outlive_a_sink_that_restarts(sink: tuple[MetricsSink,
         await listening.stop()
         second = MetricsSink(store, SinkSettings(host="127.0.0.1", port=listening.port))
         async with second:
-            await stub.Export(export(engine(time.time(), pod="pod-1")), wait_for_ready=True, timeout=20)
+            await stub.Export(export(engine(time.time(), pod="pod-1")), wait_for_ready=True, timeout=LIMIT_S)
     assert "pod-1" in store.observe(namespace="ns", pool="demo", model="", pods=["pod-1"]).samples
 
 
@@ -247,7 +247,7 @@ async def exported(port: int, *, ca: bytes | None = None, token: str | None = No
     metadata = [] if token is None else [("authorization", f"Bearer {token}")]
     async with channel:
         try:
-            await MetricsServiceStub(channel).Export(export(engine(time.time())), metadata=metadata, timeout=30)
+            await MetricsServiceStub(channel).Export(export(engine(time.time())), metadata=metadata, timeout=LIMIT_S)
         except grpc.aio.AioRpcError as error:
             return error.code()
     return grpc.StatusCode.OK
@@ -360,7 +360,7 @@ def running_collector(folder: Path, sinks: Sequence[int], resource: dict[str, st
     part = Part("collector", [collector_binary(), "--config", str(config)], folder / "collector.log")
     part.start()
     try:
-        wait_until(lambda: _is_healthy(health), f"a collector that is healthy; see {part.log}", 60)
+        wait_until(lambda: _is_healthy(health), f"a collector that is healthy; see {part.log}")
         yield port
     finally:
         part.stop()

@@ -20,12 +20,12 @@ from aiohttp import web
 from pagestream_operator.api import API_VERSION, GROUP, PLURAL
 from support.kubernetes.api import write_kubeconfig
 from support.kubernetes.pool_objects import pool_body
+from support.processes.waiting import LIMIT_S
 from support.protocol.token_streams import eventually
 
 pytestmark = pytest.mark.served
 
 RELEASE = "home.pagestream"
-LIMIT_S = 60.0
 RESOURCES = {
     "api/v1": ("configmaps", "services", "serviceaccounts", "pods", "namespaces", "events"),
     "apis/apiextensions.k8s.io/v1": ("customresourcedefinitions",),
@@ -182,7 +182,7 @@ async def test_a_deleted_pool_unpublishes_its_models_and_no_others(api: ApiServe
     try:
         gone = {pool_path(name) for name in ("keeps", "unknown", "twin")}
         jobs = {job_path(name) for name in ("canary", "fails")}
-        await eventually(lambda: gone.isdisjoint(api.objects) and jobs <= api.objects.keys(), LIMIT_S)
+        await eventually(lambda: gone.isdisjoint(api.objects) and jobs <= api.objects.keys())
         assert {path for path in api.objects if "/jobs/" in path} == {job_path("taken"), *jobs}
         [container] = api.objects[job_path("canary")]["spec"]["template"]["spec"]["containers"]
         assert container["args"][:2] == ["own", "--wait"]
@@ -190,7 +190,7 @@ async def test_a_deleted_pool_unpublishes_its_models_and_no_others(api: ApiServe
         assert [owner["uid"] for owner in owners] == [f"uid of {pool_path('canary')}"]
         end_job(api, "canary", "Complete")
         end_job(api, "fails", "Failed", "exit code 3")
-        await eventually(lambda: {pool_path("canary"), pool_path("fails")}.isdisjoint(api.objects), LIMIT_S)
+        await eventually(lambda: {pool_path("canary"), pool_path("fails")}.isdisjoint(api.objects))
         assert {pool_path("main"), pool_path("taken")} <= api.objects.keys(), "the Job of a former pool is to end first"
         notes = [body["note"] for body in api.objects.values() if body.get("reason") == "UnpublishFailed"]
         assert len(notes) == 1

@@ -24,9 +24,7 @@ from pagestream_operator.kube import (
 )
 from pagestream_operator.supervision import run_together, supervised
 from support.kubernetes.pool_objects import pod_body
-from support.processes.waiting import until
-
-LIMIT_S = 60.0
+from support.processes.waiting import LIMIT_S, until
 
 
 async def test_work_that_ends_is_done_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -119,7 +117,7 @@ async def test_kopf_is_started_again_whatever_it_ends_with(
     monkeypatch.setattr(kopf, "operator", failing)
     watcher = Watcher(cast(KubeClient, Lists()), ObjectStore(), None, kopf.OperatorRegistry(), resync_s=0)
     running = asyncio.create_task(watcher.run(stop))
-    await until(lambda: failing.runs == 2, "another run", LIMIT_S)
+    await until(lambda: failing.runs == 2, "another run")
     stop.set()
     await asyncio.wait_for(running, LIMIT_S)
     assert watcher.num_runs >= 2
@@ -144,7 +142,7 @@ async def test_an_object_that_cannot_be_read_hides_no_other_one(
     client.listed.clear()
     sight.suspect("default", POD)
     sight.suspect("default", POOL)
-    await until(lambda: {POD, POOL} <= set(client.listed), "the lists", LIMIT_S)
+    await until(lambda: {POD, POOL} <= set(client.listed), "the lists")
     stop.set()
     await asyncio.wait_for(running, LIMIT_S)
 
@@ -159,11 +157,11 @@ async def test_a_kind_is_listed_again_in_the_namespace_where_it_was_wrong(
     sight = Sight(cast(KubeClient, client), store, namespaces, kopf.OperatorRegistry(), resync_s=0, on_sight=seen.set)
     running = asyncio.create_task(sight.run(stop))
     await asyncio.wait_for(seen.wait(), LIMIT_S)
-    await until(lambda: sight.extent is Sees.ALL, "all namespaces are seen", LIMIT_S)
+    await until(lambda: sight.extent is Sees.ALL, "all namespaces are seen")
     client.places.clear()
     client.objects.clear()
     sight.suspect("one", POD)
-    await until(lambda: bool(client.places), "the list", LIMIT_S)
+    await until(lambda: bool(client.places), "the list")
     assert client.places == [(POD, "one")]
     assert len(store.pods(PoolKey("default", "demo"))) == 1, "what lies in other namespaces is left alone"
     stop.set()
@@ -179,7 +177,7 @@ async def test_watches_of_which_nothing_is_heard_are_started_again(
     client, store = cast(KubeClient, Lists()), ObjectStore()
     watcher = Watcher(client, store, None, kopf.OperatorRegistry(), resync_s=0, watch_s=0.01)
     running = asyncio.create_task(watcher.run(stop))
-    await until(lambda: silent.runs == 2, "another run", LIMIT_S)
+    await until(lambda: silent.runs == 2, "another run")
     stop.set()
     await asyncio.wait_for(running, LIMIT_S)
 
@@ -217,7 +215,7 @@ async def test_a_lease_that_goes_while_it_is_renewed_is_made_again() -> None:
     leadership = Leadership(cast("KubeClient", leases), times, "one")
     running = asyncio.create_task(leadership.run(stop))
     made_again = asyncio.create_task(leases.was_made_again.wait())
-    await asyncio.wait({running, made_again}, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({running, made_again}, timeout=LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
     assert leases.was_made_again.is_set()
     assert not running.done(), "no error has ended it"
     stop.set()

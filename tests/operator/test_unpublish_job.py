@@ -11,6 +11,7 @@ from pagestream_operator.children import children, unpublish_job
 from pagestream_streams import Broker, StreamsSettings
 from support.kubernetes.pool_objects import DEFAULTS, pool
 from support.processes.stack import ROOT
+from support.processes.waiting import LIMIT_S
 from support.protocol.token_streams import MODEL, card
 
 pytestmark = pytest.mark.served
@@ -40,7 +41,7 @@ async def test_the_job_removes_the_model_of_its_release(redis_url: str) -> None:
     await publish(redis_url, settings)
     await publish(redis_url, StreamsSettings())
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, *container["args"], env=given)
-    assert await asyncio.wait_for(process.wait(), 60) == 0
+    assert await asyncio.wait_for(process.wait(), LIMIT_S) == 0
     assert await models(redis_url, settings) == []
     assert await models(redis_url, StreamsSettings()) == [MODEL]
 

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from pagestream_gateway import load_settings as gateway_settings
 from pagestream_worker import load_settings as engine_settings
+from support.processes.waiting import LIMIT_S
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 COMPOSE = DEPLOY / "compose" / "compose.yaml"
@@ -62,4 +63,4 @@ def test_kind_leads_the_gateways_ports_out() -> None:
     script = (DEPLOY / "kind" / "up.sh").read_text()
     nodes = {int(port): int(node) for port, node in re.findall(r'"port": (\d+), "nodePort": (\d+)', script)}
     assert ports == nodes == {8000: 30080, 50051: 30051}
-    subprocess.run(["bash", "-n", str(DEPLOY / "kind" / "up.sh")], check=True, timeout=10)
+    subprocess.run(["bash", "-n", str(DEPLOY / "kind" / "up.sh")], check=True, timeout=LIMIT_S)

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.processes.waiting import LIMIT_S
 
 pytestmark = pytest.mark.served
 
@@ -13,5 +14,7 @@ TOOL = Path(__file__).resolve().parents[2] / "tools" / "generate_blocking_client
 
 def test_the_blocking_client_is_current() -> None:
     pytest.importorskip("unasync")
-    done = subprocess.run([sys.executable, TOOL, "--check"], capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        [sys.executable, TOOL, "--check"], capture_output=True, text=True, check=False, timeout=LIMIT_S
+    )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from packaging.utils import canonicalize_name
+from support.processes.waiting import LIMIT_S
 
 # -- The images' build files: what a builder would refuse, and what must not be in an image
 
@@ -124,7 +125,7 @@ def test_gateway_and_operator_need_no_torch() -> None:
 def test_a_list_of_contents_of_this_environment() -> None:
     folders = [path for path in sys.path if path.endswith("site-packages")]
     command = [sys.executable, str(FOLDER / "sbom.py"), "here", "1.0", *folders]
-    said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=LIMIT_S).stdout
     bill = json.loads(said)
     assert bill["specVersion"] == "1.6"
     (numpy,) = (each for each in bill["components"] if each.get("purl", "").startswith("pkg:pypi/numpy@"))
@@ -167,7 +168,7 @@ def build(checkout: Path, *arguments: str, **environment: str) -> list[str]:
     variables = {"PATH": f"{checkout / 'bin'}:/usr/bin:/bin", "PAGESTREAM_IMAGE_BUILDER": "builder", **environment}
     base = {name: value for name, value in os.environ.items() if name not in ("BASE_IMAGE", "TORCH_INDEX")}
     command = ["bash", str(checkout / "deploy" / "images" / "build.sh"), *arguments]
-    subprocess.run(command, env={**base, **variables}, check=True, capture_output=True, text=True, timeout=60)
+    subprocess.run(command, env={**base, **variables}, check=True, capture_output=True, text=True, timeout=LIMIT_S)
     return calls.read_text().splitlines()
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from support.processes.waiting import LIMIT_S
 
 pytestmark = pytest.mark.served
 
@@ -36,7 +37,7 @@ else:
 
 def output_of(program: str) -> str:
     """Run a program in a fresh process; return what it prints."""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -4,8 +4,8 @@ from collections.abc import AsyncIterator
 import pytest
 from support.network.proxy import Proxy
 from support.processes.stack import free_port
+from support.processes.waiting import LIMIT_S
 
-LIMIT_S = 5.0
 SILENCE_S = 0.1
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.processes.reaper import processes_of
-from support.processes.waiting import is_running, wait_until
+from support.processes.waiting import LIMIT_S, is_running, wait_until
 
 pytestmark = pytest.mark.served
 
@@ -65,7 +65,7 @@ def start(folder: Path, then: str, *options: str) -> tuple[subprocess.Popen[str]
     process = subprocess.Popen(
         command, env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    wait_until(lambda: report.exists() or process.poll() is not None, "the processes are there", 60)
+    wait_until(lambda: report.exists() or process.poll() is not None, "the processes are there")
     return process, report
 
 
@@ -84,14 +84,14 @@ def test_nothing_is_left_of_a_session_that_was_killed(folder: Path, options: tup
     assert Path(temporary).is_relative_to(folder / "base")
     process.kill()
     process.communicate()
-    wait_until(lambda: not any(is_running(int(pid)) for pid in pids), "they have ended", 60)
-    wait_until(lambda: not (folder / "base").exists(), "its folder was removed", 60)
-    wait_until(lambda: not processes_of("none", folder), "no server is left", 60)
+    wait_until(lambda: not any(is_running(int(pid)) for pid in pids), "they have ended")
+    wait_until(lambda: not (folder / "base").exists(), "its folder was removed")
+    wait_until(lambda: not processes_of("none", folder), "no server is left")
 
 
 def test_a_process_that_a_test_has_left_fails_the_session(folder: Path) -> None:
     process, report = start(folder, "leave")
-    said = process.communicate(timeout=90)[0]
+    said = process.communicate(timeout=LIMIT_S)[0]
     orphan = report.read_text().split()[0]
     assert process.returncode == pytest.ExitCode.TESTS_FAILED
     assert "1 passed" in said

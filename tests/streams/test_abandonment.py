@@ -10,6 +10,7 @@ from pagestream.v1.inference_pb2 import FINISH_REASON_CANCELLED, ON_DISCONNECT_C
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams import Broker, GatewaySession
 from pagestream_streams.protocol import Partition
+from support.processes.waiting import LIMIT_S
 from support.protocol.token_streams import (
     CALM,
     FORGETFUL,
@@ -134,10 +135,10 @@ async def test_a_reader_that_is_cancelled_while_redis_answers_has_left(
         gateway.readers.on_gap()  # so that the log is read
         monkeypatch.setattr(broker.connection, "read_acknowledged", lose)
         task = asyncio.create_task(read_some(gateway, request))
-        await asyncio.wait_for(reading.wait(), 60)
+        await asyncio.wait_for(reading.wait(), LIMIT_S)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(task, 60)
+            await asyncio.wait_for(task, LIMIT_S)
         await expire(broker, request)
         await eventually(lambda: engine.lost == [claim.request_id])
 

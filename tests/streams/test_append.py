@@ -10,6 +10,7 @@ from pagestream.v1.inference_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_S
 from pagestream.v1.records_pb2 import LogEntry, WakeUp
 from pagestream_streams import Append, AppendKind, AppendOutcome, Broker, GatewaySession, expire_engine
 from pagestream_streams.protocol import Keyspace, chain, from_stream_fields, to_entry_values
+from support.processes.waiting import LIMIT_S
 from support.protocol.token_streams import (
     TENANT,
     append_of,
@@ -59,7 +60,7 @@ async def test_durable_before_visible(broker: Broker) -> None:
         message.slices.add(request_id=request.request_id, first_index=20, entries=[forged])
         await broker.connection.execute("PUBLISH", Keyspace().wake_ups(gateway.gateway_id), message.SerializeToString())
         await engine.append(claim, 20, ending(digest, count=20))
-        await asyncio.wait_for(reading, 60)
+        await asyncio.wait_for(reading, LIMIT_S)
         assert numbers(seen) == list(range(100, 120))
 
 
@@ -159,7 +160,7 @@ class TestContiguous:
             assert [claim.request_id in engine.session.held for claim in claims[2:]] == [True, True, False]
             woken: dict[str, list[LogEntry]] = {}
             while len(woken) < 2:
-                message = await heard.get_message(ignore_subscribe_messages=True, timeout=5.0)
+                message = await heard.get_message(ignore_subscribe_messages=True, timeout=LIMIT_S)
                 slices = WakeUp.FromString(message["data"]).slices if message else ()
                 woken |= {each.request_id: list(each.entries) for each in slices if each.first_index == 2}
             await heard.aclose()
@@ -323,7 +324,7 @@ async def test_beats_go_between_the_pages(broker: Broker, monkeypatch: pytest.Mo
             return reply
 
         monkeypatch.setattr(broker.connection, "execute", watched)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             [claim] = await engine.claim()
         assert max(pages) <= NUM_TOKENS / 4
         assert beat_at[0] < len(pages)

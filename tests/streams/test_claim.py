@@ -12,6 +12,7 @@ from pagestream.v1.inference_pb2 import REQUEST_STATE_RUNNING
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams import Broker, Claim, EngineSession, GatewaySession, RequestView, scripts
 from pagestream_streams.admin import read_owners
+from support.processes.waiting import LIMIT_S
 from support.protocol.token_streams import (
     CALM,
     MODEL,
@@ -114,7 +115,7 @@ class TestClasses:
             await gateway.accept(low)
             order = [claim.request_id for claim in await engine.claim(1)]
             assert order == [high.request_id]
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(LIMIT_S):
                 while low.request_id not in order:
                     await gateway.accept(spec(priority=0))
                     await gateway.accept(spec(priority=0))
@@ -147,7 +148,7 @@ async def test_doorbell_wakes_an_idle_engine(broker: Broker) -> None:
         waiting = asyncio.create_task(engine.session.wait_for_work(1000))
         await asyncio.sleep(0)
         await gateway.accept(spec())
-        await asyncio.wait_for(waiting, 60)
+        await asyncio.wait_for(waiting, LIMIT_S)
         assert len(await engine.claim()) == 1
 
 

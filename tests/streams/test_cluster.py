@@ -21,6 +21,7 @@ from pagestream_streams.connection import Call, ClusterTopology
 from pagestream_streams.protocol import Partition
 from pagestream_streams.scripts import Script
 from redis.crc import key_slot
+from support.processes.waiting import LIMIT_S
 from support.protocol.token_streams import (
     CALM,
     MODEL,
@@ -45,7 +46,7 @@ pytestmark = pytest.mark.served
 async def patiently_accept(gateway: GatewaySession, partition: int) -> str:
     """Repeat the call under the same id, as a client does after UNAVAILABLE."""
     request = spec(partition=partition)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LIMIT_S):
         while True:
             try:
                 await gateway.accept(request)
@@ -163,7 +164,6 @@ WAITING = dataclasses.replace(CALM, wait_replicas=1, wait_timeout_ms=5000)
 PARTITIONS = 6
 COUNT = 60
 LAST = 20
-LIMIT_S = 100.0
 
 
 @pytest.fixture

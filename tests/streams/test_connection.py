@@ -23,9 +23,8 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as LostConnection
 from redis.exceptions import ResponseError
+from support.processes.waiting import LIMIT_S
 from support.protocol.token_streams import eventually
-
-LIMIT_S = 60.0
 
 
 class Server:

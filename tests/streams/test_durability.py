@@ -31,9 +31,9 @@ from pagestream_streams import (
 )
 from pagestream_streams.connection import LEAST_VERSION, find_servers
 from redis.crc import key_slot
+from support.processes.waiting import LIMIT_S
 from support.protocol.token_streams import (
     CALM,
-    LIMIT_S,
     TENANT,
     Worker,
     card,
@@ -53,7 +53,6 @@ from support.redis.topologies import server as plain_server
 pytestmark = pytest.mark.served
 
 _SOURCE = Path(__file__).parent / "synced_files.c"
-_BUILD_LIMIT_S = 60.0
 
 
 def built_watch(folder: Path) -> Path:
@@ -63,9 +62,7 @@ def built_watch(folder: Path) -> Path:
         skip_for_want_of("cc", "no C compiler (cc) is on the PATH: what a server syncs can't be watched")
         raise AssertionError
     library = folder / "synced_files.so"
-    subprocess.run(
-        [compiler, "-shared", "-fPIC", "-O1", "-Wall", "-o", library, _SOURCE], check=True, timeout=_BUILD_LIMIT_S
-    )
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-Wall", "-o", library, _SOURCE], check=True, timeout=LIMIT_S)
     return library
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from pagestream.v1.inference_pb2 import FINISH_REASON_STOP
 from pagestream_streams import Broker, Claim, GatewaySession, ServerBinary, Unavailable
+from support.processes.waiting import LIMIT_S
 from support.protocol.token_streams import (
     CALM,
     TENANT,
@@ -27,7 +28,6 @@ pytestmark = pytest.mark.served
 
 COUNT = 40
 WAITING = dataclasses.replace(CALM, wait_replicas=1, wait_timeout_ms=2000, command_timeout_s=3.0)
-LIMIT_S = 100.0
 
 
 @pytest.fixture(params=["sentinels", "cluster"])
@@ -62,7 +62,6 @@ LEAVES_CONNECTIONS = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisable
 
 
 @LEAVES_CONNECTIONS
-@pytest.mark.timeout(150)
 async def test_streams_go_on_when_a_master_dies(topology: Topology) -> None:
     async with await Broker.connect(topology.url, WAITING) as broker:
         await broker.publish_model(card(), partitions=6)
@@ -99,7 +98,6 @@ async def test_streams_go_on_when_a_master_dies(topology: Topology) -> None:
 
 @pytest.mark.slow  # test_durability.py has a key of a cluster without its replica
 @LEAVES_CONNECTIONS
-@pytest.mark.timeout(150)
 async def test_without_a_replica_nothing_is_accepted_that_asks_for_one(topology: Topology) -> None:
     async with await Broker.connect(topology.url, dataclasses.replace(WAITING, wait_timeout_ms=300)) as broker:
         await broker.publish_model(card(), partitions=1)

@@ -13,8 +13,7 @@ from pagestream.v1.records_pb2 import LogEnd, LogEntry
 from pagestream_streams import Append, fault_points
 from pagestream_streams.fault_points import FaultPoint, Wire, reach
 from pagestream_streams.protocol import to_entry_values
-
-LIMIT_S = 60.0
+from support.processes.waiting import LIMIT_S
 
 
 class Harness:

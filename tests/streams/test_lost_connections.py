@@ -18,7 +18,7 @@ from pagestream_streams.scripts import Script
 from redis import exceptions
 from redis.exceptions import DataError
 from support.network.proxy import Proxy
-from support.processes.waiting import until
+from support.processes.waiting import LIMIT_S, until
 from support.protocol.token_streams import CALM, Worker, numbers, read_all, spec, worker
 
 pytestmark = pytest.mark.served
@@ -66,7 +66,6 @@ async def test_what_is_sent_after_the_end_is_an_outage(connection: Connection) -
 
 
 ECHO = Script("echo", "return ARGV[1]")
-LIMIT_S = 60.0
 
 
 @pytest.fixture
@@ -173,7 +172,7 @@ async def test_a_subscription_outlives_a_bug(redis_url: str, caplog: pytest.LogC
         subscription = Subscription(connection, ["channel"], on_message=heard.put_nowait, on_gap=note_gap)
         subscription.start()
         try:
-            await until(lambda: len(gaps) == 3, "the third connection", LIMIT_S)
+            await until(lambda: len(gaps) == 3, "the third connection")
             await connection.execute("PUBLISH", "channel", "word")
             assert await asyncio.wait_for(heard.get(), LIMIT_S) == b"word"
         finally:
@@ -271,7 +270,7 @@ async def test_a_gateway_whose_connections_fall_silent_stays_a_reader(
     ):
         request = spec()
         await gateway.accept(request)
-        reading = asyncio.create_task(read_all(gateway, request.request_id, limit_s=60))
+        reading = asyncio.create_task(read_all(gateway, request.request_id, limit_s=LIMIT_S))
         [claim] = await a.claim()
         digest = await a.generate(claim, 1)
         await asyncio.gather(*(far.connection.pipeline([("PING",)]) for _ in range(STRANDED)))

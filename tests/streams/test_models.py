@@ -21,6 +21,7 @@ from pagestream_streams import (
 )
 from pagestream_streams.connection import Call
 from pagestream_streams.protocol import Keyspace, new_request_id
+from support.processes.waiting import LIMIT_S
 from support.protocol.token_streams import CALM, MODEL, TENANT, card, eventually, spec, worker
 
 pytestmark = pytest.mark.served
@@ -155,7 +156,7 @@ async def test_a_model_is_found_as_soon_as_it_is_published(broker: Broker) -> No
         with pytest.raises(ModelNotFound):
             await reader.partitions("other")
         await broker.publish_model(card("other"), partitions=3)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             while "other" not in await reader.directory.names():
                 with contextlib.suppress(ModelNotFound):
                     assert await reader.partitions("other") == 3

@@ -9,7 +9,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 from pagestream_streams import Broker, Claim, EngineSession, GatewaySession, scripts
 from pagestream_streams.connection import Call
-from support.protocol.token_streams import LIMIT_S, MODEL, STILL, card, eventually, spec
+from support.processes.waiting import LIMIT_S
+from support.protocol.token_streams import MODEL, STILL, card, eventually, spec
 
 pytestmark = pytest.mark.served
 

@@ -22,9 +22,9 @@ from pagestream_streams import (
 )
 from pagestream_streams.connection import Call
 from pagestream_streams.protocol import ClaimedLog, Partition
+from support.processes.waiting import LIMIT_S
 from support.protocol.token_streams import (
     CALM,
-    LIMIT_S,
     MODEL,
     TENANT,
     Worker,
@@ -278,7 +278,7 @@ class TestAlone:
                 long = await accepted(gateway, partition=1)
                 where = await broker.directory.locate(long.request_id)
                 await eventually(lambda: holds_one_from(session, where))
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(LIMIT_S):
                     await wanted.wait()
                     await session.hand_back([long.request_id])
                     [claim] = await busy.claim()

@@ -24,7 +24,8 @@ from pagestream_streams.engine import append_arguments
 from pagestream_streams.protocol import ClaimedLog, from_stream_fields
 from pagestream_streams.scripts import Script
 from redis.exceptions import ResponseError
-from support.protocol.token_streams import LIMIT_S, MODEL, STILL, TENANT, append_of, card, ending, numbers, spec, tokens
+from support.processes.waiting import LIMIT_S
+from support.protocol.token_streams import MODEL, STILL, TENANT, append_of, card, ending, numbers, spec, tokens
 from support.redis.topologies import Place, fresh
 
 pytestmark = pytest.mark.served

@@ -16,6 +16,7 @@ from pagestream_streams.gateway.readers import LogRead, OpenReads, Poller, Reade
 from pagestream_streams.protocol import Partition
 from pagestream_streams.tasks import ByteBudget
 from redis import exceptions
+from support.processes.waiting import LIMIT_S
 from support.protocol.token_streams import ending, eventually, numbers, tokens
 
 LOG = tokens(range(100, 110))
@@ -95,7 +96,7 @@ async def test_waiting_ends_with_news_or_with_time() -> None:
     await asyncio.sleep(0)
     assert reader.waiting_since is not None
     reader.offer(log_slice(0, LOG[:1]))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LIMIT_S):
         await waiting
     assert reader.waiting_since is None
     await reader.wait(0.001)
@@ -305,7 +306,7 @@ async def test_one_partition_away_keeps_no_other_from_its_logs(leaver: bool, wai
             readers.registrations.leave(AWAY, "gone")
         readers.start()
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(LIMIT_S):
                 while not waiting.take_log_read_request():
                     await waiting.wait(0.05)
                 while stranded is not None and stranded.failure is None:
@@ -327,7 +328,7 @@ async def test_an_outage_ends_reads_after_its_limit_and_no_sooner() -> None:
             waiting = [joined(readers, where, where.prefix) for where in (AWAY, THERE)]
             readers.start()
             try:
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(LIMIT_S):
                     if fails:
                         for each in waiting:
                             while each.failure is None:
@@ -356,7 +357,7 @@ async def test_a_silent_redis_is_an_outage_too_whoever_has_left() -> None:
         readers.registrations.leave(AWAY, "gone")
         readers.start()
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(LIMIT_S):
                 while waiting.failure is None:
                     await waiting.wait(0.05)
         finally:

@@ -21,6 +21,7 @@ from pagestream_streams.scripts import Script
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 from support.network.proxy import Proxy
+from support.processes.waiting import LIMIT_S
 from support.protocol.token_streams import (
     CALM,
     MODEL,
@@ -113,7 +114,7 @@ async def test_a_server_that_loads_its_files_is_an_outage_that_ends(tmp_path: Pa
                 one.kill()
                 one.start()
                 refusals = 0
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(LIMIT_S):
                     while True:
                         try:
                             await gateway.accept(request)
@@ -139,7 +140,7 @@ async def test_a_server_that_loads_its_files_is_waited_for_at_the_start(tmp_path
         one.kill()
         one.start()
         began = time.monotonic()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             async with await Broker.connect(topology.url, patience) as broker:
                 assert await broker.connection.execute("DBSIZE") >= 15_000
         assert time.monotonic() - began > patience.connect_timeout_s

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from pagestream_streams import StreamsSettings, settings_from_environment
+from support.processes.waiting import LIMIT_S
 
 
 def test_defaults_agree_with_each_other() -> None:
@@ -83,5 +84,7 @@ def test_a_key_prefix_that_another_part_of_a_key_could_hold_is_refused(prefix: s
 
 def test_constants_of_the_protocol_need_no_redis_client() -> None:
     code = "import sys, pagestream_streams.protocol.keys; print('redis' in sys.modules)"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=True
+    ).stdout
     assert said == "False\n"

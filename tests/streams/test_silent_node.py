@@ -12,6 +12,7 @@ from pagestream.v1.inference_pb2 import REQUEST_STATE_QUEUED
 from pagestream_streams import AppendKind, Broker, GatewaySession, ServerBinary, StreamsSettings
 from pagestream_streams.connection import ClusterTopology
 from pagestream_streams.protocol import Keyspace, Partition
+from support.processes.waiting import LIMIT_S
 from support.protocol.token_streams import (
     MODEL,
     TENANT,
@@ -106,7 +107,7 @@ async def test_streams_of_other_partitions_go_on(topology: Topology, broker: Bro
         request = spec(partition=elsewhere(broker, port))
         await gateway.accept(request)
         [claim] = await engine.claim()
-        reading = asyncio.create_task(read_all(gateway, request.request_id, limit_s=60))
+        reading = asyncio.create_task(read_all(gateway, request.request_id, limit_s=LIMIT_S))
         with silent(topology, port):
             begun = time.monotonic()
             digest = await engine.generate(claim, COUNT)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pagestream_streams import Unavailable
 from pagestream_streams.tasks import ByteBudget, Periodic, Turns, cancel, raise_if_cancelled
+from support.processes.waiting import LIMIT_S
 
 
 async def test_rounds_go_on_after_every_kind_of_failure(caplog: pytest.LogCaptureFixture) -> None:
@@ -25,7 +26,7 @@ async def test_rounds_go_on_after_every_kind_of_failure(caplog: pytest.LogCaptur
 
     timer = Periodic("test", 0.001, work)
     timer.start()
-    await asyncio.wait_for(done.wait(), 60)
+    await asyncio.wait_for(done.wait(), LIMIT_S)
     await timer.stop()
     assert "test failed" in caplog.text
     count = len(rounds)
@@ -52,7 +53,7 @@ async def test_rounds_go_on_after_a_cancellation_from_inside_and_a_panic(caplog:
 
     timer = Periodic("test", 0.001, work)
     timer.start()
-    await asyncio.wait_for(done.wait(), 60)
+    await asyncio.wait_for(done.wait(), LIMIT_S)
     await timer.stop()
     assert "cancelled from inside" in caplog.text
     assert "index out of bounds" in caplog.text
@@ -66,9 +67,9 @@ async def test_nudge_begins_a_round_now() -> None:
 
     timer = Periodic("test", 10_000, work)
     timer.start()
-    await asyncio.wait_for(rounds.acquire(), 60)
+    await asyncio.wait_for(rounds.acquire(), LIMIT_S)
     timer.nudge()
-    await asyncio.wait_for(rounds.acquire(), 60)
+    await asyncio.wait_for(rounds.acquire(), LIMIT_S)
     await timer.stop()
     await timer.stop()
 
@@ -85,7 +86,7 @@ async def test_cancel_repeats_what_was_lost() -> None:
 
     task = asyncio.create_task(forgetful())
     await asyncio.sleep(0)
-    await asyncio.wait_for(cancel(task), 60)
+    await asyncio.wait_for(cancel(task), LIMIT_S)
     assert task.cancelled()
     assert len(lost) == 1
 
@@ -108,7 +109,7 @@ async def test_a_cancellation_that_a_library_took_is_heeded_later() -> None:
     await begun.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(task, 60)
+        await asyncio.wait_for(task, LIMIT_S)
 
 
 async def test_a_thousand_ready_tasks_leave_room_for_others_between_them() -> None:
@@ -130,12 +131,12 @@ async def test_a_thousand_ready_tasks_leave_room_for_others_between_them() -> No
     await asyncio.sleep(0)
     for number in range(20, 30):
         tasks[number].cancel()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LIMIT_S):
         await asyncio.gather(*tasks, return_exceptions=True)
     await cancel(watcher)
     assert [number for number in log if number >= 0] == [*range(20), *range(30, 40)]
     assert all(-1 in (one, other) for one, other in itertools.pairwise(log)), "two went on in one round"
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LIMIT_S):
         await turns.take()
 
 

@@ -17,6 +17,7 @@ from pagestream_telemetry import (
     split_address,
     unmapped,
 )
+from support.processes.waiting import LIMIT_S
 
 IPV4, IPV6 = "127.0.0.1", "::1"
 HAS_IPV6 = loopback_host() == IPV6
@@ -74,7 +75,7 @@ def probes() -> Probes:
 
 
 def answers(host: str, port: int, method: str = "GET", path: str = "/healthz") -> int:
-    with contextlib.closing(http.client.HTTPConnection(host, port, timeout=5)) as connection:
+    with contextlib.closing(http.client.HTTPConnection(host, port, timeout=LIMIT_S)) as connection:
         connection.request(method, path)
         return connection.getresponse().status
 

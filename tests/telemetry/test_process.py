@@ -25,6 +25,7 @@ from pagestream_telemetry import (
     set_trace,
     within_trace,
 )
+from support.processes.waiting import LIMIT_S
 
 
 def test_without_an_endpoint_nothing_is_loaded_and_everything_is_counted() -> None:
@@ -74,12 +75,12 @@ def test_the_export_of_metrics_outlives_a_bug(
     monkeypatch.setattr(OTLPMetricExporter, "shutdown", shutdown)
     settings = TelemetrySettings(otlp_endpoint="http://127.0.0.1:9", export_interval_s=0.1, traces=False)
     with running_telemetry(settings, service="s", instance_id="i", environ={}):
-        assert arrived.wait(60)
+        assert arrived.wait(LIMIT_S)
     assert "a bug" in caplog.text
 
 
 def ask(endpoint: Endpoint, method: str, path: str, headers: Mapping[str, str] | None = None) -> tuple[int, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", endpoint.port, timeout=5)
+    connection = http.client.HTTPConnection("127.0.0.1", endpoint.port, timeout=LIMIT_S)
     try:
         connection.request(method, path, headers=headers or {})
         answer = connection.getresponse()

@@ -20,10 +20,10 @@ from support.clients.gateway_clients import gateway_settings, running_address
 from support.engines.arithmetic_worker import MODEL, running_worker
 from support.engines.lora_adapters import make_adapter
 from support.engines.tiny_models import make_model, random_prompts
+from support.processes.waiting import LIMIT_S
 
 pytestmark = pytest.mark.served
 
-LIMIT_S = 60.0
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_gpu_blocks_override": 64, "enable_lora": True}
 (PROMPT,) = random_prompts([20])
 

@@ -10,7 +10,7 @@ from pagestream_streams.admin import KEPT_MS, WATCHED_MS, BlockMaps, read_engine
 from support.engines.arithmetic_worker import MODEL, TENANT, SlowRunner, accepted, running_worker
 from support.protocol.token_streams import eventually
 
-pytestmark = [pytest.mark.served, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.served
 PROMPT = [*range(1, 40)]
 
 

@@ -263,7 +263,7 @@ async def test_it_computes_the_same_tokens_and_stops_when_asked(tmp_path: Path) 
         os.kill(owner.process.pid, signal.SIGTERM)  # to the whole group, of which the worker decides the end
         owner.process.submit(Stop())
         await owner.ended()
-        wait_until(lambda: not is_running(owner.process.pid), "its end", LIMIT_S)
+        wait_until(lambda: not is_running(owner.process.pid), "its end")
     tokens = [output.token_id for output in owner.outputs if output.seq_id == "a"]
     assert tokens == undisturbed(PROMPT, PARAMS, FACTS, 100)
     [refused] = [output for output in owner.outputs if output.seq_id == "bad"]
@@ -308,7 +308,7 @@ async def test_messages_are_read_however_they_are_cut(tmp_path: Path, monkeypatc
         for seq_id, prompt in prompts.items():
             owner.process.submit(AddGroup(prompt, [Choice(f"{seq_id}/{child}", PARAMS) for child in range(2)]))
         owner.process.submit(AddGroup([FACTS.vocab_size], [Choice("bad", PARAMS)]))
-        await until(lambda: len(owner.outputs) == 121, "all outputs", LIMIT_S)
+        await until(lambda: len(owner.outputs) == 121, "all outputs")
         figures = owner.process.figures
         assert (figures.num_commands, figures.stats.num_generated_tokens) == (4, 120)
         owner.process.submit(Stop())
@@ -328,7 +328,7 @@ async def test_it_waits_for_a_worker_that_takes_no_reports(tmp_path: Path) -> No
         owner.process.submit(AddGroup(PROMPT, [Choice("a", ENDLESS)]))
         await until(lambda: len(owner.outputs) > STEPS_AHEAD, "steps that were taken")
         before = len(owner.outputs)
-        wait_until(is_asleep(owner.process.pid), "the engine to wait for this event loop", LIMIT_S)
+        wait_until(is_asleep(owner.process.pid), "the engine to wait for this event loop")
         os.kill(owner.process.pid, signal.SIGKILL)
         with pytest.raises(EngineCoreError):
             await owner.ended()
@@ -398,4 +398,4 @@ def test_it_dies_with_its_worker(tmp_path: Path) -> None:
         pid = int(parent.stdout.readline())
         os.kill(pid, signal.SIGSTOP)
         parent.kill()
-    wait_until(lambda: not is_running(pid), "its end", LIMIT_S)
+    wait_until(lambda: not is_running(pid), "its end")

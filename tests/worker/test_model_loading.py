@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from pagestream_engine import Engine, EngineConfig
 from pagestream_worker import Cores, EngineProcess, EngineStuckError, Loader, LoadTimeoutError, load_settings
+from support.processes.waiting import LIMIT_S
 
 pytestmark = pytest.mark.served
-
-LIMIT_S = 60.0
 
 
 def hang(folder: str | Path, config: EngineConfig) -> Engine:

@@ -11,13 +11,12 @@ from pagestream_streams import Broker, expire_engine
 from support.engines.paced_worker import PACE, POISON, token_at
 from support.processes.part import Part
 from support.processes.stack import Stack, running_stack
-from support.processes.waiting import until
+from support.processes.waiting import LIMIT_S, until
 
-pytestmark = [pytest.mark.served, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.served
 
 POISONOUS = 300
 NUM_TOKENS = 200
-LIMIT_S = 150.0
 
 
 @pytest.fixture
@@ -32,7 +31,7 @@ def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
 async def supervise(broker: Broker, engine: Part, deaths: list[str]) -> None:
     """What `pagestream serve` does: say that the engine is dead, and start it again."""
     while True:
-        await until(lambda: not engine.is_alive(), f"{engine.name} has ended", LIMIT_S)
+        await until(lambda: not engine.is_alive(), f"{engine.name} has ended")
         engine.wait()
         deaths.append(engine.name)
         await expire_engine(broker, engine.name)

@@ -10,7 +10,8 @@ from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams import Broker, GatewaySession
 from pagestream_streams.admin import queue_states
-from support.engines.arithmetic_worker import LIMIT_S, MODEL, SlowRunner, expected, running_worker, tokens
+from support.engines.arithmetic_worker import MODEL, SlowRunner, expected, running_worker, tokens
+from support.processes.waiting import LIMIT_S
 from support.protocol.token_streams import eventually
 
 pytestmark = pytest.mark.served

@@ -13,11 +13,10 @@ import pytest
 from pagestream_streams import Broker
 from support.clients.gateway_clients import gateway_settings, running_address
 from support.engines.arithmetic_worker import MODEL, SlowRunner, running_worker
-from support.processes.waiting import until
+from support.processes.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.served
 
-LIMIT_S = 20.0
 BLOCK = 16
 PROMPT = [*range(1, 2 * BLOCK + 2)]
 COMPUTED, CACHED = 0, 2 * BLOCK

@@ -53,7 +53,7 @@ def test_the_card_says_the_context_that_fits_and_the_mode(redis_url: str, tmp_pa
                 engines.append(ForkedPart(mode, command, tmp_path / mode, server=shared_server(*ENGINES)))
                 engines[-1].start()
             for engine in engines:
-                wait_until(engine.has_said_ready, f"{engine.name} is ready", 90)
+                wait_until(engine.has_said_ready, f"{engine.name} is ready")
             keys = [key for key in redis.scan_iter("*model*little*") if redis.type(key) == b"hash"]
             cards = [ModelCard.FromString(card) for key in keys if (card := redis.hget(key, "card"))]
         finally:

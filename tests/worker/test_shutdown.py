@@ -13,6 +13,7 @@ from pagestream_engine.wire.worker import Stop
 from pagestream_streams import Append, AppendOutcome, Claim, EngineSession
 from pagestream_telemetry import silent_telemetry
 from pagestream_worker import EngineCore, EngineFailed, Health, Worker, WorkerSettings, WorkerTelemetry
+from support.processes.waiting import LIMIT_S
 
 
 class IdleCore:
@@ -81,7 +82,7 @@ async def test_the_last_engine_of_a_fingerprint_waits_for_the_answer_of_its_last
     worker = Worker(cast(EngineCore, IdleCore()), settings, Health(60.0), telemetry)
     session, stop = ScriptedSession(), asyncio.Event()
     stop.set()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         await worker.run(cast(EngineSession, session), stop)
     assert (session.waits, session.is_answered) == (False, True)
 
@@ -107,7 +108,7 @@ async def test_whatever_ends_the_engine_ends_the_worker(error: Exception, is_dea
     running = asyncio.create_task(worker.run(cast(EngineSession, session), asyncio.Event()))
     await asyncio.sleep(0)
     core.ended.set_exception(error)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         with pytest.raises(EngineFailed):
             await running
     assert session.failed == [is_death]

@@ -11,9 +11,8 @@ from pagestream_engine import Choice, Engine, EngineConfig, SamplingParams, Sequ
 from pagestream_engine.wire.worker import AbortSequences, AddGroup, StepBegun, StepMarked, Stop, TokenColumns
 from pagestream_worker import EngineThread
 from support.engines.arithmetic_model import ArithmeticFacts, ArithmeticRunner, make_folder, undisturbed
-from support.processes.waiting import until
+from support.processes.waiting import LIMIT_S, until
 
-LIMIT_S = 30.0
 FACTS = ArithmeticFacts()
 PROMPT = [1, 2, 3]
 PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -54,7 +53,7 @@ class Owner:
         def own() -> list[SequenceOutput]:
             return [output for output in self.outputs if output.seq_id == seq_id]
 
-        await until(lambda: any(output.finish_reason for output in own()), f"the end of {seq_id}", LIMIT_S)
+        await until(lambda: any(output.finish_reason for output in own()), f"the end of {seq_id}")
         return [output.token_id for output in own()]
 
     async def ended(self) -> None:
@@ -114,7 +113,7 @@ async def test_a_sequence_goes_on_where_another_engine_left_it(tmp_path: Path) -
 async def test_an_aborted_sequence_has_no_further_output(tmp_path: Path) -> None:
     async with running(tmp_path) as owner:
         owner.thread.submit(AddGroup([1], [Choice("a", ENDLESS)]))
-        await until(lambda: bool(owner.outputs), "its first token", LIMIT_S)
+        await until(lambda: bool(owner.outputs), "its first token")
         owner.thread.submit(AbortSequences(["a", "unknown"]))
         owner.add("b", [2])
         assert await owner.tokens_of("b") == undisturbed([2], PARAMS, FACTS, 100)
@@ -154,7 +153,7 @@ async def test_a_step_waits_for_the_mark_of_a_request_that_was_claimed_before(tm
     """And no longer than its limit, so that the order of mark and step is seen where the mark comes at once."""
     async with running(tmp_path) as owner:
         owner.thread.submit(AddGroup([1], [Choice("r/n/0", PARAMS)], waits_for_mark=True))
-        await until(lambda: bool(owner.begun), "the step", LIMIT_S)
+        await until(lambda: bool(owner.begun), "the step")
         [begun] = owner.begun
         assert begun.waits
         owner.thread.submit(StepMarked(begun.number))

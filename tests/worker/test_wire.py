@@ -25,9 +25,8 @@ from pagestream_engine.wire.worker import (
     TokenColumns,
 )
 from pagestream_worker import EngineCoreError, EngineProcess
-from support.processes.waiting import is_running, until
+from support.processes.waiting import LIMIT_S, is_running, until
 
-LIMIT_S = 60.0
 FLOATS = ("kv_utilization", "kv_demand", "last_step_s", "last_schedule_s", "total_step_s", "total_schedule_s")
 COUNTS = dict.fromkeys(EngineStats.__struct_fields__, 1)
 STATS = EngineStats(**{**COUNTS, **dict.fromkeys(FLOATS, 0.5), "accepted_by_position": (3, 1)})  # type: ignore[arg-type]
@@ -175,12 +174,12 @@ async def test_a_process_that_sends_no_reports_is_ended(words: str) -> None:
     process = EngineProcess(Program(f"{__name__}:babbling_load", words, EngineConfig(), "json", "INFO", "e"))
     await process.start()
     try:
-        await until(process.loaded.done, "the error", LIMIT_S)
+        await until(process.loaded.done, "the error")
         for future in (process.loaded, process.ended):
             error = future.exception(0)
             assert isinstance(error, EngineCoreError)
             assert not isinstance(error, EngineError)
             assert words in str(error)
-        await until(lambda: not is_running(process.pid), "its end", LIMIT_S)
+        await until(lambda: not is_running(process.pid), "its end")
     finally:
         process.close()

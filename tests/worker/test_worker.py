@@ -382,7 +382,7 @@ def test_the_watchdog_ends_a_process_whose_step_never_ends(redis_url: str, tmp_p
         async with await Broker.connect(redis_url) as broker, GatewaySession(broker):
             where = broker.connection.keyspace.partition(MODEL, 0)
             name = where.prefix + "suspects"
-            await eventually(lambda: broker.connection.execute("ZCARD", name), LIMIT_S)
+            await eventually(lambda: broker.connection.execute("ZCARD", name))
             found: list[bytes] = await broker.connection.execute("ZRANGE", name, 0, -1)
             return found
 

@@ -25,6 +25,7 @@ from support.clients.gateway_clients import (
     write_keys,
 )
 from support.engines.synthetic_engine import MODEL, SyntheticEngine, synthetic_card
+from support.processes.waiting import LIMIT_S
 from support.protocol.token_streams import FAST, eventually, spec, worker
 from support.protocol.token_streams import MODEL as IDLE
 
@@ -90,7 +91,7 @@ async def test_administrators_keys_open_nothing_else(http: httpx.AsyncClient, ga
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "wrong_credential")
     async with grpc_stub(gateway, key="root") as stub:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.ListModels(api.ListModelsRequest(), timeout=10)
+            await stub.ListModels(api.ListModelsRequest(), timeout=LIMIT_S)
     assert refusal(caught.value).code == grpc.StatusCode.PERMISSION_DENIED
 
 

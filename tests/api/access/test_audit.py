@@ -19,6 +19,7 @@ from pagestream_telemetry import json_formatter
 from support.clients.gateway_clients import Address, bearer, gateway_settings, grpc_stub, running_address, write_keys
 from support.engines.synthetic_engine import FAILING_TOKEN, MODEL, SyntheticEngine
 from support.network.token_issuer import AUDIENCE, ISSUER, Signer, key_set
+from support.processes.waiting import LIMIT_S
 from support.protocol.token_streams import eventually
 
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
@@ -65,7 +66,7 @@ async def test_a_calls_way_is_noted(address: Address, settings: Settings) -> Non
         await http.get("/v1/models", headers=bearer(WRONG_KEY))
     async with grpc_stub(address, key=SIGNER.token()) as stub:
         sampling = api.SamplingParams(max_tokens=2)
-        async for _ in stub.Generate(api.GenerateRequest(model=MODEL, prompt="x", sampling=sampling), timeout=10):
+        async for _ in stub.Generate(api.GenerateRequest(model=MODEL, prompt="x", sampling=sampling), timeout=LIMIT_S):
             pass
     accept, end, cancel, refuse, admin, failure, accept_grpc, end_grpc = audited(settings)
     caller = {"tenant": "keys", "key": NAME, "peer": "127.0.0.1"}
@@ -135,7 +136,7 @@ async def test_no_log_holds_a_prompt_or_a_credential(
     for key in (KEY, WRONG_KEY, token, bad_token):
         async with grpc_stub(address, key=key) as stub:
             with contextlib.suppress(grpc.aio.AioRpcError):
-                async for _ in stub.Generate(request, timeout=10):
+                async for _ in stub.Generate(request, timeout=LIMIT_S):
                     pass
     own = [each for each in caplog.records if each.name.startswith("pagestream")]
     written = [json_formatter().format(each) for each in own] + [json.dumps(each) for each in audited(settings)]

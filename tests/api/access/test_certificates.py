@@ -31,6 +31,7 @@ from support.clients.gateway_clients import (
     write_keys,
 )
 from support.engines.synthetic_engine import MODEL, SyntheticEngine
+from support.processes.waiting import LIMIT_S
 from support.protocol.token_streams import eventually
 
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
@@ -184,7 +185,7 @@ async def post(address: Address, roots: Path, certificate: Issued | None, key: s
     if certificate is not None:
         context.load_cert_chain(certificate.certificate, certificate.key)
     url = f"https://127.0.0.1:{address.http_port}"
-    async with httpx.AsyncClient(verify=context, base_url=url, timeout=60.0) as http:
+    async with httpx.AsyncClient(verify=context, base_url=url, timeout=LIMIT_S) as http:
         if key == "root":
             return await http.post("/admin/v1/keys/reload", headers=bearer(key))
         return await http.post("/v1/completions", json=BODY, headers={} if key is None else bearer(key))
@@ -201,7 +202,7 @@ async def generate(address: Address, roots: Path, certificate: Issued | None, ke
     metadata = None if key is None else (("authorization", f"Bearer {key}"),)
     async with grpc.aio.secure_channel(address.target, channel_credentials(roots, certificate)) as channel:
         request = api.GenerateRequest(model=MODEL, prompt="hello", sampling=api.SamplingParams(max_tokens=2))
-        assert [each async for each in InferenceStub(channel).Generate(request, timeout=30, metadata=metadata)]
+        assert [each async for each in InferenceStub(channel).Generate(request, timeout=LIMIT_S, metadata=metadata)]
 
 
 async def test_a_certificate_alone_names_the_tenant(
@@ -374,7 +375,7 @@ def with_tls(redis_url: str, files: tuple[Path, Path]) -> Settings:
 
 async def models_over_grpc(target: str, roots: bytes) -> list[str]:
     async with grpc.aio.secure_channel(target, grpc.ssl_channel_credentials(roots)) as channel:
-        answer = await InferenceStub(channel).ListModels(api.ListModelsRequest(), timeout=30)
+        answer = await InferenceStub(channel).ListModels(api.ListModelsRequest(), timeout=LIMIT_S)
         return [model.name for model in answer.models]
 
 

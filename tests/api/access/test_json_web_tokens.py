@@ -33,6 +33,7 @@ from support.network.token_issuer import (
     private_key,
     running_key_server,
 )
+from support.processes.waiting import LIMIT_S
 from support.protocol.token_streams import eventually
 
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
@@ -295,11 +296,11 @@ async def test_tokens_and_keys_are_used_together_and_share_their_tenants(http: h
 async def test_grpc_takes_tokens(gateway: Address, engine: SyntheticEngine) -> None:
     request = api.GenerateRequest(model=MODEL, prompt="hello", sampling=api.SamplingParams(max_tokens=2))
     async with grpc_stub(gateway, key=SIGNER.token()) as stub:
-        assert [chunk async for chunk in stub.Generate(request, timeout=60)]
+        assert [chunk async for chunk in stub.Generate(request, timeout=LIMIT_S)]
     assert engine.claimed[-1].tenant == "a"
     async with grpc_stub(gateway, key=SIGNER.token(exp=1)) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.ListModels(api.ListModelsRequest(), timeout=60)
+            await stub.ListModels(api.ListModelsRequest(), timeout=LIMIT_S)
     assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.UNAUTHENTICATED, "the token has expired")
 
 
@@ -310,7 +311,7 @@ OLD, NEW = Signer(kid="old"), Signer(kid="new", number=1)
 async def asking(redis_url: str, folder: Path, url: str) -> AsyncIterator[httpx.AsyncClient]:
     """Run a gateway that gets its issuer's keys from an address."""
     async with running_address(guarded(redis_url, folder, issuer(ISSUER, jwks_url=url))) as address:
-        async with httpx.AsyncClient(base_url=address.url, timeout=60.0) as client:
+        async with httpx.AsyncClient(base_url=address.url, timeout=LIMIT_S) as client:
             yield client
 
 

@@ -26,6 +26,7 @@ from support.clients.gateway_clients import (
     write_keys,
 )
 from support.engines.synthetic_engine import MODEL, SyntheticEngine, running_engine
+from support.processes.waiting import LIMIT_S
 from support.protocol.token_streams import eventually
 from support.redis.servers import emptied
 
@@ -261,7 +262,7 @@ async def test_a_further_name_of_a_model_is_the_models(limited: Settings, engine
     aliases = {"first": MODEL, "second": MODEL, "lost": "no-model"}
     async with (
         running_address(replace(limited, gateway=replace(limited.gateway, model_aliases=aliases))) as address,
-        httpx.AsyncClient(base_url=address.url, headers=bearer("c"), timeout=30) as client,
+        httpx.AsyncClient(base_url=address.url, headers=bearer("c"), timeout=LIMIT_S) as client,
     ):
         listed = {each["id"]: each["root"] for each in (await client.get("/v1/models")).json()["data"]}
         assert listed == dict.fromkeys((MODEL, "first", "second"), MODEL)

@@ -25,6 +25,7 @@ from pagestream.v1 import inference_pb2 as api
 from pagestream_gateway import Settings
 from support.clients.gateway_clients import Address, grpc_stub, lose, refusal
 from support.engines.synthetic_engine import MODEL, SyntheticEngine
+from support.processes.waiting import LIMIT_S
 
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
 
@@ -225,7 +226,7 @@ async def test_health_and_reflection(gateway: Address) -> None:
     async with grpc.aio.insecure_channel(gateway.target) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         watch = health.Watch(health_pb2.HealthCheckRequest(service="pagestream.v1.Inference"))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LIMIT_S):
             async for answer in watch:
                 if answer.status == health_pb2.HealthCheckResponse.SERVING:
                     break
@@ -281,7 +282,7 @@ async def test_metadata_that_is_no_text_is_not_logged(gateway: Address, caplog: 
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.grpc_port)
     writer.write(opening() + frame(HEADERS, END_HEADERS, 1, block) + frame(DATA, END_STREAM, 1, message(b"")))
     answer = b""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         while b"grpc-status" not in answer:
             answer += await reader.read(4096)
     writer.close()
@@ -295,7 +296,7 @@ async def test_a_method_whose_name_is_no_text_ends_no_server(gateway: Address) -
         reader, writer = await asyncio.open_connection("127.0.0.1", gateway.grpc_port)
         writer.write(opening() + frame(HEADERS, END_HEADERS, 1, block) + frame(DATA, END_STREAM, 1, message(b"")))
         answer = b""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while b"grpc-status" not in answer:
                 answer += await reader.read(4096)
         assert field_of(answer, b"grpc-status") == b"12"  # UNIMPLEMENTED

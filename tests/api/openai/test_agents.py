@@ -17,6 +17,7 @@ from pagestream_gateway import Settings
 from support.clients.gateway_clients import Address
 from support.engines.scripted_agent_model import TEMPLATE, prompt_of
 from support.engines.synthetic_engine import ECHO_MODEL, SyntheticEngine, synthetic_card
+from support.processes.waiting import LIMIT_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -76,7 +77,7 @@ async def lenient(
 ) -> AsyncIterator[httpx.AsyncClient]:
     """Open a client of a gateway that ignores unknown fields."""
     own = replace(settings, gateway=replace(settings.gateway, unknown_fields="ignore"))
-    async with another(own) as address, httpx.AsyncClient(base_url=address.url, timeout=60.0) as client:
+    async with another(own) as address, httpx.AsyncClient(base_url=address.url, timeout=LIMIT_S) as client:
         yield client
 
 

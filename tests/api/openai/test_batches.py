@@ -27,7 +27,6 @@ pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
 
 Another = Callable[[Settings], AbstractAsyncContextManager[Address]]
 COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
-LIMIT_S = 90.0
 QUICK = BatchSettings(lease_s=1.0)
 
 
@@ -77,7 +76,7 @@ async def at(client: openai.AsyncOpenAI, batch: Batch, *statuses: str) -> Batch:
         found = await client.batches.retrieve(batch.id)
         return found.status in statuses
 
-    await eventually(is_there, limit_s=LIMIT_S)
+    await eventually(is_there)
     return found
 
 
@@ -140,7 +139,7 @@ async def test_jobs_may_be_in_the_body(http: httpx.AsyncClient) -> None:
             batch.update((await http.get(path)).json())
             return bool(batch["status"] == "completed")
 
-        await eventually(has_ended, limit_s=LIMIT_S)
+        await eventually(has_ended)
         [line] = (await http.get(f"/v1/files/{batch['output_file_id']}/content")).text.splitlines()
         response = json.loads(line)["response"]
         asked_for = [each["id"] for each in (await http.get("/v1/requests")).json()["data"]]
@@ -220,7 +219,7 @@ async def test_a_batch_that_is_stopped_ends_its_jobs(
     jobs = [*lines(5, max_tokens=1), *(line(f"held-{place}") for place in range(120))]
     batch = await begun(client, jobs, completion_window=window)
     if status == "cancelled":
-        await eventually(lambda: len(engine.claimed) >= 60, limit_s=LIMIT_S)
+        await eventually(lambda: len(engine.claimed) >= 60)
         assert (await client.batches.cancel(batch.id)).status == "cancelling"
     ended = await at(client, batch, status)
     done, undone = [await results(client, each) for each in (ended.output_file_id, ended.error_file_id)]
@@ -251,12 +250,12 @@ async def test_another_gateway_goes_on_after_a_kill(
     first.start()
     jobs = lines(80)
     try:
-        await eventually(first.has_become_ready, limit_s=LIMIT_S)
+        await eventually(first.has_become_ready)
         async with client_of(Address(port, 0)) as client:
             batch = await begun(client, jobs)
-            await eventually(lambda: len(engine.claimed) > 20, limit_s=LIMIT_S)
+            await eventually(lambda: len(engine.claimed) > 20)
             engine.hold_at = 3
-            await eventually(lambda: len(engine.claimed) > 32, limit_s=LIMIT_S)
+            await eventually(lambda: len(engine.claimed) > 32)
         async with another(settings) as address, client_of(address) as client:
             first.kill()
             engine.go_on()
@@ -277,7 +276,7 @@ async def test_a_gateway_that_stops_leaves_its_batches_at_once(
     async with another(settings) as address, client_of(address) as client:
         async with another(lasting) as stopping, client_of(stopping) as other:
             batch = await begun(other, lines(80))
-            await eventually(lambda: len(engine.claimed) >= 64, limit_s=LIMIT_S)
+            await eventually(lambda: len(engine.claimed) >= 64)
         engine.go_on()
         ended = await at(client, batch, "completed")
         assert len(await results(client, ended.output_file_id)) == 80
@@ -298,7 +297,7 @@ async def test_a_full_queue_and_a_full_redis_are_waited_for(
 
         ask_all(redis_server, "CONFIG", "SET", "maxmemory", 1)
         try:
-            await eventually(lambda: waits_for("storage_full"), limit_s=LIMIT_S)
+            await eventually(lambda: waits_for("storage_full"))
         finally:
             ask_all(redis_server, "CONFIG", "SET", "maxmemory", 0)
         engine.go_on()
@@ -323,7 +322,7 @@ async def test_no_job_begins_without_room_for_its_output(
         async def is_waiting() -> bool:
             return (await client.batches.retrieve(batch.id)).model_dump()["waits_for"] == "files_full"
 
-        await eventually(is_waiting, limit_s=LIMIT_S)
+        await eventually(is_waiting)
         assert len(engine.claimed) < len(jobs)
         with pytest.raises(openai.ConflictError, match="has not ended"):
             await client.files.delete(batch.input_file_id)

@@ -24,12 +24,12 @@ from pagestream_streams import Broker, EmbeddedRedis, StreamsSettings, list_requ
 from support.clients.gateway_clients import gateway_settings, running_address
 from support.engines.arithmetic_worker import MODEL, running_worker
 from support.engines.tiny_models import make_classifier
+from support.processes.waiting import LIMIT_S
 from support.redis.servers import emptied
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
-LIMIT_S = 90.0
 TOLERANCE = 1e-5
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_gpu_blocks_override": 64, "max_model_len": 64}
 TEXTS = ["one", "the second text", "3"]

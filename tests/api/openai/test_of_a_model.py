@@ -18,11 +18,10 @@ from pagestream.v1.inference_pb2_grpc import InferenceStub
 from pagestream_client import Client, DeadlineExceeded, InvalidRequest
 from support.clients.gateway_clients import refusal
 from support.processes.stack import DEMO_MODEL, Stack
-from support.processes.waiting import wait_until
+from support.processes.waiting import LIMIT_S, wait_until
 from tokenizers import Tokenizer
 
-pytestmark = [pytest.mark.served, pytest.mark.timeout(300)]
-LIMIT_S = 120.0
+pytestmark = pytest.mark.served
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +225,7 @@ def test_a_batch_survives_its_engine(demo_stack: Stack, demo_client: openai.Open
     with httpx.Client(base_url=demo_stack.gateways[0].url, timeout=LIMIT_S) as http, ThreadPoolExecutor(1) as beside:
         body = {"model": MODEL, "input": inputs, "encoding_format": "base64", "on_disconnect": "continue"}
         waiting = beside.submit(http.post, "/v1/embeddings", json=body, headers={"Idempotency-Key": "killed"})
-        wait_until(lambda: any(count > 8 for count in lengths(demo_stack).values()), limit_s=LIMIT_S, what="a vector")
+        wait_until(lambda: any(count > 8 for count in lengths(demo_stack).values()), what="a vector")
         victim.kill()
         left = lengths(demo_stack)
         demo_stack.add_engine()
@@ -262,11 +261,11 @@ def test_grpc_answers_alike(demo_stack: Stack) -> None:
             api.EmbedRequest(model=MODEL, texts=TEXTS),
             api.EmbedRequest(model=MODEL, token_ids=[api.TokenIds(ids=encode(text)) for text in TEXTS]),
         ):
-            answer = stub.Embed(request, timeout=60)
+            answer = stub.Embed(request, timeout=LIMIT_S)
             for each, text in zip(answer.embeddings, TEXTS, strict=True):
                 torch.testing.assert_close(torch.tensor(each.values), vector_of(text), atol=TOLERANCE, rtol=0.0)
         assert answer.usage.prompt_tokens == sum(len(encode(text)) for text in TEXTS)
-        chunks = [each.chunk for each in stub.Resume(api.ResumeRequest(request_id=answer.request_id), timeout=60)]
+        chunks = [each.chunk for each in stub.Resume(api.ResumeRequest(request_id=answer.request_id), timeout=LIMIT_S)]
         shown = {
             chunk.choice: struct.unpack(f"<{len(chunk.embedding) // 4}f", chunk.embedding)
             for chunk in chunks
@@ -275,12 +274,12 @@ def test_grpc_answers_alike(demo_stack: Stack) -> None:
         assert [list(shown[number]) for number in range(len(TEXTS))] == [
             list(each.values) for each in answer.embeddings
         ]
-        scored = stub.Score(api.ScoreRequest(model=MODEL, queries=TEXTS[:1], documents=TEXTS), timeout=60)
+        scored = stub.Score(api.ScoreRequest(model=MODEL, queries=TEXTS[:1], documents=TEXTS), timeout=LIMIT_S)
         assert list(scored.scores) == pytest.approx(
             [float(vector_of(TEXTS[0]) @ vector_of(text)) for text in TEXTS], abs=TOLERANCE
         )
         with pytest.raises(grpc.RpcError) as caught:
-            stub.Embed(api.EmbedRequest(model=MODEL, texts=["x"], dimensions=8), timeout=60)
+            stub.Embed(api.EmbedRequest(model=MODEL, texts=["x"], dimensions=8), timeout=LIMIT_S)
         refused = refusal(caught.value)  # type: ignore[arg-type]
         assert (refused.code, refused.fields) == (grpc.StatusCode.INVALID_ARGUMENT, ["dimensions"])
     with Client([demo_stack.gateways[0].grpc_target]) as client:
@@ -425,7 +424,7 @@ def test_grpc_streams_log_probabilities(demo_stack: Stack) -> None:
         stub = InferenceStub(channel)
         request = api.GenerateRequest(model=MODEL, prompt=PROMPT)
         request.sampling.MergeFrom(api.SamplingParams(max_tokens=0, prompt_logprobs=1))
-        chunks = [response.chunk for response in stub.Generate(request, timeout=60)]
+        chunks = [response.chunk for response in stub.Generate(request, timeout=LIMIT_S)]
         rows = [row for chunk in chunks for row in chunk.prompt_logprobs]
         assert [row.entries[0].token_id for row in rows] == encode(PROMPT)[1:]
         assert chunks[-1].usage.completion_tokens == 0
@@ -562,7 +561,7 @@ LONG: Any = {**ASKED, "max_output_tokens": 200, "extra_body": {"seed": 3, "min_t
 def test_a_response_outlives_its_engine_and_its_gateway(demo_stack: Stack, demo_client: openai.OpenAI) -> None:
     undisturbed = demo_client.responses.create(**LONG)
     gateway = demo_stack.add_gateway()
-    wait_until(gateway.has_become_ready, limit_s=LIMIT_S, what="a second gateway")
+    wait_until(gateway.has_become_ready, what="a second gateway")
     other = demo_client.with_options(base_url=f"{gateway.url}/v1")
     events = []
     try:

@@ -21,11 +21,11 @@ from support.engines.synthetic_engine import (
     running_engine,
     synthetic_card,
 )
+from support.processes.waiting import LIMIT_S
 from support.protocol.token_streams import eventually
 
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
 
-LIMIT_S = 60.0
 LONG_MODEL = "long"
 MB = 1_000_000
 

@@ -9,12 +9,13 @@ import time
 import pytest
 from pagestream_gateway.errors import Overloaded
 from pagestream_gateway.text.tokenization import SMALL_BYTES, PendingRequests, TokenizePool
+from support.processes.waiting import LIMIT_S
 
 
 async def test_what_waits_for_the_threads_is_bounded_and_room_comes_back() -> None:
     gate = threading.Event()
     async with TokenizePool(workers=1, max_pending=2, limit_s=20) as pool:
-        calls = [asyncio.create_task(pool.run(lambda: gate.wait(20))) for _ in range(2)]
+        calls = [asyncio.create_task(pool.run(lambda: gate.wait(LIMIT_S))) for _ in range(2)]
         await asyncio.sleep(0)
         with pytest.raises(Overloaded, match="at most 2") as caught:
             await pool.run(int)
@@ -28,7 +29,7 @@ async def test_an_abandoned_call_counts_until_its_thread_is_done() -> None:
     gate = threading.Event()
     async with TokenizePool(workers=1, max_pending=1, limit_s=0.05) as pool:
         with pytest.raises(Overloaded, match="longer than"):
-            await pool.run(lambda: gate.wait(20))
+            await pool.run(lambda: gate.wait(LIMIT_S))
         with pytest.raises(Overloaded, match="too many"):
             await pool.run(int)
         gate.set()

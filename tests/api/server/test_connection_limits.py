@@ -17,12 +17,12 @@ from pagestream.v1 import inference_pb2 as api
 from pagestream_gateway import ConnectionSettings, LimitSettings, Settings
 from support.clients.gateway_clients import Address, grpc_stub, issue_certificate, post_events
 from support.engines.synthetic_engine import MODEL, SyntheticEngine
+from support.processes.waiting import LIMIT_S
 from support.protocol.token_streams import eventually
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
 
-LIMIT_S = 60.0
 SHORT_S = 0.5
 MAX_HEADER = 4096
 GET = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"
@@ -212,7 +212,7 @@ async def test_requests_are_freed_without_the_garbage_collector(address: Address
         for _ in range(20):
             async with connect(address) as connection:
                 await connection.send(post * 4)
-        await eventually(lambda: live() <= before, LIMIT_S)
+        await eventually(lambda: live() <= before)
     finally:
         gc.enable()
 

@@ -13,6 +13,7 @@ from pagestream_streams import Broker, EmbeddedRedis
 from pagestream_streams.admin import BlockMaps, read_engine_loads
 from support.clients.gateway_clients import Address, bearer, gateway_settings, running_address, write_keys
 from support.engines.synthetic_engine import MODEL, SyntheticEngine, running_engine
+from support.processes.waiting import LIMIT_S
 from support.protocol.token_streams import eventually
 from support.redis.servers import emptied
 
@@ -57,7 +58,7 @@ async def engine(redis_url: str) -> AsyncIterator[SyntheticEngine]:
 @pytest_asyncio.fixture(loop_scope="module")
 async def http(engine: SyntheticEngine, redis_url: str) -> AsyncIterator[httpx.AsyncClient]:
     async with running_address(gateway_settings(redis_url)) as address:
-        async with httpx.AsyncClient(base_url=address.url, timeout=60.0) as client:
+        async with httpx.AsyncClient(base_url=address.url, timeout=LIMIT_S) as client:
             yield client
 
 

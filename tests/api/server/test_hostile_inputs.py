@@ -32,6 +32,7 @@ from pagestream_streams import Broker
 from redis.asyncio import Redis
 from support.clients.gateway_clients import Address, bearer, grpc_stub, refusal, running_address, write_keys
 from support.engines.synthetic_engine import MODEL, SyntheticEngine, running_engine, synthetic_card, tokenizer_of
+from support.processes.waiting import LIMIT_S
 from support.protocol.token_streams import eventually
 from tokenizers import Regex, pre_tokenizers
 
@@ -90,7 +91,7 @@ async def test_a_compressed_grpc_message_counts_by_what_it_becomes(gateway: Addr
         flags = END_STREAM if place + FRAME_BYTES >= len(data) else 0
         writer.write(frame(DATA, flags, 1, data[place : place + FRAME_BYTES]))
     received, ended = bytearray(), False
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LIMIT_S):
         while not ended and (part := await reader.read(2**16)):
             received += part
             ended = any(each.kind == HEADERS and each.flags & END_STREAM for each in read_frames(received))

@@ -12,12 +12,12 @@ from campaigns.hostile_requests.sending import LEFT, Answer, sent
 from campaigns.hostile_requests.values import CHAT, EMBEDDINGS, SCORE, Target
 from support.clients.gateway_clients import Address
 from support.engines.synthetic_engine import FAILING_TOKEN, MAX_MODEL_LEN, MODEL, synthetic_card
+from support.processes.waiting import LIMIT_S
 
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
 
 COUNT = 40
 SEED = "1"
-LIMIT_S = 60.0
 WORK = 64
 NEW_FIELD = {"anyOf": [{"type": "integer", "minimum": 3, "maximum": 5}, {"type": "null"}]}
 VECTORS = (EMBEDDINGS, SCORE)

@@ -15,6 +15,7 @@ from pagestream_streams import Broker, EmbeddedRedis, GatewaySession
 from prometheus_client.parser import text_string_to_metric_families
 from support.clients.gateway_clients import Address, grpc_stub
 from support.engines.synthetic_engine import FAILING_TOKEN, MODEL, SyntheticEngine
+from support.processes.waiting import LIMIT_S
 from support.protocol.token_streams import MODEL as IDLE
 from support.protocol.token_streams import card, eventually, spec, worker
 from support.redis.topologies import ask_all
@@ -79,7 +80,7 @@ async def whole_answer(call: AsyncIterable[api.GenerateResponse]) -> list[api.Ge
 async def test_figures_of_calls(engine: SyntheticEngine, settings: Settings, another: Another) -> None:
     body = {"model": MODEL, "prompt": "hello", "max_tokens": 4}
     quick = replace(settings, stream=StreamSettings(disconnect_grace_s=0.2))
-    async with another(quick) as address, httpx.AsyncClient(base_url=address.url, timeout=60.0) as http:
+    async with another(quick) as address, httpx.AsyncClient(base_url=address.url, timeout=LIMIT_S) as http:
         messages = [{"role": "user", "content": "hello"}]
         chat = {"model": MODEL, "messages": messages, "max_tokens": 4}
         request = api.GenerateRequest(model=MODEL, prompt="hello", sampling=api.SamplingParams(max_tokens=4))

@@ -17,6 +17,7 @@ from pagestream_gateway import ConnectionSettings, LimitSettings, Settings
 from pagestream_streams import StreamsSettings
 from support.clients.gateway_clients import Address, gateway_settings, sse_events
 from support.engines.synthetic_engine import FAILING_TOKEN, MODEL, SyntheticEngine
+from support.processes.waiting import LIMIT_S
 from support.protocol.token_streams import eventually
 
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
@@ -228,7 +229,7 @@ async def stalled(address: Address) -> httpx.Response:
     reader, writer = await asyncio.open_connection("127.0.0.1", address.http_port)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     writer.write(head + b"Content-Length: 9\r\n\r\n{")
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LIMIT_S):
         head, _, body = (await reader.read()).partition(b"\r\n\r\n")
     writer.close()
     status, *fields = head.decode().split("\r\n")

@@ -20,10 +20,10 @@ from pagestream_telemetry import loopback_host
 from support.clients.gateway_clients import sse_events
 from support.engines.synthetic_engine import MODEL, SyntheticEngine
 from support.processes.fork_server import GATEWAYS, run_forked, shared_server
+from support.processes.waiting import LIMIT_S
 
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
 
-LIMIT_S = 60.0
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "my secret"}], "max_tokens": 6, "seed": 0}
 
 

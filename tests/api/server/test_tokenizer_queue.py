@@ -12,10 +12,10 @@ from pagestream_gateway import LimitSettings, Settings
 from pagestream_gateway.text.encoder import Encoded, EncodingCache, EncodingJob, TextEncoder
 from support.clients.gateway_clients import Address
 from support.engines.synthetic_engine import MODEL, SyntheticEngine
+from support.processes.waiting import LIMIT_S
 
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
 
-LIMIT_S = 60.0
 BODY = {"model": MODEL, "prompt": "hello", "max_tokens": 1}
 Another = Callable[[Settings], AbstractAsyncContextManager[Address]]
 

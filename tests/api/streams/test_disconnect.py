@@ -19,11 +19,11 @@ from support.clients.gateway_clients import (
     sse_events,
 )
 from support.engines.synthetic_engine import MODEL, SyntheticEngine
+from support.processes.waiting import LIMIT_S
 
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
 
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "seed": 0}
-LIMIT_S = 30.0
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

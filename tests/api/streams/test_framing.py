@@ -11,6 +11,7 @@ import pytest_asyncio
 from pagestream_gateway import Settings, StreamSettings
 from support.clients.gateway_clients import Address, get_events, running_address
 from support.engines.synthetic_engine import FAILING_TOKEN, MODEL, SyntheticEngine
+from support.processes.waiting import LIMIT_S
 
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
 
@@ -55,7 +56,7 @@ async def pieces_of(url: str, path: str, body: dict[str, Any], engine: Synthetic
     engine.hold_at = 0
     pieces: list[bytes] = []
     async with (
-        httpx.AsyncClient(base_url=url, timeout=20.0) as client,
+        httpx.AsyncClient(base_url=url, timeout=LIMIT_S) as client,
         client.stream("POST", path, json={**SHARED, **body}) as response,
     ):
         assert response.status_code == 200
@@ -165,7 +166,7 @@ async def test_silence_is_filled_with_empty_lines(engine: SyntheticEngine, url: 
         engine.hold_at = 1
         seen: list[str] = []
         async with (
-            httpx.AsyncClient(base_url=url, timeout=60.0) as client,
+            httpx.AsyncClient(base_url=url, timeout=LIMIT_S) as client,
             client.stream("POST", "/v1/completions", json=COMPLETION, headers=headers) as response,
         ):
             async for line in response.aiter_lines():

@@ -14,6 +14,7 @@ from pagestream.v1 import inference_pb2 as api
 from pagestream_streams import EmbeddedRedis
 from support.clients.gateway_clients import Address, chat_text, grpc_stub, refusal, sse_events
 from support.engines.synthetic_engine import MODEL, SyntheticEngine
+from support.processes.waiting import LIMIT_S
 from support.protocol.token_streams import eventually
 from support.redis.topologies import ask_all
 
@@ -63,7 +64,7 @@ async def test_an_outage(
 
         await redis_server.start()
         engine.go_on()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             seen += [event async for event in events]
     assert chat_text(seen) == "abcdef"
     assert seen[-1].data == "[DONE]"
@@ -81,7 +82,7 @@ async def reach(gateway: Address, status: HealthCheckResponse.ServingStatus) -> 
     """Wait until gRPC's health checks say this."""
     async with grpc.aio.insecure_channel(gateway.target) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             while (await watch.read()).status != status:
                 pass
         watch.cancel()
@@ -131,6 +132,6 @@ async def test_a_new_request_is_refused_and_accepted_ones_are_served(
             assert refusal(caught.value).code == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "[DONE]" in (await http.get(f"/v1/requests/{finished}/events")).text
         assert (await http.delete(f"/v1/requests/{request_id}")).status_code == 200
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LIMIT_S):
             rest = [event.data async for event in events]
         assert '"cancelled"' in "".join(rest)

@@ -26,13 +26,13 @@ from support.clients.gateway_clients import (
     write_keys,
 )
 from support.engines.synthetic_engine import MODEL, running_engine, synthetic_card
+from support.processes.waiting import LIMIT_S
 from support.protocol.token_streams import eventually
 from support.redis.servers import emptied
 
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
 BODY = {"model": MODEL, "prompt": "hi", "max_tokens": 2}
 HELD = {**BODY, "on_disconnect": "continue"}
-LIMIT_S = 60.0
 
 
 @pytest.fixture

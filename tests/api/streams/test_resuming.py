@@ -11,6 +11,7 @@ import pytest
 from pagestream_gateway import Settings, ShutdownSettings
 from support.clients.gateway_clients import Address, chat_text, get_events, lose, post_events, sse_events
 from support.engines.synthetic_engine import MODEL, SyntheticEngine
+from support.processes.waiting import LIMIT_S
 from support.protocol.token_streams import eventually
 
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
@@ -210,7 +211,7 @@ async def test_a_request_that_redis_loses_while_it_is_read_goes_on(
     await eventually(has_come_so_far)
     await lose(redis_url, request_id)
     engine.go_on()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LIMIT_S):
         answer = await asking
     assert answer.headers["X-Request-Id"] == request_id
     if stream:

@@ -24,12 +24,11 @@ from pagestream_streams import Append, AppendKind, Broker, Claim, EngineSession
 from pagestream_streams.protocol import chained
 from support.engines.synthetic_engine import MODEL, synthetic_card
 from support.processes.stack import Gateway, Stack
-from support.processes.waiting import wait_until
+from support.processes.waiting import LIMIT_S, wait_until
 from support.protocol.token_streams import Worker, append_of
 
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
 
-LIMIT_S = 90.0
 TOKEN_BYTES = 1000  # of a token's text: as much as its twenty likeliest alternatives would take
 NUM_STEPS = 160
 MB = 1_000_000

@@ -178,7 +178,7 @@ def operator(installed: str, account: Path, options: tuple[str, ...], tmp_path: 
     part = Part("operator", [sys.executable, "-m", "pagestream_operator"], tmp_path / "operator.log", environ)
     part.start()
     try:
-        wait_until(lambda: is_ready(port), limit_s=60, what=f"the operator\n{part.log_tail()}")
+        wait_until(lambda: is_ready(port), what=f"the operator\n{part.log_tail()}")
         yield Operator(port, part)
     finally:
         part.stop()
@@ -208,15 +208,15 @@ def exists(admin: Administrator, namespace: str, *what: str) -> bool:
 def test_the_operators_rights_are_enough(admin: Administrator, installed: str, operator: Operator) -> None:
     children = ("deployment/demo-engine", "service/demo-engines", "poddisruptionbudget/demo-engine")
     children += ("serviceaccount/demo-engine",)
-    wait_until(lambda: exists(admin, installed, *children), limit_s=30, what="the pool's objects")
-    wait_until(lambda: bool(conditions(admin, installed)), limit_s=30, what="the pool's status")
+    wait_until(lambda: exists(admin, installed, *children), what="the pool's objects")
+    wait_until(lambda: bool(conditions(admin, installed)), what="the pool's status")
     pod = admin.get("--namespace", installed, "deployment/demo-engine")["spec"]["template"]["spec"]
     assert pod["containers"][0]["image"] == "pagestream-engine:0.1.0"
     own = pod["containers"][0]["envFrom"][-1]["configMapRef"]["name"]
     assert exists(admin, installed, f"configmap/{own}")
     admin.run("kubectl", "--namespace", installed, "scale", "enginepool/demo", "--replicas=2")
-    wait_until(lambda: replicas(admin, installed) == 2, limit_s=30, what="two replicas")
-    wait_until(lambda: has_events(admin, installed), limit_s=30, what="an event")
+    wait_until(lambda: replicas(admin, installed) == 2, what="two replicas")
+    wait_until(lambda: has_events(admin, installed), what="an event")
     admin.run("kubectl", "--namespace", installed, "delete", "enginepool/demo", "--timeout=50s")
     page = httpx.get(f"http://127.0.0.1:{operator.metrics_port}/metrics").text
     assert "pagestream_operator_api_calls_total{" in page

@@ -16,6 +16,7 @@ import yaml
 from pagestream_operator import load_settings
 from support.kubernetes.api import Administrator, CommandError, kube_binary, run_tool
 from support.kubernetes.chart import CHART, ROOT, Manifest, is_hook, one, pods, render, rendered_text, values_files
+from support.processes.waiting import LIMIT_S
 
 pytestmark = pytest.mark.kube
 
@@ -157,7 +158,7 @@ def test_every_value_has_a_comment(tmp_path: Path) -> None:
         "--documentation-strict-ignore-absent-regex",
         r"pools\..*|.*\.(requests|limits)\..*",
     )
-    result = subprocess.run([*command, *strict], capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run([*command, *strict], capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
 
 

@@ -26,6 +26,7 @@ from pagestream_engine.layers.native.levels import LinearLevel, usable_levels
 from pagestream_engine.layers.native.levels import libraries as linear_libraries
 from pagestream_engine.native_build import NativeBuildError, find_compiler, toolchain_of
 from pagestream_engine.native_prebuild import prebuild
+from support.processes.waiting import LIMIT_S
 
 pytestmark = pytest.mark.builds
 
@@ -137,7 +138,7 @@ def test_an_image_copies_all_that_its_prebuild_imports(tmp_path: Path, image: st
     # -S: without this environment's packages.
     arguments = [sys.executable, "-S", *command[0].split(), "--out", str(tmp_path / "prebuilt"), *command[1].split()]
     environment = {"PYTHONPATH": str(tmp_path), "CXX": str(compiler), "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(arguments, check=True, capture_output=True, text=True, env=environment, timeout=60)
+    done = subprocess.run(arguments, check=True, capture_output=True, text=True, env=environment, timeout=LIMIT_S)
     made = {Path(line).relative_to(tmp_path / "prebuilt").parent for line in done.stdout.splitlines()}
     folders = {import_module(name).PREBUILT for name in command[1].split()}
     assert {root / "services" / folder.parts[0].split("_")[1] / "src" / folder for folder in made} == folders
@@ -207,7 +208,7 @@ def test_source_has_no_warnings(tmp_path: Path) -> None:
     assert compiler is not None
     flags = ["-std=c++17", "-fopenmp", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-Wno-psabi"]
     command = [compiler, *flags, "-DPAGESTREAM_HEAD_DIM=80", str(SOURCE)]
-    subprocess.run(command, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=LIMIT_S)
 
 
 # -- linears ------------------------------------------------------------------------------------------------------

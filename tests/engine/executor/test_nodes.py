@@ -39,7 +39,7 @@ from pagestream_engine.wire.codec import Codec
 from support.engines.arithmetic_model import make_folder, undisturbed
 from support.engines.faulty_runners import FACTS, FaultyRunner
 from support.engines.nodes import TESTS, node_options, start_follower
-from support.processes.waiting import children_of, is_running, wait_until
+from support.processes.waiting import LIMIT_S, children_of, is_running, wait_until
 
 pytestmark = pytest.mark.served
 PROMPTS = [[number, *range(1, 9)] for number in range(5)]
@@ -70,7 +70,7 @@ class Follower:
 
     def end(self) -> str:
         """Wait for the end by an error; return what it has written."""
-        _, written = self.process.communicate(timeout=60)
+        _, written = self.process.communicate(timeout=LIMIT_S)
         assert self.process.returncode != 0
         return written
 
@@ -132,7 +132,7 @@ def test_lost_machines_end_the_group_and_requests_go_on_with_the_next_generation
     assert tokens == {str(n): undisturbed(p, params(n), FACTS, length, seed=n) for n, p in enumerate(PROMPTS)}
     engine.check_invariants()
     engine.close()
-    assert follower.process.wait(60) == 0, "the leader has ended the group orderly"
+    assert follower.process.wait(LIMIT_S) == 0, "the leader has ended the group orderly"
 
 
 LEADER = """
@@ -268,7 +268,9 @@ def test_a_frame_of_no_possible_size_ends_the_link(size: int) -> None:
     receiver.start()
     with tap:
         tap.sendall(size.to_bytes(4, "big") + bytes(100))
-        assert reasons.get(timeout=30) == f"lost its connection: a frame of {size} bytes, expected 1 to {MAX_BYTES}"
+        assert (
+            reasons.get(timeout=LIMIT_S) == f"lost its connection: a frame of {size} bytes, expected 1 to {MAX_BYTES}"
+        )
     assert not received
 
 
@@ -308,7 +310,7 @@ def test_an_injected_frame_ends_the_link() -> None:
     tap.sendall(frame)
     wait_until(lambda: received == [b"plan"], "the message")
     tap.sendall(frame)
-    assert reasons.get(timeout=30) == "lost its connection: a frame without a valid proof"
+    assert reasons.get(timeout=LIMIT_S) == "lost its connection: a frame without a valid proof"
     assert received == [b"plan"]
     for each in (sender, receiver):
         each.close()

@@ -23,7 +23,7 @@ from support.engines.faulty_runners import (
     rank_file,
     refuse_to_load,
 )
-from support.processes.waiting import wait_until
+from support.processes.waiting import LIMIT_S, wait_until
 
 pytestmark = pytest.mark.served
 OPTIONS = {
@@ -109,7 +109,7 @@ def test_its_death_is_noticed_while_nothing_runs(make_engine: Callable[..., Engi
     engine.check_executor()
     (child,) = [each for each in multiprocessing.active_children() if each.name == "pagestream-executor"]
     child.kill()
-    child.join(10)
+    child.join(LIMIT_S)
     with pytest.raises(ExecutorDied, match="killed by signal 9"):
         engine.check_executor()
 

@@ -15,7 +15,7 @@ import pytest
 from pagestream_engine import ConfigError, Engine, EngineConfig, RankLost, SamplingParams
 from support.engines.arithmetic_model import make_folder, undisturbed
 from support.engines.faulty_runners import FACTS, FaultyRunner, rank_file, refuse_to_load
-from support.processes.waiting import children_of, is_running, wait_until
+from support.processes.waiting import LIMIT_S, children_of, is_running, wait_until
 
 pytestmark = pytest.mark.served
 OPTIONS = {"block_size": 4, "num_gpu_blocks_override": 24, "max_num_seqs": 8, "max_num_batched_tokens": 16}
@@ -105,7 +105,7 @@ def test_a_death_is_noticed_while_nothing_runs(engine: Engine) -> None:
     ranks = ranks_by_name()
     engine.check_executor()
     ranks["pagestream-rank-1"].kill()
-    ranks["pagestream-rank-1"].join(30)
+    ranks["pagestream-rank-1"].join(LIMIT_S)
     with pytest.raises(RankLost, match="rank 1 of 2 was killed by signal 9"):
         engine.check_executor()
     assert ranks["pagestream-rank-0"].exitcode == -signal.SIGKILL

@@ -23,6 +23,7 @@ from pagestream_engine.parallel.place import Progress
 from pagestream_engine.parallel.progress import StreamProgress
 from pagestream_engine.plan import LoadedAdapter, PreparedGrammar
 from pagestream_grammars import Grammar
+from support.processes.waiting import LIMIT_S
 
 
 class Watched:
@@ -108,7 +109,7 @@ class _Stream:
 
 
 def _await_count(progress: Progress, rank: int, count: int) -> None:
-    until = time.monotonic() + 30
+    until = time.monotonic() + LIMIT_S
     while progress.count(rank) != count:
         assert time.monotonic() < until, f"{progress.count(rank)}, expected {count}"
         time.sleep(0.01)

@@ -18,6 +18,7 @@ from pagestream_grammars import (
     json_grammar,
     rules_grammar,
 )
+from support.processes.waiting import LIMIT_S
 
 pytestmark = pytest.mark.served
 DEMO_MODEL = Path(__file__).parents[3] / "deploy" / "demo-model" / "model"
@@ -145,16 +146,16 @@ def test_many_that_ask_for_one_verdict_wait_for_one(monkeypatch: pytest.MonkeyPa
     def find(given: Grammar) -> None:
         found.append(given)
         has_begun.set()
-        assert may_end.wait(30)
+        assert may_end.wait(LIMIT_S)
 
     monkeypatch.setattr("pagestream_grammars.compiling._find", find)
     threads = [threading.Thread(target=fault, args=(grammar,)) for _ in range(8)]
     for thread in threads:
         thread.start()
-    assert has_begun.wait(30)
+    assert has_begun.wait(LIMIT_S)
     may_end.set()
     for thread in threads:
-        thread.join(30)
+        thread.join(LIMIT_S)
     assert found == [grammar]
     assert fault(grammar) is None
     assert len(found) == 1

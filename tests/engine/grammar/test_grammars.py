@@ -27,6 +27,7 @@ from pagestream_engine.features.grammar.compiler import Allowed, GrammarCompiler
 from pagestream_engine.features.grammar.matcher import GrammarWalk, Phase, ReasoningGate
 from pagestream_engine.plan import PreparedGrammar
 from pagestream_engine.sampling_params import Grammar
+from support.processes.waiting import LIMIT_S
 
 pytestmark = pytest.mark.served
 DEMO_MODEL = Path(__file__).parents[3] / "deploy" / "demo-model" / "model"
@@ -256,7 +257,7 @@ def slow_masks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], thre
 
     def wait_and_advance(walk: GrammarWalk, token_ids: Sequence[int]) -> Allowed:
         if walk._grammar.text in held:
-            held[walk._grammar.text].wait(60)
+            held[walk._grammar.text].wait(LIMIT_S)
         return advance(walk, token_ids)
 
     monkeypatch.setattr(GrammarWalk, "advance", wait_and_advance)

@@ -16,6 +16,7 @@ from pagestream_engine import LLM, SamplingParams
 from pagestream_engine.layers.linear import native_linears
 from pagestream_engine.models.loader import Named, SharedWeights, map_or_write
 from support.engines.tiny_models import make_model, random_prompts
+from support.processes.waiting import LIMIT_S
 
 pytestmark = pytest.mark.served
 A_MODEL = [("a", torch.arange(5.0)), ("b", torch.arange(12, dtype=torch.int32).view(3, 4)), ("c", torch.ones(2, 3))]
@@ -121,7 +122,7 @@ def test_of_processes_that_start_at_once_one_writes(tmp_path: Path) -> None:
         subprocess.Popen([sys.executable, "-c", _RUN, str(tmp_path)], stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    printed = [process.communicate(timeout=100)[0].split() for process in started]
+    printed = [process.communicate(timeout=LIMIT_S)[0].split() for process in started]
     assert sorted(map(len, printed)) == [1, 2]
     assert printed[0][-1] == printed[1][-1]
 

@@ -36,6 +36,7 @@ from pagestream_engine.parallel.stages import Stage
 from safetensors.torch import load_file, save_file
 from support.engines.architectures import small_config
 from support.engines.tiny_models import make_model
+from support.processes.waiting import LIMIT_S
 
 pytestmark = pytest.mark.served
 
@@ -147,7 +148,7 @@ def test_loading_needs_no_second_copy_in_memory(tmp_path: Path, dtype: str, line
     stored = (folder / "model.safetensors").stat().st_size
     size = stored * (2 if dtype == "float32" else 1)
     command = [sys.executable, "-c", _MEASURE, str(folder), dtype, linears]
-    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=100).stdout
+    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=LIMIT_S).stdout
     largest = 2 * 2816 * 1024 * (4 if dtype == "float32" else 2)
     limit = size + largest + (32 << 20)
     assert size * 0.9 < int(output) < limit < 1.2 * size

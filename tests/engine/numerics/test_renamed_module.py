@@ -13,7 +13,7 @@ import pagestream_engine
 import pytest
 from pagestream_engine.numerics_versions import NUMERICS
 
-pytestmark = [pytest.mark.served, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.served
 
 SOURCES = Path(pagestream_engine.__file__).resolve().parent
 MODEL = Path(__file__).resolve().parents[3] / "deploy" / "demo-model" / "model"

@@ -20,6 +20,7 @@ from support.kubernetes.api import write_kubeconfig
 from support.kubernetes.chart import Manifest, render
 from support.kubernetes.control_plane import ControlPlane, Refused, eventually
 from support.kubernetes.operator_process import OperatorProcess, PoolWorld, running_operator
+from support.processes.waiting import LIMIT_S
 
 pytestmark = pytest.mark.kube
 
@@ -41,7 +42,7 @@ def finalizers(world: PoolWorld, name: str) -> list[str]:
     return found
 
 
-def wait_gone(world: PoolWorld, name: str, limit_s: float = 60) -> None:
+def wait_gone(world: PoolWorld, name: str, limit_s: float = LIMIT_S) -> None:
     eventually(lambda: not world.kube.exists(world.path("enginepools", name)), f"{name} is gone", limit_s)
 
 

@@ -425,7 +425,7 @@ def test_a_webhook_that_is_down_is_reported_and_stops_no_scaling(operator: Opera
                 return "guard.example.com" in error.message
             return False
 
-        wait_until(is_in_force, "the webhook is in force", 60)
+        wait_until(is_in_force, "the webhook is in force")
         world.change({"engine": {"seed": 9}, "replicas": 3}, "guarded")
         world.wait_replicas(3, "guarded")
         condition = world.wait_condition("Degraded", "WriteFailing", "guarded")
@@ -563,7 +563,7 @@ def test_a_pool_made_again_at_once_gets_objects_of_its_own(operator: OperatorPro
             return False
         return [owner["uid"] for owner in owners] == [uid]
 
-    wait_until(owned, "a Deployment of the new pool", 30)
+    wait_until(owned, "a Deployment of the new pool")
     world.wait_condition("Degraded", "AsExpected", "again")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.kubernetes.control_plane import ControlPlane, eventually
 from support.kubernetes.operator_process import OperatorProcess, PoolWorld, running_operator
+from support.processes.waiting import LIMIT_S
 
 pytestmark = pytest.mark.kube
 
@@ -44,7 +45,7 @@ def exporting(
         yield
     finally:
         stop.set()
-        thread.join(10)
+        thread.join(LIMIT_S)
 
 
 def test_full_caches_bring_engines_and_the_status_says_why(operator: OperatorProcess, world: PoolWorld) -> None:

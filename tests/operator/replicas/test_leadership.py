@@ -25,13 +25,13 @@ from pagestream_operator.kube import (
 from support.kubernetes.control_plane import ControlPlane, eventually
 from support.kubernetes.operator_process import OperatorProcess, PoolWorld, running_operator, started_operator
 from support.kubernetes.pool_objects import DEFAULTS
+from support.processes.waiting import LIMIT_S
 
 pytestmark = pytest.mark.kube
 
 # -- Two replicas, one lease: who leads, what the death of a leader costs, and what a leader that only slept can't do
 
 
-HANDOVER_LIMIT_S = 60.0
 SHORT = {"LEASE_DURATION_S": "7", "LEASE_RENEW_S": "1", "LEASE_MARGIN_S": "1", "LEASE_LOOK_S": "0.5"}
 Pair = tuple[OperatorProcess, OperatorProcess]
 
@@ -51,7 +51,7 @@ def replicas(kube: ControlPlane, place: PoolWorld, **settings: str) -> Iterator[
         ]
         for each in both:
             each.wait_ready()
-        eventually(lambda: any(each.leads() for each in both), "a leader", HANDOVER_LIMIT_S)
+        eventually(lambda: any(each.leads() for each in both), "a leader")
         leader, other = sorted(both, key=lambda each: not each.leads())
         yield leader, other
 
@@ -79,7 +79,7 @@ def _stop_leader(first: OperatorProcess, second: OperatorProcess, place: PoolWor
     eventually(lambda: place.lease()["renewTime"] != renewed, "the lease is renewed")
     before = place.lease()
     first.signal(signal.SIGTERM)
-    eventually(second.leads, "the other one leads", HANDOVER_LIMIT_S)
+    eventually(second.leads, "the other one leads")
     assert first.wait() == 0
     # A lease that lapses is taken when all of its duration has passed without a renewal. Both times are the replicas'
     # own, so that it doesn't matter when this process gets to look.
@@ -93,7 +93,7 @@ def _kill_leader(first: OperatorProcess, second: OperatorProcess, place: PoolWor
     first.kill()
     start = time.monotonic()
     place.change({"replicas": 3}, "stops")
-    place.wait_replicas(3, "stops", HANDOVER_LIMIT_S)
+    place.wait_replicas(3, "stops")
     took = time.monotonic() - start
     assert second.leads()
     return took
@@ -107,7 +107,7 @@ def test_a_leader_that_slept_changes_nothing(kube: ControlPlane, place: PoolWorl
         place.wait_condition("Ready", "NoEngine", "slept")
         first.signal(signal.SIGSTOP)
         try:
-            eventually(second.leads, "the other one leads", HANDOVER_LIMIT_S)
+            eventually(second.leads, "the other one leads")
             place.change({"replicas": 4}, "slept")
             place.wait_replicas(4, "slept")
             term = int(str(place.lease()["leaseTransitions"]))
@@ -138,13 +138,13 @@ def _writes(operator: OperatorProcess) -> float:
 def test_a_restarted_operator_writes_nothing_but_its_term(kube: ControlPlane, place: PoolWorld) -> None:
     """An upgrade of the operator restarts no engine: the same pool gives the same template."""
     with running_operator(kube, place.namespace, "old") as old:
-        eventually(old.leads, "a leader", HANDOVER_LIMIT_S)
+        eventually(old.leads, "a leader")
         place.create("upgraded", replicas=2)
         place.make_ready("upgraded", 2)
         place.wait_condition("Ready", "EnoughEngines", "upgraded")
     before, pods = place.deployment("upgraded"), place.pods("upgraded")
     with running_operator(kube, place.namespace, "new") as new:
-        eventually(new.leads, "a leader", HANDOVER_LIMIT_S)
+        eventually(new.leads, "a leader")
         term = str(place.lease()["leaseTransitions"])
         eventually(lambda: _term(place, "upgraded") == term, "the new term")
         after = place.deployment("upgraded")
@@ -158,7 +158,6 @@ def test_a_restarted_operator_writes_nothing_but_its_term(kube: ControlPlane, pl
 
 
 NAMES = LeaseSettings("fence", "fence", duration_s=5.0, renew_s=0.5, margin_s=0.5, look_s=0.2)
-LIMIT_S = 60.0
 Act = Callable[[KubeClient, Leadership, Applier], Awaitable[None]]
 
 

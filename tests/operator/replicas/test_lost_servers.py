@@ -12,6 +12,7 @@ import pytest
 from support.kubernetes.control_plane import ControlPlane, eventually
 from support.kubernetes.operator_process import PoolWorld, install_definition, running_operator
 from support.network.proxy import Proxy
+from support.processes.waiting import LIMIT_S
 
 pytestmark = pytest.mark.kube
 
@@ -34,12 +35,12 @@ def proxied(kube: ControlPlane) -> Iterator[tuple[Proxy, Path, asyncio.AbstractE
     thread.start()
     proxy = Proxy(kube.port)
     try:
-        asyncio.run_coroutine_threadsafe(proxy.__aenter__(), loop).result(10)
+        asyncio.run_coroutine_threadsafe(proxy.__aenter__(), loop).result(LIMIT_S)
         yield proxy, kube.kubeconfig_at(proxy.port), loop
     finally:
-        asyncio.run_coroutine_threadsafe(proxy.__aexit__(None, None, None), loop).result(10)
+        asyncio.run_coroutine_threadsafe(proxy.__aexit__(None, None, None), loop).result(LIMIT_S)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(LIMIT_S)
         loop.close()
 
 
@@ -59,7 +60,7 @@ def test_a_killed_api_server_is_waited_for(kube: ControlPlane) -> None:
         kube.start_server()
         kube.wait_ready()
         world.change({"replicas": 3})
-        world.wait_replicas(3, limit_s=90)
+        world.wait_replicas(3)
         assert world.config_map()
 
 
@@ -125,7 +126,7 @@ def test_what_a_backup_brings_back_is_what_there_is(tmp_path: Path) -> None:
             kube.restore_data(tmp_path / "backup")
             assert world.replicas() == 1
             world.change({"replicas": 3})
-            world.wait_replicas(3, limit_s=120)
+            world.wait_replicas(3)
 
 
 def test_a_change_that_no_watch_shows_is_found_by_the_conflict_that_it_makes(kube: ControlPlane) -> None:

@@ -27,7 +27,7 @@ from support.kubernetes.operator_process import (
     started_operator,
 )
 from support.processes.stack import free_port
-from support.processes.waiting import until, wait_until
+from support.processes.waiting import LIMIT_S, until, wait_until
 
 pytestmark = pytest.mark.kube
 
@@ -43,7 +43,6 @@ QUICK = {
 }
 DEFINITION = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/enginepools.pagestream.dev"
 BINDINGS = "/apis/rbac.authorization.k8s.io/v1/namespaces/{}/rolebindings"
-LIMIT_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +98,7 @@ async def test_kopf_leaves_no_thread_behind(bare: ControlPlane, monkeypatch: pyt
     running = asyncio.create_task(in_process(bare, "threads", monkeypatch, METRICS_PORT=str(port)).run(stop))
 
     def answers(status: int, text: str) -> bool:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
         try:
             connection.request("GET", "/healthz" if status == 200 else "/readyz")
             answer = connection.getresponse()
@@ -116,30 +115,30 @@ async def test_kopf_leaves_no_thread_behind(bare: ControlPlane, monkeypatch: pyt
     assert threads_of_kopf()
     await asyncio.to_thread(bare.delete, DEFINITION)
     await until_answered(503, "the definition of EnginePool")
-    await until(lambda: not threads_of_kopf(), "the end of kopf", LIMIT_S)
+    await until(lambda: not threads_of_kopf(), "the end of kopf")
     await asyncio.to_thread(wait_until, lambda: not bare.exists(DEFINITION), "the definition is gone", LIMIT_S)
     await asyncio.to_thread(install_definition, bare)
     await until_answered(200, "EnginePool watch")
     stop.set()
     await asyncio.wait_for(running, LIMIT_S)
-    await until(lambda: not threads_of_kopf(), "the end of kopf", LIMIT_S)
+    await until(lambda: not threads_of_kopf(), "the end of kopf")
 
 
 def test_watches_begin_again_when_the_definition_was_made_again(bare: ControlPlane) -> None:
     world = PoolWorld(bare, "again")
     with running_operator(bare, world.namespace, **QUICK) as operator:
-        eventually(operator.leads, "a leader", LIMIT_S)
+        eventually(operator.leads, "a leader")
         world.create("first", replicas=0, drain={"deletionTimeoutSeconds": 0, "whenDeleted": "Keep"})
         world.wait_condition("Ready", "ScaledToZero", "first")
         assert "EnginePool event" in health(operator)[world.namespace]
         bare.delete(DEFINITION)
-        eventually(lambda: operator.page("/readyz")[0] == 503, "it sees nothing", LIMIT_S)
+        eventually(lambda: operator.page("/readyz")[0] == 503, "it sees nothing")
         assert "the definition of EnginePool" in operator.page("/readyz")[1]
-        eventually(lambda: not bare.exists(DEFINITION), "the definition is gone", LIMIT_S)
-        eventually(lambda: not operator.leads(), "what sees nothing doesn't lead", LIMIT_S)
+        eventually(lambda: not bare.exists(DEFINITION), "the definition is gone")
+        eventually(lambda: not operator.leads(), "what sees nothing doesn't lead")
         install_definition(bare)
         world.create("second", replicas=1)
-        eventually(is_served(world, "second"), "the new pool is served", LIMIT_S)
+        eventually(is_served(world, "second"), "the new pool is served")
         assert operator.page("/healthz")[0] == 200
         assert operator.figures("pagestream_operator_watch_starts_total")[f'k8s_namespace_name="{world.namespace}"'] > 1
 
@@ -148,26 +147,26 @@ def test_a_namespace_without_rights_concerns_no_other_one(bare: ControlPlane) ->
     ops, team = PoolWorld(bare, "ops"), PoolWorld(bare, "team")
     access = account(bare, "ops", "ops", "team")
     with running_operator(bare, "ops,team", kubeconfig=access, **QUICK) as operator:
-        eventually(operator.leads, "a leader", LIMIT_S)
+        eventually(operator.leads, "a leader")
         team.create("before", replicas=1)
-        eventually(is_served(team, "before"), "the team's pool is served", LIMIT_S)
+        eventually(is_served(team, "before"), "the team's pool is served")
         binding = f"{BINDINGS.format('team')}/{LEASE}"
         kept = bare.get(binding)
         bare.delete(binding)
-        eventually(lambda: health(operator)["team"].startswith("not seen"), "it says so", LIMIT_S)
+        eventually(lambda: health(operator)["team"].startswith("not seen"), "it says so")
         assert "the right to list" in health(operator)["team"]
         assert health(operator)["ops"].startswith("seen")
         assert operator.page("/readyz")[0] == 200
         ops.create("meanwhile", replicas=1)
-        eventually(is_served(ops, "meanwhile"), "the other namespace is served", LIMIT_S)
+        eventually(is_served(ops, "meanwhile"), "the other namespace is served")
     # Nor does it concern the start.
     with running_operator(bare, "ops,team", kubeconfig=access, **QUICK) as operator:
         ops.create("started", replicas=1)
-        eventually(is_served(ops, "started"), "the other namespace is served from the start", LIMIT_S)
+        eventually(is_served(ops, "started"), "the other namespace is served from the start")
         team.change({"replicas": 3}, "before")
         bare.post(BINDINGS.format("team"), {key: kept[key] for key in ("roleRef", "subjects")} | _named(LEASE))
-        team.wait_replicas(3, "before", LIMIT_S)
-        eventually(lambda: health(operator)["team"].startswith("seen"), "it says so", LIMIT_S)
+        team.wait_replicas(3, "before")
+        eventually(lambda: health(operator)["team"].startswith("seen"), "it says so")
 
 
 def _named(name: str) -> dict[str, Any]:
@@ -180,16 +179,16 @@ def test_an_account_that_is_made_anew_is_used(bare: ControlPlane) -> None:
     world = PoolWorld(bare, "renewed")
     access = account(bare, world.namespace, world.namespace)
     with running_operator(bare, world.namespace, kubeconfig=access, **QUICK) as operator:
-        eventually(operator.leads, "a leader", LIMIT_S)
+        eventually(operator.leads, "a leader")
         world.create("demo", replicas=1)
-        eventually(is_served(world, "demo"), "the pool is served", LIMIT_S)
+        eventually(is_served(world, "demo"), "the pool is served")
         bare.delete(f"/api/v1/namespaces/{world.namespace}/serviceaccounts/{LEASE}")
-        eventually(lambda: operator.page("/readyz")[0] == 503, "it sees nothing", LIMIT_S)
+        eventually(lambda: operator.page("/readyz")[0] == 503, "it sees nothing")
         assert operator.page("/healthz")[0] == 200
         account(bare, world.namespace, world.namespace)
-        eventually(operator.leads, "it leads again", LIMIT_S)
+        eventually(operator.leads, "it leads again")
         world.change({"replicas": 3}, "demo")
-        world.wait_replicas(3, "demo", LIMIT_S)
+        world.wait_replicas(3, "demo")
 
 
 def test_the_lease_goes_to_the_replica_that_sees_more(bare: ControlPlane) -> None:
@@ -199,13 +198,13 @@ def test_the_lease_goes_to_the_replica_that_sees_more(bare: ControlPlane) -> Non
     with ExitStack() as stack:
         blind = stack.enter_context(started_operator(bare, "many", "blind", kubeconfig=access, **settings))
         some = stack.enter_context(running_operator(bare, "few,many", "some", kubeconfig=access, **settings))
-        eventually(some.leads, "what sees some leads", LIMIT_S)
+        eventually(some.leads, "what sees some leads")
         ops.create("demo", replicas=1)
-        eventually(is_served(ops, "demo"), "what it sees is served", LIMIT_S)
+        eventually(is_served(ops, "demo"), "what it sees is served")
         every = stack.enter_context(running_operator(bare, "few,many", "every", **settings))
         team.create("demo", replicas=1)
-        eventually(is_served(team, "demo"), "who sees all has the lease", LIMIT_S)
-        eventually(lambda: every.leads() and not some.leads(), "there is one leader", LIMIT_S)
+        eventually(is_served(team, "demo"), "who sees all has the lease")
+        eventually(lambda: every.leads() and not some.leads(), "there is one leader")
         assert blind.page("/readyz")[0] == 503
         assert not blind.leads()
         assert (
@@ -226,11 +225,11 @@ async def test_a_task_that_ends_is_noticed(bare: ControlPlane, monkeypatch: pyte
 
     async def killed(running: asyncio.Task[None], name: str) -> bool:
         """Cancel a task; returns whether the replica goes on, with another one in its place."""
-        await until(lambda: bool(named(name)), name, LIMIT_S)
+        await until(lambda: bool(named(name)), name)
         [task] = named(name)
         task.cancel()
-        await until(task.done, "its end", LIMIT_S)
-        await until(lambda: running.done() or any(each is not task for each in named(name)), "what follows", LIMIT_S)
+        await until(task.done, "its end")
+        await until(lambda: running.done() or any(each is not task for each in named(name)), "what follows")
         return not running.done()
 
     stop = asyncio.Event()
@@ -240,10 +239,10 @@ async def test_a_task_that_ends_is_noticed(bare: ControlPlane, monkeypatch: pyte
     await asyncio.wait_for(running, LIMIT_S)
     for name in ("heartbeat", "watches", "leadership", "pools", "prometheus"):
         running = asyncio.create_task(in_process(bare, "killed", monkeypatch, **source).run(asyncio.Event()))
-        await until(lambda: bool(named("pools")), "its tasks", LIMIT_S)
+        await until(lambda: bool(named("pools")), "its tasks")
         [task] = [each for each in named(name) if each.get_name() == name]
         task.cancel()
         with pytest.raises(ExceptionGroup, match="unhandled errors") as ended:
             await asyncio.wait_for(running, LIMIT_S)
         assert name in str(ended.value.exceptions[0])
-    await until(lambda: not threads_of_kopf(), "the end of kopf", LIMIT_S)
+    await until(lambda: not threads_of_kopf(), "the end of kopf")

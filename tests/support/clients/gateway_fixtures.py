@@ -16,6 +16,7 @@ from pagestream_gateway import Settings
 from pagestream_streams import EmbeddedRedis
 from support.clients.gateway_clients import Address, gateway_settings, running_address
 from support.engines.synthetic_engine import SyntheticEngine, running_engine, synthetic_card
+from support.processes.waiting import LIMIT_S
 from support.redis.servers import emptied
 
 
@@ -69,7 +70,7 @@ async def other_gateway(shared_engine: SyntheticEngine, settings: Settings) -> A
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared_http(shared_gateway: Address) -> AsyncIterator[httpx.AsyncClient]:
     """Open an HTTP client of the gateway."""
-    async with httpx.AsyncClient(base_url=shared_gateway.url, timeout=60.0) as client:
+    async with httpx.AsyncClient(base_url=shared_gateway.url, timeout=LIMIT_S) as client:
         yield client
 
 

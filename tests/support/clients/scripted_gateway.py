@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from support.processes.waiting import LIMIT_S
+
 REQUEST_ID = "2a97516c-0000-0123456789abcdef0123456789abcdef"
 HEAD = "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nConnection: close\r\n{more}"
 
@@ -165,9 +167,9 @@ def served(gateway: ScriptedGateway) -> Iterator[ScriptedGateway]:
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()
     try:
-        assert up.wait(10)
+        assert up.wait(LIMIT_S)
         yield gateway
     finally:
         loop.call_soon_threadsafe(stop.set)
-        thread.join(10)
+        thread.join(LIMIT_S)
         loop.close()

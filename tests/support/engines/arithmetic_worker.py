@@ -39,11 +39,11 @@ from support.engines.arithmetic_model import (
     make_folder,
     undisturbed,
 )
+from support.processes.waiting import LIMIT_S
 
 MODEL = "arithmetic"
 TENANT = "tenant"
 FACTS = ArithmeticFacts()
-LIMIT_S = 150.0
 
 
 class SlowRunner(ArithmeticRunner):

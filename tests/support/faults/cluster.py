@@ -24,10 +24,10 @@ from support.faults.feature_rows import FEATURE_ROWS, FeatureRow
 from support.faults.parts import RankPart
 from support.faults.setups import ENGINE_OPTIONS, SETUPS, Engines, write_adapter, write_other_model
 from support.network.proxy import Proxy
-from support.processes.fork_server import END_LIMIT_S, ForkedPart, ForkServer
+from support.processes.fork_server import ForkedPart, ForkServer
 from support.processes.part import Part, StackError
 from support.processes.stack import DEMO_MODEL, free_port
-from support.processes.waiting import descendants_of
+from support.processes.waiting import LIMIT_S, descendants_of
 
 MODEL = "demo"
 ADAPTER, OTHER_MODEL = "adapter", "other"
@@ -225,7 +225,7 @@ class FaultCluster:
         """Return whether the engine of a stopped rank has no request for longer than a busy one needs to find it."""
         idle_since = began = time.monotonic()
         while isinstance(victim.part, RankPart) and victim.part.is_worker_alive():
-            if time.monotonic() - began > END_LIMIT_S:
+            if time.monotonic() - began > LIMIT_S:
                 return False  # it hangs
             if self._num_owned(victim.part.worker_name):
                 idle_since = time.monotonic()

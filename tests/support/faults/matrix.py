@@ -21,9 +21,8 @@ from support.faults.setups import Engines
 from support.pairwise import pairwise, product
 from support.processes.fork_server import ForkedPart
 from support.processes.part import StackError
-from support.processes.waiting import descendants_of
+from support.processes.waiting import LIMIT_S, descendants_of
 
-PAUSE_LIMIT_S = 120.0
 POLL_S = 0.01
 
 
@@ -259,11 +258,11 @@ async def _start(clients: Sequence[FeatureClient]) -> list[asyncio.Task[object]]
 async def _pause_before_claiming(cluster: FaultCluster, engines: Collection[Member]) -> list[Pause]:
     """Pause engines before they claim requests."""
     cluster.fault_points.arm({FaultPoint.QUEUED: 1}, [engine.pid for engine in engines])
-    return [await cluster.fault_points.next_pause(PAUSE_LIMIT_S) for _ in engines]
+    return [await cluster.fault_points.next_pause(LIMIT_S) for _ in engines]
 
 
 async def _first_pause(cluster: FaultCluster, running: Sequence[asyncio.Task[object]]) -> Pause:
-    pausing = asyncio.create_task(cluster.fault_points.next_pause(PAUSE_LIMIT_S))
+    pausing = asyncio.create_task(cluster.fault_points.next_pause(LIMIT_S))
     try:
         waited: set[asyncio.Task[Any]] = {pausing, *running}
         while not pausing.done():
@@ -278,7 +277,7 @@ async def _first_pause(cluster: FaultCluster, running: Sequence[asyncio.Task[obj
 async def _wait_accepted(clients: Sequence[FeatureClient], running: Sequence[asyncio.Task[object]]) -> None:
     """Wait until every client has its request's id; those of vectors learn it with their answer."""
     clients = [client for client in clients if not client.row.is_embedding]
-    async with asyncio.timeout(PAUSE_LIMIT_S):
+    async with asyncio.timeout(LIMIT_S):
         while not all(client.request_id for client in clients):
             for task in running:
                 if task.done():

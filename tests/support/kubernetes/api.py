@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from support.processes.waiting import LIMIT_S
 from support.redis.servers import skip_for_want_of
-
-COMMAND_LIMIT_S = 60.0
 
 
 def kube_binary(name: str) -> str:
@@ -55,7 +54,7 @@ def run_tool(
     *command: str,
     text: str | None = None,
     environment: Mapping[str, str] | None = None,
-    limit_s: float = COMMAND_LIMIT_S,
+    limit_s: float = LIMIT_S,
     fails: bool = False,
 ) -> str:
     """Run a command; return stdout, or with `fails` the stderr of one that must fail. Raises CommandError."""

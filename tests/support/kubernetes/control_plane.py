@@ -26,10 +26,9 @@ from typing import Any, Self, TypeVar
 from support.kubernetes.api import CommandError, kube_binary, run_tool, write_kubeconfig
 from support.processes.part import WITH_PARENT
 from support.processes.stack import free_port
-from support.processes.waiting import wait_until
+from support.processes.waiting import LIMIT_S, wait_until
 
 ADMIN_TOKEN = "admin-of-a-test"
-START_LIMIT_S = 60.0
 STOP_LIMIT_S = 10.0
 CALL_LIMIT_S = 10.0
 
@@ -164,7 +163,7 @@ class ControlPlane:
         self._end("kube-controller-manager")
         self.start_controllers()
 
-    def wait_ready(self, limit_s: float = START_LIMIT_S) -> None:
+    def wait_ready(self, limit_s: float = LIMIT_S) -> None:
         """Wait until the API server answers and its namespaces exist."""
         wait_until(self._is_ready, f"a ready API server; see {self.folder}/kube-apiserver.log", limit_s)
 
@@ -272,7 +271,7 @@ class ControlPlane:
     def _kill(self, name: str) -> None:
         process = self._processes.pop(name)
         process.kill()
-        process.wait(STOP_LIMIT_S)
+        process.wait(LIMIT_S)
 
     def _end(self, name: str) -> None:
         process = self._processes.pop(name)
@@ -281,7 +280,7 @@ class ControlPlane:
             process.wait(2.0 if name != "etcd" else STOP_LIMIT_S)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(STOP_LIMIT_S)
+            process.wait(LIMIT_S)
 
 
 class _Connections:
@@ -336,7 +335,7 @@ def _parsed(text: bytes) -> Object:
     return found
 
 
-def eventually(read: Callable[[], T], what: str, limit_s: float = 60.0) -> T:
+def eventually(read: Callable[[], T], what: str, limit_s: float = LIMIT_S) -> T:
     """Wait until `read()` returns something true, and return it. Refusals and missing objects count as not yet.
 
     The longer it waits, the longer its pauses: a call takes 3 ms of the processor from those that are waited for.

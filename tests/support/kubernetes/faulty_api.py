@@ -20,9 +20,9 @@ from aiohttp import web
 from multidict import CIMultiDict
 from support.clients.gateway_clients import issue_certificate
 from support.processes.stack import free_port
+from support.processes.waiting import LIMIT_S
 from yarl import URL
 
-_BEGIN_LIMIT_S = 30.0
 _HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "host", "content-length"}
 _MOST_BODY_BYTES = 4 << 20
 
@@ -128,9 +128,9 @@ def faulty_api(upstream: str, folder: Path, *, seed: int) -> Iterator[FaultyApi]
     thread = threading.Thread(target=run, name="faulty API server")
     thread.start()
     try:
-        if not ready.wait(_BEGIN_LIMIT_S):
+        if not ready.wait(LIMIT_S):
             raise TimeoutError("the layer before the API server does not serve")
         yield api
     finally:
         loop.call_soon_threadsafe(stop.set)
-        thread.join(_BEGIN_LIMIT_S)
+        thread.join(LIMIT_S)

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from http import HTTPStatus
 
 from support.kubernetes.control_plane import ControlPlane, Object, Refused
+from support.processes.waiting import LIMIT_S
 
 NODE = "paper"
 _POLL_S = 0.4
-_END_LIMIT_S = 30.0
 _EXPECTED = (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.FORBIDDEN, HTTPStatus.TOO_MANY_REQUESTS)
 """What is answered about a pod that has gone or changed, or to a binding in a namespace that ends."""
 
@@ -123,6 +123,6 @@ def running_kubelet(kube: ControlPlane, *, seed: int) -> Iterator[Kubelet]:
         yield kubelet
     finally:
         stop.set()
-        thread.join(_END_LIMIT_S)
+        thread.join(LIMIT_S)
         if failures:
             raise failures[0]

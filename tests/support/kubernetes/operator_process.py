@@ -22,6 +22,7 @@ from support.kubernetes.control_plane import ControlPlane, Object, Refused, even
 from support.kubernetes.pool_objects import pool_body
 from support.processes.part import WITH_PARENT, Part
 from support.processes.stack import ROOT, free_port
+from support.processes.waiting import LIMIT_S
 from support.telemetry.otlp_messages import export, gauge, resource
 
 DEFINITION = ROOT / "operator" / "src" / "pagestream_operator" / "crd" / "enginepools.yaml"
@@ -83,7 +84,7 @@ class OperatorProcess(Part):
 
     def wait_ready(self) -> None:
         """Wait until it is ready."""
-        eventually(lambda: self.is_alive() and self.page("/readyz")[0] == 200, f"{self.name} ready", 120)
+        eventually(lambda: self.is_alive() and self.page("/readyz")[0] == 200, f"{self.name} ready")
 
     def figures(self, name: str) -> dict[str, float]:
         """A metric's values by their labels."""
@@ -102,7 +103,7 @@ class OperatorProcess(Part):
         """Passes over pools that went through so far."""
         return self.figures("pagestream_operator_reconciles_total").get('result="ok"', 0.0)
 
-    def export_metrics(self, request: ExportMetricsServiceRequest, *, limit_s: float = 30) -> None:
+    def export_metrics(self, request: ExportMetricsServiceRequest, *, limit_s: float = LIMIT_S) -> None:
         """Export metrics to it, as a collector does. RpcError after `limit_s`, and where it does not take them."""
         with grpc.insecure_channel(f"{self._host}:{self.otlp_port}") as channel:
             call = channel.unary_unary(
@@ -190,7 +191,7 @@ class PoolWorld:
         found: int = self.deployment(name)["spec"]["replicas"]
         return found
 
-    def wait_replicas(self, count: int, name: str = "demo", limit_s: float = 60) -> None:
+    def wait_replicas(self, count: int, name: str = "demo", limit_s: float = LIMIT_S) -> None:
         """Wait until the Deployment's spec.replicas is `count`."""
         eventually(lambda: self.replicas(name) == count, f"{count} replicas of {name}", limit_s)
 
@@ -199,7 +200,7 @@ class PoolWorld:
         conditions = self.pool(name).get("status", {}).get("conditions", [])
         return next((each for each in conditions if each["type"] == kind), {})
 
-    def wait_condition(self, kind: str, reason: str, name: str = "demo", limit_s: float = 60) -> Object:
+    def wait_condition(self, kind: str, reason: str, name: str = "demo", limit_s: float = LIMIT_S) -> Object:
         """Wait until a condition has a reason."""
         eventually(
             lambda: self.condition(kind, name).get("reason") == reason, f"{kind} of {name} for {reason}", limit_s

@@ -11,12 +11,10 @@ from typing import Any
 import httpx
 from support.processes.part import WITH_PARENT, Part
 from support.processes.stack import free_port
-from support.processes.waiting import wait_until
+from support.processes.waiting import LIMIT_S, wait_until
 from support.redis.servers import skip_for_want_of
 
 PROGRAM = "toxiproxy-server"
-START_LIMIT_S = 60.0
-CALL_LIMIT_S = 10.0
 
 
 class Link:
@@ -72,8 +70,8 @@ def running_toxiproxy(folder: Path) -> Iterator[Toxiproxy]:
     part = Part("toxiproxy", [*WITH_PARENT, binary, "-host", "127.0.0.1", "-port", str(port)], folder / "toxiproxy.log")
     part.start()
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=CALL_LIMIT_S) as client:
-            wait_until(lambda: _answers(client), f"toxiproxy {part.log_tail()}", START_LIMIT_S)
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=LIMIT_S) as client:
+            wait_until(lambda: _answers(client), f"toxiproxy {part.log_tail()}")
             yield Toxiproxy(client)
     finally:
         part.stop()

@@ -20,12 +20,11 @@ from pathlib import Path
 
 from support.processes.part import Part, StackError
 from support.processes.session import at_session_end
-from support.processes.waiting import descendants_of, wait_until
+from support.processes.waiting import LIMIT_S, descendants_of, wait_until
 
 SERVER = Path(__file__).with_name("fork_server_main.py")
 ENGINES = ("pagestream_worker.process", "transformers.models.llama")
 GATEWAYS = ("pagestream_gateway.__main__",)
-END_LIMIT_S = 60.0
 
 
 class ForkServer:
@@ -130,8 +129,8 @@ class ForkedPart(Part):
 
     def wait(self) -> int:
         """Wait for the end; returns the exit status. StackError after a limit."""
-        if not self._has_ended(END_LIMIT_S):
-            raise StackError(f"{self.name} did not end within {END_LIMIT_S:.0f} s")
+        if not self._has_ended(LIMIT_S):
+            raise StackError(f"{self.name} did not end within {LIMIT_S:.0f} s")
         self._close_handle()
         wait_until(self._status.exists, f"the exit status of {self.name}")
         return int(self._status.read_text())
@@ -139,7 +138,7 @@ class ForkedPart(Part):
     def stop(self) -> None:
         """Kill the process."""
         self.signal(signal.SIGKILL)
-        self._has_ended(END_LIMIT_S)
+        self._has_ended(LIMIT_S)
         self._close_handle()
 
     def is_alive(self) -> bool:

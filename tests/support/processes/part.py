@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from support.processes.waiting import LIMIT_S
+
 STOP_LIMIT_S = 15.0
 WITH_PARENT = ("setpriv", "--pdeathsig", "KILL") if shutil.which("setpriv") else ()
 """Before a command: it ends when the tests' process is killed."""
@@ -54,7 +56,7 @@ class Part:
         self.signal(signal.SIGKILL)
         self.wait()
 
-    def wait(self, limit_s: float = STOP_LIMIT_S) -> int:
+    def wait(self, limit_s: float = LIMIT_S) -> int:
         """Wait for the end; returns the exit status."""
         if self.process is None:
             raise StackError(f"{self.name} is not running")
@@ -70,7 +72,7 @@ class Part:
             self.process.wait(STOP_LIMIT_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait(STOP_LIMIT_S)
+            self.process.wait(LIMIT_S)
 
     def is_alive(self) -> bool:
         """Whether the process runs."""

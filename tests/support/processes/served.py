@@ -10,10 +10,7 @@ from pathlib import Path
 
 from pagestream_cli import ProcessRecord, ServeRecord, read_record
 from support.processes.part import Part, StackError
-from support.processes.waiting import wait_until
-
-READY_LIMIT_S = 150.0
-END_LIMIT_S = 60.0
+from support.processes.waiting import LIMIT_S, wait_until
 
 
 class Served:
@@ -55,8 +52,8 @@ def running_serve(folder: Path, *options: str) -> Iterator[Served]:
 
     part.start()
     try:
-        wait_until(is_ready, "serve is ready", READY_LIMIT_S)
+        wait_until(is_ready, "serve is ready")
         yield served
     finally:
         part.signal(signal.SIGTERM)
-        part.wait(END_LIMIT_S)
+        part.wait(LIMIT_S)

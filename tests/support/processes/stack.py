@@ -21,7 +21,6 @@ from support.redis.topologies import quiet_port
 ROOT = Path(__file__).resolve().parents[3]
 DEMO_MODEL = ROOT / "deploy" / "demo-model" / "model"
 MODEL = "demo"
-START_LIMIT_S = 60.0
 
 
 def free_port() -> int:
@@ -160,9 +159,9 @@ class Stack:
     def wait_ready(self) -> None:
         """Wait until every gateway and every engine is ready."""
         for gateway in self.gateways:
-            wait_until(gateway.has_become_ready, limit_s=START_LIMIT_S, what=gateway.name)
+            wait_until(gateway.has_become_ready, what=gateway.name)
         for engine in self.engines:
-            wait_until(engine.has_said_ready, limit_s=START_LIMIT_S, what=engine.name)
+            wait_until(engine.has_said_ready, what=engine.name)
 
     def stop(self) -> None:
         """Stop all parts."""

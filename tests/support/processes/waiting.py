@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 
 POLL_S = 0.02
+LIMIT_S = 140.0
+"""Longest wait for anything: two of them fit in a test's limit, and a machine at a tenth of its speed keeps it."""
 
 
 def is_running(pid: int) -> bool:
@@ -34,7 +36,7 @@ def descendants_of(pid: int) -> list[int]:
     return [each for child in children_of(pid) for each in (child, *descendants_of(child))]
 
 
-async def until(condition: Callable[[], bool], what: str, limit_s: float = 30.0) -> None:
+async def until(condition: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:
     """Wait in an event loop until `condition` holds. TimeoutError, which names `what`, after the limit."""
     end = time.monotonic() + limit_s
     while not condition():
@@ -44,7 +46,7 @@ async def until(condition: Callable[[], bool], what: str, limit_s: float = 30.0)
 
 
 def wait_until(
-    condition: Callable[[], bool], what: str, limit_s: float = 30.0, *, late: float = 0.0, pause_s: float = 0.25
+    condition: Callable[[], bool], what: str, limit_s: float = LIMIT_S, *, late: float = 0.0, pause_s: float = 0.25
 ) -> None:
     """Wait in a thread until `condition` holds. TimeoutError, which names `what`, after the limit.
 

@@ -32,6 +32,7 @@ from pagestream_streams import (
 )
 from pagestream_streams.engine import append_arguments
 from pagestream_streams.protocol import TokenAppends, chained, new_request_id, to_entry_values, to_log_entry
+from support.processes.waiting import LIMIT_S
 
 T = TypeVar("T")
 
@@ -67,8 +68,6 @@ FAST = replace(
 FORGETFUL = replace(CALM, accepted_unread_ms=300)
 # Timers that never fire: for tests that drive each step.
 STILL = StreamsSettings(lease_ms=600_000, heartbeat_ms=100_000, sweep_ms=100_000, sweep_gap_ms=400_000)
-
-LIMIT_S = 60.0
 
 
 def card(name: str = MODEL) -> ModelCard:

@@ -14,10 +14,9 @@ import pytest
 from pagestream_streams import Broker, EmbeddedRedis, ServerBinary, Unavailable
 from pagestream_streams.connection import find_servers, free_port
 from redis import Redis
+from support.processes.waiting import LIMIT_S
 
-_WRITTEN_LIMIT_S = 60.0
 _PAUSE_S = 0.01
-_ANSWER_LIMIT_S = 30.0
 
 
 def skip_for_want_of(thing: str, why: str) -> None:
@@ -69,7 +68,7 @@ def _knows_tls(path: Path) -> bool:
     """Whether the server reads past a directive about TLS. It starts in neither case."""
     configuration = "tls-auth-clients no\nno-such-directive yes\n"
     answer = subprocess.run(
-        [path, "-"], input=configuration, capture_output=True, text=True, timeout=_ANSWER_LIMIT_S, check=False
+        [path, "-"], input=configuration, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
     return "no-such-directive" in answer.stdout + answer.stderr
 
@@ -95,11 +94,11 @@ def kill_written(server: EmbeddedRedis) -> None:
 
 def wait_written(url: str) -> None:
     """Wait until a server's acknowledged writes are all in its file."""
-    end = time.monotonic() + _WRITTEN_LIMIT_S
+    end = time.monotonic() + LIMIT_S
     with Redis.from_url(url) as client:
         while client.info("persistence")["aof_buffer_length"]:
             if time.monotonic() > end:
-                pytest.fail(f"Redis has not written its file within {_WRITTEN_LIMIT_S:.0f} s")
+                pytest.fail(f"Redis has not written its file within {LIMIT_S:.0f} s")
             time.sleep(_PAUSE_S)
 
 
@@ -113,7 +112,7 @@ class DiskState:
 
 async def disk_state(server: EmbeddedRedis, broker: Broker) -> DiskState:
     """Wait until all acknowledged writes are in the file, and return its state."""
-    async with asyncio.timeout(_WRITTEN_LIMIT_S):
+    async with asyncio.timeout(LIMIT_S):
         while True:
             with suppress(Unavailable):  # a connection was closed
                 info = await broker.connection.execute("INFO", "persistence")

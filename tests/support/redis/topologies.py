@@ -15,10 +15,10 @@ from typing import Any
 from pagestream_streams import EmbeddedRedis, ServerBinary
 from redis import Redis, exceptions
 from support.processes.part import Part
+from support.processes.waiting import LIMIT_S
 from support.redis.servers import emptied
 
 HOST = "127.0.0.1"
-LIMIT_S = 60.0
 NODE_TIMEOUT_MS = 1000
 """Milliseconds of silence after which a cluster's nodes, and Sentinels, count a server as dead."""
 
@@ -331,7 +331,7 @@ def make_certificates(folder: Path) -> Certificates:
     signing = ("-req", "-in", request, "-CA", made.authority, "-CAkey", ca_key, "-CAcreateserial", "-days", "2")
     signed = (*signing, "-out", made.certificate, "-extfile", extensions)
     for command in (("req", *authority), ("req", *asked), ("x509", *signed)):
-        subprocess.run(["openssl", *map(str, command)], check=True, capture_output=True, timeout=30)
+        subprocess.run(["openssl", *map(str, command)], check=True, capture_output=True, timeout=LIMIT_S)
     return made
 
 

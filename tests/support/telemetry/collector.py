@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import yaml
 from support.processes.part import Part
-from support.processes.stack import START_LIMIT_S, free_port
-from support.processes.waiting import wait_until
+from support.processes.stack import free_port
+from support.processes.waiting import LIMIT_S, wait_until
 from support.redis.servers import skip_for_want_of
 
 PROGRAMS = ("otelcol", "otelcol-contrib")
@@ -26,7 +26,6 @@ COMPONENTS = {
 }
 """What the chart's configuration and those of tests name; the smallest distribution lacks some, an old one has other
 names."""
-_ANSWER_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -136,15 +135,13 @@ class Collector:
 
     def exposition(self) -> str:
         """The page of its Prometheus exporter."""
-        return httpx.get(f"http://127.0.0.1:{self.prometheus_port}/metrics", timeout=5.0).text
+        return httpx.get(f"http://127.0.0.1:{self.prometheus_port}/metrics", timeout=LIMIT_S).text
 
 
 @cache
 def _lacks(path: str) -> frozenset[str]:
     """Return the components that a collector was built without."""
-    answer = subprocess.run(
-        [path, "components"], capture_output=True, text=True, timeout=_ANSWER_LIMIT_S, check=False
-    ).stdout
+    answer = subprocess.run([path, "components"], capture_output=True, text=True, timeout=LIMIT_S, check=False).stdout
     return frozenset(COMPONENTS - {line.partition("name:")[2].strip() for line in answer.splitlines()})
 
 
@@ -174,7 +171,7 @@ def running_collector(folder: Path) -> Iterator[Collector]:
     collector = Collector(folder)
     collector.part.start()
     try:
-        wait_until(collector.is_ready, limit_s=START_LIMIT_S, what=f"the collector\n{collector.part.log_tail()}")
+        wait_until(collector.is_ready, what=f"the collector\n{collector.part.log_tail()}")
         yield collector
     finally:
         collector.part.stop()
