@@ -252,16 +252,19 @@ class Worker:
         return outcome
 
     async def generate(self, claim: Claim, count: int, *, finish: bool = False) -> str:
-        """Generate up to `count` tokens in all, one append for each; return the digest."""
+        """Generate up to `count` tokens in all, an append each, again where Redis can't serve; return the digest."""
+
+        async def append(index: int, entries: Sequence[LogEntry]) -> None:
+            outcome = await once_there(lambda: self.append(claim, index, entries))
+            assert outcome.kind is AppendKind.OK, outcome
+
         digest = claim.digest
         for index in range(claim.next_index, count):
             [entry] = tokens([100 + index], digest)
-            outcome = await self.append(claim, index, [entry])
-            assert outcome.kind is AppendKind.OK, outcome
+            await append(index, [entry])
             digest = entry.digest
         if finish:
-            outcome = await self.append(claim, count, ending(digest, count=count))
-            assert outcome.kind is AppendKind.OK, outcome
+            await append(count, ending(digest, count=count))
         return digest
 
 
