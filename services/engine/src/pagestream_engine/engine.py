@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import Any
 
 from pagestream_engine.config import EngineConfig, import_plugins
+from pagestream_engine.detokenizer import Pieces
 from pagestream_engine.errors import ConfigError, EngineAsleep, InvalidRequest, InvariantViolation, OutOfMemory
 from pagestream_engine.executor.base import RunnerFactory, facts_of, make_model_runner
 from pagestream_engine.executor.select import make_executor
@@ -27,7 +28,7 @@ from pagestream_engine.kv_cache.inspection import BlockMap, block_map, check_cac
 from pagestream_engine.kv_cache.manager import CacheManager, fragmentation
 from pagestream_engine.models.folder import model_revision, resolve_model
 from pagestream_engine.models.tokenizer import load_tokenizer
-from pagestream_engine.output import OutputProcessor, Pieces, Taken, failed_output, replay
+from pagestream_engine.output import OutputProcessor, Taken, failed_output, replay
 from pagestream_engine.plan import ScheduledStep, StepResult
 from pagestream_engine.request import Choice, Request, Sequence, SequenceOutput, SequenceState
 from pagestream_engine.sampling_params import SamplingParams

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections import abc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain
 
 from tokenizers import Tokenizer
 
+from pagestream_engine.detokenizer import IncrementalDetokenizer, Pieces, is_fault_of_request
 from pagestream_engine.errors import InvalidRequest, PromptTooLong
-from pagestream_engine.output import (
-    IncrementalDetokenizer,
-    Pieces,
-    bad_words_token_ids,
-    begin_text,
-    is_fault_of_request,
-)
+from pagestream_engine.output import begin_text
 from pagestream_engine.request import Choice, Request, Sequence
 from pagestream_engine.sampling_params import ALL_LOGPROBS, SamplingParams, checked_words
 
@@ -198,3 +193,23 @@ class Intake:
         if low < 0 or high >= self._vocab_size:
             wrong = low if low < 0 else high
             raise InvalidRequest(f"{field}: given token {wrong}, expected 0 to {self._vocab_size - 1}, the vocabulary")
+
+
+def bad_words_token_ids(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Return the token sequences that spell `words`, each without and with a space before it.
+
+    The second one is left out where it ends with the first: where that is banned, it is too. vLLM leaves it out also
+    where it has another number of tokens, and lets such a word pass.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        plain, spaced = (_encoded(prefix + word.lstrip(), tokenizer) for prefix in ("", " "))
+        found[plain] = None
+        if spaced[len(spaced) - len(plain) :] != plain:
+            found[spaced] = None
+    found.pop((), None)
+    return tuple(found)
+
+
+def _encoded(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(text, add_special_tokens=False).ids)

@@ -71,7 +71,8 @@ if TYPE_CHECKING:
         sampling_of_child,
     )
     from pagestream_worker.settings import ProcessSettings, WorkerSettings, build_parser, engine_config, load_settings
-    from pagestream_worker.telemetry import EXIT_STALLED, EngineGauges, EngineReaders, Health, WorkerTelemetry
+    from pagestream_worker.telemetry import EngineGauges, EngineReaders, WorkerTelemetry
+    from pagestream_worker.watchdog import EXIT_STALLED, Health
     from pagestream_worker.worker import Worker
 
 __all__ = [
@@ -158,7 +159,7 @@ _MODULES = {
     "TITLE": "core_process",
     **dict.fromkeys(("EngineCore", "EngineCoreError", "EngineProcess", "EngineThread", "is_link_lost"), "engine_core"),
     **dict.fromkeys(("EngineGauges", "EngineReaders"), "telemetry"),
-    **dict.fromkeys(("EXIT_STALLED", "Health"), "telemetry"),
+    **dict.fromkeys(("EXIT_STALLED", "Health"), "watchdog"),
     **dict.fromkeys(
         (
             "BETWEEN_MARKS",

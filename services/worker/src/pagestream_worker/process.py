@@ -60,7 +60,8 @@ from pagestream_worker.settings import (
     logging_settings,
     worker_fields,
 )
-from pagestream_worker.telemetry import SERVICE, EngineGauges, EngineReaders, Health, WorkerTelemetry
+from pagestream_worker.telemetry import SERVICE, EngineGauges, EngineReaders, WorkerTelemetry
+from pagestream_worker.watchdog import Health
 from pagestream_worker.worker import Worker
 
 command_logger = logging.getLogger("pagestream_worker")

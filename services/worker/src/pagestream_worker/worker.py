@@ -30,7 +30,8 @@ from pagestream_worker.load_shedding import Degradation, DegradationSettings, Ho
 from pagestream_worker.logs.token_logs import TokenBatch, open_logs
 from pagestream_worker.requests import ActiveRequests
 from pagestream_worker.settings import WorkerSettings
-from pagestream_worker.telemetry import Health, WorkerTelemetry, block_maps, watchdog
+from pagestream_worker.telemetry import WorkerTelemetry, block_maps
+from pagestream_worker.watchdog import Health, watchdog
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,9 @@
 """Sequences to steps: admission, chunked prefill, decode, preemption."""
 
 from pagestream_engine.features.lora.scheduling import PASS_LIMIT, AdapterResidency
+from pagestream_engine.kv_cache.host_tier import RestoreCost
 from pagestream_engine.scheduler.admission import MOST_PASSING
-from pagestream_engine.scheduler.budget import LEAST_SHARE, LOOK_EVERY, PrefillBudget, RestoreCost
+from pagestream_engine.scheduler.budget import LEAST_SHARE, LOOK_EVERY, PrefillBudget
 from pagestream_engine.scheduler.policies import (
     FairByTenant,
     FirstComeFirstServed,
@@ -14,7 +15,7 @@ from pagestream_engine.scheduler.policies import (
     make_policy,
     register_policy,
 )
-from pagestream_engine.scheduler.scheduler import Scheduler, check_requests
+from pagestream_engine.scheduler.scheduler import RunningSequences, Scheduler, check_requests
 
 __all__ = [
     "LEAST_SHARE",
@@ -28,6 +29,7 @@ __all__ = [
     "PriorityFirst",
     "RestoreCost",
     "RoundRobin",
+    "RunningSequences",
     "Scheduler",
     "SchedulingPolicy",
     "ShortestFirst",
