@@ -10,17 +10,16 @@ from types import SimpleNamespace
 
 import pytest
 from pagestream_engine import RequestFault
-from pagestream_engine.executor import stragglers
 from pagestream_engine.executor.preparations import PreparedByAll
-from pagestream_engine.executor.stragglers import (
+from pagestream_engine.executor.rank_group import (
     COLLECTIVE_LIMIT_S,
     HANG_LIMIT_S,
     REMOTE_LIMIT_S,
     STAGE_LIMIT_S,
     Stragglers,
 )
-from pagestream_engine.parallel.place import Progress
 from pagestream_engine.parallel.progress import StreamProgress
+from pagestream_engine.parallel.rank import Progress
 from pagestream_engine.plan import LoadedAdapter, PreparedGrammar
 from pagestream_grammars import Grammar
 from support.processes.waiting import LIMIT_S
@@ -33,7 +32,7 @@ class Watched:
         self, folder: Path, size: int, stage_size: int, monkeypatch: pytest.MonkeyPatch, num_local: int | None = None
     ) -> None:
         self.now = 0.0
-        monkeypatch.setattr(stragglers, "monotonic", lambda: self.now)
+        monkeypatch.setattr("pagestream_engine.executor.rank_group.monotonic", lambda: self.now)
         self.progress = Progress(folder, size, create=True)
         self.stragglers = Stragglers(self.progress, stage_size, num_local)
         self.stragglers.begin()

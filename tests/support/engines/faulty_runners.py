@@ -27,7 +27,7 @@ class FaultyRunner(SeededRunner):
 
     def __init__(self, folder: Path, config: EngineConfig) -> None:
         super().__init__(config, FACTS)
-        self._file = rank_file(folder, config.place.rank)
+        self._file = rank_file(folder, config.rank.index)
 
     def execute(self, plan: StepPlan) -> PendingResult:
         fault = self._take_fault()
@@ -104,7 +104,7 @@ class Unpicklable(Exception):  # noqa: N818
 
 def refuse_to_load(folder: Path, config: EngineConfig) -> FaultyRunner:
     """Fail as a runner whose device is missing; of several ranks the second one alone, for which the first waits."""
-    if config.place.size > 1 and config.place.rank != 1:
+    if config.rank.size > 1 and config.rank.index != 1:
         time.sleep(3600)
     raise ConfigError("device", "cuda", "cpu or auto", "torch finds no GPU on this machine")
 

@@ -28,7 +28,7 @@ from pagestream_options.engine import (
 from pagestream_options.keywords import EngineOptions
 
 from pagestream_engine.errors import ConfigError, UnsupportedOption
-from pagestream_engine.parallel.place import RankPlace
+from pagestream_engine.parallel.rank import OwnRank
 
 __all__ = [
     "DEFAULT_BLOCK_SIZE",
@@ -67,8 +67,8 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     extensions: ExtensionConfig = field(default_factory=ExtensionConfig)
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
-    place: RankPlace = field(default_factory=RankPlace)
-    """Of this process among the ranks; no option."""
+    rank: OwnRank = field(default_factory=OwnRank)
+    """Which of the ranks this process is; no option."""
 
     def __post_init__(self) -> None:
         for option in ("tensor_parallel_size", "pipeline_parallel_size"):

@@ -14,8 +14,10 @@ from typing import Any
 from pagestream_engine.config import EngineConfig, import_plugins
 from pagestream_engine.detokenizer import Pieces
 from pagestream_engine.errors import ConfigError, EngineAsleep, InvalidRequest, InvariantViolation, OutOfMemory
-from pagestream_engine.executor.base import RunnerFactory, facts_of, make_model_runner
-from pagestream_engine.executor.select import make_executor
+from pagestream_engine.executor.base import Executor, RunnerFactory, facts_of, make_model_runner
+from pagestream_engine.executor.inline import InlineExecutor
+from pagestream_engine.executor.process import ProcessExecutor
+from pagestream_engine.executor.rank_group import RankGroup
 from pagestream_engine.features.beams import Searches, SearchLimits, make_search
 from pagestream_engine.features.best_of import BestOf, make_candidates
 from pagestream_engine.features.grammar.gate import GrammarGate
@@ -30,6 +32,7 @@ from pagestream_engine.models.folder import model_revision, resolve_model
 from pagestream_engine.models.tokenizer import load_tokenizer
 from pagestream_engine.output import OutputProcessor, Taken, failed_output, replay
 from pagestream_engine.plan import ScheduledStep, StepResult
+from pagestream_engine.preflight import check_options
 from pagestream_engine.request import Choice, Request, Sequence, SequenceOutput, SequenceState
 from pagestream_engine.sampling_params import SamplingParams
 from pagestream_engine.scheduler.policies import make_policy
@@ -600,3 +603,12 @@ def fit_model_len(config: EngineConfig, facts: ExecutorFacts) -> int:
     if asked < 2:
         raise ConfigError("num_gpu_blocks_override", num_blocks, "room for at least 2 tokens", "raise it or block_size")
     return asked
+
+
+def make_executor(make_runner: RunnerFactory, folder: Path, config: EngineConfig) -> Executor:
+    """Load a model into an executor of the configured kind."""
+    if config.parallel.num_ranks > 1:
+        check_options(folder, config)  # before each rank's process has imported torch
+        return RankGroup(make_runner, folder, config)
+    kind = ProcessExecutor if config.executor.executor == "process" else InlineExecutor
+    return kind(make_runner, folder, config)

@@ -26,7 +26,7 @@ from pagestream_engine.models.loader import num_elements, stored_bytes
 from pagestream_engine.models.quantised.scheme import Scheme
 from pagestream_engine.models.registry import find_family, fused_architectures
 from pagestream_engine.models.weights import WeightMap
-from pagestream_engine.parallel.place import layers_of_stage
+from pagestream_engine.parallel.rank import layers_of_stage
 from pagestream_engine.runner.backends import cache_shapes, kv_layout
 
 GB = 10**9

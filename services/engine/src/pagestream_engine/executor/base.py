@@ -263,18 +263,18 @@ def make_model_runner(folder: Path, config: EngineConfig) -> Runner:
 
     from pagestream_engine.runner.runner import ModelRunner
 
-    device, place = config.model.device, config.place
+    device, own = config.model.device, config.rank
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if place.size == 1:
+    if own.size == 1:
         return ModelRunner(folder, config, torch.device(device))
     if device == "cpu":
         if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, torch.get_num_threads() // place.num_local))
+            torch.set_num_threads(max(1, torch.get_num_threads() // own.num_local))
         return ModelRunner(folder, config, torch.device(device))
-    if torch.cuda.device_count() < place.num_local:
+    if torch.cuda.device_count() < own.num_local:
         expected = f"at most the {torch.cuda.device_count()} GPUs of this machine"
-        if place.tensor_size > 1:
-            raise ConfigError("tensor_parallel_size", place.tensor_size, f"{expected}, over all stages")
-        raise ConfigError("pipeline_parallel_size", place.num_stages, expected)
-    return ModelRunner(folder, config, torch.device(device, place.local_rank))
+        if own.tensor_size > 1:
+            raise ConfigError("tensor_parallel_size", own.tensor_size, f"{expected}, over all stages")
+        raise ConfigError("pipeline_parallel_size", own.num_stages, expected)
+    return ModelRunner(folder, config, torch.device(device, own.local_rank))

@@ -65,7 +65,7 @@ def die_with_parent(parent: int | None) -> None:
 def run_rank(
     connection: Connection, make_runner: RunnerFactory, folder: Path, config: EngineConfig, parent: int | None
 ) -> None:
-    """Do `run_child` as the rank that `config.place` names, whose process exits at once when the pipe from its parent
+    """Do `run_child` as the rank that `config.rank` names, whose process exits at once when the pipe from its parent
     ends."""
     run_child(_RankPipe(connection), make_runner, folder, config, parent)
 

@@ -89,7 +89,7 @@ class RankProcess:
 
     Args:
         make_runner: loads its part of the model; a function of a module.
-        config: settings, with the rank's place.
+        config: settings, with the rank.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class RankProcess:
         folder: Path,
         config: EngineConfig,
     ) -> None:
-        self.rank = config.place.rank
+        self.rank = config.rank.index
         self.answers: deque[Answer] = deque()
         """Received, and not taken."""
         self.prepared: list[Prepared] = []

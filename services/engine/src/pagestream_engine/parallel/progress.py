@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from pagestream_engine.errors import InvariantViolation
-from pagestream_engine.parallel.place import Progress, RankPlace
+from pagestream_engine.parallel.rank import OwnRank, Progress
 
 POLL_S = 0.05
 """Between two looks at what a GPU has done: a rank that hangs is named after seconds."""
@@ -108,16 +108,16 @@ class StreamProgress:
                     self._progress.end(self._rank)
 
 
-def open_progress(place: RankPlace, device: torch.device) -> RankProgress | None:
+def open_progress(own: OwnRank, device: torch.device) -> RankProgress | None:
     """Return the count of a rank of a group, one for each process; None for a rank alone."""
-    if place.size == 1:
+    if own.size == 1:
         return None
-    if place.folder is None:
-        raise InvariantViolation(f"rank {place.rank} of {place.size}: given no folder to meet the others in")
-    progress = Progress(place.folder, place.size)
+    if own.folder is None:
+        raise InvariantViolation(f"rank {own.index} of {own.size}: given no folder to meet the others in")
+    progress = Progress(own.folder, own.size)
     if device.type != "cuda":
-        return HostProgress(progress, place.rank)
-    return StreamProgress(progress, place.rank, lambda: _event(device), lambda: torch.cuda.set_device(device))
+        return HostProgress(progress, own.index)
+    return StreamProgress(progress, own.index, lambda: _event(device), lambda: torch.cuda.set_device(device))
 
 
 def _event(device: torch.device) -> torch.cuda.Event:

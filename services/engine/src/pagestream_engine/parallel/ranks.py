@@ -14,8 +14,8 @@ import torch.nn.functional as F  # noqa: N812 - torch's own habit
 from torch import Tensor
 
 from pagestream_engine.errors import InvariantViolation
-from pagestream_engine.parallel.place import RankPlace
 from pagestream_engine.parallel.progress import RankProgress
+from pagestream_engine.parallel.rank import OwnRank
 
 _LIMIT = timedelta(minutes=30)
 """Of one exchange. Ranks load weights at different speeds; while they serve, the executor notices earlier that one
@@ -79,41 +79,41 @@ ONE_RANK = OneRank()
 class DistributedRanks:
     """A group over gloo on a CPU, over NCCL on GPUs."""
 
-    def __init__(self, place: RankPlace, device: torch.device, progress: RankProgress, *, fixed_order: bool) -> None:
+    def __init__(self, own: OwnRank, device: torch.device, progress: RankProgress, *, fixed_order: bool) -> None:
         """Meet the other ranks; waits for them.
 
         Args:
             device: that computes; the current one, if it is a GPU.
             fixed_order: whether sums have one order of additions, whatever the shape. On a CPU they always have.
         """
-        if place.folder is None:
-            raise InvariantViolation(f"rank {place.rank} of {place.size}: given no folder to meet the others in")
-        self.rank, self.size = place.tensor_rank, place.tensor_size
-        self._place = place
+        if own.folder is None:
+            raise InvariantViolation(f"rank {own.index} of {own.size}: given no folder to meet the others in")
+        self.rank, self.size = own.tensor_rank, own.tensor_size
+        self._own = own
         self._progress = progress
         self._device = device
         self._in_order = fixed_order or device.type == "cpu"
-        interface = place.interface if place.store else "lo"
+        interface = own.interface if own.store else "lo"
         if sys.platform == "linux" and interface:  # whatever the host name resolves to
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            init_method=place.store or f"file://{place.folder / 'store'}",
-            rank=place.rank,
-            world_size=place.size,
+            init_method=own.store or f"file://{own.folder / 'store'}",
+            rank=own.index,
+            world_size=own.size,
             timeout=_LIMIT,
         )
-        self._stage_group = self._own_stage(place)
+        self._stage_group = self._own_stage(own)
 
     @staticmethod
-    def _own_stage(place: RankPlace) -> dist.ProcessGroup | None:
+    def _own_stage(own: OwnRank) -> dist.ProcessGroup | None:
         """Return the group of the ranks that divide this one's layers; None: all. Every rank makes all groups."""
-        if place.num_stages == 1:
+        if own.num_stages == 1:
             return None
-        firsts = range(0, place.size, place.tensor_size)
-        groups = [dist.new_group(list(range(first, first + place.tensor_size))) for first in firsts]
-        own: dist.ProcessGroup = groups[place.stage]
-        return own
+        firsts = range(0, own.size, own.tensor_size)
+        groups = [dist.new_group(list(range(first, first + own.tensor_size))) for first in firsts]
+        of_stage: dist.ProcessGroup = groups[own.stage]
+        return of_stage
 
     def sum(self, x: Tensor) -> Tensor:
         """In the order of ranks, each element by itself: `all_reduce` of more than two ranks adds in an order that
@@ -157,7 +157,7 @@ class DistributedRanks:
         return self._gather_from(self.size, self._stage_group, x)
 
     def _gather_all(self, x: Tensor) -> list[Tensor]:
-        return self._gather_from(self._place.size, None, x)
+        return self._gather_from(self._own.size, None, x)
 
     def _gather_from(self, size: int, group: dist.ProcessGroup | None, x: Tensor) -> list[Tensor]:
         x = x.contiguous()

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pagestream_engine.errors import InvariantViolation
-from pagestream_engine.parallel.place import RankPlace
 from pagestream_engine.parallel.progress import RankProgress, open_progress
+from pagestream_engine.parallel.rank import OwnRank
 from pagestream_engine.parallel.ranks import ONE_RANK, DistributedRanks, Ranks
 
 _MOST_SENT = 64
@@ -66,7 +66,7 @@ class UndividedStage(Stage):
 
 
 class DistributedStage(Stage):
-    """A stage of several. Its rank exchanges with the ranks of the same `RankPlace.tensor_rank` in other stages.
+    """A stage of several. Its rank exchanges with the ranks of the same `OwnRank.tensor_rank` in other stages.
 
     Tokens go through a group of their own: NCCL runs what a pair of ranks exchanges in one group in the order of the
     calls, and the hidden states of the next step must not wait for the tokens of this one.
@@ -74,15 +74,15 @@ class DistributedStage(Stage):
 
     notes_layers = True
 
-    def __init__(self, place: RankPlace, device: torch.device, dtype: torch.dtype, progress: RankProgress) -> None:
+    def __init__(self, own: OwnRank, device: torch.device, dtype: torch.dtype, progress: RankProgress) -> None:
         """Make the group of tokens; `DistributedRanks` has met the others.
 
         Args:
             device: that computes.
         """
-        self.index, self.count = place.stage, place.num_stages
+        self.index, self.count = own.stage, own.num_stages
         self.is_first, self.is_last = self.index == 0, self.index == self.count - 1
-        self._place = place
+        self._own = own
         self._device, self._dtype = device, dtype
         self._progress = progress
         self._tokens = dist.new_group()
@@ -108,7 +108,7 @@ class DistributedStage(Stage):
         tokens = torch.empty(shape, dtype=torch.int64, device=self._device)
         work = dist.irecv(tokens, self._rank_in(self.count - 1), group=self._tokens)
         if work is None:
-            raise InvariantViolation(f"rank {self._place.rank}: expected to be in the group of its own stages")
+            raise InvariantViolation(f"rank {self._own.index}: expected to be in the group of its own stages")
 
         def wait() -> Tensor:
             work.wait()
@@ -123,14 +123,14 @@ class DistributedStage(Stage):
             earlier.wait()
         work = dist.isend(x, self._rank_in(stage), group=group)
         if work is None:
-            raise InvariantViolation(f"rank {self._place.rank}: expected to be in the group of its own stages")
+            raise InvariantViolation(f"rank {self._own.index}: expected to be in the group of its own stages")
         self._sent.append((work, x))
 
     def _rank_in(self, stage: int) -> int:
-        return stage * self._place.tensor_size + self._place.tensor_rank
+        return stage * self._own.tensor_size + self._own.tensor_rank
 
 
-def open_group(place: RankPlace, device: torch.device, dtype: torch.dtype, *, fixed_order: bool) -> tuple[Ranks, Stage]:
+def open_group(own: OwnRank, device: torch.device, dtype: torch.dtype, *, fixed_order: bool) -> tuple[Ranks, Stage]:
     """Return the ranks that divide this process' layers, and its stage; waits for the others of the group.
 
     Args:
@@ -138,8 +138,8 @@ def open_group(place: RankPlace, device: torch.device, dtype: torch.dtype, *, fi
         dtype: of hidden states.
         fixed_order: as `DistributedRanks` has it.
     """
-    progress = open_progress(place, device)
+    progress = open_progress(own, device)
     if progress is None:
         return ONE_RANK, ONE_STAGE
-    ranks = DistributedRanks(place, device, progress, fixed_order=fixed_order)
-    return ranks, ONE_STAGE if place.num_stages == 1 else DistributedStage(place, device, dtype, progress)
+    ranks = DistributedRanks(own, device, progress, fixed_order=fixed_order)
+    return ranks, ONE_STAGE if own.num_stages == 1 else DistributedStage(own, device, dtype, progress)

@@ -11,7 +11,7 @@ from pagestream_engine.attention import AttentionSpec, Backend, CacheShape, pref
 from pagestream_engine.config import DEFAULT_BLOCK_SIZE, TRITON_BLOCK_SIZE, EngineConfig
 from pagestream_engine.errors import ConfigError
 from pagestream_engine.kv_layout import KVLayout, KVSpec, make_layout
-from pagestream_engine.parallel.place import layers_of_stage
+from pagestream_engine.parallel.rank import layers_of_stage
 
 CACHE_DTYPES = {
     "auto": None,
@@ -78,7 +78,7 @@ class CachePlan(NamedTuple):
 def plan_cache(
     specs: Sequence[AttentionSpec], config: EngineConfig, max_model_len: int, dtype: torch.dtype, device: torch.device
 ) -> CachePlan:
-    """Plan the cache of the stage that `config.place` names.
+    """Plan the cache of the stage that `config.rank` names.
 
     Args:
         max_model_len: tokens of the longest sequence.
@@ -87,13 +87,13 @@ def plan_cache(
     Raises:
         UnsupportedModel: as `kv_layout`.
     """
-    block_size, kept, place = block_size_for(config, device), config.cache.kv_cache_dtype, config.place
+    block_size, kept, rank = block_size_for(config, device), config.cache.kv_cache_dtype, config.rank
     whole = kv_layout(specs, block_size, max_model_len)
     whole_shapes = cache_shapes(whole, dtype, kept)
-    if place.num_stages == 1:
+    if rank.num_stages == 1:
         return CachePlan(whole, whole_shapes, whole_shapes)
-    layout = kv_layout(specs, block_size, max_model_len, place.num_stages)
-    own = layers_of_stage(len(specs), place.stage, place.num_stages)
+    layout = kv_layout(specs, block_size, max_model_len, rank.num_stages)
+    own = layers_of_stage(len(specs), rank.stage, rank.num_stages)
     return CachePlan(layout, cache_shapes(layout, dtype, kept, own), whole_shapes)
 
 

@@ -98,7 +98,7 @@ class ModelRunner:
         check_model_allows(wanted, source, by_triton=by_triton)
         exact_linears = wants_exact_linears(wanted, self.dtype, device, by_triton=by_triton)
         self.select_device()
-        self._ranks, self._stage = open_group(config.place, device, self.dtype, fixed_order=exact_linears)
+        self._ranks, self._stage = open_group(config.rank, device, self.dtype, fixed_order=exact_linears)
         target = Target(
             self.dtype,
             device,
@@ -142,7 +142,7 @@ class ModelRunner:
         self._host_pages: HostPages | None = None
         self._moved: MovedTensors | None = None  # what a GPU's tensors held before it went to sleep
         # Graphs with exchanges between ranks have not been tried.
-        if recorder is None and device.type == "cuda" and not config.model.enforce_eager and config.place.size == 1:
+        if recorder is None and device.type == "cuda" and not config.model.enforce_eager and config.rank.size == 1:
             recorder = CudaGraphRecorder(device)
         can_be_used = recorder is not None and can_record(self._model, self._backend, recorder)
         self._recorder = recorder if can_be_used else None
@@ -236,7 +236,7 @@ class ModelRunner:
                 step_bytes, pool_bytes = use.step, gpu_pool_bytes(use, share, len(sizes))
             else:
                 step_bytes = estimated_cpu_step_bytes(self, self._config, vocab_size)
-                num_ranks = self._config.place.num_local
+                num_ranks = self._config.rank.num_local
                 host_bytes = int(self._config.cache.swap_space * 2**30) // num_ranks
                 pool_bytes = cpu_pool_bytes(step_bytes, host_bytes, num_ranks=num_ranks)
         finally:
@@ -252,7 +252,7 @@ class ModelRunner:
         """
         if num_blocks < 1:
             raise ConfigError("num_gpu_blocks_override", num_blocks, "at least 1")
-        free = _free_bytes(self.device, self._config.place.num_local)
+        free = _free_bytes(self.device, self._config.rank.num_local)
         most = free // self._backend.store.block_bytes - self._num_padding_blocks
         if num_blocks > most:
             hint = "lower it, or leave it out to take what fits"
@@ -267,7 +267,7 @@ class ModelRunner:
         Raises:
             ConfigError: they do not hold one block, or there is less memory.
         """
-        store, num_ranks = self._backend.store, self._config.place.num_local
+        store, num_ranks = self._backend.store, self._config.rank.num_local
         self._host_pages = pages = HostPages.of(store, self._config.cache, available_bytes() // num_ranks, num_ranks)
         num_pages = self._ranks.least(len(pages))
         return HostMemory(num_pages, store.block_bytes, self._ranks.first(pages.measure_load_s()))

@@ -172,9 +172,9 @@ class Scheduler:
         if self._policy.displaces and not self._displace():
             return step
         decodes, needing_block = self._choose_decodes()
-        forks = self._cache.copy_on_write
-        preempts = bool(needing_block or forks.is_pending) and self._lacks_blocks(needing_block)
-        # Both a decode's next block and a fork's own copy may have to be taken from somebody.
+        copy_on_write = self._cache.copy_on_write
+        preempts = bool(needing_block or copy_on_write.is_pending) and self._lacks_blocks(needing_block)
+        # Both a decode's next block and a copy on write may have to be taken from somebody.
         # Preempt nothing while a step is in flight: a waiting sequence must have no placeholder for its token.
         if preempts and self._num_in_flight:
             return step  # The step in flight is waited for: it may end sequences, or free blocks behind windows.
@@ -183,8 +183,8 @@ class Scheduler:
             decodes, needing_block = self._choose_decodes()
         if needing_block:
             self._cache.allocate_next_slots(needing_block)
-        if forks.is_pending:
-            forks.assign_own_blocks()
+        if copy_on_write.is_pending:
+            copy_on_write.assign_own_blocks()
         step.decodes = decodes
         num_tokens = self._config.max_num_batched_tokens - len(step.decodes)
         if self._num_speculative_tokens:
@@ -193,8 +193,8 @@ class Scheduler:
             num_tokens = self._config.max_num_batched_tokens - step.num_tokens
         if self._running.prefills or self._waiting.num_sequences:
             self._fill_with_prompts(step, num_tokens, preempts=preempts)
-        if forks.is_pending:
-            step.copies = forks.copies
+        if copy_on_write.is_pending:
+            step.copies = copy_on_write.copies
         if self._cache.tier is not None:
             step.loads = self._cache.tier.loads
             if not step.is_empty:
@@ -368,10 +368,10 @@ class Scheduler:
         return True
 
     def _lacks_blocks(self, needing_block: list[Sequence]) -> bool:
-        """Whether too few blocks are free for the next tokens of `needing_block`, and to part what was forked."""
-        wanted, forks = self._cache.num_next_blocks(needing_block), self._cache.copy_on_write
-        if forks.is_pending:
-            wanted += forks.num_blocks_wanted()
+        """Whether too few blocks are free for the next tokens of `needing_block`, and for the copies on write."""
+        wanted, copy_on_write = self._cache.num_next_blocks(needing_block), self._cache.copy_on_write
+        if copy_on_write.is_pending:
+            wanted += copy_on_write.num_blocks_wanted()
         return wanted > self._cache.pool.num_free
 
     def _preempt_until_fits(self, needing_block: list[Sequence]) -> None:

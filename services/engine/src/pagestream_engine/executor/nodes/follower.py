@@ -18,12 +18,12 @@ from time import monotonic, sleep
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ConfigError, NodeRefused, NodesMissing
 from pagestream_engine.executor.base import RunnerFactory, make_model_runner
-from pagestream_engine.executor.nodes.forming import interface_of, places_on, settings_digest
+from pagestream_engine.executor.nodes.forming import interface_of, ranks_on, settings_digest
 from pagestream_engine.executor.nodes.link import Admission, Hello, Link, LinkKeys, join, read_secret
 from pagestream_engine.executor.nodes.remote_rank import Wakeup
 from pagestream_engine.executor.rank_process import RankProcess
 from pagestream_engine.models.folder import resolve_model
-from pagestream_engine.parallel.place import Progress, RankPlace
+from pagestream_engine.parallel.rank import OwnRank, Progress
 from pagestream_engine.wire.executor import ANSWERS, PLANS
 
 _log = logging.getLogger(__name__)
@@ -68,11 +68,11 @@ def run_node(
     shared = Path(tempfile.mkdtemp(prefix="pagestream-ranks-"))
     node = _Node(Progress(shared, options.num_ranks, create=True))
     try:
-        for place in places_on(config, shared):
-            hello = Hello(place.rank, place.size, settings_digest(config), options.node_group)
+        for own in ranks_on(config, shared):
+            hello = Hello(own.index, own.size, settings_digest(config), options.node_group)
             end, admission, keys = _join(options.master_addr, options.master_port, secret, hello, until)
             host, here = end.getpeername()[0], end.getsockname()[0]
-            met = replace(place, store=f"tcp://{_shown(host)}:{admission.store_port}", interface=interface_of(here))
+            met = replace(own, store=f"tcp://{_shown(host)}:{admission.store_port}", interface=interface_of(here))
             node.add(met, partial(_start, make_runner, folder, config, met), end, keys)
         on_joined()
         return node.run()
@@ -104,9 +104,9 @@ def _join(host: str, port: int, secret: bytes, hello: Hello, until: float) -> tu
         sleep(_RETRY_S)
 
 
-def _start(make_runner: RunnerFactory, folder: Path, config: EngineConfig, place: RankPlace) -> RankProcess:
+def _start(make_runner: RunnerFactory, folder: Path, config: EngineConfig, own: OwnRank) -> RankProcess:
     context = multiprocessing.get_context("spawn")
-    return RankProcess(context, make_runner, folder, replace(config, place=place))
+    return RankProcess(context, make_runner, folder, replace(config, rank=own))
 
 
 class _Node:
@@ -118,7 +118,7 @@ class _Node:
         self._wakeup = Wakeup()
         self._ends: SimpleQueue[str] = SimpleQueue()
 
-    def add(self, place: RankPlace, start: partial[RankProcess], end: socket.socket, keys: LinkKeys) -> None:
+    def add(self, own: OwnRank, start: partial[RankProcess], end: socket.socket, keys: LinkKeys) -> None:
         """Start a rank that has joined."""
         process = start()
         link = Link(
@@ -126,7 +126,7 @@ class _Node:
             keys,
             on_message=partial(_relay, process),
             on_end=self._note_end,
-            count=partial(self._progress.count, place.rank),
+            count=partial(self._progress.count, own.index),
         )
         self._members.append((process, link))
         link.start()

@@ -1,5 +1,5 @@
-"""How a group comes together: the places of a machine's ranks, and the leader's open port while those of other machines
-join. Who connects and proves the secret gets the place of its rank.
+"""How a group comes together: a machine's ranks, and the leader's open port while those of other machines
+join. Who connects and proves the secret is that rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 from pagestream_engine.config import EngineConfig, ParallelConfig
 from pagestream_engine.errors import ConfigError, NodeProtocolError
 from pagestream_engine.executor.nodes.link import Admission, Hello, Leader, LinkKeys, read_secret
-from pagestream_engine.parallel.place import RankPlace
+from pagestream_engine.parallel.rank import OwnRank
 from pagestream_engine.wire.executor import ANSWERS, PLANS
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
@@ -41,13 +41,13 @@ class Forming:
         self.limit_s = options.node_join_timeout_s
         self._listener: RankListener | None = None
         if options.nnodes == 1:
-            self.places = places_on(config, folder)
+            self.ranks = ranks_on(config, folder)
             return
         store_port = _free_port()
         others = range(options.num_ranks // options.nnodes, options.num_ranks)
         self._listener = RankListener(options, others, settings_digest(config), store_port)
         interface = interface_of(options.master_addr)
-        self.places = places_on(config, folder, store=f"tcp://127.0.0.1:{store_port}", interface=interface)
+        self.ranks = ranks_on(config, folder, store=f"tcp://127.0.0.1:{store_port}", interface=interface)
 
     def __enter__(self) -> Forming:
         return self
@@ -66,10 +66,10 @@ class Forming:
         return None if self._listener is None else self._listener.take(timeout_s)
 
 
-def places_on(
+def ranks_on(
     config: EngineConfig, folder: Path, *, store: str | None = None, interface: str | None = None
-) -> list[RankPlace]:
-    """Return the places of the ranks of machine `node_rank`.
+) -> list[OwnRank]:
+    """Return the ranks of machine `node_rank`.
 
     Args:
         folder: that these ranks and their parent share.
@@ -80,7 +80,7 @@ def places_on(
     num_local = options.num_ranks // options.nnodes
     first = options.node_rank * num_local
     return [
-        RankPlace(
+        OwnRank(
             rank,
             options.num_ranks,
             folder,
@@ -105,7 +105,7 @@ def settings_digest(config: EngineConfig) -> str:
         node_group="",
         node_join_timeout_s=1.0,
     )
-    nnodes, shared = config.parallel.nnodes, replace(config, parallel=parallel, place=RankPlace())
+    nnodes, shared = config.parallel.nnodes, replace(config, parallel=parallel, rank=OwnRank())
     return hashlib.sha256(f"{PLANS.schema} {ANSWERS.schema} {nnodes} {shared!r}".encode()).hexdigest()
 
 

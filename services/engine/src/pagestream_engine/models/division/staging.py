@@ -5,7 +5,7 @@ from __future__ import annotations
 from pagestream_engine.errors import ConfigError, UnsupportedOption
 from pagestream_engine.models.decoder import DecoderConfig
 from pagestream_engine.models.weights import SCORES, Part, TiedWeight, Weight, WeightMap
-from pagestream_engine.parallel.place import layers_of_stage
+from pagestream_engine.parallel.rank import layers_of_stage
 
 OPTION = "pipeline_parallel_size"
 _EMBEDDING, _LAST = "embedding", ("norm", "head", SCORES)

@@ -25,7 +25,7 @@ from pagestream_engine.models.decoder import (
 from pagestream_engine.models.model import Model
 from pagestream_engine.models.registry import BuildContext, Family
 from pagestream_engine.models.weights import LinearWeight, Parameters, Part, TensorWeight, TiedWeight, Weight, WeightMap
-from pagestream_engine.parallel.place import layers_of_stage
+from pagestream_engine.parallel.rank import layers_of_stage
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,11 @@ _COUNT_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlace:
-    """A process's place in a group of ranks. Its executor sets it; no option does."""
+class OwnRank:
+    """Which rank a process is in a group. Its executor sets it; no option does."""
 
-    rank: int = 0
+    index: int = 0
+    """From 0: `torch.distributed`'s rank."""
     size: int = 1
     """Ranks of the group."""
     folder: Path | None = None
@@ -39,12 +40,12 @@ class RankPlace:
     @property
     def tensor_rank(self) -> int:
         """Among those of the stage, from 0."""
-        return self.rank % self.tensor_size
+        return self.index % self.tensor_size
 
     @property
     def stage(self) -> int:
         """From 0."""
-        return self.rank // self.tensor_size
+        return self.index // self.tensor_size
 
     @property
     def num_local(self) -> int:
@@ -53,8 +54,8 @@ class RankPlace:
 
     @property
     def local_rank(self) -> int:
-        """Its place among them."""
-        return self.rank - self.first_local
+        """Its number among them, from 0."""
+        return self.index - self.first_local
 
 
 def layers_of_stage(num_layers: int, stage: int, num_stages: int) -> range:
