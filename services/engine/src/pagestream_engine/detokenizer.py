@@ -3,7 +3,7 @@
 `IncrementalDetokenizer` stands in place of `tokenizers.DecodeStream`, which was tried first (0.23): that raises
 "Invalid prefix" on byte-fallback bytes that form no character, takes quadratic time over such bytes, and does not show
 what it holds back. Here a token is a piece of bytes, and the stream of bytes is decoded as UTF-8, which is linear and
-never fails. See docs/design/tokenization.md.
+never fails. See docs/design/tool-calls.md#tokenizing-prompts.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def settle_numerics(model: Model, backend: Backend, dtype: torch.dtype, *, exact
 # fingerprint: delete the file then, and hash every version.
 _FIRST_VERSIONS = Path(__file__).with_name("first_versions.txt")
 _BY_DECODER = 2
-"""Version of `text` since which added tokens pass the decoder (docs/design/tokenization.md)."""
+"""Version of `text` since which added tokens pass the decoder (docs/design/tool-calls.md#tokenizing-prompts)."""
 
 
 def fingerprint(
