@@ -153,7 +153,7 @@ class WorkerOptions:
     )
     models: Sequence[str] = option(
         (),
-        "Further models that this engine may serve, one at a time, as NAME=FOLDER: see docs/design/model-loading.md#one-engine-several-models.",
+        "Further models that this engine may serve, one at a time, as NAME=FOLDER: see docs/model-changes.md.",
         "further models that it may serve, one at a time, by demand: NAME=FOLDER,NAME=FOLDER",
         metavar="LIST",
         is_served=True,

@@ -1,7 +1,7 @@
 """Bench requests over HTTP/1.1 on bare asyncio.
 
 The load generator shares its cores with the servers that it measures, and needs half the CPU time of an HTTP library
-for each event (docs/design/releases.md#supervision-by-serve). Events are decoded by the code of `pagestream_client`; nothing is resumed or
+for each event (docs/design/releases.md). Events are decoded by the code of `pagestream_client`; nothing is resumed or
 retried, since a broken stream is a result.
 """
 
