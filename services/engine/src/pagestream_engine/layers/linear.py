@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -104,6 +104,14 @@ class LinearMethod(ABC):
         self.num_bytes = weight.numel() * weight.itemsize
         """Bytes of the weight, as stored."""
 
+    def check_inputs(self, x: Tensor) -> None:
+        """Raise InvariantViolation for inputs of another size or dtype: kernels read memory by these."""
+        if x.dtype != self.dtype or x.shape[1] != self.shape[1]:
+            raise InvariantViolation(
+                f"linear: given inputs of {tuple(x.shape)} in {x.dtype}, "
+                f"expected (rows, {self.shape[1]}) in {self.dtype}"
+            )
+
     @abstractmethod
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x W^T + b: (rows, in features) -> (rows, out features)."""
@@ -124,10 +132,10 @@ class PlainMethod(LinearMethod):
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__(weight)
-        self._weight = weight
+        self.weight = weight
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, self._weight, bias)
+        return F.linear(x, self.weight, bias)
 
 
 class OnednnMethod(LinearMethod):
@@ -210,6 +218,18 @@ class _Scratch(threading.local):
         self.words = torch.empty(0, dtype=torch.int32)
 
 
+class PackedGroup:
+    """Packed weights of one shape, and where they and their biases lie, for the kernels."""
+
+    def __init__(self, packed: Sequence[Tensor], biases: Sequence[Tensor] | None) -> None:
+        """`packed` by one library of kernels; `biases` are (out features,) each, contiguous, or None."""
+        self._held = (packed, biases)
+        self._packed = torch.tensor([each.data_ptr() for each in packed], dtype=torch.int64)
+        self._biases = None if biases is None else torch.tensor([each.data_ptr() for each in biases], dtype=torch.int64)
+        self.packed_at = self._packed.data_ptr()
+        self.biases_at = None if self._biases is None else self._biases.data_ptr()
+
+
 class NativeLinears:
     """The kernels of one level for one dtype. Every tensor is on the CPU, and contiguous."""
 
@@ -228,6 +248,7 @@ class NativeLinears:
         self._packed_words = bind("packed_words", _N, _N, _N)
         self._pack = bind("pack", None, _P, _P, _N, _N, _I)
         self._linear = bind("linear", _N, *[_P] * 6, *[_N] * 4, _I, _I)
+        self._grouped = bind("grouped_linear", _N, *[_P] * 5, _N, _P, *[_N] * 4, _I, _I)
         self._scratch = _Scratch()
 
     def pack(self, weight: Tensor) -> Tensor:
@@ -240,6 +261,30 @@ class NativeLinears:
     def can_gate(self, out_features: int) -> bool:
         """Whether `multiply` takes an activation with a packed weight of so many rows: gates, then what they gate."""
         return out_features % (2 * self._panel_width) == 0
+
+    def multiply_groups(
+        self, x: Tensor, weights: PackedGroup, ends: Tensor, out_features: int, activation: Activation | None
+    ) -> Tensor:
+        """Multiply each row by its group's weight, as `multiply` does.
+
+        Args:
+            x: (rows, in features), sorted by group.
+            weights: of each group, by `pack`.
+            ends: (groups,) int32: the row before which each group ends.
+
+        Returns:
+            As `multiply`; zeros for rows beyond the last end.
+        """
+        rows, inputs = x.shape
+        out = torch.empty(rows, out_features if activation is None else out_features // 2, dtype=x.dtype)
+        operands = (out.data_ptr(), x.data_ptr(), weights.packed_at, weights.biases_at, ends.data_ptr(), len(ends))
+        sizes = (rows, inputs, out_features, EPILOGUES[activation], torch.get_num_threads())
+        scratch = self._scratch.words
+        missing = self._grouped(*operands, scratch.data_ptr(), scratch.numel(), *sizes)
+        if missing:
+            scratch = self._scratch.words = torch.empty(missing, dtype=torch.int32)
+            self._grouped(*operands, scratch.data_ptr(), missing, *sizes)
+        return out
 
     def multiply(
         self,
@@ -330,7 +375,7 @@ class NativeMethod(LinearMethod):
         """
         super().__init__(weight)
         self.is_copy = copies
-        self._kernels = kernels
+        self.kernels = kernels
         self._weight = None if copies else weight.contiguous()
         self.packed = kernels.pack(weight.contiguous()) if copies and packed is None else packed
         """What `NativeLinears.pack` has made of the weight; None without `copies`."""
@@ -343,13 +388,9 @@ class NativeMethod(LinearMethod):
         return self._multiply(x, bias, activation)
 
     def _multiply(self, x: Tensor, bias: Tensor | None, activation: Activation | None) -> Tensor:
-        if x.dtype != self.dtype or x.shape[1] != self.shape[1]:  # the kernels read memory by these
-            raise InvariantViolation(
-                f"linear: given inputs of {tuple(x.shape)} in {x.dtype}, "
-                f"expected (rows, {self.shape[1]}) in {self.dtype}"
-            )
+        self.check_inputs(x)
         x = x.contiguous()
-        return self._kernels.multiply(x, self._weight, self.packed, bias, self.shape[0], activation=activation)
+        return self.kernels.multiply(x, self._weight, self.packed, bias, self.shape[0], activation=activation)
 
 
 class RowByRowMethod(LinearMethod):
@@ -422,3 +463,13 @@ def lays_out_anew(device_type: str, dtype: torch.dtype, *, exact: bool, by_trito
     if exact and by_triton:
         return False
     return native_linears(dtype) is not None if exact else runs_onednn(device_type, dtype)
+
+
+def runs_experts_natively(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether experts are computed by the C++ kernels, exact or not: one call takes all of a layer.
+
+    With 16 experts of 1,024 x 1,024, two a token, in bfloat16 with AMX on one thread, 1, 16 and 128 tokens took 0.32,
+    4.2 and 5.6 ms by them, 0.67, 6.9 and 8.5 ms by torch's `grouped_mm`, and 0.51, 7.6 and 10.2 ms by oneDNN.
+    """
+    kernels = native_linears(dtype) if device.type == "cpu" else None
+    return kernels is not None and kernels.level.is_fast

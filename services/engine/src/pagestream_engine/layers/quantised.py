@@ -18,12 +18,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own habit
 from torch import Tensor
 
-from pagestream_engine.errors import InvariantViolation
 from pagestream_engine.layers.linear import (
     EPILOGUES,
     PANEL_MEMORY,
     Activation,
     LinearMethod,
+    PackedGroup,
     load_level,
     native_linears,
 )
@@ -189,6 +189,8 @@ class QuantisedLinears:
         self._pack = _bind(library.pack_quantised, None, *[_P] * 4, *[_N] * 3, _I, _I)
         linear = getattr(library, f"quantised_linear_{_SUFFIXES[dtype]}")
         self._linear = _bind(linear, _N, *[_P] * 5, *[_N] * 5, _I, _I, _I)
+        grouped = getattr(library, f"grouped_quantised_linear_{_SUFFIXES[dtype]}")
+        self._grouped = _bind(grouped, _N, *[_P] * 5, _N, _P, *[_N] * 5, _I, _I, _I)
         self._scratch = _Scratch()
 
     def pack(self, weight: QuantisedWeight) -> Tensor:
@@ -235,6 +237,23 @@ class QuantisedLinears:
             self._linear(*operands, scratch.data_ptr(), missing, *sizes, *options)
         return out
 
+    def multiply_groups(
+        self, x: Tensor, weights: PackedGroup, ends: Tensor, layout: Layout, activation: Activation | None
+    ) -> Tensor:
+        """As `NativeLinears.multiply_groups`, with weights of one layout."""
+        rows, inputs = x.shape
+        outputs = layout.shape[0]
+        out = torch.empty(rows, outputs if activation is None else outputs // 2, dtype=x.dtype)
+        operands = (out.data_ptr(), x.data_ptr(), weights.packed_at, weights.biases_at, ends.data_ptr(), len(ends))
+        sizes = (rows, inputs, outputs, layout.group_size, layout.storage)
+        options = (EPILOGUES[activation], torch.get_num_threads())
+        scratch = self._scratch.words
+        missing = self._grouped(*operands, scratch.data_ptr(), scratch.numel(), *sizes, *options)
+        if missing:
+            scratch = self._scratch.words = torch.empty(missing, dtype=torch.int32)
+            self._grouped(*operands, scratch.data_ptr(), missing, *sizes, *options)
+        return out
+
 
 @cache
 def quantised_linears(dtype: torch.dtype) -> QuantisedLinears | None:
@@ -271,11 +290,7 @@ class QuantisedMethod(LinearMethod):
 
     def _inputs(self, x: Tensor) -> Tensor:
         """(rows, in features), contiguous, in the order of the weight's columns."""
-        if x.dtype != self.dtype or x.shape[1] != self.shape[1]:  # kernels read memory by these
-            raise InvariantViolation(
-                f"linear: given inputs of {tuple(x.shape)} in {x.dtype}, "
-                f"expected (rows, {self.shape[1]}) in {self.dtype}"
-            )
+        self.check_inputs(x)
         return x.contiguous() if self.order is None else x.index_select(1, self.order)
 
 
@@ -292,7 +307,7 @@ class NativeQuantisedMethod(QuantisedMethod):
     ) -> None:
         """`packed` is what `QuantisedLinears.pack` has made of a weight of this layout."""
         super().__init__(layout, dtype, packed.nbytes, order)
-        self._kernels = kernels
+        self.kernels = kernels
         self.packed = packed
         self.fuses_gates = kernels.can_gate(self.shape[0])
 
@@ -303,10 +318,10 @@ class NativeQuantisedMethod(QuantisedMethod):
         return cls(layout, dtype, kernels, kernels.pack(weight), weight.order)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return self._kernels.multiply(self._inputs(x), self.packed, self.layout, bias)
+        return self.kernels.multiply(self._inputs(x), self.packed, self.layout, bias)
 
     def gated_product(self, x: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
-        return self._kernels.multiply(self._inputs(x), self.packed, self.layout, bias, activation)
+        return self.kernels.multiply(self._inputs(x), self.packed, self.layout, bias, activation)
 
 
 class TorchQuantisedMethod(QuantisedMethod):

@@ -32,7 +32,15 @@ from torch import Tensor
 
 from pagestream_engine.errors import DOWNLOAD_AGAIN, InvariantViolation, NativeBuildError, WeightsError
 from pagestream_engine.features.offload import OffloadedWeights, plan_offload
-from pagestream_engine.layers.linear import Linear, LinearMethod, choose_method, kernel_build, lays_out_anew, panels_of
+from pagestream_engine.layers.linear import (
+    Linear,
+    LinearMethod,
+    choose_method,
+    kernel_build,
+    lays_out_anew,
+    panels_of,
+    runs_experts_natively,
+)
 from pagestream_engine.layers.quantised import (
     QuantisedWeight,
     choose_quantised_method,
@@ -47,7 +55,16 @@ from pagestream_engine.models.nested import text_tensors
 from pagestream_engine.models.quantised.scheme import Scheme
 from pagestream_engine.models.quantised.tensors import read_quantised
 from pagestream_engine.models.safetensors_file import Entry, FileCache, open_files, read_folder
-from pagestream_engine.models.weights import LinearWeight, Parameters, Part, TensorWeight, TiedWeight, Weight, WeightMap
+from pagestream_engine.models.weights import (
+    EXPERT,
+    LinearWeight,
+    Parameters,
+    Part,
+    TensorWeight,
+    TiedWeight,
+    Weight,
+    WeightMap,
+)
 from pagestream_engine.native_build import check_private, user_cache
 
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".k_scale", ".v_scale", ".q_scale", ".prob_scale")
@@ -395,7 +412,7 @@ def _load_one(parameters: Parameters, name: str, weight: Weight, reader: WeightR
         case TensorWeight():
             parameters.add_tensor(name, reader.read(weight.parts, *weight.trailing))
         case LinearWeight():
-            method = _method_of(weight, reader)
+            method = _method_of(name, weight, reader)
             bias = reader.read(weight.parts, suffix=".bias") if weight.bias else None
             parameters.add_linear(name, Linear(method, bias))
         case TiedWeight():
@@ -406,12 +423,14 @@ def _load_one(parameters: Parameters, name: str, weight: Weight, reader: WeightR
             parameters.add_linear(name, Linear(method), is_shared=not method.is_copy)
 
 
-def _method_of(weight: LinearWeight, reader: WeightReader) -> LinearMethod:
+def _method_of(name: str, weight: LinearWeight, reader: WeightReader) -> LinearMethod:
     target = reader.target
+    natively = EXPERT in name and not target.by_triton and runs_experts_natively(target.device, target.dtype)
+    exact = target.exact_linears or natively
     quantised = reader.quantised(weight)
     if quantised is None:
         if target.quantization is None or weight.is_sensitive:
-            return choose_method(reader.matrix(weight), exact=target.exact_linears, by_triton=target.by_triton)
+            return choose_method(reader.matrix(weight), exact=exact, by_triton=target.by_triton)
         quantised = quantise_int8(reader.matrix(weight.with_all_columns()), weight.columns)
     return choose_quantised_method(quantised, target.dtype, exact=target.exact_linears, by_triton=target.by_triton)
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from pagestream_engine.errors import DOWNLOAD_AGAIN, WeightsError
 from pagestream_engine.layers.linear import Linear
 
+EXPERT = ".experts."
+"""In the names of parameters of one expert among several."""
 SCORES = "scores"
 """Name of the parameter of a model that classifies: (labels, hidden_size)."""
 

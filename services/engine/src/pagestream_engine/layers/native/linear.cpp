@@ -17,6 +17,8 @@
 // each. A weight that has to stay as it is (a tied embedding) is packed panel by panel whenever it is used, into a
 // thread's own memory: the sums are the same.
 
+#include <initializer_list>
+
 #include "quantised.h"
 #include "vectors.h"
 
@@ -39,6 +41,40 @@ struct KernelOf<bf16> {
 template <class T>
 using Kernel = typename KernelOf<T>::Type;
 
+// Rows that are sorted by weight, so that those of weight i end before row ends[i]: each meets its own.
+template <class T>
+struct Groups {
+  const uint32_t* const* packed;
+  const T* const* biases;  // of each weight, or null
+  const int32_t* ends;
+  int64_t count;
+};
+
+// As `linear_*`: `kernel` has all rows, and neither weight nor bias. Rows beyond the last end become zeros.
+template <class T, class AnyKernel>
+int64_t run_groups(AnyKernel kernel, const Groups<T>& groups, int64_t scratch_words) {
+  const AnyKernel whole = kernel;
+  int64_t needed = 0;
+  for (const bool runs : {false, true}) {
+    for (int64_t i = 0, begin = 0; i < groups.count; begin = groups.ends[i++]) {
+      kernel.rows = groups.ends[i] - begin;
+      if (!kernel.rows) continue;
+      kernel.x = whole.x + begin * whole.inputs;
+      kernel.out = whole.out + begin * whole.columns();
+      kernel.packed = groups.packed[i];
+      kernel.bias = groups.biases ? groups.biases[i] : nullptr;
+      if (runs)
+        kernel.run();
+      else
+        needed = std::max(needed, kernel.scratch_words());
+    }
+    if (needed > scratch_words) return needed;
+  }
+  const int64_t end = groups.count ? groups.ends[groups.count - 1] : 0;
+  std::fill(whole.out + end * whole.columns(), whole.out + whole.rows * whole.columns(), T{});
+  return 0;
+}
+
 }  // namespace
 
 // See the fields of `Product`. `panel_width_*` is what a gated product's gates must be a multiple of. `linear_*` returns
@@ -59,6 +95,13 @@ using Kernel = typename KernelOf<T>::Type;
     if (kernel.scratch_words() > scratch_words) return kernel.scratch_words();                                      \
     kernel.run();                                                                                                   \
     return 0;                                                                                                       \
+  }                                                                                                                 \
+  int64_t grouped_linear_##NAME(T* out, const T* x, const uint32_t* const* packed, const T* const* biases,          \
+                                const int32_t* ends, int64_t count, uint32_t* scratch, int64_t scratch_words,       \
+                                int64_t rows, int64_t inputs, int64_t outputs, int epilogue, int threads) {         \
+    const Kernel<T> kernel{                                                                                         \
+        {out, x, nullptr, nullptr, nullptr, scratch, rows, inputs, outputs, Epilogue(epilogue), threads}};          \
+    return run_groups<T>(kernel, {packed, biases, ends, count}, scratch_words);                                     \
   }
 
 #define PAGESTREAM_EXPORT_QUANTISED(T, NAME)                                                                        \
@@ -73,6 +116,18 @@ using Kernel = typename KernelOf<T>::Type;
       if (product.scratch_words() > scratch_words) return product.scratch_words();                                  \
       product.run();                                                                                                \
       return 0;                                                                                                     \
+    });                                                                                                             \
+  }                                                                                                                 \
+  int64_t grouped_quantised_linear_##NAME(T* out, const T* x, const uint32_t* const* packed, const T* const* biases,\
+                                          const int32_t* ends, int64_t count, uint32_t* scratch,                    \
+                                          int64_t scratch_words, int64_t rows, int64_t inputs, int64_t outputs,     \
+                                          int64_t group_inputs, int storage, int epilogue, int threads) {           \
+    const Product<T> arguments{out,  x,      nullptr, nullptr,            nullptr, scratch,                         \
+                               rows, inputs, outputs, Epilogue(epilogue), threads};                                 \
+    return with_storage<T>(storage, [&](auto product) -> int64_t {                                                  \
+      static_cast<Product<T>&>(product) = arguments;                                                                \
+      product.group_inputs = group_inputs;                                                                          \
+      return run_groups<T>(product, {packed, biases, ends, count}, scratch_words);                                  \
     });                                                                                                             \
   }
 

@@ -19,11 +19,19 @@ from torch import Tensor
 from pagestream_engine.errors import ConfigError, UnsupportedOption
 from pagestream_engine.layers.linear import Linear
 from pagestream_engine.models.decoder import DecoderConfig
-from pagestream_engine.models.weights import LinearWeight, Parameters, Part, TensorWeight, TiedWeight, Weight, WeightMap
+from pagestream_engine.models.weights import (
+    EXPERT,
+    LinearWeight,
+    Parameters,
+    Part,
+    TensorWeight,
+    TiedWeight,
+    Weight,
+    WeightMap,
+)
 from pagestream_engine.parallel.ranks import Ranks
 
 OPTION = "tensor_parallel_size"
-_EXPERT = ".experts."
 _WHOLE = ("router",)
 """Linears that every rank has."""
 
@@ -137,7 +145,7 @@ def join_linears(parameters: Parameters, weights: WeightMap, ranks: Ranks, vocab
         kind = name.rpartition(".")[2]
         if kind == "head":
             parameters.replace_linear(name, GatheredLinear(parameters.linear(name), ranks, vocab_size))
-        elif kind in ("output", "down") and _EXPERT not in name:
+        elif kind in ("output", "down") and EXPERT not in name:
             parameters.replace_linear(name, SummedLinear(parameters.linear(name), ranks))
 
 

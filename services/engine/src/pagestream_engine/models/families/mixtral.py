@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pagestream_engine.layers.mlp import MixtureOfExperts, Mlp
+from pagestream_engine.layers.experts import MixtureOfExperts
+from pagestream_engine.layers.mlp import Mlp
 from pagestream_engine.models.config import ConfigFile
 from pagestream_engine.models.decoder import (
     DecoderConfig,
@@ -58,9 +59,16 @@ def mixture(builder: DecoderBuilder, prefix: str) -> Mlp:
     """Build the mixture of experts whose parameters have a prefix. Ranks hold a part of each expert, and add up what
     comes of all."""
     shape = experts_of(builder.config)
-    experts = [builder.gated_mlp(f"{prefix}experts.{expert}.") for expert in range(shape.num_experts)]
-    router = builder.parameters.linear(prefix + "router")
-    experts_of_rank = MixtureOfExperts(router, experts, shape.experts_per_token, normalises=shape.normalises)
+    linear, numbers = builder.parameters.linear, range(shape.num_experts)
+    experts_of_rank = MixtureOfExperts(
+        linear(prefix + "router"),
+        [linear(f"{prefix}experts.{expert}.gate_up") for expert in numbers],
+        [linear(f"{prefix}experts.{expert}.down") for expert in numbers],
+        builder.config.activation,
+        builder.context.backend.operators,
+        experts_per_token=shape.experts_per_token,
+        normalises=shape.normalises,
+    )
     ranks = builder.context.ranks
     return experts_of_rank if ranks.size == 1 else lambda x: ranks.sum(experts_of_rank(x))
 

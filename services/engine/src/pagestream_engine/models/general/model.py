@@ -28,6 +28,7 @@ from pagestream_engine.layers.linear import Linear, choose_method, lays_out_anew
 from pagestream_engine.layers.quantised import QuantisedWeight, choose_quantised_method, quantise_int8
 from pagestream_engine.layers.rope import RopeContext, rope_context
 from pagestream_engine.models.config import ModelInfo
+from pagestream_engine.models.general.experts import experts_of
 from pagestream_engine.models.model import Model
 
 
@@ -60,7 +61,8 @@ class GeneralModel(Model):
 
     def weight_bytes(self) -> int:
         plain = {id(x): x.nbytes for x in (*self._module.parameters(), *self._module.buffers())}
-        return sum(plain.values()) + sum(linear.num_bytes for linear in self.linears())
+        experts = sum(each.num_bytes for each in experts_of(self._module))
+        return sum(plain.values()) + sum(linear.num_bytes for linear in self.linears()) + experts
 
 
 class PagedCalls:

@@ -33,6 +33,7 @@ from pagestream_engine.layers.quantised import QuantisedWeight
 from pagestream_engine.layers.rope import RopeContext
 from pagestream_engine.models.config import ConfigFile, ModelInfo
 from pagestream_engine.models.defaults import GENERATION_CONFIG, end_tokens
+from pagestream_engine.models.general.experts import experts_of, take_over_experts
 from pagestream_engine.models.general.mixing import TokenMixing, count_of_tokens
 from pagestream_engine.models.general.model import (
     ATTENTION,
@@ -104,10 +105,11 @@ class GeneralSource(ModelSource):
         self._module = self._read_weights(target)
         with self._named():
             found = probe(self._module, target.max_model_len, self.info.vocab_size)
+        take_over_experts(self._module, target.quantization)
         replaced = replace_linears(
             self._module, exact=target.exact_linears, quantization=target.quantization, stored=self._quantised
         )
-        if replaced:
+        if replaced or any(experts_of(self._module)):
             try:
                 with self._named():
                     check_runs(self._module, found, target.max_model_len, self.info.vocab_size)
