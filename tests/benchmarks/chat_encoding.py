@@ -24,7 +24,7 @@ from pagestream_gateway.models import LoadedModel, load_model
 from pagestream_gateway.request import ChatPrompt, Draft
 from pagestream_gateway.settings import LimitSettings
 from pagestream_gateway.submission import prepare, preparing
-from pagestream_gateway.text.tokenization import EncoderPool, TokenizePool
+from pagestream_gateway.text.encoder import EncoderPool, TokenizePool
 from support.processes.stack import DEMO_MODEL
 from tokenizers import Tokenizer
 

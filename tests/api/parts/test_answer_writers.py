@@ -28,9 +28,9 @@ from pagestream.v1.records_pb2 import (
     OutputForm,
     RequestSpec,
 )
+from pagestream_gateway.openai.generation import AnswerWriter, ChatLogprobs, CompletionLogprobs, WholeBody
 from pagestream_gateway.openai.responses.answer import ResponseOutput
-from pagestream_gateway.openai.writer import AnswerWriter, ChatLogprobs, CompletionLogprobs, WholeBody
-from pagestream_gateway.streams.accepted import Position, Run, split_runs
+from pagestream_gateway.streams.events import Position, Run, split_runs
 from pagestream_gateway.streams.requests import writer_of
 from pagestream_grammars import TokenTable
 from tokenizers import AddedToken, Tokenizer, decoders, models

@@ -19,7 +19,7 @@ from pagestream.v1.inference_pb2 import (
 )
 from pagestream.v1.records_pb2 import AnswerForm, ChoiceFinish, LogEnd, OutputForm, RequestSpec
 from pagestream_gateway.anthropic.answer import MessageWriter, WholeMessage
-from pagestream_gateway.streams.accepted import START, Run, position_after
+from pagestream_gateway.streams.events import START, Run, position_after
 
 FORM = OutputForm(tool_format="hermes", tool_names=["f"], reasoning_format="think")
 SPEC = RequestSpec(

@@ -43,11 +43,11 @@ from pagestream_gateway.text.encoder import (
     Encoded,
     EncodingJob,
     TextEncoder,
+    TokenizePool,
     TooManyTokensError,
     UnbrokenTextError,
     is_for_pairs,
 )
-from pagestream_gateway.text.tokenization import TokenizePool
 
 # Appended to the message that the model continues, so that its end is found in the rendered text whatever the template
 # puts after it.

@@ -32,7 +32,7 @@ from pagestream_gateway.pooling import (
 from pagestream_gateway.request import AskedPooling, ChatPrompt, Draft, TextPrompt, TokenPrompt
 from pagestream_gateway.sampling import fit_context, resolve_sampling
 from pagestream_gateway.settings import PREFIX_SHARING_ALL, PRIORITIES, CacheSettings, LimitSettings, Settings
-from pagestream_gateway.text.encoder import PIECE_CHARS, Encoded, EncodingCache, EncodingJob
+from pagestream_gateway.text.encoder import PIECE_CHARS, Encoded, EncoderPool, EncodingCache, EncodingJob, Preparation
 from pagestream_gateway.text.prompts import (
     cut_prompts,
     echo_of,
@@ -42,7 +42,6 @@ from pagestream_gateway.text.prompts import (
     truncation_of,
     with_short_texts,
 )
-from pagestream_gateway.text.tokenization import EncoderPool, Preparation
 
 logger = logging.getLogger(__name__)
 

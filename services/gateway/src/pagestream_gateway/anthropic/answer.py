@@ -20,9 +20,7 @@ from pagestream_gateway.error_codes import error_report
 from pagestream_gateway.errors import ContextExceeded, UnknownField, UnsupportedThread
 from pagestream_gateway.openai.chat import ChoiceReader
 from pagestream_gateway.openai.errors import ErrorAnswer, error_headers, log_unexpected, writable
-from pagestream_gateway.openai.writer import LogWriter
-from pagestream_gateway.streams.accepted import START, Position, Run, position_after, split_runs
-from pagestream_gateway.streams.events import EventStream
+from pagestream_gateway.streams.events import START, EventStream, LogWriter, Position, Run, position_after, split_runs
 from pagestream_gateway.streams.whole_answer import WholeAnswer
 
 Event = dict[str, Any]

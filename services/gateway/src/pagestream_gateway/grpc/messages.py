@@ -30,13 +30,13 @@ from pagestream.v1.records_pb2 import (
 )
 
 from pagestream_gateway.calls import Call, now_s
-from pagestream_gateway.error_codes import failure, fields_at_fault, is_failed
 from pagestream_gateway.errors import AnswerTooLarge, GenerationFailed, InvalidRequest, Overloaded
 from pagestream_gateway.gateway import Gateway
-from pagestream_gateway.pooling import Similarities, numbers_of
+from pagestream_gateway.openai.scoring import Similarities
+from pagestream_gateway.pooling import numbers_of
 from pagestream_gateway.request import AskedPooling, AskedTruncation, ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt
 from pagestream_gateway.sampling import PARAMETER_NAMES
-from pagestream_gateway.streams.accepted import Run, split_runs
+from pagestream_gateway.streams.events import Run, failure, fields_at_fault, is_failed, split_runs
 
 _SIDES: Mapping[int, Literal["left", "right"] | None] = {
     TRUNCATION_SIDE_UNSPECIFIED: None,

@@ -30,7 +30,7 @@ from pagestream_gateway.auth.identity import Credentials, Identity
 from pagestream_gateway.calls import CHAT, DISCONNECTED, EMBEDDINGS, OK, RESUME, TEXT_COMPLETION, Call
 from pagestream_gateway.error_codes import INTERNAL_ERROR, ErrorReport, error_report, rate_headers
 from pagestream_gateway.errors import GatewayError, InvalidRequest, Overloaded, RequestTimeout, StartupError
-from pagestream_gateway.gateway import Gateway
+from pagestream_gateway.gateway import SMALL_BYTES, Gateway, PendingRequests
 from pagestream_gateway.grpc.messages import (
     ChunkStream,
     Context,
@@ -42,7 +42,6 @@ from pagestream_gateway.grpc.messages import (
     with_message_path,
 )
 from pagestream_gateway.settings import Settings
-from pagestream_gateway.text.tokenization import SMALL_BYTES, PendingRequests
 
 _DETAILS_KEY = "grpc-status-details-bin"
 _DOMAIN = "pagestream.dev"

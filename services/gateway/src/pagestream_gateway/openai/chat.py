@@ -38,7 +38,13 @@ from pagestream_gateway.openai import generation
 from pagestream_gateway.openai.errors import ErrorEvent
 from pagestream_gateway.openai.generation import (
     NAMES_BY_FORMAT,
+    AnswerSchema,
+    AnswerWriter,
+    ChatLogprobs,
+    ChoiceSchema,
+    ChunkSchema,
     GenerationBody,
+    UsageSchema,
     named_as,
     shared_draft,
     with_sampling_parameters,
@@ -54,17 +60,9 @@ from pagestream_gateway.openai.tools import (
     force_calls,
     tools_of,
 )
-from pagestream_gateway.openai.writer import (
-    AnswerSchema,
-    AnswerWriter,
-    ChatLogprobs,
-    ChoiceSchema,
-    ChunkSchema,
-    UsageSchema,
-)
 from pagestream_gateway.output_formats import call_id, parser_of
 from pagestream_gateway.request import ChatPrompt, Draft, Tools
-from pagestream_gateway.streams.accepted import Run, split_runs
+from pagestream_gateway.streams.events import Run, split_runs
 
 UNSUPPORTED = {
     **generation.UNSUPPORTED,

@@ -25,24 +25,22 @@ from pagestream_gateway.openai import generation
 from pagestream_gateway.openai.errors import ErrorEvent
 from pagestream_gateway.openai.generation import (
     NAMES_BY_FORMAT,
+    AnswerSchema,
+    AnswerWriter,
+    ChoiceSchema,
+    ChunkSchema,
+    CompletionLogprobs,
     GenerationBody,
     Prompts,
+    UsageSchema,
     named_as,
     prompts_of,
     shared_draft,
     with_sampling_parameters,
     without_unsupported,
 )
-from pagestream_gateway.openai.writer import (
-    AnswerSchema,
-    AnswerWriter,
-    ChoiceSchema,
-    ChunkSchema,
-    CompletionLogprobs,
-    UsageSchema,
-)
 from pagestream_gateway.request import Draft
-from pagestream_gateway.streams.accepted import Run
+from pagestream_gateway.streams.events import Run
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's and vLLM's
 UNSUPPORTED = {**generation.UNSUPPORTED, "suffix": ("",), "prompt_embeds": ()}

@@ -34,10 +34,9 @@ from pagestream_gateway.openai.generation import (
     queued_arguments,
     without_unsupported,
 )
-from pagestream_gateway.openai.writer import LogWriter
 from pagestream_gateway.pooling import numbers_of
 from pagestream_gateway.request import AskedPooling, AskedTruncation, Draft, Prompt
-from pagestream_gateway.streams.accepted import Position, Run, position_after
+from pagestream_gateway.streams.events import LogWriter, Position, Run, position_after
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "padding": ("do_not_pad",),

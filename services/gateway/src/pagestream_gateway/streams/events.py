@@ -1,20 +1,34 @@
 """Answers that follow a request's log while they watch the connection, from any position.
 
-They are written as server-sent events, or as a JSON document a line; parts go straight to their connection, without a
-task that waits for the client.
+A log is read in runs, consecutive entries of one choice, the unit in which all APIs write an answer (`LogWriter`); its
+end may be an error (`failure`). A position in it is `<request id>/<next index>/<digest>` over HTTP. Streams are written
+as server-sent events, or as a JSON document a line, straight to their connection, without a task that waits for the
+client (`EventStream`). `whole_answer.py` writes one body.
 """
 
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+import re
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, Self
 
-from pagestream.v1.records_pb2 import LogEntry, RequestSpec
+from pagestream.v1.inference_pb2 import (
+    FINISH_REASON_ERROR,
+    FINISH_REASON_STOP,
+    LogprobEntry,
+    RequestError,
+    TokenLogprobs,
+)
+from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, RequestSpec
+from pagestream_grammars import TokenTable
+from pagestream_streams.admin.sweeper import MODEL_UNAVAILABLE, NO_ENGINE
 from pagestream_streams.errors import StreamsError
 from pagestream_streams.gateway.readers import Sink
+from pagestream_streams.protocol.records import INVALID_REQUEST, finish_reason_name
 from pagestream_streams.tasks import cancel
 from pydantic import BaseModel
 from starlette.responses import Response
@@ -22,12 +36,281 @@ from starlette.types import Receive, Scope, Send
 
 from pagestream_gateway.auth.identity import Identity
 from pagestream_gateway.calls import DISCONNECTED, OK, Call
-from pagestream_gateway.error_codes import error_report, failure, is_failed, rate_headers
-from pagestream_gateway.errors import GatewayError
-from pagestream_gateway.gateway import Gateway
+from pagestream_gateway.error_codes import error_report, rate_headers
+from pagestream_gateway.errors import GatewayError, GenerationFailed, InvalidRequest, NoEngine, RequestFailed
+from pagestream_gateway.gateway import Gateway, QueuePlace
 from pagestream_gateway.openai.errors import error_data
-from pagestream_gateway.openai.writer import AnswerBody, LogWriter, WholeBody
-from pagestream_gateway.streams.accepted import START, Position, QueuePlace, Run, position_after
+from pagestream_gateway.sampling import PARAMETER_NAMES
+
+
+@dataclass(slots=True)
+class Run:
+    """One or more consecutive entries of one choice, or the log's end alone; prompt parts stand apart from tokens."""
+
+    choice: int
+    next_index: int
+    """Index after the last entry: with `digest`, what a reader sends back to read on."""
+    digest: str
+    """Rolling digest after the last entry."""
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of tokens of the prompt, which is that of the choices from `choice` on. Such a run has no tokens."""
+    prompt_end: int = 0
+    """How many of the prompt's log probabilities there are up to and including these."""
+    embedding: bytes = b""
+    """The vector of the choice's prompt: float32 numbers in little-endian order. Such a run has no tokens."""
+    finish: ChoiceFinish | None = None
+    end: LogEnd | None = None
+
+
+def split_runs(first_index: int, entries: Sequence[LogEntry]) -> list[Run]:
+    """Return the runs of `entries`, whose first has index `first_index`, in order."""
+    if len(entries) == 1 and (entry := entries[0]).HasField("token_id") and not entry.HasField("logprobs"):
+        return [Run(entry.choice, first_index + 1, entry.digest, entry.text, [entry.token_id])]  # nearly every one
+    runs: list[Run] = []
+    run: Run | None = None
+    for index, entry in enumerate(entries, start=first_index + 1):
+        kind = entry.WhichOneof("body")
+        if kind == "end":
+            runs.append(Run(0, index, entry.digest, end=entry.end))
+            run = None
+            continue
+        is_part = kind == "prompt_part"  # which stands apart from tokens
+        if run is None or run.choice != entry.choice or run.finish is not None or is_part != bool(run.prompt_end):
+            run = Run(entry.choice, index, entry.digest)
+            runs.append(run)
+        else:
+            run.next_index = index
+            run.digest = entry.digest
+        run.text += entry.text
+        if kind == "token_id":
+            run.token_ids.append(entry.token_id)
+            if entry.HasField("logprobs"):
+                run.logprobs.append(entry.logprobs)
+        elif kind == "finish":
+            run.finish = entry.finish
+        elif kind == "prompt_part":
+            run.prompt_logprobs.extend(entry.prompt_part.logprobs)
+            run.prompt_end = entry.prompt_part.end
+            run.embedding = entry.prompt_part.embedding
+    return runs
+
+
+_MAX_INDEX = 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a reader goes on."""
+
+    next_index: int = 0
+    """Index of the next log entry."""
+    digest: str = ""
+    """Rolling digest of the entries before it; an empty one is not compared."""
+    source: str = field(default="", compare=False)
+    """The part of a call that gave it, for error messages."""
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether a reader who starts here is refused where the log before differs from what it has read."""
+        return bool(self.digest) or self.next_index == 0
+
+    def event_id(self, request_id: str) -> str:
+        """Return the `stream_position`, and the `id`, of the event whose last entry stands before this position."""
+        return f"{request_id}/{self.next_index}/{self.digest}"
+
+    @classmethod
+    def parse(cls, event_id: str, request_id: str) -> Self:
+        """Return the position of a Last-Event-ID. Raises InvalidRequest."""
+        parts = event_id.split("/")
+        if len(parts) != 3 or parts[0] != request_id:
+            raise InvalidRequest(
+                "Last-Event-ID", f"expected '{request_id}/<next index>/<digest>', got {event_id[:200]!r}"
+            )
+        return cls(_index(parts[1], "Last-Event-ID"), parts[2], "Last-Event-ID")
+
+    @classmethod
+    def parse_index(cls, text: str) -> Self:
+        """Return the position of the query parameter `from`. Raises InvalidRequest."""
+        return cls(_index(text, "from"), source="from")
+
+
+START = Position()
+
+
+def position_after(run: Run) -> Position:
+    """Return the position after a run's last entry."""
+    return Position(run.next_index, run.digest)
+
+
+def _index(text: str, field: str) -> int:
+    if not (text.isascii() and text.isdigit()) or len(text) > 20 or int(text) >= _MAX_INDEX:
+        raise InvalidRequest(field, f"expected the index of a log entry (0 or more), got {text[:200]!r}")
+    return int(text)
+
+
+_FAILURES = {NO_ENGINE: NoEngine, MODEL_UNAVAILABLE: NoEngine}
+"""By the code that the log carries."""
+
+
+_AT_FAULT = re.compile(r"([a-z_]+(?:, [a-z_]+)*): ")
+"""With what an engine begins the message of a request that is at fault: names of sampling parameters."""
+
+
+_CONSTRAINT = "structured_outputs"
+
+
+def is_failed(spec: RequestSpec, end: LogEnd) -> bool:
+    """Whether a log ended with an error, or before the vectors that were asked for were known."""
+    is_cut_short = spec.HasField("pooling") and end.reason != FINISH_REASON_STOP
+    return end.reason == FINISH_REASON_ERROR or end.HasField("error") or is_cut_short
+
+
+def failure(spec: RequestSpec, end: LogEnd) -> GenerationFailed:
+    """Return the error of a log that ended with one. Fields that it names are named as in the request's body."""
+    code, message = end.error.code, end.error.message
+    if not code:
+        reason = finish_reason_name(end.reason)
+        return GenerationFailed(reason, f"the request ended before its answer was complete: {reason}")
+    if code != INVALID_REQUEST:
+        return _FAILURES.get(code, GenerationFailed)(code, message)
+    names = fields_at_fault(end.error)
+    if not names:
+        return RequestFailed(code, message)
+    own_names = [spec.answer.constraint_field or name if name == _CONSTRAINT else name for name in names]
+    return RequestFailed(code, f"{', '.join(own_names)}: {message.partition(': ')[2]}", own_names[0])
+
+
+def fields_at_fault(error: RequestError) -> list[str]:
+    """Return the sampling parameters that a request failed of; empty where the error names none."""
+    found = _AT_FAULT.match(error.message) if error.code == INVALID_REQUEST else None
+    names = found[1].split(", ") if found else []
+    return names if PARAMETER_NAMES.issuperset(names) else []
+
+
+class Logprobs:
+    """Writes the log probabilities of one request's runs, in order."""
+
+    depends_on_history = False
+    """Whether what is written of a run depends on the runs before it."""
+    list_names: ClassVar[tuple[str, ...]]
+    """Members of `logprobs` that are lists with an item for each token."""
+    other_members: ClassVar[Mapping[str, Any]] = {}
+    """Its other members."""
+
+    needs_tokens = False
+    """Whether what is written depends on what the tokenizer says of tokens."""
+
+    def __init__(self, spec: RequestSpec) -> None:
+        self.is_asked = spec.sampling.HasField("logprobs")
+        self.tokens: TokenTable | None = None
+        """Of the model; None where that is not known."""
+        self._num_best = spec.answer.top_logprobs
+        self._by_id = spec.answer.tokens_by_id
+
+    def write(self, run: Run) -> dict[str, Any] | None:
+        """Return the `logprobs` of a run's chunk; None where they were not asked for or the run has no token."""
+        return self._write(run) if self.is_asked and run.logprobs else None
+
+    def first(self, choice: int) -> dict[str, Any] | None:
+        """Return the `logprobs` of the first token of a choice's prompt, where those of prompts are echoed."""
+        return None
+
+    def echoed(self, run: Run, choice: int) -> dict[str, Any] | None:
+        """Return the `logprobs` of a choice for a run's tokens of its prompt; None where they are not echoed."""
+        return None
+
+    def lists(self, written: dict[str, Any] | None) -> dict[str, list[Any]]:
+        """Return the members of `logprobs` that are lists, one item a token; {} for None."""
+        return {name: written[name] for name in self.list_names if written and name in written}
+
+    def _write(self, run: Run) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _name(self, entry: LogprobEntry) -> str:
+        """Return what a token is called."""
+        return f"token_id:{entry.token_id}" if self._by_id else entry.text
+
+    def _split(self, token: TokenLogprobs) -> tuple[LogprobEntry, Sequence[LogprobEntry]]:
+        """Return the entry of the chosen token, and those of the likeliest ones that were asked for."""
+        return token.entries[0], token.entries[1 : 1 + self._num_best]
+
+
+class AnswerBody(Protocol):
+    """Collects a log's runs, and gives the body of a whole answer back in parts.
+
+    Args:
+        writer: of the answer; it has written nothing yet.
+    """
+
+    num_bytes: int
+    """Held, about."""
+
+    def __init__(self, writer: Any) -> None: ...
+
+    @staticmethod
+    def empty_bytes(writer: Any) -> int:
+        """Return the bytes that a body has before any run."""
+
+    @staticmethod
+    def size_of(writer: Any, run: Run) -> int:
+        """Return the bytes that a run takes in a body, at most about: a whole body never takes twice as much."""
+
+    def set_fingerprint(self, fingerprint: str) -> None:
+        """Set what the body shows as `system_fingerprint`; "" for unknown."""
+
+    def add(self, run: Run) -> None:
+        """Add a run that is not the log's end."""
+
+    def parts(self, end: LogEnd) -> Iterator[bytes]:
+        """Yield the body of a log that ended so; what is yielded is no longer held here."""
+
+
+class LogWriter(ABC):
+    """Writes one request's runs as the `data` of stream events, and its whole answer as one body."""
+
+    logprobs_form: ClassVar[type[Logprobs]] = Logprobs
+    needs_history: bool = False
+    """Whether a chunk depends on the runs before it, so that a reader's start position is not enough."""
+
+    def __init__(self, spec: RequestSpec) -> None:
+        self.spec = spec
+        self.logprobs = self.logprobs_form(spec)
+        self.num_choices = len(spec.prompts) * max(1, spec.sampling.n)
+        self._fingerprint: str | None = None
+
+    def set_fingerprint(self, fingerprint: str) -> None:
+        """Set the numerics fingerprint of the engine, which answers show as `system_fingerprint`; "" for unknown."""
+        self._fingerprint = fingerprint or None
+
+    def again(self) -> Self:
+        """Return a writer of the same answer that has written nothing yet."""
+        fresh = type(self)(self.spec)
+        fresh.set_fingerprint(self._fingerprint or "")
+        fresh.logprobs.tokens = self.logprobs.tokens
+        return fresh
+
+    def split(self, first_index: int, entries: Sequence[LogEntry]) -> list[Run]:
+        """Return the runs that are written together, of entries whose first has index `first_index`."""
+        return split_runs(first_index, entries)
+
+    def skip(self, run: Run) -> None:  # noqa: B027 - most writers need no history
+        """Take note of a run that the reader has already."""
+
+    def opening(self) -> str | None:
+        """Return the chunk that stands before the first entry; None where there is none."""
+        return None
+
+    @abstractmethod
+    def chunk(self, run: Run) -> str | None:
+        """Return the chunk of a run that is not the log's end; None where it shows nothing."""
+
+    @abstractmethod
+    def usage(self, end: LogEnd, position: Position) -> str | None:
+        """Return the last chunk, if there is one; `position` is the one after the log's end."""
+
 
 NDJSON = "application/x-ndjson"
 SSE = "text/event-stream"
@@ -164,7 +447,7 @@ class Reading:
     call: Call
     """What is measured; the answer ends it."""
     writer: LogWriter
-    body: type[AnswerBody] = WholeBody
+    body: type[AnswerBody]
     """What collects an answer that is not streamed."""
     start: Position = START
     """The position from which the client reads on."""

@@ -39,7 +39,7 @@ from pagestream_gateway.anthropic.answer import (
 )
 from pagestream_gateway.auth.identity import Identity
 from pagestream_gateway.calls import DISCONNECTED, OK, RESUME
-from pagestream_gateway.error_codes import error_report, failure, is_failed
+from pagestream_gateway.error_codes import error_report
 from pagestream_gateway.errors import AnswerTooLarge, GenerationFailed, InvalidRequest, Overloaded
 from pagestream_gateway.gateway import Gateway
 from pagestream_gateway.http.callers import identify
@@ -60,7 +60,14 @@ from pagestream_gateway.openai.chat import ChatAnswer, ChatChunk, ChatWriter
 from pagestream_gateway.openai.completions import CompletionAnswer, CompletionChunk, CompletionWriter
 from pagestream_gateway.openai.embeddings import EmbeddingAnswer, EmbeddingEvent, EmbeddingList, EmbeddingWriter
 from pagestream_gateway.openai.errors import ErrorEvent, error_response
-from pagestream_gateway.openai.generation import parsed_request, switch
+from pagestream_gateway.openai.generation import (
+    UsageSchema,
+    WholeBody,
+    finish_reason_body,
+    parsed_request,
+    switch,
+    usage_body,
+)
 from pagestream_gateway.openai.responses.answer import ResponseAnswer, ResponseWriter, StoredAnswer, WholeResponse
 from pagestream_gateway.openai.scoring import (
     ClassificationWriter,
@@ -70,17 +77,19 @@ from pagestream_gateway.openai.scoring import (
     ScoreList,
     ScoreWriter,
 )
-from pagestream_gateway.openai.writer import (
-    AnswerBody,
-    LogWriter,
-    UsageSchema,
-    WholeBody,
-    finish_reason_body,
-    usage_body,
-)
 from pagestream_gateway.request import Draft
-from pagestream_gateway.streams.accepted import Position
-from pagestream_gateway.streams.events import EventStream, Reading, accepts_lines, learn_tokens, request_headers
+from pagestream_gateway.streams.events import (
+    AnswerBody,
+    EventStream,
+    LogWriter,
+    Position,
+    Reading,
+    accepts_lines,
+    failure,
+    is_failed,
+    learn_tokens,
+    request_headers,
+)
 from pagestream_gateway.streams.whole_answer import WholeAnswer
 
 
@@ -409,6 +418,7 @@ def router(gateway: Gateway) -> APIRouter:
             identity,
             call,
             writer_of(view.spec),
+            kind_of(view.spec).body,
             start=position,
             with_opening=with_opening,
             as_lines=accepts_lines(request.headers.get("accept")),

@@ -11,13 +11,20 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pagestream_gateway.calls import OK
-from pagestream_gateway.error_codes import error_report, failure, is_failed
+from pagestream_gateway.error_codes import error_report
 from pagestream_gateway.errors import AnswerTooLarge, GatewayError, GenerationFailed, Overloaded
 from pagestream_gateway.gateway import Gateway
 from pagestream_gateway.openai.errors import error_response, log_unexpected
-from pagestream_gateway.openai.writer import AnswerBody
-from pagestream_gateway.streams.accepted import START, Run
-from pagestream_gateway.streams.events import LogAnswer, Reading, learn_tokens
+from pagestream_gateway.streams.events import (
+    START,
+    AnswerBody,
+    LogAnswer,
+    Reading,
+    Run,
+    failure,
+    is_failed,
+    learn_tokens,
+)
 
 _PIECE_BYTES = 64 * 1024  # handed to the server at once
 STALL_S = 5.0  # without a piece taken: the rest is dropped, and read again when the client reads on

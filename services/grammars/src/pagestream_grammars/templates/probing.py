@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pagestream_grammars.templates.rendering import Template
-from pagestream_grammars.templates.shapes import ChatShapes, Message, SystemPlace, TextBesideCalls
+from pagestream_grammars.templates.rendering import ChatShapes, Message, SystemPlace, Template, TextBesideCalls
 
 Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]], Mapping[str, Any]], str]
 """Makes a prompt of messages, tools and further values; raises what it will."""

@@ -13,13 +13,25 @@ from pagestream_streams.protocol.records import finish_reason_name
 from pydantic import BaseModel, Field
 from starlette.types import Receive, Scope, Send
 
-from pagestream_gateway.error_codes import error_report, failure, is_failed
+from pagestream_gateway.error_codes import error_report
 from pagestream_gateway.errors import InvalidRequest, Overloaded
 from pagestream_gateway.gateway import Gateway
 from pagestream_gateway.openai.chat import ChoiceReader
-from pagestream_gateway.openai.writer import ChatLogprobs, Logprobs, LogWriter
-from pagestream_gateway.streams.accepted import START, Position, Run, position_after, split_runs
-from pagestream_gateway.streams.events import BodyWriter, EventStream, Reading
+from pagestream_gateway.openai.generation import ChatLogprobs
+from pagestream_gateway.streams.events import (
+    START,
+    BodyWriter,
+    EventStream,
+    Logprobs,
+    LogWriter,
+    Position,
+    Reading,
+    Run,
+    failure,
+    is_failed,
+    position_after,
+    split_runs,
+)
 from pagestream_gateway.streams.whole_answer import RETRY_AFTER_S, BudgetShare, WholeAnswer
 
 Event = dict[str, Any]

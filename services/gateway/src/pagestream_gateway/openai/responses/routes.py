@@ -58,8 +58,7 @@ from pagestream_gateway.openai.responses.answer import (
 )
 from pagestream_gateway.openai.responses.body import REFERENCE, Item, ParsedResponse, ResponseBody, items_of, parse
 from pagestream_gateway.request import Draft
-from pagestream_gateway.streams.accepted import Position, split_runs
-from pagestream_gateway.streams.events import Reading, request_headers
+from pagestream_gateway.streams.events import Position, Reading, request_headers, split_runs
 from pagestream_gateway.streams.whole_answer import WholeAnswer
 
 _INPUT_PREFIX = "item"
@@ -344,7 +343,7 @@ async def _draft(gateway: Gateway, parsed: ParsedResponse, tenant: str) -> Draft
 
 def _stream(gateway: Gateway, identity: Identity, call: Call, writer: ResponseWriter) -> Response:
     headers = {} if writer.is_verified else {"X-Stream-Verified": "false"}
-    return ResponseStream(gateway, Reading(writer.spec, identity, call, writer, headers=headers), writer)
+    return ResponseStream(gateway, Reading(writer.spec, identity, call, writer, WholeResponse, headers=headers), writer)
 
 
 def _state_answer(gateway: Gateway, view: RequestView, identity: Identity, call: Call) -> Response:
