@@ -20,11 +20,11 @@ from dataclasses import replace
 
 from pagestream.v1.inference_pb2 import SamplingParams
 from pagestream.v1.records_pb2 import AnswerForm, ModelCard, RequestSpec
+from pagestream_gateway.encoder import EncoderPool, TokenizePool
 from pagestream_gateway.models import LoadedModel, load_model
+from pagestream_gateway.preparation import prepare, preparing
 from pagestream_gateway.request import ChatPrompt, Draft
 from pagestream_gateway.settings import LimitSettings
-from pagestream_gateway.submission import prepare, preparing
-from pagestream_gateway.text.encoder import EncoderPool, TokenizePool
 from support.processes.stack import DEMO_MODEL
 from tokenizers import Tokenizer
 

@@ -7,9 +7,9 @@ import threading
 import time
 
 import pytest
+from pagestream_gateway.encoder import TokenizePool
 from pagestream_gateway.errors import Overloaded
 from pagestream_gateway.gateway import SMALL_BYTES, PendingRequests
-from pagestream_gateway.text.encoder import TokenizePool
 from support.processes.waiting import LIMIT_S
 
 

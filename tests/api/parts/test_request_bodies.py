@@ -12,15 +12,16 @@ from hypothesis import strategies as st
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_gateway.error_codes import error_report
 from pagestream_gateway.errors import InvalidRequest
+from pagestream_gateway.gateway import checked_draft
 from pagestream_gateway.http.body import count_parts, parse_body, parse_json
 from pagestream_gateway.models import load_model
 from pagestream_gateway.openai import chat as chat_completions
 from pagestream_gateway.openai import completions
 from pagestream_gateway.openai.chat import ChatBody
 from pagestream_gateway.openai.completions import CompletionBody
+from pagestream_gateway.preparation import prepare
 from pagestream_gateway.request import ChatPrompt
 from pagestream_gateway.settings import LimitSettings
-from pagestream_gateway.submission import checked_draft, prepare
 from pagestream_streams import StreamsError
 from pydantic import ValidationError
 from starlette.datastructures import Headers

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pagestream_gateway.text import encoder as encoder_module
-from pagestream_gateway.text.encoder import (
+from pagestream_gateway import encoder as encoder_module
+from pagestream_gateway.encoder import (
     EncodingCache,
     EncodingJob,
     Segments,

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pagestream.v1.inference_pb2 import SamplingParams
 from pagestream.v1.records_pb2 import AnswerForm, ModelCard
+from pagestream_gateway import encoder
+from pagestream_gateway import preparation as truncation
+from pagestream_gateway.encoder import PIECE_CHARS, TextEncoder, frame_of
 from pagestream_gateway.errors import InvalidRequest
 from pagestream_gateway.models import LoadedModel
+from pagestream_gateway.preparation import beginning, truncation_of
 from pagestream_gateway.request import AskedPooling, AskedTruncation, Draft, TextPrompt
-from pagestream_gateway.text import encoder
-from pagestream_gateway.text import prompts as truncation
-from pagestream_gateway.text.encoder import PIECE_CHARS, TextEncoder, frame_of
-from pagestream_gateway.text.prompts import beginning, truncation_of
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 

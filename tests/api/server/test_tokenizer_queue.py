@@ -9,7 +9,7 @@ from dataclasses import replace
 import httpx
 import pytest
 from pagestream_gateway import LimitSettings, Settings
-from pagestream_gateway.text.encoder import Encoded, EncodingCache, EncodingJob, TextEncoder
+from pagestream_gateway.encoder import Encoded, EncodingCache, EncodingJob, TextEncoder
 from support.clients.gateway_clients import Address
 from support.engines.synthetic_engine import MODEL, SyntheticEngine
 from support.processes.waiting import LIMIT_S

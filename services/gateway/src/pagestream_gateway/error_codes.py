@@ -103,7 +103,7 @@ ERROR_CODES: dict[type[Exception], ErrorCode] = {
     errors.MalformedHttp: ErrorCode(400, _Status.INVALID_ARGUMENT, _INVALID, "malformed_http"),
     errors.TooManyConnections: ErrorCode(503, _Status.UNAVAILABLE, _SERVER, "too_many_connections"),
     errors.AnswerTooLarge: ErrorCode(400, _Status.RESOURCE_EXHAUSTED, _INVALID, "answer_too_large"),
-    # Decided in this process: gateway.py (bytes of requests), text/encoder.py (its queue), grpc, whole_answer.py.
+    # Decided in this process: gateway.py (bytes of requests), encoder.py (its queue), whole_answer.py, grpc.
     errors.Overloaded: ErrorCode(429, _Status.RESOURCE_EXHAUSTED, _RATE, "overloaded"),
     errors.GatewayStopping: ErrorCode(503, _Status.UNAVAILABLE, _SERVER, "gateway_stopping"),
     errors.NoEngine: ErrorCode(503, _Status.UNAVAILABLE, _SERVER, "no_engine"),

@@ -1,11 +1,14 @@
-"""The gateway without its protocols: what all APIs call.
+"""The gateway without its protocols: what all APIs call in a request's life.
 
-Accepted requests are looked up, followed and cancelled by their ids (`AcceptedRequests`); their answers end when the
-process stops (`OpenStreams`). What large requests take before they are accepted is bounded (`PendingRequests`).
+A draft becomes a record (`preparation.py`) that is accepted durably (`Submission`). The salt of its prefix blocks
+decides who may see, by a count or a time, that its prompt was computed before (`cache_salt`). Accepted requests are
+looked up, followed and cancelled by their ids (`AcceptedRequests`); their answers end when the process stops
+(`OpenStreams`). What large requests take before they are accepted is bounded (`PendingRequests`).
 """
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
@@ -13,27 +16,282 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED, FinishReason
-from pagestream.v1.records_pb2 import LogEntry, RequestSpec
-from pagestream_streams import Broker, GatewaySession, RequestPage, RequestView, discard_request, list_requests
-from pagestream_streams.errors import DigestMismatch, OffsetOutOfRange, RequestNotFound, StreamsError, Unavailable
+from pagestream.v1.records_pb2 import Adapter, LogEntry, RequestSpec
+from pagestream_streams import Broker, GatewaySession, RequestPage, RequestView, discard_request, enlist, list_requests
+from pagestream_streams.errors import (
+    DigestMismatch,
+    LogsFull,
+    ModelNotFound,
+    OffsetOutOfRange,
+    RateLimited,
+    RequestNotFound,
+    StreamsError,
+    Unavailable,
+)
 from pagestream_streams.gateway.readers import Sink
+from pagestream_streams.protocol.keys import model_tag, parse_request_id
 from pagestream_streams.tasks import ByteBudget, Turns
 from pagestream_telemetry import catalog
 from pagestream_telemetry.process import Telemetry
+from pagestream_telemetry.tracing import TraceContext
 
 from pagestream_gateway.auth.audit import Audit
 from pagestream_gateway.auth.authenticator import Authenticator, Reload
 from pagestream_gateway.auth.identity import Administrator, Credentials, Identity
 from pagestream_gateway.batches.uploads import Batches
-from pagestream_gateway.calls import Calls, Metrics, RedisTimeout
-from pagestream_gateway.errors import GatewayStopping, Overloaded, Unauthenticated, WrongCredential
-from pagestream_gateway.models import Models
+from pagestream_gateway.calls import Call, Calls, Metrics, RedisTimeout
+from pagestream_gateway.encoder import EncoderPool, TokenizePool
+from pagestream_gateway.errors import (
+    GatewayStopping,
+    InvalidRequest,
+    Overloaded,
+    RequestDiffers,
+    Unauthenticated,
+    WrongCredential,
+)
+from pagestream_gateway.limits import NO_RULES, TenantLimits, TenantMetrics
+from pagestream_gateway.models import LoadedModel, Models
 from pagestream_gateway.monitors import EngineMonitor, MemoryMonitor, QueueMonitor
-from pagestream_gateway.settings import Settings
-from pagestream_gateway.submission import Submission
-from pagestream_gateway.text.encoder import TokenizePool
+from pagestream_gateway.preparation import cuts_long_texts, prepare, preparing
+from pagestream_gateway.request import ChatPrompt, Draft, TokenPrompt
+from pagestream_gateway.settings import PREFIX_SHARING_ALL, PRIORITIES, CacheSettings, LimitSettings, Settings
 
 logger = logging.getLogger(__name__)
+
+
+_SALT_BYTES = 16
+
+
+_FEW_TOKENS = 4096  # are checked in less time than a thread takes to answer
+
+
+@dataclass(frozen=True)
+class Submission:
+    """Accepts requests. Nothing of an accepted request stays here: all of it is in Redis."""
+
+    broker: Broker
+    session: GatewaySession
+    models: Models
+    pool: EncoderPool
+    limit: RedisTimeout
+    settings: Settings
+    tenants: TenantLimits
+    metrics: TenantMetrics
+
+    async def submit(self, draft: Draft, identity: Identity, call: Call) -> RequestSpec:
+        """Check a request and accept it durably.
+
+        Returns what runs: an earlier request where the idempotency key joins this one to it. Raises InvalidRequest,
+        ModelNotFound, QueueFull, RateLimited, IdempotencyConflict, Overloaded, Unavailable. An accepted request that is
+        never followed counts as one without a reader.
+        """
+        try:
+            return await self._submit(draft, identity, call)
+        except RateLimited as error:
+            self.metrics.refused(identity.tenant, error.rate.name)
+            raise
+
+    async def _submit(self, draft: Draft, identity: Identity, call: Call) -> RequestSpec:
+        tenant = identity.tenant
+        if self.session.rate_limiter.held and not draft.idempotency_key:  # else it may join an earlier request
+            self.session.rate_limiter.check(tenant, identity.key)
+        model, spec = await self._prepared(draft, identity)
+        self._set_caller(spec, draft, identity, call.context)
+        placing = self.session.place(model.name, spec.prompts[0].ids, tenant, cache_salt=spec.cache_salt)
+        spec.request_id = await self.limit.wait(placing)
+        is_given, note = draft.sampling.HasField("max_tokens"), call.set_rates
+        if not draft.idempotency_key:
+            await self.limit.wait(self.session.accept(spec, is_length_given=is_given, on_rates=note))
+            accepted = spec
+        else:
+            accepting = self.session.accept_once(
+                spec, body_digest=draft.body_digest, is_length_given=is_given, on_rates=note
+            )
+            accepted = await self.limit.wait(accepting)
+        call.accepted(accepted)
+        if draft.is_listed:
+            await enlist(self.broker, accepted.request_id, tenant)
+        logger.info(
+            "accepted",
+            extra={
+                "request_id": accepted.request_id,
+                "tenant": tenant,
+                "key": identity.key,
+                "model": model.name,
+                "prompt_tokens": sum(len(prompt.ids) for prompt in spec.prompts),
+                "choices": len(spec.prompts) * spec.sampling.n,
+            },
+        )
+        return accepted
+
+    async def submit_again(
+        self, draft: Draft, identity: Identity, request_id: str, call: Call, *, is_compared: bool = False
+    ) -> RequestSpec:
+        """Accept a request that Redis has lost, under the id that it had; one that is there stays as it is.
+
+        The draft must have the seed of the first time, its own or the chosen one, so that the same tokens follow.
+        Raises InvalidRequest, ModelNotFound, QueueFull, Unavailable, RequestNotFound for an id that is malformed, of
+        another model, or another tenant's, and where `is_compared` is set RequestDiffers for one that is there with
+        other prompts or sampling parameters.
+        """
+        if not draft.sampling.HasField("seed") and draft.chosen_seed is None:
+            raise InvalidRequest("seed", "is needed: repeat the seed that the first answer gave")
+        tenant = identity.tenant
+        model, spec = await self._prepared(draft, identity)
+        name = parse_request_id(request_id)
+        partitions = await self.limit.wait(self.broker.partitions(model.name))
+        if (
+            name is None
+            or name.model_tag != model_tag(model.name)
+            or name.partition >= partitions
+            or not name.is_of(tenant)
+        ):
+            raise RequestNotFound(request_id)
+        self._set_caller(spec, draft, identity, call.context)
+        spec.request_id = request_id
+        is_given = draft.sampling.HasField("max_tokens")
+        accepting = self.session.accept(spec, is_length_given=is_given, on_rates=call.set_rates)
+        found: RequestSpec | None = None
+        try:
+            if not await self.limit.wait(accepting):  # another reader was sooner
+                found = await self.limit.wait(self.broker.spec(request_id, tenant))
+        except (RateLimited, LogsFull) as error:  # bounds of new requests, which don't concern one that is there
+            found = await self._known(request_id, tenant)
+            if found is None:
+                if isinstance(error, RateLimited):
+                    self.metrics.refused(tenant, error.rate.name)
+                raise
+        if found is not None:
+            if is_compared and _asked(found) != _asked(spec):
+                raise RequestDiffers(request_id)
+            return found
+        call.accepted(spec)
+        await enlist(self.broker, request_id, tenant)
+        logger.warning("accepted again", extra={"request_id": request_id, "tenant": tenant, "model": model.name})
+        return spec
+
+    async def tokens(self, draft: Draft, identity: Identity) -> tuple[LoadedModel, Sequence[int]]:
+        """Return the model and the tokens of a draft's one prompt, also where they are more than fit it.
+
+        Nothing is accepted. Raises as `submit` does.
+        """
+        model, spec = await self._prepared(replace(draft, is_counted=True), identity)
+        return model, spec.prompts[0].ids
+
+    async def resolve(self, name: str, identity: Identity) -> LoadedModel:
+        """Return a model that a caller may use. Raises as Models.resolve; ModelNotFound also where it may not."""
+        served = self.models.aliases.get(name, name)
+        if not name:
+            served = await self.models.default_name(lambda each: self.tenants.allows(identity, each))
+        elif self.tenants.rules is not NO_RULES and not self.tenants.allows(identity, served):
+            raise ModelNotFound(name)
+        return await self.models.resolve(served)
+
+    async def _prepared(self, draft: Draft, identity: Identity) -> tuple[LoadedModel, RequestSpec]:
+        """Return the model and the record of a request, without what its caller and its call decide."""
+        limits = self.settings.limits
+        model = await self.resolve(checked_draft(draft, limits).model, identity)
+        if _is_quick(draft):
+            return model, prepare(draft, model, limits)
+        scope = cache_salt(identity.tenant, draft.cache_salt, self.settings.cache)
+        preparation = preparing(draft, model, limits, scope)
+        is_cutting = draft.pooling is not None and cuts_long_texts(draft, draft.pooling)
+        return model, await self.pool.prepare(preparation, model.encoder, cuts_long_texts=is_cutting)
+
+    async def _known(self, request_id: str, tenant: str) -> RequestSpec | None:
+        try:
+            return await self.limit.wait(self.broker.spec(request_id, tenant))
+        except RequestNotFound:
+            return None
+
+    def _set_caller(self, spec: RequestSpec, draft: Draft, identity: Identity, trace: TraceContext) -> None:
+        """Set what the caller and the call of a request decide: whose it is, its class, its salt, its trace."""
+        tenant, settings = identity.tenant, self.settings
+        spec.tenant = tenant
+        spec.credential = " ".join(identity.key.split())
+        spec.disconnect_grace_ms = round(settings.stream.disconnect_grace_s * 1000)
+        classes, spec.priority = settings.classes, draft.priority
+        if classes.first or classes.first_of or identity.best_class:
+            spec.priority = classes.allowed(tenant, draft.priority, identity.best_class)
+        salt = cache_salt(tenant, draft.cache_salt, settings.cache)
+        spec.cache_salt = adapted_salt(salt, spec.adapter if spec.HasField("adapter") else None)
+        spec.traceparent, spec.tracestate = trace.traceparent, trace.tracestate
+        if draft.idempotency_key and not draft.sampling.HasField("seed"):
+            spec.sampling.seed = _seed_of_key(draft, tenant)
+
+
+def _asked(spec: RequestSpec) -> tuple[object, ...]:
+    """Return what determines the tokens, or the vectors, of a request."""
+    what = spec.prompts, spec.sampling, spec.max_total_tokens, spec.reasoning, spec.ends_when_accepted, spec.pooling
+    return *what, spec.adapter.name, spec.adapter.revision
+
+
+def _is_quick(draft: Draft) -> bool:
+    """Return whether preparing a draft is less work than handing it to a thread."""
+    if draft.echo or not all(isinstance(prompt, TokenPrompt) for prompt in draft.prompts):
+        return False
+    if draft.sampling.HasField("structured_outputs"):
+        return False
+    return sum(len(prompt.token_ids) for prompt in draft.prompts if isinstance(prompt, TokenPrompt)) <= _FEW_TOKENS
+
+
+def checked_draft(draft: Draft, limits: LimitSettings) -> Draft:
+    """Return a draft of which what needs no model is within bounds. Raises InvalidRequest."""
+    if not draft.prompts:
+        raise InvalidRequest(draft.prompt_field, "must not be empty")
+    most = limits.max_prompts if draft.pooling is None else limits.max_inputs
+    if len(draft.prompts) > most:
+        name = "prompts" if draft.pooling is None else "inputs"
+        raise InvalidRequest(draft.prompt_field, f"at most {most} {name}, got {len(draft.prompts)}")
+    for prompt in draft.prompts:
+        if isinstance(prompt, ChatPrompt) and len(prompt.messages) > limits.max_messages:
+            raise InvalidRequest(
+                draft.prompt_field, f"at most {limits.max_messages} messages, got {len(prompt.messages)}"
+            )
+    for name in ("client_request_id", "idempotency_key", "cache_salt"):
+        if len(getattr(draft, name)) > limits.max_id_chars:
+            raise InvalidRequest(name, f"at most {limits.max_id_chars} characters, got {len(getattr(draft, name))}")
+    if draft.priority not in PRIORITIES:
+        raise InvalidRequest("priority", f"must be 0 (first), 1 or 2, got {draft.priority}")
+    return draft
+
+
+def cache_salt(tenant: str, caller_salt: str, settings: CacheSettings) -> bytes:
+    """Return the salt of a tenant's request; `caller_salt` is the API's field, "" for none.
+
+    Equal at all gateways with equal settings. Empty where all tenants share and the caller gives none: as in records of
+    gateways that know no salts.
+    """
+    if settings.prefix_sharing == PREFIX_SHARING_ALL:
+        scope = "all", ""
+        if not caller_salt:
+            return b""
+    elif tenant in settings.prefix_groups:
+        scope = "group", str(settings.prefix_groups[tenant])
+    else:
+        scope = "tenant", tenant
+    return _digest(*(part.encode() for part in (*scope, caller_salt)))
+
+
+def adapted_salt(salt: bytes, adapter: Adapter | None) -> bytes:
+    """Return the salt of a request with an adapter: its blocks are those of the adapter's revision alone."""
+    return salt if adapter is None else _digest(b"adapter", adapter.revision.encode(), salt)
+
+
+def _digest(*parts: bytes) -> bytes:
+    digest = hashlib.blake2b(digest_size=_SALT_BYTES, person=b"prefix-salt")
+    for data in parts:
+        digest.update(len(data).to_bytes(4, "big") + data)
+    return digest.digest()
+
+
+def _seed_of_key(draft: Draft, tenant: str) -> int:
+    """Return the same seed for each try with an idempotency key: one that runs again after a loss has the same tokens.
+
+    A try may run under an earlier one's id after Redis has lost or dropped its record.
+    """
+    text = f"{len(tenant)}:{tenant}{len(draft.idempotency_key)}:{draft.idempotency_key}{draft.body_digest}"
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big") >> 1
 
 
 _PLACE_LIMIT_S = 0.25  # an answer does not wait for longer to say where its request stands

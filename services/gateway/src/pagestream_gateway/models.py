@@ -36,9 +36,7 @@ from pagestream_streams.errors import ModelNotFound, ModelUnavailable
 from tokenizers import Tokenizer
 
 from pagestream_gateway.calls import RedisTimeout
-from pagestream_gateway.errors import ContextExceeded, InvalidRequest, Overloaded, PromptTooLong
-from pagestream_gateway.settings import FormatSettings
-from pagestream_gateway.text.encoder import (
+from pagestream_gateway.encoder import (
     MAX_RUN_CHARS,
     Encoded,
     EncodingJob,
@@ -48,6 +46,8 @@ from pagestream_gateway.text.encoder import (
     UnbrokenTextError,
     is_for_pairs,
 )
+from pagestream_gateway.errors import ContextExceeded, InvalidRequest, Overloaded, PromptTooLong
+from pagestream_gateway.settings import FormatSettings
 
 # Appended to the message that the model continues, so that its end is found in the rendered text whatever the template
 # puts after it.

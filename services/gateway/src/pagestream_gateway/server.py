@@ -25,8 +25,9 @@ from pagestream_gateway.batches.driver import BatchDispatcher
 from pagestream_gateway.batches.jobs import JobApi
 from pagestream_gateway.batches.uploads import Batches
 from pagestream_gateway.calls import Calls, Metrics, RedisTimeout
+from pagestream_gateway.encoder import EncoderPool, TokenizePool
 from pagestream_gateway.errors import StartupError
-from pagestream_gateway.gateway import AcceptedRequests, Gateway, OpenStreams, PendingRequests
+from pagestream_gateway.gateway import AcceptedRequests, Gateway, OpenStreams, PendingRequests, Submission
 from pagestream_gateway.grpc.server import GrpcServer
 from pagestream_gateway.http.app import build_admin_app, build_app, build_metrics_app
 from pagestream_gateway.http.callers import CorsHeaders
@@ -35,8 +36,6 @@ from pagestream_gateway.limits import LimitFile, TenantLimits, TenantMetrics
 from pagestream_gateway.models import Models
 from pagestream_gateway.monitors import EngineMonitor, MemoryMonitor, QueueMonitor
 from pagestream_gateway.settings import Settings
-from pagestream_gateway.submission import Submission
-from pagestream_gateway.text.encoder import EncoderPool, TokenizePool
 from pagestream_gateway.tls import Certificate, load_certificate
 
 logger = logging.getLogger(__name__)

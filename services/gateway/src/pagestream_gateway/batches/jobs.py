@@ -33,17 +33,17 @@ from pagestream_gateway.auth.identity import Identity
 from pagestream_gateway.calls import DISCONNECTED, OK
 from pagestream_gateway.error_codes import ErrorReport, error_report
 from pagestream_gateway.errors import GatewayError, InvalidRequest, UnsupportedField
-from pagestream_gateway.gateway import Gateway
+from pagestream_gateway.gateway import Gateway, checked_draft
 from pagestream_gateway.http.body import Body, RequestWarnings, collecting, parse_body, parse_json, within
 from pagestream_gateway.models import LoadedModel
 from pagestream_gateway.openai import chat as chat_completions
 from pagestream_gateway.openai import completions, embeddings
 from pagestream_gateway.openai.errors import error_body
 from pagestream_gateway.openai.responses import body as responses
+from pagestream_gateway.preparation import check_parameters
 from pagestream_gateway.request import Draft
 from pagestream_gateway.settings import PRIORITIES, LimitSettings
 from pagestream_gateway.streams.requests import collect
-from pagestream_gateway.submission import check_parameters, checked_draft
 
 
 @dataclass(frozen=True)

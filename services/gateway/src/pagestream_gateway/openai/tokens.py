@@ -20,8 +20,8 @@ from pagestream_gateway.models import LoadedModel
 from pagestream_gateway.openai.chat import Message
 from pagestream_gateway.openai.generation import SERVED_NAME, PromptedBody, parsed_request, without_unsupported
 from pagestream_gateway.openai.tools import Tool, chat_tools, tools_of
+from pagestream_gateway.preparation import most_counted_tokens
 from pagestream_gateway.request import ChatPrompt, Draft, Prompt, TextPrompt
-from pagestream_gateway.text.prompts import most_counted_tokens
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "chat_template": (),

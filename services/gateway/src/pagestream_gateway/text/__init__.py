@@ -1,1 +1,0 @@
-"""Text into tokens, within bounds of time and memory."""
