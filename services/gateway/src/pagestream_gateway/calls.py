@@ -19,68 +19,30 @@ from pagestream_gateway.auth.identity import Identity
 
 
 class Metrics:
-    """Counters and gauges of one gateway process. All use is from the event loop."""
+    """Counters, gauges and distributions of one gateway process. All use is from the event loop."""
 
     def __init__(self, registry: Registry) -> None:
-        self._streams_open = registry.number(catalog.STREAMS_OPEN).series()
-        self._streams_open.set(0)
-        self._tokens = registry.number(catalog.GATEWAY_TOKENS).series()
-        self._requests = registry.number(catalog.GATEWAY_REQUESTS)
-        self._errors = registry.number(catalog.ERRORS)
-        self._cancellations = registry.number(catalog.CANCELLATIONS)
-        self._first_token = registry.distribution(catalog.TIME_TO_FIRST_TOKEN)
-        self._per_token = registry.distribution(catalog.TIME_PER_OUTPUT_TOKEN)
-        self._duration = registry.distribution(catalog.REQUEST_DURATION)
-        self._between_tokens = registry.distribution(catalog.INTER_TOKEN_LATENCY)
-
-    @property
-    def streams_open(self) -> int:
-        """Number of answers that are being written."""
-        return int(self._streams_open.value or 0)
-
-    def stream_opened(self) -> None:
-        """Count an answer that begins to be written."""
-        self._streams_open.add(1)
-
-    def stream_closed(self) -> None:
-        """Count the end of an answer, complete or not."""
-        self._streams_open.add(-1)
-
-    def count_request(self, api: str, outcome: str) -> None:
-        """Count a call that ended.
-
-        `api` is "chat", "completions", "resume", "grpc" or another name of a gRPC method, or "http" for a connection
-        that is refused before there is a call; `outcome` is "ok", "disconnected" or an error's code.
+        self.open_streams = registry.number(catalog.STREAMS_OPEN).series()
+        """Answers that are being written."""
+        self.open_streams.set(0)
+        self.tokens = registry.number(catalog.GATEWAY_TOKENS).series()
+        """Tokens that were written to a client."""
+        self.requests = registry.number(catalog.GATEWAY_REQUESTS)
+        """Calls that ended, by API ("chat", "completions", "resume", "grpc" or another name of a gRPC method, or "http"
+        for a connection that is refused before there is a call) and outcome ("ok", "disconnected" or an error's code).
         """
-        self._requests.series(api, outcome).add()
-
-    def count_tokens(self, number: int) -> None:
-        """Count tokens that were written to a client."""
-        self._tokens.add(number)
-
-    def error(self, model: str, error_type: str) -> None:
-        """Count a call that ended with an error."""
-        self._errors.series(model, error_type).add()
-
-    def cancelled(self, model: str) -> None:
-        """Count a request that its client cancelled or left."""
-        self._cancellations.series(model).add()
-
-    def first_token(self, model: str, operation: str, seconds: float) -> None:
-        """Record the seconds from a call's begin to its first token."""
-        self._first_token.series(model, operation).record(seconds)
-
-    def between_tokens(self, model: str, seconds: float) -> None:
-        """Record the seconds between two batches of tokens of one call."""
-        self._between_tokens.series(model).record(seconds)
-
-    def per_token(self, model: str, operation: str, seconds: float) -> None:
-        """Record the mean seconds per token after the first, of an answer that was written whole."""
-        self._per_token.series(model, operation).record(seconds)
-
-    def duration(self, model: str, operation: str, error_type: str, seconds: float) -> None:
-        """Record the seconds that a call took; `error_type` is "" on success."""
-        self._duration.series(model, operation, error_type).record(seconds)
+        self.errors = registry.number(catalog.ERRORS)
+        """Calls that ended with an error, by model and code."""
+        self.cancellations = registry.number(catalog.CANCELLATIONS)
+        """Requests that their client cancelled or left, by model."""
+        self.first_token = registry.distribution(catalog.TIME_TO_FIRST_TOKEN)
+        """Seconds from a call's begin to its first token, by model and operation."""
+        self.per_token = registry.distribution(catalog.TIME_PER_OUTPUT_TOKEN)
+        """Mean seconds per token after the first, of an answer that was written whole, likewise."""
+        self.duration = registry.distribution(catalog.REQUEST_DURATION)
+        """Seconds that a call took, by model, operation and the error's code, "" on success."""
+        self.between_tokens = registry.distribution(catalog.INTER_TOKEN_LATENCY)
+        """Seconds between two batches of tokens of one call, by model."""
 
 
 def now_s() -> int:
@@ -177,34 +139,36 @@ class Call:
             return
         now = time.perf_counter()
         if self._tokens:
-            self._metrics.between_tokens(self._model, now - self._last_at)
+            self._metrics.between_tokens.series(self._model).record(now - self._last_at)
         else:
             self._begin_tokens(now, number)
         self._last_at = now
         self._tokens += number
-        self._metrics.count_tokens(number)
+        self._metrics.tokens.add(number)
 
     def end(self, outcome: str) -> None:
         """Record the outcome: "ok", "disconnected", or an error's code. Later calls do nothing."""
         if not self._is_open:
             return
         self._is_open = False
-        self._metrics.count_request(self.api, outcome)
+        self._metrics.requests.series(self.api, outcome).add()
         if self._span is not None:
             self._end_span(self._span, outcome)
         if self._identity is not None and self._audit.is_on:
             self._end_audit(self._identity, outcome)
         if outcome == DISCONNECTED:
-            self._metrics.cancelled(self._model)
+            self._metrics.cancellations.series(self._model).add()
         elif outcome != OK:
-            self._metrics.error(self._model, outcome)
+            self._metrics.errors.series(self._model, outcome).add()
         if not self._operation or self._operation == RESUME:
             return
         error_type = "" if outcome == OK else outcome
-        self._metrics.duration(self._model, self._operation, error_type, time.perf_counter() - self._started)
+        took_s = time.perf_counter() - self._started
+        self._metrics.duration.series(self._model, self._operation, error_type).record(took_s)
         more = self._tokens - self._first_count
         if outcome == OK and more > 0:
-            self._metrics.per_token(self._model, self._operation, (self._last_at - self._first_at) / more)
+            mean_s = (self._last_at - self._first_at) / more
+            self._metrics.per_token.series(self._model, self._operation).record(mean_s)
 
     def _end_audit(self, identity: Identity, outcome: str) -> None:
         if self._spec is not None:
@@ -217,7 +181,7 @@ class Call:
         if self._span is not None:
             self._span.event("first_token")
         if self._operation != RESUME:
-            self._metrics.first_token(self._model, self._operation, now - self._started)
+            self._metrics.first_token.series(self._model, self._operation).record(now - self._started)
 
     def _end_span(self, span: Span, outcome: str) -> None:
         span.set({"gen_ai.operation.name": self._operation, "gen_ai.usage.output_tokens": self._tokens})

@@ -85,29 +85,26 @@ class Submission:
         ModelNotFound, QueueFull, RateLimited, IdempotencyConflict, Overloaded, Unavailable. An accepted request that is
         never followed counts as one without a reader.
         """
-        try:
-            return await self._submit(draft, identity, call)
-        except RateLimited as error:
-            self.metrics.refused(identity.tenant, error.rate.name)
-            raise
-
-    async def _submit(self, draft: Draft, identity: Identity, call: Call) -> RequestSpec:
         tenant = identity.tenant
-        if self.session.rate_limiter.held and not draft.idempotency_key:  # else it may join an earlier request
-            self.session.rate_limiter.check(tenant, identity.key)
-        model, spec = await self._prepared(draft, identity)
-        self._set_caller(spec, draft, identity, call.context)
-        placing = self.session.place(model.name, spec.prompts[0].ids, tenant, cache_salt=spec.cache_salt)
-        spec.request_id = await self.limit.wait(placing)
-        is_given, note = draft.sampling.HasField("max_tokens"), call.set_rates
-        if not draft.idempotency_key:
-            await self.limit.wait(self.session.accept(spec, is_length_given=is_given, on_rates=note))
-            accepted = spec
-        else:
-            accepting = self.session.accept_once(
-                spec, body_digest=draft.body_digest, is_length_given=is_given, on_rates=note
-            )
-            accepted = await self.limit.wait(accepting)
+        try:
+            if self.session.rate_limiter.held and not draft.idempotency_key:  # else it may join an earlier request
+                self.session.rate_limiter.check(tenant, identity.key)
+            model, spec = await self._prepared(draft, identity)
+            self._set_caller(spec, draft, identity, call.context)
+            placing = self.session.place(model.name, spec.prompts[0].ids, tenant, cache_salt=spec.cache_salt)
+            spec.request_id = await self.limit.wait(placing)
+            is_given, note = draft.sampling.HasField("max_tokens"), call.set_rates
+            if not draft.idempotency_key:
+                await self.limit.wait(self.session.accept(spec, is_length_given=is_given, on_rates=note))
+                accepted = spec
+            else:
+                accepting = self.session.accept_once(
+                    spec, body_digest=draft.body_digest, is_length_given=is_given, on_rates=note
+                )
+                accepted = await self.limit.wait(accepting)
+        except RateLimited as error:
+            self.metrics.refused(tenant, error.rate.name)
+            raise
         call.accepted(accepted)
         if draft.is_listed:
             await enlist(self.broker, accepted.request_id, tenant)
@@ -383,7 +380,7 @@ class AcceptedRequests:
     async def cancel(self, request_id: str, tenant: str) -> FinishReason:
         """End a request in whatever state it is; return how it ended. Raises RequestNotFound, Unavailable."""
         reason = await self.limit.wait(self.broker.cancel(request_id, tenant))
-        self.metrics.cancelled((await self.broker.directory.locate(request_id)).model)
+        self.metrics.cancellations.series((await self.broker.directory.locate(request_id)).model).add()
         logger.info("cancelled", extra={"request_id": request_id, "tenant": tenant})
         return reason
 
@@ -433,7 +430,7 @@ class OpenStreams:
             raise GatewayStopping
         self._tasks.add(task)
         self._empty.clear()
-        self._metrics.stream_opened()
+        self._metrics.open_streams.add()
         try:
             yield
         except asyncio.CancelledError:
@@ -444,7 +441,7 @@ class OpenStreams:
         finally:
             self._tasks.discard(task)
             self._ended.discard(task)
-            self._metrics.stream_closed()
+            self._metrics.open_streams.add(-1)
             if not self._tasks:
                 self._empty.set()
 

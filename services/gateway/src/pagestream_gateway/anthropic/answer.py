@@ -295,7 +295,7 @@ class MessageStream(EventStream):
     def event(self, data: str) -> str:
         *others, last = data.split("\n")
         framed = [self._framing.event(line, "", _name(line)) for line in others]
-        return "".join((*framed, self._framing.event(last, self._place(), _name(last))))
+        return "".join((*framed, self._framing.event(last, self._position.event_id(self._request_id), _name(last))))
 
     def closing(self) -> str:
         return super().closing() if self._reading.as_lines else ""

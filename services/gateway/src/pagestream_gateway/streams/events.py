@@ -654,7 +654,7 @@ class EventStream(LogAnswer):
 
     def closing(self) -> str:
         """Return what stands after the last event."""
-        return self._framing.done(self._place())
+        return self._framing.done(self._position.event_id(self._request_id))
 
     async def keep_alive(self, send: Send) -> None:
         """Send what readers skip, once the headers are out."""
@@ -721,7 +721,12 @@ class EventStream(LogAnswer):
         with self._gateway.streams.entered():
             if self._writer.needs_history and self._position.next_index:
                 await self._read_history()
-            async with self._queue_comments(send) as comments, aclosing(self._live_log()) as batches:
+            # The first token is written at once, unless comments may be written meanwhile.
+            on_engine = None if self._reading.with_queue_comments else self._set_fingerprint
+            async with (
+                self._queue_comments(send) as comments,
+                aclosing(self.follow(self._pass_on, on_engine)) as batches,
+            ):
                 async for batch in batches:
                     if comments is not None:
                         await cancel(comments)
@@ -735,10 +740,6 @@ class EventStream(LogAnswer):
                     except asyncio.CancelledError:  # it waited for the client, which has nothing of the body
                         self._position, self._owes_opening = before
                         raise
-
-    def _live_log(self) -> AsyncGenerator[list[LogEntry], None]:
-        """Follow the log; its first token is written at once, unless comments may be written meanwhile."""
-        return self.follow(self._pass_on, None if self._reading.with_queue_comments else self._set_fingerprint)
 
     def _set_fingerprint(self, fingerprint: str) -> None:
         self._writer.set_fingerprint(fingerprint)
@@ -804,10 +805,7 @@ class EventStream(LogAnswer):
 
     def event(self, data: str) -> str:
         """Return an event with its data, and its `id` where the reader wants one; or a line of NDJSON."""
-        return self._framing.event(data, self._place())
-
-    def _place(self) -> str:
-        return self._position.event_id(self._request_id)
+        return self._framing.event(data, self._position.event_id(self._request_id))
 
     async def _send(self, send: Send, body: bytes, *, more: bool = True) -> None:
         self._restart_silence()
