@@ -1,6 +1,7 @@
 """The ASGI applications: all HTTP APIs together, and those of the administrators' and the metrics port."""
 
 from fastapi import FastAPI
+from pagestream_streams.tasks import Turns
 from pydantic import BaseModel
 
 from pagestream_gateway.admin import models as model_changes
@@ -12,8 +13,7 @@ from pagestream_gateway.batches import files
 from pagestream_gateway.batches import routes as batches
 from pagestream_gateway.gateway import Gateway
 from pagestream_gateway.http import documents, health, page
-from pagestream_gateway.http.body import WithWarnings
-from pagestream_gateway.http.callers import Lenient, Paced, allow_origins, limit_hosts
+from pagestream_gateway.http.callers import CorsHeaders, Front, allow_origins, own_hosts
 from pagestream_gateway.openai import chat as chat_completions
 from pagestream_gateway.openai import completions, embeddings, models, scoring, tokens
 from pagestream_gateway.openai.errors import install_error_handlers
@@ -49,7 +49,7 @@ _ANSWERS = {operation: answers for resource in _RESOURCES for operation, answers
 
 def build_app(gateway: Gateway) -> FastAPI:
     """Return the application of the HTTP port."""
-    app = _app_for_callers(gateway)
+    app = _app_for_callers(gateway, CorsHeaders(gateway.settings.gateway.origins), gateway.turns)
     generations = (completions, chat_completions, responses, messages, embeddings, scoring)
     for resource in (*generations, models, requests, files, batches, tokens):
         app.include_router(resource.router(gateway))
@@ -77,7 +77,6 @@ def build_app(gateway: Gateway) -> FastAPI:
     if settings.page:
         app.include_router(page.router(gateway))
     allow_origins(app, settings.origins)
-    app.add_middleware(Paced, turns=gateway.turns)
     vectors = (
         embeddings.EmbeddingBody,
         scoring.ScoreBody,
@@ -98,17 +97,23 @@ def build_admin_app(gateway: Gateway) -> FastAPI:
 
 def build_metrics_app(gateway: Gateway) -> FastAPI:
     """Return the application of the metrics port, with what probes and scrapers read."""
-    app = _bare_app(gateway, address=gateway.settings.gateway.metrics_address, asks_for_credentials=False)
+    app = _bare_app(gateway, gateway.settings.gateway.metrics_address, asks_for_credentials=False)
     app.include_router(health.router(gateway, is_for_callers=False))
     return app
 
 
-def _app_for_callers(gateway: Gateway) -> FastAPI:
+def _app_for_callers(gateway: Gateway, cors: CorsHeaders | None = None, turns: Turns | None = None) -> FastAPI:
     settings = gateway.settings.gateway
-    return _bare_app(gateway, address=settings.host, asks_for_credentials=settings.asks_for_credentials)
+    return _bare_app(gateway, settings.host, settings.asks_for_credentials, cors, turns)
 
 
-def _bare_app(gateway: Gateway, *, address: str, asks_for_credentials: bool) -> FastAPI:
+def _bare_app(
+    gateway: Gateway,
+    address: str,
+    asks_for_credentials: bool,
+    cors: CorsHeaders | None = None,
+    turns: Turns | None = None,
+) -> FastAPI:
     app = FastAPI(
         title="Pagestream",
         version="1",
@@ -118,8 +123,8 @@ def _bare_app(gateway: Gateway, *, address: str, asks_for_credentials: bool) -> 
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.add_middleware(WithWarnings, ignores_unknown=gateway.settings.gateway.ignores_unknown_fields)
-    app.add_middleware(Lenient)
-    limit_hosts(app, gateway.settings.gateway, address, asks_for_credentials=asks_for_credentials)
+    settings = gateway.settings.gateway
+    hosts = own_hosts(settings, address, asks_for_credentials=asks_for_credentials)
+    app.add_middleware(Front, ignores_unknown=settings.ignores_unknown_fields, hosts=hosts, cors=cors, turns=turns)
     install_error_handlers(app, {messages.PATH: messages_answer.respond})
     return app

@@ -28,9 +28,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import PydanticCustomError
-from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagestream_gateway.errors import BodyTooLarge, InvalidRequest, UnknownField, WrongContentType
 
@@ -361,28 +359,6 @@ def collecting(warnings: RequestWarnings) -> Iterator[None]:
         yield
     finally:
         _CURRENT.reset(token)
-
-
-class WithWarnings:
-    """ASGI middleware: the warnings of each call become a header of its answer."""
-
-    def __init__(self, app: ASGIApp, *, ignores_unknown: bool) -> None:
-        self._app = app
-        self._ignores_unknown = ignores_unknown
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        warnings = RequestWarnings(ignores_unknown=self._ignores_unknown)
-
-        async def answer(message: Message) -> None:
-            if message["type"] == "http.response.start" and (text := warnings.header):
-                MutableHeaders(scope=message)[HEADER] = text
-            await send(message)
-
-        with collecting(warnings):
-            await self._app(scope, receive, answer)
 
 
 IGNORED = "unknown field, which was ignored"

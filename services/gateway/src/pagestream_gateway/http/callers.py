@@ -1,7 +1,7 @@
 """What stands before the routes: who calls and from where, spellings that clients differ in, and turns of requests.
 
-Credentials, web pages that may call from a browser, names that a Host header may have. One POST begins in each round of
-the event loop: a burst of a thousand must not hold up the streams.
+`Front` is what each call passes. The routes read credentials (`identify`). `CorsHeaders` has the web pages that may
+call from a browser.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,6 +20,7 @@ from pagestream_gateway.error_codes import HEADERS
 from pagestream_gateway.errors import HostNotAllowed, OriginNotAllowed
 from pagestream_gateway.gateway import Gateway
 from pagestream_gateway.http.body import HEADER as WARNINGS
+from pagestream_gateway.http.body import RequestWarnings, collecting
 from pagestream_gateway.openai.errors import error_response
 from pagestream_gateway.settings import LOCALHOST, GatewaySettings
 
@@ -84,36 +85,12 @@ class _Rule(TypedDict):
 
 def allow_origins(app: FastAPI, origins: Sequence[str]) -> None:
     """Let pages of these origins call the API: https://app.example.com, LOCALHOST, or * for every page."""
-    app.add_middleware(NoForeignForms, origins=origins)
     if origins:
         app.add_middleware(CORSMiddleware, **_rule(origins))
 
 
-class NoForeignForms:
-    """ASGI middleware: 403 where a page of another origin changes something without a key.
-
-    A browser sends forms, and bodies of a form's types, for any page and asks nobody before: CORS only keeps the answer
-    from it. It sends them with a client's certificate, and to servers of its own machine; with a key it asks before.
-    """
-
-    def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
-        self._app = app
-        self._cors = CorsHeaders(origins)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] not in ("GET", "HEAD", "OPTIONS"):
-            headers = Headers(scope=scope)
-            origin = headers.get("origin", "")
-            is_own = origin.partition("://")[2].lower() == headers.get("host", "").lower()
-            has_key = "authorization" in headers or "x-api-key" in headers
-            if origin and not is_own and not has_key and not self._cors.allows(origin):
-                await error_response(OriginNotAllowed(origin))(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
 class CorsHeaders:
-    """The same rule for answers that are written without the application: the headers that let a page read them."""
+    """The rule of web pages that may call, and the headers that let a page read an answer without the application."""
 
     def __init__(self, origins: Sequence[str]) -> None:
         self._rule = CORSMiddleware(_no_application, **_rule(origins)) if origins else None
@@ -152,57 +129,100 @@ async def _no_application(scope: Scope, receive: Receive, send: Send) -> None:
 _ANY = "*"
 
 
-def limit_hosts(app: FastAPI, settings: GatewaySettings, address: str, *, asks_for_credentials: bool) -> None:
-    """Refuse other hosts than this machine's where the address is loopback and no credential is asked for."""
-    if not asks_for_credentials and is_loopback(address) and _ANY not in settings.hosts:
-        app.add_middleware(LimitedHosts, more=[address, *settings.hosts])
+def own_hosts(settings: GatewaySettings, address: str, *, asks_for_credentials: bool) -> Sequence[str] | None:
+    """Return the names beside this machine's own that a Host header may have; None: any.
+
+    They are limited where the address is loopback and no credential is asked for.
+    """
+    if asks_for_credentials or not is_loopback(address) or _ANY in settings.hosts:
+        return None
+    return [address, *settings.hosts]
 
 
-class LimitedHosts:
-    """ASGI middleware: 403 where the Host header is neither a name of this machine's own nor one of `more`."""
+class Front:
+    """ASGI middleware: what each HTTP call passes before the routes, in the order of `__call__`."""
 
-    def __init__(self, app: ASGIApp, more: Sequence[str]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        ignores_unknown: bool,
+        hosts: Sequence[str] | None,
+        cors: CorsHeaders | None = None,
+        turns: Turns | None = None,
+    ) -> None:
+        """Create it.
+
+        Args:
+            app: the routes.
+            ignores_unknown: see RequestWarnings.
+            hosts: see `own_hosts`.
+            cors: of web pages that may change something; None where pages are not told apart.
+            turns: of POSTs; None where they don't wait, as on ports of probes and administrators.
+        """
         self._app = app
-        self._more = {each.lower() for each in more}
+        self._ignores_unknown = ignores_unknown
+        self._hosts = None if hosts is None else {each.lower() for each in hosts}
+        self._cors = cors
+        self._turns = turns
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            for name, value in scope["headers"]:
-                if name == b"host" and not self._is_allowed(host := _without_port(value.decode("latin-1"))):
-                    await error_response(HostNotAllowed(host))(scope, receive, send)
-                    return
-        await self._app(scope, receive, send)
+        """Wait for a turn, refuse foreign pages and hosts, take other spellings, and collect the body's warnings."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if self._turns is not None and scope["method"] == "POST":
+            await self._turns.take()
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            await error_response(refusal)(scope, receive, send)
+            return
+        path = scope["path"]
+        if path != "/" and path.endswith("/"):
+            scope = {**scope, "path": path.rstrip("/") or "/"}
+        scope = _with_authorization(scope)
+        warnings = RequestWarnings(ignores_unknown=self._ignores_unknown)
 
-    def _is_allowed(self, host: str) -> bool:
-        return host in self._more or is_loopback(host)
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.start" and (text := warnings.header):
+                MutableHeaders(scope=message)[WARNINGS] = text
+            await send(message)
+
+        with collecting(warnings):
+            if scope["method"] != "HEAD":
+                await self._app(scope, receive, answer)
+                return
+            alone = _HeadersAlone(receive, answer)
+            await self._app({**scope, "method": "GET"}, alone.receive, alone.send)
+
+    def _refusal(self, scope: Scope) -> HostNotAllowed | OriginNotAllowed | None:
+        """Return why a call may not be made: by its Origin, or by its Host.
+
+        A browser sends forms, and bodies of a form's types, for any page and asks nobody before: CORS only keeps the
+        answer from it. It sends them with a client's certificate, and to servers of its own machine; with a key it asks
+        before. So a page of another origin may change nothing without a key.
+        """
+        if self._cors is not None and scope["method"] not in ("GET", "HEAD", "OPTIONS"):
+            headers = Headers(scope=scope)
+            origin = headers.get("origin", "")
+            is_own = origin.partition("://")[2].lower() == headers.get("host", "").lower()
+            has_key = "authorization" in headers or "x-api-key" in headers
+            if origin and not is_own and not has_key and not self._cors.allows(origin):
+                return OriginNotAllowed(origin)
+        if self._hosts is not None:
+            for name, value in scope["headers"]:
+                if name != b"host":
+                    continue
+                host = _without_port(value.decode("latin-1"))
+                if host not in self._hosts and not is_loopback(host):
+                    return HostNotAllowed(host)
+        return None
 
 
 def _without_port(host: str) -> str:
     name, colon, port = host.rpartition(":")
     has_port = bool(colon) and (not port or port.isdecimal()) and (":" not in name or name.endswith("]"))
     return (name if has_port else host).lower().removesuffix(".")
-
-
-class Lenient:
-    """ASGI middleware in front of the routes."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the application with the path without its last slash; HEAD as GET, without the body."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        path = scope["path"]
-        if path != "/" and path.endswith("/"):
-            scope = {**scope, "path": path.rstrip("/") or "/"}
-        scope = _with_authorization(scope)
-        if scope["method"] != "HEAD":
-            await self._app(scope, receive, send)
-            return
-        answer = _HeadersAlone(receive, send)
-        await self._app({**scope, "method": "GET"}, answer.receive, answer.send)
 
 
 def _with_authorization(scope: Scope) -> Scope:
@@ -231,16 +251,3 @@ class _HeadersAlone:
         if message["type"] == "http.response.start":
             self._is_complete = True
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-class Paced:
-    """ASGI middleware. Probes and other quick requests do not wait."""
-
-    def __init__(self, app: ASGIApp, turns: Turns) -> None:
-        self._app = app
-        self._turns = turns
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST":
-            await self._turns.take()
-        await self._app(scope, receive, send)
