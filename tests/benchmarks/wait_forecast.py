@@ -117,7 +117,7 @@ async def accept(gateway: GatewaySession, broker: Broker, row: TraceRow, seen: S
         forecasts["mean"] = statistics.fmean(seen.waits.values())
     seen.forecasts[spec.request_id] = forecasts
     await gateway.accept(spec)
-    place = await broker.place(spec.request_id, TENANT)
+    place = await broker.queue_position(spec.request_id, TENANT)
     forecasts["forecast"] = 0.0 if place is None else None if place.wait_ms is None else place.wait_ms / 1000
 
 

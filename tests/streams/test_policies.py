@@ -275,7 +275,7 @@ async def test_the_position_follows_the_policy(redis_url: str, policy: str) -> N
         small = await world.accept("small", tokens=1)
         before = [(await world.broker.view(each, "flood")).queue_position for each in flood]
         first = (await world.broker.view(small, "small")).queue_position
-        place = await world.broker.place(small, "small")
+        place = await world.broker.queue_position(small, "small")
         assert place is not None
         assert place.requests == first
         order = await world.claim(9)

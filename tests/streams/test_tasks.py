@@ -118,7 +118,7 @@ async def test_a_thousand_ready_tasks_leave_room_for_others_between_them() -> No
     log: list[int] = []
 
     async def take(number: int) -> None:
-        await turns.take()
+        await turns.wait()
         log.append(number)
 
     async def other() -> None:
@@ -137,7 +137,7 @@ async def test_a_thousand_ready_tasks_leave_room_for_others_between_them() -> No
     assert [number for number in log if number >= 0] == [*range(20), *range(30, 40)]
     assert all(-1 in (one, other) for one, other in itertools.pairwise(log)), "two went on in one round"
     async with asyncio.timeout(LIMIT_S):
-        await turns.take()
+        await turns.wait()
 
 
 # -- A byte budget: never more held than its limit, no waiter is overtaken, none waits beside room.
@@ -162,11 +162,11 @@ class Room:
     def act(self, verb: str, size: int) -> None:
         holders = [each for each in self.waiters if each.task.done()]
         if verb == "take":
-            self.waiters.append(Waiter(size, asyncio.get_running_loop().create_task(self.budget.take(size))))
+            self.waiters.append(Waiter(size, asyncio.get_running_loop().create_task(self.budget.acquire(size))))
         elif verb == "give" and holders:
             holder = holders[size % len(holders)]
             self.waiters.remove(holder)
-            self.budget.give(holder.size)
+            self.budget.release(holder.size)
         elif verb == "cancel" and len(self.waiters) > len(holders):
             waiting = [each for each in self.waiters if not each.task.done()]
             victim = waiting[size % len(waiting)]
@@ -188,7 +188,7 @@ def test_any_order_of_takers(steps: list[tuple[str, int]]) -> None:
                 assert room.budget.held_bytes == sum(each.size for each in holding) <= LIMIT
                 if waiting:
                     assert room.budget.held_bytes + waiting[0].size > LIMIT, "it waits beside room"
-                    assert not room.budget.try_take(0), "it would be overtaken"
+                    assert not room.budget.try_acquire(0), "it would be overtaken"
         for each in room.waiters:
             each.task.cancel()
         await asyncio.gather(*(each.task for each in room.waiters), return_exceptions=True)
@@ -198,4 +198,4 @@ def test_any_order_of_takers(steps: list[tuple[str, int]]) -> None:
 
 async def test_more_than_the_limit_is_refused_at_once() -> None:
     with pytest.raises(ValueError, match="limit is 10"):
-        await ByteBudget(LIMIT).take(LIMIT + 1)
+        await ByteBudget(LIMIT).acquire(LIMIT + 1)

@@ -13,11 +13,11 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED, FinishReason
 from pagestream.v1.records_pb2 import Adapter, LogEntry, RequestSpec
 from pagestream_streams import Broker, GatewaySession, RequestPage, RequestView, discard_request, enlist, list_requests
+from pagestream_streams.admin.queue_positions import QueuePosition
 from pagestream_streams.errors import (
     DigestMismatch,
     LogsFull,
@@ -291,16 +291,7 @@ def _seed_of_key(draft: Draft, tenant: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big") >> 1
 
 
-_PLACE_LIMIT_S = 0.25  # an answer does not wait for longer to say where its request stands
-
-
-class QueuePlace(NamedTuple):
-    """Where a request stands that no engine has claimed yet."""
-
-    position: int
-    """Requests of its model that go before it."""
-    expected_wait_ms: int | None
-    """Until an engine claims it, by the measured rate; None for unknown."""
+_POSITION_LIMIT_S = 0.25  # an answer does not wait for longer to say where its request stands
 
 
 @dataclass(frozen=True)
@@ -357,14 +348,13 @@ class AcceptedRequests:
         """Return a request's state. Raises RequestNotFound, also for one that was deleted; Unavailable."""
         return _kept(await self.limit.wait(self.broker.view(request_id, tenant)))
 
-    async def place(self, spec: RequestSpec) -> QueuePlace | None:
+    async def queue_position(self, spec: RequestSpec) -> QueuePosition | None:
         """Return where a queued request stands; None where an engine has it, or Redis does not tell at once."""
         try:
-            async with asyncio.timeout(_PLACE_LIMIT_S):
-                found = await self.broker.place(spec.request_id, spec.tenant)
+            async with asyncio.timeout(_POSITION_LIMIT_S):
+                return await self.broker.queue_position(spec.request_id, spec.tenant)
         except (TimeoutError, StreamsError):
-            return None  # an answer is worth more than its place
-        return None if found is None else QueuePlace(found.requests, found.wait_ms)
+            return None  # an answer is worth more than its position
 
     async def fingerprint(self, spec: RequestSpec) -> str:
         """Return the fingerprint of the engine that runs or ran a request; "" where Redis does not tell it now."""
@@ -537,7 +527,7 @@ class PendingRequests:
     async def hold(self, num_bytes: int) -> AsyncIterator[PendingRequest]:
         """Count a request of so many bytes as pending inside the block; small ones do not count. Raises Overloaded."""
         num_bytes = 0 if num_bytes <= SMALL_BYTES else min(num_bytes, self._budget.limit_bytes)
-        if num_bytes and not self._budget.try_take(num_bytes):
+        if num_bytes and not self._budget.try_acquire(num_bytes):
             await self._wait(num_bytes)
         request = PendingRequest(self._patience_s, self._clock)
         if num_bytes:
@@ -546,7 +536,7 @@ class PendingRequests:
             yield request
         finally:
             self._admitted.pop(request, None)
-            self._budget.give(num_bytes)
+            self._budget.release(num_bytes)
 
     async def _wait(self, num_bytes: int) -> None:
         waiter = object()
@@ -555,7 +545,7 @@ class PendingRequests:
             self._impatience = asyncio.create_task(self._make_room(), name="impatience")
         try:
             async with asyncio.timeout(self._limit_s):
-                await self._budget.take(num_bytes)
+                await self._budget.acquire(num_bytes)
         except TimeoutError as error:
             raise Overloaded(
                 f"large requests of {self._budget.limit_bytes} bytes together are being read", retry_after_s=5.0

@@ -71,7 +71,7 @@ class Turns:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._is_taken = False
 
-    async def take(self) -> None:
+    async def wait(self) -> None:
         """Wait for a turn, in order of arrival; return at once where none has been taken in this round."""
         loop = asyncio.get_running_loop()
         if not self._is_taken:
@@ -147,8 +147,8 @@ class Periodic:
 class ByteBudget:
     """Counts bytes that are held against one limit. Used by the tasks of one event loop.
 
-    Holders either try to take more and free what they have where that fails, or wait while they hold nothing: so no two
-    of them wait for each other.
+    Holders either try to acquire more and free what they have where that fails, or wait while they hold nothing: so no
+    two of them wait for each other.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -162,21 +162,21 @@ class ByteBudget:
         """Whether anybody waits for bytes that others hold."""
         return bool(self._waiting)
 
-    def try_take(self, num_bytes: int) -> bool:
-        """Take bytes if they are free and nobody waits for them; return whether they were taken."""
+    def try_acquire(self, num_bytes: int) -> bool:
+        """Acquire bytes if they are free and nobody waits for them; return whether they were."""
         if self._waiting or self.held_bytes + num_bytes > self.limit_bytes:
             return False
         self.held_bytes += num_bytes
         return True
 
-    async def take(self, num_bytes: int) -> None:
-        """Wait until the bytes are free, in order of arrival, and take them. ValueError for more than the limit.
+    async def acquire(self, num_bytes: int) -> None:
+        """Wait until the bytes are free, in order of arrival, and acquire them. ValueError for more than the limit.
 
         The caller must hold nothing of this budget.
         """
         if num_bytes > self.limit_bytes:
             raise ValueError(f"{num_bytes} bytes can never be free: the limit is {self.limit_bytes}")
-        if self.try_take(num_bytes):
+        if self.try_acquire(num_bytes):
             return
         turn = num_bytes, asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
@@ -187,11 +187,11 @@ class ByteBudget:
                 self._waiting.remove(turn)
                 self._admit()
             elif not turn[1].cancelled():  # admitted just before
-                self.give(num_bytes)
+                self.release(num_bytes)
             raise
 
-    def give(self, num_bytes: int) -> None:
-        """Give back bytes that were taken."""
+    def release(self, num_bytes: int) -> None:
+        """Release bytes that were acquired."""
         self.held_bytes -= num_bytes
         if self._waiting:
             self._admit()

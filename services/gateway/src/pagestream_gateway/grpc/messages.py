@@ -375,10 +375,10 @@ def _held(gateway: Gateway, spec: RequestSpec) -> Iterator[None]:
     num_bytes = _NUMBER_BYTES * len(spec.prompts) * spec.pooling.dimensions
     if num_bytes > gateway.answer_budget.limit_bytes:
         raise AnswerTooLarge(spec.request_id, gateway.answer_budget.limit_bytes)
-    if not gateway.answer_budget.try_take(num_bytes):
+    if not gateway.answer_budget.try_acquire(num_bytes):
         message = "other answers have used this gateway's memory; call again with the same key, or Resume"
         raise Overloaded(message, _RETRY_AFTER_S)
     try:
         yield
     finally:
-        gateway.answer_budget.give(num_bytes)
+        gateway.answer_budget.release(num_bytes)

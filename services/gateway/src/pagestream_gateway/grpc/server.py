@@ -325,15 +325,15 @@ class InferenceServicer:
 
     async def generate(self, context: Context, identity: Identity, call: Call) -> None:
         """Accept a request and stream its log. The first message has the request id, its place, and no token."""
-        await self._gateway.turns.take()
+        await self._gateway.turns.wait()
         spec = await self._accept(context, identity, call)
         await _send_rates(context, call)
-        place = await self._gateway.requests.place(spec)
+        position = await self._gateway.requests.queue_position(spec)
         first = api.GenerateResponse(
             chunk=api.TokenChunk(request_id=spec.request_id),
             seed=spec.sampling.seed,
-            queue_position=None if place is None else place.position,
-            expected_wait_ms=None if place is None else place.expected_wait_ms,
+            queue_position=None if position is None else position.requests,
+            expected_wait_ms=None if position is None else position.wait_ms,
         )
         await context.write(first)  # type: ignore[arg-type]
         stream = ChunkStream(self._gateway, context, spec, call, next_index=0, message=api.GenerateResponse)
@@ -413,7 +413,7 @@ class InferenceServicer:
 
     async def embed(self, context: Context, identity: Identity, call: Call) -> api.EmbedResponse:
         """Accept a request for vectors, and return them when all are known."""
-        await self._gateway.turns.take()
+        await self._gateway.turns.wait()
         async with self._receiver.message(context) as data:
             draft = embed_draft(parse_message(api.EmbedRequest, data), deadline_ms=_deadline_ms(context))
             spec = await self._gateway.submission.submit(draft, identity, call)
@@ -422,7 +422,7 @@ class InferenceServicer:
 
     async def score(self, context: Context, identity: Identity, call: Call) -> api.ScoreResponse:
         """Accept a request for scores, and return them when all are known."""
-        await self._gateway.turns.take()
+        await self._gateway.turns.wait()
         async with self._receiver.message(context) as data:
             draft = score_draft(parse_message(api.ScoreRequest, data), deadline_ms=_deadline_ms(context))
             spec = await self._gateway.submission.submit(draft, identity, call)

@@ -172,7 +172,7 @@ class Front:
             await self._app(scope, receive, send)
             return
         if self._turns is not None and scope["method"] == "POST":
-            await self._turns.take()
+            await self._turns.wait()
         refusal = self._refusal(scope)
         if refusal is not None:
             await error_response(refusal)(scope, receive, send)

@@ -953,7 +953,7 @@ def _num_bytes(request: Request, most: int) -> int:
 
 async def _parsed(gateway: Gateway, data: bytes, headers: Headers, parse: BodyParser[Parsed]) -> Parsed:
     """Parse a body, outside the event loop where it is large."""
-    await gateway.turns.take()
+    await gateway.turns.wait()
 
     warnings = current_warnings()
 

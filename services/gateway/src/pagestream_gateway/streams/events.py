@@ -25,6 +25,7 @@ from pagestream.v1.inference_pb2 import (
 )
 from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, RequestSpec
 from pagestream_grammars import TokenTable
+from pagestream_streams.admin.queue_positions import QueuePosition
 from pagestream_streams.admin.sweeper import MODEL_UNAVAILABLE, NO_ENGINE
 from pagestream_streams.errors import StreamsError
 from pagestream_streams.gateway.readers import Sink
@@ -38,7 +39,7 @@ from pagestream_gateway.auth.identity import Identity
 from pagestream_gateway.calls import DISCONNECTED, OK, Call
 from pagestream_gateway.error_codes import error_report, rate_headers
 from pagestream_gateway.errors import GatewayError, GenerationFailed, InvalidRequest, NoEngine, RequestFailed
-from pagestream_gateway.gateway import Gateway, QueuePlace
+from pagestream_gateway.gateway import Gateway
 from pagestream_gateway.openai.errors import error_data
 from pagestream_gateway.sampling import PARAMETER_NAMES
 
@@ -344,7 +345,7 @@ class Framing(Protocol):
     def done(self, position: str) -> str:
         """Return what ends a complete stream. A stream that ends without it is resumed from its last position."""
 
-    def queue(self, place: QueuePlace) -> str:
+    def queue(self, position: QueuePosition) -> str:
         """Return a frame that says where the request stands."""
 
     def comment(self, text: str) -> str:
@@ -364,15 +365,15 @@ class EventFraming:
 
     def event(self, data: str, position: str, name: str = "") -> str:
         head = f"event: {name}\n" if name else ""
-        place = f"id: {position}\n" if self._with_ids and position else ""
-        return f"{head}{place}data: {data}\n\n"
+        event_id = f"id: {position}\n" if self._with_ids and position else ""
+        return f"{head}{event_id}data: {data}\n\n"
 
     def done(self, position: str) -> str:
         return self.event("[DONE]", position)
 
-    def queue(self, place: QueuePlace) -> str:
-        wait = "unknown" if place.expected_wait_ms is None else place.expected_wait_ms
-        return self.comment(f"queue_position={place.position} expected_wait_ms={wait}")
+    def queue(self, position: QueuePosition) -> str:
+        wait = "unknown" if position.wait_ms is None else position.wait_ms
+        return self.comment(f"queue_position={position.requests} expected_wait_ms={wait}")
 
     def comment(self, text: str) -> str:
         return f": {text}\n\n"
@@ -390,8 +391,8 @@ class LineFraming:
     def done(self, position: str) -> str:
         return json.dumps({"done": True, "stream_position": position}) + "\n"
 
-    def queue(self, place: QueuePlace) -> str:
-        return json.dumps({"queue_position": place.position, "expected_wait_ms": place.expected_wait_ms}) + "\n"
+    def queue(self, position: QueuePosition) -> str:
+        return json.dumps({"queue_position": position.requests, "expected_wait_ms": position.wait_ms}) + "\n"
 
     def comment(self, text: str) -> str:
         return ""
@@ -605,11 +606,11 @@ def request_headers(spec: RequestSpec) -> dict[str, str]:
     return headers
 
 
-def queue_headers(place: QueuePlace) -> dict[str, str]:
+def queue_headers(position: QueuePosition) -> dict[str, str]:
     """Return the headers of a stream whose request is queued: what goes before it, and how long that may take."""
-    headers = {"X-Queue-Position": str(place.position)}
-    if place.expected_wait_ms is not None:
-        headers["X-Expected-Wait-Ms"] = str(place.expected_wait_ms)
+    headers = {"X-Queue-Position": str(position.requests)}
+    if position.wait_ms is not None:
+        headers["X-Expected-Wait-Ms"] = str(position.wait_ms)
     return headers
 
 
@@ -687,12 +688,12 @@ class EventStream(LogAnswer):
     async def _start(self, send: Send) -> None:
         """Send the headers, which name the request and its place in the queue, before there is any event."""
         is_read_from = self._position.next_index or self._reading.is_complete
-        place = None if is_read_from else await self._gateway.requests.place(self._reading.spec)
+        position = None if is_read_from else await self._gateway.requests.queue_position(self._reading.spec)
         headers = [
             (b"content-type", self._framing.media_type.encode()),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
-            *self.header_pairs(**({} if place is None else queue_headers(place))),
+            *self.header_pairs(**({} if position is None else queue_headers(position))),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         self._headers_sent = True
@@ -712,9 +713,9 @@ class EventStream(LogAnswer):
     async def _write_comments(self, send: Send) -> None:
         """Write where the request stands, each time that it is asked for, while it is queued."""
         while True:
-            place = await self._gateway.requests.place(self._reading.spec)
-            if place is not None:
-                await self._send(send, self._framing.queue(place).encode())
+            position = await self._gateway.requests.queue_position(self._reading.spec)
+            if position is not None:
+                await self._send(send, self._framing.queue(position).encode())
             await asyncio.sleep(self._gateway.settings.stream.queue_comments_s)
 
     async def _send_log(self, send: Send) -> None:
@@ -762,7 +763,7 @@ class EventStream(LogAnswer):
         seen, limit = 0, self._position.next_index
         async with aclosing(self._gateway.requests.follow(self._reading.spec)) as batches:
             async for batch in batches:
-                await self._gateway.turns.take()
+                await self._gateway.turns.wait()
                 for run in self._writer.split(seen, batch[: limit - seen]):
                     self._writer.skip(run)
                 seen += len(batch)

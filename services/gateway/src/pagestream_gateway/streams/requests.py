@@ -142,13 +142,13 @@ async def collect(gateway: Gateway, spec: RequestSpec, *, max_bytes: int) -> tup
     limit_s = gateway.settings.stream.whole_answer_wait_s
     try:
         async with asyncio.timeout(limit_s):
-            await budget.take(num_bytes)
+            await budget.acquire(num_bytes)
     except TimeoutError as error:
         raise Overloaded(f"other answers have used this gateway's memory for {limit_s:g} s", _RETRY_AFTER_S) from error
     try:
         return await _collect(gateway, spec, writer, kind.body, num_bytes)
     finally:
-        budget.give(num_bytes)
+        budget.release(num_bytes)
 
 
 async def _collect(

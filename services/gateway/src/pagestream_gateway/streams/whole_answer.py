@@ -43,7 +43,7 @@ class BudgetShare:
 
     def grow_to(self, num_bytes: int) -> bool:
         """Hold more; return False, and hold nothing, where there is no room."""
-        if self.budget.try_take(num_bytes - self.num_bytes):
+        if self.budget.try_acquire(num_bytes - self.num_bytes):
             self.num_bytes = num_bytes
             return True
         # Wait for room with none held: two answers that each hold a part would wait for each other for ever.
@@ -53,17 +53,17 @@ class BudgetShare:
     async def wait_for(self, num_bytes: int, limit_s: float) -> None:
         """Hold so much once there is room for it. TimeoutError after `limit_s` seconds."""
         async with asyncio.timeout(limit_s):
-            await self.budget.take(num_bytes)
+            await self.budget.acquire(num_bytes)
         self.num_bytes = num_bytes
 
     def shrink_to(self, num_bytes: int) -> None:
         """Hold less."""
-        self.budget.give(self.num_bytes - num_bytes)
+        self.budget.release(self.num_bytes - num_bytes)
         self.num_bytes = num_bytes
 
     def release(self) -> None:
         """Hold nothing."""
-        self.budget.give(self.num_bytes)
+        self.budget.release(self.num_bytes)
         self.num_bytes = 0
 
 

@@ -27,7 +27,7 @@ from pagestream.v1.records_pb2 import LogSlice, ModelCard, RequestSpec
 from pagestream_streams.admin.adapters import AdapterDirectory
 from pagestream_streams.admin.directory import ModelDirectory
 from pagestream_streams.admin.engine_models import EngineModels
-from pagestream_streams.admin.queue_positions import EntryId, Place, QueuePositions
+from pagestream_streams.admin.queue_positions import EntryId, QueuePosition, QueuePositions
 from pagestream_streams.connection.connection import Call, Connection, publish_wake_ups, wake_up_message
 from pagestream_streams.errors import ModelNotFound, RequestNotFound, Unavailable
 from pagestream_streams.protocol.keys import DEFAULT_PARTITIONS, Partition, new_request_id
@@ -147,14 +147,16 @@ class Broker:
             raise RequestNotFound(request_id)
         spec, state, reason, next_index, digest, prompt, completion, cached, attempts, *found = found
         queue, entry, print_, rank, discarded = found
-        place = await self._place(where.model, state, queue, entry, rank) if with_position or not queue else None
+        position = (
+            await self._queue_position(where.model, state, queue, entry, rank) if with_position or not queue else None
+        )
         return RequestView(
             request_id=request_id,
             model=where.model,
             tenant=tenant,
             state=STATES[state],
-            queue_position=None if place is None else place.requests,
-            expected_wait_ms=None if place is None else place.wait_ms,
+            queue_position=None if position is None else position.requests,
+            expected_wait_ms=None if position is None else position.wait_ms,
             finish_reason=parse_finish_reason(reason.decode()),
             next_index=int(next_index),
             digest=digest.decode(),
@@ -165,7 +167,7 @@ class Broker:
             is_discarded=discarded == b"1",
         )
 
-    async def place(self, request_id: str, tenant: str) -> Place | None:
+    async def queue_position(self, request_id: str, tenant: str) -> QueuePosition | None:
         """Return what goes before a queued request: one short command, and an outline that callers share. Unavailable.
 
         None where it does not wait in a queue, is not the tenant's, or a part of the queue can't be read now.
@@ -175,15 +177,17 @@ class Broker:
         owner, *found = await self.connection.execute("HMGET", where.request(request_id), *fields)
         state, _, entry, _ = found
         waits = owner == tenant.encode() and (entry or state == b"queued")
-        return await self._place(where.model, *found) if waits else None
+        return await self._queue_position(where.model, *found) if waits else None
 
-    async def _place(
+    async def _queue_position(
         self, model: str, state: bytes, queue: bytes | None, entry: bytes | None, rank: bytes | None
-    ) -> Place | None:
+    ) -> QueuePosition | None:
         if queue and entry:
             known_rank = int(rank) if rank else None
-            return await self.positions.place(model, queue.decode(), EntryId.parse(entry), known_rank)
-        return Place(0, None) if state == b"queued" else None  # a suspect waits for an idle engine, before all queues
+            return await self.positions.position_of(model, queue.decode(), EntryId.parse(entry), known_rank)
+        return (
+            QueuePosition(0, None) if state == b"queued" else None
+        )  # a suspect waits for an idle engine, before all queues
 
     async def spec(self, request_id: str, tenant: str) -> RequestSpec:
         """Return a request as it was accepted. RequestNotFound, Unavailable."""

@@ -41,7 +41,7 @@ class EntryId(NamedTuple):
         return cls(int(ms), int(number))
 
 
-class Place(NamedTuple):
+class QueuePosition(NamedTuple):
     """What goes before a request."""
 
     requests: int
@@ -89,7 +89,7 @@ class Outline:
     order: int = 0
     """Of classes: 0 by arrival, 1 by ranks, 2 by ranks whatever the class (docs/design/queueing.md)."""
 
-    def place(self, queue: str, entry: EntryId, ageing_ms: int, rank: int | None = None) -> Place | None:
+    def position_of(self, queue: str, entry: EntryId, ageing_ms: int, rank: int | None = None) -> QueuePosition | None:
         """Return what goes before an entry of a queue, by the order of docs/design/queueing; None where its rank counts
         and is unknown: it was accepted under another policy.
         """
@@ -102,11 +102,11 @@ class Outline:
         found = [each.before(EntryId(key - _shift(each.name, ageing_ms), entry.number)) for each in self.queues]
         requests, tokens = (sum(column) for column in zip(*found, strict=True)) if found else (0, 0)
         is_known = self.has_engines and self.drain_rate > 0
-        return Place(round(requests), round(tokens / self.drain_rate * 1000) if is_known else None)
+        return QueuePosition(round(requests), round(tokens / self.drain_rate * 1000) if is_known else None)
 
 
 class QueuePositions:
-    """Places of queued requests, for one process."""
+    """Positions of queued requests, for one process."""
 
     def __init__(self, connection: Connection, settings: StreamsSettings, directory: ModelDirectory) -> None:
         """Create it without outlines."""
@@ -116,7 +116,9 @@ class QueuePositions:
         self._outlines: dict[str, tuple[float, Outline | None]] = {}
         self._reading: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    async def place(self, model: str, queue: str, entry: EntryId, rank: int | None = None) -> Place | None:
+    async def position_of(
+        self, model: str, queue: str, entry: EntryId, rank: int | None = None
+    ) -> QueuePosition | None:
         """Return what goes before a queued request, of that rank if it has one; None where a part of the queue can't be
         read now.
         """
@@ -125,7 +127,7 @@ class QueuePositions:
             if time.monotonic() >= until:
                 outline, count = await self._read(model)
                 self._outlines[model] = time.monotonic() + count * SHARED_S, outline
-        return outline.place(queue, entry, self._settings.ageing_ms, rank) if outline is not None else None
+        return outline.position_of(queue, entry, self._settings.ageing_ms, rank) if outline is not None else None
 
     async def _read(self, model: str) -> tuple[Outline | None, int]:
         settings = self._settings

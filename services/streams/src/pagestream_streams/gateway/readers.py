@@ -165,7 +165,7 @@ class Readers:
                 entries = await self._next(read)
                 if entries:
                     if read.taken_bytes > LARGE_BYTES:
-                        await self._turns.take()
+                        await self._turns.wait()
                     if fault_points.IS_ON:
                         fault_points.reach(fault_points.FaultPoint.FORWARDING)
                     yield entries
@@ -1033,7 +1033,7 @@ class SliceBuffer:
     def append(self, packed: bytes) -> bool:
         """Add a slice; return False where there is no room for it."""
         num_bytes = len(packed) + _SLICE_BYTES
-        if self.num_bytes + num_bytes > self._limits.buffer_bytes or not self._limits.budget.try_take(num_bytes):
+        if self.num_bytes + num_bytes > self._limits.buffer_bytes or not self._limits.budget.try_acquire(num_bytes):
             return False
         self._slices.append(packed)
         self.num_bytes += num_bytes
@@ -1052,4 +1052,4 @@ class SliceBuffer:
 
     def _free(self, num_bytes: int) -> None:
         self.num_bytes -= num_bytes
-        self._limits.budget.give(num_bytes)
+        self._limits.budget.release(num_bytes)
