@@ -51,4 +51,4 @@ def test_classes_and_begun_requests_count_by_their_keys() -> None:
     assert outline.position_of("1", EntryId(100, 0), 500) == (2, 200), "the one of class 0 and the begun one"
     assert outline.position_of("0", EntryId(900, 0), 500) == (3, 300)
     assert outline.position_of("resume:f", EntryId(5000, 0), 500) == (0, 0)
-    assert Outline(queues, drain_rate=100.0, has_engines=False).place("0", EntryId(900, 0), 500) == (3, None)
+    assert Outline(queues, drain_rate=100.0, has_engines=False).position_of("0", EntryId(900, 0), 500) == (3, None)

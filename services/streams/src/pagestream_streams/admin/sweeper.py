@@ -56,7 +56,8 @@ class Sweeper:
         interval_s = broker.settings.sweep_ms / 1000
         self._rest_s = _REST_ROUNDS * interval_s
         self._rests_until: dict[str, float] = {}  # by model, on time.monotonic()
-        self._woken: set[str] = set()  # models that have got a request since the round began
+        self.woken: set[str] = set()
+        """Models that have got a request since the round began, and don't rest: whoever accepts one adds its model."""
         self._start = 0  # index of the partition with which the next round begins
         self._timer = Periodic("sweeper", interval_s, self.sweep)
         # On a second timer: a sweep that waits for it would leave a hole, after which all leases and graces start anew.
@@ -75,25 +76,24 @@ class Sweeper:
         await self._ends.stop()
 
     def is_resting(self, model: str) -> bool:
-        """Whether a model had neither engines nor unfinished requests at its last sweep."""
-        return self._rests_until.get(model, 0.0) > time.monotonic()
+        """Whether a model had neither engines nor unfinished requests at its last sweep, and has got none since."""
+        return model not in self.woken and self._rests_until.get(model, 0.0) > time.monotonic()
 
     def awake(self, partitions: Iterable[Partition]) -> list[Partition]:
         """Return the partitions of models that don't rest."""
         now = time.monotonic()
-        return [where for where in partitions if self._rests_until.get(where.model, 0.0) <= now]
-
-    def wake(self, model: str) -> None:
-        """Note that a model gets a request."""
-        self._woken.add(model)
-        self._rests_until.pop(model, None)
+        return [
+            where for where in partitions if where.model in self.woken or self._rests_until.get(where.model, 0.0) <= now
+        ]
 
     async def sweep(self) -> None:
         """Sweep each partition that doesn't rest, and queue the due requests to be ended.
 
         Unavailable once all are tried, or where the server is silent; the next round then begins behind what failed.
         """
-        self._woken.clear()
+        for model in self.woken:
+            self._rests_until.pop(model, None)
+        self.woken.clear()
         partitions = self.awake(await self._partitions())
         start = self._start % len(partitions) if partitions else 0
         self._start = 0
@@ -110,7 +110,7 @@ class Sweeper:
                 self._start = start + first + size
                 raise failure
         until = time.monotonic() + self._rest_s
-        resting = {where.model for where in in_turn} - busy - self._woken
+        resting = {where.model for where in in_turn} - busy - self.woken
         now = time.monotonic()
         self._rests_until = {model: each for model, each in self._rests_until.items() if each > now}
         self._rests_until.update(dict.fromkeys(resting, until))

@@ -277,7 +277,7 @@ class GatewaySession:
         )
 
     async def _accept(self, spec: RequestSpec, bounded: bool, deadline_ms: int | None = None) -> bool:
-        self.sweeper.wake(spec.model)
+        self.sweeper.woken.add(spec.model)
         registrations = self.readers.registrations
 
         def expect(where: Partition, request_id: str) -> None:
