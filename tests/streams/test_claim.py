@@ -280,7 +280,7 @@ def needing(tokens: int, *, prompt: int = 5) -> RequestSpec:
 
 
 async def said(broker: Broker) -> tuple[int, int]:
-    card = await broker.model_card(MODEL)
+    card = await broker.directory.card(MODEL)
     return card.max_model_len, card.default_model_len
 
 
@@ -325,7 +325,7 @@ async def test_the_card_says_the_longest_and_what_most_hold(hasty: Broker) -> No
             async with of_context(hasty, 10) as tiny:
                 await tiny.session.lease.beat()
                 assert await said(hasty) == (100, 60), "it shortens no other answers"
-                await hasty.publish_model(await hasty.model_card(MODEL))
+                await hasty.publish_model(await hasty.directory.card(MODEL))
                 assert await said(hasty) == (100, 60), "nor does another publication"
         await eventually(lambda: _says(hasty, 60, 0))
 

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.served
 
 
 async def test_card_and_infos(broker: Broker) -> None:
-    assert await broker.model_card(MODEL) == card()
+    assert await broker.directory.card(MODEL) == card()
     [info] = await broker.models()
     assert (info.name, info.engines, info.partitions) == (MODEL, 0, 2)
     assert info.created > 1_600_000_000
@@ -42,23 +42,23 @@ async def test_publishing_again_keeps_partitions_and_creation(broker: Broker) ->
     [after] = await broker.models()
     assert (after.created, after.partitions) == (before.created, 2)
     assert after.digest != before.digest
-    assert await broker.partitions(MODEL) == 2
+    assert await broker.directory.partitions(MODEL) == 2
 
 
 async def test_another_process_sees_a_new_card(redis_url: str, broker: Broker) -> None:
     async with await Broker.connect(redis_url, CALM) as other:
-        assert (await other.model_card(MODEL)).max_model_len == 4096
+        assert (await other.directory.card(MODEL)).max_model_len == 4096
         await broker.publish_model(ModelCard(name=MODEL, max_model_len=7))
 
         async def new() -> bool:
-            return (await other.model_card(MODEL)).max_model_len == 7
+            return (await other.directory.card(MODEL)).max_model_len == 7
 
         await eventually(new)
 
 
 async def test_unknown_model(broker: Broker) -> None:
     with pytest.raises(ModelNotFound, match="nothing"):
-        await broker.model_card("nothing")
+        await broker.directory.card("nothing")
 
 
 async def test_many_who_miss_a_model_read_once_for_all(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +73,7 @@ async def test_many_who_miss_a_model_read_once_for_all(broker: Broker, monkeypat
 
     monkeypatch.setattr(broker.connection, "execute", counted)
     begun = time.monotonic()
-    found = await asyncio.gather(*(broker.model_card("nothing") for _ in range(200)), return_exceptions=True)
+    found = await asyncio.gather(*(broker.directory.card("nothing") for _ in range(200)), return_exceptions=True)
     assert all(isinstance(each, ModelNotFound) for each in found)
     assert 1 <= reads[0] <= 3 + 10 * (time.monotonic() - begun)
 
@@ -127,10 +127,10 @@ async def test_models_that_go_while_their_engines_are_counted(broker: Broker, mo
 
 
 async def test_a_card_that_redis_has_lost_is_of_no_model(broker: Broker) -> None:
-    assert await broker.partitions(MODEL) == 2
+    assert await broker.directory.partitions(MODEL) == 2
     await lose_models(broker)
     with pytest.raises(ModelNotFound):
-        await broker.model_card(MODEL)
+        await broker.directory.card(MODEL)
 
 
 async def test_what_was_read_while_a_model_was_published_is_read_again(
@@ -147,19 +147,19 @@ async def test_what_was_read_while_a_model_was_published_is_read_again(
 
     monkeypatch.setattr(broker.connection, "pipeline", late)
     await broker.directory.check_published(new_request_id(MODEL, 0, TENANT))
-    assert await broker.partitions("other") == 3
+    assert await broker.directory.partitions("other") == 3
 
 
 async def test_a_model_is_found_as_soon_as_it_is_published(broker: Broker) -> None:
     """By a process whose view would be good for longer: a miss reads it anew, ten times a second at most."""
     async with await Broker.connect(broker.connection.url, StreamsSettings(directory_ttl_s=1000.0)) as reader:
         with pytest.raises(ModelNotFound):
-            await reader.partitions("other")
+            await reader.directory.partitions("other")
         await broker.publish_model(card("other"), partitions=3)
         async with asyncio.timeout(LIMIT_S):
             while "other" not in await reader.directory.names():
                 with contextlib.suppress(ModelNotFound):
-                    assert await reader.partitions("other") == 3
+                    assert await reader.directory.partitions("other") == 3
                 await asyncio.sleep(0.01)
 
 
@@ -178,7 +178,7 @@ async def test_beats_and_sweeps_do_not_wait_for_news_and_a_model_is_missing_only
 
         monkeypatch.setattr(reader.connection, "execute", slow)
         assert await reader.directory.names() == [MODEL]
-        assert await reader.partitions("other") == 3
+        assert await reader.directory.partitions("other") == 3
         assert (await reader.directory.locate(new_request_id("other", 1, TENANT))).model == "other"
         with pytest.raises(ModelNotFound):
-            await reader.partitions("missing")
+            await reader.directory.partitions("missing")

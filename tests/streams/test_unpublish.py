@@ -79,7 +79,7 @@ async def test_unfinished_requests_end_and_finished_logs_stay(broker: Broker, re
     with pytest.raises(ModelNotFound):
         await unpublish(broker, MODEL)
     await broker.publish_model(card(), partitions=5)  # a new model, with a number of its own
-    assert await broker.partitions(MODEL) == 5
+    assert await broker.directory.partitions(MODEL) == 5
 
 
 def interrupted(monkeypatch: pytest.MonkeyPatch, broker: Broker, step: Any) -> None:
@@ -100,7 +100,7 @@ async def test_a_gateway_that_still_knows_the_model_loses_no_request(
     """It accepts one after the last look at the partitions, which is ended, and none after they were closed."""
     async with await Broker.connect(redis_url, UNAWARE) as unaware, GatewaySession(unaware) as gateway:
         early, late, anew = spec(), spec(partition=1), spec(partition=1)
-        assert await unaware.partitions(MODEL) == 2
+        assert await unaware.directory.partitions(MODEL) == 2
 
         async def accept() -> None:
             assert await gateway.accept(early)

@@ -83,7 +83,7 @@ class Served:
     async def with_card(self, name: str, change: Callable[[ModelCard], None]) -> None:
         """Make another model known, whose card is this one's with a change; no engine has it."""
         card = ModelCard()
-        card.CopyFrom(await self.broker.model_card(MODEL))
+        card.CopyFrom(await self.broker.directory.card(MODEL))
         card.name = name
         change(card)
         await self.broker.publish_model(card, partitions=1)

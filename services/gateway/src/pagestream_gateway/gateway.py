@@ -136,7 +136,7 @@ class Submission:
         tenant = identity.tenant
         model, spec = await self._prepared(draft, identity)
         name = parse_request_id(request_id)
-        partitions = await self.limit.wait(self.broker.partitions(model.name))
+        partitions = await self.limit.wait(self.broker.directory.partitions(model.name))
         if (
             name is None
             or name.model_tag != model_tag(model.name)

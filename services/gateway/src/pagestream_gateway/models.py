@@ -425,7 +425,7 @@ class Models:
         # A name that is not in the view of the models is an adapter's, where there is one: no model is read for it.
         adapter = None if self._broker.directory.knows(name) else await self._adapter(name)
         try:
-            card = await self._limit.wait(self._broker.model_card(name if adapter is None else adapter.model))
+            card = await self._limit.wait(self._broker.directory.card(name if adapter is None else adapter.model))
         except ModelNotFound:
             if adapter is not None:
                 raise
@@ -433,7 +433,7 @@ class Models:
             if adapter is None:
                 await self._check_loadable(name)
                 raise
-            card = await self._limit.wait(self._broker.model_card(adapter.model))
+            card = await self._limit.wait(self._broker.directory.card(adapter.model))
         if adapter is not None and card.HasField("takes_adapters") and not card.takes_adapters:
             raise InvalidRequest(
                 "model", f"{name!r} is an adapter of {card.name!r}, whose engines take none: enable_lora is off"
@@ -498,7 +498,7 @@ class Models:
             adapter = await self._adapter(default)
             default = None if adapter is None else adapter.model
         return [
-            (info, await self._limit.wait(self._broker.model_card(info.name)))
+            (info, await self._limit.wait(self._broker.directory.card(info.name)))
             for info in sorted(infos, key=lambda info: (info.name != default, not info.engines, info.name))
         ]
 
@@ -510,7 +510,7 @@ class Models:
         infos = await self._limit.wait(self._broker.models())
         for info in sorted(infos, key=lambda info: info.name)[:_MOST_PRELOADED]:
             try:
-                card = await self._limit.wait(self._broker.model_card(info.name))
+                card = await self._limit.wait(self._broker.directory.card(info.name))
                 if self._broken.get(card.name) is not card:
                     await self._cache.load(card, self._pool.run)
             except (ModelNotFound, Overloaded):

@@ -124,17 +124,9 @@ class Broker:
         """
         await self.directory.publish(card, partitions)
 
-    async def model_card(self, name: str) -> ModelCard:
-        """Return a model's card, cached by its digest; don't change it. ModelNotFound, Unavailable."""
-        return await self.directory.card(name)
-
     async def models(self) -> list[ModelInfo]:
         """Return all models, sorted by name. Unavailable."""
         return await self.directory.infos()
-
-    async def partitions(self, model: str) -> int:
-        """Return a model's number of partitions. ModelNotFound, Unavailable."""
-        return await self.directory.partitions(model)
 
     async def view(self, request_id: str, tenant: str, *, with_position: bool = True) -> RequestView:
         """Return where a request stands. RequestNotFound, also for other tenants' and malformed ids; Unavailable.

@@ -165,7 +165,7 @@ class EngineSession:
 
     async def __aenter__(self) -> Self:
         """Register the engine. ModelNotFound where its card was never published; Unavailable."""
-        await self.broker.partitions(self.identity.model)
+        await self.broker.directory.partitions(self.identity.model)
         await self.lease.beat()
         self.subscription.start()
         self.lease.start()

@@ -115,7 +115,7 @@ class Acceptor:
 
     async def place(self, model: str, prompt_token_ids: Sequence[int], tenant: str, cache_salt: bytes) -> str:
         """Create a request id; see GatewaySession.place."""
-        partitions = await self._broker.partitions(model)
+        partitions = await self._broker.directory.partitions(model)
         if time.monotonic() - self.engines.read_at.get(model, -math.inf) > OLD_S:  # it was at rest
             await self.engines.read({model}, self._limit_s)
         placed = self.placer.place(model, partitions, prompt_token_ids, cache_salt)
