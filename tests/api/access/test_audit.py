@@ -66,9 +66,10 @@ async def test_a_calls_way_is_noted(address: Address, settings: Settings) -> Non
         await http.get("/v1/models", headers=bearer(WRONG_KEY))
     async with grpc_stub(address, key=SIGNER.token()) as stub:
         sampling = api.SamplingParams(max_tokens=2)
-        async for _ in stub.Generate(api.GenerateRequest(model=MODEL, prompt="x", sampling=sampling), timeout=LIMIT_S):
-            pass
-    accept, end, cancel, refuse, admin, failure, accept_grpc, end_grpc = audited(settings)
+        message = api.GenerateRequest(model=MODEL, prompt="x", sampling=sampling)
+        ids = {each.chunk.request_id async for each in stub.Generate(message, timeout=LIMIT_S)}
+        await stub.Cancel(api.CancelRequest(request_id=min(ids)), timeout=LIMIT_S)
+    accept, end, cancel, refuse, admin, failure, accept_grpc, end_grpc, cancel_grpc = audited(settings)
     caller = {"tenant": "keys", "key": NAME, "peer": "127.0.0.1"}
     request = {"request_id": request_id, "model": MODEL, "prompt_tokens": 3}
     assert accept.items() >= {"event": "accept", **caller, **request}.items()
@@ -80,6 +81,7 @@ async def test_a_calls_way_is_noted(address: Address, settings: Settings) -> Non
     assert accept_grpc.items() >= {"event": "accept", "tenant": "a", "key": f"{ISSUER} u1"}.items()
     assert end_grpc.items() >= {"event": "end", "api": "grpc", "output_tokens": 2}.items()
     assert accept_grpc["peer"].startswith("ipv4:127.0.0.1:")
+    assert cancel_grpc.items() >= {"event": "cancel", "tenant": "a", "request_id": accept_grpc["request_id"]}.items()
 
 
 async def test_jobs_of_batches_and_deleted_responses_are_noted(address: Address, settings: Settings) -> None:

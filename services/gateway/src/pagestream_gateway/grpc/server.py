@@ -390,9 +390,7 @@ class InferenceServicer:
         """End a request; idempotent."""
         async with self._receiver.message(context) as data:
             request = parse_message(api.CancelRequest, data)
-        return api.CancelResponse(
-            finish_reason=await self._gateway.requests.cancel(request.request_id, identity.tenant)
-        )
+        return api.CancelResponse(finish_reason=await self._gateway.cancel(request.request_id, identity))
 
     async def get_request(self, context: Context, identity: Identity, call: Call) -> api.GetRequestResponse:
         """Return a request's state."""
