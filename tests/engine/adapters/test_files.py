@@ -167,6 +167,19 @@ def test_ranks_and_scales_by_module(tmp_path: Path) -> None:
     assert weights[VALUE].scale == pytest.approx(6 / math.sqrt(9))
 
 
+@pytest.mark.parametrize("nest", ["model.language_model", "language_model.model", "model.text_model"])
+def test_names_of_a_model_that_nests_this_one(nest: str, tmp_path: Path) -> None:
+    """As PEFT names what it trained in the whole model of images and text."""
+    query, value = (f"{nest}.{name.removeprefix('model.')}" for name in (QUERY, VALUE))
+    folder = write(tmp_path / "a", {query: (4, 12, 10), value: (9, 12, 6)}, rank_pattern={value: 9})
+    adapter = open_adapter("a", folder, MODULES, 64)
+    weights = read_adapter(adapter, MODULES, torch.float32, 64)
+    assert {module: tuple(each.a.shape) for module, each in weights.items()} == {QUERY: (4, 12), VALUE: (9, 12)}
+    twice = write(tmp_path / "b", {query: (4, 12, 10), QUERY: (4, 12, 10)})
+    with pytest.raises(AdapterFileError, match="twice"):
+        open_adapter("b", twice, MODULES, 64)
+
+
 def test_files_that_have_changed_since(tmp_path: Path) -> None:
     folder = write(tmp_path / "a")
     adapter = open_adapter("a", folder, MODULES, 64)

@@ -20,6 +20,7 @@ from pagestream_engine.models.defaults import (
     tokenizer_end,
 )
 from pagestream_engine.models.nested import is_nested, language_model
+from pagestream_engine.models.published import common_fields
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -62,7 +63,8 @@ class ConfigFile:
         Raises:
             ModelFileError: a file is missing or malformed, those included that only requests' defaults are read from.
         """
-        fields, generation = read_json(folder / "config.json"), read_generation_config(folder)
+        fields = common_fields(folder, read_json(folder / "config.json"))
+        generation = read_generation_config(folder)
         sampling_defaults(generation)
         text = language_model(folder, fields) if is_nested(fields) else None
         if text is not None:

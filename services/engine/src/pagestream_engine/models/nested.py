@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pagestream_engine.errors import ModelError, UnsupportedModel
+from pagestream_engine.errors import ModelError
 from pagestream_engine.models.defaults import end_tokens
+from pagestream_engine.models.published import read_by_transformers
 from pagestream_engine.models.safetensors_file import Entry, read_folder
 
 _NESTS = ("text_config", "vision_config", "audio_config", "thinker_config", "llm_config", "language_config")
@@ -58,16 +59,9 @@ def language_model(folder: Path, fields: Mapping[str, Any]) -> dict[str, Any] | 
     Raises:
         UnsupportedModel: the installed `transformers` does not read the configuration.
     """
-    from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    try:
-        whole = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:
-        raise UnsupportedModel(
-            f"config.json: model_type: given {fields.get('model_type')!r}, expected one that the installed "
-            f"transformers reads: {' '.join(str(error).split())[:200]}"
-        ) from error
+    whole = read_by_transformers(folder, fields)
     text = whole.get_text_config()
     if text is whole:
         return None
@@ -103,14 +97,19 @@ _TEXT_NAMES = {
 """Patterns of a nested model's names, and what stands there in the names of the model alone."""
 
 
+def text_name(name: str) -> str | None:
+    """Return the name that a nested model's tensor or module would have in the language model alone; None where it has
+    no name of its own in one that nests."""
+    for pattern, alone in _TEXT_NAMES.items():
+        own, is_text = re.subn(pattern, alone, name)
+        if is_text:
+            return own
+    return None
+
+
 def text_tensors(entries: Mapping[str, Entry]) -> dict[str, Entry]:
     """Return the language model's tensors among those of a checkpoint, by the names that they would have alone."""
-    found = {}
-    for name, entry in entries.items():
-        for pattern, alone in _TEXT_NAMES.items():
-            own, is_text = re.subn(pattern, alone, name)
-            if is_text:
-                found[own] = entry
+    found = {own: entry for name, entry in entries.items() if (own := text_name(name)) is not None}
     heads = {name: entry for name, entry in entries.items() if name.startswith("lm_head.")}
     if found:
         return {**found, **heads}

@@ -28,6 +28,7 @@ from pagestream_engine.errors import (
     ModelError,
     UnsupportedAdapter,
 )
+from pagestream_engine.models.nested import text_name
 from pagestream_engine.models.safetensors_file import Entry, open_files, read_header
 from pagestream_engine.models.weights import LinearWeight, WeightMap
 from pagestream_engine.request import Adapter
@@ -137,7 +138,18 @@ def _check(
         pairs.setdefault(found["module"], {})[found["matrix"]] = entry
     if not pairs:
         raise AdapterFileError(f"{path}: given no tensors, expected lora_A and lora_B of at least one module")
-    matrices = {module: _matrices(path, module, pair, settings, modules) for module, pair in sorted(pairs.items())}
+    matrices: dict[str, ModuleMatrices] = {}
+    for module, pair in sorted(pairs.items()):
+        own = module if module in modules else text_name(module) or module
+        if own in matrices:
+            raise AdapterFileError(f"{path}: {module}: given matrices for {own} twice, expected them once")
+        if own not in modules:
+            names = ", ".join(sorted({name.rpartition(".")[2] for name in modules}))
+            raise AdapterMismatch(
+                f"{path}: {module}: given matrices for a module that this model does not have, or that takes no "
+                f"adapters; expected layers of this model, and in them {names}"
+            )
+        matrices[own] = _matrices(path, module, pair, settings, modules[own])
     rank = max(each.rank for each in matrices.values())
     if rank > max_rank:
         raise UnsupportedAdapter(f"{folder}: given rank {rank}, expected at most max_lora_rank, {max_rank}; raise it")
@@ -145,15 +157,8 @@ def _check(
 
 
 def _matrices(
-    path: Path, module: str, pair: Mapping[str, Entry], settings: AdapterSettings, modules: Mapping[str, ModuleSlice]
+    path: Path, module: str, pair: Mapping[str, Entry], settings: AdapterSettings, place: ModuleSlice
 ) -> ModuleMatrices:
-    place = modules.get(module)
-    if place is None:
-        names = ", ".join(sorted({name.rpartition(".")[2] for name in modules}))
-        raise AdapterMismatch(
-            f"{path}: {module}: given matrices for a module that this model does not have, or that takes no adapters; "
-            f"expected layers of this model, and in them {names}"
-        )
     rank = settings.rank_of(module)
     rows, columns = place.shape
     expected = {"A": (rank, columns), "B": (rows, rank)}

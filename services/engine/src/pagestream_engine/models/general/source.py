@@ -55,6 +55,7 @@ from pagestream_engine.models.general.model import (
 )
 from pagestream_engine.models.loader import WeightReader
 from pagestream_engine.models.model import Model, ModelSource, Target
+from pagestream_engine.models.published import read_by_transformers
 from pagestream_engine.models.quantised.scheme import Scheme
 from pagestream_engine.models.quantised.tensors import dequantise
 from pagestream_engine.models.safetensors_file import Entry, open_files
@@ -63,6 +64,8 @@ _log = logging.getLogger(__name__)
 
 _CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
 _DEFAULT_CONTEXT = 2048
+_ATTENTIONS = frozenset({"attention", "chunked_attention", "full_attention", "sliding_attention"})
+"""Kinds of layers without a state. A class that has others, too, runs where a model has these alone."""
 _CACHES = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"})
 """Classes of `transformers`' caches of a layer that keep keys and values, or nothing."""
 
@@ -212,18 +215,8 @@ def alike(specs: Sequence[AttentionSpec]) -> list[AttentionSpec]:
 
 
 def _read_config(folder: Path, file: ConfigFile) -> Any:
-    from transformers import AutoConfig
-
-    kind = file.get("model_type")
-    try:
-        with _quiet():
-            # Without it a terminal is asked whether to run the folder's own code.
-            return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:
-        raise UnsupportedModel(
-            f"config.json: model_type: given {kind!r}, expected one that the installed transformers reads: "
-            f"{' '.join(str(error).split())[:200]}"
-        ) from error
+    with _quiet():
+        return read_by_transformers(folder, file.fields if file.outer is None else file.outer)
 
 
 def _find_class(file: ConfigFile) -> Any:
@@ -270,7 +263,8 @@ def _check_class(model_class: Any, config: Any, *, is_nested: bool) -> None:
         raise UnsupportedModel(f"{name}: given attention to selected tokens (index_topk), expected attention to all")
     if "shared_kv_states" in inspect.signature(model_class.forward).parameters:
         raise UnsupportedModel(f"{name}: given a draft model on another's keys and values, expected one with its own")
-    if model_class._is_stateful:
+    types = getattr(config.get_text_config(), "layer_types", None) or ()
+    if model_class._is_stateful and not (types and _ATTENTIONS.issuperset(types)):
         raise UnsupportedModel(f"{name}: given layers with a recurrent state, expected attention alone")
     _check_cache(name, config)
     if not model_class._supports_attention_backend:
@@ -321,6 +315,9 @@ def _context(text: Any) -> RopeContext:
     context = next((getattr(text, name) for name in _CONTEXT_FIELDS if getattr(text, name, None)), _DEFAULT_CONTEXT)
     if isinstance(context, (list, tuple)):
         context = max(context)
+    chunk = getattr(text, "attention_chunk_size", None)
+    if chunk is not None:  # some layers would see no more of a longer sequence than its last chunk
+        context = min(context, chunk)
     return shortest_context(text, int(context))
 
 
