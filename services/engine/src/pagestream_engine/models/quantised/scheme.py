@@ -149,11 +149,11 @@ def _awq(given: Mapping[str, Any]) -> Scheme:
 
 
 def _gptq(given: Mapping[str, Any]) -> Scheme:
-    _expect(given, "bits", (4,))
+    _expect(given, "bits", (4, 8))
     _expect(given, "checkpoint_format", (None, "gptq", "gptq_v2"))
     _expect(given, "dynamic", (None, {}))
     is_first = given.get("checkpoint_format") != "gptq_v2"
-    return Scheme("gptq", 4, _group_size(given.get("group_size", 128)), zeros_less_one=is_first)
+    return Scheme("gptq", given["bits"], _group_size(given.get("group_size", 128)), zeros_less_one=is_first)
 
 
 _READERS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {

@@ -26,6 +26,7 @@ _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 """Of columns 0 to 7 among a word's nibbles."""
 _MIDDLE = 8
 """What compressed-tensors adds to 4 bits with a sign."""
+_MIDDLE_OF_8_BITS = 128
 _FLOAT8_NAN = 0x7F
 
 
@@ -73,7 +74,7 @@ def read_projection(source: TensorSource, scheme: Scheme, name: str, shape: tupl
     }
     projection = _Projection(source, scheme, name, shape)
     weight = readers[scheme.method](projection)
-    for ignored in ("input_scale", "weight_shape", "output_scale", "k_scale", "v_scale"):
+    for ignored in ("input_scale", "activation_scale", "weight_shape", "output_scale", "k_scale", "v_scale"):
         if source.has(f"{name}.{ignored}"):
             source.raw(f"{name}.{ignored}")
     return weight
@@ -140,18 +141,24 @@ def _awq(projection: _Projection) -> QuantisedWeight:
 
 def _gptq(projection: _Projection) -> QuantisedWeight:
     outputs, inputs, groups = projection.outputs, projection.inputs, projection.groups
-    words = projection.read("qweight", inputs // _NIBBLES, outputs)
-    values = nibbles(words).permute(1, 0, 2).reshape(outputs, inputs)
-    zeros = nibbles(projection.read("qzeros", groups, outputs // _NIBBLES)).flatten(1)
+    bits = projection.scheme.bits
+    words = projection.read("qweight", inputs * bits // 32, outputs)
+    values = values_of(words, bits).permute(1, 0, 2).reshape(outputs, inputs)
+    zeros = values_of(projection.read("qzeros", groups, outputs * bits // 32), bits).flatten(1)
     if projection.scheme.zeros_less_one:
         zeros = zeros + 1
+    if bits == 8:
+        if not bool((zeros == _MIDDLE_OF_8_BITS).all()):
+            raise projection.refuse("qzeros", "zeros of their own", f"{_MIDDLE_OF_8_BITS} in all (sym)")
+        values, zeros = (values ^ _MIDDLE_OF_8_BITS).view(torch.int8), None
     scales = projection.read("scales", groups, outputs).float()
     order = None
     if projection.has("g_idx"):
         order = _order(projection, projection.read("g_idx", inputs).long(), "g_idx")
     if order is not None:
         values = values[:, order]
-    return QuantisedWeight(Storage.INT4, values.contiguous(), scales, projection.group_size, zeros, order)
+    storage = Storage.INT4 if bits == 4 else Storage.INT8
+    return QuantisedWeight(storage, values.contiguous(), scales, projection.group_size, zeros, order)
 
 
 def _packed(projection: _Projection) -> QuantisedWeight:
@@ -180,7 +187,8 @@ def _whole(projection: _Projection) -> QuantisedWeight:
     """A byte a weight: int-quantized and float-quantized of compressed-tensors, and fp8."""
     values = projection.read("weight", projection.outputs, projection.inputs)
     in_blocks = projection.scheme.block_rows is not None
-    name = "weight_scale_inv" if in_blocks and projection.has("weight_scale_inv") else "weight_scale"
+    is_inverse = projection.has("weight_scale_inv") and (in_blocks or not projection.has("weight_scale"))
+    name = "weight_scale_inv" if is_inverse else "weight_scale"
     for suffix in ("weight_scale_inv", "weight_zero_point"):
         if suffix != name and projection.has(suffix):
             raise projection.refuse(suffix, "scales of blocks, or zeros", "weight_scale of tensors, outputs or groups")
@@ -206,6 +214,11 @@ def nibbles(words: Tensor) -> Tensor:
     """(rows, columns) int32 -> (rows, columns, 8) uint8, the lowest bits first."""
     octets = words.contiguous().view(torch.uint8)
     return torch.stack((octets & 15, octets >> 4), dim=-1).view(*words.shape, _NIBBLES)
+
+
+def values_of(words: Tensor, bits: int) -> Tensor:
+    """(rows, columns) int32 -> (rows, columns, 32 / bits) uint8, the lowest bits first."""
+    return nibbles(words) if bits == 4 else words.contiguous().view(torch.uint8).view(*words.shape, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +279,7 @@ def _shape_of(scheme: Scheme, name: str, shapes: Mapping[str, Sequence[int]]) ->
     """Return (out features, in features) of a projection, by its largest tensor's."""
     if f"{name}.qweight" in shapes:
         first, second = shapes[f"{name}.qweight"]
-        return (second * _NIBBLES, first) if scheme.method == "awq" else (second, first * _NIBBLES)
+        return (second * _NIBBLES, first) if scheme.method == "awq" else (second, first * 32 // scheme.bits)
     if f"{name}.weight_packed" in shapes:
         first, second = shapes[f"{name}.weight_packed"]
         return first, second * 32 // scheme.bits
