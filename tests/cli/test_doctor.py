@@ -132,6 +132,19 @@ def test_the_context_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert refused.found.startswith("max_model_len: given 641, expected at most 640, what 40 KV blocks hold")
 
 
+def test_a_large_model_that_no_engine_runs(model: Path, tmp_path: Path) -> None:
+    """It says so without loading it."""
+    num_bytes = 3 * 10**9
+    header = json.dumps({"weight": {"dtype": "U8", "shape": [num_bytes], "data_offsets": [0, num_bytes]}}).encode()
+    with (model / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + num_bytes)  # a hole: no bytes on the disk
+    (model / "config.json").write_text(json.dumps({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}))
+    (refused,) = contexts(tmp_path, str(model))
+    assert refused.verdict is Verdict.PROBLEM
+    assert "recurrent state" in refused.found
+
+
 def test_a_taken_port_is_a_problem_unless_it_is_our_own(tmp_path: Path) -> None:
     data_dir = DataDir.at(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as server:

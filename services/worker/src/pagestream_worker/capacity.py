@@ -2,9 +2,11 @@
 
     python -m pagestream_worker.capacity MODEL [engine options]
     python -m pagestream_worker.capacity --cards MODEL [--gpu NAME ...] [engine options]
+    python -m pagestream_worker.capacity --check MODEL
 
 Options and variables are those of `pagestream-engine`. The first form loads the model; the second one reads only its
-configuration, and the cards need not be there.
+configuration, and the cards need not be there. The third one reads configuration and headers, and refuses what no
+engine runs.
 """
 
 import argparse
@@ -33,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pagestream_worker.capacity", description=__doc__)
     parser.add_argument("model", metavar="MODEL", help="model folder, or Hugging Face repository")
     parser.add_argument("--cards", action="store_true", help="sizes in bytes, and the largest batch by card")
+    parser.add_argument("--check", action="store_true", help="only whether an engine would take the model")
     parser.add_argument("--gpu", action="append", choices=sorted(CARDS), help="with --cards: these (default: all)")
     add_engine_options(parser)
     options = parser.parse_args(arguments)
@@ -40,7 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--gpu goes with --cards")
     try:
         config = engine_config(options, os.environ)
-        if options.cards:
+        if options.check:
+            found = checked(options.model)
+        elif options.cards:
             found = card_sizes(options.model, config, options.gpu or list(CARDS))
         else:
             found = machine_capacity(options.model, config)
@@ -56,6 +61,15 @@ def machine_capacity(model: str, config: EngineConfig) -> dict[str, Any]:
     from pagestream_engine.engine import measure_capacity  # needs torch
 
     return dataclasses.asdict(measure_capacity(model, config))
+
+
+def checked(model: str) -> dict[str, Any]:
+    """Read a model's configuration and the names of its weights; return its architecture."""
+    from pagestream_engine.models.registry import open_model  # needs torch
+
+    source = open_model(resolve_model(model))
+    source.check_files()
+    return {"architecture": source.info.architecture}
 
 
 def card_sizes(model: str, config: EngineConfig, cards: Sequence[str]) -> dict[str, Any]:

@@ -175,8 +175,7 @@ def check_context(model: str | None, data_dir: DataDir) -> Iterator[Finding]:
         yield ok(_SUBJECT, f"not measured while serve runs; later: {by_hand}")
         return
     if size > LARGEST_LOADED_BYTES:
-        yield ok(_SUBJECT, f"not measured, as that loads {size / 1e9:.1f} GB; to do so: {by_hand}")
-        return
+        command.insert(-1, "--check")  # reads no weights: it may be one that no engine runs
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
@@ -186,6 +185,9 @@ def check_context(model: str | None, data_dir: DataDir) -> Iterator[Finding]:
         last = (ended.stderr.strip().splitlines() or ["no output"])[-1]
         advice = "an engine would end with this message; PAGESTREAM_ENGINE__* variables and options change it"
         yield problem(_SUBJECT, last.removeprefix("pagestream-engine: "), advice)
+        return
+    if size > LARGEST_LOADED_BYTES:
+        yield ok(_SUBJECT, f"not measured, as that loads {size / 1e9:.1f} GB; to do so: {by_hand}")
         return
     yield _finding(json.loads(ended.stdout.splitlines()[-1]))  # after what a plugin or modelling code prints
 
