@@ -4,8 +4,8 @@
 first token, middle, last token, finish}; at each of these moments also Redis at its memory limit, and SIGKILL and
 SIGSTOP of the process of the engine alone, and of its executor alone; SIGKILL of engines with int8 weights and a draft
 model, of engines of two ranks, one of which is also killed and stopped alone, of two stages, one of which is killed
-alone, and of engines that change between two models. In each cell every feature over both APIs at once, compared with
-an undisturbed run.
+alone, of engines that change between two models, of those with a model in 4 bits, in fp8 with a scale for each block,
+and of experts. In each cell every feature over both APIs at once, compared with an undisturbed run.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ FAULTS = {
 
 def test_has_every_combination_once() -> None:
     cells = all_cells()
-    assert len({str(cell) for cell in cells}) == len(cells) == 168
+    assert len({str(cell) for cell in cells}) == len(cells) == 189
     assert {cell.target for cell in cells} == set(Target)
     for target, faults in FAULTS.items():
         expected = set(itertools.product(faults, Moment))

@@ -99,6 +99,8 @@ class FaultCluster:
         self._fork_server = harness.fork_server
         self._dtype = dtype
         self._setup = SETUPS[engines]
+        self.model = DEMO_MODEL
+        """Folder of the model that all rows but those of a second one ask for."""
         self._has_texts = dtype == TEXTS_DTYPE and engines is Engines.PLAIN
         self._broker: Broker | None = None
         self._number = 0
@@ -118,7 +120,7 @@ class FaultCluster:
         """Start one more engine behind its own proxy to Redis."""
         proxy = await stack.enter_async_context(Proxy(self.redis_port))
         name = f"engine-{len(self.engines)}"
-        arguments = [str(DEMO_MODEL), "--redis", f"redis://127.0.0.1:{proxy.port}/0", "--served-model-name", MODEL]
+        arguments = [str(self.model), "--redis", f"redis://127.0.0.1:{proxy.port}/0", "--served-model-name", MODEL]
         arguments += ["--engine-id", name, "--dtype", self._dtype]
         mode = self._setup.modes[len(self.engines) % len(self._setup.modes)]
         if self._setup.has_other_model:
@@ -153,7 +155,7 @@ class FaultCluster:
 
     async def load_adapter(self) -> None:
         """Let requests name the adapter that rows ask for."""
-        folder = await asyncio.to_thread(write_adapter, self.folder / ADAPTER)
+        folder = await asyncio.to_thread(write_adapter, self.folder / ADAPTER, self.model)
         adapter = Adapter(name=ADAPTER, model=MODEL, path=str(folder), revision=adapter_revision(folder))
         await (await self.broker()).adapters.publish(adapter)
 
@@ -416,6 +418,8 @@ async def running_cluster(
         stack.push_async_callback(cluster.close)
         try:
             await cluster.broker()
+            if (write := SETUPS[engines].write_model) is not None:
+                cluster.model = await asyncio.to_thread(write, folder / "model")
             if SETUPS[engines].has_other_model:
                 await asyncio.to_thread(write_other_model, folder / OTHER_MODEL)
             for _ in range(NUM_ENGINES):

@@ -108,6 +108,9 @@ _COVER_OF_RANKS = (
 _COVER_OF_ENGINES = {
     Moment.MIDDLE: Engines.INT8_AND_DRAFTS,
     Moment.FIRST_TOKEN: Engines.MODELS,
+    Moment.FINISH: Engines.INT4,
+    Moment.LAST_TOKEN: Engines.FLOAT8,
+    Moment.QUEUED: Engines.EXPERTS,
 }
 """Whose engine the cover kills at a moment, in place of a plain one."""
 
@@ -132,7 +135,7 @@ class CellResult:
 
 
 def all_cells() -> list[Cell]:
-    """Return all 168 cells: the combinations, Redis at its memory limit, and the processes of engine and executor
+    """Return all 189 cells: the combinations, Redis at its memory limit, and the processes of engine and executor
     killed and stopped alone, at each moment; then engines of each other set-up killed, one of two ranks killed and
     stopped alone, and one of two stages killed.
     """
