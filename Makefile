@@ -16,7 +16,7 @@ PYTEST_ARGS ?=
 # What `make test` leaves out: what takes minutes, an API server, a GPU.
 QUICK = not slow and not kube and not gpu
 # The parts of `make deep`; PARTS="kernels faults" chooses some. CI runs "kube" and the cover of "faults".
-PARTS ?= slow kube kernels emulated families faults topologies properties model-check malformed schemas
+PARTS ?= slow kube kernels emulated families published faults topologies properties model-check malformed schemas
 # pytest's exit status where a choice of ours (PYTEST_ARGS) leaves a part without a test; without one that fails.
 NOTHING_FOUND = $(if $(PYTEST_ARGS),5,none)
 # Test files that run at once, more than there are cores, since many wait; 0 is one after the other.
@@ -35,8 +35,8 @@ KUBE_TESTS = tests/operator tests/chart
 # docker, buildah, or a command: see deploy/images/build.sh.
 IMAGE_BUILDER ?= $(PAGESTREAM_IMAGE_BUILDER)
 
-.PHONY: help setup run test test-fast deep $(addprefix deep-,slow kube kernels emulated families faults topologies properties \
-	model-check malformed schemas) clients browser-test check bench paths mutants faults faults-campaign hostile gpu images cluster-test \
+.PHONY: help setup run test test-fast deep $(addprefix deep-,slow kube kernels emulated families published faults topologies \
+	properties model-check malformed schemas) clients browser-test check bench paths mutants faults faults-campaign hostile gpu images cluster-test \
 	operator-scale kube-test soak proto demo-model kernels kernel-tables constraints clean
 
 help: ## List the verbs
@@ -80,6 +80,9 @@ deep-emulated: $(STAMP)
 deep-families: $(STAMP)
 	$(BIN)/python tests/campaigns/families.py --write docs/models.md $(ARGS)
 
+deep-published: $(STAMP)
+	$(BIN)/python tests/campaigns/published.py --write docs/models.md $(ARGS)
+
 deep-faults: faults
 
 deep-topologies: $(STAMP)
@@ -119,7 +122,7 @@ check: $(STAMP) ## Lint, format, types, layer order, widths of Markdown and YAML
 bench: $(STAMP) ## Print the benchmarks' ratios (minutes; a quiet machine is best)
 	$(BIN)/python tests/benchmarks/run.py $(ARGS)
 
-faults: $(STAMP) ## Kill, stop, cut off and fill every part at every moment: 168 cells, and a table (40 minutes; ARGS=--cover: 4)
+faults: $(STAMP) ## Kill, stop, cut off and fill every part at every moment: 189 cells, and a table (40 minutes; ARGS=--cover: 4)
 	$(BIN)/python tests/campaigns/fault_matrix.py $(ARGS)
 
 faults-campaign: $(STAMP) ## Random kills under continuous load: SEED=1 KILLS=1000; goes on after an interruption

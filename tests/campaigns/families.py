@@ -28,6 +28,7 @@ from pagestream_engine import EngineError
 from pagestream_engine.models.registry import FamilySource, open_model
 from support.engines.architectures import all_types, model_types, nested_config, nested_types, small_config, write_model
 from support.engines.general_parity import check_parity
+from support.engines.published import BEGIN, END
 
 MIN_SHARE = 0.8
 MAX_BYTES = 12 << 30
@@ -70,7 +71,8 @@ one of `max_model_len` tokens, so tokens depend neither on chunks nor on where a
 | `yarn` | the original context times `factor` | the same |
 | others | `max_position_embeddings` | the same |
 
-Modelling code that chooses its frequencies by itself (`phimoe`) ends at the default.
+Modelling code that chooses its frequencies by itself (`phimoe`) ends at the default. Where layers attend within chunks
+of the context (Llama 4), `max_model_len` is at most `attention_chunk_size`.
 """
 
 
@@ -100,7 +102,7 @@ def main(arguments: Sequence[str]) -> int:
     rows = [report(run_one(kind, causal[kind])) for kind in kinds if kind in causal]
     nested_rows = [report(run_one(kind, nested[kind], is_nested=True)) for kind in kinds if kind in nested]
     if options.write is not None:
-        options.write.write_text(page(rows, nested_rows))
+        options.write.write_text(page(rows, nested_rows) + published_part(options.write) + TAIL)
     counted = [row for row in rows if row.kind in model_types()]
     return 0 if sum(row.passed for row in counted) >= MIN_SHARE * len(counted) else 1
 
@@ -135,7 +137,14 @@ def page(rows: Sequence[Row], nested: Sequence[Row]) -> str:
     counts = {"passed": sum(row.passed for row in rows), "total": len(rows), "attention": len(model_types())}
     of_nested = {"passed": sum(row.passed for row in nested), "total": len(nested)}
     text = HEAD.format(version=transformers.__version__, **counts) + table(rows)
-    return text + NESTED_HEAD.format(**of_nested) + table(nested) + TAIL
+    return text + NESTED_HEAD.format(**of_nested) + table(nested)
+
+
+def published_part(page: Path) -> str:
+    """Return what `published.py` has written to the page."""
+    _, begin, rest = page.read_text().partition(BEGIN) if page.is_file() else ("", "", "")
+    part, end, _ = rest.partition(END)
+    return f"\n{begin}{part}{end}" if end else ""
 
 
 def table(rows: Iterable[Row]) -> str:

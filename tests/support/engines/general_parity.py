@@ -87,6 +87,7 @@ def references(folder: Path) -> Reference:
     architecture = transformers.AutoConfig.from_pretrained(folder).architectures[0]
     model = getattr(transformers, architecture).from_pretrained(folder, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
+    model.generation_config.use_mtp = None  # a published configuration may say that it has such layers
     found = []
     for prompt in mixed_prompts():
         out = model.generate(
