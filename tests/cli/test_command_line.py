@@ -1,13 +1,10 @@
 """The command as a person types it."""
 
-import io
 import json
 import pkgutil
 import signal
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,32 +12,12 @@ import pagestream_cli
 import pytest
 from pagestream_cli.__main__ import COMMANDS, main
 from support.clients.scripted_gateway import ScriptedGateway, served
+from support.processes.command import run
 from support.processes.waiting import LIMIT_S, wait_until
 
 pytestmark = pytest.mark.served
 
 HEAVY = ("torch", "transformers", "httpx2", "grpc", "matplotlib", "redis", "rich", "numpy", "kopf")
-
-
-@dataclass(frozen=True)
-class Done:
-    """A command's status and output."""
-
-    returncode: object
-    stdout: str
-    stderr: str
-
-
-def run(*arguments: str, stdin: str | None = None) -> Done:
-    """Run a command in this process, which has imported its modules."""
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "stdin", io.StringIO(stdin or ""))
-        try:
-            status: object = main(arguments)
-        except SystemExit as ended:
-            status = ended.code
-    return Done(status, out.getvalue(), err.getvalue())
 
 
 def test_help_and_options_load_nothing_heavy() -> None:
@@ -183,7 +160,14 @@ def test_ctrl_c_in_bench_prints_what_was_measured(tmp_path: Path) -> None:
     assert (summary["succeeded"], summary["interrupted"], summary["output_tokens"]) == (2, 1, 8)
 
 
-MOMENTS = ("argparse", "pagestream_cli.console", "pagestream_cli.serve.plan", "pagestream_worker.settings")
+MOMENTS = [
+    "argparse",
+    *(
+        pytest.param(module, marks=pytest.mark.slow)
+        for module in ("pagestream_cli.console", "pagestream_cli.serve.plan")
+    ),
+    "pagestream_worker.settings",
+]
 
 
 @pytest.mark.parametrize("module", MOMENTS)

@@ -33,7 +33,7 @@ def test_streams_are_identical_whatever_is_killed(tmp_path: Path) -> None:
     assert not (data / "serve.json").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_leaves_nothing_also_in_the_background(
     tmp_path_factory: pytest.TempPathFactory, number: signal.Signals
 ) -> None:

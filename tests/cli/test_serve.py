@@ -17,6 +17,7 @@ import pytest
 from pagestream_cli import ServeRecord, read_record
 from redis import Redis
 from support.clients.gateway_clients import issue_certificate
+from support.processes.command import Done, run
 from support.processes.waiting import LIMIT_S, is_running, wait_until
 
 pytestmark = [pytest.mark.served, pytest.mark.timeout(400)]
@@ -68,22 +69,19 @@ class Serve:
         os.kill(before, signal.SIGKILL)
         wait_until(lambda: self.pid(name) not in (before, None), f"{name} was started again")
 
-    def run(
-        self, *arguments: str, stdin: str | None = None, limit_s: float = LIMIT_S
-    ) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "pagestream_cli", *arguments, "--data-dir", str(self.data_dir)]
-        return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=limit_s, check=False)
+    def run(self, *arguments: str, stdin: str | None = None) -> Done:
+        return run(*arguments, "--data-dir", str(self.data_dir), stdin=stdin)
 
 
-def serve_command(data_dir: Path, *arguments: str) -> list[str]:
+def serve_arguments(data_dir: Path, *arguments: str) -> list[str]:
     ports = ["--http-port", "0", "--grpc-port", "0", "--data-dir", str(data_dir)]
-    return [sys.executable, "-m", "pagestream_cli", "serve", *ports, "--dtype", "float32", *arguments]
+    return ["serve", *ports, "--dtype", "float32", *arguments]
 
 
 def start(data_dir: Path, *arguments: str, closes_its_output: bool = False) -> Serve:
     """Start a serve and wait until it is ready; what it writes is kept beside its folder, or read up to then alone."""
     process = subprocess.Popen(
-        serve_command(data_dir, *arguments),
+        [sys.executable, "-m", "pagestream_cli", *serve_arguments(data_dir, *arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -169,7 +167,7 @@ def test_chat_streams_an_answer(serve: Serve) -> None:
 
 
 def test_kill_9_of_the_gateway_is_bridged_by_generate(serve: Serve) -> None:
-    arguments = ("generate", "One evening", "--temperature", "0", "--max-tokens", "300")
+    arguments = ("generate", "One evening", "--temperature", "0", "--max-tokens", "150")
     undisturbed = serve.run(*arguments)
     assert undisturbed.returncode == 0, undisturbed.stderr
     command = [sys.executable, "-m", "pagestream_cli", *arguments, "--data-dir", str(serve.data_dir)]
@@ -193,15 +191,15 @@ def test_a_killed_engine_is_started_alone(serve: Serve) -> None:
 
 
 def test_bench_replays_a_trace_and_usage_shows_it(serve: Serve, tmp_path: Path) -> None:
-    trace = ["--trace", "sample", "--num-requests", "20", "--scale-to-context", "--time-scale", "40"]
+    trace = ["--trace", "sample", "--num-requests", "6", "--scale-to-context", "--time-scale", "40"]
     done = serve.run("bench", *trace, "--grpc", "--output", str(tmp_path / "out.json"))
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "out.json").read_text())["summary"]
-    assert (summary["succeeded"], summary["errors"]) == (20, {})
+    assert (summary["succeeded"], summary["errors"]) == (6, {})
     shown = serve.run("usage", "--by", "model").stdout.splitlines()
     assert "model" in shown[0]
     [row] = [line.split() for line in shown if line.startswith("demo ")]
-    assert int(row[1].replace(",", "")) >= 20
+    assert int(row[1].replace(",", "")) >= 6
     refused = serve.run("usage", "--since", "1w")
     assert refused.returncode == 2
     assert "--since" in refused.stderr
@@ -215,7 +213,7 @@ def test_doctor_sees_the_running_serve(serve: Serve) -> None:
 
 
 def test_a_second_serve_in_the_same_folder_is_refused(serve: Serve) -> None:
-    done = subprocess.run(serve_command(serve.data_dir), capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    done = run(*serve_arguments(serve.data_dir))
     assert done.returncode == 1
     assert f"process {serve.process.pid}" in done.stderr
     assert "--data-dir" in done.stderr
@@ -270,7 +268,6 @@ def test_kill_9_of_serve_leaves_nothing_and_the_next_one_goes_on(tmp_path: Path)
 
 def test_a_wrong_engine_option_ends_serve_before_anything_starts(tmp_path: Path) -> None:
     """What only the engine sees, as it loads the model, is in tests/engine/test_refusals.py."""
-    command = serve_command(tmp_path / "data", "--max-model-len", "many")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    done = run(*serve_arguments(tmp_path / "data", "--max-model-len", "many"))
     assert done.returncode == 2
     assert done.stderr.count("--max-model-len") == 1

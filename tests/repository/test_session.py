@@ -1,7 +1,6 @@
 """What a session of pytest has started ends with it: in order, killed, or with a process that a test has forgotten."""
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +26,10 @@ def start(code):
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
     return process, process.stdout.readline()
 
+SIGINT = "import signal; print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN, flush=True)"
+
 def test_that_starts_much(tmp_path):
+    assert start(SIGINT)[1] == "False\\n"
     orphan, pid = start(ORPHAN)
     titled, _ = start(TITLED)
     redis = EmbeddedRedis(tmp_path / "redis")
@@ -40,30 +42,23 @@ def test_that_starts_much(tmp_path):
         time.sleep(600)
     os.kill(titled.pid, 9)
     redis.kill()
-    if os.environ["THEN"] == "clean":
-        os.kill(int(pid), 9)
 """
 
 
 def start(folder: Path, then: str, *options: str) -> tuple[subprocess.Popen[str], Path]:
-    """Run pytest on a test that starts an orphan, a process with a long title, and a Redis."""
+    """Run pytest on a test that starts an orphan, a process with a long title, and a Redis.
+
+    It does so in the background of a shell without a terminal, where what it starts is to be ended by Ctrl-C all the
+    same.
+    """
     file, report = folder / "test_it.py", folder / "report"
     file.write_text(STARTS)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "support.processes.session",
-        "-p",
-        "no:cacheprovider",
-        *options,
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", *PLUGINS, *options]
     environment = {**os.environ, "PYTHONPATH": str(TESTS), "REPORT": str(report), "THEN": then}
     command += ["--rootdir", str(folder), "-c", os.devnull, "--basetemp", str(folder / "base"), str(file)]
+    background = ["bash", "-c", 'trap "" INT; exec "$@"', "bash", *command]
     process = subprocess.Popen(
-        command, env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        background, env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     wait_until(lambda: report.exists() or process.poll() is not None, "the processes are there")
     return process, report
@@ -75,7 +70,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("s")
 
 
-@pytest.mark.parametrize("options", [(), ("-n", "1")], ids=["alone", "xdist"])
+@pytest.mark.parametrize(
+    "options", [pytest.param((), id="alone", marks=pytest.mark.slow), pytest.param(("-n", "1"), id="xdist")]
+)
 def test_nothing_is_left_of_a_session_that_was_killed(folder: Path, options: tuple[str, ...]) -> None:
     process, report = start(folder, "wait", *options)
     assert report.exists(), process.communicate()[0]
@@ -97,26 +94,3 @@ def test_a_process_that_a_test_has_left_fails_the_session(folder: Path) -> None:
     assert "1 passed" in said
     assert f"\n{orphan} " in said.partition("left behind")[2]
     wait_until(lambda: not is_running(int(orphan)), "it was killed")
-
-
-def test_a_session_in_the_background_starts_processes_that_ctrl_c_ends(tmp_path: Path) -> None:
-    """A shell without a terminal has what it starts in the background ignore SIGINT."""
-    file = tmp_path / "test_it.py"
-    file.write_text(
-        "import signal, subprocess, sys\n"
-        "def test_it():\n"
-        "    code = 'import signal; print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)'\n"
-        "    said = subprocess.run([sys.executable, '-c', code], stdout=subprocess.PIPE, text=True, check=True)\n"
-        "    assert said.stdout == 'False\\n'\n"
-    )
-    command = [sys.executable, "-m", "pytest", "-q", *PLUGINS, "-n1"]
-    command += ["--rootdir", str(tmp_path), "-c", os.devnull, str(file)]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "PYTHONPATH": str(TESTS)},
-        capture_output=True,
-        text=True,
-        check=False,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
-    )
-    assert done.returncode == 0, done.stdout

@@ -174,7 +174,7 @@ def test_queue_state_has_depth_tokens_and_age() -> None:
     assert (fleet.first_s >= 4.0).all()
 
 
-@pytest.mark.parametrize("use", [0.3, 0.6, 0.8])
+@pytest.mark.parametrize("use", [*(pytest.param(use, marks=pytest.mark.slow) for use in (0.3, 0.6)), 0.8])
 def test_one_engine_with_equal_requests_is_an_m_d_1_queue(use: float) -> None:
     """Mean wait of M/D/1 (Pollaczek-Khinchine): use * service / (2 * (1 - use))."""
     service = 0.1

@@ -5,6 +5,7 @@ import jinja2
 import pytest
 from pagestream_gateway.errors import InvalidRequest
 from pagestream_gateway.models import ChatTemplate
+from support.processes.waiting import LIMIT_S
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 MESSAGES = [
@@ -153,7 +154,8 @@ def test_every_template_ends(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("name", LARGE)
 def test_what_a_template_makes_is_small(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagestream_grammars.templates.rendering.MAX_CHARS", 2**18)
+    for limit, value in (("MAX_CHARS", 2**18), ("_MAX_ITEMS", 2**15), ("MAX_RENDER_S", LIMIT_S)):
+        monkeypatch.setattr(f"pagestream_grammars.templates.rendering.{limit}", value)
     with pytest.raises(InvalidRequest, match=r"more than \d+ (characters|items|bits)"):
         ChatTemplate(LARGE[name], {}).render(MESSAGES)
 

@@ -14,7 +14,7 @@ from support.protocol.token_streams import eventually
 
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
 
-COUNT = 1000
+COUNT = 500
 SEED = 20
 LATE_TASKS = 16
 """Tasks of gateway and engine that begin after the first look; each input has at least one."""
