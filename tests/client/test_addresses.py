@@ -17,7 +17,7 @@ from support.network.proxy import Proxy
 from support.processes.waiting import LIMIT_S
 
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
-POLICY = Reconnection(limit_s=20.0)
+POLICY = Reconnection(limit_s=LIMIT_S)
 
 
 @asynccontextmanager

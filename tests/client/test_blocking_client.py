@@ -50,7 +50,7 @@ async def test_calls_that_are_no_streams(blocking: Client) -> None:
 
 async def test_a_deadline(blocking: Client, engine: SyntheticEngine) -> None:
     engine.hold_at = 3
-    answer = await in_thread(blocking.generate(MODEL, "hello", max_tokens=6, seed=0, deadline_s=1.0).collect)
+    answer = await in_thread(blocking.generate(MODEL, "hello", max_tokens=6, seed=0, deadline_s=3.0).collect)
     assert (answer.text, answer.choices[0].finish_reason) == ("abc", FinishReason.DEADLINE)
 
 

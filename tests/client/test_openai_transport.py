@@ -20,7 +20,7 @@ from support.protocol.token_streams import eventually
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
 
 ALPHABET = "abcdefghijklmnopqrst"
-QUICK = Reconnection(limit_s=10.0)
+QUICK = Reconnection(limit_s=LIMIT_S)
 
 
 def async_client(urls: list[str]) -> openai.AsyncOpenAI:

@@ -43,7 +43,7 @@ def asked(client: AsyncClient, on_disconnect: str = "cancel") -> AsyncStream:
 
 
 async def test_it_is_waited_for_until_there_is_room(redis_url: str) -> None:
-    async with full_client(redis_url, retry_after_s=0.2, limit_s=20.0) as client:
+    async with full_client(redis_url, retry_after_s=0.2, limit_s=LIMIT_S) as client:
         waiting = asyncio.create_task(asked(client).collect())
         done, _ = await asyncio.wait([waiting], timeout=0.5)  # more than one refusal
         assert not done

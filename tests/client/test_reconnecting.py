@@ -23,7 +23,7 @@ from support.processes.waiting import LIMIT_S
 pytestmark = [pytest.mark.served, pytest.mark.asyncio(loop_scope="module")]
 
 ALPHABET = "abcdefghijklmnopqrst"
-QUICK = Reconnection(limit_s=10.0)
+QUICK = Reconnection(limit_s=LIMIT_S)
 
 
 @asynccontextmanager

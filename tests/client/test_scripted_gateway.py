@@ -5,6 +5,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import httpx2
@@ -13,10 +14,10 @@ from pagestream_client import PagestreamError, Position, Reconnection, Unavailab
 from pagestream_client.openai import transport
 from pagestream_client.sse import SseDecoder
 from support.clients.scripted_gateway import REQUEST_ID, ScriptedGateway
-from support.processes.waiting import until
+from support.processes.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.served
-QUICK = Reconnection(limit_s=30.0, first_contact_s=0.2, first_delay_s=0.01, max_delay_s=0.02)
+QUICK = Reconnection(limit_s=LIMIT_S, first_contact_s=LIMIT_S, first_delay_s=0.01, max_delay_s=0.02)
 IMPATIENT = Reconnection(limit_s=0.2, first_contact_s=0.2, first_delay_s=0.01, max_delay_s=0.02)
 TEXT = "Once upon a time"
 CHAT = [{"role": "user", "content": "Tell"}]
@@ -215,7 +216,7 @@ async def test_a_server_that_stays_away_is_given_up(ask: Ask) -> None:
 
 
 async def test_a_server_that_never_was_there_is_not_waited_for_long(ask: Ask, unused_url: str) -> None:
-    failure = await failure_of(ask(unused_url))
+    failure = await failure_of(ask(unused_url, policy=replace(QUICK, first_contact_s=0.2)))
     assert "no answer" in str(failure)
     assert failure.position is None
 

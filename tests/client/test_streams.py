@@ -139,7 +139,7 @@ async def test_a_deadline_ends_the_request_and_what_there_was_is_kept(
     client: AsyncClient, engine: SyntheticEngine
 ) -> None:
     engine.hold_at = 3
-    answer = await client.generate(MODEL, "hello", max_tokens=6, seed=0, deadline_s=1.0).collect()
+    answer = await client.generate(MODEL, "hello", max_tokens=6, seed=0, deadline_s=3.0).collect()
     assert (answer.text, answer.choices[0].finish_reason) == ("abc", FinishReason.DEADLINE)
     assert (await client.get_request(answer.request_id)).finish_reason is FinishReason.DEADLINE
 

@@ -172,7 +172,7 @@ async def test_get_request_and_cancel(gateway: Address, engine: SyntheticEngine)
 async def test_a_deadline_ends_the_request(gateway: Address, engine: SyntheticEngine) -> None:
     engine.hold_at = 1
     async with grpc_stub(gateway) as stub:
-        call = stub.Generate(request(on_disconnect=api.ON_DISCONNECT_CONTINUE), timeout=1.5)
+        call = stub.Generate(request(on_disconnect=api.ON_DISCONNECT_CONTINUE), timeout=3.0)
         request_id = (await call.read()).chunk.request_id
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await rest_of(call)
