@@ -22,7 +22,7 @@ from xdist.scheduler import LoadFileScheduling
 if TYPE_CHECKING:
     from pagestream_streams import EmbeddedRedis
 
-pytest_plugins = ["support.processes.session"]
+pytest_plugins = ["support.processes.session", "support.processes.forked_workers"]
 
 SHARING = {
     "an API server": ("tests/chart/kube/",),

@@ -182,7 +182,8 @@ def quiet_port() -> int:
     It is below those that the kernel takes for outgoing connections, and differs from all that were returned before, in
     this or another worker of the test run. The port 10,000 higher is free, too: a cluster's nodes use it for their bus.
     """
-    for port in random.sample(_QUIET_PORTS, len(_QUIET_PORTS)):
+    ports = _own_ports(range(12_000, 22_000))
+    for port in random.sample(ports, len(ports)):
         if port not in _given and _is_free(port) and _is_free(port + 10_000):
             _given.add(port)
             return port
@@ -207,7 +208,6 @@ def _own_ports(all_ports: range) -> range:
     return all_ports[number * len(all_ports) // count : (number + 1) * len(all_ports) // count]
 
 
-_QUIET_PORTS = _own_ports(range(12_000, 22_000))
 _given: set[int] = set()
 
 
