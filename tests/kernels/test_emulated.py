@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,19 +67,24 @@ def test_compiled_code_gives_the_references_results(
 ) -> None:
     target = "sm_89" if kernel in runs.NEEDS_FLOAT8 else "sm_80"
     key = {"target": target, **CASES[kernel]}
-    if passed.get(kernel, key) is None:
+
+    def run() -> None:
         compiler: KernelWorker = request.getfixturevalue("compiler")
         compiler.run(runs.check, target, kernel, CASES[kernel])
-        passed.put(kernel, key, {})
+
+    passed.once(kernel, key, run)
 
 
 # -- a model --------------------------------------------------------------------------------------------------------
 
 
+NARROW = {"hidden_size": 64, "intermediate_size": 72, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
 def check_model(
     compiler: KernelWorker, folder: Path, family: str, target: str, lengths: list[int], **options: Any
 ) -> None:
-    model = str(make_model(folder / "model", family, num_hidden_layers=2, head_dim=64))
+    model = str(make_model(folder / "model", family, num_hidden_layers=2, head_dim=64, **NARROW))
     options = {"block_size": 64, "max_num_batched_tokens": 96, **options}
     emulated = compiler.run(runs.generate, target, model, lengths, options, limit_s=500)
     assert emulated["launches"] > 10 * len(lengths)
@@ -113,19 +119,44 @@ def test_a_model_gives_torchs_tokens_by_each_kind_of_kernel(
 SYNCHRONISATION = r"bar\.sync|cp\.async\.wait_group"
 
 
-def missed(compiler: KernelWorker, kernel: str, case: Case, function: str, redundant: tuple[int, ...] = ()) -> int:
-    """Leave out each barrier and wait, one at a time; returns how many there are."""
-    found = compiler.run(runs.faults_without, "sm_80", kernel, case, function, SYNCHRONISATION, limit_s=500)
-    unnoticed = [index for index, (_, fault) in enumerate(found) if not fault]
-    assert unnoticed == list(redundant), found
+@dataclass(frozen=True)
+class Synchronised:
+    """A kernel's function with barriers and waits, of which some part nothing in a case."""
+
+    kernel: str
+    case: Case
+    function: str
+    count: int
+    redundant: tuple[int, ...] = ()
+
+
+def check_that_it_is_missed(compiler: KernelWorker, given: Synchronised) -> None:
+    """Leave out each barrier and wait, one at a time."""
+    found = compiler.run(
+        runs.faults_without, "sm_80", given.kernel, given.case, given.function, SYNCHRONISATION, limit_s=500
+    )
+    assert [index for index, (_, fault) in enumerate(found) if not fault] == list(given.redundant), found
     assert any("race" in fault for _, fault in found)
-    return len(found)
+    assert len(found) == given.count
 
 
-def test_a_missing_barrier_or_wait_is_noticed(compiler: KernelWorker) -> None:
-    assert missed(compiler, "rms_norm", NORM, "_rms_norm_kernel") == 2
-    # The two before the first copy part nothing.
-    assert missed(compiler, "fixed_order_matmul", MATMUL, "_fixed_order_matmul_kernel", redundant=(0, 1)) == 8
+@pytest.mark.parametrize(
+    "given",
+    [
+        Synchronised("rms_norm", NORM, "_rms_norm_kernel", 2),
+        # The two before the first copy part nothing.
+        Synchronised("fixed_order_matmul", MATMUL, "_fixed_order_matmul_kernel", 8, redundant=(0, 1)),
+    ],
+    ids=("rms_norm", "fixed_order_matmul"),
+)
+def test_a_missing_barrier_or_wait_is_noticed(
+    request: pytest.FixtureRequest, passed: ResultCache, given: Synchronised
+) -> None:
+    passed.once(
+        "without synchronisation",
+        asdict(given),
+        lambda: check_that_it_is_missed(request.getfixturevalue("compiler"), given),
+    )
 
 
 @pytest.mark.slow
@@ -133,8 +164,8 @@ def test_a_missing_barrier_or_wait_is_noticed(compiler: KernelWorker) -> None:
 def test_a_missing_barrier_or_wait_of_attention_is_noticed(compiler: KernelWorker) -> None:
     case = {**PREFILL, "layout": LAYOUTS[1], "chunks": "prefix"}
     # Those that are left out unnoticed part nothing in these cases.
-    assert missed(compiler, "paged_prefill", case, "_prefill_kernel", redundant=(0,)) == 15
-    assert missed(compiler, "paged_decode", DECODE, "_attend_kernel", redundant=(0, 2)) == 16
+    check_that_it_is_missed(compiler, Synchronised("paged_prefill", case, "_prefill_kernel", 15, redundant=(0,)))
+    check_that_it_is_missed(compiler, Synchronised("paged_decode", DECODE, "_attend_kernel", 16, redundant=(0, 2)))
 
 
 @pytest.mark.parametrize(
@@ -146,10 +177,20 @@ def test_a_missing_barrier_or_wait_of_attention_is_noticed(compiler: KernelWorke
         (r"rsqrt\.approx", "sqrt.approx", "wrong"),
     ],
 )
-def test_an_access_that_goes_wrong_is_noticed(compiler: KernelWorker, old: str, new: str, fault: str) -> None:
-    assert fault in compiler.run(runs.fault_of_changed, "sm_80", "rms_norm", NORM, old, new)
+def test_an_access_that_goes_wrong_is_noticed(
+    request: pytest.FixtureRequest, passed: ResultCache, old: str, new: str, fault: str
+) -> None:
+    def run() -> None:
+        compiler: KernelWorker = request.getfixturevalue("compiler")
+        assert fault in compiler.run(runs.fault_of_changed, "sm_80", "rms_norm", NORM, old, new)
+
+    passed.once("wrong access", {**NORM, "old": old, "new": new, "fault": fault}, run)
 
 
-def test_bits_do_not_depend_on_the_order_of_warps(compiler: KernelWorker) -> None:
-    first, *others = compiler.run(runs.outputs_by_order, "sm_80", DECODE, [0, 1, 2])
-    assert all(other == first for other in others)
+def test_bits_do_not_depend_on_the_order_of_warps(request: pytest.FixtureRequest, passed: ResultCache) -> None:
+    def run() -> None:
+        compiler: KernelWorker = request.getfixturevalue("compiler")
+        first, *others = compiler.run(runs.outputs_by_order, "sm_80", DECODE, [0, 1, 2])
+        assert all(other == first for other in others)
+
+    passed.once("order of warps", DECODE, run)

@@ -1,6 +1,7 @@
 """Every kernel under Triton's interpreter: its reference's results, and bits that depend on a row alone.
 
-`make test` has one case or two of each kernel, of odd shapes; `make deep` has covers of all pairs of values.
+`make test` has one case or two of each kernel, of odd shapes; `make deep` has covers of all pairs of values. What has
+passed is remembered until a source changes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kernels.cache import ResultCache
 from kernels.cases import (
     FACTORS,
     LAYOUTS,
@@ -101,9 +103,35 @@ ALL = [
 ]
 
 
+Run = Callable[..., None]
+"""(function of this file or of `cases`, its arguments): call it under the interpreter."""
+
+
+@pytest.fixture(scope="module")
+def passed() -> ResultCache:
+    """Cases that passed with the present sources."""
+    return ResultCache("interpret")
+
+
+@pytest.fixture
+def interpret(request: pytest.FixtureRequest, passed: ResultCache) -> Run:
+    """Call what has not passed with the present sources."""
+
+    def run(function: Callable[..., object], *arguments: Any) -> None:
+        def call() -> None:
+            interpreter: KernelWorker = request.getfixturevalue("interpreter")
+            interpreter.run(function, *arguments)
+
+        # A kernel's case has the name that it has in `make kernels`.
+        name, case = arguments if function is check else (function.__name__, {"arguments": arguments})
+        passed.once(name, case, call)
+
+    return run
+
+
 @pytest.mark.parametrize(("kernel", "case"), ALL)
-def test_kernel_matches_reference(interpreter: KernelWorker, kernel: str, case: Case) -> None:
-    interpreter.run(check, kernel, case)
+def test_kernel_matches_reference(interpret: Run, kernel: str, case: Case) -> None:
+    interpret(check, kernel, case)
 
 
 @settings(max_examples=20)
@@ -135,8 +163,8 @@ def test_any_batch_is_divided_as_the_model_says(interpreter: KernelWorker, **cas
     ],
     ids=case_id,
 )
-def test_fixed_splits_give_a_row_the_same_bits_in_any_batch(interpreter: KernelWorker, case: Case) -> None:
-    interpreter.run(check, "decode_invariance", case)
+def test_fixed_splits_give_a_row_the_same_bits_in_any_batch(interpret: Run, case: Case) -> None:
+    interpret(check, "decode_invariance", case)
 
 
 def prefill_invariance(case: Case) -> None:
@@ -174,15 +202,15 @@ def prefill_invariance(case: Case) -> None:
     ],
     ids=case_id,
 )
-def test_chunks_give_a_token_the_same_bits(interpreter: KernelWorker, case: Case) -> None:
-    interpreter.run(prefill_invariance, case)
+def test_chunks_give_a_token_the_same_bits(interpret: Run, case: Case) -> None:
+    interpret(prefill_invariance, case)
 
 
 @pytest.mark.parametrize(
     "dtype", ["float16", *(pytest.param(d, marks=pytest.mark.slow) for d in ("float32", "bfloat16"))]
 )
-def test_a_linears_row_has_the_same_bits_among_any_number_of_others(interpreter: KernelWorker, dtype: str) -> None:
-    interpreter.run(check, "matmul_invariance", {"dtype": dtype, "step": 29})
+def test_a_linears_row_has_the_same_bits_among_any_number_of_others(interpret: Run, dtype: str) -> None:
+    interpret(check, "matmul_invariance", {"dtype": dtype, "step": 29})
 
 
 # -- what a kernel must not read, and must read once --------------------------------------------------------------
@@ -231,9 +259,9 @@ def infinite_values(operator: str, dtype: str, window: int | None, given: str) -
     ],
 )
 def test_a_value_that_is_not_finite_reaches_only_who_sees_it(
-    interpreter: KernelWorker, operator: str, dtype: str, window: int | None, value: str
+    interpret: Run, operator: str, dtype: str, window: int | None, value: str
 ) -> None:
-    interpreter.run(infinite_values, operator, dtype, window, value)
+    interpret(infinite_values, operator, dtype, window, value)
 
 
 def prefill_tiles(num_seqs: int) -> None:
@@ -254,9 +282,9 @@ def prefill_tiles(num_seqs: int) -> None:
     assert ends == sorted(ends, reverse=True)
 
 
-def test_every_row_of_a_prefill_is_in_one_tile(interpreter: KernelWorker) -> None:
+def test_every_row_of_a_prefill_is_in_one_tile(interpret: Run) -> None:
     for num_seqs in (1, 9):
-        interpreter.run(prefill_tiles, num_seqs)
+        interpret(prefill_tiles, num_seqs)
 
 
 def decode_shares(num_seqs: int, split_tokens: int | None) -> None:
@@ -279,8 +307,8 @@ def decode_shares(num_seqs: int, split_tokens: int | None) -> None:
 
 @pytest.mark.parametrize("split_tokens", [None, 128])
 @pytest.mark.parametrize("num_seqs", [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 7, 20))])
-def test_every_tile_is_read_once(interpreter: KernelWorker, num_seqs: int, split_tokens: int | None) -> None:
-    interpreter.run(decode_shares, num_seqs, split_tokens)
+def test_every_tile_is_read_once(interpret: Run, num_seqs: int, split_tokens: int | None) -> None:
+    interpret(decode_shares, num_seqs, split_tokens)
 
 
 def wrong_plan() -> None:
@@ -293,8 +321,8 @@ def wrong_plan() -> None:
         kernels.paged_decode_attention(query, cache.key, cache.value, cache.tables, seq_lens, scale=1.0, plan=plan)
 
 
-def test_a_plan_of_another_batch_is_refused(interpreter: KernelWorker) -> None:
-    interpreter.run(wrong_plan)
+def test_a_plan_of_another_batch_is_refused(interpret: Run) -> None:
+    interpret(wrong_plan)
 
 
 def draws_of_nothing() -> None:
@@ -311,8 +339,8 @@ def draws_of_nothing() -> None:
     assert token_ids[1::2].tolist() == expected[1::2].tolist()
 
 
-def test_a_row_without_a_token_is_marked_alone(interpreter: KernelWorker) -> None:
-    interpreter.run(draws_of_nothing)
+def test_a_row_without_a_token_is_marked_alone(interpret: Run) -> None:
+    interpret(draws_of_nothing)
 
 
 def many_draws(num_rows: int) -> None:
