@@ -76,7 +76,7 @@ def generate(llm: LLM, adapter: LoRARequest | None, indices: Sequence[int] | Non
     requests = [*REQUESTS, *(WITH_ADAPTERS if adapter else ())]
     prompts = random_prompts([3, 9, 14, 5, 11, 7, 13, 8, 6, 10])
     chosen = range(len(requests)) if indices is None else indices
-    params = [SamplingParams(**{"max_tokens": 30, "ignore_eos": True, **requests[index]}) for index in chosen]
+    params = [SamplingParams(**{"max_tokens": 16, "ignore_eos": True, **requests[index]}) for index in chosen]
     adapters = [adapter if index >= len(REQUESTS) else None for index in chosen]
     given = [{"prompt_token_ids": prompts[index] * 2} for index in chosen]
     return llm.generate(given, params, use_tqdm=False, lora_request=adapters if adapter else None)
@@ -187,7 +187,7 @@ def test_the_tokens_are_those_of_one_process(
         if "speculative_model" in options:
             assert stats.num_accepted_tokens > 0.8 * stats.num_draft_tokens, "a rank's own keys are not whole"
         assert (stats.loaded_bytes > 0) == ("swap_space" in options)
-        for index in range(len(found)):
+        for index in (1, 3, 5, len(found) - 1):
             check_close(generate(llm, adapter, [index]), found[index : index + 1], 0.0)
         generate(llm, adapter, [2])
         num_hits = llm.engine.stats().prefix_hit_tokens

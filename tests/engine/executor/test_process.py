@@ -25,7 +25,7 @@ from support.engines.faulty_runners import (
 )
 from support.processes.waiting import LIMIT_S, wait_until
 
-pytestmark = pytest.mark.served
+pytestmark = [pytest.mark.served, pytest.mark.usefixtures("ranks")]
 OPTIONS = {
     "block_size": 4,
     "num_gpu_blocks_override": 24,
