@@ -25,6 +25,7 @@ SPECS: Mapping[str, AttentionSpec] = {
     "window of 64": replace(PLAIN, window=64),
     "soft cap": replace(PLAIN, soft_cap=50.0),
     "sinks": replace(PLAIN, sinks=torch.zeros(HEADS)),
+    "slopes": replace(PLAIN, slopes=torch.full((HEADS,), 0.1)),
 }
 
 

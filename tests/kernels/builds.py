@@ -39,7 +39,12 @@ from pagestream_kernels.tuning import FLOAT8_TARGETS
 from support.kernels.launched import Launched, launched
 from support.pairwise import Case
 
-OPTIONS = {"none": Options(), "window": Options(window=True), "all": Options(True, True, True)}
+OPTIONS = {
+    "none": Options(),
+    "window": Options(window=True),
+    "slopes": Options(slopes=True),
+    "all": Options(True, True, True),
+}
 SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     "equal": {"unit_tokens": TILE_TOKENS, "min_share": MIN_SHARE, "is_fixed": False},
     "rows": {"unit_tokens": TILE_TOKENS, "min_share": MIN_SHARE, "is_fixed": False, "has_lse": True},

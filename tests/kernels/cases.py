@@ -52,6 +52,7 @@ OPTION_FACTORS: Mapping[str, Sequence[Any]] = {
     "window": (None, 1, 40),
     "soft_cap": (None, 2.0),
     "sinks": (False, True),
+    "slopes": (False, True),
 }
 FACTORS: Mapping[str, Mapping[str, Sequence[Any]]] = {
     "paged_decode": {
@@ -102,6 +103,7 @@ FACTORS: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "window": (None, 40),
         "soft_cap": (None, 2.0),
         "sinks": (False, True),
+        "slopes": (False, True),
     },
     "copy_blocks": {
         "page": (1, 16, 4096, 10000),
@@ -222,11 +224,12 @@ def fused_rows(case: Case, num_tokens: int, device: torch.device) -> tuple[Tenso
 
 
 def attention_options(case: Case, device: torch.device) -> dict[str, Any]:
-    """Scale, window, soft cap and sinks, as both kinds of attention take them."""
+    """Scale, window, soft cap, sinks and slopes, as both kinds of attention take them."""
     heads = num_kv_heads(case) * case["group_size"]
     sinks = torch.randn(heads, device=device) if case["sinks"] else None
+    slopes = torch.rand(heads, device=device) if case["slopes"] else None
     scale = case["head_dim"] ** -0.5
-    return {"scale": scale, "window": case["window"], "soft_cap": case["soft_cap"], "sinks": sinks}
+    return {"scale": scale, "window": case["window"], "soft_cap": case["soft_cap"], "sinks": sinks, "slopes": slopes}
 
 
 # -- one check per kernel -----------------------------------------------------------------------------------------

@@ -90,6 +90,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (DECODE, {"soft_cap": math.inf}, "soft_cap: expected a finite number > 0"),
     (DECODE, {"sinks": torch.zeros(3)}, r"sinks: expected shape \(4\)"),
     (DECODE, {"sinks": torch.zeros(4, dtype=F16)}, "sinks: expected dtype"),
+    (DECODE, {"slopes": torch.zeros(3)}, r"slopes: expected shape \(4\)"),
     (DECODE, {**float8_pages(), "key_scales": None, "value_scales": None}, "key_cache: .*float32, got torch.float8"),
     (DECODE, {**float8_pages(), "value_scales": None}, "value_scales: expected a torch.Tensor"),
     (DECODE, {**float8_pages(), "key_scales": torch.ones(3, 4)}, r"key_scales: expected shape \(3, 2\)"),

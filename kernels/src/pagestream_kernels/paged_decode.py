@@ -64,6 +64,7 @@ def paged_decode_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
     cu_query_lens: Tensor | None = None,
     max_query_len: int = 1,
     table_rows: Tensor | None = None,
@@ -90,6 +91,8 @@ def paged_decode_attention(
         window: most tokens that a token sees, itself included; None: all.
         soft_cap: bound c of the scores, which become c * tanh(score / c); None: none.
         sinks: (num_heads,) float32: a score of each head that takes part in the softmax and has no value; None: none.
+        slopes: (num_heads,) float32: what a score of each head loses with every token between key and query (ALiBi),
+            after the soft cap; None: nothing.
         cu_query_lens: (num_seqs + 1,) int32: 0, then the running sum of the sequences' rows (not checked); None: one
             row each.
         max_query_len: a bound on a sequence's rows (not checked).
@@ -116,8 +119,8 @@ def paged_decode_attention(
         query, key_cache, value_cache, (block_tables, table_rows), seq_lens, cu_query_lens, key_scales, value_scales,
         scale, out, lse,
     )  # fmt: skip
-    options = check_options(window, soft_cap, sinks, query.shape[1])
-    check_same_device(("query", query), ("sinks", sinks))
+    options = check_options(window, soft_cap, sinks, query.shape[1], slopes)
+    check_same_device(("query", query), ("sinks", sinks), ("slopes", slopes))
     require_launchable(query.device, reference="paged_decode_attention_reference")
     (_, num_heads, head_dim), num_seqs, num_kv_heads = query.shape, seq_lens.shape[0], key_cache.shape[2]
     if num_seqs == 0:
@@ -182,6 +185,7 @@ def paged_decode_attention(
             "program_seqs_ptr": plan.program_seqs,
             "key_scales_ptr": partial_lse if key_scales is None else key_scales,
             "value_scales_ptr": partial_lse if value_scales is None else value_scales,
+            "slopes_ptr": partial_lse if slopes is None else slopes,
             "score_factor": score_factor,
             "cap_factor": cap_factor,
             "max_query_len": max_query_len,
@@ -193,7 +197,8 @@ def paged_decode_attention(
             **scale_strides(key_scales),
         },
     )
-    merge_variant(head_dim=head_dim, dtype=query.dtype, options=options._replace(soft_cap=False), **schedule).launch(
+    options = options._replace(soft_cap=False, slopes=False)
+    merge_variant(head_dim=head_dim, dtype=query.dtype, options=options, **schedule).launch(
         (num_seqs, num_heads, max_query_len), {**shared, "num_programs": plan.num_programs}
     )
     return out
@@ -210,6 +215,7 @@ def paged_decode_attention_reference(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
     cu_query_lens: Tensor | None = None,
     max_query_len: int = 1,
     table_rows: Tensor | None = None,
@@ -223,7 +229,7 @@ def paged_decode_attention_reference(
         query, key_cache, value_cache, (block_tables, table_rows), seq_lens, cu_query_lens, key_scales, value_scales,
         scale, out, lse,
     )  # fmt: skip
-    check_options(window, soft_cap, sinks, query.shape[1])
+    check_options(window, soft_cap, sinks, query.shape[1], slopes)
     if table_rows is not None:
         block_tables = block_tables[table_rows]
     lengths = seq_lens.long()
@@ -241,6 +247,8 @@ def paged_decode_attention_reference(
         valid &= places >= lengths[:, None] - window
     grouped = query.float().reshape(query.shape[0], keys.shape[2], geometry.group_size, geometry.head_dim)
     scores = capped_reference(torch.einsum("nkgd,ntkd->nkgt", grouped, keys) * scale, soft_cap)
+    if slopes is not None:
+        scores = scores + slopes.view(keys.shape[2], -1, 1) * (places + 1 - lengths[:, None])[:, None, None]
     scores = scores.masked_fill(~valid[:, None, None], -math.inf)
     own_sinks = None if sinks is None else sinks.view(keys.shape[2], -1)
     weights = softmax_reference(scores, own_sinks).masked_fill((lengths <= 0)[:, None, None, None], 0.0)
@@ -306,6 +314,7 @@ def _check(
     "key_scales_ptr",
     "value_scales_ptr",
     "sinks_ptr",
+    "slopes_ptr",
     "window",
     "num_seqs",
     "max_query_len",
@@ -331,6 +340,7 @@ def _attend_kernel(  # noqa: PLR0912, PLR0915 - one kernel is one function
     key_scales_ptr: tl.tensor,
     value_scales_ptr: tl.tensor,
     sinks_ptr: tl.tensor,
+    slopes_ptr: tl.tensor,
     score_factor: float,
     cap_factor: float,
     window: int,
@@ -369,6 +379,7 @@ def _attend_kernel(  # noqa: PLR0912, PLR0915 - one kernel is one function
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ) -> None:
     program = tl.program_id(0)
@@ -402,7 +413,10 @@ def _attend_kernel(  # noqa: PLR0912, PLR0915 - one kernel is one function
     value_scales_ptr += kv_head.to(tl.int64) * scale_stride_h
     key_strides = (key_stride_b, key_stride_t, key_stride_d)
     strides = key_strides + (value_stride_b, value_stride_t, value_stride_d, scale_stride)  # noqa: RUF005 - Triton's tuples
-    factors = (score_factor, cap_factor, window)
+    slopes = 0.0
+    if HAS_SLOPES:
+        slopes = tl.load(slopes_ptr + first_head + heads) * 1.4426950408889634
+    factors = (score_factor, cap_factor, window, slopes)
     sinks = tl.full((BLOCK_ROWS,), LOWEST, tl.float32)
     if HAS_SINKS:
         sinks = tl.load(sinks_ptr + first_head + heads) * 1.4426950408889634
@@ -444,6 +458,7 @@ def _attend_kernel(  # noqa: PLR0912, PLR0915 - one kernel is one function
         maximum, total, accumulator = attend_tiles(
             *(state, query, row_positions, 0, columns, cache, strides, bounds, factors),
             *(HEAD_DIM, CACHE_BLOCK, BLOCK_DIM, BLOCK_KV, WIDE, UPCAST, HAS_SCALES, HAS_WINDOW, HAS_SOFT_CAP),
+            HAS_SLOPES=HAS_SLOPES,
             SKIPS_MASKS=False,
             IS_EXACT=False,
         )
@@ -453,6 +468,7 @@ def _attend_kernel(  # noqa: PLR0912, PLR0915 - one kernel is one function
                 maximum, total, accumulator = attend_tiles(
                     *(state, query, row_positions, 0, columns, cache, strides, bounds, factors),
                     *(HEAD_DIM, CACHE_BLOCK, BLOCK_DIM, BLOCK_KV, WIDE, UPCAST, HAS_SCALES, HAS_WINDOW, HAS_SOFT_CAP),
+                    HAS_SLOPES=HAS_SLOPES,
                     SKIPS_MASKS=False,
                     IS_EXACT=True,
                 )
@@ -526,7 +542,7 @@ def attend_variant(
             **dict.fromkeys(("block_tables_ptr", "seq_lens_ptr", "query_starts_ptr"), "*i32"),
             **dict.fromkeys(("unit_starts_ptr", "program_seqs_ptr"), "*i32"),
             "table_rows_ptr": "*i64" if has_table_rows else "*i32",
-            **dict.fromkeys(("key_scales_ptr", "value_scales_ptr", "sinks_ptr"), "*fp32"),
+            **dict.fromkeys(("key_scales_ptr", "value_scales_ptr", "sinks_ptr", "slopes_ptr"), "*fp32"),
             **dict.fromkeys(("score_factor", "cap_factor"), "fp32"),
             **dict.fromkeys(
                 ("window", "num_seqs", "max_query_len", *strides, *cache_strides),
@@ -556,6 +572,7 @@ def attend_variant(
             "HAS_WINDOW": options.window,
             "HAS_SOFT_CAP": options.soft_cap,
             "HAS_SINKS": options.sinks,
+            "HAS_SLOPES": options.slopes,
             "HAS_LSE": has_lse,
         },
         num_warps=warps,

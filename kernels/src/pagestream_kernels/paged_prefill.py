@@ -58,6 +58,7 @@ def paged_prefill_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
     table_rows: Tensor | None = None,
@@ -80,6 +81,8 @@ def paged_prefill_attention(
         window: most tokens that a token sees, itself included; None: all.
         soft_cap: bound c of the scores, which become c * tanh(score / c); None: none.
         sinks: (num_heads,) float32: a score of each head that takes part in the softmax and has no value; None: none.
+        slopes: (num_heads,) float32: what a score of each head loses with every token between key and query (ALiBi),
+            after the soft cap; None: nothing.
         key_scales, value_scales: (num_blocks, num_kv_heads) float32 of a cache of float8 (`docs/kernels.md`), or None.
         table_rows: (num_seqs,) int64: of each sequence its row of `block_tables` (not checked), which may then have
             any number of rows; None: one each, in their order.
@@ -99,8 +102,8 @@ def paged_prefill_attention(
         query, key_cache, value_cache, (block_tables, table_rows), cu_query_lens, seq_lens, key_scales, value_scales,
         scale, out,
     )  # fmt: skip
-    options = check_options(window, soft_cap, sinks, query.shape[1])
-    check_same_device(("query", query), ("sinks", sinks))
+    options = check_options(window, soft_cap, sinks, query.shape[1], slopes)
+    check_same_device(("query", query), ("sinks", sinks), ("slopes", slopes))
     require_launchable(query.device, reference="paged_prefill_attention_reference")
     farthest = max(MAX_ROWS * rows.stride(0) + geometry.group_size * rows.stride(1) for rows in (query, out))
     geometry = replace(geometry, is_wide=geometry.is_wide or farthest >= 2**31)
@@ -129,6 +132,7 @@ def paged_prefill_attention(
         "key_scales_ptr": seq_lens if key_scales is None else key_scales,
         "value_scales_ptr": seq_lens if value_scales is None else value_scales,
         "sinks_ptr": seq_lens if sinks is None else sinks,
+        "slopes_ptr": seq_lens if slopes is None else slopes,
         "score_factor": score_factor,
         "cap_factor": cap_factor,
         "window": window or 0,
@@ -161,6 +165,7 @@ def paged_prefill_attention_reference(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
     table_rows: Tensor | None = None,
@@ -171,7 +176,7 @@ def paged_prefill_attention_reference(
         query, key_cache, value_cache, (block_tables, table_rows), cu_query_lens, seq_lens, key_scales, value_scales,
         scale, out,
     )  # fmt: skip
-    check_options(window, soft_cap, sinks, query.shape[1])
+    check_options(window, soft_cap, sinks, query.shape[1], slopes)
     if table_rows is not None:
         block_tables = block_tables[table_rows]
     starts = cu_query_lens.tolist()
@@ -189,6 +194,8 @@ def paged_prefill_attention_reference(
             visible &= positions > rows - window
         grouped = query[start:end].float().reshape(end - start, keys.shape[1], geometry.group_size, geometry.head_dim)
         scores = capped_reference(torch.einsum("qkgd,tkd->kgqt", grouped, keys) * scale, soft_cap)
+        if slopes is not None:
+            scores = scores + slopes.view(keys.shape[1], -1, 1, 1) * (positions - rows)
         own_sinks = None if sinks is None else sinks.view(keys.shape[1], -1, 1)
         weights = softmax_reference(scores.masked_fill(~visible, -math.inf), own_sinks)
         out[start:end] = torch.einsum("kgqt,tkd->qkgd", weights, values).flatten(1, 2).to(out.dtype)
@@ -295,6 +302,7 @@ EXACT_WARPS = 4
     "key_scales_ptr",
     "value_scales_ptr",
     "sinks_ptr",
+    "slopes_ptr",
     "window",
     "table_stride",
     "scale_stride",
@@ -315,6 +323,7 @@ def _prefill_kernel(  # noqa: PLR0915 - one kernel is one function
     key_scales_ptr: tl.tensor,
     value_scales_ptr: tl.tensor,
     sinks_ptr: tl.tensor,
+    slopes_ptr: tl.tensor,
     score_factor: float,
     cap_factor: float,
     window: int,
@@ -347,6 +356,7 @@ def _prefill_kernel(  # noqa: PLR0915 - one kernel is one function
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
     IS_EXACT: tl.constexpr,
 ) -> None:
     # Not within a condition: there a stride of 1, which Triton makes a constant, could not become a number.
@@ -413,7 +423,10 @@ def _prefill_kernel(  # noqa: PLR0915 - one kernel is one function
         key_strides = (key_stride_b, key_stride_t, key_stride_d)
         strides = key_strides + (value_stride_b, value_stride_t, value_stride_d, scale_stride)  # noqa: RUF005 - Triton's tuples
         bounds = (begin, seen, end)
-        factors = (score_factor, cap_factor, window)
+        slopes = 0.0
+        if HAS_SLOPES:
+            slopes = tl.load(slopes_ptr + first_head + heads, mask=row_mask, other=0.0) * 1.4426950408889634
+        factors = (score_factor, cap_factor, window, slopes)
         out_ptrs = out_ptr + (first_row * out_stride_n + first_head * out_stride_h)
         out_ptrs += (tokens * out_stride_n + heads * out_stride_h)[:, None] + columns[None, :]
         needed = True
@@ -425,6 +438,7 @@ def _prefill_kernel(  # noqa: PLR0915 - one kernel is one function
             _, total, accumulator = attend_tiles(
                 *(state, query, row_positions, first_position, columns, cache, strides, bounds, factors),
                 *(HEAD_DIM, CACHE_BLOCK, BLOCK_DIM, BLOCK_KV, WIDE, UPCAST, HAS_SCALES, HAS_WINDOW, HAS_SOFT_CAP),
+                HAS_SLOPES=HAS_SLOPES,
                 SKIPS_MASKS=True,
                 IS_EXACT=IS_EXACT,
             )
@@ -465,6 +479,7 @@ def prefill_variant(
             "table_rows_ptr": "*i64" if has_table_rows else "*i32",
             **dict.fromkeys(("key_scales_ptr", "value_scales_ptr"), "*fp32" if geometry.has_scales else "*i32"),
             "sinks_ptr": "*fp32" if options.sinks else "*i32",
+            "slopes_ptr": "*fp32" if options.slopes else "*i32",
             **dict.fromkeys(("score_factor", "cap_factor"), "fp32"),
             **dict.fromkeys(
                 ("window", *strides, *cache_strides, "table_stride", "scale_stride", "scale_stride_h"), "i32"
@@ -485,6 +500,7 @@ def prefill_variant(
             "HAS_WINDOW": options.window,
             "HAS_SOFT_CAP": options.soft_cap,
             "HAS_SINKS": options.sinks,
+            "HAS_SLOPES": options.slopes,
             "IS_EXACT": is_exact,
         },
         num_warps=row.warps,

@@ -115,19 +115,23 @@ class Options(NamedTuple):
     window: bool = False
     soft_cap: bool = False
     sinks: bool = False
+    slopes: bool = False
 
 
-def check_options(window: int | None, soft_cap: float | None, sinks: Tensor | None, num_heads: int) -> Options:
+def check_options(
+    window: int | None, soft_cap: float | None, sinks: Tensor | None, num_heads: int, slopes: Tensor | None = None
+) -> Options:
     """Check the options of attention, and return which of them are given."""
     if window is not None and window < 1:
         raise KernelArgumentError(f"window: expected at least 1 token, got {window}")
     if soft_cap is not None and not 0 < soft_cap < math.inf:
         raise KernelArgumentError(f"soft_cap: expected a finite number > 0, got {soft_cap}")
-    if sinks is not None:
-        check_dtype("sinks", sinks, (torch.float32,))
-        check_shape("sinks", sinks, (num_heads,), meaning="(num_heads,)")
-        check_last_stride("sinks", sinks)
-    return Options(window is not None, soft_cap is not None, sinks is not None)
+    for name, given in (("sinks", sinks), ("slopes", slopes)):
+        if given is not None:
+            check_dtype(name, given, (torch.float32,))
+            check_shape(name, given, (num_heads,), meaning="(num_heads,)")
+            check_last_stride(name, given)
+    return Options(window is not None, soft_cap is not None, sinks is not None, slopes is not None)
 
 
 def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:

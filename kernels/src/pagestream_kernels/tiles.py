@@ -110,6 +110,7 @@ def attend_tiles(  # noqa: PLR0912, PLR0915 - one loop is one function
     HAS_SCALES: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
     SKIPS_MASKS: tl.constexpr,
     IS_EXACT: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
@@ -124,7 +125,7 @@ def attend_tiles(  # noqa: PLR0912, PLR0915 - one loop is one function
         cache: pointers to the head's keys, values, their blocks' scales, and the sequence's block table.
         strides: of keys and of values by block, token and element; of the scales by block.
         bounds: begin and end of the tiles, and the first token that a row sees.
-        factors: of `score_factors`, and the window.
+        factors: of `score_factors`, the window, and with HAS_SLOPES (rows,) slopes of scores to base 2.
 
     A weight of 0 times an infinite value is a NaN, for a row that does not see the value, too. With IS_EXACT such
     values reach the rows that see them and no others; all else has the same bits as without.
@@ -138,7 +139,7 @@ def attend_tiles(  # noqa: PLR0912, PLR0915 - one loop is one function
     key_head_ptr, value_head_ptr, key_scales_ptr, value_scales_ptr, table_ptr = cache
     key_stride_b, key_stride_t, key_stride_d, value_stride_b, value_stride_t, value_stride_d, scale_stride = strides
     begin, seen, end = bounds
-    score_factor, cap_factor, window = factors
+    score_factor, cap_factor, window, slopes = factors
     column_mask = columns < HEAD_DIM
     # A tile's block is read one tile ahead: keys and values are then one load away, and their copies overlap.
     blocks = blocks_of(table_ptr, begin, seen, end, CACHE_BLOCK, BLOCK_KV)
@@ -163,6 +164,8 @@ def attend_tiles(  # noqa: PLR0912, PLR0915 - one loop is one function
         scores = ieee_dot(query, keys, UPCAST) * (score_factor * key_scale if HAS_SCALES else score_factor)
         if HAS_SOFT_CAP:
             scores = soft_capped(scores, cap_factor)
+        if HAS_SLOPES:
+            scores += slopes[:, None] * (positions[None, :] - row_positions[:, None]).to(tl.float32)
         if IS_EXACT or not SKIPS_MASKS:
             visible = positions[None, :] <= row_positions[:, None]
             if HAS_WINDOW:

@@ -69,6 +69,7 @@ FACTORS: Mapping[str, Sequence[Any]] = {
     "window": (None, 1, 5, 16, 37),
     "soft_cap": (None, 3.0),
     "sinks": (False, True),
+    "slopes": (False, True),
     "rotation": (None, "neox", "interleaved", "partial"),
     "norm": (None, "narrow", "wide"),
     "scale": (None, 0.3),
@@ -109,6 +110,8 @@ class Sequences:
         dtype = DTYPES[self.case["dtype"]]
         self.qkv = [torch.randn(length, *size, generator=generator).to(dtype) for length in self.lengths]
         self.sinks = torch.randn(num_heads, generator=generator) if self.case["sinks"] else None
+        slopes = torch.rand(num_heads, generator=torch.Generator().manual_seed(num_heads))
+        self.slopes = slopes if self.case.get("slopes") else None
         block_size = self.case["block_size"]
         counts = [-(-length // block_size) for length in self.lengths]
         if not self.pool:
@@ -130,7 +133,7 @@ class Sequences:
         case = self.case
         scale = case["scale"] or case["head_dim"] ** -0.5
         window, soft_cap = case["window"], case["soft_cap"]
-        return AttentionSpec(*case["heads"], case["head_dim"], scale, window, soft_cap, self.sinks)
+        return AttentionSpec(*case["heads"], case["head_dim"], scale, window, soft_cap, self.sinks, self.slopes)
 
     @cached_property
     def rotation(self) -> Rotation | None:
@@ -213,6 +216,8 @@ class Sequences:
         if self.spec.soft_cap is not None:
             scores = self.spec.soft_cap * torch.tanh(scores / self.spec.soft_cap)
         places = torch.arange(end)
+        if self.slopes is not None:
+            scores = scores + self.slopes.double()[:, None, None] * (places - places[:, None])
         hidden = places > places[:, None]
         if self.spec.window is not None:
             hidden |= places <= places[:, None] - self.spec.window
@@ -416,8 +421,9 @@ def test_a_layer_takes_heads_of_other_sizes_and_layouts(name: str, turns: bool, 
 @pytest.mark.parametrize("sinks", [torch.zeros(2), torch.zeros(4, dtype=torch.float16), torch.zeros(8)[::2]])
 def test_sinks_of_another_kind_are_refused(sinks: Tensor) -> None:
     backend = make_backend("torch", [CacheShape((0,), 2, 16, 8, torch.float32)])
-    with pytest.raises(ValueError, match=r"sinks: given .*, expected contiguous torch.float32 of shape \(4,\)"):
-        PagedAttention(backend, 0, AttentionSpec(4, 2, 16, 0.25, sinks=sinks))
+    for name in ("sinks", "slopes"):
+        with pytest.raises(ValueError, match=rf"{name}: given .*, expected contiguous torch.float32 of shape \(4,\)"):
+            PagedAttention(backend, 0, AttentionSpec(4, 2, 16, 0.25, **{name: sinks}))
 
 
 # -- bits ---------------------------------------------------------------------------------------------------------
@@ -458,6 +464,7 @@ LONG_OPTIONS = {
     "window": (None, 20, 300),
     "soft_cap": (None, 3.0),
     "sinks": (False, True),
+    "slopes": (False, True),
 }
 LONG_SHAPE = {"head_dim": 80, "block_size": 16, "rotation": None}
 EXACT_OPTIONS = pairwise(
@@ -467,6 +474,7 @@ EXACT_OPTIONS = pairwise(
         "window": (None, 1, 20),
         "soft_cap": (None, 3.0),
         "sinks": (False, True),
+        "slopes": (False, True),
     }
 )
 
@@ -584,6 +592,22 @@ def test_norms(case: Case) -> None:
 
 
 @each_operator
+def test_layer_norms(case: Case) -> None:
+    operators, dtype, (rows, dim) = operators_of(case), case["dtype"], case["shape"]
+    x, residual = (5.0 + torch.randn(2, rows, dim)).to(dtype).unbind(0)
+    for bias in (None, torch.randn(dim).to(dtype)):
+        weight = torch.randn(dim).to(dtype)
+        of_double = (weight.double(), None if bias is None else bias.double(), EPS)
+        assert_near(operators.layer_norm(x, weight, bias, EPS), F.layer_norm(x.double(), (dim,), *of_double))
+        normed_sum, total = operators.add_layer_norm(x.clone(), residual.clone(), weight, bias, EPS)
+        assert_near(total, x.double() + residual.double())
+        assert_near(normed_sum, F.layer_norm(total.double(), (dim,), *of_double))
+    heads, weight, bias = torch.randn(rows, 7, dim).to(dtype)[:, 2:5], *torch.randn(2, 3, dim).to(dtype).unbind(0)
+    expected = F.layer_norm(heads.double(), (dim,), eps=EPS) * weight.double() + bias.double()
+    assert_near(operators.layer_norm(heads, weight, bias, EPS), expected)
+
+
+@each_operator
 def test_gated_activations(case: Case) -> None:
     operators, dtype, (rows, dim) = operators_of(case), case["dtype"], case["shape"]
     gate_up = torch.cat((torch.randn(rows, dim) * 6, torch.randn(rows, dim)), dim=1).to(dtype)
@@ -591,6 +615,9 @@ def test_gated_activations(case: Case) -> None:
     assert_near(operators.silu_and_mul(gate_up), F.silu(gate) * up)
     assert_near(operators.gelu_and_mul(gate_up, tanh=False), F.gelu(gate) * up)
     assert_near(operators.gelu_and_mul(gate_up, tanh=True), F.gelu(gate, approximate="tanh") * up)
+    for activation, expected in (("silu", F.silu(gate)), ("gelu", F.gelu(gate))):
+        assert_near(operators.activate(gate.to(dtype), activation), expected)
+    assert_near(operators.activate(gate.to(dtype), "gelu_tanh"), F.gelu(gate, approximate="tanh"))
 
 
 @pytest.mark.parametrize("name", EXACT)

@@ -106,12 +106,13 @@ def _tables() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _options(case: Case, num_heads: int) -> dict[str, Any]:
-    wanted = {"none": "", "window": "w", "all": "wcs"}[case["options"]]
+    wanted = {"none": "", "window": "w", "slopes": "l", "all": "wcs"}[case["options"]]
     return {
         "scale": 0.1,
         "window": 17 if "w" in wanted else None,
         "soft_cap": 30.0 if "c" in wanted else None,
         "sinks": torch.zeros(num_heads) if "s" in wanted else None,
+        "slopes": torch.zeros(num_heads) if "l" in wanted else None,
     }
 
 

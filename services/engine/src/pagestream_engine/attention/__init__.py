@@ -1,6 +1,7 @@
 """What a model computes between its matrix products: KV store, attention and operators, for each kind of device."""
 
 from pagestream_engine.attention.base import (
+    Activation,
     Angles,
     AttentionBatch,
     AttentionSpec,
@@ -17,6 +18,7 @@ from pagestream_engine.attention.base import (
 from pagestream_engine.attention.select import prefers_triton, select_backend
 
 __all__ = [
+    "Activation",
     "Angles",
     "AttentionBatch",
     "AttentionSpec",

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -60,6 +60,10 @@ class HeadNorm:
     eps: float
 
 
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+"""Of an MLP; `gelu_tanh` is gelu by its tanh formula."""
+
+
 class Operators(ABC):
     """One backend's small steps. Results are rounded to the dtype of the arguments; sums are taken in float32."""
 
@@ -82,6 +86,26 @@ class Operators(ABC):
     @abstractmethod
     def gelu_and_mul(self, gate_up: Tensor, *, tanh: bool) -> Tensor:
         """As `silu_and_mul` with gelu (Hendrycks and Gimpel 2016, arXiv:1606.08415), exact or by its tanh formula."""
+
+    @abstractmethod
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """(x - mean(x)) / deviation(x) * weight + bias over the last dimension (Ba et al. 2016, arXiv:1607.06450).
+
+        Args:
+            x: (..., size), contiguous but for the first of three dimensions.
+            weight: (size,), or (heads, size) for x (tokens, heads, size).
+            bias: as `weight`; None: 0.
+        """
+
+    @abstractmethod
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """The norm of `x + residual`, and that sum; both arguments may be overwritten."""
+
+    @abstractmethod
+    def activate(self, x: Tensor, activation: Activation) -> Tensor:
+        """Apply an activation to each element; x may be overwritten."""
 
     def angles(self, rotation: Rotation, positions: Tensor) -> Angles:
         """Return a rotation at a step's positions, (tokens,) int64."""
@@ -394,6 +418,9 @@ class AttentionSpec:
     """Bound c of the scores, which become c * tanh(score / c) (Gemma 2)."""
     sinks: Tensor | None = None
     """(num_heads,) float32: a score of each head that takes part in the softmax and has no value (GPT-OSS)."""
+    slopes: Tensor | None = None
+    """(num_heads,) float32: what a score of each head loses with every token between query and key, after the soft cap
+    (ALiBi, Press et al. 2021, arXiv:2108.12409)."""
 
 
 class DeviceLengths(NamedTuple):
@@ -510,16 +537,16 @@ class Attention(ABC, Generic[MetadataT]):
 
         Raises:
             ConfigError: this backend can't run it.
-            ValueError: no backend can: its sinks are not as `AttentionSpec` says.
+            ValueError: no backend can: its sinks or slopes are not as `AttentionSpec` says.
         """
-        sinks = spec.sinks
-        if sinks is None:
-            return
-        if sinks.dtype != torch.float32 or sinks.shape != (spec.num_heads,) or not sinks.is_contiguous():
-            raise ValueError(
-                f"sinks: given {sinks.dtype} of shape {tuple(sinks.shape)} and strides {sinks.stride()}, expected "
-                f"contiguous torch.float32 of shape ({spec.num_heads},)"
-            )
+        for name, given in (("sinks", spec.sinks), ("slopes", spec.slopes)):
+            if given is None:
+                continue
+            if given.dtype != torch.float32 or given.shape != (spec.num_heads,) or not given.is_contiguous():
+                raise ValueError(
+                    f"{name}: given {given.dtype} of shape {tuple(given.shape)} and strides {given.stride()}, expected "
+                    f"contiguous torch.float32 of shape ({spec.num_heads},)"
+                )
 
     @abstractmethod
     def prepare(self, batch: AttentionBatch, block_size: int) -> MetadataT:

@@ -17,6 +17,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own habit
 from torch import Tensor
 
 from pagestream_engine.attention.base import (
+    Activation,
     Angles,
     Attention,
     AttentionBatch,
@@ -99,7 +100,7 @@ class TorchAttention(Attention[TorchMetadata]):
     def _attend_chunk(self, layer: int, query: Tensor, spec: AttentionSpec, chunk: PrefillChunk) -> Tensor:
         key, value = (_in_order(rows, chunk)[None] for rows in self.store.gather(layer, chunk.blocks))
         query = query.transpose(0, 1)[None]
-        if spec.soft_cap is None and spec.sinks is None:
+        if spec.soft_cap is None and spec.sinks is None and spec.slopes is None:
             causal = chunk.mask is None
             output = F.scaled_dot_product_attention(
                 query, key, value, attn_mask=chunk.mask, is_causal=causal, scale=spec.scale, enable_gqa=True
@@ -117,7 +118,8 @@ class TorchAttention(Attention[TorchMetadata]):
         values = reads.clear_hidden(gathered.values).view(-1, size, dim)
         queries = query.reshape(len(query), -1).index_select(0, reads.owners).view(-1, group, dim)
         scores = torch.bmm(queries, keys.transpose(1, 2)).view(used, num_kv_heads, group, size)
-        scores = capped(scores.float().mul_(spec.scale), spec).masked_fill_(reads.hidden, -torch.inf)
+        scores = capped(scores.float().mul_(spec.scale), spec)
+        scores = sloped(scores, spec, reads.distances).masked_fill_(reads.hidden, -torch.inf)
         largest = reads.largest(scores.amax(-1))
         sinks = None if spec.sinks is None else spec.sinks.view(num_kv_heads, group)
         if sinks is not None:
@@ -136,11 +138,22 @@ def capped(scores: Tensor, spec: AttentionSpec) -> Tensor:
     return scores if spec.soft_cap is None else scores.div_(spec.soft_cap).tanh_().mul_(spec.soft_cap)
 
 
+def sloped(scores: Tensor, spec: AttentionSpec, distances: Tensor) -> Tensor:
+    """Let (used, num_kv_heads, group, block_size) scores fall by the layer's slopes, in place."""
+    if spec.slopes is None:
+        return scores
+    slopes = spec.slopes.view(scores.shape[1], -1, 1)
+    return scores.sub_(slopes * distances[:, None, None].float())
+
+
 def _attend_with_options(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask: Tensor | None) -> Tensor:
-    """As `scaled_dot_product_attention`, with soft cap and sinks; query (1, num_heads, tokens, head_dim)."""
+    """As `scaled_dot_product_attention`, with soft cap, slopes and sinks; query (1, num_heads, tokens, head_dim)."""
     group, tokens = spec.num_heads // spec.num_kv_heads, query.shape[2]
     key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
     scores = capped((query @ key.transpose(-1, -2)).float().mul_(spec.scale), spec)
+    if spec.slopes is not None:  # the last key is the last query's own
+        places = torch.arange(key.shape[2], device=query.device)
+        scores.sub_(spec.slopes[:, None, None] * (places[-tokens:, None] - places).float())
     if mask is None:
         mask = torch.ones(tokens, key.shape[2], dtype=torch.bool, device=query.device).tril_()
     scores.masked_fill_(~mask, -torch.inf)
@@ -201,6 +214,8 @@ class BlockReads:
     """(used, 1, 1, block_size) bool: tokens of the block that its owner does not see."""
     partial: Tensor
     """(rows,) int64: the rows with a hidden token."""
+    distances: Tensor
+    """(used, block_size) int64: tokens between each of the block's and its owner."""
     num_owners: int
 
     def clear_hidden(self, rows: Tensor) -> Tensor:
@@ -238,7 +253,8 @@ def plan_reads(positions: Tensor, tables: Tensor, block_size: int, window: int |
     places = starts[columns, None] + torch.arange(block_size, device=tables.device)
     hidden = (places >= ends[owners]) | (places < begins[owners])
     partial = hidden.any(dim=1).nonzero().squeeze(1)
-    return BlockReads(tables[used].long(), owners, hidden[:, None, None], partial, len(positions))
+    distances = ends[owners] - 1 - places
+    return BlockReads(tables[used].long(), owners, hidden[:, None, None], partial, distances, len(positions))
 
 
 class TorchOperators(Operators):
@@ -263,6 +279,22 @@ class TorchOperators(Operators):
     def gelu_and_mul(self, gate_up: Tensor, *, tanh: bool) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.gelu(gate, approximate="tanh" if tanh else "none").mul_(up)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        if weight.dim() == 1:
+            return F.layer_norm(x, weight.shape, weight, bias, eps)
+        return _scaled(F.layer_norm(x.float(), x.shape[-1:], eps=eps), weight, bias, x.dtype)
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        total = x.add_(residual)
+        return self.layer_norm(total, weight, bias, eps), total
+
+    def activate(self, x: Tensor, activation: Activation) -> Tensor:
+        if activation == "silu":
+            return F.silu(x)
+        return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
     def angles(self, rotation: Rotation, positions: Tensor) -> Angles:
         cos, sin = rotation.cos_sin[positions].to(self._dtype).unsqueeze(1).chunk(2, dim=-1)
@@ -292,6 +324,12 @@ class TorchOperators(Operators):
 def weighted(normed: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Round `normed`, in float32, to `dtype` and multiply; or the other way round with a weight in float32."""
     return normed.to(dtype) * weight if weight.dtype == dtype else (normed * weight).to(dtype)
+
+
+def _scaled(normed: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Multiply `normed`, in float32, and add, before it is rounded to `dtype`."""
+    scaled = normed * weight.float()
+    return (scaled if bias is None else scaled + bias.float()).to(dtype)
 
 
 def _partners(x: Tensor, rotation: Rotation) -> Tensor:
@@ -356,7 +394,8 @@ class DeterministicTorchAttention(Attention[DeterministicTorchMetadata]):
         keys, values = (reads.clear_hidden(each).view(-1, size, dim) for each in gathered)
         queries = query.reshape(len(query), -1).index_select(0, reads.owners).view(-1, group, dim)
         scores = _products(queries, keys, transpose=True).view(used, num_kv_heads, group, size).float()
-        scores = _capped(scores.mul_(spec.scale), spec).masked_fill_(reads.hidden, -torch.inf)
+        scores = sloped(_capped(scores.mul_(spec.scale), spec), spec, reads.distances)
+        scores = scores.masked_fill_(reads.hidden, -torch.inf)
         largest = reads.largest(scores.amax(-1))
         sinks = None if spec.sinks is None else spec.sinks.view(num_kv_heads, group)
         if sinks is not None:
@@ -403,20 +442,30 @@ class DeterministicTorchOperators(TorchOperators):
         mean = tree_sum(wide.square()).div_(x.shape[-1]).add_(eps)
         return weighted(wide / mean.sqrt_().unsqueeze(-1), weight, x.dtype)
 
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        wide = x.float()
+        wide = wide - tree_sum(wide).div_(x.shape[-1]).unsqueeze(-1)
+        variance = tree_sum(wide.square()).div_(x.shape[-1]).add_(eps)
+        return _scaled(wide / variance.sqrt_().unsqueeze(-1), weight, bias, x.dtype)
+
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        wide = gate.float()
-        return (wide / exponential(-wide).add_(1.0)).to(gate.dtype).mul_(up)
+        return self.activate(gate, "silu").mul_(up)
 
     def gelu_and_mul(self, gate_up: Tensor, *, tanh: bool) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        wide = gate.float()
-        if tanh:
+        return self.activate(gate, "gelu_tanh" if tanh else "gelu").mul_(up)
+
+    def activate(self, x: Tensor, activation: Activation) -> Tensor:
+        wide = x.float()
+        if activation == "silu":
+            return (wide / exponential(-wide).add_(1.0)).to(x.dtype)
+        if activation == "gelu_tanh":
             inner = (wide * wide * wide).mul_(_GELU_CUBIC).add_(wide).mul_(_GELU_FACTOR)
             share = hyperbolic_tangent(inner)
         else:
             share = error_function(wide * _SQRT_HALF)
-        return share.add_(1.0).mul_(wide).mul_(0.5).to(gate.dtype).mul_(up)
+        return share.add_(1.0).mul_(wide).mul_(0.5).to(x.dtype)
 
     def _turned(self, x: Tensor, partners: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return x * cos + partners * sin

@@ -158,6 +158,7 @@ class TritonAttention(Attention[TritonMetadata]):
             "window": spec.window,
             "soft_cap": spec.soft_cap,
             "sinks": spec.sinks,
+            "slopes": spec.slopes,
         }
         end = 0
         if metadata.prefill is not None:

@@ -15,13 +15,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own habit
 from torch import Tensor
 
-from pagestream_engine.attention.base import host_tensor
+from pagestream_engine.attention.base import Activation, host_tensor
 from pagestream_engine.cpu import find_library, read_cpuinfo
 from pagestream_engine.errors import InvariantViolation, NativeBuildError
 from pagestream_engine.layers.native.levels import PREBUILT, LinearLevel, library_for, usable_levels
@@ -80,10 +80,6 @@ class Linear:
 
 
 _PACK_ROWS = 64  # the row count that the packed layout is chosen for; a typical decode batch
-
-
-Activation = Literal["silu", "gelu", "gelu_tanh"]
-"""Of a gated MLP's gates; `gelu_tanh` is gelu by its tanh formula."""
 
 
 class LinearMethod(ABC):

@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own habit
 from torch import Tensor
 
+from pagestream_engine.attention import Activation
 from pagestream_engine.layers.linear import (
     EPILOGUES,
     PANEL_MEMORY,
-    Activation,
     LinearMethod,
     PackedGroup,
     load_level,

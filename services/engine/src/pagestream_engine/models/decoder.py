@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own habit
 from torch import Tensor
 
-from pagestream_engine.attention import Angles, HeadNorm, Operators, Rotation, StepContext
+from pagestream_engine.attention import Activation, Angles, HeadNorm, Operators, Rotation, StepContext
 from pagestream_engine.errors import InvariantViolation, ModelFileError, UnsupportedModel
 from pagestream_engine.layers.attention import PagedAttention
-from pagestream_engine.layers.linear import Activation, Linear
-from pagestream_engine.layers.mlp import Mlp, RmsNorm
+from pagestream_engine.layers.linear import Linear
+from pagestream_engine.layers.mlp import Mlp, Norm, RmsNorm
 from pagestream_engine.layers.rope import ROPE_KINDS, Rope
 from pagestream_engine.models.config import ConfigFile, ModelInfo
 from pagestream_engine.models.model import Model
@@ -30,6 +30,8 @@ _ACTIVATIONS: Mapping[str, Activation] = {
     "swish": "silu",
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
 }
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -38,7 +40,8 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 class LayerConfig:
     """What differs between the layers of one model."""
 
-    rope: Rope
+    rope: Rope | None
+    """None: query and key are not rotated."""
     window: int | None = None
     """Most tokens that a query token sees, itself included; None: all."""
     is_sparse: bool = False
@@ -84,6 +87,20 @@ class DecoderConfig:
     logit_scale: float | None = None
     """Factor of the logits, before their bound; None is 1."""
     experts: ExpertsConfig | None = None
+    slopes: tuple[float, ...] | None = None
+    """Of each head: `AttentionSpec.slopes`."""
+    is_parallel: bool = False
+    """Whether a layer's MLP takes what its attention takes, in place of what comes of that."""
+    num_norms: int = 2
+    """Of a layer; 1 for attention and MLP that are parallel and take the same."""
+    normed_residual: bool = False
+    """Whether what is added to the residual is added to its norm."""
+    qk_norm: Literal["head", "all heads"] | None = None
+    """What each layer norm of query, and of key, is of; None: there are none."""
+    qkv_bound: float | None = None
+    """Largest magnitude of elements of query, key and value; None: any."""
+    padding_token: int = 0
+    """Row that is 0 in a table of positions that is computed (XGLM)."""
 
     @property
     def query_size(self) -> int:
@@ -230,16 +247,26 @@ class SelfAttention:
     """Query, key and value projections as one, rows in this order."""
     output: Linear
     attention: PagedAttention
-    rotation: Rotation
+    rotation: Rotation | None
     norm: HeadNorm | None = None
     """Of query and key, where the family has one."""
+    layer_norms: tuple[Norm, Norm] | None = None
+    """Of query and key (tokens, heads, head_dim), where the family has such."""
+    bound: float | None = None
+    """Largest magnitude of what is projected."""
 
     def attend(self, x: Tensor, step: DecoderStep) -> Tensor:
         """(tokens, hidden_size) -> (tokens, query_size), before the output projection."""
         spec = self.attention.spec
-        heads = self.qkv(x).view(x.shape[0], -1, spec.head_dim)
+        projected = self.qkv(x)
+        if self.bound is not None:
+            projected = projected.clamp_(-self.bound, self.bound)
+        heads = projected.view(x.shape[0], -1, spec.head_dim)
         query, key, value = heads.tensor_split((spec.num_heads, spec.num_heads + spec.num_kv_heads), dim=1)
-        return self.attention(query, key, value, step.context, step.angles[self.rotation], norm=self.norm)
+        if self.layer_norms is not None:
+            query, key = self.layer_norms[0](query), self.layer_norms[1](key)
+        angles = None if self.rotation is None else step.angles[self.rotation]
+        return self.attention(query, key, value, step.context, angles, norm=self.norm)
 
 
 class DecoderLayer(Protocol):
@@ -273,8 +300,8 @@ class PreNormLayer:
 
     attention: SelfAttention
     mlp: Mlp
-    input_norm: RmsNorm
-    post_norm: RmsNorm
+    input_norm: Norm
+    post_norm: Norm
 
     def forward(
         self, x: Tensor | None, residual: Tensor, step: DecoderStep, wanted: Tensor | None
@@ -286,6 +313,50 @@ class PreNormLayer:
             x, residual = x[wanted], residual[wanted]
         x, residual = self.post_norm.add(self.attention.output(x), residual)
         return self.mlp(x), residual
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelLayer:
+    """Attention and MLP of the same tokens, added up (Wang and Komatsuzaki 2021, GPT-J)."""
+
+    attention: SelfAttention
+    mlp: Mlp
+    input_norm: Norm
+    mlp_norm: Norm | None
+    """Before the MLP; None: it takes what attention takes."""
+
+    def forward(
+        self, x: Tensor | None, residual: Tensor, step: DecoderStep, wanted: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """As `DecoderLayer.forward`."""
+        normed, residual = add_and_norm(self.input_norm, x, residual)
+        x = self.attention.attend(normed, step)
+        if wanted is not None:
+            x, residual, normed = x[wanted], residual[wanted], normed[wanted]
+        x = self.attention.output(x)
+        return x.add_(self.mlp(normed if self.mlp_norm is None else self.mlp_norm(residual))), residual
+
+
+@dataclass(frozen=True, slots=True)
+class NormedResidualLayer:
+    """Norms before attention and MLP, whose results are added to what they take (BLOOM, with
+    `apply_residual_connection_post_layernorm`)."""
+
+    attention: SelfAttention
+    mlp: Mlp
+    input_norm: Norm
+    post_norm: Norm
+
+    def forward(
+        self, x: Tensor | None, residual: Tensor, step: DecoderStep, wanted: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """As `DecoderLayer.forward`."""
+        residual, _ = add_and_norm(self.input_norm, x, residual)
+        x = self.attention.attend(residual, step)
+        if wanted is not None:
+            x, residual = x[wanted], residual[wanted]
+        residual, _ = self.post_norm.add(self.attention.output(x), residual)
+        return self.mlp(residual), residual
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,6 +405,21 @@ class OffloadedLayer:
         return result
 
 
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What becomes of a token's embedding before the first layer."""
+
+    positions: Tensor | None = None
+    """(positions, hidden_size): added, by the token's place in its sequence."""
+    norm: Norm | None = None
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        """(tokens, hidden_size) -> the same shape; `positions` is (tokens,) int64."""
+        if self.positions is not None:
+            x = x + F.embedding(positions, self.positions)
+        return x if self.norm is None else self.norm(x)
+
+
 class DecoderModel(Model):
     """The forward pass of the fused families. Weights come from the loader, small steps from the backend.
 
@@ -349,10 +435,11 @@ class DecoderModel(Model):
         config: DecoderConfig,
         parameters: Parameters,
         layers: Mapping[int, DecoderLayer],
-        norm: RmsNorm | None,
+        norm: Norm | None,
         operators: Operators,
         *,
         stage: Stage = ONE_STAGE,
+        entry: Entry | None = None,
     ) -> None:
         """Take the parameters `embedding` and `head`, and the layers that a family has built.
 
@@ -361,6 +448,7 @@ class DecoderModel(Model):
             layers: of the stage by their indices, in order, at least one.
             norm: before the head; None for a stage that is not the last one.
             stage: that this process has.
+            entry: of the first stage; None: embeddings go to the first layer as they are.
         """
         super().__init__(config.info)
         self.config = config
@@ -383,14 +471,16 @@ class DecoderModel(Model):
         self._head = parameters.linear("head") if stage.is_last else None
         self._parameters = parameters
         self._operators = operators
-        self._rotations = {layer.attention.rotation for layer in layers.values()}
+        self._entry = entry
+        rotations = {layer.attention.rotation for layer in layers.values()}
+        self._rotations = [rotation for rotation in rotations if rotation is not None]
 
     def forward(self, token_ids: Tensor, wanted: Tensor, context: StepContext) -> Tensor:
         step = DecoderStep(
             context,
             {rotation: self._operators.angles(rotation, context.positions) for rotation in self._rotations},
         )
-        x, residual = self._begin(token_ids)
+        x, residual = self._begin(token_ids, context.positions)
         stage = self._stage
         for layer in self.layers:
             is_last = stage.is_last and layer is self.layers[-1]
@@ -404,13 +494,15 @@ class DecoderModel(Model):
             return residual[:0]
         return x.add_(residual)
 
-    def _begin(self, token_ids: Tensor) -> tuple[Tensor | None, Tensor]:
+    def _begin(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor | None, Tensor]:
         """Return what the first layer gets."""
         if self._embedding is None:
             x, residual = self._stage.receive((2, len(token_ids), self.config.hidden_size))
             return x, residual
         residual = F.embedding(token_ids, self._embedding)
-        return None, residual if self._embedding_scale is None else residual * self._embedding_scale
+        if self._embedding_scale is not None:
+            residual = residual * self._embedding_scale
+        return None, residual if self._entry is None else self._entry(residual, positions)
 
     def logits(self, hidden: Tensor) -> Tensor:
         if self._head is None:
@@ -440,6 +532,6 @@ class DecoderModel(Model):
         return self._parameters.num_bytes()
 
 
-def add_and_norm(norm: RmsNorm, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+def add_and_norm(norm: Norm, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
     """The norm of `x + residual`, and that sum; None counts as zero."""
     return (norm(residual), residual) if x is None else norm.add(x, residual)

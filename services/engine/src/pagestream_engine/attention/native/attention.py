@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from pagestream_engine.attention.base import (
+    Activation,
     Angles,
     Attention,
     AttentionBatch,
@@ -170,6 +171,17 @@ class NativeOperators(DeterministicTorchOperators):
     def gelu_and_mul(self, gate_up: Tensor, *, tanh: bool) -> Tensor:
         return self._kernels.gate_and_mul("gelu_tanh_and_mul" if tanh else "gelu_and_mul", gate_up)
 
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return self._kernels.layer_norm(x, weight, bias, eps)
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return self._kernels.layer_norm(x, weight, bias, eps, residual=residual), residual
+
+    def activate(self, x: Tensor, activation: Activation) -> Tensor:
+        return self._kernels.activate(x, activation)
+
     def angles(self, rotation: Rotation, positions: Tensor) -> Angles:
         # The store looks them up in the rotation's table as it writes.
         return Angles(rotation, positions)
@@ -218,7 +230,7 @@ class PagedLayer(NamedTuple):
     tables: Tensor
     """(rows, most blocks) int32, rows contiguous."""
     spec: AttentionSpec
-    """Its sinks, if any, float32 on the CPU and contiguous."""
+    """Its sinks and slopes, if any, float32 on the CPU and contiguous."""
     scales: LayerScales | None = None
     """Of a cache of float8."""
 
@@ -238,8 +250,10 @@ class NativeKernels:
         self._rms_norm = bind("rms_norm", *[_P] * 4, _B, _F, *[_N] * 5)
         gated = ("silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul")
         self._gated = {name: bind(name, *[_P] * 2, *[_N] * 2) for name in gated}
+        self._layer_norm = bind("layer_norm", *[_P] * 5, _F, *[_N] * 6)
+        self._activate = {name: bind(name, *[_P] * 2, *[_N] * 2) for name in ("silu", "gelu", "gelu_tanh")}
         self._rope_and_cache = bind("rope_and_cache", *[_P] * 7, _B, _F, _P, _N, _B, *[_P] * 4, *[_N] * 9)
-        self._attention = bind("attention", *[_P] * 6, _N, _P, *[_N] * 6, _F, _F, _N, _P, _P, _N)
+        self._attention = bind("attention", *[_P] * 6, _N, _P, *[_N] * 6, _F, _F, _N, *[_P] * 3, _N)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """(..., dim) of at most three dimensions -> the same shape, contiguous; `weight` is x's dtype or float32."""
@@ -281,6 +295,37 @@ class NativeKernels:
             torch.get_num_threads(),
         )
         return out
+
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, residual: Tensor | None = None
+    ) -> Tensor:
+        """As `Operators.layer_norm`; a residual, contiguous as x, has x added in place before."""
+        rows = x if x.dim() == 3 else x.unsqueeze(0)
+        if rows.stride(2) != 1:
+            rows = rows.contiguous()
+        outer, inner, dim = rows.shape
+        out = torch.empty(x.shape, dtype=x.dtype)
+        self._layer_norm(
+            out.data_ptr(),
+            rows.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            eps,
+            outer,
+            inner,
+            rows.stride(0),
+            rows.stride(1),
+            dim,
+            0 if weight.dim() == 1 else dim,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def activate(self, x: Tensor, activation: Activation) -> Tensor:
+        """Apply an activation to (rows, dim) contiguous, in place."""
+        self._activate[activation](x.data_ptr(), x.data_ptr(), *x.shape, torch.get_num_threads())
+        return x
 
     def gate_and_mul(self, kernel: str, gate_up: Tensor) -> Tensor:
         """(rows, 2 * dim) contiguous -> (rows, dim), by silu_and_mul, gelu_and_mul or gelu_tanh_and_mul."""
@@ -346,6 +391,7 @@ class NativeKernels:
             spec.soft_cap or 0.0,
             spec.window or _NO_WINDOW,
             None if spec.sinks is None else spec.sinks.data_ptr(),
+            None if spec.slopes is None else spec.slopes.data_ptr(),
             tiles.data_ptr(),
             tiles.shape[0],
             torch.get_num_threads(),

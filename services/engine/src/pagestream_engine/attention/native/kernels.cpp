@@ -267,7 +267,73 @@ void rms_norm(T* out, const T* x, T* residual, const Norm<T>& norm, int64_t oute
   }
 }
 
-// -- activation(gate) * up --
+// -- layer norm --
+
+template <typename T>
+void layer_norm_row(T* out, const T* x, T* residual, const T* weight, const T* bias, int64_t dim, float eps) {
+  const int64_t whole = dim / W * W;
+  Vec total = splat(0.0f), squares = splat(0.0f);
+  float rest = 0.0f, rest_squares = 0.0f;
+  for (int64_t i = 0; i < whole; i += W) {
+    Vec value = load(x + i);
+    if (residual) {
+      store(residual + i, value + load(residual + i));
+      value = load(residual + i);
+    }
+    total += value;
+  }
+  for (int64_t i = whole; i < dim; ++i) {
+    float value = widen(x[i]);
+    if (residual) {
+      store(residual + i, value + widen(residual[i]));
+      value = widen(residual[i]);
+    }
+    rest += value;
+  }
+  const T* from = residual ? residual : x;
+  const float mean = (sum(total) + rest) / float(dim);
+  for (int64_t i = 0; i < whole; i += W) {
+    const Vec value = load(from + i) - mean;
+    squares += value * value;
+  }
+  for (int64_t i = whole; i < dim; ++i) rest_squares += (widen(from[i]) - mean) * (widen(from[i]) - mean);
+  const float factor = 1.0f / std::sqrt((sum(squares) + rest_squares) / float(dim) + eps);
+  for (int64_t i = 0; i < whole; i += W) {
+    const Vec normed = (load(from + i) - mean) * factor * load(weight + i);
+    store(out + i, bias ? normed + load(bias + i) : normed);
+  }
+  for (int64_t i = whole; i < dim; ++i) {
+    const float normed = (widen(from[i]) - mean) * factor * widen(weight[i]);
+    store(out + i, bias ? normed + widen(bias[i]) : normed);
+  }
+}
+
+// Weights and biases of inner row r begin at r * weight_stride.
+template <typename T>
+void layer_norm(T* out, const T* x, T* residual, const T* weight, const T* bias, float eps, int64_t outer, int64_t inner,
+                int64_t outer_stride, int64_t inner_stride, int64_t dim, int64_t weight_stride, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (outer * inner * dim > 16384)
+  for (int64_t row = 0; row < outer * inner; ++row) {
+    const int64_t from = row / inner * outer_stride + row % inner * inner_stride;
+    const int64_t own = row % inner * weight_stride;
+    layer_norm_row(out + row * dim, x + from, residual ? residual + from : nullptr, weight + own,
+                   bias ? bias + own : nullptr, dim, eps);
+  }
+}
+
+// -- activation(x), and activation(gate) * up --
+
+template <Activation A, typename T>
+void activate(T* out, const T* x, int64_t rows, int64_t dim, int threads) {
+  const int64_t whole = dim / W * W;
+#pragma omp parallel for num_threads(threads) schedule(static) if (rows * dim > 16384)
+  for (int64_t row = 0; row < rows; ++row) {
+    const T* from = x + row * dim;
+    T* to = out + row * dim;
+    for (int64_t i = 0; i < whole; i += W) store(to + i, activated<A>(load(from + i)));
+    for (int64_t i = whole; i < dim; ++i) store(to + i, activated<A>(widen(from[i])));
+  }
+}
 
 template <Activation A, typename T>
 void gate_and_mul(T* out, const T* gate_up, int64_t rows, int64_t dim, int threads) {
@@ -498,11 +564,11 @@ struct Half {
   const float* scales;  // of float8
 };
 
-// An AttentionSpec: no soft cap is 0, no window is the largest number, no sinks are null.
+// An AttentionSpec: no soft cap is 0, no window is the largest number, no sinks and no slopes are null.
 struct Options {
   float scale, soft_cap;
   int64_t window;
-  const float* sinks;
+  const float *sinks, *slopes;
 
   // The first token that the query token before `end` sees.
   int64_t begin(int64_t end) const { return end > window ? end - window : 0; }
@@ -835,14 +901,22 @@ struct Reduced {
   float largest, sum;
 };
 
+// Lets one row's scores fall by `slope` with each token between them and its own, `own` tokens behind the first.
+inline void let_fall(float* scores, int64_t width, float slope, int64_t own) {
+  Vec distance;
+  for (int64_t t = 0; t < W; ++t) distance[t] = float(own - t);
+  for (int64_t i = 0; i < width; i += W) store(scores + i, load(scores + i) - (distance - float(i)) * slope);
+}
+
 // Weights of one row's scores, of which [lo, hi) of `width`, a multiple of 16, are visible; the others get none.
 // Never inlined, as `fold`: the same instructions must reduce each row.
 template <typename M>
 __attribute__((noinline)) Reduced soften(float* scores, typename M::Weight* weights, int64_t lo, int64_t hi,
-                                         int64_t width, float soft_cap) {
+                                         int64_t width, float soft_cap, float slope, int64_t own) {
   if (soft_cap != 0.0f)
     for (int64_t i = 0; i < width; i += W)
       store(scores + i, hyperbolic_tangent(load(scores + i) / soft_cap) * soft_cap);
+  if (slope != 0.0f) let_fall(scores, width, slope, own);
   std::fill(scores, scores + lo, -INFINITY);
   std::fill(scores + hi, scores + width, -INFINITY);
   Vec most = load(scores), total = splat(0.0f);
@@ -1052,9 +1126,10 @@ class Attention {
       const int64_t visible = tile.position + row % each / cache.group() + 1, hidden = options.begin(visible);
       const int64_t hi = std::min(visible - origin, width), lo = std::min(std::max<int64_t>(hidden - origin, 0), width);
       scratch.parts[row] = Reduced{-INFINITY, 0.0f};
+      const float slope = options.slopes ? options.slopes[head_of(task, row)] : 0.0f;
       if (lo < hi)
-        scratch.parts[row] =
-            soften<M>(scores + row * width, weights + row * width, lo, hi, width, options.soft_cap);
+        scratch.parts[row] = soften<M>(scores + row * width, weights + row * width, lo, hi, width, options.soft_cap,
+                                       slope, visible - 1 - origin);
       else
         std::memset((void*)(weights + row * width), 0, width * sizeof *weights);
     }
@@ -1134,6 +1209,21 @@ static_assert(PAGESTREAM_HEAD_DIM % W == 0, "head_dim must be a multiple of 16")
     const Norm<T> norm{weight, is_wide, eps};                                                                          \
     rms_norm(out, x, residual, norm, outer, inner, outer_stride, inner_stride, dim, threads);                          \
   }                                                                                                                    \
+  void layer_norm_##NAME(T* out, const T* x, T* residual, const T* weight, const T* bias, float eps, int64_t outer,    \
+                         int64_t inner, int64_t outer_stride, int64_t inner_stride, int64_t dim,                       \
+                         int64_t weight_stride, int threads) {                                                         \
+    layer_norm(out, x, residual, weight, bias, eps, outer, inner, outer_stride, inner_stride, dim, weight_stride,      \
+               threads);                                                                                               \
+  }                                                                                                                    \
+  void silu_##NAME(T* out, const T* x, int64_t rows, int64_t dim, int threads) {                                       \
+    activate<SILU>(out, x, rows, dim, threads);                                                                        \
+  }                                                                                                                    \
+  void gelu_##NAME(T* out, const T* x, int64_t rows, int64_t dim, int threads) {                                       \
+    activate<GELU>(out, x, rows, dim, threads);                                                                        \
+  }                                                                                                                    \
+  void gelu_tanh_##NAME(T* out, const T* x, int64_t rows, int64_t dim, int threads) {                                  \
+    activate<GELU_TANH>(out, x, rows, dim, threads);                                                                   \
+  }                                                                                                                    \
   void silu_and_mul_##NAME(T* out, const T* gate_up, int64_t rows, int64_t dim, int threads) {                         \
     gate_and_mul<SILU>(out, gate_up, rows, dim, threads);                                                              \
   }                                                                                                                    \
@@ -1161,13 +1251,14 @@ static_assert(PAGESTREAM_HEAD_DIM % W == 0, "head_dim must be a multiple of 16")
                         const float* key_scales, const float* value_scales, int64_t scale_stride,                      \
                         const int32_t* tables, int64_t table_stride, int64_t heads, int64_t kv_heads, int64_t block_size, \
                         int64_t block_stride, int64_t query_stride, float scale, float soft_cap, int64_t window,       \
-                        const float* sinks, const int64_t* tiles, int64_t num_tiles, int threads) {                    \
+                        const float* sinks, const float* slopes, const int64_t* tiles, int64_t num_tiles,              \
+                        int threads) {                                                                                 \
     Attention<VECTORS, T, Stored<T>> attention;                                                                        \
     attention.keys = {keys, key_scales}, attention.values = {values, value_scales};                                    \
     attention.out = out, attention.query = query, attention.query_stride = query_stride;                               \
     attention.cache = {tables,      table_stride, heads,        kv_heads,                                              \
                        VECTORS * W, block_size,   block_stride, scale_stride};                                         \
-    attention.options = {scale, soft_cap, window, sinks};                                                              \
+    attention.options = {scale, soft_cap, window, sinks, slopes};                                                      \
     attention.run((const Tile*)tiles, num_tiles, threads);                                                             \
   }
 
