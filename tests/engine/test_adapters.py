@@ -32,6 +32,8 @@ FAMILIES: dict[str, list[str]] = {
     "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
     "gemma2": ["q_proj", "v_proj", "gate_proj"],
     "qwen3-moe": ATTENTION,
+    "bloom": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
+    "codegen": ["qkv_proj", "out_proj", "fc_in", "fc_out"],
 }
 
 
@@ -100,7 +102,7 @@ def test_a_mixed_batch_equals_the_merged_models(model: Path, adapters: list[LoRA
 
 
 @pytest.mark.parametrize(
-    "name", ["phi3", *(pytest.param(each, marks=pytest.mark.slow) for each in ("qwen2", "gemma2", "qwen3-moe"))]
+    "name", ["phi3", *(pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES if each != "phi3")]
 )
 def test_families(name: str, tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", name)
@@ -113,8 +115,8 @@ def test_families(name: str, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("ranks")
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    [("phi3", (2, 2)), ("qwen2", (3, 1))],
-    ids=["stages of two ranks, several projections in one module", "ranks with a KV head each"],
+    [("phi3", (2, 2)), ("qwen2", (3, 1)), ("bloom", (2, 1))],
+    ids=["stages of two ranks, several projections in one module", "ranks with a KV head each", "heads one by one"],
 )
 def test_ranks(name: str, sizes: tuple[int, int], tmp_path: Path) -> None:
     """Of a stage, and the number of stages; with drafts, and chunks of prompts."""

@@ -27,9 +27,14 @@ TIE = 1e-4
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 BLOCK_SIZE = 8
 LENGTHS = [2, 5, 16, 17, 30, 100]
-WINDOWED = {"qwen2-window", "qwen3-window", "mistral", "mixtral", "qwen3-moe", "gemma2", "gemma3", "phi3"}
-COMMON = ["llama", "qwen3-window", "gemma3", "mixtral", "qwen3-moe"]
-FAMILIES = [*COMMON, *(pytest.param(name, marks=pytest.mark.slow) for name in sorted({*WINDOWED, "demo"} - {*COMMON}))]
+WINDOWED = {"qwen2-window", "qwen3-window", "mistral", "mixtral", "qwen3-moe", "gemma2", "gemma3", "phi3", "gpt-neo"}
+LAYER_NORMED = {
+    *("gptj", "codegen", "bloom", "bloom-normed", "mpt", "falcon", "falcon-new", "falcon-rw"),
+    *("xglm", "biogpt", "gpt-neox-japanese", "stablelm", "stablelm-parallel"),
+}
+COMMON = ["llama", "qwen3-window", "gemma3", "mixtral", "qwen3-moe", "bloom", "falcon", "stablelm"]
+RARE = sorted({*WINDOWED, *LAYER_NORMED, "demo"} - {*COMMON})
+FAMILIES = [*COMMON, *(pytest.param(name, marks=pytest.mark.slow) for name in RARE)]
 GENERAL = {
     "gpt_oss": "sinks, windows, experts",
     "gpt2": "learned positions, one projection for query, key and value",

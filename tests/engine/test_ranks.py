@@ -105,7 +105,7 @@ def write_adapter(model: Path, folder: Path) -> LoRARequest:
     """Write random matrices of rank 2 for the projections of a model's attention."""
     generator, tensors = torch.Generator().manual_seed(1), {}
     for name, weight in load_file(model / "model.safetensors").items():
-        if ".self_attn." in name and name.endswith("_proj.weight"):
+        if (".self_attn." in name or ".self_attention." in name) and weight.dim() == 2:
             stem = f"base_model.model.{name.removesuffix('.weight')}"
             tensors[f"{stem}.lora_A.weight"] = torch.randn(2, weight.shape[1], generator=generator)
             tensors[f"{stem}.lora_B.weight"] = torch.randn(weight.shape[0], 2, generator=generator)
@@ -143,6 +143,9 @@ def write_adapter(model: Path, folder: Path) -> LoRARequest:
                 "stages, draft model": ("llama", {}, (1, 2), OWN_DRAFT),
                 "stages of ranks, draft model": ("qwen3", {}, (2, 2), OWN_DRAFT),
                 "stages of one layer": ("qwen3-moe", FOUR_LAYERS, (1, 4), {}),
+                "slopes, heads one by one, adapter": ("bloom", {}, (2, 1), ADAPTERS),
+                "slopes, stages of ranks, int8 weights": ("falcon-rw", {}, (2, 2), INT8),
+                "layer norms of heads": ("stablelm", {}, (2, 1), {}),
             }.items()
         ),
     ],

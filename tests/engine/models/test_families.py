@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from pagestream_engine import LLM, ConfigError, Engine, EngineConfig, Logprob, RequestOutput, SamplingParams
+from pagestream_engine.models.families.mpt import mpt_slopes
+from pagestream_engine.models.gpt import alibi_slopes
 from support.engines.tiny_models import TINY_MODELS, VOCAB_SIZE, random_prompts, reference_model
 from torch import Tensor
 
@@ -48,6 +50,19 @@ def test_log_probabilities_are_those_of_transformers(model_of: Callable[..., Pat
             expected = reference(torch.tensor([ids[:-1]])).logits[0].float().log_softmax(-1)
         torch.testing.assert_close(rows_of(output), expected, atol=TOLERANCE, rtol=0)
     llm.engine.check_invariants()
+
+
+def test_slopes_are_those_of_transformers() -> None:
+    """Also of numbers of heads that are no powers of two, and of another steepness, which `transformers` leaves out."""
+    from transformers.models.bloom import modeling_bloom as bloom
+    from transformers.models.mpt import modeling_mpt as mpt
+
+    for num_heads in (1, 2, 6, 8, 12, 71):
+        expected = bloom.build_alibi_tensor(torch.ones(1, 2), num_heads, torch.float32)[:, 0, 1]
+        torch.testing.assert_close(torch.tensor(alibi_slopes(num_heads)), expected, atol=0, rtol=1e-6)
+        for largest in (8, 16):
+            slopes = -mpt.build_mpt_alibi_tensor(num_heads, 2, largest)[:, 0, 0]
+            torch.testing.assert_close(torch.tensor(mpt_slopes(num_heads, largest)), slopes, atol=0, rtol=1e-6)
 
 
 def test_bfloat16_stays_near_float32(llama: Path) -> None:

@@ -233,7 +233,7 @@ def test_what_cannot_be_divided_is_refused_with_the_numbers(
     changes: dict[str, object], size: int, expected: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"tensor_parallel_size: given {size}, expected {expected}"):
-        shard_config(config_of(**changes), size)
+        shard_config(config_of(**changes), 0, size)
 
 
 def test_a_linear_of_another_name_is_refused() -> None:

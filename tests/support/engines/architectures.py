@@ -46,6 +46,7 @@ _GEMMA4 = {
     "vocab_size_per_layer_input": VOCAB_SIZE,
     "num_kv_shared_layers": 0,
 }
+_PART_THAT_TURNS = {"rotary_dim": 8}
 _NO_LAYER_INPUTS = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
 _DRAFT = {**_GEMMA4, **_NO_LAYER_INPUTS, "num_kv_shared_layers": 2}
 _TWO_ROPES = {
@@ -82,6 +83,8 @@ _CHANGES: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), _DRAFT),
     **dict.fromkeys(("dots3_note", "dots3_note_text"), _SAME_HEADS),
     "zaya": {"num_experts_per_tok": 1},
+    **dict.fromkeys(("gptj", "codegen"), _PART_THAT_TURNS),
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
 }
 """What a model type needs beyond the common names."""
 _NEEDED: Mapping[str, Mapping[str, Any]] = {"gemma4_assistant": {"text_config": _NO_LAYER_INPUTS}}

@@ -29,6 +29,7 @@ _SHAPE = {
 }
 
 _UPPER_WINDOWS = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
+_QUARTER = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
 _GEMMA3_LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]
 
 
@@ -86,6 +87,22 @@ TINY_MODELS: dict[str, TinyModel] = {
         "Gemma3TextConfig",
         {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 24, "layer_types": _GEMMA3_LAYERS},
     ),
+    "gptj": TinyModel("GPTJConfig", {"rotary_dim": 8}),
+    "codegen": TinyModel("CodeGenConfig", {"rotary_dim": 24, "num_attention_heads": 4}),
+    "bloom": TinyModel("BloomConfig"),
+    "bloom-normed": TinyModel("BloomConfig", {"apply_residual_connection_post_layernorm": True}),
+    "mpt": TinyModel("MptConfig", {"max_seq_len": 512, "attn_config": {"clip_qkv": 1.5}}),
+    "falcon": TinyModel("FalconConfig"),
+    "falcon-new": TinyModel("FalconConfig", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+    "falcon-rw": TinyModel("FalconConfig", {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}),
+    "xglm": TinyModel("XGLMConfig", {"ffn_dim": 136, "init_std": _INIT_STD, "pad_token_id": 5}),
+    "biogpt": TinyModel("BioGptConfig"),
+    "gpt-neo": TinyModel(
+        "GPTNeoConfig", {"attention_types": [[["global", "local"], 1], [["local"], 1]], "window_size": 24}
+    ),
+    "gpt-neox-japanese": TinyModel("GPTNeoXJapaneseConfig", {"rope_parameters": _QUARTER}),
+    "stablelm": TinyModel("StableLmConfig", {"qk_layernorm": True, "use_qkv_bias": True, "rope_parameters": _QUARTER}),
+    "stablelm-parallel": TinyModel("StableLmConfig", {"use_parallel_residual": True, "rope_parameters": _QUARTER}),
     "phi3": TinyModel(
         "Phi3Config",
         {"sliding_window": 40, "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}},

@@ -140,7 +140,7 @@ def size_config(file: ConfigFile, config: EngineConfig) -> ModelSize:
     num_parameters, num_stages = count_parameters(weights), config.parallel.pipeline_parallel_size
     stage, weights = _largest_stage(weights, decoder, num_stages)
     if num_ranks > 1:
-        weights, decoder = shard_weights(weights, decoder, 0, num_ranks), shard_config(decoder, num_ranks)
+        weights, decoder = shard_weights(weights, decoder, 0, num_ranks), shard_config(decoder, 0, num_ranks)
     layout = kv_layout(family.attention_specs(decoder, longest), block_size, longest, num_stages)
     own_layers = layers_of_stage(len(decoder.layers), stage, num_stages)
     of_block = block_bytes(cache_shapes(layout, dtype, config.cache.kv_cache_dtype, own_layers))

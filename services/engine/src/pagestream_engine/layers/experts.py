@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own habit
 from torch import Tensor
 
-from pagestream_engine.attention import Operators
-from pagestream_engine.layers.linear import Activation, Linear, NativeMethod, PackedGroup, PlainMethod
+from pagestream_engine.attention import Activation, Operators
+from pagestream_engine.layers.linear import Linear, NativeMethod, PackedGroup, PlainMethod
 from pagestream_engine.layers.mlp import gated_by
 from pagestream_engine.layers.quantised import NativeQuantisedMethod
 

@@ -67,12 +67,20 @@ from pagestream_engine.models.weights import (
 )
 from pagestream_engine.native_build import check_private, user_cache
 
-_IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".k_scale", ".v_scale", ".q_scale", ".prob_scale")
-"""Old checkpoints hold what is computed; some hold scales of a cache of 8 bits, whose entries have their own here."""
+_IGNORED_SUFFIXES = (
+    *(".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attn.causal_mask", ".attn.attention.bias"),
+    *(".attn.attention.masked_bias", ".embed_positions.weights"),
+    *(".k_scale", ".v_scale", ".q_scale", ".prob_scale"),
+)
+"""Old checkpoints hold what is computed, masks among it; some hold scales of a cache of 8 bits, whose entries have
+their own here."""
 _COPIED_HEAD_BYTES = 16 << 20
 """Largest tied head of which a copy is packed: memory for speed."""
 _BIAS = ".bias"
-_PREFIX, _HEAD = "model.", "lm_head."
+_PREFIXES, _HEADS = (
+    ("model.", "transformer.", "biogpt.", "gpt_neox_japanese."),
+    ("lm_head.", "output_projection.", "embed_out."),
+)
 
 _log = logging.getLogger(__name__)
 
@@ -144,12 +152,18 @@ class _Names(NamedTuple):
 
     def of(self, entries: dict[str, Entry]) -> dict[str, Entry]:
         """Return a folder's tensors by the declared names: those that `AutoModel` saved lack a prefix."""
-        if self.is_nested:
-            entries = text_tensors(entries)
-        declared = part_names(self.whole)
-        if any(name.startswith(_PREFIX) for name in entries) or not any(name.startswith(_PREFIX) for name in declared):
-            return entries
-        return {name if name.startswith(_HEAD) else _PREFIX + name: entry for name, entry in entries.items()}
+        return by_declared_names(text_tensors(entries) if self.is_nested else entries, self.whole)
+
+
+def by_declared_names(entries: dict[str, Entry], weights: WeightMap) -> dict[str, Entry]:
+    """Return tensors by the names that a family declares: those that `AutoModel` saved lack a prefix."""
+    declared = part_names(weights)
+    for prefix in _PREFIXES:
+        if any(name.startswith(prefix) for name in declared):
+            if any(name.startswith(prefix) for name in entries):
+                return entries
+            return {name if name.startswith(_HEADS) else prefix + name: entry for name, entry in entries.items()}
+    return entries
 
 
 def can_be_shared(target: Target) -> bool:
@@ -354,7 +368,7 @@ class WeightReader:
             elsewhere: names of parts that other stages take.
             tied: whether the head is the embedding.
         """
-        allowed = {"lm_head.weight"} if tied else set()
+        allowed = {f"{head}weight" for head in _HEADS} if tied else set()
         left = [name for name in self._entries if name not in self._used | allowed]
         left = [name for name in left if name not in elsewhere and name.rpartition(".")[0] not in elsewhere]
         left = sorted(name for name in left if not name.endswith(_IGNORED_SUFFIXES))

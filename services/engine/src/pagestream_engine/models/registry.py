@@ -25,7 +25,7 @@ from pagestream_engine.models import families
 from pagestream_engine.models.config import ConfigFile, ModelInfo
 from pagestream_engine.models.decoder import DecoderConfig
 from pagestream_engine.models.division import sharding, staging
-from pagestream_engine.models.loader import load_parameters, stored_bytes
+from pagestream_engine.models.loader import by_declared_names, load_parameters, stored_bytes
 from pagestream_engine.models.model import Model, ModelSource, Target
 from pagestream_engine.models.nested import text_tensors
 from pagestream_engine.models.quantised.scheme import Scheme
@@ -212,7 +212,8 @@ class FamilySource(ModelSource):
     def check_files(self) -> None:
         entries = self.tensors()
         if self._scheme is None:  # else parts of linears are stored, under names that its reader knows
-            check_shapes(self.weights, {name: entry.shape for name, entry in entries.items()})
+            named = by_declared_names(entries, self.weights)
+            check_shapes(self.weights, {name: entry.shape for name, entry in named.items()})
 
     def tensors(self) -> dict[str, Entry]:
         entries = super().tensors()
@@ -261,7 +262,7 @@ class FamilySource(ModelSource):
     def _config_of_rank(self, target: Target) -> Any:
         self._check_divisible(target)
         size = target.ranks.size
-        return self._config if size == 1 else sharding.shard_config(self._config, size)
+        return self._config if size == 1 else sharding.shard_config(self._config, target.ranks.rank, size)
 
     def _check_divisible(self, target: Target) -> None:
         for option, size in ((sharding.OPTION, target.ranks.size), (staging.OPTION, target.stage.count)):

@@ -15,6 +15,8 @@ from torch import Tensor
 from pagestream_engine.errors import DOWNLOAD_AGAIN, WeightsError
 from pagestream_engine.layers.linear import Linear
 
+BIAS = "_bias"
+"""What ends the name of a parameter that is the bias of the one before."""
 EXPERT = ".experts."
 """In the names of parameters of one expert among several."""
 SCORES = "scores"

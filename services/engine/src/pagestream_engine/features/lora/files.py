@@ -554,11 +554,12 @@ def adaptable_modules(weights: WeightMap, of_rank: WeightMap | None = None) -> M
             continue
         own = weight if of_rank is None else of_rank.get(parameter)
         first = 0
-        for place, part in enumerate(weight.parts):
-            module = ModuleSlice(parameter, place, first, part.rows, weight.in_features)
-            if own is not weight:
-                module = _cut(module, part.name, own if isinstance(own, LinearWeight) else None)
-            modules[part.name] = module
+        for place, name in enumerate(dict.fromkeys(part.name for part in weight.parts)):
+            rows = [part.rows for part in weight.parts if part.name == name]
+            module = ModuleSlice(parameter, place, first, sum(rows), weight.in_features)
+            if own is not weight or len(rows) > 1:  # several parts of a module: its rows in another order
+                module = _cut(module, name, own if isinstance(own, LinearWeight) else None)
+            modules[name] = module
             first += module.rows
     return modules
 

@@ -36,11 +36,11 @@ _WHOLE = ("router",)
 """Linears that every rank has."""
 
 
-def shard_config(config: DecoderConfig, size: int) -> DecoderConfig:
-    """Return the shape of one rank's part. The scale, the vocabulary and the hidden size are the model's.
+def shard_config(config: DecoderConfig, rank: int, size: int) -> DecoderConfig:
+    """Return the shape of one rank's part, with its heads' slopes. Scale, vocabulary and hidden size are the model's.
 
     Raises:
-        ConfigError: heads or channels can't be divided among so many ranks.
+        ConfigError: norms, heads or channels can't be divided among so many ranks.
     """
     heads, kv_heads = config.num_heads, config.num_kv_heads
     _require_divisible("num_attention_heads", heads, size)
@@ -48,13 +48,17 @@ def shard_config(config: DecoderConfig, size: int) -> DecoderConfig:
         raise ConfigError(OPTION, size, f"a divisor or a multiple of num_key_value_heads, {kv_heads}")
     if not all(layer.is_sparse for layer in config.layers):
         _require_divisible("intermediate_size", config.intermediate_size, size)
+    if config.qk_norm == "all heads":
+        raise ConfigError(OPTION, size, "1", "a norm of query and key is of all heads together")
     experts = config.experts
     if experts is not None:
         _require_divisible("the experts' intermediate size", experts.intermediate_size, size)
         experts = replace(experts, intermediate_size=experts.intermediate_size // size)
+    own = heads // size
     return replace(
         config,
-        num_heads=heads // size,
+        num_heads=own,
+        slopes=None if config.slopes is None else config.slopes[rank * own : (rank + 1) * own],
         num_kv_heads=max(1, kv_heads // size),
         intermediate_size=config.intermediate_size // size,
         experts=experts,
@@ -92,9 +96,9 @@ def _shard(name: str, weight: Weight, config: DecoderConfig, rank: int, size: in
         if kind == "qkv":
             units = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
             return _with_rows(weight, _sections([config.head_dim * each for each in units], units, rank, size))
-        if kind == "gate_up":
-            half = weight.num_rows // 2
-            return _with_rows(weight, _sections([half, half], [half, half], rank, size))
+        if kind in ("gate_up", "up"):
+            rows = [weight.num_rows // 2] * 2 if kind == "gate_up" else [weight.num_rows]
+            return _with_rows(weight, _sections(rows, rows, rank, size))
         if kind in ("output", "down"):
             count = weight.in_features // size
             return replace(weight, in_features=count, first_column=rank * count, all_columns=weight.in_features)

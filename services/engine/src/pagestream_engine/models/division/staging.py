@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pagestream_engine.errors import ConfigError, UnsupportedOption
 from pagestream_engine.models.decoder import DecoderConfig
-from pagestream_engine.models.weights import SCORES, Part, TiedWeight, Weight, WeightMap
+from pagestream_engine.models.weights import BIAS, SCORES, Part, TiedWeight, Weight, WeightMap
 from pagestream_engine.parallel.rank import layers_of_stage
 
 OPTION = "pipeline_parallel_size"
-_EMBEDDING, _LAST = "embedding", ("norm", "head", SCORES)
+_EMBEDDING, _ENTRY, _LAST = "embedding", ("positions", "entry_norm"), ("norm", "head", SCORES)
 
 
 def layers_of(config: DecoderConfig, stage: int, num_stages: int) -> range:
@@ -36,11 +36,13 @@ def weights_of_stage(weights: WeightMap, config: DecoderConfig, stage: int, num_
     is_tied = any(isinstance(weight, TiedWeight) for weight in weights.values())
 
     def is_own(name: str) -> bool:
-        layer = name.partition(".")[0]
+        layer, name = name.partition(".")[0], name.removesuffix(BIAS)
         if layer.isdecimal():
             return int(layer) in layers
         if name == _EMBEDDING:
             return is_first or (is_last and is_tied)
+        if name in _ENTRY:
+            return is_first
         if name in _LAST:
             return is_last
         hint = f"{config.info.architecture} declares {name}, of which it can't be told which stage has it"

@@ -73,11 +73,11 @@ class Gemma2(Llama):
             name: TensorWeight.of(f"{prefix}{source}.weight", config.hidden_size) for name, source in _NORMS.items()
         }
 
-    def norm(self, builder: DecoderBuilder, name: str) -> RmsNorm:
+    def rms_norm(self, builder: DecoderBuilder, name: str) -> RmsNorm:
         # x / rms(x) * (1 + weight), in float32 up to the result.
         weight = builder.parameters.tensor(name).float() + 1.0
         return RmsNorm(weight, builder.config.norm_eps, builder.context.backend.operators)
 
     def layer(self, builder: DecoderBuilder, index: int, attention: SelfAttention) -> DecoderLayer:
-        norms = {name: self.norm(builder, f"{index}.{name}") for name in _NORMS}
+        norms = {name: self.rms_norm(builder, f"{index}.{name}") for name in _NORMS}
         return SandwichNormLayer(attention, self.mlp(builder, index), **norms)

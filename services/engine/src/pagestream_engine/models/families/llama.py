@@ -6,16 +6,20 @@ The forward pass is in `models/decoder.py`: `DecoderModel.forward`, `PreNormLaye
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from pagestream_engine.attention import AttentionSpec, HeadNorm
+from pagestream_engine.errors import InvariantViolation
 from pagestream_engine.layers.attention import PagedAttention
-from pagestream_engine.layers.mlp import GatedMlp, Mlp, RmsNorm
+from pagestream_engine.layers.mlp import GatedMlp, Mlp, Norm, RmsNorm
 from pagestream_engine.models.config import ConfigFile
 from pagestream_engine.models.decoder import (
     DecoderConfig,
     DecoderLayer,
     DecoderModel,
+    Entry,
     LayerConfig,
     PreNormLayer,
     SelfAttention,
@@ -26,6 +30,17 @@ from pagestream_engine.models.model import Model
 from pagestream_engine.models.registry import BuildContext, Family
 from pagestream_engine.models.weights import LinearWeight, Parameters, Part, TensorWeight, TiedWeight, Weight, WeightMap
 from pagestream_engine.parallel.rank import layers_of_stage
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What a checkpoint calls the parts of a decoder; those of a layer follow its index."""
+
+    embedding: str = "model.embed_tokens"
+    layers: str = "model.layers."
+    attention: str = "self_attn."
+    norm: str = "model.norm"
+    head: str = "lm_head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +61,7 @@ class Llama(Family[DecoderConfig]):
     """Pre-norm decoder with gated MLPs (Touvron et al. 2023, arXiv:2302.13971)."""
 
     architecture = "LlamaForCausalLM"
+    names = Names()
     has_qk_norm = False
     """Whether each head's query and key are normalised before the rotation."""
 
@@ -62,18 +78,20 @@ class Llama(Family[DecoderConfig]):
         )
 
     def weights(self, config: DecoderConfig) -> WeightMap:
+        names = self.names
         weights: dict[str, Weight] = {
-            "embedding": TensorWeight.of("model.embed_tokens.weight", config.info.vocab_size, config.hidden_size)
+            "embedding": TensorWeight.of(f"{names.embedding}.weight", config.info.vocab_size, config.hidden_size),
+            **self.entry_weights(config),
         }
         for index in range(len(config.layers)):
-            prefix = f"model.layers.{index}."
+            prefix = f"{names.layers}{index}."
             parts = {
                 **self.norm_weights(config, prefix),
-                **self.attention_weights(config, prefix + "self_attn."),
+                **self.attention_weights(config, prefix + names.attention),
                 **self.mlp_weights(config, index, prefix),
             }
             weights.update({f"{index}.{name}": weight for name, weight in parts.items()})
-        weights["norm"] = TensorWeight.of("model.norm.weight", config.hidden_size)
+        weights.update(self.norm_weight(config, "norm", names.norm))
         weights["head"] = self.head_weight(config)
         return weights
 
@@ -86,6 +104,7 @@ class Llama(Family[DecoderConfig]):
                 scale=config.scale,
                 window=window_within(layer.window, max_model_len),
                 soft_cap=config.soft_cap,
+                slopes=None if config.slopes is None else torch.tensor(config.slopes, dtype=torch.float32),
             )
             for layer in config.layers
         ]
@@ -98,13 +117,26 @@ class Llama(Family[DecoderConfig]):
         own = layers_of_stage(len(specs), stage.index, stage.count)
         layers = {index: self.layer(builder, index, self.attention(builder, index, specs[index])) for index in own}
         norm = self.norm(builder, "norm") if stage.is_last else None
-        return DecoderModel(config, parameters, layers, norm, context.backend.operators, stage=stage)
+        entry = self.entry(builder) if stage.is_first else None
+        return DecoderModel(config, parameters, layers, norm, context.backend.operators, stage=stage, entry=entry)
+
+    def entry_weights(self, config: DecoderConfig) -> dict[str, Weight]:
+        """Declare what embeddings meet before the first layer."""
+        return {}
+
+    def entry(self, builder: DecoderBuilder) -> Entry | None:
+        """Build what embeddings meet before the first layer."""
+        return None
+
+    def norm_weight(self, config: DecoderConfig, name: str, source: str) -> dict[str, Weight]:
+        """Declare a norm of the hidden state, which the checkpoint calls `source`."""
+        return {name: TensorWeight.of(f"{source}.weight", config.hidden_size)}
 
     def norm_weights(self, config: DecoderConfig, prefix: str) -> dict[str, Weight]:
         """Declare a layer's norms."""
         return {
-            "input_norm": TensorWeight.of(prefix + "input_layernorm.weight", config.hidden_size),
-            "post_norm": TensorWeight.of(prefix + "post_attention_layernorm.weight", config.hidden_size),
+            **self.norm_weight(config, "input_norm", prefix + "input_layernorm"),
+            **self.norm_weight(config, "post_norm", prefix + "post_attention_layernorm"),
         }
 
     def attention_weights(self, config: DecoderConfig, prefix: str) -> dict[str, Weight]:
@@ -133,25 +165,38 @@ class Llama(Family[DecoderConfig]):
         """Declare the head."""
         if config.tie_word_embeddings:
             return TiedWeight("embedding")
-        return LinearWeight.of("lm_head", config.info.vocab_size, config.hidden_size)
+        return LinearWeight.of(self.names.head, config.info.vocab_size, config.hidden_size)
 
-    def norm(self, builder: DecoderBuilder, name: str) -> RmsNorm:
+    def norm(self, builder: DecoderBuilder, name: str) -> Norm:
         """Build a norm."""
+        return self.rms_norm(builder, name)
+
+    def rms_norm(self, builder: DecoderBuilder, name: str) -> RmsNorm:
+        """Build an RMS norm."""
         return RmsNorm(builder.parameters.tensor(name), builder.config.norm_eps, builder.context.backend.operators)
 
     def attention(self, builder: DecoderBuilder, index: int, spec: AttentionSpec) -> SelfAttention:
         """Build a layer's attention."""
+        backend, rope = builder.context.backend, builder.config.layers[index].rope
+        if spec.slopes is not None:
+            spec = replace(spec, slopes=spec.slopes.to(backend.store.device))
         return SelfAttention(
             qkv=builder.parameters.linear(f"{index}.qkv"),
             output=builder.parameters.linear(f"{index}.output"),
-            attention=PagedAttention(builder.context.backend, index, spec),
-            rotation=builder.context.rotation(builder.config.layers[index].rope),
+            attention=PagedAttention(backend, index, spec),
+            rotation=None if rope is None else builder.context.rotation(rope),
             norm=self.head_norm(builder, index) if self.has_qk_norm else None,
+            layer_norms=self.layer_norms(builder, index) if builder.config.qk_norm else None,
+            bound=builder.config.qkv_bound,
         )
+
+    def layer_norms(self, builder: DecoderBuilder, index: int) -> tuple[Norm, Norm]:
+        """Build a layer's layer norms of query and key."""
+        raise InvariantViolation(f"{self.architecture}: given layer norms of query and key, expected none")
 
     def head_norm(self, builder: DecoderBuilder, index: int) -> HeadNorm:
         """Build a layer's norm of query and key."""
-        query, key = self.norm(builder, f"{index}.q_norm"), self.norm(builder, f"{index}.k_norm")
+        query, key = self.rms_norm(builder, f"{index}.q_norm"), self.rms_norm(builder, f"{index}.k_norm")
         return HeadNorm(query.weight, key.weight, query.eps)
 
     def layer(self, builder: DecoderBuilder, index: int, attention: SelfAttention) -> DecoderLayer:
