@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -33,6 +34,11 @@ def dead(capsys: pytest.CaptureFixture[str]) -> Callable[..., Awaitable[Done]]:
         return Done(status, *capsys.readouterr())
 
     return run
+
+
+@pytest.fixture
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["pagestream_cli.store"], "CONNECT_LIMIT_S", 0.2)
 
 
 async def quarantined(broker: Broker) -> str:
@@ -91,6 +97,7 @@ async def test_what_does_not_exist_is_an_error(redis_url: str, dead: Callable[..
         assert done.stderr.startswith("error: there is no ")
 
 
+@pytest.mark.usefixtures("_impatient")
 async def test_a_redis_that_is_away_or_malformed_is_an_error(dead: Callable[..., Awaitable[Done]]) -> None:
     away = await dead("list", "--redis", "redis://127.0.0.1:1/0")
     assert away.returncode == 1
@@ -100,6 +107,7 @@ async def test_a_redis_that_is_away_or_malformed_is_an_error(dead: Callable[...,
     assert "--redis nonsense" in malformed.stderr
 
 
+@pytest.mark.usefixtures("_impatient")
 async def test_what_listens_there_is_no_redis(dead: Callable[..., Awaitable[Done]]) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)

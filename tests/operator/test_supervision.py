@@ -1,6 +1,7 @@
 """Tasks that should run for as long as the operator does, and watches that begin again. No cluster is needed."""
 
 import asyncio
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -100,6 +101,12 @@ class Kopf:
         await asyncio.sleep(0.05)
         waiting.cancel()
         raise self.error
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for pause in ("_RESTART_S", "_SETTLE_S"):
+        monkeypatch.setattr(sys.modules[Watcher.__module__], pause, 0.05)
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ class KernelWorker:
         """The worker's process id."""
         return self._process.pid
 
-    def run(self, function: Callable[..., object], *arguments: object, limit_s: float = 110.0) -> Any:
+    def run(self, function: Callable[..., object], *arguments: object, limit_s: float = 250.0) -> Any:
         """Call a function of a module's top level with arguments that travel as JSON and seed torch's random numbers.
 
         Raises:
