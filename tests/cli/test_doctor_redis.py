@@ -1,6 +1,7 @@
 """`pagestream doctor --redis`: what real servers are configured for, and what to do about it."""
 
 import json
+import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -26,6 +27,11 @@ def examine(url: str, folder: Path) -> dict[str, list[Finding]]:
     for finding in check_running_redis(url, DataDir.at(folder)):
         found.setdefault(finding.subject.split()[0], []).append(finding)
     return found
+
+
+@pytest.fixture
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["pagestream_cli.doctor.redis"], "LIMIT_S", 0.3)
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +198,7 @@ def test_a_user_who_may_not_ask_and_whose_password_is_not_shown(seven: ServerBin
     assert not any("secret" in f"{each.subject}{each.found}{each.advice}" for some in found.values() for each in some)
 
 
+@pytest.mark.usefixtures("_impatient")
 def test_no_server_and_a_malformed_address(tmp_path: Path) -> None:
     [finding] = examine(f"redis://127.0.0.1:{free_port()}/0", tmp_path)["redis"]
     assert (finding.verdict, bool(finding.advice)) == (Verdict.PROBLEM, True)
@@ -199,6 +206,7 @@ def test_no_server_and_a_malformed_address(tmp_path: Path) -> None:
     assert "redis://" in finding.found
 
 
+@pytest.mark.usefixtures("_impatient")
 def test_what_listens_there_is_no_redis(tmp_path: Path) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as other:
         Thread(target=other.serve_forever, daemon=True).start()

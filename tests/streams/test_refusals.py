@@ -106,7 +106,7 @@ async def test_a_server_that_loads_its_files_is_an_outage_that_ends(tmp_path: Pa
         until(one.answers, "the server")
         async with await Broker.connect(topology.url, CALM) as broker:
             await broker.publish_model(card(), partitions=2)
-            await broker.connection.pipeline([("SET", f"ballast:{number}", "x") for number in range(15_000)])
+            await broker.connection.pipeline([("SET", f"ballast:{number}", "x") for number in range(6_000)])
             async with GatewaySession(broker) as gateway:
                 request = spec()
                 await gateway.accept(request)
@@ -135,14 +135,14 @@ async def test_a_server_that_loads_its_files_is_waited_for_at_the_start(tmp_path
         one.start()
         until(one.answers, "the server")
         async with await Broker.connect(topology.url, CALM) as broker:
-            await broker.connection.pipeline([("SET", f"ballast:{number}", "x") for number in range(15_000)])
+            await broker.connection.pipeline([("SET", f"ballast:{number}", "x") for number in range(6_000)])
         wait_written(topology.url)
         one.kill()
         one.start()
         began = time.monotonic()
         async with asyncio.timeout(LIMIT_S):
             async with await Broker.connect(topology.url, patience) as broker:
-                assert await broker.connection.execute("DBSIZE") >= 15_000
+                assert await broker.connection.execute("DBSIZE") >= 6_000
         assert time.monotonic() - began > patience.connect_timeout_s
 
 
