@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 from pagestream_operator import ApiUnavailable, Conflict, Gone, Rejected
 from pagestream_operator.commands import remove_finalizers, remove_pools
-from pagestream_operator.kube import DEPLOYMENT, JOB, LEASE, POD, POOL, SERVICE_ACCOUNT, STATEFUL_SET, Kind
+from pagestream_operator.kube import (
+    DEPLOYMENT,
+    JOB,
+    LEASE,
+    POD,
+    POOL,
+    SERVICE_ACCOUNT,
+    STATEFUL_SET,
+    Kind,
+    PoolKey,
+)
+from pagestream_operator.manager import Manager
 from pagestream_operator.pool import Finalizers, Home
-from support.kubernetes.pool_objects import pod_body
+from support.kubernetes.pool_objects import pod_body, pool_body
 from support.kubernetes.pool_passes import FINALIZER, PoolPasses
 
 LIMIT_S = 10
@@ -132,6 +145,125 @@ async def test_a_definition_that_refuses_even_that_is_reported() -> None:
         await passes.run()
     assert await passes.run(seconds=30) == "ok", "it is tried again after a while"
     assert "nobody can remove the finalizers orphan" in notes(passes)["ChangeRefused"]
+
+
+# -- Published pools without the finalizer
+
+
+async def unheld(**spec: Any) -> PoolPasses:
+    """A pool with a ready engine, of which the API server refuses every change: the definition has been replaced."""
+    passes = PoolPasses(replicas=1, **spec)
+    await passes.run(seconds=2)
+    body = passes.client.objects[(POOL.name, "demo")]
+    passes.show(POOL, {**body, "metadata": {**body["metadata"], "finalizers": []}})
+    writes = ("patch", "update status")
+    passes.client.fault = lambda verb, kind, _: INVALID if kind is POOL and verb in writes else None
+    passes.show(POD, pod_body("engine-0"))
+    await passes.run(seconds=40)
+    return passes
+
+
+def vanish(passes: PoolPasses, **metadata: Any) -> None:
+    """The API server deletes the pool at once: it has no finalizer."""
+    body = passes.client.objects.pop((POOL.name, "demo"))
+    passes.store.drop(POOL, {**body, "metadata": {**body["metadata"], **metadata}})
+
+
+def reasons(passes: PoolPasses) -> list[str]:
+    return [body["reason"] for (kind, _), body in passes.client.objects.items() if kind == "Event"]
+
+
+async def test_a_refused_finalizer_is_reported_once() -> None:
+    passes = await unheld()
+    refused = [
+        body["note"]
+        for (kind, _), body in passes.client.objects.items()
+        if kind == "Event" and body["reason"] == "ChangeRefused"
+    ]
+    assert sum(f"the finalizer {FINALIZER} can't be added" in note for note in refused) == 1, refused
+    assert sum("the status can't be written" in note for note in refused) == 1, refused
+
+
+async def test_a_published_pool_that_goes_without_the_finalizer_is_unpublished() -> None:
+    passes = await unheld()
+    vanish(passes)
+    await passes.run(seconds=3)
+    assert passes.reconciler.is_following
+    assert reasons(passes).count("FinalizerMissing") == 1
+    job = passes.client.objects[(JOB.name, "demo-unpublish")]
+    assert "ownerReferences" not in job["metadata"], "garbage collection would delete it with the pool"
+    assert "demo" in job["spec"]["template"]["spec"]["containers"][0]["args"]
+    del passes.client.objects[(SERVICE_ACCOUNT.name, "demo-engine")]
+    passes.store.drop(SERVICE_ACCOUNT, {"metadata": {"namespace": "default", "name": "demo-engine", "uid": account()}})
+    await passes.run()
+    owners = passes.client.objects[(SERVICE_ACCOUNT.name, "demo-engine")]["metadata"]["ownerReferences"]
+    assert [(owner["kind"], owner["uid"]) for owner in owners] == [("Job", job["metadata"]["uid"])]
+    done = {"conditions": [{"type": "Complete", "status": "True"}]}
+    passes.client.keep(JOB, {**passes.client.objects[(JOB.name, "demo-unpublish")], "status": done})
+    await passes.run(seconds=3)
+    assert not passes.reconciler.is_following
+    assert "demo" in notes(passes)["Unpublished"]
+    assert "UnpublishFailed" not in notes(passes)
+
+
+async def test_a_job_for_a_pool_that_is_gone_and_cannot_run_is_reported() -> None:
+    passes = await unheld()
+    passes.client.fault = lambda verb, kind, _: Rejected("403 no right", 403) if kind is JOB else None
+    vanish(passes)
+    await passes.run(seconds=3)
+    assert "pagestream models rm demo" in notes(passes)["UnpublishFailed"]
+    assert not passes.reconciler.is_following
+
+
+@pytest.mark.parametrize("finalizers", [None, ["orphan"]], ids=["keeps-models", "orphans"])
+async def test_models_that_are_to_stay_stay(finalizers: list[str] | None) -> None:
+    passes = await unheld(**({} if finalizers else {"drain": {"whenDeleted": "Keep"}}))
+    if finalizers:
+        passes.client.fault = lambda *_: None
+        body = passes.client.objects[(POOL.name, "demo")]
+        deleted = {"finalizers": finalizers, "deletionTimestamp": "2027-01-15T08:00:40Z"}
+        passes.show(POOL, {**body, "metadata": {**body["metadata"], **deleted}})
+        await passes.run()
+    vanish(passes)
+    await passes.run(seconds=3)
+    assert not passes.has(JOB)
+    assert not passes.reconciler.is_following
+
+
+async def test_a_pool_of_the_same_name_keeps_the_models_that_it_serves() -> None:
+    passes = await unheld()
+    vanish(passes)
+    passes.client.fault = lambda *_: None
+    again = pool_body("demo", replicas=1)
+    again["metadata"] |= {"uid": "another", "generation": 1}
+    passes.show(POOL, again)
+    await passes.run(seconds=3)
+    assert not passes.has(JOB)
+    assert "FinalizerMissing" not in reasons(passes)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 - nothing else says so
+            await asyncio.sleep(0.01)
+
+
+async def test_the_manager_follows_a_pool_that_is_gone_until_it_is_unpublished() -> None:
+    passes = await unheld()
+    done = {"conditions": [{"type": "Complete", "status": "True"}]}
+    manager, stop = Manager(passes.reconciler.context, decide_s=0.02), asyncio.Event()
+    body = passes.client.objects[(POOL.name, "demo")]
+    passes.client.fault = lambda verb, kind, _: INVALID if kind is POOL and verb == "patch" else None
+    task = asyncio.create_task(manager.run(stop))
+    key = PoolKey("default", "demo")
+    await until(lambda: key in manager.pools and manager.pools[key].is_following)
+    vanish(passes, uid=body["metadata"]["uid"])
+    await until(lambda: passes.has(JOB))
+    passes.client.keep(JOB, {**passes.client.objects[(JOB.name, "demo-unpublish")], "status": done})
+    await until(lambda: not manager.pools)
+    stop.set()
+    await task
+    assert "Unpublished" in notes(passes)
 
 
 # -- Pools that nobody drains

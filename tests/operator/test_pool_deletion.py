@@ -41,7 +41,7 @@ class ApiServer:
     """Objects by their paths, with versions, finalizers and watches; no validation, no controllers."""
 
     def __init__(self) -> None:
-        self.objects: dict[str, Body] = {}
+        self.objects: dict[str, Body] = {"api/v1/namespaces/default": {"metadata": {"name": "default"}}}
         self.url = ""
         self._versions = itertools.count(1)
         self._watches: defaultdict[str, list[asyncio.Queue[Body]]] = defaultdict(list)

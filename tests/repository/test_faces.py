@@ -65,6 +65,7 @@ PARTS = {
     "pagestream_operator.app": "the tasks of one replica, which a test ends one by one",
     "pagestream_operator.commands": "what the chart's hooks run",
     "pagestream_operator.instruments": "the operator's list of metrics, which alerts and dashboards name",
+    "pagestream_operator.manager": "the pools' tasks, which outlive some of their pools",
     "pagestream_operator.supervision": "tasks that run for as long as the process does",
     "pagestream_scaling.memory": "the law: its memory's windows",
     "pagestream_scaling.terms": "the law: whole pods of an amount, requests that miss an objective, by buckets",

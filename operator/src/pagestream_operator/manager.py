@@ -104,7 +104,8 @@ class Manager:
                 runner.start()
 
     async def _pause(self, stop: asyncio.Event) -> None:
-        gone = set(self._runners) - set(self._context.store.pools())
+        there = set(self._context.store.pools())
+        gone = {key for key, runner in self._runners.items() if key not in there and runner.has_done}
         if gone:
             await self._end(list(gone))
         try:
@@ -138,6 +139,11 @@ class _Runner:
     def busy_s(self) -> float:
         """Seconds that the current pass has run; 0 when idle."""
         return 0.0 if self._began is None else time.monotonic() - self._began
+
+    @property
+    def has_done(self) -> bool:
+        """Whether nothing is left to do for a pool that is gone."""
+        return not self.reconciler.is_following
 
     @property
     def has_ended(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, cast
 from pagestream_operator import Conflict, Gone
 from pagestream_operator.kube import (
     DEPLOYMENT,
+    NAMESPACE,
     POD,
     POOL,
     Applier,
@@ -158,6 +159,7 @@ class PoolPasses:
                 steady=lambda: self.now_s,
             ),
         )
+        self.client.keep(NAMESPACE, {"metadata": {"name": "default"}})
         body = pool_body("demo", **spec)
         body["metadata"] |= {"finalizers": [FINALIZER], "generation": 1}
         body["status"] = {"controllerClass": DEFAULTS.release}

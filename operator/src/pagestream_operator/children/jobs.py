@@ -4,7 +4,7 @@ the adapters of the spec, and unloads those that have left it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pagestream_operator.api import GROUP, EnginePool
@@ -69,9 +69,18 @@ def unpublish_job(
     return _unowned(made) if outlives_pool else _not_blocking(made)
 
 
-def job_account(pool: EnginePool, defaults: EngineDefaults) -> Manifest:
-    """The ServiceAccount of the Job's pod, which is that of the pool's engines."""
+def job_account(pool: EnginePool, defaults: EngineDefaults, owner: Mapping[str, Any] | None = None) -> Manifest:
+    """The ServiceAccount of the Job's pod, which is that of the pool's engines.
+
+    Args:
+        pool: the deleted pool.
+        defaults: the operator's settings.
+        owner: the Job, where the pool is gone and can own nothing.
+    """
     made = _not_blocking(service_account(pool))
+    if owner is not None:
+        named = {"name": owner["metadata"]["name"], "uid": owner["metadata"]["uid"]}
+        made["metadata"]["ownerReferences"] = [{"apiVersion": "batch/v1", "kind": "Job", **named}]
     made["metadata"]["annotations"] = {**made["metadata"]["annotations"], CLASS_ANNOTATION: defaults.release}
     return made
 

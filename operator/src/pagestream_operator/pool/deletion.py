@@ -70,14 +70,32 @@ class Unpublishing:
             body: its object.
             is_late: whether engines of the pool may be left, as on a node that is lost. The Job outlives the pool then.
         """
-        models = models_to_remove(body, self.store, self.defaults.release)
-        if not models:
-            return Outcome()
         timeout_s = pool.spec.drain.deletion_timeout_seconds
         waits_s = min(_LATE_S, timeout_s * _LATE_S) if is_late else _GIVE_UP_S
         is_over = self.clock() - (seconds(pool.deletion_time) or 0.0) >= timeout_s + waits_s
+        return await self._attempt(pool, body, is_late=is_late, is_over=is_over)
+
+    async def step_after(self, pool: EnginePool, body: Mapping[str, Any], since_s: float) -> Outcome | None:
+        """Make the Job of a pool that is gone, and had no finalizer, or look at it; None: it isn't over yet.
+
+        Nobody waits for this one: it has its whole time, for engines that drain without the pool.
+
+        Args:
+            pool: the pool as it was last seen.
+            body: its object.
+            since_s: when it was found to be gone, by `clock`.
+        """
+        is_over = self.clock() - since_s >= _GIVE_UP_S + pool.spec.drain.grace_seconds
+        return await self._attempt(pool, body, is_late=True, is_over=is_over, is_gone=True)
+
+    async def _attempt(
+        self, pool: EnginePool, body: Mapping[str, Any], *, is_late: bool, is_over: bool, is_gone: bool = False
+    ) -> Outcome | None:
+        models = models_to_remove(body, self.store, self.defaults.release)
+        if not models:
+            return Outcome()
         try:
-            outcome = await self._look(pool, models, is_late=is_late, is_over=is_over)
+            outcome = await self._look(pool, models, is_late=is_late, is_over=is_over, is_gone=is_gone)
         except Rejected as error:
             return Outcome(str(error))  # a missing right, a quota, a namespace that ends: the pool must go all the same
         except ApiFailure as error:
@@ -88,20 +106,23 @@ class Unpublishing:
             return Outcome(f"the Job {job_name(pool.name)} isn't over, and may remove it yet")
         return outcome
 
-    async def _look(self, pool: EnginePool, models: Sequence[str], *, is_late: bool, is_over: bool) -> Outcome | None:
+    async def _look(
+        self, pool: EnginePool, models: Sequence[str], *, is_late: bool, is_over: bool, is_gone: bool
+    ) -> Outcome | None:
         try:
             job = await self.client.get(JOB, pool.namespace, job_name(pool.name))
         except Gone:
-            await self._ensure_account(pool)
+            if not is_gone:
+                await self._ensure_account(pool)
             return await self._create(pool, models, is_late=is_late)
         if not is_owned_by(job, pool.uid) and part(job, "metadata", "annotations", POOL_UID) != pool.uid:
             # That of a former pool of this name must be gone first.
             return Outcome(f"the Job {job_name(pool.name)} exists and isn't this pool's") if is_over else None
-        outcome = self._outcome_of(job)
+        outcome = self._outcome_of(job, _GIVE_UP_S + (pool.spec.drain.grace_seconds if is_late else 0.0))
         if outcome is None and await success_of(self.client, pool.namespace, job_name(pool.name), UNPUBLISH):
             return Outcome()
         if outcome is None:
-            await self._ensure_account(pool)
+            await self._ensure_account(pool, job if is_gone else None)
         return outcome
 
     async def _create(self, pool: EnginePool, models: Sequence[str], *, is_late: bool) -> Outcome | None:
@@ -112,23 +133,27 @@ class Unpublishing:
             return None  # made already: the next pass finds it
         return None
 
-    async def _ensure_account(self, pool: EnginePool) -> None:
-        """Make the ServiceAccount of the Job's pod anew: a deletion in the foreground takes it away at once."""
+    async def _ensure_account(self, pool: EnginePool, job: Object | None = None) -> None:
+        """Make the ServiceAccount of the Job's pod anew: a deletion in the foreground takes it away at once.
+
+        Args:
+            job: its owner where the pool is gone: garbage collection deletes what belongs to nobody.
+        """
         if self.store.get(SERVICE_ACCOUNT, pool.namespace, engine_name(pool.name)) is not None:
             return
         try:
             async with self.leadership.act():
-                made = await self.client.create(SERVICE_ACCOUNT, job_account(pool, self.defaults))
+                made = await self.client.create(SERVICE_ACCOUNT, job_account(pool, self.defaults, job))
         except Conflict:
             return  # the watch hasn't shown it yet
         self.store.put(SERVICE_ACCOUNT, made)
 
-    def _outcome_of(self, job: dict[str, Any]) -> Outcome | None:
+    def _outcome_of(self, job: dict[str, Any], limit_s: float) -> Outcome | None:
         ending = job_ending(job)
         if ending is not None:
             return Outcome(ending)
-        if self.clock() - (seconds(part(job, "metadata", "creationTimestamp")) or 0.0) > _GIVE_UP_S:
-            return Outcome(f"its Job was not over after {_GIVE_UP_S:.0f} s")
+        if self.clock() - (seconds(part(job, "metadata", "creationTimestamp")) or 0.0) > limit_s:
+            return Outcome(f"its Job was not over after {limit_s:.0f} s")
         return None
 
 
@@ -143,8 +168,8 @@ def models_to_remove(body: Mapping[str, Any], store: ObjectStore, release: str) 
     others = {
         name
         for key in store.pools()
-        if key != (metadata["namespace"], metadata["name"])
-        and (other := store.get(POOL, *key)) is not None
+        if (other := store.get(POOL, *key)) is not None
+        and part(other, "metadata", "uid") != metadata["uid"]
         and "deletionTimestamp" not in other["metadata"]
         and claim_on(other, release).is_served
         for name in served_names(other)
@@ -446,9 +471,11 @@ async def report_left(recorder: Recorder, store: ObjectStore, release: str, body
 
 
 async def is_terminating(client: KubeClient, namespace: str) -> bool:
-    """Whether a namespace is being deleted; without the right to read it, whether it refuses new objects."""
+    """Whether a namespace is being deleted or gone; without the right to read it, whether it refuses new objects."""
     try:
         found = await client.get(NAMESPACE, None, namespace)
+    except Gone:
+        return True
     except Rejected:
         return await _refuses_objects(client, namespace)
     except ApiFailure:
@@ -462,7 +489,12 @@ def is_orphaning(pool: EnginePool, view: PoolView) -> bool:
     Garbage collection may be through with it, and has then taken the owner out of the pool's objects.
     """
     owned = view.deployment is None or bool(view.deployment["metadata"].get("ownerReferences"))
-    return _ORPHAN in pool.finalizers or not owned
+    return is_kept_by_orphaning(pool) or not owned
+
+
+def is_kept_by_orphaning(pool: EnginePool) -> bool:
+    """Whether garbage collection keeps the pool until its objects have no owner, as `--cascade=orphan` asks."""
+    return _ORPHAN in pool.finalizers
 
 
 async def _refuses_objects(client: KubeClient, namespace: str) -> bool:

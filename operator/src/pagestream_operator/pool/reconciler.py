@@ -20,7 +20,7 @@ from pagestream_operator.api import ConditionType, EnginePool, EnginePoolStatus
 from pagestream_operator.children import HASH_ANNOTATION, Manifest, children
 from pagestream_operator.children.manifest import engine_name, service_name
 from pagestream_operator.errors import ApiFailure, Conflict, Gone, PoolInvalid, Rejected
-from pagestream_operator.fields import part, seconds
+from pagestream_operator.fields import mapping, part, seconds
 from pagestream_operator.kube.apply import SCALER, Applier, Outcome
 from pagestream_operator.kube.client import KubeClient
 from pagestream_operator.kube.events import Recorder
@@ -28,6 +28,7 @@ from pagestream_operator.kube.kinds import (
     BUDGET,
     CONFIG_MAP,
     DEPLOYMENT,
+    JOB,
     POD,
     POOL,
     SERVICE_ACCOUNT,
@@ -45,6 +46,7 @@ from pagestream_operator.pool.deletion import (
     FINALIZER,
     FOREGROUND,
     Unpublishing,
+    is_kept_by_orphaning,
     is_orphaning,
     is_terminating,
     models_to_remove,
@@ -78,7 +80,7 @@ logger = logging.getLogger(__name__)
 
 _WARNINGS = {ConditionType.DEGRADED: "True", ConditionType.READY: "False", ConditionType.CONTESTED: "True"}
 """Conditions that are reported as warnings, and the status in which they are."""
-_COSTS, _DECISION, _STATUS = "deletion costs", "decision", "status"
+_COSTS, _DECISION, _STATUS, _UNPUBLISHING = "deletion costs", "decision", "status", "unpublishing"
 """Parts of a pass."""
 _CLAIM_PAUSE_S = 300.0
 """Between claims under a definition that lacks the field; an administrator may have applied a newer one."""
@@ -127,6 +129,17 @@ class _Reading:
     error: str = ""
 
 
+@dataclass(frozen=True)
+class _Unheld:
+    """A pool that has published its models and has no finalizer, as it was last seen: it can go at any moment."""
+
+    pool: EnginePool
+    body: Mapping[str, Any]
+    """Its object; the status says that it has published, whether that could be written or not."""
+    gone_s: float | None = None
+    """When it was found to be gone, by the API server's clock; None: it is there."""
+
+
 @dataclass
 class Reconciler:
     """Reconciles one pool. `desired` and `ready` are the numbers of the last pass, for metrics."""
@@ -156,8 +169,9 @@ class Reconciler:
     """When it is looked at again whether others can remove their finalizers from the deleted pool."""
     _reported: str = ""
     """The uid of the pool whose deletion has been reported."""
-    _refusal: tuple[int | None, str] | None = None
-    """The refusal of a change of the pool itself that was last published, and the generation that it was about."""
+    _refusals: set[tuple[int | None, str]] = field(default_factory=set)
+    """The refusals of changes of the pool itself that were published, with the generation that they were about."""
+    _unheld: _Unheld | None = None
     _drops_learned: bool = False
     """Whether the API server's definition lacks the status field with what was measured."""
 
@@ -187,12 +201,16 @@ class Reconciler:
             NotLeading: this replica has lost leadership during the pass.
         """
         body = self.context.store.get(POOL, *self.key)
+        if self._unheld is not None and part(body, "metadata", "uid") != self._unheld.pool.uid:
+            await self._follow_gone(self._unheld)
         if body is None:
             self._forget()
-            return "ok"
+            self._parts.forget_all(_UNPUBLISHING)
+            return self._parts.result
         claim = claim_on(body, self.context.defaults.release)
         self.is_served = claim.is_served
         if not claim.is_served:
+            self._unheld = None
             if claim is Claim.REFUSED and self.context.leadership.is_leading:
                 await self._contest(EnginePool.without_spec(body), dict(body))
             return "ok"
@@ -202,10 +220,11 @@ class Reconciler:
         if reading.pool is not None and reading.policy is not None and not reading.pool.is_deleted:
             verdict = await self._decide(reading.pool, reading.policy, view)
         self.ready = len(view.ready)
+        pool = reading.pool or EnginePool.without_spec(body)
+        self._note_unheld(pool, body, view)
         if not self.context.leadership.is_leading:
             self._parts.forget_all(_DECISION)
             return "ok"
-        pool = reading.pool or EnginePool.without_spec(body)
         if claim is Claim.FREE and not pool.is_deleted and self.context.steady() >= self._claims_again_s:
             is_claimed = await self._parts.run("claim", partial(self._claim, pool, dict(body)), POOL)
             # Another operator never takes a pool that names this one: it is served before it can be claimed.
@@ -302,7 +321,7 @@ class Reconciler:
             trouble = Trouble("Paused", "spec.paused is set: the pool's objects are left alone")
         else:
             if FINALIZER not in pool.finalizers and has_published(pool, self._view()):
-                if await self._parts.run("finalizer", partial(self._add_finalizer, pool), POOL):
+                if await self._parts.run("finalizer", partial(self._add_finalizer, pool, body), POOL):
                     return  # the pool has changed: the next pass continues with it
             else:
                 self._parts.forget("finalizer")
@@ -490,10 +509,7 @@ class Reconciler:
         self, pool: EnginePool, body: dict[str, Any], view: PoolView, outcome: Unpublished, refusal: str
     ) -> None:
         if outcome.problem:
-            left_models = models_to_remove(body, self.context.store, self.context.defaults.release)
-            commands = removal_commands(left_models)
-            note = f"a model may stay listed, remove it by {commands}: {outcome.problem}"
-            await self._event(body, "UnpublishFailed", note, action="Unpublish", warning=True)
+            await self._report_left(body, outcome)
         left = [*view.active, *view.draining]
         if not left:
             await self._event(body, "Drained", "all engines have ended", action="Drain")
@@ -509,7 +525,61 @@ class Reconciler:
             )
         await self._event(body, "DrainTimedOut", note, action="Drain", warning=True)
 
-    async def _add_finalizer(self, pool: EnginePool) -> None:
+    # -- pools that go without the operator
+
+    @property
+    def is_following(self) -> bool:
+        """Whether the pool is gone and its models aren't unpublished yet: passes go on until they are."""
+        return self._unheld is not None
+
+    def _note_unheld(self, pool: EnginePool, body: Mapping[str, Any], view: PoolView) -> None:
+        """Remember the pool while the API server would let it go at once: the finalizer was refused, since the stored
+        spec breaks today's definition, or the pool is paused or can't be read.
+        """
+        if FINALIZER in pool.finalizers or self._reported == pool.uid:
+            self._unheld = None
+            return
+        if self._unheld is not None and self._unheld.pool.uid != pool.uid:
+            return  # that one is followed first
+        if self._unheld is not None or (has_published(pool, view) and not pool.is_deleted):
+            status = {**mapping(body.get("status")), "publishedCard": pool.status.published_card or card_digest(pool)}
+            self._unheld = _Unheld(pool, {**body, "status": status})
+
+    async def _follow_gone(self, unheld: _Unheld) -> None:
+        """Unpublish the models of a pool that is gone and had no finalizer, as its deletion would have."""
+        if not self.context.leadership.is_leading or is_kept_by_orphaning(unheld.pool):
+            self._unheld = None
+            return
+        await self._parts.run(_UNPUBLISHING, partial(self._unpublish_gone, unheld), JOB)
+
+    async def _unpublish_gone(self, unheld: _Unheld) -> None:
+        recorder, store, release = self.context.recorder, self.context.store, self.context.defaults.release
+        pool, body = unheld.pool, dict(unheld.body)
+        models = models_to_remove(body, store, release)
+        named = ", ".join(models)
+        if unheld.gone_s is None and models:
+            if await is_terminating(self.context.client, pool.namespace):
+                await report_left(recorder, store, release, body, "no Job can be made in a namespace that is deleted")
+                self._unheld = None
+                return
+            note = f"the pool is gone, and had no finalizer: engines drain by themselves, a Job unpublishes {named}"
+            await self._event(body, "FinalizerMissing", note, action="Unpublish", warning=True)
+        unheld = self._unheld = replace(unheld, gone_s=unheld.gone_s or self.context.api_time_s())
+        outcome = await self._unpublishing.step_after(pool, body, unheld.gone_s or 0.0)
+        if outcome is None:
+            return
+        self._unheld = None
+        if outcome.problem:
+            await self._report_left(body, outcome)
+        elif models:
+            await self._event(body, "Unpublished", f"no longer listed: {named}", action="Unpublish")
+
+    async def _report_left(self, body: dict[str, Any], outcome: Unpublished) -> None:
+        names = models_to_remove(body, self.context.store, self.context.defaults.release)
+        note = f"a model may stay listed, remove it by {removal_commands(names)}: {outcome.problem}"
+        await self._event(body, "UnpublishFailed", note, action="Unpublish", warning=True)
+
+    async def _add_finalizer(self, pool: EnginePool, body: dict[str, Any]) -> None:
         """Add the finalizer, once there is something that must be done before the pool goes."""
         patch = {"metadata": {"finalizers": [*pool.finalizers, FINALIZER], "resourceVersion": pool.resource_version}}
         try:
@@ -518,6 +588,10 @@ class Reconciler:
         except Gone:
             self.context.suspect(self.key.namespace, POOL)
             return
+        except Rejected as error:
+            todo = "correct what it names, or a deletion doesn't wait until the engines have drained"
+            await self._report_refusal(body, f"the finalizer {FINALIZER} can't be added: {error}: {todo}")
+            raise
         self.context.store.put(POOL, done)
 
     async def _let_go(self, pool: EnginePool, body: dict[str, Any], report: Callable[[], Awaitable[None]]) -> None:
@@ -616,10 +690,11 @@ class Reconciler:
 
     async def _report_refusal(self, body: dict[str, Any], note: str) -> None:
         """Publish, once, that the API server refuses a change of the pool itself: its status can't say so."""
-        refusal = (part(body, "metadata", "generation"), note)
-        if refusal != self._refusal:
+        generation = part(body, "metadata", "generation")
+        self._refusals = {refusal for refusal in self._refusals if refusal[0] == generation}
+        if (generation, note) not in self._refusals:
             await self._event(body, "ChangeRefused", note, action="Update", warning=True)
-            self._refusal = refusal
+            self._refusals.add((generation, note))
 
     async def _write_status(self, body: dict[str, Any], new: EnginePoolStatus, old: EnginePoolStatus) -> None:
         try:
