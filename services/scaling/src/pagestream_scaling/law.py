@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from pagestream_scaling.damping import LimitedRecommendation, Recommendation, limit_recommendation, remember
 from pagestream_scaling.decision import Decision, Limit
-from pagestream_scaling.limits import LimitedRecommendation, Recommendation, limit_recommendation, remember
 from pagestream_scaling.memory import ScalingMemory, with_lowest
 from pagestream_scaling.observation import PoolObservation, ValidSamples, valid_samples
 from pagestream_scaling.policy import ScalingPolicy

@@ -1,4 +1,4 @@
-"""From the recommendation of the terms to the number of replicas: panic, stabilisation, idleness, rates and bounds."""
+"""Damping of what the terms recommend: panic, stabilisation, idleness, rates and bounds of the replicas."""
 
 from __future__ import annotations
 
