@@ -21,10 +21,10 @@ from pagestream_operator.kube import (
     POOL,
     SCALER,
     KubeClient,
+    ListChanges,
     ObjectStore,
     Pod,
     PoolKey,
-    Settled,
     differs,
     failure_of,
     find_access,
@@ -537,7 +537,7 @@ def test_a_list_drops_what_it_does_not_show_and_keeps_what_came_since() -> None:
         store.put(POD, pod_body(name))
     before = store.versions(POD, "default")
     store.put(POD, pod_body("late"))
-    assert store.settle(POD, [pod_body("b", version=5)], before) == Settled(dropped=1, rewound=0)
+    assert store.apply_list(POD, [pod_body("b", version=5)], before) == ListChanges(dropped=1, rewound=0)
     assert [pod.name for pod in store.pods(DEMO)] == ["b", "late"]
 
 
@@ -551,9 +551,9 @@ def test_a_list_wins_over_memory_but_not_over_what_came_since() -> None:
     known = {kind: store.versions(kind, "default") for kind in (DEPLOYMENT, POD)}
     store.put(POD, pod_body("b", version=203))
     changed.clear()
-    assert store.settle(DEPLOYMENT, [deployment_body(1, version=100)], known[DEPLOYMENT]).rewound == 1
+    assert store.apply_list(DEPLOYMENT, [deployment_body(1, version=100)], known[DEPLOYMENT]).rewound == 1
     older = [pod_body("a", ready=False, version=90), pod_body("b", ready=False, version=91)]
-    assert store.settle(POD, older, known[POD]) == Settled(dropped=0, rewound=1)
+    assert store.apply_list(POD, older, known[POD]) == ListChanges(dropped=0, rewound=1)
     found = store.get(DEPLOYMENT, "default", "demo-engine")
     assert found is not None
     assert found["spec"]["replicas"] == 1
@@ -565,8 +565,8 @@ def test_a_list_wins_over_memory_but_not_over_what_came_since() -> None:
 def test_an_object_that_was_made_again_before_the_backup_is_the_old_one_once_more() -> None:
     store = ObjectStore()
     store.put(POOL, stored(pool_body(), uid="new", version=200))
-    settled = store.settle(POOL, [stored(pool_body(), uid="old", version=100)], store.versions(POOL, None))
-    assert settled == Settled(dropped=0, rewound=1)
+    changes = store.apply_list(POOL, [stored(pool_body(), uid="old", version=100)], store.versions(POOL, None))
+    assert changes == ListChanges(dropped=0, rewound=1)
     found = store.get(POOL, "default", "demo")
     assert found is not None
     assert found["metadata"]["uid"] == "old"
@@ -605,7 +605,7 @@ def test_a_list_of_one_kind_drops_no_other() -> None:
     store = ObjectStore()
     store.put(POOL, stored(pool_body(), uid="same"))
     store.put(DEPLOYMENT, {**deployment_body(1), "metadata": {**deployment_body(1)["metadata"], "uid": "same"}})
-    assert store.settle(DEPLOYMENT, [], {"same": 1}).dropped == 1
+    assert store.apply_list(DEPLOYMENT, [], {"same": 1}).dropped == 1
     assert store.pools() == [DEMO]
 
 

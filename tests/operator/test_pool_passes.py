@@ -470,7 +470,7 @@ async def test_an_odd_pod_hides_no_other_and_is_named(changes: Any, again: Any) 
     passes.store.put(POD, pod_body("right"))
     known = passes.store.versions(POD, "default")
     later = changed(body, again)
-    passes.store.settle(POD, [later, pod_body("right", version=2)], known)
+    passes.store.apply_list(POD, [later, pod_body("right", version=2)], known)
     passes.store.drop(POD, changed(later, again))
     passes.client.objects[(POD.name, "odd")] = later if isinstance(later.get("metadata"), dict) else body
     assert await passes.run(seconds=2) in ("ok", "error")

@@ -30,7 +30,7 @@ from pagestream_operator.kube.kinds import (
 )
 from pagestream_operator.kube.lease import Leadership, LeaseSettings, Sees
 from pagestream_operator.kube.pods import DELETION_COST, Pod
-from pagestream_operator.kube.store import ObjectStore, PoolKey, Settled
+from pagestream_operator.kube.store import ListChanges, ObjectStore, PoolKey
 from pagestream_operator.kube.watch import Sight, Watcher
 
 __all__ = [
@@ -54,13 +54,13 @@ __all__ = [
     "KubeClient",
     "Leadership",
     "LeaseSettings",
+    "ListChanges",
     "ObjectStore",
     "Outcome",
     "Pod",
     "PoolKey",
     "Recorder",
     "Sees",
-    "Settled",
     "Sight",
     "Watcher",
     "differs",

@@ -46,7 +46,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class ListChanges:
     """What a fresh list has changed in the store."""
 
     dropped: int
@@ -113,7 +113,7 @@ class ObjectStore:
         known = self._objects[kind.name].items()
         return {seen.uid: seen.version for key, seen in known if namespace in (None, key.namespace)}
 
-    def settle(self, kind: Kind, listed: Iterable[Mapping[str, Any]], suspects: Mapping[str, int]) -> Settled:
+    def apply_list(self, kind: Kind, listed: Iterable[Mapping[str, Any]], suspects: Mapping[str, int]) -> ListChanges:
         """Store a fresh list, and drop the objects that no longer exist.
 
         The list wins over what was stored before it was requested, whatever the versions say: they begin again lower
@@ -139,7 +139,7 @@ class ObjectStore:
         for key, seen in dropped:
             self._remove(kind, key, seen)
             self._notify(seen.pool)
-        return Settled(len(dropped), rewound)
+        return ListChanges(len(dropped), rewound)
 
     def _read(self, kind: Kind, key: ObjectKey, body: Mapping[str, Any]) -> Seen | None:
         """Read an object as it is kept; None where it can't be read."""

@@ -122,7 +122,7 @@ class Watcher:
         """Those whose threads have not ended yet."""
 
     @property
-    def place(self) -> str:
+    def scope(self) -> str:
         """The namespace, for people."""
         return self.namespace or "all namespaces"
 
@@ -150,8 +150,8 @@ class Watcher:
     async def run(self, stop: asyncio.Event) -> None:
         """Watch until `stop` is set."""
         works = {
-            f"watches of {self.place}": partial(self._keep_watching, stop),
-            f"repair of watches of {self.place}": partial(self._check, stop),
+            f"watches of {self.scope}": partial(self._keep_watching, stop),
+            f"repair of watches of {self.scope}": partial(self._check, stop),
         }
         await run_together(works, stop, ends=self._ends)
 
@@ -210,7 +210,7 @@ class Watcher:
                 await asyncio.wait({stopping, ending}, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
                 silent = run.silent(_DEAF_AFTER * self.watch_s + _GRACE_S)
                 if silent and not run.ended.is_set():
-                    logger.warning("watches are started again: nothing was heard of %s (%s)", silent, self.place)
+                    logger.warning("watches are started again: nothing was heard of %s (%s)", silent, self.scope)
                     break
             run.flag.set()
             await asyncio.wait({ending}, timeout=_EXIT_S)
@@ -219,7 +219,7 @@ class Watcher:
             stopping.cancel()
             ending.cancel()
         if run.ended.is_set() and not stop.is_set():
-            logger.warning("the watches of %s have ended, and are started again: %s", self.place, run.error)
+            logger.warning("the watches of %s have ended, and are started again: %s", self.scope, run.error)
 
     # -- lists
 
@@ -248,7 +248,7 @@ class Watcher:
         if isinstance(error, Gone):
             what = "the definition of EnginePool"
         elif not isinstance(error, ApiUnavailable):
-            what = f"the right to list what pools have ({self.place})"
+            what = f"the right to list what pools have ({self.scope})"
         text = f"waiting for {what}: {error}"
         logger.log(logging.DEBUG if text == self.trouble else logging.WARNING, "%s", text)
         self.trouble = text
@@ -297,11 +297,11 @@ class Watcher:
         for body in listed:  # those of a list have neither; those of events have both
             body |= {"apiVersion": kind.api_version, "kind": kind.name}
         with _logged(kind, "a list can't be stored"):
-            settled = self._store.settle(kind, listed, suspects)
-            if settled.dropped:
-                counted = {"kind": kind.name, "count": settled.dropped}
+            changes = self._store.apply_list(kind, listed, suspects)
+            if changes.dropped:
+                counted = {"kind": kind.name, "count": changes.dropped}
                 logger.info("dropped objects whose end no watch reported", extra=counted)
-            if settled.rewound and self._runs:  # kopf would wait for versions that come much later, or not at all
+            if changes.rewound and self._runs:  # kopf would wait for versions that come much later, or not at all
                 self._runs[-1].give_up("the API server's data is older than what was seen")
 
 
@@ -337,7 +337,7 @@ class KopfRun:
         """When it was heard of the first kind, and of which ones since."""
         self._is_closed = False
         self._closed_s = 0.0
-        self._thread = threading.Thread(target=self._run, name=f"kopf {watcher.place}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"kopf {watcher.scope}", daemon=True)
 
     def start(self) -> None:
         """Start the thread, which nobody has to join."""
@@ -547,7 +547,7 @@ class Sight:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Watch until `stop` is set."""
-        works = {f"watcher of {each.place}": partial(each.run, stop) for each in self.watchers.values()}
+        works = {f"watcher of {each.scope}": partial(each.run, stop) for each in self.watchers.values()}
         await run_together(works, stop, ends=self._ends)
 
     def suspect(self, namespace: str, *kinds: Kind) -> None:
@@ -587,14 +587,14 @@ class Sight:
             signs = [(kind.name, watcher.signs.get(kind)) for kind in WATCHED]
             heard = ", ".join(f"{name} {sign.what} {now - sign.at_s:.0f} s" for name, sign in signs if sign is not None)
             state = "seen" if watcher.sees else f"not seen ({_trouble(watcher)})"
-            yield f"{watcher.place}: {state}; {heard or 'nothing heard'}"
+            yield f"{watcher.scope}: {state}; {heard or 'nothing heard'}"
 
 
 def _trouble(watcher: Watcher) -> str:
     if watcher.trouble:
-        return f"{watcher.place}: {watcher.trouble}"
+        return f"{watcher.scope}: {watcher.trouble}"
     unheard = watcher.unheard()
     if unheard and all(age < float("inf") for age in unheard.values()):
         ages = ", ".join(f"{kind.plural} for {age:.0f} s" for kind, age in unheard.items())
-        return f"{watcher.place}: nothing heard of {ages}"
-    return f"{watcher.place}: starting"
+        return f"{watcher.scope}: nothing heard of {ages}"
+    return f"{watcher.scope}: starting"

@@ -48,7 +48,7 @@ class Gauge:
     values: dict[Attributes, tuple[float, float]] = field(default_factory=dict)
     others: tuple[float, float] | None = None
 
-    def take(self, attributes: Attributes, time_s: float, value: float) -> Taken:
+    def add(self, attributes: Attributes, time_s: float, value: float) -> Taken:
         """Store the value if it is newer than the known one."""
         last = self.values.get(attributes)
         if last is not None and time_s <= last[0]:
@@ -114,7 +114,7 @@ class Accumulator:
     amounts: tuple[float, ...] = ()
     seen: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
-    def take_delta(self, start_s: float, time_s: float, amounts: Sequence[float]) -> Increment | None:
+    def add_delta(self, start_s: float, time_s: float, amounts: Sequence[float]) -> Increment | None:
         """Return the increment of a delta point; None if it is repeated. A late one counts."""
         if (start_s, time_s) in self.seen:
             return None
@@ -126,7 +126,7 @@ class Accumulator:
         self.time_s = time_s if self.time_s is None else max(self.time_s, time_s)
         return Increment(from_s, time_s, tuple(amounts))
 
-    def take_cumulative(self, start_s: float, time_s: float, amounts: Sequence[float]) -> Increment | None:
+    def add_cumulative(self, start_s: float, time_s: float, amounts: Sequence[float]) -> Increment | None:
         """Return the increment since the last point; None if the point isn't newer, or is the first."""
         if self.time_s is not None and (time_s <= self.time_s or start_s < self.start_s - _MARGIN_S):
             return None
@@ -152,7 +152,7 @@ class Counter:
     sets: dict[Attributes, Accumulator] = field(default_factory=dict)
     recent: deque[Increment] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
-    def take(self, attributes: Attributes, start_s: float, time_s: float, value: float, *, delta: bool) -> Taken:
+    def add(self, attributes: Attributes, start_s: float, time_s: float, value: float, *, delta: bool) -> Taken:
         """Store a point."""
         accumulator = self.sets.get(attributes)
         if accumulator is None:
@@ -160,8 +160,8 @@ class Counter:
                 return Taken.OVERFLOW
             accumulator = self.sets[attributes] = Accumulator(self.watched_s)
         first = accumulator.time_s is None
-        take = accumulator.take_delta if delta else accumulator.take_cumulative
-        increment = take(start_s, time_s, (value,))
+        add = accumulator.add_delta if delta else accumulator.add_cumulative
+        increment = add(start_s, time_s, (value,))
         if increment is None:
             return Taken.ACCEPTED if first else Taken.DUPLICATE
         self.recent.append(increment)

@@ -179,7 +179,7 @@ class Intake:
         """The reasons of the refusals, for the answer."""
         return ", ".join(f"{count} {reason}" for reason, count in sorted(self._refused.items()))
 
-    def take(self, resource: ResourceMetrics) -> None:
+    def store(self, resource: ResourceMetrics) -> None:
         """Store the metrics of one process."""
         source: Source | None = None
         outcomes = self._store.outcomes
@@ -192,7 +192,7 @@ class Intake:
                 if source is None:
                     self._refuse("anonymous", "from a resource without k8s.pod.name or service.instance.id", metric)
                 else:
-                    self._take_metric(source, metric)
+                    self._store_metric(source, metric)
 
     def _refuse(self, outcome: str, reason: str, metric: Metric) -> None:
         kind = metric.WhichOneof("data")
@@ -200,7 +200,7 @@ class Intake:
         self._store.outcomes[outcome] += points
         self._refused[reason] += points
 
-    def _take_metric(self, source: Source, metric: Metric) -> None:
+    def _store_metric(self, source: Source, metric: Metric) -> None:
         kind = metric.WhichOneof("data")
         if kind is None:
             return
@@ -365,7 +365,7 @@ class MetricsSink:
         for index, resource in enumerate(request.resource_metrics):
             if index % _TURN == _TURN - 1:
                 await asyncio.sleep(0)
-            intake.take(resource)
+            intake.store(resource)
         self._store.sweep()
         if not intake.rejected:
             return ExportMetricsServiceResponse()

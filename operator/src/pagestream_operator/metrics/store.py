@@ -162,7 +162,7 @@ class MetricsStore:
         gauge = state.gauges.get(name)
         if gauge is None:
             gauge = state.gauges[name] = Gauge(ENGINE_GAUGES[name], self.settings.max_attribute_sets)
-        return gauge.take(point.attributes, point.time_s, point.value)
+        return gauge.add(point.attributes, point.time_s, point.value)
 
     def _take_counter(self, state: _EngineState, name: str, point: Number, *, delta: bool | None) -> Taken:
         if delta is None or not math.isfinite(point.value) or point.value < 0:
@@ -172,7 +172,7 @@ class MetricsStore:
             settings = self.settings
             counter = Counter(settings.max_attribute_sets, settings.rate_window_s, self._watched_s)
             state.counters[name] = counter
-        return counter.take(point.attributes, point.start_s, point.time_s, point.value, delta=delta)
+        return counter.add(point.attributes, point.start_s, point.time_s, point.value, delta=delta)
 
     def _take_queue(self, source: Source, name: str, point: Number, correction_s: float) -> Taken:
         model, rest = _split_model(point)
@@ -192,7 +192,7 @@ class MetricsStore:
         gauge = gauges.get(name)
         if gauge is None:
             gauge = gauges[name] = Gauge(QUEUE_GAUGES[name], self.settings.max_attribute_sets)
-        return gauge.take(rest, point.time_s, point.value)
+        return gauge.add(rest, point.time_s, point.value)
 
     def take_latency(self, source: Source, point: Histogram, *, delta: bool) -> Taken:
         """Store one point of the time to first token."""
@@ -209,7 +209,7 @@ class MetricsStore:
         if state is None:
             return Taken.OVERFLOW
         plain = Histogram(rest, point.start_s, point.time_s, point.bounds, point.counts)
-        return state.latencies.take(f"{source.namespace}/{source.name}/{source.instance}", plain, delta=delta)
+        return state.latencies.add(f"{source.namespace}/{source.name}/{source.instance}", plain, delta=delta)
 
     def _is_own(self, source: Source) -> bool:
         return not self._release or source.release in ("", self._release)
@@ -461,7 +461,7 @@ class Latencies:
     slots_limit: int = 1024
     first_s: float = math.inf
 
-    def take(self, process: str, point: Histogram, *, delta: bool) -> Taken:
+    def add(self, process: str, point: Histogram, *, delta: bool) -> Taken:
         """Add a point of `process`' series with the point's attributes."""
         key = (process, point.attributes)
         accumulator = self.series.get(key)
@@ -471,8 +471,8 @@ class Latencies:
             accumulator = self.series[key] = Accumulator(self.watched_s)
             self.bounds[key] = point.bounds
         first = accumulator.time_s is None
-        take = accumulator.take_delta if delta else accumulator.take_cumulative
-        increment = take(point.start_s, point.time_s, point.counts)
+        add = accumulator.add_delta if delta else accumulator.add_cumulative
+        increment = add(point.start_s, point.time_s, point.counts)
         self.first_s = min(self.first_s, point.time_s)
         if increment is None:
             return Taken.ACCEPTED if first else Taken.DUPLICATE

@@ -63,7 +63,7 @@ class Pods:
         """Pods that start or serve."""
         return self._live
 
-    def begin(self, count: int) -> None:
+    def add_ready(self, count: int) -> None:
         """Add `count` pods that are ready when the trace begins; their start-up costs nothing."""
         for _ in range(count):
             self._live.append(Pod(self._fleet.add_engine(0.0), 0.0, 0.0))
@@ -90,11 +90,11 @@ class Pods:
 
     def pod_seconds(self, end_s: float) -> float:
         """Return the seconds from each pod's order to its end, or to `end_s`, summed."""
-        self.settle(end_s)
+        self.add_up_ended(end_s)
         open_pods = (*self._live, *self._draining)
         return self._ended_pod_s + sum(max(0.0, end_s - pod.created_s) for pod in open_pods)
 
-    def settle(self, end_s: float = math.inf) -> None:
+    def add_up_ended(self, end_s: float = math.inf) -> None:
         """Add up the cost of drained pods that are gone by `end_s`."""
         still = []
         for pod in self._draining:

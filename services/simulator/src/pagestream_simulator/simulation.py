@@ -83,7 +83,7 @@ def simulate(
     """
     with Fleet(load, profile, partitions=terms.fleet.partitions, seed=seed) as fleet:
         pods = Pods(fleet, startup_s)
-        pods.begin(law.initial(terms.fleet.initial_engines))
+        pods.add_ready(law.initial(terms.fleet.initial_engines))
         signals = Signals(fleet, pods, load, terms.signals.export_s)
         rows: list[tuple[float, int, int, float]] = []
         now_s, decide_s = 0.0, law.period_s

@@ -401,7 +401,7 @@ class AsyncStream:
             if self._closing.is_set():  # by another thread, which did not see this call
                 call.cancel()
         message = await read_async(call)
-        return (False, None) if message is None else (True, self._state.take(message, self._target))
+        return (False, None) if message is None else (True, self._state.read_message(message, self._target))
 
     def _called(self) -> Any:
         call, self._target = self._state.next_call(), self._endpoints.current

@@ -58,7 +58,7 @@ class GrpcStreamState(ResumableStream):
             place.request.CopyFrom(self._request)
         return Call(place, timeout_s)
 
-    def take(self, response: Response, target: str) -> Chunk | None:
+    def read_message(self, response: Response, target: str) -> Chunk | None:
         """Return the chunk of a message; None for the first message, which has only the request's id.
 
         Raises:

@@ -213,7 +213,7 @@ class StreamedCall(_RepeatedCall):
         """Yield the events that are complete with these bytes, encoded again. Raises CallRefused."""
         self.state.note_sign()
         for event in self._decoder.feed(data):
-            self.state.take(event, self.target)
+            self.state.read_event(event, self.target)
             yield _encode(event, with_id=self._with_ids)
 
     def ended_delay_s(self) -> float:

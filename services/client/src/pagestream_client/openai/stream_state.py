@@ -104,7 +104,7 @@ class HttpStreamState(ResumableStream):
         """Note that bytes have come, if only of a comment: the gateway lives."""
         self._last_sign_at = self._clock()
 
-    def take(self, event: Event, target: str) -> Chunk | None:
+    def read_event(self, event: Event, target: str) -> Chunk | None:
         """Return the chunk of an event; None for an opening without text, and for the event that ends the stream.
 
         Raises:
