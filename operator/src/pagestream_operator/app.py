@@ -35,8 +35,8 @@ from pagestream_operator.metrics import (
     SinkSettings,
     SteadyClock,
 )
-from pagestream_operator.pool.contest import Budgets
 from pagestream_operator.pool.deletion import Finalizers, Home
+from pagestream_operator.pool.ownership import Budgets
 from pagestream_operator.pool.reconciler import Context
 from pagestream_operator.settings import Settings
 from pagestream_operator.supervision import keep_memory_small, sleep_until, supervised, wait_for_stop

@@ -22,8 +22,8 @@ from pagestream_operator.crd import definition
 from pagestream_operator.errors import ApiUnavailable, Gone, OperatorError, Rejected
 from pagestream_operator.kube.client import KubeClient, Object
 from pagestream_operator.kube.kinds import DEFINITION, POOL
-from pagestream_operator.pool.contest import is_claimed
 from pagestream_operator.pool.deletion import FINALIZER, breaks_definition, patch_deleted, remove_finalizer
+from pagestream_operator.pool.ownership import is_claimed
 
 FIELD_MANAGER = "pagestream-crd"
 

@@ -1,7 +1,7 @@
 """One pool: its view, the scaling decision, the pass that acts on it, its status."""
 
-from pagestream_operator.pool.contest import Budgets, Claim, claim_on
 from pagestream_operator.pool.deletion import Finalizers, Home
+from pagestream_operator.pool.ownership import Budgets, Claim, claim_on
 from pagestream_operator.pool.reconciler import Context, Reconciler
 from pagestream_operator.pool.scaler import (
     DeletionCost,

@@ -33,7 +33,7 @@ from pagestream_operator.kube.kinds import CONFIG_MAP, JOB, LEASE, NAMESPACE, PO
 from pagestream_operator.kube.lease import Leadership
 from pagestream_operator.kube.pods import success_of
 from pagestream_operator.kube.store import ObjectStore
-from pagestream_operator.pool.contest import claim_on, is_claimed
+from pagestream_operator.pool.ownership import claim_on, is_claimed
 from pagestream_operator.pool.publication import served_names
 from pagestream_operator.pool.view import PoolView
 from pagestream_operator.settings import EngineDefaults

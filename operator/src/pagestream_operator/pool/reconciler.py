@@ -41,7 +41,6 @@ from pagestream_operator.kube.pods import DELETION_COST
 from pagestream_operator.kube.store import ObjectStore, PoolKey
 from pagestream_operator.metrics import MetricsStore
 from pagestream_operator.pool.adapters import Adapters
-from pagestream_operator.pool.contest import Budgets, Claim, Rivals, claim_on, contest, contested
 from pagestream_operator.pool.deletion import (
     FINALIZER,
     FOREGROUND,
@@ -58,6 +57,7 @@ from pagestream_operator.pool.deletion import (
 from pagestream_operator.pool.deletion import Outcome as Unpublished
 from pagestream_operator.pool.groups import Groups
 from pagestream_operator.pool.old_config_maps import OldConfigMaps
+from pagestream_operator.pool.ownership import Budgets, Claim, Rivals, claim_on, contest, contested
 from pagestream_operator.pool.parts import Parts
 from pagestream_operator.pool.publication import card_digest, has_published
 from pagestream_operator.pool.scaler import Scaler, Shares, Verdict, deletion_costs, first_replicas, wanted_replicas
