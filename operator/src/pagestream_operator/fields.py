@@ -17,7 +17,7 @@ def mappings(value: object) -> list[Mapping[str, Any]]:
     return [each for each in value if isinstance(each, Mapping)] if isinstance(value, list) else []
 
 
-def part(value: object, *path: str) -> Any:
+def nested(value: object, *path: str) -> Any:
     """The field at a path of names; None where there is none."""
     for name in path:
         value = mapping(value).get(name)
@@ -59,4 +59,4 @@ def job_ending(job: Mapping[str, Any]) -> str | None:
 
 def is_owned_by(body: Mapping[str, Any], uid: str) -> bool:
     """Whether an object names an owner with this uid."""
-    return any(owner.get("uid") == uid for owner in mappings(part(body, "metadata", "ownerReferences")))
+    return any(owner.get("uid") == uid for owner in mappings(nested(body, "metadata", "ownerReferences")))

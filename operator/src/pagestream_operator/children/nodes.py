@@ -19,7 +19,7 @@ from pagestream_operator.children.manifest import (
     manifest,
     service_name,
 )
-from pagestream_operator.fields import mappings, part, text
+from pagestream_operator.fields import mappings, nested, text
 
 NODES_LABEL = f"{GROUP}/nodes"
 """On a leader's pod: how many pods its group has. On the others: that they belong to one."""
@@ -159,7 +159,7 @@ def _named(found: Mapping[str, str] | None, names: Mapping[str, str]) -> dict[st
 
 def leader_address(group: Mapping[str, Any]) -> str:
     """The address where the pods of a StatefulSet expect their leader; empty where it names none."""
-    containers = mappings(part(group, "spec", "template", "spec", "containers"))
+    containers = mappings(nested(group, "spec", "template", "spec", "containers"))
     variables = [each for container in containers for each in mappings(container.get("env"))]
     return next((text(each.get("value")) for each in variables if each.get("name") == _ADDRESS), "")
 

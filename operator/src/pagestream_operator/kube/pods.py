@@ -12,7 +12,7 @@ from typing import Any
 from pagestream_scaling import PodObservation, PodSample, PodState
 
 from pagestream_operator.children.nodes import MOST_NODES, NODES_LABEL
-from pagestream_operator.fields import conditions, mapping, mappings, part, seconds, text, whole
+from pagestream_operator.fields import conditions, mapping, mappings, nested, seconds, text, whole
 from pagestream_operator.kube.client import KubeClient
 from pagestream_operator.kube.kinds import POD
 
@@ -97,7 +97,7 @@ def _restarted(status: Mapping[str, Any]) -> Iterator[Restarts]:
 
 
 def _last_end(container: Mapping[str, Any]) -> Mapping[str, Any]:
-    return mapping(part(container, "state", "terminated")) or mapping(part(container, "lastState", "terminated"))
+    return mapping(nested(container, "state", "terminated")) or mapping(nested(container, "lastState", "terminated"))
 
 
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
@@ -172,16 +172,16 @@ class Pod:
             ready_s=(created_s if since_s is None else since_s) if is_ready else None,
             is_terminating=metadata.get("deletionTimestamp") is not None,
             is_terminated=status.get("phase") in _ENDED,
-            deletion_cost=text(part(metadata, "annotations", DELETION_COST)) or None,
+            deletion_cost=text(nested(metadata, "annotations", DELETION_COST)) or None,
             blocking_reason=blocking_reason(status),
             scheduled_s=(created_s if scheduled_s is None else scheduled_s) if has_node else None,
             waiting_reason=_waiting_reason(scheduled),
-            num_nodes=reader.nodes(part(metadata, "labels", NODES_LABEL)),
+            num_nodes=reader.nodes(nested(metadata, "labels", NODES_LABEL)),
             address=text(status.get("podIP")),
             unready_s=since_s if is_unready else None,
             restarts=restarts_of(status),
             failure=pod_failure(status),
-            node=text(part(body, "spec", "nodeName")),
+            node=text(nested(body, "spec", "nodeName")),
             ends_by_s=seconds(metadata.get("deletionTimestamp")),
             oddities=tuple(reader.oddities),
         )
@@ -258,11 +258,11 @@ def blocking_reason(status: Mapping[str, Any]) -> str | None:
 
 
 def _container_trouble(container: Mapping[str, Any]) -> str | None:
-    waiting = mapping(part(container, "state", "waiting"))
+    waiting = mapping(nested(container, "state", "waiting"))
     reason = text(waiting.get("reason"))
     if reason not in _PERMANENT_WAITING_REASONS:
         return None
-    ended = mapping(part(container, "lastState", "terminated"))
+    ended = mapping(nested(container, "lastState", "terminated"))
     last = ""
     if text(ended.get("reason")) not in ("", "Completed"):
         last = f" (it ended by {ended['reason']}, exit code {ended.get('exitCode')})"
@@ -287,8 +287,8 @@ async def success_of(client: KubeClient, namespace: str, job: str, container: st
         ApiFailure: the call failed.
     """
     for pod in await client.list(POD, namespace, selector=f"batch.kubernetes.io/job-name={job}"):
-        for each in mappings(part(pod, "status", "containerStatuses")):
-            ended = mapping(part(each, "state", "terminated"))
+        for each in mappings(nested(pod, "status", "containerStatuses")):
+            ended = mapping(nested(each, "state", "terminated"))
             if each.get("name") == container and ended.get("exitCode") == 0:
                 return Success(text(ended.get("message")))
     return None

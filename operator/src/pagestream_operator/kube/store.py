@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from pagestream_operator.children.manifest import POOL_LABEL
 from pagestream_operator.errors import Unreadable
-from pagestream_operator.fields import mapping, part, text
+from pagestream_operator.fields import mapping, nested, text
 from pagestream_operator.kube.kinds import POD, POOL, Kind
 from pagestream_operator.kube.pods import Pod
 
@@ -83,7 +83,7 @@ class ObjectStore:
         known = self._objects[kind.name].get(key)
         if known is None:
             self._oddities.pop(key, None)
-        elif known.uid == part(body, "metadata", "uid"):
+        elif known.uid == nested(body, "metadata", "uid"):
             self._remove(kind, key, known)
         self._notify(_pool_of(kind, body))
 
@@ -126,7 +126,7 @@ class ObjectStore:
         found: set[str] = set()
         rewound = 0
         for body in listed:
-            found.add(text(part(body, "metadata", "uid")))
+            found.add(text(nested(body, "metadata", "uid")))
             key = _key_of(kind, body)
             seen, known = self._read(kind, key, body), self._objects[kind.name].get(key)
             if seen is None:
@@ -198,13 +198,13 @@ class ObjectStore:
 
 def _key_of(kind: Kind, body: object) -> ObjectKey:
     """Kind, namespace and name of an object; empty where it has none."""
-    namespace, name = (text(part(body, "metadata", field)) for field in ("namespace", "name"))
+    namespace, name = (text(nested(body, "metadata", field)) for field in ("namespace", "name"))
     return ObjectKey(kind.name, namespace, name)
 
 
 def _identity_of(key: ObjectKey, body: object) -> tuple[str, int]:
     """The uid and version of an object. Unreadable where it lacks what every object has."""
-    uid, version = (text(part(body, "metadata", field)) for field in ("uid", "resourceVersion"))
+    uid, version = (text(nested(body, "metadata", field)) for field in ("uid", "resourceVersion"))
     if not (key.namespace and key.name and uid):
         raise Unreadable("it lacks a namespace, a name or a uid")
     if not (version.isascii() and version.isdecimal()):
@@ -214,7 +214,7 @@ def _identity_of(key: ObjectKey, body: object) -> tuple[str, int]:
 
 def _pool_of(kind: Kind, body: object) -> PoolKey | None:
     """The pool that an object belongs to, by its label."""
-    namespace = text(part(body, "metadata", "namespace"))
+    namespace = text(nested(body, "metadata", "namespace"))
     path = ("name",) if kind is POOL else ("labels", POOL_LABEL)
-    name = text(part(body, "metadata", *path))
+    name = text(nested(body, "metadata", *path))
     return PoolKey(namespace, name) if namespace and name else None

@@ -25,7 +25,7 @@ from pagestream_operator.children.jobs import LIMIT_S, UNPUBLISH, job_account, j
 from pagestream_operator.children.jobs import POOL_UID_ANNOTATION as POOL_UID
 from pagestream_operator.children.manifest import engine_name
 from pagestream_operator.errors import ApiFailure, ApiUnavailable, Conflict, Gone, NotLeading, Rejected
-from pagestream_operator.fields import is_owned_by, job_ending, mapping, part, seconds, whole
+from pagestream_operator.fields import is_owned_by, job_ending, mapping, nested, seconds, whole
 from pagestream_operator.kube.apply import SCALER
 from pagestream_operator.kube.client import KubeClient, Object
 from pagestream_operator.kube.events import Recorder
@@ -115,7 +115,7 @@ class Unpublishing:
             if not is_gone:
                 await self._ensure_account(pool)
             return await self._create(pool, models, is_late=is_late)
-        if not is_owned_by(job, pool.uid) and part(job, "metadata", "annotations", POOL_UID) != pool.uid:
+        if not is_owned_by(job, pool.uid) and nested(job, "metadata", "annotations", POOL_UID) != pool.uid:
             # That of a former pool of this name must be gone first.
             return Outcome(f"the Job {job_name(pool.name)} exists and isn't this pool's") if is_over else None
         outcome = self._outcome_of(job, _GIVE_UP_S + (pool.spec.drain.grace_seconds if is_late else 0.0))
@@ -152,7 +152,7 @@ class Unpublishing:
         ending = job_ending(job)
         if ending is not None:
             return Outcome(ending)
-        if self.clock() - (seconds(part(job, "metadata", "creationTimestamp")) or 0.0) > limit_s:
+        if self.clock() - (seconds(nested(job, "metadata", "creationTimestamp")) or 0.0) > limit_s:
             return Outcome(f"its Job was not over after {limit_s:.0f} s")
         return None
 
@@ -162,14 +162,14 @@ def models_to_remove(body: Mapping[str, Any], store: ObjectStore, release: str) 
     stay.
     """
     metadata = body["metadata"]
-    is_published = part(body, "status", "publishedCard") is not None
-    if not is_published or part(body, "spec", "drain", "whenDeleted") == "Keep":
+    is_published = nested(body, "status", "publishedCard") is not None
+    if not is_published or nested(body, "spec", "drain", "whenDeleted") == "Keep":
         return []
     others = {
         name
         for key in store.pools()
         if (other := store.get(POOL, *key)) is not None
-        and part(other, "metadata", "uid") != metadata["uid"]
+        and nested(other, "metadata", "uid") != metadata["uid"]
         and "deletionTimestamp" not in other["metadata"]
         and claim_on(other, release).is_served
         for name in served_names(other)
@@ -258,7 +258,7 @@ class Finalizers:
             ApiFailure: no pool can be listed.
         """
         found = await self._list()
-        uids = {part(body, "metadata", "uid") for body in found}
+        uids = {nested(body, "metadata", "uid") for body in found}
         self._deleted = {uid: since for uid, since in self._deleted.items() if uid in uids}
         for body in found:
             if not _has_finalizer(body) or not is_claimed(body, self.release):
@@ -328,7 +328,7 @@ class Finalizers:
 
     async def _reason(self, body: Object) -> str:
         """Why a pool must lose the finalizer; empty: it is to keep it."""
-        metadata, named = body["metadata"], part(body, "spec", "controllerClass")
+        metadata, named = body["metadata"], nested(body, "spec", "controllerClass")
         if not self._serves(body):
             return "the operator no longer serves its namespace"
         if named not in (None, self.release):
@@ -347,7 +347,7 @@ class Finalizers:
     def _is_overdue(self, body: Mapping[str, Any]) -> bool:
         """Whether this process has seen the pool being deleted for too long, by its own clock."""
         metadata = body["metadata"]
-        limit_s = whole(part(body, "spec", "drain", "deletionTimeoutSeconds"), _DELETION_TIMEOUT_S)
+        limit_s = whole(nested(body, "spec", "drain", "deletionTimeoutSeconds"), _DELETION_TIMEOUT_S)
         limit_s = limit_s + _OVERDUE_S if self.shows(metadata["namespace"]) else max(limit_s, _UNSEEN_S)
         return self.clock() - self._deleted.setdefault(metadata["uid"], self.clock()) > limit_s
 
@@ -385,7 +385,7 @@ class Finalizers:
             if found["metadata"].get("deletionTimestamp") is not None:
                 return True
             if kind is STATEFUL_SET:
-                return bool(part(found, "spec", "replicas") == 0)
+                return bool(nested(found, "spec", "replicas") == 0)
         return False
 
     async def _remove_all(self, bodies: Sequence[Object], why: str) -> None:
@@ -513,9 +513,9 @@ async def _refuses_objects(client: KubeClient, namespace: str) -> bool:
 
 
 def _has_finalizer(body: Mapping[str, Any]) -> bool:
-    finalizers = part(body, "metadata", "finalizers")
+    finalizers = nested(body, "metadata", "finalizers")
     return isinstance(finalizers, list) and FINALIZER in finalizers
 
 
 def _name(body: Mapping[str, Any]) -> str:
-    return f"{part(body, 'metadata', 'namespace')}/{part(body, 'metadata', 'name')}"
+    return f"{nested(body, 'metadata', 'namespace')}/{nested(body, 'metadata', 'name')}"

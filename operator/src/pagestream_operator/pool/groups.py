@@ -11,7 +11,7 @@ from pagestream_operator.api import EnginePool
 from pagestream_operator.children.manifest import MANAGER
 from pagestream_operator.children.nodes import followers, followers_name, leader_address, node_secret
 from pagestream_operator.errors import Conflict, Gone, NotLeading
-from pagestream_operator.fields import part, text
+from pagestream_operator.fields import nested, text
 from pagestream_operator.kube.client import KubeClient
 from pagestream_operator.kube.kinds import POD, SECRET, STATEFUL_SET, Kind
 from pagestream_operator.kube.lease import Leadership
@@ -90,7 +90,7 @@ class Groups:
             raise failed
 
     async def _end(self, pool: EnginePool, leader: Pod, group: Mapping[str, Any] | None) -> None:
-        if group is None or part(group, "spec", "replicas") == 0:
+        if group is None or nested(group, "spec", "replicas") == 0:
             return
         name = followers_name(pool.name, leader.uid)
         try:
@@ -107,7 +107,7 @@ class Groups:
     async def _write(self, pool: EnginePool, leader: Pod, release: str, *, exists: bool) -> None:
         try:
             body = await self.client.get(POD, pool.namespace, leader.name)
-            if part(body, "metadata", "uid") != leader.uid or not text(part(body, "status", "podIP")):
+            if nested(body, "metadata", "uid") != leader.uid or not text(nested(body, "status", "podIP")):
                 return
             wanted = followers(pool, body, release)
             name, template = wanted["metadata"]["name"], {"template": {"spec": wanted["spec"]["template"]["spec"]}}

@@ -10,7 +10,7 @@ from typing import Any
 from pagestream_operator.api import EnginePool
 from pagestream_operator.children.manifest import selector
 from pagestream_operator.errors import Conflict, Gone
-from pagestream_operator.fields import is_owned_by, mappings, part, text
+from pagestream_operator.fields import is_owned_by, mappings, nested, text
 from pagestream_operator.kube.client import KubeClient
 from pagestream_operator.kube.kinds import CONFIG_MAP, REPLICA_SET
 from pagestream_operator.kube.lease import Leadership
@@ -71,8 +71,8 @@ class OldConfigMaps:
 def config_maps_of(replica_sets: Iterable[Mapping[str, Any]]) -> set[str]:
     """Names of the ConfigMaps that the templates of ReplicaSets take variables from."""
     return {
-        text(part(source, "configMapRef", "name"))
+        text(nested(source, "configMapRef", "name"))
         for each in replica_sets
-        for container in mappings(part(each, "spec", "template", "spec", "containers"))
+        for container in mappings(nested(each, "spec", "template", "spec", "containers"))
         for source in mappings(container.get("envFrom"))
     }

@@ -18,7 +18,7 @@ from pagestream_operator.api import ConditionType, EnginePool
 from pagestream_operator.children import pod_labels
 from pagestream_operator.children.manifest import engine_name
 from pagestream_operator.errors import ApiFailure, Conflict, Gone
-from pagestream_operator.fields import is_owned_by, part, text, whole
+from pagestream_operator.fields import is_owned_by, nested, text, whole
 from pagestream_operator.kube.apply import SCALER, scaled_by
 from pagestream_operator.kube.client import KubeClient
 from pagestream_operator.kube.kinds import BUDGET
@@ -47,7 +47,7 @@ class Claim(Enum):
 
 def claim_on(body: Mapping[str, Any], release: str) -> Claim:
     """Decide by a pool's object, whose spec may be invalid otherwise."""
-    named, holder = part(body, "spec", "controllerClass"), part(body, "status", "controllerClass")
+    named, holder = nested(body, "spec", "controllerClass"), nested(body, "status", "controllerClass")
     if named not in (None, release):
         return Claim.FOREIGN
     if holder == release:
@@ -57,7 +57,7 @@ def claim_on(body: Mapping[str, Any], release: str) -> Claim:
 
 def is_claimed(body: Mapping[str, Any], release: str) -> bool:
     """Whether a release's operator has claimed a pool, and has put its finalizer there, wherever the pool is now."""
-    return bool(release == (part(body, "status", "controllerClass") or part(body, "spec", "controllerClass")))
+    return bool(release == (nested(body, "status", "controllerClass") or nested(body, "spec", "controllerClass")))
 
 
 def contested(pool: EnginePool, release: str) -> Finding:
@@ -111,10 +111,10 @@ class Rivals:
         self._now_s = now_s
         while self._writes and now_s - self._writes[0][0] > _WINDOW_S:
             self._writes.popleft()
-        if deployment is not None and part(deployment, "metadata", "resourceVersion") == self._own:
+        if deployment is not None and nested(deployment, "metadata", "resourceVersion") == self._own:
             return  # as the operator has written it, whoever owned the replicas before
         managers = [] if deployment is None else list(scaled_by(deployment))
-        replicas = whole(part(deployment, "spec", "replicas"), 1)
+        replicas = whole(nested(deployment, "spec", "replicas"), 1)
         if deployment is not None and not managers and replicas == 0 and wanted > 0:
             managers = [_UNNAMED]
         others = [name for name in managers if name != SCALER]
@@ -133,7 +133,7 @@ class Rivals:
         Args:
             deployment: as it was written.
         """
-        self._own, self._last = text(part(deployment, "metadata", "resourceVersion")), None
+        self._own, self._last = text(nested(deployment, "metadata", "resourceVersion")), None
 
     @property
     def scaler(self) -> str | None:
@@ -218,7 +218,7 @@ class Budgets:
         labels = pod_labels(pool)
         key = frozenset(labels.items())
         if key not in listed.chosen:
-            found = [each for each in listed.budgets if selects(part(each, "spec", "selector"), labels)]
+            found = [each for each in listed.budgets if selects(nested(each, "spec", "selector"), labels)]
             listed.chosen[key] = sorted(each["metadata"]["name"] for each in found)
         own = engine_name(pool.name)
         return [name for name in listed.chosen[key] if name != own]

@@ -8,7 +8,7 @@ from typing import Any
 
 from pagestream_operator.api import EnginePool
 from pagestream_operator.children.manifest import digest
-from pagestream_operator.fields import mapping, mappings, part, text
+from pagestream_operator.fields import mapping, mappings, nested, text
 from pagestream_operator.pool.view import PoolView
 
 _SOME = "some"
@@ -45,5 +45,5 @@ def awaits_card(pool: EnginePool) -> bool:
 
 def served_names(body: Mapping[str, Any]) -> list[str]:
     """The names of a pool's models, read from its object, whose spec may be invalid otherwise."""
-    models = (mapping(part(body, "spec", "model")), *mappings(part(body, "spec", "models")))
+    models = (mapping(nested(body, "spec", "model")), *mappings(nested(body, "spec", "models")))
     return [name for model in models if (name := text(model.get("servedName")))]

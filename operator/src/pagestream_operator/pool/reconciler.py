@@ -20,7 +20,7 @@ from pagestream_operator.api import ConditionType, EnginePool, EnginePoolStatus
 from pagestream_operator.children import HASH_ANNOTATION, Manifest, children
 from pagestream_operator.children.manifest import engine_name, service_name
 from pagestream_operator.errors import ApiFailure, Conflict, Gone, PoolInvalid, Rejected
-from pagestream_operator.fields import mapping, part, seconds
+from pagestream_operator.fields import mapping, nested, seconds
 from pagestream_operator.kube.apply import SCALER, Applier, Outcome
 from pagestream_operator.kube.client import KubeClient
 from pagestream_operator.kube.events import Recorder
@@ -201,7 +201,7 @@ class Reconciler:
             NotLeading: this replica has lost leadership during the pass.
         """
         body = self.context.store.get(POOL, *self.key)
-        if self._unheld is not None and part(body, "metadata", "uid") != self._unheld.pool.uid:
+        if self._unheld is not None and nested(body, "metadata", "uid") != self._unheld.pool.uid:
             await self._follow_gone(self._unheld)
         if body is None:
             self._forget()
@@ -228,7 +228,7 @@ class Reconciler:
         if claim is Claim.FREE and not pool.is_deleted and self.context.steady() >= self._claims_again_s:
             is_claimed = await self._parts.run("claim", partial(self._claim, pool, dict(body)), POOL)
             # Another operator never takes a pool that names this one: it is served before it can be claimed.
-            if is_claimed or part(body, "spec", "controllerClass") is None:
+            if is_claimed or nested(body, "spec", "controllerClass") is None:
                 return self._parts.result
         else:
             self._parts.forget("claim")
@@ -690,7 +690,7 @@ class Reconciler:
 
     async def _report_refusal(self, body: dict[str, Any], note: str) -> None:
         """Publish, once, that the API server refuses a change of the pool itself: its status can't say so."""
-        generation = part(body, "metadata", "generation")
+        generation = nested(body, "metadata", "generation")
         self._refusals = {refusal for refusal in self._refusals if refusal[0] == generation}
         if (generation, note) not in self._refusals:
             await self._event(body, "ChangeRefused", note, action="Update", warning=True)
@@ -712,7 +712,7 @@ class Reconciler:
             await self._publish_transition(body, condition.type, condition.status, before, condition)
 
     def _note_learned(self, new: EnginePoolStatus, done: Mapping[str, Any]) -> None:
-        drops = new.learned is not None and part(done, "status", "learned") is None
+        drops = new.learned is not None and nested(done, "status", "learned") is None
         if drops and not self._drops_learned:
             logger.warning(
                 "what is measured is not kept, the definition of EnginePool is older: apply the chart's crds/",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from pagestream_operator.fields import conditions, mapping, part, text, whole
+from pagestream_operator.fields import conditions, mapping, nested, text, whole
 from pagestream_operator.kube.pods import RECENT_S, Pod
 
 _APART_S = 20.0
@@ -28,7 +28,7 @@ class PoolView:
     @property
     def spec_replicas(self) -> int:
         """The Deployment's spec.replicas; 0 before it exists."""
-        return 0 if self.deployment is None else whole(part(self.deployment, "spec", "replicas"), 1)
+        return 0 if self.deployment is None else whole(nested(self.deployment, "spec", "replicas"), 1)
 
     @property
     def active(self) -> list[Pod]:
@@ -55,7 +55,7 @@ class PoolView:
         """Whether the Deployment's controller has seen its newest spec."""
         if self.deployment is None:
             return False
-        generation = whole(part(self.deployment, "metadata", "generation"))
+        generation = whole(nested(self.deployment, "metadata", "generation"))
         return whole(self._status.get("observedGeneration")) >= generation
 
     @property
