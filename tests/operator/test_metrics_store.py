@@ -63,7 +63,7 @@ class Listener:
     def take(self, *resources: ResourceMetrics) -> Intake:
         intake = Intake(self.store)
         for each in resources:
-            intake.take(each)
+            intake.store(each)
         return intake
 
     def observe(self, *pods: str | PodRef, namespace: str = "ns", model: str = "demo") -> PoolMetrics:
