@@ -73,6 +73,7 @@ BENCHMARKS = (
         arguments=("--rate", "15"),
     ),
     Benchmark("bare_path", "and for a burst of 64?", has_short_form=False),
+    Benchmark("path_cost", "what does a token cost in each stage of its path?", has_short_form=True),
     Benchmark("vllm_bench", "does vLLM's load generator run without an error?", has_short_form=False),
     Benchmark("telemetry", "what do metrics, spans and scrapes cost?", has_short_form=True),
     Benchmark("deterministic", "what do bit-identical logits cost?", has_short_form=True),
