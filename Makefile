@@ -122,14 +122,10 @@ check: $(STAMP) ## Lint, format, types, layer order, widths of Markdown and YAML
 bench: $(STAMP) ## Print the benchmarks' ratios (minutes; a quiet machine is best)
 	$(BIN)/python tests/benchmarks/run.py $(ARGS)
 
-<<<<<<< HEAD
-faults: $(STAMP) ## Kill, stop, cut off and fill every part at every moment: 189 cells, and a table (40 minutes; ARGS=--cover: 4)
-=======
 path-cost: $(STAMP) ## What a token costs in each stage from the engine's step to the client (10 minutes; ARGS="--streams 64")
 	PYTHONPATH=tests $(BIN)/python tests/benchmarks/path_cost.py $(ARGS)
 
-faults: $(STAMP) ## Kill, stop, cut off and fill every part at every moment: 168 cells, and a table (40 minutes; ARGS=--cover: 4)
->>>>>>> b755b5dd (bench: show what a token costs in each stage of its path)
+faults: $(STAMP) ## Kill, stop, cut off and fill every part at every moment: 189 cells, and a table (40 minutes; ARGS=--cover: 4)
 	$(BIN)/python tests/campaigns/fault_matrix.py $(ARGS)
 
 faults-campaign: $(STAMP) ## Random kills under continuous load: SEED=1 KILLS=1000; goes on after an interruption
