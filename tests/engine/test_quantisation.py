@@ -147,7 +147,7 @@ def test_a_quantised_checkpoint(form: str, folder: Path, tmp_path: Path, caplog:
     with caplog.at_level(logging.WARNING):
         got = generate(quantised, quantization=None)
     check_equal(got, generate(plain))
-    of_weights_alone = {"awq", "gptq", "gptq_v2", "compressed-tensors"} & set(re.split(r"[ ,]", form))
+    of_weights_alone = {"awq", "gptq", "gptq_v2", "compressed-tensors", "nf4"} & set(re.split(r"[ ,]", form))
     has_activations = form.endswith("W8A8") or not of_weights_alone
     assert ("activations, which are not quantised here" in caplog.text) == has_activations
     sized = size_model(quantised, EngineConfig.from_options({"dtype": "float32"}))
@@ -175,6 +175,8 @@ GENERAL_FORMS = [
             ("olmo2", "compressed-tensors int4"),
             ("smollm3", "modelopt"),
             ("phi", "compressed-tensors int8, W8A8"),
+            ("phi", "bitsandbytes nf4, nested"),
+            ("olmo2", "modelopt nvfp4"),
         )
     ),
 ]
@@ -228,15 +230,16 @@ def test_shared_files_and_drafts_of_a_checkpoint(folder: Path, tmp_path: Path, m
 
 
 REFUSED = {
-    "quant_method: given bitsandbytes, expected one of awq, comp": {"quant_method": "bitsandbytes"},
+    "quant_method: given hqq, expected one of awq, bits": {"quant_method": "hqq"},
+    "load_in_4bit, load_in_8bit: given False, False, expected one": {"quant_method": "bitsandbytes"},
     "version: given gemv, expected gemm": {"quant_method": "awq", "bits": 4, "version": "gemv"},
     "bits: given 3, expected 4": {"quant_method": "gptq", "bits": 3},
     "weight_block_size: given [128], expected two whole": {"quant_method": "fp8", "weight_block_size": [128]},
     "weight_block_size: given [128, 9], expected an even": {"quant_method": "fp8", "weight_block_size": [128, 9]},
-    "quant_algo: given NVFP4, expected FP8": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
-    "config_groups.group_0.format: given nvfp4-pack-quantized, expected one of pack": {
+    "quant_algo: given W4A8_AWQ, expected FP8 or NVFP4": {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+    "config_groups.group_0.format: given marlin-24, expected one of pack": {
         "quant_method": "compressed-tensors",
-        "config_groups": {"group_0": {"weights": {"num_bits": 4}, "format": "nvfp4-pack-quantized"}},
+        "config_groups": {"group_0": {"weights": {"num_bits": 4}, "format": "marlin-24"}},
     },
 }
 

@@ -8,6 +8,8 @@ The packing is written here from the formats' descriptions, word by word, apart 
 - AWQ, version gemm: AutoAWQ, `awq/modules/linear/gemm.py` (nibbles of a word hold columns 0, 2, 4, 6, 1, 3, 5, 7);
 - GPTQ: AutoGPTQ, `auto_gptq/nn_modules/qlinear` (nibbles of a word hold 8 inputs; zeros are stored less 1);
 - fp8 with a scale for a matrix: AutoFP8; for blocks: `weight_scale_inv` of DeepSeek V3's `inference/fp8_cast_bf16.py`;
+- NVFP4: `compressed_tensors/compressors/nvfp4` (divides by a scale of the matrix) and Model Optimizer's export
+  (multiplies by one); bitsandbytes: `bitsandbytes/functional.py`, `quantize_4bit` and `QuantState.as_dict`;
 - fbgemm_fp8: `transformers/integrations/fbgemm_fp8.py`; modelopt: the export of NVIDIA's Model Optimizer.
 """
 
@@ -63,7 +65,6 @@ def write(folder: Path, target: Path, form: str) -> tuple[Path, Path]:
 
 def write_mxfp4(folder: Path, target: Path) -> Path:
     """Write gpt-oss with its experts in MXFP4, as it is published (OCP Microscaling Formats 1.0)."""
-    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     tensors: Tensors = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
@@ -71,8 +72,7 @@ def write_mxfp4(folder: Path, target: Path) -> Path:
             continue
         groups = tensor.float().transpose(1, 2).unflatten(2, (-1, 32))
         exponents = groups.abs().amax(dim=3, keepdim=True).log2().floor() - 2
-        scaled = groups / exponents.exp2()
-        codes = (scaled.abs()[..., None] - magnitudes).abs().argmin(dim=-1).byte() | (scaled < 0).byte() << 3
+        codes = _e2m1(groups / exponents.exp2())
         tensors[name + "_blocks"] = codes[..., 0::2] | codes[..., 1::2] << 4
         tensors[name + "_scales"] = (exponents.squeeze(3) + 127).byte()
     target.mkdir(parents=True)
@@ -82,6 +82,67 @@ def write_mxfp4(folder: Path, target: Path) -> Path:
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": skipped}
     (target / "config.json").write_text(json.dumps(config))
     return target
+
+
+_MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_NF4 = (-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0.0)
+_NF4 += (0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0)
+
+
+def _e2m1(scaled: Tensor) -> Tensor:
+    """Round to the nearest value of e2m1: its 4 bits."""
+    return (scaled.abs()[..., None] - _MAGNITUDES).abs().argmin(dim=-1).byte() | (scaled < 0).byte() << 3
+
+
+def _nvfp4(*, divides: bool) -> Packer:
+    def pack(weight: Tensor, _: torch.Generator) -> tuple[Tensors, Tensor]:
+        groups = weight.unflatten(1, (-1, 16))
+        stored = 6 * 448 / weight.abs().amax()
+        factor = 1 / stored
+        scales = (groups.abs().amax(dim=2) / 6 / factor).to(torch.float8_e4m3fn)
+        of_groups = (scales.float() * factor)[..., None]
+        codes = _e2m1(groups / of_groups)
+        restored = _MAGNITUDES[(codes & 7).int()] * (1 - 2.0 * (codes >> 3)) * of_groups
+        octets = (codes[..., 0::2] | codes[..., 1::2] << 4).flatten(1)
+        if divides:
+            own = {"weight_packed": octets, "weight_global_scale": stored.view(1)}
+        else:
+            own = {"weight": octets, "weight_scale_2": factor, "input_scale": torch.tensor(0.02)}
+        return {**own, "weight_scale": scales}, restored.flatten(1)
+
+    return pack
+
+
+def _nf4(*, nested: bool) -> Packer:
+    def pack(weight: Tensor, _: torch.Generator) -> tuple[Tensors, Tensor]:
+        size, table = 64, torch.tensor(_NF4)
+        blocks = torch.nn.functional.pad(weight.flatten(), (0, -weight.numel() % size)).view(-1, size)
+        largest = blocks.abs().amax(dim=1)
+        state: dict[str, Any] = {"quant_type": "nf4", "blocksize": size, "dtype": "float32", "shape": [*weight.shape]}
+        own: Tensors = {"weight.absmax": largest, "weight.quant_map": table}
+        if nested:
+            numbers, offset = torch.linspace(-1, 1, 256), float(largest.mean())
+            most = (largest - offset).abs().amax()
+            places = ((largest - offset)[:, None] / most - numbers).abs().argmin(dim=1).byte()
+            largest = numbers[places.int()] * most + offset
+            of_nested = most.repeat(-(-len(largest) // 256))
+            state |= {"nested_blocksize": 256, "nested_offset": offset, "nested_dtype": "float32"}
+            own |= {"weight.absmax": places, "weight.nested_absmax": of_nested, "weight.nested_quant_map": numbers}
+        codes = ((blocks / largest[:, None])[..., None] - table).abs().argmin(dim=-1).byte()
+        restored = (table[codes.int()] * largest[:, None]).flatten()[: weight.numel()].view_as(weight)
+        pairs = codes.flatten()[: weight.numel()].view(-1, 2)
+        own["weight"] = (pairs[:, :1] << 4) | pairs[:, 1:]
+        own["weight.quant_state.bitsandbytes__nf4"] = torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8)
+        return own, restored
+
+    return pack
+
+
+def _int8_of_rows(weight: Tensor, _: torch.Generator) -> tuple[Tensors, Tensor]:
+    largest = weight.abs().amax(dim=1)
+    values = (weight * 127 / largest[:, None]).round().to(torch.int8)
+    tensors = {"weight": values, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return tensors, values * (largest[:, None] / 127)
 
 
 def words_of(columns: list[Tensor], bits: int) -> Tensor:
@@ -227,6 +288,7 @@ def _compressed(form: str, activations: Mapping[str, Any] | None = None, **weigh
 
 _DYNAMIC = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
 _GROUPS_OF_4 = {"num_bits": 4, "strategy": "group", "group_size": GROUP}
+_NF4_CONFIG = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
 
 FORMS: dict[str, tuple[Packer, dict[str, Any]]] = {
@@ -256,6 +318,14 @@ FORMS: dict[str, tuple[Packer, dict[str, Any]]] = {
         _with_cache_scales(_float8(of_matrix=True)),
         {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
     ),
+    "modelopt nvfp4": (_nvfp4(divides=False), {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}),
+    "compressed-tensors nvfp4": (
+        _nvfp4(divides=True),
+        _compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
+    ),
+    "bitsandbytes nf4": (_nf4(nested=False), _NF4_CONFIG),
+    "bitsandbytes nf4, nested": (_nf4(nested=True), _NF4_CONFIG | {"bnb_4bit_use_double_quant": True}),
+    "bitsandbytes int8": (_int8_of_rows, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
     "awq": (_awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}),
     "gptq, symmetric": (_gptq(symmetric=True, in_order=True), {**_GPTQ, "desc_act": False, "sym": True}),
     "gptq, desc_act": (_gptq(symmetric=False, in_order=False), {**_GPTQ, "desc_act": True, "sym": False}),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from functools import cache
 from math import gcd
@@ -32,6 +32,7 @@ from pagestream_engine.layers.native.levels import LinearLevel
 _CHUNK_ELEMENTS = 1 << 22
 """That are quantised at once: bounds the float32 copies."""
 _LARGEST = 127
+_EXPONENT_BIAS = 127
 _ALL = slice(None)
 
 
@@ -43,6 +44,12 @@ class Storage(IntEnum):
     """e4m3fn."""
     INT4 = 2
     """0 to 15, less the zero of its group."""
+    TABLE4 = 3
+    """A place in a table of 16 numbers."""
+    NVFP4 = 4
+    """The same, with scales in float8 and a factor of each output."""
+    MXFP4 = 5
+    """The same, with scales that are powers of two, given by their exponents plus 127."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +58,20 @@ class QuantisedWeight:
 
     storage: Storage
     values: Tensor
-    """(out features, in features): int8, float8_e4m3fn, or uint8 with INT4."""
+    """(out features, in features): int8, float8_e4m3fn, or uint8 with 4 bits."""
     scales: Tensor
-    """(groups, out features) float32; group g has the inputs from g * group_size on."""
+    """(groups, out features) float32; group g has the inputs from g * group_size on. With NVFP4 and
+    MXFP4 uint8: the bits of float8_e4m3fn, exponents plus 127."""
     group_size: int
     """Inputs; even, unless there is one group."""
     zeros: Tensor | None = None
     """(groups, out features) uint8 with INT4, 0 to 16."""
     order: Tensor | None = None
     """(in features,) int64: which input each column of `values` belongs to; None: its own."""
+    table: Tensor | None = None
+    """(16,) float32 with TABLE4, NVFP4 and MXFP4."""
+    factors: Tensor | None = None
+    """(out features,) float32 with NVFP4: what scales are multiplied by."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -68,20 +80,37 @@ class QuantisedWeight:
 
     def to(self, device: torch.device) -> QuantisedWeight:
         """Return the same on a device."""
-        zeros = None if self.zeros is None else self.zeros.to(device)
-        order = None if self.order is None else self.order.to(device)
-        scales = self.scales.to(device)
-        return QuantisedWeight(self.storage, self.values.to(device), scales, self.group_size, zeros, order)
+        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self._tensors().items()}
+        return replace(self, **moved)
 
     def rows(self, begin: int, end: int, dtype: torch.dtype) -> Tensor:
         """Dequantise rows, computed in float32: (end - begin, in features), inputs as `values` has them."""
-        values = self.values[begin:end].float()
+        values = self.values[begin:end]
+        numbers = values.float() if self.table is None else self.table[values.int()]
         if self.zeros is not None:
-            values -= self._of_inputs(self.zeros[:, begin:end].float())
-        return values.mul_(self._of_inputs(self.scales[:, begin:end])).to(dtype)
+            numbers -= self._of_inputs(self.zeros[:, begin:end].float())
+        return numbers.mul_(self._of_inputs(self._scales(begin, end))).to(dtype)
+
+    def _scales(self, begin: int, end: int) -> Tensor:
+        """(groups, end - begin) float32."""
+        scales = self.scales[:, begin:end]
+        if self.storage == Storage.MXFP4:
+            return torch.ldexp(torch.ones(()), scales.int() - _EXPONENT_BIAS)
+        if self.factors is not None:
+            return scales.view(torch.float8_e4m3fn).float() * self.factors[begin:end]
+        return scales
+
+    def _tensors(self) -> dict[str, Tensor]:
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self._tensors().values())
 
     def whole_numbers(self) -> Tensor:
-        """Return values less zeros as int8, (out features, in features); not of FLOAT8."""
+        """Return values less zeros as int8, (out features, in features); of INT8 and INT4 alone."""
         if self.zeros is None:
             return self.values
         return self.values.to(torch.int8).sub_(self._of_inputs(self.zeros.to(torch.int8)))
@@ -115,6 +144,8 @@ class QuantisedWeight:
             size,
             None if self.zeros is None else self.zeros[groups, rows].contiguous(),
             self.order,
+            self.table,
+            None if self.factors is None else self.factors[rows].contiguous(),
         )
 
     def _of_inputs(self, of_groups: Tensor) -> Tensor:
@@ -155,6 +186,8 @@ def stack(weights: Sequence[QuantisedWeight]) -> QuantisedWeight:
         first.group_size,
         torch.cat(zeros, dim=1) if zeros else None,
         first.order,
+        first.table,
+        None if first.factors is None else torch.cat([each.factors for each in weights if each.factors is not None]),
     )
 
 
@@ -186,7 +219,7 @@ class QuantisedLinears:
         self.level = level
         self._panel_width: int = _bind(library.quantised_panel_width, _N)()
         self._words = _bind(library.quantised_words, _N, _N, _N, _N, _I)
-        self._pack = _bind(library.pack_quantised, None, *[_P] * 4, *[_N] * 3, _I, _I)
+        self._pack = _bind(library.pack_quantised, None, *[_P] * 6, *[_N] * 3, _I, _I)
         linear = getattr(library, f"quantised_linear_{_SUFFIXES[dtype]}")
         self._linear = _bind(linear, _N, *[_P] * 5, *[_N] * 5, _I, _I, _I)
         grouped = getattr(library, f"grouped_quantised_linear_{_SUFFIXES[dtype]}")
@@ -197,11 +230,10 @@ class QuantisedLinears:
         """Lay out values, scales and zeros in panels: (words,) int32."""
         outputs, inputs = weight.shape
         packed = PANEL_MEMORY.take(self._words(inputs, outputs, weight.group_size, weight.storage))
-        values, scales = weight.values.contiguous(), weight.scales.contiguous()
-        zeros = None if weight.zeros is None else weight.zeros.contiguous()
+        parts = (weight.values, weight.scales, weight.zeros, weight.table, weight.factors)
+        held = [None if part is None else part.contiguous() for part in parts]
         sizes = (inputs, outputs, weight.group_size, weight.storage, torch.get_num_threads())
-        zeros_at = None if zeros is None else zeros.data_ptr()
-        self._pack(packed.data_ptr(), values.data_ptr(), scales.data_ptr(), zeros_at, *sizes)
+        self._pack(packed.data_ptr(), *(None if part is None else part.data_ptr() for part in held), *sizes)
         return packed
 
     def can_gate(self, out_features: int) -> bool:
@@ -329,9 +361,8 @@ class TorchQuantisedMethod(QuantisedMethod):
 
     def __init__(self, weight: QuantisedWeight, dtype: torch.dtype, *, exact: bool) -> None:
         """`exact`: each row of inputs alone, one and the same call for every row."""
-        kept = [weight.values, weight.scales, *([] if weight.zeros is None else [weight.zeros])]
         layout = Layout(weight.shape, weight.storage, weight.group_size)
-        super().__init__(layout, dtype, sum(tensor.nbytes for tensor in kept), weight.order)
+        super().__init__(layout, dtype, weight.num_bytes, weight.order)
         self._weight = weight
         self._exact = exact
 
@@ -369,7 +400,7 @@ class TritonQuantisedMethod(QuantisedMethod):
         """Whether the kernel has this form."""
         from pagestream_kernels import takes_groups
 
-        return weight.storage != Storage.FLOAT8 and takes_groups(weight.group_size, weight.shape[1])
+        return weight.storage in (Storage.INT8, Storage.INT4) and takes_groups(weight.group_size, weight.shape[1])
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self._multiply(self._inputs(x), self._values, self._scales, self.layout.group_size, bias)

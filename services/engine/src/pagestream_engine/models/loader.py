@@ -451,8 +451,6 @@ def _method_of(name: str, weight: LinearWeight, reader: WeightReader) -> LinearM
 
 _SCALE_BYTES = 4
 """Of an output, or a group of its inputs."""
-_WITH_ZEROS = 4
-"""Bits of values whose groups have a zero, a byte, too."""
 
 
 def stored_bytes(weights: WeightMap, dtype: torch.dtype, quantization: str | None, scheme: Scheme | None = None) -> int:
@@ -483,7 +481,7 @@ def _checkpoint_bytes(weight: Weight, dtype: torch.dtype, scheme: Scheme | None)
     if scheme is None or not isinstance(weight, LinearWeight) or weight.is_sensitive:
         return num_elements(weight) * dtype.itemsize
     groups = ceil(weight.in_features / (scheme.group_size or weight.in_features))
-    of_group = _SCALE_BYTES + (scheme.bits == _WITH_ZEROS)
+    of_group = scheme.scale_bytes + scheme.has_zeros
     return weight.num_rows * (weight.in_features * scheme.bits // 8 + groups * of_group + weight.bias * dtype.itemsize)
 
 

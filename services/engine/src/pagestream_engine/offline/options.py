@@ -48,10 +48,12 @@ _METHODS = {
     "gptq": "gptq",
     "gptq_marlin": "gptq",
     "auto_gptq": "gptq",
+    "bitsandbytes": "bitsandbytes",
     "compressed-tensors": "compressed-tensors",
     "fbgemm_fp8": "fbgemm_fp8",
     "fp8": "fp8",
     "modelopt": "modelopt",
+    "modelopt_fp4": "modelopt",
 }
 """vLLM's names of methods in which checkpoints are quantised, and what config.json calls them."""
 _BOOLS = (False, True)

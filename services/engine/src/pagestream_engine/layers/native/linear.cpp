@@ -154,14 +154,15 @@ int64_t quantised_words(int64_t inputs, int64_t outputs, int64_t group_inputs, i
   });
 }
 
-void pack_quantised(uint32_t* packed, const uint8_t* values, const float* scales, const uint8_t* zeros, int64_t inputs,
-                    int64_t outputs, int64_t group_inputs, int storage, int threads) {
+void pack_quantised(uint32_t* packed, const uint8_t* values, const uint8_t* scales, const uint8_t* zeros,
+                    const float* table, const float* factors, int64_t inputs, int64_t outputs, int64_t group_inputs,
+                    int storage, int threads) {
   with_storage<float>(storage, [&](auto product) {
     product.inputs = inputs;
     product.outputs = outputs;
     product.group_inputs = group_inputs;
     product.threads = threads;
-    product.pack_weight(packed, values, scales, zeros);
+    product.pack_weight(packed, values, scales, zeros, table, factors);
   });
 }
 PAGESTREAM_EXPORT_QUANTISED(float, float32)

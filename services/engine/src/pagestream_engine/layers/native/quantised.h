@@ -6,8 +6,12 @@
 // one tile has all rows; else once for all tiles of a group of rows, into a thread's own memory.
 //
 // A panel has WIDE_PANEL outputs: scales (groups, WIDE_PANEL) in float32, with INT4 zeros of the same shape in bytes,
-// then the values of one pair of inputs after the other. A pair is (2, WIDE_PANEL) bytes; with INT4 (WIDE_PANEL,), the
+// then the values of one pair of inputs after the other. A pair is (2, WIDE_PANEL) bytes; with 4 bits (WIDE_PANEL,), the
 // first input's value in the low half of a byte. AMX has no part in it.
+//
+// With TABLE4, NVFP4 and MXFP4 the 4 bits are a place in a table of 16 numbers, with which the panel begins; bfloat16
+// multiplies by these rounded. Scales of NVFP4 are e4m3fn, times a factor in float32 of each output, (WIDE_PANEL,) before
+// them; those of MXFP4 are exponents plus 127.
 
 #pragma once
 
@@ -17,7 +21,16 @@
 
 namespace {
 
-enum Storage { INT8 = 0, FLOAT8 = 1, INT4 = 2 };  // numbers of the C interface; FLOAT8 is e4m3fn
+// Numbers of the C interface; FLOAT8 is e4m3fn.
+enum Storage { INT8 = 0, FLOAT8 = 1, INT4 = 2, TABLE4 = 3, NVFP4 = 4, MXFP4 = 5 };
+
+template <Storage S>
+constexpr bool HAS_TABLE = S >= TABLE4;
+template <Storage S>
+constexpr bool HAS_4_BITS = S >= INT4;
+template <Storage S>
+constexpr bool HAS_BYTE_SCALES = S >= NVFP4;
+constexpr int64_t TABLE_SIZE = 16;
 
 constexpr int WIDE_VECTORS = 2 * VECTORS;              // of a panel's width: one row alone has as many sums in flight
 constexpr int64_t WIDE_PANEL = WIDE_VECTORS * LANES;   // outputs
@@ -67,18 +80,56 @@ inline Floats widened_float8(const uint8_t* from) {
 // Whole numbers below 2^23, less others: by the bits of 2^23 + x, whose last place is 1.
 inline Floats less_zeros(Words x, Floats shifted_zeros) { return (Floats)(x | 0x4b000000u) - shifted_zeros; }
 
+// 16 numbers by their places.
+struct Table {
+#if defined(__AVX512F__)
+  Floats numbers;
+#elif defined(__AVX2__)
+  Floats low, high;
+#else
+  float numbers[TABLE_SIZE];
+#endif
+
+  template <class T>
+  static Table of(const float* from) {
+#if defined(__AVX512F__)
+    return {rounded<T>(load(from))};
+#elif defined(__AVX2__)
+    return {rounded<T>(load(from)), rounded<T>(load(from + LANES))};
+#else
+    Table table;
+    for (int64_t i = 0; i < TABLE_SIZE; i += LANES) store(table.numbers + i, rounded<T>(load(from + i)));
+    return table;
+#endif
+  }
+
+  Floats at(Words places) const {
+#if defined(__AVX512F__)
+    return _mm512_permutexvar_ps((__m512i)places, numbers);
+#elif defined(__AVX2__)
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, (__m256i)places), _mm256_permutevar8x32_ps(high, (__m256i)places),
+                            (__m256)(places << 28));
+#else
+    Floats found;
+    for (int i = 0; i < LANES; ++i) found[i] = numbers[places[i]];
+    return found;
+#endif
+  }
+};
+
 struct PairOfInputs {
   Floats first, second;  // weights of LANES outputs
 };
 
 template <Storage S>
-constexpr int64_t PAIR_BYTES = S == INT4 ? WIDE_PANEL : 2 * WIDE_PANEL;
+constexpr int64_t PAIR_BYTES = HAS_4_BITS<S> ? WIDE_PANEL : 2 * WIDE_PANEL;
 
 template <Storage S>
-inline PairOfInputs widened(const uint8_t* pair, Floats shifted_zeros) {
+inline PairOfInputs widened(const uint8_t* pair, Floats shifted_zeros, const Table& table) {
   if constexpr (S == INT8) return {as_floats(load_signed(pair)), as_floats(load_signed(pair + WIDE_PANEL))};
   if constexpr (S == FLOAT8) return {widened_float8(pair), widened_float8(pair + WIDE_PANEL)};
   const Words both = (Words)load_unsigned(pair);
+  if constexpr (HAS_TABLE<S>) return {table.at(both & 15), table.at(both >> 4)};
   return {less_zeros(both & 15, shifted_zeros), less_zeros(both >> 4, shifted_zeros)};
 }
 
@@ -112,25 +163,41 @@ inline Floats add_pair<bf16>(Floats sum, const uint32_t* x, int64_t, PairOfInput
 // One panel.
 template <Storage S>
 struct WidePanel {
-  const float* scales;   // (groups, WIDE_PANEL)
-  const uint8_t* zeros;  // the same with INT4
-  const uint8_t* pairs;  // (pairs, PAIR_BYTES)
+  static constexpr int64_t SCALE_BYTES = HAS_BYTE_SCALES<S> ? 1 : sizeof(float);
+
+  const float* table;     // (TABLE_SIZE,)
+  const float* factors;   // (WIDE_PANEL,) with NVFP4
+  const uint8_t* scales;  // (groups, WIDE_PANEL), in float32 or bytes
+  const uint8_t* zeros;   // the same with INT4
+  const uint8_t* pairs;   // (pairs, PAIR_BYTES)
   int64_t num_pairs, group_pairs;
 
   WidePanel(const uint32_t* from, int64_t num_pairs, int64_t group_pairs)
       : num_pairs(num_pairs), group_pairs(group_pairs) {
-    scales = reinterpret_cast<const float*>(from);
-    zeros = reinterpret_cast<const uint8_t*>(scales + num_groups() * WIDE_PANEL);
+    table = reinterpret_cast<const float*>(from);
+    factors = table + (HAS_TABLE<S> ? TABLE_SIZE : 0);
+    scales = reinterpret_cast<const uint8_t*>(factors + (S == NVFP4 ? WIDE_PANEL : 0));
+    zeros = scales + num_groups() * WIDE_PANEL * SCALE_BYTES;
     pairs = zeros + (S == INT4 ? num_groups() * WIDE_PANEL : 0);
   }
 
   int64_t num_groups() const { return ceil_div(num_pairs, group_pairs); }
   int64_t num_words() const {
-    const int64_t zero_bytes = S == INT4 ? num_groups() * WIDE_PANEL : 0;
-    return num_groups() * WIDE_PANEL + (zero_bytes + num_pairs * PAIR_BYTES<S>) / WORD_BYTES;
+    const uint8_t* begin = reinterpret_cast<const uint8_t*>(table);
+    return (pairs - begin + num_pairs * PAIR_BYTES<S>) / WORD_BYTES;
   }
   int64_t begin(int64_t group) const { return group * group_pairs; }
   int64_t end(int64_t group) const { return std::min(num_pairs, (group + 1) * group_pairs); }
+  Floats scale(int64_t group, int64_t output) const {
+    const uint8_t* from = scales + (group * WIDE_PANEL + output) * SCALE_BYTES;
+    if constexpr (S == NVFP4) return widened_float8(from) * load(factors + output);
+    if constexpr (S == MXFP4) return (Floats)((Words)load_unsigned(from) << 23);
+    return load(reinterpret_cast<const float*>(from));
+  }
+  template <class T>
+  Table numbers() const {
+    return Table::of<T>(table);  // of another storage: what is not used
+  }
   Floats shifted_zeros(int64_t group, int64_t output) const {  // 2^23 + zeros
     return S == INT4 ? (Floats)((Words)load_unsigned(zeros + group * WIDE_PANEL + output) | 0x4b000000u) : Floats{};
   }
@@ -142,6 +209,7 @@ __attribute__((noinline)) void multiply_fused(const uint32_t* x, const WidePanel
   constexpr int COUNT = FUSED_VECTORS<ROWS>;
   constexpr int64_t PAIR_WORDS = 2 / INPUTS_OF_WORD<T> * ROWS;  // of x
   std::fill_n(sums, ROWS * COUNT * LANES, 0.0f);
+  const Table table = panel.template numbers<T>();
   for (int64_t group = 0; group < panel.num_groups(); ++group) {
     Floats total[ROWS][COUNT] = {}, zeros[COUNT];
     for (int v = 0; v < COUNT; ++v) zeros[v] = panel.shifted_zeros(group, first + v * LANES);
@@ -151,7 +219,7 @@ __attribute__((noinline)) void multiply_fused(const uint32_t* x, const WidePanel
       for (int64_t byte = 0; byte < PAIR_BYTES<S>; byte += LINE_BYTES) __builtin_prefetch(pair + AHEAD_BYTES + byte);
 #pragma GCC unroll 4
       for (int v = 0; v < COUNT; ++v) {
-        const PairOfInputs weights = widened<S>(pair + v * LANES, zeros[v]);
+        const PairOfInputs weights = widened<S>(pair + v * LANES, zeros[v], table);
 #pragma GCC unroll 14
         for (int row = 0; row < ROWS; ++row) total[row][v] = add_pair<T>(total[row][v], x + row, ROWS, weights);
       }
@@ -159,7 +227,7 @@ __attribute__((noinline)) void multiply_fused(const uint32_t* x, const WidePanel
     for (int row = 0; row < ROWS; ++row)
       for (int v = 0; v < COUNT; ++v) {
         float* to = sums + (row * COUNT + v) * LANES;
-        store(to, load(to) + total[row][v] * load(panel.scales + group * WIDE_PANEL + first + v * LANES));
+        store(to, load(to) + total[row][v] * panel.scale(group, first + v * LANES));
       }
   }
 }
@@ -260,12 +328,13 @@ struct QuantisedProduct : Product<T> {
   void widen(int64_t output, uint32_t* to) const {
     const WidePanel<S> panel = panel_of(output);
     const int64_t half = output % WIDE_PANEL;
+    const Table table = panel.template numbers<T>();
     for (int64_t group = 0; group < panel.num_groups(); ++group)
       for (int v = 0; v < VECTORS; ++v) {
         const Floats zeros = panel.shifted_zeros(group, half + v * LANES);
         const uint8_t* pair = panel.pairs + half + v * LANES;
         for (int64_t i = panel.begin(group); i < panel.end(group); ++i) {
-          const PairOfInputs weights = widened<S>(pair + i * PAIR_BYTES<S>, zeros);
+          const PairOfInputs weights = widened<S>(pair + i * PAIR_BYTES<S>, zeros, table);
           uint32_t* step = to + i * STEPS_OF_PAIR * PANEL + v * LANES;
           if constexpr (STEPS_OF_PAIR == 1) {
             store_words(step, bf16_words(weights));
@@ -284,7 +353,7 @@ struct QuantisedProduct : Product<T> {
     const WidePanel<S> panel = panel_of(output);
     const int64_t row = first_row(tile), count = first_row(tile + 1) - row, half = output % WIDE_PANEL;
     const int64_t bytes = panel.num_words() * WORD_BYTES, stride = bytes / (2 * (end - begin) * steps());
-    const char* next = reinterpret_cast<const char*>(panel.scales) + bytes + (half ? bytes / 2 : 0);
+    const char* next = reinterpret_cast<const char*>(panel.table) + bytes + (half ? bytes / 2 : 0);
     Ahead ahead{next + (tile - begin) * stride * steps(), stride};
     std::fill_n(sums, count * PANEL, 0.0f);
     for (int64_t group = 0; group < panel.num_groups(); ++group) {
@@ -296,15 +365,16 @@ struct QuantisedProduct : Product<T> {
       for (int64_t i = 0; i < count; ++i)
         for (int64_t j = 0; j < PANEL; j += LANES) {
           float* to = sums + i * PANEL + j;
-          const Floats scale = load(panel.scales + group * WIDE_PANEL + half + j);
+          const Floats scale = panel.scale(group, half + j);
           store(to, load(to) + load(products + i * PANEL + j) * scale);
         }
     }
   }
 
-  // Values (outputs, inputs) in bytes, scales (groups, outputs), zeros (groups, outputs) with INT4 -> panels. What
-  // outputs and inputs lack are zeros.
-  void pack_weight(uint32_t* to, const uint8_t* values, const float* scales, const uint8_t* zeros) const {
+  // Values (outputs, inputs) in bytes, scales (groups, outputs), zeros (groups, outputs) with INT4, a table, and factors
+  // (outputs,) with NVFP4 -> panels. What outputs and inputs lack are zeros, with which x has no part.
+  void pack_weight(uint32_t* to, const uint8_t* values, const uint8_t* scales, const uint8_t* zeros, const float* table,
+                   const float* factors) const {
     std::memset(to, 0, ceil_div(outputs, WIDE_PANEL) * panel_words() * WORD_BYTES);
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t first = 0; first < outputs; first += WIDE_PANEL) {
@@ -312,15 +382,18 @@ struct QuantisedProduct : Product<T> {
       const int64_t count = std::min(WIDE_PANEL, outputs - first);
       for (int64_t group = 0; group < panel.num_groups(); ++group) {
         const int64_t at = group * WIDE_PANEL, from = group * outputs + first;
-        std::memcpy(const_cast<float*>(panel.scales) + at, scales + from, count * sizeof(float));
+        const int64_t size = panel.SCALE_BYTES;
+        std::memcpy(const_cast<uint8_t*>(panel.scales) + at * size, scales + from * size, count * size);
         if (S == INT4) std::memcpy(const_cast<uint8_t*>(panel.zeros) + at, zeros + from, count);
       }
+      if (HAS_TABLE<S>) std::memcpy(const_cast<float*>(panel.table), table, TABLE_SIZE * sizeof(float));
+      if (S == NVFP4) std::memcpy(const_cast<float*>(panel.factors), factors + first, count * sizeof(float));
       uint8_t* pairs = const_cast<uint8_t*>(panel.pairs);
       for (int64_t output = 0; output < count; ++output)
         for (int64_t i = 0; i < inputs; ++i) {
           const uint8_t value = values[(first + output) * inputs + i];
           uint8_t* pair = pairs + i / 2 * PAIR_BYTES<S> + output;
-          if (S == INT4)
+          if (HAS_4_BITS<S>)
             *pair |= value << i % 2 * 4;
           else
             pair[i % 2 * WIDE_PANEL] = value;
@@ -335,6 +408,9 @@ auto with_storage(int storage, Visit visit) {
   switch (storage) {
     case FLOAT8: return visit(QuantisedProduct<T, FLOAT8>{});
     case INT4: return visit(QuantisedProduct<T, INT4>{});
+    case TABLE4: return visit(QuantisedProduct<T, TABLE4>{});
+    case NVFP4: return visit(QuantisedProduct<T, NVFP4>{});
+    case MXFP4: return visit(QuantisedProduct<T, MXFP4>{});
     default: return visit(QuantisedProduct<T, INT8>{});
   }
 }

@@ -10,8 +10,16 @@ from typing import Any
 from pagestream_engine.errors import ConfigError, ModelFileError, UnsupportedModel
 from pagestream_engine.models.config import ConfigFile
 
-_FORMATS = {"pack-quantized": (4, 8), "int-quantized": (8,), "float-quantized": (8,), "naive-quantized": (8,)}
+_NVFP4 = "nvfp4-pack-quantized"
+_FORMATS = {
+    "pack-quantized": (4, 8),
+    "int-quantized": (8,),
+    "float-quantized": (8,),
+    "naive-quantized": (8,),
+    _NVFP4: (4,),
+}
 """Of compressed-tensors -> bits of a weight."""
+_NVFP4_GROUP = 16
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +37,10 @@ class Scheme:
     """Outputs that share a scale with all inputs of a group; None: each has its own."""
     zeros_less_one: bool = False
     """Whether zeros are stored less 1 (GPTQ's first format)."""
+    scale_bytes: int = 4
+    """Of a group's scale as it is kept; a zero has one more."""
+    has_zeros: bool = False
+    """Whether groups have zeros as they are kept."""
 
     @classmethod
     def read(cls, file: ConfigFile) -> Scheme | None:
@@ -87,9 +99,11 @@ def _weights_of(name: str, group: Any, default_format: Any) -> Scheme:
     if form not in _FORMATS:
         raise _refusal(f"{place}.format", form, f"one of {', '.join(_FORMATS)}")
     _expect(weights, "num_bits", _FORMATS[form], place)
-    kind = "float" if form == "float-quantized" else "int"
+    kind = "float" if form in ("float-quantized", _NVFP4) else "int"
     _expect(weights, "type", (kind, *(("float",) if form == "naive-quantized" else ())), place)
-    _expect(weights, "strategy", ("tensor", "channel", "group", "block"), place)
+    _expect(
+        weights, "strategy", ("tensor_group",) if form == _NVFP4 else ("tensor", "channel", "group", "block"), place
+    )
     if weights["num_bits"] == 8:
         _expect(weights, "symmetric", (True, None), place)
     activations = group.get("input_activations")
@@ -97,12 +111,16 @@ def _weights_of(name: str, group: Any, default_format: Any) -> Scheme:
         _warn_of_activations(f"{activations.get('num_bits')}-bit {activations.get('type')}")
     if group.get("output_activations") is not None:
         raise _refusal(f"{place}.output_activations", "some", "null")
+    if form == _NVFP4:
+        _expect(weights, "group_size", (_NVFP4_GROUP,), place)
+        return Scheme("compressed-tensors", 4, _NVFP4_GROUP, scale_bytes=1)
     if weights["strategy"] == "block":
         _expect(weights, "num_bits", (8,), place)
         rows, columns = _block(f"{place}.weights.block_structure", weights.get("block_structure"))
         return Scheme("compressed-tensors", 8, columns, rows)
     size = weights.get("group_size")
-    return Scheme("compressed-tensors", int(weights["num_bits"]), size if weights["strategy"] == "group" else None)
+    bits = int(weights["num_bits"])
+    return Scheme("compressed-tensors", bits, size if weights["strategy"] == "group" else None, has_zeros=bits == 4)
 
 
 def _fp8(given: Mapping[str, Any]) -> Scheme:
@@ -132,20 +150,35 @@ def _fbgemm(_: Mapping[str, Any]) -> Scheme:
 
 
 def _modelopt(given: Mapping[str, Any]) -> Scheme:
-    _expect(given, "quant_algo", ("FP8",))
+    _expect(given, "quant_algo", ("FP8", "NVFP4"))
+    if given["quant_algo"] == "NVFP4":
+        _expect({"group_size": given.get("group_size", _NVFP4_GROUP)}, "group_size", (_NVFP4_GROUP,))
+        _warn_of_activations("4-bit float", bits=4)
+        return Scheme("modelopt", 4, _NVFP4_GROUP, scale_bytes=1)
     _warn_of_activations("float8")
     return Scheme("modelopt", 8)
 
 
+def _bitsandbytes(given: Mapping[str, Any]) -> Scheme:
+    in_4_bits, in_8_bits = (bool(given.get(f"load_in_{bits}bit", given.get(f"_load_in_{bits}bit"))) for bits in (4, 8))
+    if in_4_bits == in_8_bits:
+        raise _refusal("load_in_4bit, load_in_8bit", f"{in_4_bits}, {in_8_bits}", "one of them")
+    if in_8_bits:
+        _warn_of_activations("8-bit int")
+        return Scheme("bitsandbytes", 8)
+    _expect(given, "bnb_4bit_quant_storage", (None, "uint8"))
+    return Scheme("bitsandbytes", 4, 64)
+
+
 def _mxfp4(_: Mapping[str, Any]) -> Scheme:
-    return Scheme("mxfp4", 4, 32)
+    return Scheme("mxfp4", 4, 32, scale_bytes=1)
 
 
 def _awq(given: Mapping[str, Any]) -> Scheme:
     _expect({"bits": given.get("bits", given.get("w_bit"))}, "bits", (4,))
     _expect({"version": str(given.get("version", "gemm")).lower()}, "version", ("gemm",))
     _expect(given, "zero_point", (True, None))
-    return Scheme("awq", 4, _group_size(given.get("group_size", given.get("q_group_size", 128))))
+    return Scheme("awq", 4, _group_size(given.get("group_size", given.get("q_group_size", 128))), has_zeros=True)
 
 
 def _gptq(given: Mapping[str, Any]) -> Scheme:
@@ -153,16 +186,19 @@ def _gptq(given: Mapping[str, Any]) -> Scheme:
     _expect(given, "checkpoint_format", (None, "gptq", "gptq_v2"))
     _expect(given, "dynamic", (None, {}))
     is_first = given.get("checkpoint_format") != "gptq_v2"
-    return Scheme("gptq", given["bits"], _group_size(given.get("group_size", 128)), zeros_less_one=is_first)
+    bits, size = given["bits"], _group_size(given.get("group_size", 128))
+    return Scheme("gptq", bits, size, zeros_less_one=is_first, has_zeros=bits == 4)
 
 
 _READERS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "awq": _awq,
+    "bitsandbytes": _bitsandbytes,
     "compressed-tensors": _compressed_tensors,
     "fbgemm_fp8": _fbgemm,
     "fp8": _fp8,
     "gptq": _gptq,
     "modelopt": _modelopt,
+    "modelopt_fp4": _modelopt,
     "mxfp4": _mxfp4,
 }
 """Of each method that config.json may name."""
@@ -176,11 +212,12 @@ def _group_size(given: Any) -> int | None:
     return given
 
 
-def _warn_of_activations(given: str) -> None:
+def _warn_of_activations(given: str, bits: int = 8) -> None:
     _log.warning(
-        "quantization_config: given %s activations, which are not quantised here: the weights alone have 8 bits, and "
+        "quantization_config: given %s activations, which are not quantised here: the weights alone have %d bits, and "
         "results are those of activations in the model's dtype",
         given,
+        bits,
     )
 
 

@@ -7,15 +7,16 @@ word are 8 inputs; zeros less 1), AutoFP8.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from pagestream_engine.errors import ConfigError, UnsupportedModel, WeightsError
+from pagestream_engine.errors import DOWNLOAD_AGAIN, ConfigError, UnsupportedModel, WeightsError
 from pagestream_engine.layers.quantised import QuantisedWeight, Storage, stack
 from pagestream_engine.models.quantised.scheme import Scheme
 from pagestream_engine.models.weights import LinearWeight, Part
@@ -28,6 +29,19 @@ _MIDDLE = 8
 """What compressed-tensors adds to 4 bits with a sign."""
 _MIDDLE_OF_8_BITS = 128
 _FLOAT8_NAN = 0x7F
+_BYTE = 8
+"""Bits."""
+_IGNORED = (
+    "activation_scale",
+    "input_global_scale",
+    "input_scale",
+    "k_scale",
+    "output_scale",
+    "v_scale",
+    "weight_format",
+    "weight_shape",
+)
+"""Tensors of a projection that its weight does not need."""
 
 
 class TensorSource(Protocol):
@@ -50,7 +64,7 @@ def is_quantised(source: TensorSource, name: str) -> bool:
     """Return whether a projection has quantised weights."""
     if source.has(f"{name}.qweight") or source.has(f"{name}.weight_packed"):
         return True
-    return source.dtype_of(f"{name}.weight") in (torch.int8, torch.float8_e4m3fn)
+    return source.dtype_of(f"{name}.weight") in (torch.int8, torch.uint8, torch.float8_e4m3fn)
 
 
 def read_projection(source: TensorSource, scheme: Scheme, name: str, shape: tuple[int, int]) -> QuantisedWeight:
@@ -67,14 +81,15 @@ def read_projection(source: TensorSource, scheme: Scheme, name: str, shape: tupl
     readers: dict[str, Callable[[_Projection], QuantisedWeight]] = {
         "awq": _awq,
         "gptq": _gptq,
-        "compressed-tensors": _packed if source.has(f"{name}.weight_packed") else _whole,
+        "bitsandbytes": _bitsandbytes if scheme.bits < _BYTE else _bitsandbytes_int8,
+        "compressed-tensors": _compressed_tensors,
         "fbgemm_fp8": _whole,
         "fp8": _whole,
-        "modelopt": _whole,
+        "modelopt": _whole if scheme.bits == _BYTE else _nvfp4,
     }
     projection = _Projection(source, scheme, name, shape)
     weight = readers[scheme.method](projection)
-    for ignored in ("input_scale", "activation_scale", "weight_shape", "output_scale", "k_scale", "v_scale"):
+    for ignored in _IGNORED:
         if source.has(f"{name}.{ignored}"):
             source.raw(f"{name}.{ignored}")
     return weight
@@ -85,11 +100,11 @@ class _Projection:
 
     def __init__(self, source: TensorSource, scheme: Scheme, name: str, shape: tuple[int, int]) -> None:
         self._source = source
-        self._name = name
+        self.name = name
         self.scheme = scheme
         self.outputs, self.inputs = shape
         self.group_size = scheme.group_size or self.inputs
-        if scheme.block_rows is not None:  # the last block may be narrower
+        if scheme.block_rows is not None or scheme.method == "bitsandbytes":  # the last block may be narrower
             self.group_size = gcd(self.group_size, self.inputs)
         if self.inputs % self.group_size or (self.group_size % 2 and self.group_size < self.inputs):
             raise UnsupportedModel(
@@ -98,13 +113,13 @@ class _Projection:
         self.groups = self.inputs // self.group_size
 
     def has(self, suffix: str) -> bool:
-        return self._source.has(f"{self._name}.{suffix}")
+        return self._source.has(f"{self.name}.{suffix}")
 
     def read(self, suffix: str, *shape: int) -> Tensor:
-        tensor = self._source.raw(f"{self._name}.{suffix}")
+        tensor = self._source.raw(f"{self.name}.{suffix}")
         if tuple(tensor.shape) != shape:
             raise WeightsError(
-                f"{self._name}.{suffix}: given shape {tuple(tensor.shape)}, expected {shape} by config.json"
+                f"{self.name}.{suffix}: given shape {tuple(tensor.shape)}, expected {shape} by config.json"
             )
         return tensor
 
@@ -116,17 +131,20 @@ class _Projection:
         of_groups = torch.arange(self.groups) * self.group_size // columns
         return blocks[of_outputs][:, of_groups].T.contiguous()
 
+    def any(self, suffix: str) -> Tensor:
+        return self._source.raw(f"{self.name}.{suffix}")
+
     def refuse(self, suffix: str, given: object, expected: str) -> UnsupportedModel:
-        return UnsupportedModel(f"{self._name}.{suffix}: given {given}, expected {expected}")
+        return UnsupportedModel(f"{self.name}.{suffix}: given {given}, expected {expected}")
 
     def scales(self, suffix: str = "weight_scale") -> Tensor:
         """(groups, outputs), of a scale for the matrix, or (outputs, groups)."""
-        tensor = self._source.raw(f"{self._name}.{suffix}").float()
+        tensor = self._source.raw(f"{self.name}.{suffix}").float()
         if tensor.numel() == 1 and self.scheme.group_size is None:
             return tensor.reshape(1, 1).expand(1, self.outputs).contiguous()
         if tuple(tensor.shape) not in {(self.outputs, self.groups), (self.outputs,) * (self.groups == 1)}:
             raise WeightsError(
-                f"{self._name}.{suffix}: given shape {tuple(tensor.shape)}, expected {(self.outputs, self.groups)}"
+                f"{self.name}.{suffix}: given shape {tuple(tensor.shape)}, expected {(self.outputs, self.groups)}"
             )
         return tensor.reshape(self.outputs, self.groups).T.contiguous()
 
@@ -159,6 +177,81 @@ def _gptq(projection: _Projection) -> QuantisedWeight:
         values = values[:, order]
     storage = Storage.INT4 if bits == 4 else Storage.INT8
     return QuantisedWeight(storage, values.contiguous(), scales, projection.group_size, zeros, order)
+
+
+def _compressed_tensors(projection: _Projection) -> QuantisedWeight:
+    if projection.has("weight_global_scale"):
+        return _nvfp4(projection)
+    return _packed(projection) if projection.has("weight_packed") else _whole(projection)
+
+
+def _nvfp4(projection: _Projection) -> QuantisedWeight:
+    """Values of e2m1, the first in a byte's lower bits, and scales of e4m3 for 16 of them, times one of the matrix."""
+    outputs, inputs, groups = projection.outputs, projection.inputs, projection.groups
+    if projection.has("weight_global_scale"):  # compressed-tensors divides by it
+        octets, factor = (
+            projection.read("weight_packed", outputs, inputs // 2),
+            1 / projection.any("weight_global_scale"),
+        )
+    else:
+        octets, factor = projection.read("weight", outputs, inputs // 2), projection.any("weight_scale_2")
+    values = torch.stack((octets & 15, octets >> 4), dim=-1).flatten(1)
+    scales = projection.read("weight_scale", outputs, groups).view(torch.uint8).T.contiguous()
+    factors = factor.float().reshape(1).expand(outputs).contiguous()
+    return QuantisedWeight(Storage.NVFP4, values, scales, projection.group_size, table=e2m1(), factors=factors)
+
+
+def _bitsandbytes(projection: _Projection) -> QuantisedWeight:
+    """Values of `quant_map`, the first in a byte's upper bits, whose blocks go on from row to row."""
+    outputs, inputs = projection.outputs, projection.inputs
+    state, names = quant_state(projection.has, projection.any)
+    for name in names:
+        projection.any(name)
+    octets = projection.any("weight").flatten()
+    if octets.numel() * 2 != outputs * inputs:
+        raise WeightsError(f"{projection.name}.weight: given {octets.numel() * 2} values, expected {outputs * inputs}")
+    values = torch.stack((octets >> 4, octets & 15), dim=-1).view(outputs, inputs)
+    largest = projection.any("weight.absmax")
+    if projection.has("weight.nested_absmax"):
+        of_blocks = projection.any("weight.nested_absmax").repeat_interleave(int(state["nested_blocksize"]))
+        numbers = projection.any("weight.nested_quant_map")[largest.int()]
+        largest = numbers * of_blocks[: largest.numel()] + float(state["nested_offset"])
+    block = int(state["blocksize"])
+    size = gcd(block, inputs)
+    if size % 2:
+        raise projection.refuse("weight", f"blocks of {block} values", f"an even divisor of {inputs} among theirs")
+    first = torch.arange(outputs) * inputs + torch.arange(0, inputs, size)[:, None]
+    table = projection.any("weight.quant_map").float()
+    return QuantisedWeight(Storage.TABLE4, values, largest.float()[first // block], size, table=table)
+
+
+def quant_state(has: Callable[[str], bool], read: Callable[[str], Tensor]) -> tuple[dict[str, Any], list[str]]:
+    """Return what bitsandbytes has written about a weight of 4 bits, and the names of the tensors that say it.
+
+    Args:
+        has: whether a projection has a tensor, by its suffix.
+        read: returns it.
+
+    Raises:
+        WeightsError: there is none, or it is malformed.
+    """
+    names = [f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")]
+    found = [name for name in names if has(name)]
+    if not found:
+        raise WeightsError(f"{names[0]}: missing, expected among the quantised weights; {DOWNLOAD_AGAIN}")
+    try:
+        state = json.loads(bytes(read(found[0]).tolist()))
+    except ValueError as error:
+        raise WeightsError(f"{found[0]}: given no JSON ({error}), expected an object") from error
+    if not isinstance(state, dict) or not {"blocksize", "shape"} <= state.keys():
+        raise WeightsError(f"{found[0]}: given {state!r:.80}, expected an object with blocksize and shape")
+    return state, found
+
+
+def _bitsandbytes_int8(projection: _Projection) -> QuantisedWeight:
+    values = projection.read("weight", projection.outputs, projection.inputs)
+    scales = projection.read("SCB", projection.outputs).float().view(1, -1) / _LARGEST_INT8
+    return QuantisedWeight(Storage.INT8, values, scales, projection.inputs)
 
 
 def _packed(projection: _Projection) -> QuantisedWeight:
@@ -249,7 +342,7 @@ def dequantise(
     for name in sorted(names):
         if not is_quantised(source, name):
             continue
-        linears[name] = read_projection(source, scheme, name, _shape_of(scheme, name, shapes))
+        linears[name] = read_projection(source, scheme, name, _shape_of(source, scheme, name, shapes))
         tensors[f"{name}.weight"] = linears[name].dequantised(dtype)
         read |= {each for each in shapes if each.startswith(f"{name}.") and not each.endswith(".bias")}
     for name in shapes:
@@ -271,22 +364,35 @@ def dequantise(
 _STORED = (".qweight", ".weight_packed", ".weight")
 _BLOCKS, _BLOCK_SCALES = "_blocks", "_scales"
 _SCALES_OF_A_CACHE = (".k_scale", ".v_scale")
+_LARGEST_INT8 = 127
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Values of e2m1, by their 4 bits."""
 
 
-def _shape_of(scheme: Scheme, name: str, shapes: Mapping[str, Sequence[int]]) -> tuple[int, int]:
+def e2m1() -> Tensor:
+    """(16,) float32: the values of e2m1 by their 4 bits."""
+    return torch.tensor(_FP4, dtype=torch.float32)
+
+
+def _shape_of(source: TensorSource, scheme: Scheme, name: str, shapes: Mapping[str, Sequence[int]]) -> tuple[int, int]:
     """Return (out features, in features) of a projection, by its largest tensor's."""
+    if scheme.method == "bitsandbytes" and scheme.bits < _BYTE:
+        state, _ = quant_state(
+            lambda suffix: source.has(f"{name}.{suffix}"), lambda suffix: source.raw(f"{name}.{suffix}")
+        )
+        first, second = state["shape"]
+        return int(first), int(second)
     if f"{name}.qweight" in shapes:
         first, second = shapes[f"{name}.qweight"]
         return (second * _NIBBLES, first) if scheme.method == "awq" else (second, first * 32 // scheme.bits)
     if f"{name}.weight_packed" in shapes:
         first, second = shapes[f"{name}.weight_packed"]
-        return first, second * 32 // scheme.bits
+        of_word = 8 if source.dtype_of(f"{name}.weight_packed") == torch.uint8 else 32
+        return first, second * of_word // scheme.bits
     if len(shapes[f"{name}.weight"]) != 2:
         raise UnsupportedModel(f"{name}.weight: given {len(shapes[f'{name}.weight'])} dimensions, expected two")
     first, second = shapes[f"{name}.weight"]
-    return first, second
+    return first, second * 2 if source.dtype_of(f"{name}.weight") == torch.uint8 else second
 
 
 def microscaled(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -299,7 +405,7 @@ def microscaled(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     Returns:
         (..., groups * 32).
     """
-    values = torch.tensor(_FP4, dtype=torch.float32)
+    values = e2m1()
     pairs = torch.stack((values[(blocks & 15).long()], values[(blocks >> 4).long()]), dim=-1).flatten(-2)
     return torch.ldexp(pairs, scales.int()[..., None] - 127).flatten(-2).to(dtype)
 
@@ -355,6 +461,5 @@ def _check_alike(names: Sequence[str], parts: Sequence[QuantisedWeight]) -> None
 
 
 def _equal(part: QuantisedWeight, other: QuantisedWeight) -> bool:
-    if part.order is None or other.order is None:
-        return part.order is other.order
-    return torch.equal(part.order, other.order)
+    pairs = ((part.order, other.order), (part.table, other.table))
+    return all(one is two if one is None or two is None else torch.equal(one, two) for one, two in pairs)
