@@ -1,7 +1,7 @@
 """One table of all loads: `python -m research.autoscaling.overview --traces DIR --output FILE`.
 
-It runs four traces, constant arrivals, a mix of requests and a day with bursts, each with the seeds and start-up times
-of the terms, through the best fixed fleet, the optimum, Pagestream's law with its defaults and HPA's with its own and
+It runs four traces, constant arrivals, a mix of requests and a day with bursts, each with the scenario's seeds and
+start-up times, through the best fixed fleet, the optimum, Pagestream's law with its defaults and HPA's with its own and
 with the best that a search on the conversations found; then Pagestream's law from a start with as many engines as the
 fixed fleet has, and with restarts of its operator. Results are written as they come, and an interrupted run resumes
 after the last one; without `--traces` a file is printed.
@@ -25,8 +25,8 @@ from pagestream_simulator.laws import FixedLaw, Law, PagestreamLaw, RestartedLaw
 from pagestream_simulator.load import Load, TraceRow, read_trace
 from pagestream_simulator.optimum import Planner, peak_factor, scaled_load, smallest_fleet
 from pagestream_simulator.profile import EngineProfile, packaged_profile, read_profile
+from pagestream_simulator.scenario import Scenario
 from pagestream_simulator.simulation import Floats, simulate
-from pagestream_simulator.terms import Terms
 
 from research.autoscaling.loads import ConstantArrivals, MixedArrivals, synthetic_rows
 
@@ -73,13 +73,13 @@ class Overview:
 
     def __init__(
         self,
-        terms: Terms,
+        scenario: Scenario,
         profile: EngineProfile,
         traces: Mapping[str, Sequence[TraceRow]],
         kept: Kept,
         keep: Callable[[Kept], None],
     ) -> None:
-        self._terms, self._profile, self._traces = terms, profile, traces
+        self._terms, self._profile, self._traces = scenario, profile, traces
         self._kept, self._keep = kept, keep
 
     def run(self, loads: Sequence[str] = LOADS) -> None:
@@ -121,12 +121,12 @@ class Overview:
     def _start(self, name: str, load: Load, seed: int) -> None:
         """Run Pagestream's law from a pool that has all engines that the load needs, and was never short of one."""
         engines = self._kept[f"fleet: {name} seed {seed}"]["engines"]
-        terms = replace(self._terms, fleet=replace(self._terms.fleet, initial_engines=engines))
+        scenario = replace(self._terms, fleet=replace(self._terms.fleet, initial_engines=engines))
         for startup_s in self._terms.fleet.startup_s:
             self._once(
                 f"started with enough: {name} seed {seed} startup {startup_s:g}",
                 lambda s=startup_s: asdict(  # type: ignore[misc]
-                    simulate(load, self._profile, self._law(), terms, startup_s=s, seed=seed)
+                    simulate(load, self._profile, self._law(), scenario, startup_s=s, seed=seed)
                 ),
             )
 
@@ -178,7 +178,7 @@ class Overview:
         return asdict(simulate(load, self._profile, made, self._terms, startup_s=startup_s, seed=seed))
 
 
-def table(kept: Mapping[str, Any], terms: Terms) -> Iterator[str]:
+def table(kept: Mapping[str, Any], scenario: Scenario) -> Iterator[str]:
     """Yield the Markdown lines: a row for each load and law, over the seeds that have results.
 
     Attained are the mean and the lowest of the seeds; the ratio is that of the pod-hours to the optimum's.
@@ -186,28 +186,28 @@ def table(kept: Mapping[str, Any], terms: Terms) -> Iterator[str]:
     yield _HEAD
     for load in LOADS:
         fleets = [
-            kept[f"fleet: {load} seed {seed}"] for seed in terms.load.seeds if f"fleet: {load} seed {seed}" in kept
+            kept[f"fleet: {load} seed {seed}"] for seed in scenario.load.seeds if f"fleet: {load} seed {seed}" in kept
         ]
         if not fleets:
             continue
         sizes = ", ".join(str(fleet["engines"]) for fleet in fleets)
         for law in ("fixed", "optimum", *_LAWS):
-            cells = [_cells(kept, load, law, startup_s, terms) for startup_s in terms.fleet.startup_s]
+            cells = [_cells(kept, load, law, startup_s, scenario) for startup_s in scenario.fleet.startup_s]
             if all(cells):
                 label = f"fixed fleet of {sizes}" if law == "fixed" else law
                 yield f"| {_SHORT.get(load, load)} | {label} | {' | '.join(cell for cell in cells if cell)} |"
 
 
-def starts_table(kept: Mapping[str, Any], terms: Terms) -> Iterator[str]:
-    """Yield the Markdown lines of Pagestream's law, begun with the terms' engines and with enough of them."""
-    columns = [f"{s:g} s, {what}" for s in terms.fleet.startup_s for what in ("usual start", "enough engines")]
+def starts_table(kept: Mapping[str, Any], scenario: Scenario) -> Iterator[str]:
+    """Yield the Markdown lines of Pagestream's law, begun with the scenario's engines and with enough of them."""
+    columns = [f"{s:g} s, {what}" for s in scenario.fleet.startup_s for what in ("usual start", "enough engines")]
     yield f"| load, engines | {' | '.join(columns)} |"
     yield f"|---|{'---|' * len(columns)}"
     for load in LOADS:
-        seeds = [seed for seed in terms.load.seeds[:1] if f"fleet: {load} seed {seed}" in kept]
+        seeds = [seed for seed in scenario.load.seeds[:1] if f"fleet: {load} seed {seed}" in kept]
         sizes = ", ".join(str(kept[f"fleet: {load} seed {seed}"]["engines"]) for seed in seeds)
         cells = []
-        for startup_s in terms.fleet.startup_s:
+        for startup_s in scenario.fleet.startup_s:
             for law in ("pagestream", "started with enough"):
                 places = [f"{law}: {load} seed {seed} startup {startup_s:g}" for seed in seeds]
                 found = [kept[place] for place in places if place in kept]
@@ -218,16 +218,16 @@ def starts_table(kept: Mapping[str, Any], terms: Terms) -> Iterator[str]:
             yield f"| {_SHORT.get(load, load)}, {sizes} | {' | '.join(cells)} |"
 
 
-def restarts_table(kept: Mapping[str, Any], terms: Terms) -> Iterator[str]:
+def restarts_table(kept: Mapping[str, Any], scenario: Scenario) -> Iterator[str]:
     """Yield the Markdown lines of late requests after a restart, over the seeds that have results."""
-    columns = [f"{s:g} s, at {at}" for s in terms.fleet.startup_s for at in RESTARTS]
+    columns = [f"{s:g} s, at {at}" for s in scenario.fleet.startup_s for at in RESTARTS]
     yield f"| load | {' | '.join(columns)} |"
     yield f"|---|{'---|' * len(columns)}"
     for load in LOADS:
         cells = []
-        for startup_s in terms.fleet.startup_s:
+        for startup_s in scenario.fleet.startup_s:
             for at in RESTARTS:
-                places = [f"restart at {at}: {load} seed {s} startup {startup_s:g}" for s in terms.load.seeds]
+                places = [f"restart at {at}: {load} seed {s} startup {startup_s:g}" for s in scenario.load.seeds]
                 found = [kept[place] for place in places if place in kept]
                 if found:
                     cells.append(f"{100 * _mean(found, 'late'):.1f}, {100 * _mean(found, 'late_restarted'):.1f}")
@@ -239,8 +239,8 @@ def _mean(found: Sequence[Mapping[str, Any]], name: str) -> float:
     return float(sum(outcome[name] for outcome in found) / len(found))
 
 
-def _cells(kept: Mapping[str, Any], load: str, law: str, startup_s: float, terms: Terms) -> str | None:
-    places = [f"{load} seed {seed} startup {startup_s:g}" for seed in terms.load.seeds]
+def _cells(kept: Mapping[str, Any], load: str, law: str, startup_s: float, scenario: Scenario) -> str | None:
+    places = [f"{load} seed {seed} startup {startup_s:g}" for seed in scenario.load.seeds]
     found = [kept[f"{law}: {place}"] for place in places if f"{law}: {place}" in kept]
     plans = [kept[f"optimum: {place}"] for place in places if f"optimum: {place}" in kept]
     if not found or not plans:
@@ -258,18 +258,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--profile", type=Path, default=packaged_profile(), metavar="FILE", help="engine profile")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON; an existing file is resumed")
     parser.add_argument("--loads", nargs="+", default=LOADS, choices=LOADS, metavar="LOAD", help=", ".join(LOADS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=Terms().load.seeds, metavar="N", help="of the loads")
+    parser.add_argument("--seeds", nargs="+", type=int, default=Scenario().load.seeds, metavar="N", help="of the loads")
     given = parser.parse_args(arguments)
-    terms = replace(Terms(), load=replace(Terms().load, seeds=tuple(given.seeds)))
+    scenario = replace(Scenario(), load=replace(Scenario().load, seeds=tuple(given.seeds)))
     kept = json.loads(given.output.read_text()) if given.output.exists() else {}
     if given.traces is not None:
         traces = {name: read_trace(str(given.traces / name)) for name in TRACES}
         synthetic = given.traces / SYNTHETIC
         traces[SYNTHETIC] = read_trace(str(synthetic)) if synthetic.exists() else synthetic_rows()
-        study = Overview(terms, read_profile(given.profile), traces, kept, lambda all_: _write(given.output, all_))
+        study = Overview(scenario, read_profile(given.profile), traces, kept, lambda all_: _write(given.output, all_))
         study.run(given.loads)
     for made in (table, starts_table, restarts_table):
-        print("\n".join(made(kept, terms)) + "\n")
+        print("\n".join(made(kept, scenario)) + "\n")
     return 0
 
 

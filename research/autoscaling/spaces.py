@@ -8,7 +8,7 @@ from functools import partial
 
 from pagestream_scaling import ScalingPolicy
 from pagestream_simulator.laws import Law, Setting, default_settings, flattened, make_law
-from pagestream_simulator.terms import Terms
+from pagestream_simulator.scenario import Scenario
 
 _WINDOWS_S = (15.0, 30.0, 60.0, 120.0, 300.0, 600.0, 900.0)
 _HPA: dict[str, tuple[float, ...]] = {
@@ -60,11 +60,11 @@ class Space:
 _VALUES = {"pagestream": _PAGESTREAM, "hpa": _HPA, "keda": _KEDA}
 
 
-def spaces(terms: Terms, policy: ScalingPolicy | None = None) -> dict[str, Space]:
+def spaces(scenario: Scenario, policy: ScalingPolicy | None = None) -> dict[str, Space]:
     """Return the spaces of pagestream, hpa and keda, by name. `policy` replaces the default of Pagestream's law."""
     found = {}
     for name, values in _VALUES.items():
-        flat = dict(flattened(asdict(default_settings(name, terms, policy))))
+        flat = dict(flattened(asdict(default_settings(name, scenario, policy))))
         default = {value: flat[value] for value in values}
-        found[name] = Space(name, values, default, partial(make_law, name, terms, policy))
+        found[name] = Space(name, values, default, partial(make_law, name, scenario, policy))
     return found

@@ -1,8 +1,8 @@
 """The autoscaling study: `python -m research.autoscaling.study --terms FILE --traces DIR --output FILE`.
 
-It tunes every law on one trace of the terms and judges all of them on the other, then the other way round. The second
-way is not part of the goal: it shows how much the choice of the trace matters. Results are written as they come, and an
-interrupted run resumes after the last one.
+It tunes every law on one trace of the scenario and judges all of them on the other, then the other way round. The
+second way is not part of the goal: it shows how much the choice of the trace matters. Results are written as they come,
+and an interrupted run resumes after the last one.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pagestream_simulator import FixedLaw
 from pagestream_simulator.load import Load, TraceRow, read_trace
 from pagestream_simulator.optimum import Planner, lower_bound, peak_factor, scaled_load
 from pagestream_simulator.profile import EngineProfile, packaged_profile, read_profile
+from pagestream_simulator.scenario import Scenario, read_scenario
 from pagestream_simulator.simulation import Outcome, simulate
-from pagestream_simulator.terms import Terms, read_terms
 
 from research.autoscaling.search import search
 from research.autoscaling.spaces import Setting, Space, spaces
@@ -36,18 +36,18 @@ class Study:
 
     def __init__(
         self,
-        terms: Terms,
+        scenario: Scenario,
         profile: EngineProfile,
         traces: dict[str, Sequence[TraceRow]],
         kept: dict[str, Any],
         keep: Callable[[dict[str, Any]], None],
     ) -> None:
-        self._terms, self._profile, self._traces = terms, profile, traces
+        self._terms, self._profile, self._traces = scenario, profile, traces
         self._kept, self._keep = kept, keep
         self._loads: dict[tuple[str, int], Load] = {}
 
     def run(self) -> None:
-        """Run both ways, the terms' own first."""
+        """Run both ways, the scenario's own first."""
         tune, report = self._terms.load.tune, self._terms.load.report
         for chosen_on, judged_on in ((tune, report), (report, tune)):
             for law in spaces(self._terms).values():
@@ -84,26 +84,26 @@ class Study:
             seed = self._terms.load.seeds[0]
             return [self._attempt(space, setting, trace, seed, each) for each in self._terms.fleet.startup_s]
 
-        terms = self._terms
+        scenario = self._terms
         trials = search(
             space,
             attempt,
-            trials=terms.search.trials,
-            attainment=terms.objective.attainment,
-            seed=terms.search.seed,
+            trials=scenario.search.trials,
+            attainment=scenario.objective.attainment,
+            seed=scenario.search.seed,
         )
         return {"best": asdict(trials[0]), "next": [asdict(trial) for trial in trials[1:KEPT_TRIALS]]}
 
     def _references(self, trace: str, seed: int, startup_s: float) -> dict[str, Any]:
-        load, terms = self._load(trace, seed), self._terms
-        fixed = FixedLaw(terms.load.engines_at_peak)
-        plan = Planner(load, self._profile, terms, startup_s, seed).optimum(PLAN_CHANGES)
+        load, scenario = self._load(trace, seed), self._terms
+        fixed = FixedLaw(scenario.load.engines_at_peak)
+        plan = Planner(load, self._profile, scenario, startup_s, seed).optimum(PLAN_CHANGES)
         return {
             "requests": len(load),
             "factor": self._factor(trace),
-            "fixed": asdict(simulate(load, self._profile, fixed, terms, startup_s=startup_s, seed=seed)),
+            "fixed": asdict(simulate(load, self._profile, fixed, scenario, startup_s=startup_s, seed=seed)),
             "optimum": asdict(plan.outcome),
-            "lower_bound_pod_hours": lower_bound(load, self._profile, terms.objective.attainment),
+            "lower_bound_pod_hours": lower_bound(load, self._profile, scenario.objective.attainment),
         }
 
     def _attempt(self, space: Space, setting: Setting, trace: str, seed: int, startup_s: float) -> Outcome:
@@ -123,21 +123,21 @@ class Study:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the study."""
-    parser = argparse.ArgumentParser(description="Tunes and compares scaling laws by the terms in a file.")
+    parser = argparse.ArgumentParser(description="Tunes and compares scaling laws by the scenario in a file.")
     parser.add_argument("--terms", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--traces", type=Path, required=True, metavar="DIR", help="folder of the terms' traces")
+    parser.add_argument("--traces", type=Path, required=True, metavar="DIR", help="folder of the scenario's traces")
     parser.add_argument("--profile", type=Path, default=packaged_profile(), metavar="FILE", help="engine profile")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON; an existing file is resumed")
     given = parser.parse_args(arguments)
-    terms = read_terms(given.terms)
-    if terms.fleet.startup_cluster_test_s > 0:
-        measured = (terms.fleet.startup_cluster_test_s, *terms.fleet.startup_s[1:])
-        terms = replace(terms, fleet=replace(terms.fleet, startup_s=measured))
+    scenario = read_scenario(given.terms)
+    if scenario.fleet.startup_cluster_test_s > 0:
+        measured = (scenario.fleet.startup_cluster_test_s, *scenario.fleet.startup_s[1:])
+        scenario = replace(scenario, fleet=replace(scenario.fleet, startup_s=measured))
     traces: dict[str, Sequence[TraceRow]] = {
-        name: read_trace(str(given.traces / name)) for name in (terms.load.tune, terms.load.report)
+        name: read_trace(str(given.traces / name)) for name in (scenario.load.tune, scenario.load.report)
     }
     kept = json.loads(given.output.read_text()) if given.output.exists() else {}
-    study = Study(terms, read_profile(given.profile), traces, kept, lambda all_: _write(given.output, all_))
+    study = Study(scenario, read_profile(given.profile), traces, kept, lambda all_: _write(given.output, all_))
     study.run()
     return 0
 

@@ -9,12 +9,12 @@ from pagestream_scaling import PolicyInvalid
 from pagestream_simulator import (
     SAMPLE,
     EngineProfile,
-    FleetTerms,
-    LoadTerms,
+    FleetScenario,
+    LoadScenario,
     Outcome,
+    Scenario,
     StepContents,
     StepCost,
-    Terms,
     TraceRow,
     packaged_profile,
     read_profile,
@@ -31,7 +31,9 @@ from research.autoscaling.spaces import spaces
 from research.autoscaling.tables import tables
 from research.sample_trace import REQUESTS, sample_rows
 
-TERMS = Terms(load=LoadTerms(engines_at_peak=4), fleet=FleetTerms(initial_engines=2, max_engines=8, partitions=8))
+SCENARIO = Scenario(
+    load=LoadScenario(engines_at_peak=4), fleet=FleetScenario(initial_engines=2, max_engines=8, partitions=8)
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,7 @@ def profile() -> EngineProfile:
 
 
 def test_a_search_repeats_by_seed_and_returns_the_best_first() -> None:
-    space = spaces(TERMS)["hpa"]
+    space = spaces(SCENARIO)["hpa"]
 
     def attempt(setting: Setting) -> list[Outcome]:
         attained = 0.99 if setting["target"] <= 0.5 else 0.5
@@ -57,13 +59,13 @@ def test_a_search_repeats_by_seed_and_returns_the_best_first() -> None:
 def test_the_overview_has_a_row_for_each_law_with_means_over_seeds() -> None:
     outcome = {"attainment": 0.99, "pod_hours": 4.0, "pods_up": 3}
     load, kept = "azure_llm_2023_code.csv", {}
-    for seed in Terms().load.seeds:
+    for seed in Scenario().load.seeds:
         kept[f"fleet: {load} seed {seed}"] = {"engines": 20 + seed}
         for startup in ("8", "60"):
             place = f"{load} seed {seed} startup {startup}"
             kept |= {f"fixed: {place}": outcome, f"optimum: {place}": outcome | {"pod_hours": 2.0}}
             kept[f"pagestream: {place}"] = outcome | {"attainment": 0.98 + 0.01 * (seed > 0)}
-    rows = [line for line in table(kept, Terms()) if line.startswith("| code |")]
+    rows = [line for line in table(kept, Scenario()) if line.startswith("| code |")]
     assert len(rows) == 3
     assert "fixed fleet of 20, 21, 22 | 99.00 / 99.00 | 4.00 | 2.00 | 3" in rows[0]
     assert "pagestream | 98.67 / 98.00" in rows[2]
@@ -73,16 +75,16 @@ def test_the_overview_begins_with_enough_engines_and_restarts(profile: EnginePro
     """On a load of a minute: what it keeps can be resumed, and has a row in each table."""
     rows = read_trace(SAMPLE)
     traces = dict.fromkeys(TRACES, rows) | {SYNTHETIC: rows}
-    terms = replace(TERMS, load=replace(TERMS.load, seeds=(0,)))
+    scenario = replace(SCENARIO, load=replace(SCENARIO.load, seeds=(0,)))
     kept: dict[str, object] = {f"factor {name}": {"factor": 2.0} for name in traces}
     saved: list[int] = []
-    study = Overview(terms, profile, traces, kept, lambda content: saved.append(len(content)))
+    study = Overview(scenario, profile, traces, kept, lambda content: saved.append(len(content)))
     study.run([SYNTHETIC])
     assert saved == sorted(set(saved))
     study.run([SYNTHETIC])
     assert len(saved) == len(kept) - len(traces)
     for made, cells in ((table, 10), (starts_table, 5), (restarts_table, 7)):
-        lines = [line for line in made(kept, terms) if line.startswith("| Mooncake, synthetic")]
+        lines = [line for line in made(kept, scenario) if line.startswith("| Mooncake, synthetic")]
         assert lines
         assert {line.count("|") - 1 for line in lines} == {cells}
     restarts = [found for name, found in kept.items() if name.startswith("restart")]
@@ -109,7 +111,7 @@ def test_fit_gives_no_negative_cost() -> None:
 
 
 def test_every_value_of_a_space_makes_a_law_or_is_refused() -> None:
-    for space in spaces(Terms()).values():
+    for space in spaces(Scenario()).values():
         assert set(space.default) == set(space.values)
         refused = set()
         for name, values in space.values.items():

@@ -7,7 +7,7 @@ import numpy as np
 from pagestream_engine import EngineConfig
 from pagestream_operator import OperatorVariables
 from pagestream_scaling import KvUtilizationPolicy, TtftPolicy
-from pagestream_simulator import EngineProfile, Fleet, HpaSettings, Load, StepCost, Terms, read_terms
+from pagestream_simulator import EngineProfile, Fleet, HpaSettings, Load, Scenario, StepCost, read_scenario
 from pagestream_streams import Broker, StreamsSettings
 from pagestream_telemetry import TelemetrySettings
 
@@ -15,13 +15,13 @@ STUDY = Path(__file__).parents[2] / "docs" / "benchmarks" / "autoscaling-terms.t
 
 
 def test_defaults_are_those_of_their_owners() -> None:
-    terms, profile, engine = Terms(), EngineProfile(StepCost(1, 0, 0, 0, 0)), EngineConfig()
-    assert terms.objective.ttft_s == TtftPolicy().objective_s
-    assert terms.objective.attainment == TtftPolicy().attainment
+    scenario, profile, engine = Scenario(), EngineProfile(StepCost(1, 0, 0, 0, 0)), EngineConfig()
+    assert scenario.objective.ttft_s == TtftPolicy().objective_s
+    assert scenario.objective.attainment == TtftPolicy().attainment
     partitions = inspect.signature(Broker.publish_model).parameters["partitions"].default
-    assert terms.fleet.partitions == read_terms(STUDY).fleet.partitions == partitions
-    assert terms.signals.export_s == TelemetrySettings().export_interval_s
-    assert terms.signals.decide_s == OperatorVariables().decide_s  # the operator can't be imported by the simulator
+    assert scenario.fleet.partitions == read_scenario(STUDY).fleet.partitions == partitions
+    assert scenario.signals.export_s == TelemetrySettings().export_interval_s
+    assert scenario.signals.decide_s == OperatorVariables().decide_s  # the operator can't be imported by the simulator
     assert HpaSettings().target == KvUtilizationPolicy().target
     assert profile.max_num_seqs == engine.scheduler.max_num_seqs
     assert profile.max_num_batched_tokens == engine.scheduler.max_num_batched_tokens

@@ -1,4 +1,4 @@
-"""Laws on the packaged trace, the optimum, arrivals that are scaled, policies and terms."""
+"""Laws on the packaged trace, the optimum, arrivals that are scaled, policies and scenarios."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +11,14 @@ from pagestream_simulator import (
     Course,
     EngineProfile,
     FixedLaw,
-    FleetTerms,
+    FleetScenario,
     InputFileInvalidError,
     Load,
-    LoadTerms,
+    LoadScenario,
     Outcome,
     Planner,
+    Scenario,
     SettingInvalidError,
-    Terms,
     lower_bound,
     make_law,
     packaged_profile,
@@ -26,7 +26,7 @@ from pagestream_simulator import (
     planned,
     read_policy,
     read_profile,
-    read_terms,
+    read_scenario,
     read_trace,
     scale_arrivals,
     scaled_load,
@@ -39,7 +39,9 @@ from pagestream_simulator import (
 
 pytestmark = pytest.mark.builds
 
-TERMS = Terms(load=LoadTerms(engines_at_peak=4), fleet=FleetTerms(initial_engines=2, max_engines=8, partitions=8))
+SCENARIO = Scenario(
+    load=LoadScenario(engines_at_peak=4), fleet=FleetScenario(initial_engines=2, max_engines=8, partitions=8)
+)
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +52,12 @@ def profile() -> EngineProfile:
 @pytest.fixture(scope="module")
 def load(profile: EngineProfile) -> Load:
     rows = read_trace(SAMPLE)
-    return scaled_load(rows, peak_factor(rows, profile, TERMS), TERMS, 0)
+    return scaled_load(rows, peak_factor(rows, profile, SCENARIO), SCENARIO, 0)
 
 
 def run_all(load: Load, profile: EngineProfile) -> dict[str, Outcome]:
     return {
-        name: simulate(load, profile, make_law(name, TERMS), TERMS, startup_s=5.0)
+        name: simulate(load, profile, make_law(name, SCENARIO), SCENARIO, startup_s=5.0)
         for name in ("pagestream", "hpa", "keda")
     }
 
@@ -63,15 +65,15 @@ def run_all(load: Load, profile: EngineProfile) -> dict[str, Outcome]:
 def test_the_fixed_fleet_at_its_peak_attains_the_objective_and_one_engine_less_does_not(
     load: Load, profile: EngineProfile
 ) -> None:
-    assert simulate(load, profile, FixedLaw(4), TERMS, startup_s=5.0).attainment >= 0.99
-    assert simulate(load, profile, FixedLaw(3), TERMS, startup_s=5.0).attainment < 0.99
+    assert simulate(load, profile, FixedLaw(4), SCENARIO, startup_s=5.0).attainment >= 0.99
+    assert simulate(load, profile, FixedLaw(3), SCENARIO, startup_s=5.0).attainment < 0.99
 
 
 def test_the_optimum_is_the_cheapest_that_attains_and_above_its_bound(load: Load, profile: EngineProfile) -> None:
-    best = Planner(load, profile, TERMS, 5.0, 0).optimum(40).outcome
+    best = Planner(load, profile, SCENARIO, 5.0, 0).optimum(40).outcome
     assert best.attainment >= 0.99
     assert lower_bound(load, profile, 0.99) < best.pod_hours
-    fixed = simulate(load, profile, FixedLaw(4), TERMS, startup_s=5.0)
+    fixed = simulate(load, profile, FixedLaw(4), SCENARIO, startup_s=5.0)
     for outcome in (fixed, *run_all(load, profile).values()):
         assert outcome.attainment < 0.99 or outcome.pod_hours > best.pod_hours
 
@@ -83,19 +85,19 @@ def test_every_request_ends_under_every_law_and_runs_repeat_by_seed(load: Load, 
 
 
 def test_pods_cost_from_their_order_to_their_end(load: Load, profile: EngineProfile) -> None:
-    outcome = simulate(load, profile, FixedLaw(3), TERMS, startup_s=5.0)
+    outcome = simulate(load, profile, FixedLaw(3), SCENARIO, startup_s=5.0)
     assert outcome.pod_hours == pytest.approx(3 * load.duration_s / 3600)
     plan = planned(np.array([1, 1, 1, 3, 3, 1, *[1] * 40]), 5.0)
     assert [plan.planned(at) for at in (0.0, 9.9, 10.0, 15.0, 24.9, 25.0)] == [1, 1, 3, 3, 3, 1]
-    costs = simulate(load, profile, plan, TERMS, startup_s=5.0).pod_hours * 3600
+    costs = simulate(load, profile, plan, SCENARIO, startup_s=5.0).pod_hours * 3600
     drained = costs - load.duration_s - 2 * 15.0  # two pods ordered at 10 s, drained from 25 s on
     assert 0 <= drained < 2 * 3.0  # at a whole second, and after their running step
 
 
 def test_recording_the_course_changes_no_outcome(load: Load, profile: EngineProfile) -> None:
     courses: list[Course] = []
-    seen = simulate(load, profile, make_law("pagestream", TERMS), TERMS, startup_s=5.0, on_course=courses.append)
-    assert seen == simulate(load, profile, make_law("pagestream", TERMS), TERMS, startup_s=5.0)
+    seen = simulate(load, profile, make_law("pagestream", SCENARIO), SCENARIO, startup_s=5.0, on_course=courses.append)
+    assert seen == simulate(load, profile, make_law("pagestream", SCENARIO), SCENARIO, startup_s=5.0)
     course = courses[0]
     assert (course.ready <= course.pods).all()
     assert ((course.kv_utilization >= 0) & (course.kv_utilization <= 1)).all()
@@ -120,7 +122,7 @@ def test_a_scaled_trace_has_copies_near_the_first_arrivals() -> None:
 # -- The clairvoyant optimum has plans of one size among its plans
 
 
-TWELVE = Terms(fleet=FleetTerms(max_engines=12))
+TWELVE = Scenario(fleet=FleetScenario(max_engines=12))
 
 
 @pytest.mark.parametrize("startup_s", [8.0, 60.0])
@@ -154,11 +156,11 @@ def test_a_policy_file_changes_only_what_it_names(tmp_path: Path) -> None:
 
 
 def test_the_studys_terms_can_be_read_and_wrong_names_are_refused(tmp_path: Path) -> None:
-    terms = read_terms(Path(__file__).parents[2] / "docs/benchmarks/autoscaling-terms.toml")
-    assert terms.objective == Terms().objective
-    assert terms.load.tune.endswith(".csv")
-    assert terms.load.report.endswith(".csv")
-    assert terms.load.tune != terms.load.report
+    scenario = read_scenario(Path(__file__).parents[2] / "docs/benchmarks/autoscaling-terms.toml")
+    assert scenario.objective == Scenario().objective
+    assert scenario.load.tune.endswith(".csv")
+    assert scenario.load.report.endswith(".csv")
+    assert scenario.load.tune != scenario.load.report
     (tmp_path / "t.toml").write_text("[objective]\nttft = 1")
     with pytest.raises(InputFileInvalidError, match="ttft"):
-        read_terms(tmp_path / "t.toml")
+        read_scenario(tmp_path / "t.toml")

@@ -5,27 +5,27 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pagestream_simulator.terms import LAWS, Terms
+from pagestream_simulator.scenario import LAWS, Scenario
 
 from pagestream_cli.console import say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of simulate."""
-    terms = Terms()
+    scenario = Scenario()
     parser.add_argument("trace", metavar="TRACE", help="Azure's csv or Mooncake's jsonl; `sample` is the packaged one")
     fleet = parser.add_argument_group("the fleet")
     fleet.add_argument(
         "--engines-at-peak",
         type=int,
-        default=terms.load.engines_at_peak,
+        default=scenario.load.engines_at_peak,
         metavar="N",
         help="scale arrivals so that a fixed fleet needs N (default: %(default)s)",
     )
     fleet.add_argument(
         "--startup",
         type=float,
-        default=terms.fleet.startup_s[0],
+        default=scenario.fleet.startup_s[0],
         metavar="S",
         help="seconds from a pod's creation to ready (default: %(default)s)",
     )
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         profile=arguments.profile,
         policy=arguments.policy,
-        terms=arguments.terms,
+        scenario=arguments.terms,
     )
     comparison = compare(options, say)
     print(as_text(comparison))

@@ -1,6 +1,6 @@
 """Fleets of simulated engines that serve request traces under a scaling law.
 
-Names are imported when they are used: the command line reads the terms without the simulator's libraries.
+Names are imported when they are used: the command line reads the scenario without the simulator's libraries.
 """
 
 from importlib import import_module
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     )
     from pagestream_simulator.optimum import Planner, lower_bound, peak_factor, planned, scaled_load, smallest_fleet
     from pagestream_simulator.profile import EngineProfile, StepCost, packaged_profile, read_profile, write_profile
+    from pagestream_simulator.scenario import FleetScenario, LoadScenario, Scenario, read_scenario
     from pagestream_simulator.simulation import Course, Outcome, simulate
-    from pagestream_simulator.terms import FleetTerms, LoadTerms, Terms, read_terms
     from pagestream_simulator.virtual_engine import StepContents, VirtualEngine, VirtualRequest
 
 __all__ = [
@@ -41,7 +41,7 @@ __all__ = [
     "EngineProfile",
     "FixedLaw",
     "Fleet",
-    "FleetTerms",
+    "FleetScenario",
     "HpaBehavior",
     "HpaLaw",
     "HpaSettings",
@@ -49,15 +49,15 @@ __all__ = [
     "KedaLaw",
     "KedaSettings",
     "Load",
-    "LoadTerms",
+    "LoadScenario",
     "Outcome",
     "PlannedLaw",
     "Planner",
+    "Scenario",
     "SettingInvalidError",
     "SimulatorError",
     "StepContents",
     "StepCost",
-    "Terms",
     "TraceRow",
     "VirtualEngine",
     "VirtualRequest",
@@ -68,7 +68,7 @@ __all__ = [
     "planned",
     "read_policy",
     "read_profile",
-    "read_terms",
+    "read_scenario",
     "read_trace",
     "scale_arrivals",
     "scale_factor",
@@ -89,7 +89,7 @@ _MODULES = {
         "optimum": "Planner lower_bound peak_factor planned scaled_load smallest_fleet",
         "profile": "EngineProfile StepCost packaged_profile read_profile write_profile",
         "simulation": "Course Outcome simulate",
-        "terms": "FleetTerms LoadTerms Terms read_terms",
+        "scenario": "FleetScenario LoadScenario Scenario read_scenario",
         "virtual_engine": "StepContents VirtualEngine VirtualRequest",
     }.items()
     for name in names.split()

@@ -19,8 +19,8 @@ from pagestream_simulator.laws import FixedLaw, Law, make_law, read_policy
 from pagestream_simulator.load import Load, read_trace
 from pagestream_simulator.optimum import Planner, lower_bound, peak_factor, planned, scaled_load
 from pagestream_simulator.profile import EngineProfile, packaged_profile, read_profile
+from pagestream_simulator.scenario import LAWS, Scenario, read_scenario
 from pagestream_simulator.simulation import Course, Floats, Outcome, format_ttft, simulate
-from pagestream_simulator.terms import LAWS, Terms, read_terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class ComparisonOptions:
     trace: str
     """Path of a trace, or `sample`."""
     laws: Sequence[str] = LAWS
-    engines_at_peak: int = Terms().load.engines_at_peak
+    engines_at_peak: int = Scenario().load.engines_at_peak
     """Arrivals are scaled so that the smallest fixed fleet that attains the objective has this many engines."""
-    startup_s: float = Terms().fleet.startup_s[0]
+    startup_s: float = Scenario().fleet.startup_s[0]
     """From a pod's order to ready."""
     plan_changes: int = 100
     """Changes of a plan that are tried for the optimum."""
@@ -42,7 +42,7 @@ class ComparisonOptions:
     """Engine profile; None is the packaged one."""
     policy: Path | None = None
     """JSON with what differs from the default scaling policy."""
-    terms: Path | None = None
+    scenario: Path | None = None
     """TOML with objective, fleet and signals; None is the defaults."""
 
     def __post_init__(self) -> None:
@@ -87,19 +87,19 @@ def compare(options: ComparisonOptions, on_progress: Callable[[str], None] = lam
     Raises:
         SimulatorError: a file can't be read, a value is out of range, or there is no compiler.
     """
-    terms = _terms(options)
+    scenario = _terms(options)
     profile = read_profile(options.profile or packaged_profile())
     policy = read_policy(options.policy) if options.policy is not None else ScalingPolicy()
     rows = read_trace(options.trace)
-    factor = peak_factor(rows, profile, terms)
-    load = scaled_load(rows, factor, terms, options.seed)
+    factor = peak_factor(rows, profile, scenario)
+    load = scaled_load(rows, factor, scenario, options.seed)
     results = []
     for name in options.laws:
         on_progress(f"simulating {name}")
-        law = _law(name, options, terms, profile, load=load, policy=policy)
+        law = _law(name, options, scenario, profile, load=load, policy=policy)
         courses: list[Course] = []
         outcome = simulate(
-            load, profile, law, terms, startup_s=options.startup_s, seed=options.seed, on_course=courses.append
+            load, profile, law, scenario, startup_s=options.startup_s, seed=options.seed, on_course=courses.append
         )
         results.append(Result(name, outcome, courses[0]))
     settings = {
@@ -108,33 +108,39 @@ def compare(options: ComparisonOptions, on_progress: Callable[[str], None] = lam
         "startup_s": options.startup_s,
         "seed": options.seed,
         "engines_at_peak": options.engines_at_peak,
-        "objective_s": terms.objective.ttft_s,
-        "attainment": terms.objective.attainment,
+        "objective_s": scenario.objective.ttft_s,
+        "attainment": scenario.objective.attainment,
     }
-    return Comparison(settings, load, lower_bound(load, profile, terms.objective.attainment), results)
+    return Comparison(settings, load, lower_bound(load, profile, scenario.objective.attainment), results)
 
 
-def _terms(options: ComparisonOptions) -> Terms:
-    """Return the terms with a fleet that fits the number of engines at the peak."""
-    terms = read_terms(options.terms) if options.terms is not None else Terms()
-    peak, fleet = options.engines_at_peak, terms.fleet
+def _terms(options: ComparisonOptions) -> Scenario:
+    """Return the scenario with a fleet that fits the number of engines at the peak."""
+    scenario = read_scenario(options.scenario) if options.scenario is not None else Scenario()
+    peak, fleet = options.engines_at_peak, scenario.fleet
     fleet = replace(
         fleet,
         max_engines=max(fleet.max_engines, 2 * peak),
         initial_engines=min(fleet.initial_engines, max(1, peak // 2)),
     )
-    return replace(terms, load=replace(terms.load, engines_at_peak=peak), fleet=fleet)
+    return replace(scenario, load=replace(scenario.load, engines_at_peak=peak), fleet=fleet)
 
 
 def _law(
-    name: str, options: ComparisonOptions, terms: Terms, profile: EngineProfile, *, load: Load, policy: ScalingPolicy
+    name: str,
+    options: ComparisonOptions,
+    scenario: Scenario,
+    profile: EngineProfile,
+    *,
+    load: Load,
+    policy: ScalingPolicy,
 ) -> Law:
     if name == "fixed":
         return FixedLaw(options.engines_at_peak)
     if name == "optimum":
-        plan = Planner(load, profile, terms, options.startup_s, options.seed).optimum(options.plan_changes)
+        plan = Planner(load, profile, scenario, options.startup_s, options.seed).optimum(options.plan_changes)
         return planned(plan.needed, options.startup_s)
-    return make_law(name, terms, policy)
+    return make_law(name, scenario, policy)
 
 
 def as_text(comparison: Comparison) -> str:

@@ -20,7 +20,7 @@ class SettingInvalidError(SimulatorError):
 
 
 class InputFileInvalidError(SettingInvalidError):
-    """A trace, an engine profile, a prompt file or terms can't be read or are malformed."""
+    """A trace, an engine profile, a prompt file or a scenario can't be read or is malformed."""
 
 
 class CompilerMissingError(SimulatorError):

@@ -35,7 +35,7 @@ from pagestream_scaling import (
 )
 
 from pagestream_simulator.errors import SettingInvalidError
-from pagestream_simulator.terms import FleetTerms, SignalTerms, Terms
+from pagestream_simulator.scenario import FleetScenario, Scenario, SignalScenario
 
 
 class Law(Protocol):
@@ -47,7 +47,7 @@ class Law(Protocol):
         ...
 
     def initial(self, usual: int) -> int:
-        """Return how many pods are ready when the trace begins; `usual` is the terms' `initial_engines`."""
+        """Return how many pods are ready when the trace begins; `usual` is the scenario's `initial_engines`."""
         ...
 
     def desired(self, observation: PoolObservation) -> int:
@@ -158,7 +158,7 @@ class HpaBehavior:
 class HpaSettings:
     """An HPA on the pods metric KV utilization.
 
-    The defaults are Kubernetes', the target's is the scaling policy's, and the bounds' are the terms'.
+    The defaults are Kubernetes', the target's is the scaling policy's, and the bounds' are the scenario's.
     """
 
     target: float = KvUtilizationPolicy().target
@@ -166,14 +166,14 @@ class HpaSettings:
     tolerance: float = 0.1
     up: HpaBehavior = field(default_factory=lambda: HpaBehavior(0.0, 100.0, 4))
     down: HpaBehavior = field(default_factory=lambda: HpaBehavior(300.0, 100.0, 0))
-    min_replicas: int = FleetTerms().min_engines
-    max_replicas: int = FleetTerms().max_engines
+    min_replicas: int = FleetScenario().min_engines
+    max_replicas: int = FleetScenario().max_engines
 
 
 class HpaLaw:
     """One HPA."""
 
-    def __init__(self, settings: HpaSettings, period_s: float = SignalTerms().hpa_sync_s) -> None:
+    def __init__(self, settings: HpaSettings, period_s: float = SignalScenario().hpa_sync_s) -> None:
         self.period_s = period_s
         self.settings = settings
         self._recommendations: deque[tuple[float, int]] = deque()
@@ -267,7 +267,7 @@ class KedaSettings:
 class KedaLaw:
     """One ScaledObject."""
 
-    def __init__(self, settings: KedaSettings, period_s: float = SignalTerms().hpa_sync_s) -> None:
+    def __init__(self, settings: KedaSettings, period_s: float = SignalScenario().hpa_sync_s) -> None:
         self.period_s = period_s
         self._settings = settings
         self._hpa = HpaLaw(settings.hpa, period_s)
@@ -314,8 +314,8 @@ Setting = Mapping[str, float]
 Settings = TypeVar("Settings", ScalingPolicy, HpaSettings, KedaSettings)
 
 
-def make_law(name: str, terms: Terms, policy: ScalingPolicy | None = None, setting: Setting | None = None) -> Law:
-    """Make pagestream, hpa or keda, with the terms' bounds and periods.
+def make_law(name: str, scenario: Scenario, policy: ScalingPolicy | None = None, setting: Setting | None = None) -> Law:
+    """Make pagestream, hpa or keda, with the scenario's bounds and periods.
 
     Args:
         policy: replaces the default of Pagestream's law.
@@ -325,7 +325,7 @@ def make_law(name: str, terms: Terms, policy: ScalingPolicy | None = None, setti
         PolicyInvalid: values contradict each other.
         SettingInvalidError: there is no such setting.
     """
-    settings, signals, given = default_settings(name, terms, policy), terms.signals, setting or {}
+    settings, signals, given = default_settings(name, scenario, policy), scenario.signals, setting or {}
     if isinstance(settings, ScalingPolicy):
         return PagestreamLaw(changed(settings, given), signals.decide_s)
     if isinstance(settings, HpaSettings):
@@ -334,23 +334,23 @@ def make_law(name: str, terms: Terms, policy: ScalingPolicy | None = None, setti
 
 
 def default_settings(
-    name: str, terms: Terms, policy: ScalingPolicy | None = None
+    name: str, scenario: Scenario, policy: ScalingPolicy | None = None
 ) -> ScalingPolicy | HpaSettings | KedaSettings:
     """Return the settings that pagestream, hpa or keda has before any is changed."""
     if name == "pagestream":
-        return default_policy(terms, policy)
-    hpa = HpaSettings(min_replicas=terms.fleet.min_engines, max_replicas=terms.fleet.max_engines)
+        return default_policy(scenario, policy)
+    hpa = HpaSettings(min_replicas=scenario.fleet.min_engines, max_replicas=scenario.fleet.max_engines)
     return hpa if name == "hpa" else KedaSettings(hpa=hpa)
 
 
-def default_policy(terms: Terms, policy: ScalingPolicy | None = None) -> ScalingPolicy:
-    """Return a policy, the default one if none is given, with the terms' bounds and objective."""
+def default_policy(scenario: Scenario, policy: ScalingPolicy | None = None) -> ScalingPolicy:
+    """Return a policy, the default one if none is given, with the scenario's bounds and objective."""
     own = policy or ScalingPolicy()
     return replace(
         own,
-        min_replicas=terms.fleet.min_engines,
-        max_replicas=terms.fleet.max_engines,
-        ttft=replace(own.ttft, objective_s=terms.objective.ttft_s, attainment=terms.objective.attainment),
+        min_replicas=scenario.fleet.min_engines,
+        max_replicas=scenario.fleet.max_engines,
+        ttft=replace(own.ttft, objective_s=scenario.objective.ttft_s, attainment=scenario.objective.attainment),
     )
 
 

@@ -20,33 +20,33 @@ from pagestream_simulator.errors import SettingInvalidError
 from pagestream_simulator.laws import FixedLaw, PlannedLaw
 from pagestream_simulator.load import Load, TraceRow, scale_arrivals
 from pagestream_simulator.profile import EngineProfile
+from pagestream_simulator.scenario import Scenario
 from pagestream_simulator.simulation import Outcome, simulate
-from pagestream_simulator.terms import Terms
 
 _FACTOR_STEPS = 12
 _FACTOR_MAX = 4096.0
 
 
-def scaled_load(rows: Sequence[TraceRow], factor: float, terms: Terms, seed: int) -> Load:
-    """Return a load with `factor` times the trace's requests, scaled as the terms say."""
+def scaled_load(rows: Sequence[TraceRow], factor: float, scenario: Scenario, seed: int) -> Load:
+    """Return a load with `factor` times the trace's requests, scaled as the scenario says."""
     return scale_arrivals(
         rows,
         factor,
-        jitter_s=terms.load.jitter_s,
-        context_tokens=terms.load.context_tokens,
-        partitions=terms.fleet.partitions,
+        jitter_s=scenario.load.jitter_s,
+        context_tokens=scenario.load.context_tokens,
+        partitions=scenario.fleet.partitions,
         seed=seed,
     )
 
 
-def smallest_fleet(load: Load, profile: EngineProfile, terms: Terms, seed: int = 0) -> int | None:
+def smallest_fleet(load: Load, profile: EngineProfile, scenario: Scenario, seed: int = 0) -> int | None:
     """Return the size of the smallest fixed fleet that attains the objective; None if `max_engines` don't."""
 
     def attains(engines: int) -> bool:
-        outcome = simulate(load, profile, FixedLaw(engines), terms, startup_s=0.0, seed=seed)
-        return outcome.attainment >= terms.objective.attainment
+        outcome = simulate(load, profile, FixedLaw(engines), scenario, startup_s=0.0, seed=seed)
+        return outcome.attainment >= scenario.objective.attainment
 
-    low, high = 0, terms.fleet.max_engines  # low doesn't attain
+    low, high = 0, scenario.fleet.max_engines  # low doesn't attain
     if not attains(high):
         return None
     while high - low > 1:
@@ -55,7 +55,7 @@ def smallest_fleet(load: Load, profile: EngineProfile, terms: Terms, seed: int =
     return high
 
 
-def peak_factor(rows: Sequence[TraceRow], profile: EngineProfile, terms: Terms, seed: int = 0) -> float:
+def peak_factor(rows: Sequence[TraceRow], profile: EngineProfile, scenario: Scenario, seed: int = 0) -> float:
     """Return the largest factor, within 1 part in 2,000, at which `engines_at_peak` engines attain the objective.
 
     Raises:
@@ -63,16 +63,17 @@ def peak_factor(rows: Sequence[TraceRow], profile: EngineProfile, terms: Terms, 
     """
 
     def attains(factor: float) -> bool:
-        load = scaled_load(rows, factor, terms, seed)
-        law = FixedLaw(terms.load.engines_at_peak)
-        return simulate(load, profile, law, terms, startup_s=0.0, seed=seed).attainment >= terms.objective.attainment
+        load = scaled_load(rows, factor, scenario, seed)
+        law = FixedLaw(scenario.load.engines_at_peak)
+        outcome = simulate(load, profile, law, scenario, startup_s=0.0, seed=seed)
+        return outcome.attainment >= scenario.objective.attainment
 
     low, high = 0.0, 1.0
     while attains(high):
         low, high = high, 2 * high
         if high > _FACTOR_MAX:
             raise SettingInvalidError(
-                f"{len(rows)} requests, {_FACTOR_MAX:g} times, need fewer than {terms.load.engines_at_peak} engines",
+                f"{len(rows)} requests, {_FACTOR_MAX:g} times, need fewer than {scenario.load.engines_at_peak} engines",
                 hint="give a longer trace or fewer engines at the peak",
             )
     for _ in range(_FACTOR_STEPS):
@@ -82,7 +83,7 @@ def peak_factor(rows: Sequence[TraceRow], profile: EngineProfile, terms: Terms, 
         low, high = (middle, high) if attains(middle) else (low, middle)
     if low == 0:
         raise SettingInvalidError(
-            f"single requests take longer than the objective of {terms.objective.ttft_s:g} s",
+            f"single requests take longer than the objective of {scenario.objective.ttft_s:g} s",
             hint="give shorter requests or a faster engine profile",
         )
     return low
@@ -146,8 +147,8 @@ def planned(needed: Counts, startup_s: float, slot_s: float = SLOT_S) -> Planned
 class Planner:
     """Searches a plan for one load."""
 
-    def __init__(self, load: Load, profile: EngineProfile, terms: Terms, startup_s: float, seed: int) -> None:
-        self._load, self._profile, self._terms = load, profile, terms
+    def __init__(self, load: Load, profile: EngineProfile, scenario: Scenario, startup_s: float, seed: int) -> None:
+        self._load, self._profile, self._terms = load, profile, scenario
         self._startup_s, self._seed = startup_s, seed
         self._slots = int(load.duration_s // SLOT_S) + 1
         self._random = np.random.default_rng(seed)
@@ -194,7 +195,7 @@ class Planner:
         return plan
 
     def _constant(self) -> list[Plan]:
-        """Return the plan of the smallest fixed fleet that meets the objective, if one of the terms' sizes does."""
+        """Return the plan of the smallest fixed fleet that meets the objective, if one of the scenario's sizes does."""
         engines = smallest_fleet(self._load, self._profile, self._terms, self._seed)
         return [] if engines is None else [self._evaluated(np.full(self._slots, engines, dtype=np.int64))]
 

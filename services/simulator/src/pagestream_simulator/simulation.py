@@ -13,7 +13,7 @@ from pagestream_simulator.laws import FixedLaw, Law, PlannedLaw
 from pagestream_simulator.load import Load
 from pagestream_simulator.pods import Pods, Signals
 from pagestream_simulator.profile import EngineProfile
-from pagestream_simulator.terms import Terms
+from pagestream_simulator.scenario import Scenario
 
 Floats = npt.NDArray[np.float64]
 
@@ -62,7 +62,7 @@ def simulate(
     load: Load,
     profile: EngineProfile,
     law: Law,
-    terms: Terms,
+    scenario: Scenario,
     *,
     startup_s: float,
     seed: int = 0,
@@ -81,14 +81,14 @@ def simulate(
     Returns:
         The run's figures.
     """
-    with Fleet(load, profile, partitions=terms.fleet.partitions, seed=seed) as fleet:
+    with Fleet(load, profile, partitions=scenario.fleet.partitions, seed=seed) as fleet:
         pods = Pods(fleet, startup_s)
-        pods.add_ready(law.initial(terms.fleet.initial_engines))
-        signals = Signals(fleet, pods, load, terms.signals.export_s)
+        pods.add_ready(law.initial(scenario.fleet.initial_engines))
+        signals = Signals(fleet, pods, load, scenario.signals.export_s)
         rows: list[tuple[float, int, int, float]] = []
         now_s, decide_s = 0.0, law.period_s
         while now_s <= load.duration_s:
-            now_s += terms.signals.decide_s
+            now_s += scenario.signals.decide_s
             fleet.advance(now_s)
             if isinstance(law, FixedLaw | PlannedLaw):
                 _follow(law, pods, signals, now_s)
@@ -107,7 +107,7 @@ def simulate(
         if on_course is not None:
             times, counts, ready, utilization = map(np.array, zip(*rows, strict=True))
             on_course(Course(times, counts, ready, utilization, ttft))
-        return _outcome(ttft, fleet.end_s, pods, pod_seconds, terms.objective.ttft_s)
+        return _outcome(ttft, fleet.end_s, pods, pod_seconds, scenario.objective.ttft_s)
 
 
 def _follow(law: FixedLaw | PlannedLaw, pods: Pods, signals: Signals, now_s: float) -> None:

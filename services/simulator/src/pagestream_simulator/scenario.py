@@ -1,4 +1,4 @@
-"""The terms of a simulation: the laws' objective, the load, the fleet and its signals. Read from a TOML file."""
+"""The scenario of a simulation: the laws' objective, the load, the fleet and its signals. Read from a TOML file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Goal:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadTerms:
+class LoadScenario:
     """The requests that arrive."""
 
     tune: str = ""
@@ -59,7 +59,7 @@ class LoadTerms:
 
 
 @dataclass(frozen=True, slots=True)
-class FleetTerms:
+class FleetScenario:
     """The pods that serve."""
 
     startup_s: tuple[float, ...] = (8.0, 60.0)
@@ -75,7 +75,7 @@ class FleetTerms:
 
 
 @dataclass(frozen=True, slots=True)
-class SignalTerms:
+class SignalScenario:
     """How often metrics are exported and laws decide."""
 
     export_s: float = TelemetrySettings().export_interval_s
@@ -95,32 +95,32 @@ class SearchTerms:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """All terms, by group."""
+class Scenario:
+    """All of it, by group."""
 
     objective: Objective = Objective()
     goal: Goal = Goal()
-    load: LoadTerms = LoadTerms()
-    fleet: FleetTerms = FleetTerms()
-    signals: SignalTerms = SignalTerms()
+    load: LoadScenario = LoadScenario()
+    fleet: FleetScenario = FleetScenario()
+    signals: SignalScenario = SignalScenario()
     search: SearchTerms = SearchTerms()
 
 
-def read_terms(path: Path) -> Terms:
-    """Read terms from a file; what it leaves out keeps its default.
+def read_scenario(path: Path) -> Scenario:
+    """Read a scenario from a file; what it leaves out keeps its default.
 
     Raises:
         InputFileInvalidError: the file can't be read, or has an unknown name.
     """
     try:
         content = tomllib.loads(path.read_text())
-        groups: dict[str, Any] = {entry.name: type(getattr(Terms(), entry.name)) for entry in fields(Terms)}
+        groups: dict[str, Any] = {entry.name: type(getattr(Scenario(), entry.name)) for entry in fields(Scenario)}
         unknown = sorted(set(content) - set(groups))
         if unknown:
             raise TypeError(f"there is no group {unknown[0]}, only {', '.join(groups)}")
-        return Terms(**{name: groups[name](**_values(values)) for name, values in content.items()})
+        return Scenario(**{name: groups[name](**_values(values)) for name, values in content.items()})
     except (OSError, ValueError, TypeError) as error:
-        raise InputFileInvalidError(f"{path} holds no terms: {error}") from error
+        raise InputFileInvalidError(f"{path} holds no scenario: {error}") from error
 
 
 def _values(group: dict[str, Any]) -> dict[str, Any]:
