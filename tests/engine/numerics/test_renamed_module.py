@@ -8,42 +8,39 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pagestream_engine
 import pytest
+import torch
+from pagestream_engine import LLM
 from pagestream_engine.numerics_versions import NUMERICS
 
 pytestmark = pytest.mark.served
 
 SOURCES = Path(pagestream_engine.__file__).resolve().parent
 MODEL = Path(__file__).resolve().parents[3] / "deploy" / "demo-model" / "model"
+OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": 64, "num_gpu_blocks_override": 8}
 PRINT = """
 import json, sys
 from pagestream_engine import LLM, numerics_versions
-
-def fingerprint():
-    options = {"device": "cpu", "dtype": "float32", "max_model_len": 64, "num_gpu_blocks_override": 8}
-    return LLM(sys.argv[1], **options).engine.fingerprint
-
-found = {"": fingerprint()}
-for name in sys.argv[2:]:
-    numerics_versions.NUMERICS[name] += 1
-    found[name] = fingerprint()
-    numerics_versions.NUMERICS[name] -= 1
-print(json.dumps({"file": numerics_versions.__file__, "found": found}))
+print(json.dumps([numerics_versions.__file__, LLM(sys.argv[1], **json.loads(sys.argv[2])).engine.fingerprint]))
 """
 
 
-def fingerprints(path: str, *names: str) -> dict[str, str]:
-    """Return an engine's fingerprint, and those with a raised version of each name, by the sources below `path`."""
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", PRINT, str(MODEL), *names]
+def fingerprint() -> str:
+    return LLM(MODEL, **OPTIONS).engine.fingerprint
+
+
+def fingerprint_by(path: Path) -> str:
+    """Return an engine's fingerprint by the sources below `path`."""
+    environment = {**os.environ, "PYTHONPATH": str(path), "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    command = [sys.executable, "-c", PRINT, str(MODEL), json.dumps(OPTIONS)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=240)
     assert done.returncode == 0, done.stderr
-    printed = json.loads(done.stdout)
-    assert Path(printed["file"]).is_relative_to(path)
-    found: dict[str, str] = printed["found"]
-    return found
+    file, found = json.loads(done.stdout)
+    assert Path(file).is_relative_to(path)
+    return str(found)
 
 
 def renamed(folder: Path, package: str, module: str, new: str) -> None:
@@ -61,8 +58,15 @@ def renamed(folder: Path, package: str, module: str, new: str) -> None:
 
 def test_a_renamed_module_has_the_same_fingerprint(tmp_path: Path) -> None:
     renamed(tmp_path, "sampler", "stages", "logits_stages")
-    here, there = fingerprints(str(SOURCES.parent), *NUMERICS), fingerprints(str(tmp_path))
-    assert there[""] == here[""]
+    assert fingerprint_by(tmp_path) == fingerprint()
+
+
+def test_a_raised_version_has_another_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"": fingerprint()}
+    for name, version in NUMERICS.items():
+        with monkeypatch.context() as patch:
+            patch.setitem(NUMERICS, name, version + 1)
+            found[name] = fingerprint()
     # What a CPU computes with names its engine; the Triton kernels do not.
-    assert here["triton"] == here[""]
-    assert len({here[name] for name in ("", "native", "torch", "sampling", "text")}) == 5
+    assert found["triton"] == found[""]
+    assert len({found[name] for name in ("", "native", "torch", "sampling", "text")}) == 5

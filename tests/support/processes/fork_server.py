@@ -16,13 +16,14 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from multiprocessing import spawn
 from pathlib import Path
 
 from support.processes.part import Part, StackError
 from support.processes.session import at_session_end
 from support.processes.waiting import LIMIT_S, descendants_of, wait_until
 
-SERVER = Path(__file__).with_name("fork_server_main.py")
+SERVER = "from support.processes.fork_server_main import main; main()"
 ENGINES = ("pagestream_worker.process", "transformers.models.llama")
 GATEWAYS = ("pagestream_gateway.__main__",)
 
@@ -34,7 +35,7 @@ class ForkServer:
         """Start the imports; the first `fork` waits for them. Forked processes have this environment, too."""
         self._environment = dict(environment)
         self._process = subprocess.Popen(
-            [sys.executable, str(SERVER), *modules],
+            [os.fsdecode(spawn.get_executable()), "-c", SERVER, *modules],  # forked itself in a process of pytest-xdist
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},

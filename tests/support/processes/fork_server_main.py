@@ -1,4 +1,4 @@
-"""The fork server's program: `python fork_server_main.py MODULE ...` imports the modules and forks on request.
+"""The fork server's program: `main` imports the modules of its command line, and forks on request.
 
 Each line on standard input is {"module", "arguments", "environment", "log", "status"}; the answer is the child's pid.
 When it ends, its exit status is written to the file `status`. The children die with the server.

@@ -1,14 +1,18 @@
 """A plugin of pytest: pytest-xdist's processes are forked from one that has imported all tests, once for all of them.
 
-Each would import them for itself otherwise, for 10 s of processor time. As the program `forked_workers.py SOCKET
+Each would import them for itself otherwise, for 10 s of processor time. As the program `forked_workers.py SOCKET PYTHON
 ARGUMENTS ...` this file is that process: it collects with pytest's own arguments, then forks for whoever connects.
-`forked_worker.py` connects, in the place of the interpreter that pytest-xdist would start.
+PYTHON connects (`forked_worker.py`): it stands for the interpreter that pytest-xdist would start, and in its processes
+for `multiprocessing`'s, whose fork servers then need to import nothing.
 """
 
 from __future__ import annotations
 
+import fcntl
+import gc
 import importlib
 import json
+import multiprocessing
 import os
 import select
 import shlex
@@ -16,7 +20,9 @@ import signal
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,6 +38,8 @@ IMPORTED_LATER = (
     "transformers.models.auto.modeling_auto",
 )
 """What test files import within their tests, for seconds."""
+MOST_FILES = 250
+"""Linux passes no more at once."""
 PLACES = "FORKED_WORKERS_PATH"
 """Environment variable: `sys.path` of the process that imports."""
 
@@ -43,13 +51,16 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None
     if len(specs) < 2 or not all(spec.popen and not spec.python for spec in specs):
         return
     base = Path(config._tmp_path_factory.getbasetemp())  # type: ignore[attr-defined]
-    address = base / "workers"
+    address, python = base / "workers", base / "python"
+    command = shlex.join([sys.executable, "-I", "-S", str(CLIENT), str(address)])
+    python.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+    python.chmod(0o755)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(address))
         listener.listen()
         arguments = [*map(str, config.invocation_params.args), "-n0", "--collect-only"]
         process = subprocess.Popen(
-            [sys.executable, "-P", __file__, str(listener.fileno()), *arguments],
+            [sys.executable, "-P", __file__, str(listener.fileno()), str(python), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             # A fork has none of the threads that a library may have started by then.
@@ -63,7 +74,7 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None
 
     at_session_end.append(end)
     for spec in specs:
-        spec.python = shlex.join([sys.executable, "-I", "-S", str(CLIENT), str(address)])
+        spec.python = str(python)
 
 
 class AsWorker:
@@ -88,7 +99,9 @@ def main() -> None:
     """Import, then fork for each connection, until whoever started this ends."""
     sys.path[:] = json.loads(os.environ.pop(PLACES))
     listener = socket.socket(fileno=int(sys.argv[1]))
-    status = pytest.main(sys.argv[2:], plugins=[AsWorker()])
+    python, threshold = sys.argv[2], gc.get_threshold()
+    status = pytest.main(sys.argv[3:], plugins=[AsWorker()])
+    gc.set_threshold(*threshold)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
     while True:
         readable, _, _ = select.select([listener, sys.stdin], [], [])
@@ -96,29 +109,46 @@ def main() -> None:
             return
         connection, _ = listener.accept()
         with connection:
-            _, files, _, _ = socket.recv_fds(connection, 1, 3)
+            _, files, _, _ = socket.recv_fds(connection, 1, MOST_FILES)
+            order = json.loads(b"".join(iter(partial(connection.recv, 65536), b"")))
             # A test file that can't be imported is left half imported: each process says so for itself.
             pid = os.fork() if status == pytest.ExitCode.OK else 0
             if pid == 0 and status == pytest.ExitCode.OK:
                 listener.close()
-                _become_worker(files)
+                connection.close()
+                _become(order, files, python)
             connection.sendall(pid.to_bytes(4, "big"))
         for file in files:
             os.close(file)
 
 
-def _become_worker(files: Sequence[int]) -> None:
+def _become(order: dict[str, Any], files: Sequence[int], python: str) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for target, source in enumerate(files):
+    above = [fcntl.fcntl(file, fcntl.F_DUPFD, max(order["files"]) + 1) for file in files]
+    for file in files:
+        os.close(file)
+    for source, target in zip(above, order["files"], strict=True):
         os.dup2(source, target)
         os.close(source)
     sys.stdin, sys.stdout, sys.stderr = (open(file, mode, closefd=False) for file, mode in enumerate("rww"))  # noqa: SIM115
-    sys.argv = ["-c"]
-    sys.modules["__main__"] = ModuleType("__main__")  # which has no file that a spawned process would run
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    own = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
+    sys.path[:0] = own
+    sys.argv = ["-c", *order["arguments"]]
+    main_module = sys.modules["__main__"] = ModuleType("__main__")  # which has no file that a spawned process would run
+    multiprocessing.set_executable(python)
+    status = 1
     try:
-        exec("import sys;exec(eval(sys.stdin.readline()))", vars(sys.modules["__main__"]))  # noqa: S102 - execnet's own
+        exec(order["code"], vars(main_module))  # noqa: S102 - what `python -c` was to run
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001 - it must not return into the loop
+        traceback.print_exc()
     finally:
-        os._exit(0)
+        sys.stdout.flush()
+        os._exit(status)
 
 
 if __name__ == "__main__":
