@@ -38,6 +38,8 @@ IMPORTED_LATER = (
     "transformers.models.auto.modeling_auto",
 )
 """What test files import within their tests, for seconds."""
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+"""A fork has none of the threads that libraries have started by then, and some of those wait for theirs."""
 MOST_FILES = 250
 """Linux passes no more at once."""
 PLACES = "FORKED_WORKERS_PATH"
@@ -63,8 +65,7 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None
             [sys.executable, "-P", __file__, str(listener.fileno()), str(python), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            # A fork has none of the threads that a library may have started by then.
-            env={"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", **os.environ, PLACES: json.dumps(sys.path)},
+            env={**ONE_THREAD, **os.environ, "TOKENIZERS_PARALLELISM": "false", PLACES: json.dumps(sys.path)},
             pass_fds=[listener.fileno()],
         )
 
@@ -132,7 +133,7 @@ def _become(order: dict[str, Any], files: Sequence[int], python: str) -> None:
         os.close(source)
     sys.stdin, sys.stdout, sys.stderr = (open(file, mode, closefd=False) for file, mode in enumerate("rww"))  # noqa: SIM115
     os.environ.clear()
-    os.environ.update(order["environment"])
+    os.environ.update({**ONE_THREAD, **order["environment"]})
     own = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
     sys.path[:0] = own
     sys.argv = ["-c", *order["arguments"]]
