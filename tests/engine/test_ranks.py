@@ -11,6 +11,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Sequence
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from pagestream_engine import (
 from safetensors.torch import load_file, save_file
 from support.engines.nodes import node_options, start_node
 from support.engines.tiny_models import random_prompts
-from support.processes.waiting import LIMIT_S, descendants_of
+from support.processes.waiting import LIMIT_S
 
 pytestmark = [pytest.mark.served, pytest.mark.usefixtures("ranks")]
 
@@ -174,11 +175,10 @@ def test_the_tokens_are_those_of_one_process(
     if "nnodes" in options:
         given = node_options(tmp_path, **given)
         other_machine = start_node(folder, {**OPTIONS, **given})
-    before = {*descendants_of(os.getpid())}
+    before = {each.pid for each in active_children()}
     llm = LLM(folder, **{**OPTIONS, **given})
     try:
-        elsewhere = descendants_of(other_machine.pid) if other_machine is not None else ()
-        started = {*descendants_of(os.getpid())} - before - {*elsewhere}
+        started = [each.pid for each in active_children() if each.pid and each.pid not in before]
         assert llm.engine.is_deterministic == alone.engine.is_deterministic
         found = generate(llm, adapter)
         check_close(found, expected, TOLERANCE if size > 1 else 0.0)
