@@ -8,6 +8,9 @@ Four cases end in it beside the drain of a deleted pool (`reconciler.py`):
 - the pool isn't this operator's any more: its namespace has left `operator.namespaces`, or it names another release;
 - the operator's release is being deleted, or has no replicas left;
 - the deletion is overdue, for whatever reason.
+
+A pool that has published its models and goes without the finalizer, since the API server refused it, is unpublished
+afterwards (`Unpublishing.step_after`).
 """
 
 from __future__ import annotations
@@ -38,6 +41,27 @@ from pagestream_operator.pool.publication import served_names
 from pagestream_operator.pool.view import PoolView
 from pagestream_operator.settings import EngineDefaults
 
+logger = logging.getLogger(__name__)
+
+FINALIZER = f"{GROUP}/drain"
+FOREGROUND = "foregroundDeletion"
+_ORPHAN = "orphan"
+
+_SWEEP_S = 10.0
+"""Seconds between two lists of all pools."""
+_LOOK_S = 1.0
+"""Seconds between two looks at whether this replica leads."""
+_OVERDUE_S = 120
+"""Seconds after `drain.deletionTimeoutSeconds` at which a pool goes whatever is in the way; its Job may take 75."""
+_DELETION_TIMEOUT_S = 60
+"""`drain.deletionTimeoutSeconds` of a spec that has none."""
+_UNSEEN_S = 60
+"""Least seconds for which a pool waits for its namespace to be seen again, whatever its own limit: an operator that
+sees it also unpublishes its models."""
+_REFUSALS = 3
+"""Refusals of the operators' Lease in a row, `_LOOK_S` apart, that show the end of its Role."""
+_TRIES = 3
+_INVALID = 422
 _GIVE_UP_S = LIMIT_S + 15.0
 """Seconds after the Job's creation; its own limit should have ended it before."""
 _LATE_S = 15.0
@@ -46,7 +70,7 @@ without it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Unpublished:
     """How unpublishing has ended. `problem` is empty where the models are removed, or are to stay."""
 
     problem: str = ""
@@ -62,7 +86,7 @@ class Unpublishing:
     defaults: EngineDefaults
     clock: Callable[[], float]
 
-    async def step(self, pool: EnginePool, body: Mapping[str, Any], *, is_late: bool) -> Outcome | None:
+    async def step(self, pool: EnginePool, body: Mapping[str, Any], *, is_late: bool) -> Unpublished | None:
         """Make the Job, or look at it; None: it isn't over yet.
 
         Args:
@@ -75,7 +99,7 @@ class Unpublishing:
         is_over = self.clock() - (seconds(pool.deletion_time) or 0.0) >= timeout_s + waits_s
         return await self._attempt(pool, body, is_late=is_late, is_over=is_over)
 
-    async def step_after(self, pool: EnginePool, body: Mapping[str, Any], since_s: float) -> Outcome | None:
+    async def step_after(self, pool: EnginePool, body: Mapping[str, Any], since_s: float) -> Unpublished | None:
         """Make the Job of a pool that is gone, and had no finalizer, or look at it; None: it isn't over yet.
 
         Nobody waits for this one: it has its whole time, for engines that drain without the pool.
@@ -90,25 +114,27 @@ class Unpublishing:
 
     async def _attempt(
         self, pool: EnginePool, body: Mapping[str, Any], *, is_late: bool, is_over: bool, is_gone: bool = False
-    ) -> Outcome | None:
+    ) -> Unpublished | None:
         models = models_to_remove(body, self.store, self.defaults.release)
         if not models:
-            return Outcome()
+            return Unpublished()
         try:
             outcome = await self._look(pool, models, is_late=is_late, is_over=is_over, is_gone=is_gone)
         except Rejected as error:
-            return Outcome(str(error))  # a missing right, a quota, a namespace that ends: the pool must go all the same
+            return Unpublished(
+                str(error)
+            )  # a missing right, a quota, a namespace that ends: the pool must go all the same
         except ApiFailure as error:
             if not is_over:
                 raise
-            return Outcome(str(error))
+            return Unpublished(str(error))
         if outcome is None and is_over:
-            return Outcome(f"the Job {job_name(pool.name)} isn't over, and may remove it yet")
+            return Unpublished(f"the Job {job_name(pool.name)} isn't over, and may remove it yet")
         return outcome
 
     async def _look(
         self, pool: EnginePool, models: Sequence[str], *, is_late: bool, is_over: bool, is_gone: bool
-    ) -> Outcome | None:
+    ) -> Unpublished | None:
         try:
             job = await self.client.get(JOB, pool.namespace, job_name(pool.name))
         except Gone:
@@ -117,15 +143,15 @@ class Unpublishing:
             return await self._create(pool, models, is_late=is_late)
         if not is_owned_by(job, pool.uid) and nested(job, "metadata", "annotations", POOL_UID) != pool.uid:
             # That of a former pool of this name must be gone first.
-            return Outcome(f"the Job {job_name(pool.name)} exists and isn't this pool's") if is_over else None
+            return Unpublished(f"the Job {job_name(pool.name)} exists and isn't this pool's") if is_over else None
         outcome = self._outcome_of(job, _GIVE_UP_S + (pool.spec.drain.grace_seconds if is_late else 0.0))
         if outcome is None and await success_of(self.client, pool.namespace, job_name(pool.name), UNPUBLISH):
-            return Outcome()
+            return Unpublished()
         if outcome is None:
             await self._ensure_account(pool, job if is_gone else None)
         return outcome
 
-    async def _create(self, pool: EnginePool, models: Sequence[str], *, is_late: bool) -> Outcome | None:
+    async def _create(self, pool: EnginePool, models: Sequence[str], *, is_late: bool) -> Unpublished | None:
         try:
             async with self.leadership.act():
                 await self.client.create(JOB, unpublish_job(pool, self.defaults, models, outlives_pool=is_late))
@@ -148,12 +174,12 @@ class Unpublishing:
             return  # the watch hasn't shown it yet
         self.store.put(SERVICE_ACCOUNT, made)
 
-    def _outcome_of(self, job: dict[str, Any], limit_s: float) -> Outcome | None:
+    def _outcome_of(self, job: dict[str, Any], limit_s: float) -> Unpublished | None:
         ending = job_ending(job)
         if ending is not None:
-            return Outcome(ending)
+            return Unpublished(ending)
         if self.clock() - (seconds(nested(job, "metadata", "creationTimestamp")) or 0.0) > limit_s:
-            return Outcome(f"its Job was not over after {limit_s:.0f} s")
+            return Unpublished(f"its Job was not over after {limit_s:.0f} s")
         return None
 
 
@@ -180,29 +206,6 @@ def models_to_remove(body: Mapping[str, Any], store: ObjectStore, release: str) 
 def removal_commands(names: Sequence[str]) -> str:
     """What to run by hand for models that stay listed."""
     return " and ".join(f"`pagestream models rm {name}`" for name in names)
-
-
-logger = logging.getLogger(__name__)
-
-FINALIZER = f"{GROUP}/drain"
-FOREGROUND = "foregroundDeletion"
-_ORPHAN = "orphan"
-
-_SWEEP_S = 10.0
-"""Seconds between two lists of all pools."""
-_LOOK_S = 1.0
-"""Seconds between two looks at whether this replica leads."""
-_OVERDUE_S = 120
-"""Seconds after `drain.deletionTimeoutSeconds` at which a pool goes whatever is in the way; its Job may take 75."""
-_DELETION_TIMEOUT_S = 60
-"""`drain.deletionTimeoutSeconds` of a spec that has none."""
-_UNSEEN_S = 60
-"""Least seconds for which a pool waits for its namespace to be seen again, whatever its own limit: an operator that
-sees it also unpublishes its models."""
-_REFUSALS = 3
-"""Refusals of the operators' Lease in a row, `_LOOK_S` apart, that show the end of its Role."""
-_TRIES = 3
-_INVALID = 422
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ from pagestream_operator.pool.adapters import Adapters
 from pagestream_operator.pool.deletion import (
     FINALIZER,
     FOREGROUND,
+    Unpublished,
     Unpublishing,
     is_kept_by_orphaning,
     is_orphaning,
@@ -54,7 +55,6 @@ from pagestream_operator.pool.deletion import (
     remove_finalizer,
     report_left,
 )
-from pagestream_operator.pool.deletion import Outcome as Unpublished
 from pagestream_operator.pool.groups import Groups
 from pagestream_operator.pool.old_config_maps import OldConfigMaps
 from pagestream_operator.pool.ownership import Budgets, Claim, Rivals, claim_on, contest, contested

@@ -92,10 +92,10 @@ async def _list(broker: Broker, arguments: argparse.Namespace) -> None:
         return
     if not infos:
         say("no model is published")
-    roster = await broker.engine_models.read()
+    known = await broker.engine_models.read()
     for info in infos:
         print(line(info))
-    for engine_id, row in roster.engines.items():
+    for engine_id, row in known.engines.items():
         print(engine_line(engine_id, row))
 
 
