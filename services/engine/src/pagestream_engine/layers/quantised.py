@@ -95,7 +95,7 @@ class QuantisedWeight:
         """(groups, end - begin) float32."""
         scales = self.scales[:, begin:end]
         if self.storage == Storage.MXFP4:
-            return torch.ldexp(torch.ones(()), scales.int() - _EXPONENT_BIAS)
+            return torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - _EXPONENT_BIAS)
         if self.factors is not None:
             return scales.view(torch.float8_e4m3fn).float() * self.factors[begin:end]
         return scales

@@ -108,7 +108,7 @@ class GeneralSource(ModelSource):
         self._module = self._read_weights(target)
         with self._named():
             found = probe(self._module, target.max_model_len, self.info.vocab_size)
-        take_over_experts(self._module, target.quantization)
+        take_over_experts(self._module, target.quantization, self._quantised)
         replaced = replace_linears(
             self._module, exact=target.exact_linears, quantization=target.quantization, stored=self._quantised
         )

@@ -162,11 +162,12 @@ def _gptq(projection: _Projection) -> QuantisedWeight:
     bits = projection.scheme.bits
     words = projection.read("qweight", inputs * bits // 32, outputs)
     values = values_of(words, bits).permute(1, 0, 2).reshape(outputs, inputs)
-    zeros = values_of(projection.read("qzeros", groups, outputs * bits // 32), bits).flatten(1)
+    of_groups = values_of(projection.read("qzeros", groups, outputs * bits // 32), bits).flatten(1)
     if projection.scheme.zeros_less_one:
-        zeros = zeros + 1
+        of_groups = of_groups + 1
+    zeros: Tensor | None = of_groups
     if bits == 8:
-        if not bool((zeros == _MIDDLE_OF_8_BITS).all()):
+        if not bool((of_groups == _MIDDLE_OF_8_BITS).all()):
             raise projection.refuse("qzeros", "zeros of their own", f"{_MIDDLE_OF_8_BITS} in all (sym)")
         values, zeros = (values ^ _MIDDLE_OF_8_BITS).view(torch.int8), None
     scales = projection.read("scales", groups, outputs).float()
@@ -321,7 +322,7 @@ class Dequantised:
     tensors: Mapping[str, Tensor]
     """All, by the names that a checkpoint in floats has."""
     linears: Mapping[str, QuantisedWeight]
-    """As they are stored, by the names of their projections."""
+    """As they are stored, by the names of their projections; of a tensor for all experts by its name and number."""
 
 
 def dequantise(
@@ -350,6 +351,10 @@ def dequantise(
         if stem != name:
             blocks, scales = source.raw(name), source.raw(stem + _BLOCK_SCALES)
             tensors[stem] = microscaled(blocks, scales, dtype).transpose(-1, -2).contiguous()
+            codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-3)
+            for index, (values, exponents) in enumerate(zip(codes, scales.transpose(-1, -2), strict=True)):
+                kept = QuantisedWeight(Storage.MXFP4, values, exponents.contiguous(), _MXFP4_GROUP, table=e2m1())
+                linears[f"{stem}.{index}"] = kept
             read |= {name, stem + _BLOCK_SCALES}
     for name in shapes:
         if name in read or name.endswith(_SCALES_OF_A_CACHE):
@@ -362,6 +367,7 @@ def dequantise(
 
 
 _STORED = (".qweight", ".weight_packed", ".weight")
+_MXFP4_GROUP = 32
 _BLOCKS, _BLOCK_SCALES = "_blocks", "_scales"
 _SCALES_OF_A_CACHE = (".k_scale", ".v_scale")
 _LARGEST_INT8 = 127
