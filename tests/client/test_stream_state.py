@@ -75,9 +75,9 @@ def test_generate_until_the_id_is_known_then_resume_with_all_that_was_asked() ->
     assert isinstance(first, api.GenerateRequest)
     stream.failed(AWAY, TARGET)
     assert stream.next_call().request == first, "the retry must join the first try"
-    assert stream.take(opening(), TARGET) is None
+    assert stream.read_message(opening(), TARGET) is None
     assert (stream.is_accepted, stream.position) == (True, Position(ID))
-    chunk = stream.take(tokens(2, [5, 6]), TARGET)
+    chunk = stream.read_message(tokens(2, [5, 6]), TARGET)
     assert isinstance(chunk, Chunk)
     assert (chunk.token_ids, chunk.position) == ((5, 6), Position(ID, 2, "d2"))
     stream.failed(AWAY, TARGET)
@@ -101,9 +101,9 @@ def test_a_caller_who_resumes_has_nothing_to_ask_again() -> None:
 def test_the_end_ends_it() -> None:
     stream, _ = stream_state()
     for message in (opening(), tokens(2, [5, 6]), tokens(3, [], finish_reason=api.FINISH_REASON_LENGTH)):
-        stream.take(message, TARGET)
+        stream.read_message(message, TARGET)
         assert not stream.is_over
-    last = stream.take(end(4), TARGET)
+    last = stream.read_message(end(4), TARGET)
     assert stream.is_over
     assert last is not None
     assert last.usage is not None
@@ -125,22 +125,22 @@ def test_the_end_ends_it() -> None:
 def test_what_does_not_follow_is_not_believed(message: api.GenerateResponse) -> None:
     stream, _ = stream_state()
     for before in (opening(), tokens(2, [5, 6])):
-        stream.take(before, TARGET)
+        stream.read_message(before, TARGET)
     with pytest.raises(DataLoss) as caught:
-        stream.take(message, TARGET)
+        stream.read_message(message, TARGET)
     assert caught.value.position == Position(ID, 2, "d2")
 
 
 def test_another_requests_tokens_are_not_believed() -> None:
     stream, _ = stream_state()
-    stream.take(opening(), TARGET)
+    stream.read_message(opening(), TARGET)
     with pytest.raises(DataLoss, match="went on with other"):
-        stream.take(tokens(1, [5], request_id="other"), TARGET)
+        stream.read_message(tokens(1, [5], request_id="other"), TARGET)
 
 
 def test_a_call_that_ends_too_early_is_taken_up_again() -> None:
     stream, _ = stream_state()
-    stream.take(opening(), TARGET)
+    stream.read_message(opening(), TARGET)
     stream.next_call()
     stream.ended(TARGET)
     assert not stream.is_over
@@ -155,8 +155,8 @@ def test_a_caller_at_the_end_of_a_log_hears_nothing_more() -> None:
 
 def test_errors_tell_where_the_stream_stood() -> None:
     stream, clock = stream_state()
-    stream.take(opening(), TARGET)
-    stream.take(tokens(2, [5, 6]), TARGET)
+    stream.read_message(opening(), TARGET)
+    stream.read_message(tokens(2, [5, 6]), TARGET)
     with pytest.raises(Unavailable) as caught:
         fail_for_ever(stream, clock)
     assert caught.value.position == Position(ID, 2, "d2")
@@ -175,7 +175,7 @@ def test_a_model_that_was_there_when_the_request_was_accepted_comes_back() -> No
     stream, clock = stream_state()
     with pytest.raises(ModelNotFound):
         stream.failed(unknown, TARGET)
-    stream.take(opening(), TARGET)
+    stream.read_message(opening(), TARGET)
     stream.next_call()
     stream.failed(unknown, TARGET)
     with pytest.raises(Unavailable, match="no such model"):
@@ -188,8 +188,8 @@ def test_a_model_that_was_there_when_the_request_was_accepted_comes_back() -> No
 def test_a_log_that_is_shorter_than_what_was_read_of_it_has_lost_data() -> None:
     out = Failure(Code.OUT_OF_RANGE, "past the end", "OFFSET_OUT_OF_RANGE")
     stream, _ = stream_state()
-    stream.take(opening(), TARGET)
-    stream.take(tokens(2, [5, 6]), TARGET)
+    stream.read_message(opening(), TARGET)
+    stream.read_message(tokens(2, [5, 6]), TARGET)
     with pytest.raises(DataLoss, match="past the end"):
         stream.failed(out, TARGET)
     asked, _ = stream_state(Position(ID, 9))
@@ -200,9 +200,9 @@ def test_a_log_that_is_shorter_than_what_was_read_of_it_has_lost_data() -> None:
 @pytest.mark.parametrize(("code", "kind"), [("engine_error", GenerationFailed), ("quarantined", Quarantined)])
 def test_a_request_that_failed_shows_its_last_chunk_and_then_raises(code: str, kind: type[GenerationFailed]) -> None:
     stream, _ = stream_state()
-    stream.take(opening(), TARGET)
+    stream.read_message(opening(), TARGET)
     error = api.RequestError(code=code, message="the reason")
-    chunk = stream.take(end(1, finish_reason=api.FINISH_REASON_ERROR, error=error), TARGET)
+    chunk = stream.read_message(end(1, finish_reason=api.FINISH_REASON_ERROR, error=error), TARGET)
     assert chunk is not None
     assert chunk.finish_reason is FinishReason.ERROR
     assert chunk.error is not None
@@ -221,21 +221,21 @@ def test_each_call_carries_what_is_left_of_the_deadline() -> None:
 
 def test_after_the_deadline_the_end_is_asked_for() -> None:
     stream, clock = stream_state(deadline_s=10.0)
-    stream.take(opening(), TARGET)
-    stream.take(tokens(2, [5, 6]), TARGET)
+    stream.read_message(opening(), TARGET)
+    stream.read_message(tokens(2, [5, 6]), TARGET)
     clock.now += 10.5
     assert stream.failed(LATE, TARGET) == 0.0
     call = stream.next_call()
     assert isinstance(call.request, api.ResumeRequest)
     assert call.timeout_s == 4.5
-    stream.take(tokens(3, [], finish_reason=api.FINISH_REASON_DEADLINE), TARGET)
-    stream.take(end(4), TARGET)
+    stream.read_message(tokens(3, [], finish_reason=api.FINISH_REASON_DEADLINE), TARGET)
+    stream.read_message(end(4), TARGET)
     assert stream.is_over
 
 
 def test_a_deadline_without_the_requests_end_is_an_error() -> None:
     stream, clock = stream_state(deadline_s=10.0)
-    stream.take(opening(), TARGET)
+    stream.read_message(opening(), TARGET)
     clock.now += 10.5
     stream.failed(LATE, TARGET)
     clock.now += 4.6
@@ -271,7 +271,7 @@ def test_gateways_that_are_away_are_not_waited_for_beyond_the_deadline() -> None
 
 def test_once_accepted_the_deadline_shortens_no_wait() -> None:
     stream, clock = stream_state(deadline_s=10.0)
-    stream.take(opening(), TARGET)
+    stream.read_message(opening(), TARGET)
     clock.now += 10.0 - 1e-6
     assert stream.failed(AWAY, TARGET) > 1e-6
     assert isinstance(stream.next_call().request, api.ResumeRequest)
@@ -289,7 +289,7 @@ def test_nothing_is_asked_for_after_the_deadline(late_s: float) -> None:
 
 def test_a_request_that_waits_outlives_gateways_that_stop_one_after_the_other() -> None:
     stream, clock = stream_state()
-    stream.take(opening(), TARGET)
+    stream.read_message(opening(), TARGET)
     stopping = Failure(Code.UNAVAILABLE, "stopping", reason="GATEWAY_STOPPING", retry_after_s=1.0)
     for _ in range(20):
         stream.next_call()
