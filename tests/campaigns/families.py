@@ -26,7 +26,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pagestream_engine import EngineError
 from pagestream_engine.models.registry import FamilySource, open_model
-from support.engines.architectures import all_types, model_types, nested_config, nested_types, small_config, write_model
+from support.engines.architectures import (
+    all_types,
+    default_config,
+    model_types,
+    nested_config,
+    nested_types,
+    small_config,
+    write_model,
+)
 from support.engines.general_parity import check_parity
 from support.engines.published import BEGIN, END
 
@@ -117,7 +125,12 @@ def run_one(kind: str, architecture: str, *, is_nested: bool = False) -> Row:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         try:
-            config = nested_config(kind) if is_nested else small_config(kind)
+            try:
+                config = nested_config(kind) if is_nested else small_config(kind)
+            except Exception:
+                default_config(kind, architecture).save_pretrained(folder)
+                open_model(folder)  # it may be refused whatever its sizes are
+                raise
             config.save_pretrained(folder)
             source = open_model(folder)  # what is refused needs no weights
             way = "fused" if isinstance(source, FamilySource) else "general"

@@ -53,11 +53,14 @@ published, and its greedy tokens and log probabilities are those of `transformer
 floats. "tools" and "reasoning" are the formats that a gateway recognises by the chat template, or the parser to name
 where the template is not among llama.cpp's, whose marks are kept here; "no" is a format that has no parser.
 
-{equal} of {total} are equal; {refused} are refused, in {seconds:.2f} s at most, before a weight is read.
+{equal} of {total} are equal; {refused} are refused, in {seconds:.2f} s at most, before a weight is read. Layers with a
+recurrent state and attention to selected tokens are "coming".
 
 | checkpoint | form | result | tools | reasoning |
 |---|---|---|---|---|
 """
+COMING = ("recurrent state", "index_topk")
+"""What refusals name that is not built yet."""
 SOURCES = """
 Configurations are facts as stated in `tests/campaigns/published/checkpoints.json`, with the source of each; `*` marks
 those with a field that no source at hand states.
@@ -166,7 +169,7 @@ def page(text: str, rows: Sequence[Row]) -> str:
     table = HEAD.format(**counts)
     for row in rows:
         name = row.facts.name + ("*" if row.facts.unverified else "")
-        cells = (name, form_of(row.facts), row.text.partition(":")[0], tools_of(row.facts), reasoning_of(row.facts))
+        cells = (name, form_of(row.facts), result_of(row), tools_of(row.facts), reasoning_of(row.facts))
         table += f"| {' | '.join(cells)} |\n"
     table += SOURCES
     reasons = [row for row in rows if not row.is_equal]
@@ -179,6 +182,12 @@ def page(text: str, rows: Sequence[Row]) -> str:
         before, heading, rest = text.partition(BEFORE)
         after = "\n" + heading + rest
     return f"{before}{BEGIN}{table}\n{END}{after}"
+
+
+def result_of(row: Row) -> str:
+    """Return the result in a word or two."""
+    is_coming = row.is_refused and any(each in row.text for each in COMING)
+    return row.text.partition(":")[0] + (", coming" if is_coming else "")
 
 
 def form_of(facts: Published) -> str:

@@ -82,6 +82,7 @@ _CHANGES: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("gemma4_text", "gemma4_unified", "gemma4_unified_text"), _GEMMA4),
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), _DRAFT),
     **dict.fromkeys(("dots3_note", "dots3_note_text"), _SAME_HEADS),
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
     "zaya": {"num_experts_per_tok": 1},
     **dict.fromkeys(("gptj", "codegen"), _PART_THAT_TURNS),
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
@@ -165,6 +166,15 @@ _NESTED_CHANGES: Mapping[str, Mapping[str, Any]] = {
 _NESTED_VISION: Mapping[str, Mapping[str, Any]] = {"qwen2_vl": {"hidden_size": 64}}
 
 
+def default_config(kind: str, architecture: str) -> Any:
+    """Return the configuration that a model type has by default."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[kind]()
+    config.architectures = [architecture]
+    return config
+
+
 def nested_types() -> dict[str, str]:
     """Model type -> class of every model of images and text whose language model is a part of its own."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
@@ -182,15 +192,15 @@ def nested_config(kind: str, **changes: Any) -> Any:
 
     default = CONFIG_MAPPING[kind]()
     text = default.get_text_config()
-    fields: dict[str, Any] = {
-        "text_config": {
-            **({"model_type": text.model_type} if text.model_type else {}),
-            **_known(text),
-            **_CHANGES.get(str(text.model_type), {}),
-            **_NESTED_CHANGES.get(kind, {}),
-            **changes,
-        }
+    own = {
+        **_known(text),
+        **_CHANGES.get(str(text.model_type), {}),
+        **_NESTED_CHANGES.get(kind, {}),
+        **changes,
     }
+    fields: dict[str, Any] = own
+    if text is not default:
+        fields = {"text_config": {**({"model_type": text.model_type} if text.model_type else {}), **own}}
     vision = getattr(default, "vision_config", None)
     if vision is not None:
         small = {name: value for name, value in _SMALL_VISION.items() if _has(vision, name)}

@@ -126,7 +126,7 @@ def _predicting_layers(config: Fields, tensors: Tensors) -> Tensors:
         return {}
     count, width = config["num_hidden_layers"], config["hidden_size"]
     last, own = f"model.layers.{count - 1}.", f"model.layers.{count}."
-    found = {own + name.removeprefix(last): tensor for name, tensor in tensors.items() if name.startswith(last)}
+    found = {own + name.removeprefix(last): each.clone() for name, each in tensors.items() if name.startswith(last)}
     found[f"{own}eh_proj.weight"] = torch.randn(width, 2 * width).bfloat16()
     for name in ("enorm", "hnorm", "shared_head.norm"):
         found[f"{own}{name}.weight"] = torch.ones(width).bfloat16()

@@ -22,6 +22,7 @@ _PLAIN = frozenset(
     {
         "deepseek_vl",
         "gemma3",
+        "gemma3n",
         "got_ocr2",
         "idefics3",
         "internvl",

@@ -55,6 +55,7 @@ from pagestream_engine.models.general.model import (
 )
 from pagestream_engine.models.loader import WeightReader
 from pagestream_engine.models.model import Model, ModelSource, Target
+from pagestream_engine.models.nested import text_tensors
 from pagestream_engine.models.published import read_by_transformers
 from pagestream_engine.models.quantised.scheme import Scheme
 from pagestream_engine.models.quantised.tensors import dequantise
@@ -84,8 +85,13 @@ class GeneralSource(ModelSource):
         """
         self._scheme = Scheme.read(file)
         self._config = _read_config(folder, file)
-        self._class = _find_class(file)
         self._is_nested = file.outer is not None
+        self._is_alone = self._is_nested and bool(file.architectures)
+        """Whether a larger checkpoint's language model is loaded by its own class, which computes the same."""
+        if self._is_alone:
+            self._config = self._config.get_text_config()
+            self._config.tie_word_embeddings = file.flag("tie_word_embeddings", False)
+        self._class = _find_class(file, is_whole=self._is_nested and not self._is_alone)
         _check_class(self._class, self._config, is_nested=self._is_nested)
         for config in (self._config, self._config.get_text_config()):
             config.__dict__.pop("quantization_config", None)  # the weights are read here
@@ -98,6 +104,10 @@ class GeneralSource(ModelSource):
         if self._scheme is None:
             return super().weight_bytes(target)
         return sum(_elements(self._scheme, *each) for each in self.tensors().items()) * target.dtype.itemsize
+
+    def tensors(self) -> dict[str, Entry]:
+        entries = super().tensors()
+        return text_tensors(entries) if self._is_alone else entries
 
     def attention_specs(self, target: Target) -> Sequence[AttentionSpec]:
         sizes = {"tensor_parallel_size": target.ranks.size, "pipeline_parallel_size": target.stage.count}
@@ -172,7 +182,7 @@ class GeneralSource(ModelSource):
                     f"weights: given {len(names)} {kind.split('_')[0]} tensors ({', '.join(names[:5])}), expected "
                     f"{expected}; {DOWNLOAD_AGAIN}"
                 )
-        if self._is_nested:
+        if self._is_nested and not self._is_alone:
             _drop_others(module)
         loaded: nn.Module = module.to(target.device).eval().requires_grad_(False)
         fix_rotations(loaded, target.max_model_len)
@@ -180,10 +190,15 @@ class GeneralSource(ModelSource):
 
     def _weights(self, target: Target) -> dict[str, Any]:
         """Return where `from_pretrained` finds the weights: in the folder, or dequantised in memory."""
-        if self._scheme is None:
-            return {"pretrained_model_name_or_path": self.folder}
-        self._scheme.check_options(target.quantization, offloads=target.offload is not None)
         entries = self.tensors()
+        if self._scheme is None:
+            if not self._is_alone:
+                return {"pretrained_model_name_or_path": self.folder}
+            with open_files() as files:
+                reader = WeightReader(entries, files, target)
+                floats = {name: reader.raw(name).to(target.dtype) for name in entries}
+            return {"pretrained_model_name_or_path": None, "state_dict": floats}
+        self._scheme.check_options(target.quantization, offloads=target.offload is not None)
         with open_files() as files:
             reader = WeightReader(entries, files, target, self._scheme)
             shapes = {name: entry.shape for name, entry in entries.items()}
@@ -219,7 +234,7 @@ def _read_config(folder: Path, file: ConfigFile) -> Any:
         return read_by_transformers(folder, file.fields if file.outer is None else file.outer)
 
 
-def _find_class(file: ConfigFile) -> Any:
+def _find_class(file: ConfigFile, *, is_whole: bool) -> Any:
     import transformers
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -227,7 +242,7 @@ def _find_class(file: ConfigFile) -> Any:
     )
 
     known, names = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()), file.architectures
-    if file.outer is not None:  # not the language model's own class: the whole may compute more of its output
+    if is_whole and file.outer is not None:  # it may compute more of its output than its language model does
         known |= set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values())
         names = ConfigFile(file.outer).architectures
     for name in names:

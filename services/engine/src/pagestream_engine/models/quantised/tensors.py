@@ -289,7 +289,7 @@ def _whole(projection: _Projection) -> QuantisedWeight:
     storage = Storage.INT8 if values.dtype == torch.int8 else Storage.FLOAT8
     if storage == Storage.FLOAT8 and bool(((values.view(torch.uint8) & _FLOAT8_NAN) == _FLOAT8_NAN).any()):
         raise projection.refuse("weight", "NaN", "numbers")
-    scales = projection.block_scales(name) if in_blocks else projection.scales()
+    scales = projection.block_scales(name) if in_blocks else projection.scales(name)
     return QuantisedWeight(storage, values, scales, projection.group_size)
 
 
