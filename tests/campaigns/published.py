@@ -19,9 +19,11 @@ import tempfile
 import textwrap
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -51,10 +53,11 @@ keep the pattern of layer types, small widths that keep ratios of heads and shap
 by the names of the published index, the same nesting and `quantization_config`. "equal" is: it starts as it is
 published, and its greedy tokens and log probabilities are those of `transformers` {version} with the same weights in
 floats. "tools" and "reasoning" are the formats that a gateway recognises by the chat template, or the parser to name
-where the template is not among llama.cpp's, whose marks are kept here; "no" is a format that has no parser.
+where the template is not among llama.cpp's, whose marks are kept here; "no" is a format that has no parser. "c-t" is
+compressed-tensors.
 
-{equal} of {total} are equal; {refused} are refused, in {seconds:.2f} s at most, before a weight is read. Layers with a
-recurrent state and attention to selected tokens are "coming".
+{equal} of {total} are equal; {refused} are refused before a weight is read, in {seconds:.2f} s at most after imports.
+Layers with a recurrent state and attention to selected tokens are "coming".
 
 | checkpoint | form | result | tools | reasoning |
 |---|---|---|---|---|
@@ -144,12 +147,19 @@ def _refused(facts: Published, folder: Path) -> Row | None:
     for name, content in {"config.json": config, **facts.files}.items():
         (folder / name).write_text(json.dumps(content))
     (folder / "model.safetensors").write_bytes(b"no weights")
-    began = time.perf_counter()
     try:
         open_model(folder)
     except EngineError as error:
-        return Row(facts, f"refused: {_one_line(error)}", time.perf_counter() - began)
+        return Row(facts, f"refused: {_one_line(error)}", _seconds_to_refuse(folder))
     return None
+
+
+def _seconds_to_refuse(folder: Path) -> float:
+    """Return how long a refusal takes where modules are imported already."""
+    began = time.perf_counter()
+    with suppress(EngineError):
+        open_model(folder)
+    return time.perf_counter() - began
 
 
 def _check_start(folder: Path) -> None:
@@ -197,24 +207,27 @@ def form_of(facts: Published) -> str:
     )
     nested = "nested, " if "vision_config" in facts.config or "text_config" in facts.config else ""
     if given is None:
-        dtype = facts.config.get("torch_dtype") or facts.config.get("dtype") or "float32"
-        return f"{nested}{dtype}"
+        places: list[Mapping[str, object]] = [facts.config, facts.config.get("text_config") or {}]
+        dtypes = [place.get(name) for place in places for name in ("torch_dtype", "dtype")]
+        return nested + str(next((dtype for dtype in dtypes if dtype), "float32"))
     method = given.get("quant_method", "modelopt")
     details = {
-        "compressed-tensors": lambda: _compressed(given),
         "fp8": lambda: "blocks" if given.get("weight_block_size") else "a scale a matrix",
         "gptq": lambda: f"{given['bits']} bits" + (", desc_act" if given.get("desc_act") else ""),
         "awq": lambda: "4 bits",
         "bitsandbytes": lambda: given["bnb_4bit_quant_type"],
         "modelopt": lambda: given["quant_algo"],
     }
+    if method == "compressed-tensors":
+        return nested + _compressed(given)
     detail = details[method]() if method in details else ""
     return f"{nested}{method}" + (f", {detail}" if detail else "")
 
 
-def _compressed(given: dict[str, object]) -> str:
-    weights = given["config_groups"]["group_0"]["weights"]  # type: ignore[index]
-    return f"{weights['num_bits']} bits, {weights['strategy']}"
+def _compressed(given: Mapping[str, Any]) -> str:
+    (group,) = given["config_groups"].values()
+    weights = group["weights"]
+    return f"{weights['type']}{weights['num_bits']} by {weights['strategy']} (c-t)"
 
 
 def tools_of(facts: Published) -> str:

@@ -82,7 +82,6 @@ _CHANGES: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("gemma4_text", "gemma4_unified", "gemma4_unified_text"), _GEMMA4),
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), _DRAFT),
     **dict.fromkeys(("dots3_note", "dots3_note_text"), _SAME_HEADS),
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
     "zaya": {"num_experts_per_tok": 1},
     **dict.fromkeys(("gptj", "codegen"), _PART_THAT_TURNS),
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
