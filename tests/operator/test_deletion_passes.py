@@ -150,7 +150,7 @@ async def test_a_definition_that_refuses_even_that_is_reported() -> None:
 # -- Published pools without the finalizer
 
 
-async def unheld(**spec: Any) -> PoolPasses:
+async def without_finalizer(**spec: Any) -> PoolPasses:
     """A pool with a ready engine, of which the API server refuses every change: the definition has been replaced."""
     passes = PoolPasses(replicas=1, **spec)
     await passes.run(seconds=2)
@@ -174,7 +174,7 @@ def reasons(passes: PoolPasses) -> list[str]:
 
 
 async def test_a_refused_finalizer_is_reported_once() -> None:
-    passes = await unheld()
+    passes = await without_finalizer()
     refused = [
         body["note"]
         for (kind, _), body in passes.client.objects.items()
@@ -185,10 +185,10 @@ async def test_a_refused_finalizer_is_reported_once() -> None:
 
 
 async def test_a_published_pool_that_goes_without_the_finalizer_is_unpublished() -> None:
-    passes = await unheld()
+    passes = await without_finalizer()
     vanish(passes)
     await passes.run(seconds=3)
-    assert passes.reconciler.is_following
+    assert passes.reconciler.is_unpublishing
     assert reasons(passes).count("FinalizerMissing") == 1
     job = passes.client.objects[(JOB.name, "demo-unpublish")]
     assert "ownerReferences" not in job["metadata"], "garbage collection would delete it with the pool"
@@ -201,23 +201,23 @@ async def test_a_published_pool_that_goes_without_the_finalizer_is_unpublished()
     done = {"conditions": [{"type": "Complete", "status": "True"}]}
     passes.client.keep(JOB, {**passes.client.objects[(JOB.name, "demo-unpublish")], "status": done})
     await passes.run(seconds=3)
-    assert not passes.reconciler.is_following
+    assert not passes.reconciler.is_unpublishing
     assert "demo" in notes(passes)["Unpublished"]
     assert "UnpublishFailed" not in notes(passes)
 
 
 async def test_a_job_for_a_pool_that_is_gone_and_cannot_run_is_reported() -> None:
-    passes = await unheld()
+    passes = await without_finalizer()
     passes.client.fault = lambda verb, kind, _: Rejected("403 no right", 403) if kind is JOB else None
     vanish(passes)
     await passes.run(seconds=3)
     assert "pagestream models rm demo" in notes(passes)["UnpublishFailed"]
-    assert not passes.reconciler.is_following
+    assert not passes.reconciler.is_unpublishing
 
 
 @pytest.mark.parametrize("finalizers", [None, ["orphan"]], ids=["keeps-models", "orphans"])
 async def test_models_that_are_to_stay_stay(finalizers: list[str] | None) -> None:
-    passes = await unheld(**({} if finalizers else {"drain": {"whenDeleted": "Keep"}}))
+    passes = await without_finalizer(**({} if finalizers else {"drain": {"whenDeleted": "Keep"}}))
     if finalizers:
         passes.client.fault = lambda *_: None
         body = passes.client.objects[(POOL.name, "demo")]
@@ -227,11 +227,11 @@ async def test_models_that_are_to_stay_stay(finalizers: list[str] | None) -> Non
     vanish(passes)
     await passes.run(seconds=3)
     assert not passes.has(JOB)
-    assert not passes.reconciler.is_following
+    assert not passes.reconciler.is_unpublishing
 
 
 async def test_a_pool_of_the_same_name_keeps_the_models_that_it_serves() -> None:
-    passes = await unheld()
+    passes = await without_finalizer()
     vanish(passes)
     passes.client.fault = lambda *_: None
     again = pool_body("demo", replicas=1)
@@ -249,14 +249,14 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def test_the_manager_follows_a_pool_that_is_gone_until_it_is_unpublished() -> None:
-    passes = await unheld()
+    passes = await without_finalizer()
     done = {"conditions": [{"type": "Complete", "status": "True"}]}
     manager, stop = Manager(passes.reconciler.context, decide_s=0.02), asyncio.Event()
     body = passes.client.objects[(POOL.name, "demo")]
     passes.client.fault = lambda verb, kind, _: INVALID if kind is POOL and verb == "patch" else None
     task = asyncio.create_task(manager.run(stop))
     key = PoolKey("default", "demo")
-    await until(lambda: key in manager.pools and manager.pools[key].is_following)
+    await until(lambda: key in manager.pools and manager.pools[key].is_unpublishing)
     vanish(passes, uid=body["metadata"]["uid"])
     await until(lambda: passes.has(JOB))
     passes.client.keep(JOB, {**passes.client.objects[(JOB.name, "demo-unpublish")], "status": done})

@@ -143,7 +143,7 @@ class _Runner:
     @property
     def has_done(self) -> bool:
         """Whether nothing is left to do for a pool that is gone."""
-        return not self.reconciler.is_following
+        return not self.reconciler.is_unpublishing
 
     @property
     def has_ended(self) -> bool:

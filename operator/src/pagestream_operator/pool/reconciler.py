@@ -130,7 +130,7 @@ class _Reading:
 
 
 @dataclass(frozen=True)
-class _Unheld:
+class _WithoutFinalizer:
     """A pool that has published its models and has no finalizer, as it was last seen: it can go at any moment."""
 
     pool: EnginePool
@@ -171,7 +171,7 @@ class Reconciler:
     """The uid of the pool whose deletion has been reported."""
     _refusals: set[tuple[int | None, str]] = field(default_factory=set)
     """The refusals of changes of the pool itself that were published, with the generation that they were about."""
-    _unheld: _Unheld | None = None
+    _without_finalizer: _WithoutFinalizer | None = None
     _drops_learned: bool = False
     """Whether the API server's definition lacks the status field with what was measured."""
 
@@ -201,16 +201,17 @@ class Reconciler:
             NotLeading: this replica has lost leadership during the pass.
         """
         body = self.context.store.get(POOL, *self.key)
-        if self._unheld is not None and nested(body, "metadata", "uid") != self._unheld.pool.uid:
-            await self._follow_gone(self._unheld)
+        if self._without_finalizer is not None and nested(body, "metadata", "uid") != self._without_finalizer.pool.uid:
+            await self._unpublish_if_gone(self._without_finalizer)
         if body is None:
             self._forget()
+            self.is_served, self.desired, self.ready = False, 0, 0
             self._parts.forget_all(_UNPUBLISHING)
             return self._parts.result
         claim = claim_on(body, self.context.defaults.release)
         self.is_served = claim.is_served
         if not claim.is_served:
-            self._unheld = None
+            self._without_finalizer = None
             if claim is Claim.REFUSED and self.context.leadership.is_leading:
                 await self._contest(EnginePool.without_spec(body), dict(body))
             return "ok"
@@ -221,7 +222,7 @@ class Reconciler:
             verdict = await self._decide(reading.pool, reading.policy, view)
         self.ready = len(view.ready)
         pool = reading.pool or EnginePool.without_spec(body)
-        self._note_unheld(pool, body, view)
+        self._note_missing_finalizer(pool, body, view)
         if not self.context.leadership.is_leading:
             self._parts.forget_all(_DECISION)
             return "ok"
@@ -528,47 +529,47 @@ class Reconciler:
     # -- pools that go without the operator
 
     @property
-    def is_following(self) -> bool:
-        """Whether the pool is gone and its models aren't unpublished yet: passes go on until they are."""
-        return self._unheld is not None
+    def is_unpublishing(self) -> bool:
+        """Whether models are left to unpublish once the pool is gone: passes go on until that is done."""
+        return self._without_finalizer is not None
 
-    def _note_unheld(self, pool: EnginePool, body: Mapping[str, Any], view: PoolView) -> None:
+    def _note_missing_finalizer(self, pool: EnginePool, body: Mapping[str, Any], view: PoolView) -> None:
         """Remember the pool while the API server would let it go at once: the finalizer was refused, since the stored
         spec breaks today's definition, or the pool is paused or can't be read.
         """
         if FINALIZER in pool.finalizers or self._reported == pool.uid:
-            self._unheld = None
+            self._without_finalizer = None
             return
-        if self._unheld is not None and self._unheld.pool.uid != pool.uid:
-            return  # that one is followed first
-        if self._unheld is not None or (has_published(pool, view) and not pool.is_deleted):
+        if self._without_finalizer is not None and self._without_finalizer.pool.uid != pool.uid:
+            return  # that one is unpublished first
+        if self._without_finalizer is not None or (has_published(pool, view) and not pool.is_deleted):
             status = {**mapping(body.get("status")), "publishedCard": pool.status.published_card or card_digest(pool)}
-            self._unheld = _Unheld(pool, {**body, "status": status})
+            self._without_finalizer = _WithoutFinalizer(pool, {**body, "status": status})
 
-    async def _follow_gone(self, unheld: _Unheld) -> None:
+    async def _unpublish_if_gone(self, seen: _WithoutFinalizer) -> None:
         """Unpublish the models of a pool that is gone and had no finalizer, as its deletion would have."""
-        if not self.context.leadership.is_leading or is_kept_by_orphaning(unheld.pool):
-            self._unheld = None
+        if not self.context.leadership.is_leading or is_kept_by_orphaning(seen.pool):
+            self._without_finalizer = None
             return
-        await self._parts.run(_UNPUBLISHING, partial(self._unpublish_gone, unheld), JOB)
+        await self._parts.run(_UNPUBLISHING, partial(self._unpublish_gone, seen), JOB)
 
-    async def _unpublish_gone(self, unheld: _Unheld) -> None:
+    async def _unpublish_gone(self, seen: _WithoutFinalizer) -> None:
         recorder, store, release = self.context.recorder, self.context.store, self.context.defaults.release
-        pool, body = unheld.pool, dict(unheld.body)
+        pool, body = seen.pool, dict(seen.body)
         models = models_to_remove(body, store, release)
         named = ", ".join(models)
-        if unheld.gone_s is None and models:
+        if seen.gone_s is None and models:
             if await is_terminating(self.context.client, pool.namespace):
                 await report_left(recorder, store, release, body, "no Job can be made in a namespace that is deleted")
-                self._unheld = None
+                self._without_finalizer = None
                 return
             note = f"the pool is gone, and had no finalizer: engines drain by themselves, a Job unpublishes {named}"
             await self._event(body, "FinalizerMissing", note, action="Unpublish", warning=True)
-        unheld = self._unheld = replace(unheld, gone_s=unheld.gone_s or self.context.api_time_s())
-        outcome = await self._unpublishing.step_after(pool, body, unheld.gone_s or 0.0)
+        seen = self._without_finalizer = replace(seen, gone_s=seen.gone_s or self.context.api_time_s())
+        outcome = await self._unpublishing.step_after(pool, body, seen.gone_s or 0.0)
         if outcome is None:
             return
-        self._unheld = None
+        self._without_finalizer = None
         if outcome.problem:
             await self._report_left(body, outcome)
         elif models:
